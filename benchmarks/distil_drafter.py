@@ -22,9 +22,9 @@ from benchmarks.common.options import options
 from benchmarks.common.training import train
 from benchmarks.larger_model import encoded
 from quire.engine.config import DEMO_MODEL, EngineConfig
-from quire.engine.loop import Engine
+from quire.engine.engine_core import EngineCore
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.engine.harness import run
 
 BEGINNING, STORY = 12, 244
@@ -34,13 +34,13 @@ ROWS = 4
 
 def told(larger: Path, corpus: Tensor, count: int, threads: int) -> Tensor:
     """What the larger model says, drawn at temperatures from 0.6 to 1: [count, tokens]."""
-    engine = Engine(EngineConfig(model=str(larger), threads=threads, max_model_len=512, num_kv_blocks=800))
+    engine = EngineCore(EngineConfig(model=str(larger), threads=threads, max_model_len=512, num_kv_blocks=800))
     rng, requests = random.Random(0), []
     for number in range(count):
         begin = rng.randrange(len(corpus) - BEGINNING)
         params = SamplingParams(temperature=rng.uniform(0.6, 1.0), max_tokens=STORY, ignore_eos=True)
         ids = corpus[begin : begin + BEGINNING].tolist()
-        requests.append(Request(id=str(number), prompt_ids=ids, params=params, seed=number))
+        requests.append(EngineCoreRequest(id=str(number), prompt_ids=ids, params=params, seed=number))
     answers = run(engine, requests)
     return torch.tensor([[*each.prompt_ids, *answers[each.id].ids] for each in requests])
 

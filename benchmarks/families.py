@@ -18,9 +18,9 @@ from typing import Any
 from benchmarks.common.engines import at_once, dummy, folder_of, random_prompt, request
 from benchmarks.common.options import options
 from quire.engine.checkpoint.sizes import read_sizes
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import QuireError
-from quire.engine.loop import Engine
-from quire.engine.types import Request
+from quire.engine.types import EngineCoreRequest
 from tests.tiny_models import FAMILIES, SHAPE
 
 VOCAB = 8000
@@ -50,15 +50,15 @@ def config_of(family: str, layers: int) -> dict[str, Any]:
     return {key: value for key, value in made.items() if key not in SMALL}
 
 
-def engine_of(config: dict[str, Any]) -> Engine:
+def engine_of(config: dict[str, Any]) -> EngineCore:
     with folder_of(config) as folder:
         return dummy(folder, num_kv_blocks=400, dtype="bfloat16", enable_prefix_caching=False)
 
 
-def work(engine: Engine, name: str) -> tuple[float, float, float]:
+def work(engine: EngineCore, name: str) -> tuple[float, float, float]:
     """Seconds of a step of 1, of a step of 8, and of a prompt."""
 
-    def asked(key: str, length: int, tokens: int) -> Request:
+    def asked(key: str, length: int, tokens: int) -> EngineCoreRequest:
         return request(key, random_prompt(length, key, range(10, VOCAB)), tokens)
 
     (one,) = at_once(engine, [asked(name, 32, 33)]).values()
@@ -70,7 +70,7 @@ def work(engine: Engine, name: str) -> tuple[float, float, float]:
 def main() -> None:
     families = {"nargs": "*", "default": list(FAMILIES)}
     args = options(__doc__, {"families": families, "--rounds": 9, "--layers": 12})
-    engines: dict[str, Engine] = {}
+    engines: dict[str, EngineCore] = {}
     sizes: dict[str, int] = {}
     keyed: dict[str, int] = {}
     for family in (LLAMA, ALL_KEYS, "llama again", *args.families):

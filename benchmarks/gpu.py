@@ -24,8 +24,8 @@ import torch
 from benchmarks.common.engines import at_once, dummy, folder_of, random_prompt, request
 from benchmarks.common.options import options
 from quire.engine.checkpoint.sizes import read_sizes
-from quire.engine.loop import Engine, let_go
-from quire.engine.types import Request
+from quire.engine.engine_core import EngineCore, let_go
+from quire.engine.types import EngineCoreRequest
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -238,7 +238,7 @@ def model_directory(model: str) -> AbstractContextManager[Path]:
     )
 
 
-def start(path: Path, args: argparse.Namespace, **options: Any) -> Engine:
+def start(path: Path, args: argparse.Namespace, **options: Any) -> EngineCore:
     room: dict[str, Any] = ({"num_kv_blocks": 4096} if args.device == "cpu" else {}) | options
     return dummy(
         path,
@@ -256,12 +256,12 @@ def start(path: Path, args: argparse.Namespace, **options: Any) -> Engine:
     )
 
 
-def asked(name: str, prompt: int, tokens: int) -> Request:
+def asked(name: str, prompt: int, tokens: int) -> EngineCoreRequest:
     """Of random tokens, others each time; greedy, to the full length."""
     return request(name, random_prompt(prompt, f"{name} {prompt} {tokens}", range(3, 1000)), tokens)
 
 
-def decode(engine: Engine, batch: int, steps: int) -> tuple[float, int]:
+def decode(engine: EngineCore, batch: int, steps: int) -> tuple[float, int]:
     """Seconds of a decode step of `batch` rows, and the mean context in tokens."""
     for index in range(batch):
         engine.add(asked(f"decode{index}", DECODE_PROMPT, steps + 4 * WARM_STEPS))
@@ -282,14 +282,14 @@ def decode(engine: Engine, batch: int, steps: int) -> tuple[float, int]:
     return seconds / steps, context
 
 
-def prefill(engine: Engine, tokens: int, times: int = 5) -> float:
+def prefill(engine: EngineCore, tokens: int, times: int = 5) -> float:
     """Median seconds from a prompt of so many tokens, alone, to its first token."""
     at_once(engine, [asked("warm", tokens, 1)])
     found = [at_once(engine, [asked(f"prompt{i}", tokens, 1)])[f"prompt{i}"] for i in range(times)]
     return statistics.median(each.latency for each in found)
 
 
-def gap(engine: Engine) -> float:
+def gap(engine: EngineCore) -> float:
     """Share of decode steps of 32 rows in which no kernel runs. What a process launches after PyTorch's profiler ran in
     it takes twice the host's time and more, so this comes last."""
     for index in range(32):

@@ -22,16 +22,16 @@ from torch import Tensor
 from benchmarks.common.options import options
 from quire.engine.config import EngineConfig
 from quire.engine.core.steps import Steps
+from quire.engine.engine_core import EngineCore
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.norm import NormSpec
 from quire.engine.layers.schemes import Unquantized
 from quire.engine.link.engine_messages import Stepped, encode
-from quire.engine.loop import Engine
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.spec import DecoderSpec
 from quire.engine.processes.heartbeat import NoHeartbeat
-from quire.engine.types import Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, SamplingParams
 from quire.engine.worker import inputs, runner
 from quire.engine.worker.graphs import prompts as prompt_graphs
 from quire.engine.worker.loading import room
@@ -83,13 +83,13 @@ def free_device() -> Iterator[None]:
         yield
 
 
-def engine_of(rows: int) -> Engine:
+def engine_of(rows: int) -> EngineCore:
     pages = max(rows, 2) * (PROMPT + 1024) // 16
     config = EngineConfig(
         max_num_seqs=rows, max_model_len=CONTEXT, num_kv_blocks=pages, warmup_seconds=0.0, attention_backend="cpu",
         max_num_batched_tokens=8192,
     )  # fmt: skip
-    engine = Engine(config)  # on the CPU, but with a GPU's graphs, sampler and steps ahead
+    engine = EngineCore(config)  # on the CPU, but with a GPU's graphs, sampler and steps ahead
     engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
     hidden, logits = torch.zeros((8192, 8)), torch.zeros((rows, 4096))
     picked, known = torch.full((rows,), PICKED), torch.ones(rows, dtype=torch.bool)
@@ -119,7 +119,7 @@ class Clock:
         return call
 
 
-def watch(engine: Engine, clock: Clock) -> Callable[..., bytes]:
+def watch(engine: EngineCore, clock: Clock) -> Callable[..., bytes]:
     """Returns `encode`, watched too."""
     scheduler, worker = engine.scheduler, engine.runner
     scheduler.schedule = clock.watched("schedule", scheduler.schedule)
@@ -134,7 +134,7 @@ def measure(rows: int, params: SamplingParams, steps: int) -> dict[str, float]:
         engine = engine_of(rows)
         for index in range(rows):
             prompt = [3 + index + at for at in range(PROMPT)]
-            engine.add(Request(id=f"cmpl-{index}-0", prompt_ids=prompt, params=params, seed=index))
+            engine.add(EngineCoreRequest(id=f"cmpl-{index}-0", prompt_ids=prompt, params=params, seed=index))
         while engine.stats.prompt_tokens < rows * PROMPT:
             engine.step()
         clock, taken, parts = Clock(), [], {part: [] for part in PARTS}

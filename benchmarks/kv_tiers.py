@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.common.engines import SMOL_135M, at_once, dummy, folder_of, random_prompt, request
 from benchmarks.common.options import options
-from quire.engine.loop import Engine
+from quire.engine.engine_core import EngineCore
 from quire.engine.tiers.tier import Page
 from quire.engine.tiers.tiers import Tiers
 from tests.engine.tiers.fakes import Dictionary
@@ -50,12 +50,12 @@ class Talk:
         self._held = held
         self.answered = 0
 
-    def go_on(self, made: Engine, turns: range) -> None:
+    def go_on(self, made: EngineCore, turns: range) -> None:
         for turn in turns:
             for first in range(0, len(self.histories), self._held):
                 self._take_turn(made, turn, range(first, min(first + self._held, len(self.histories))))
 
-    def _take_turn(self, made: Engine, turn: int, members: range) -> None:
+    def _take_turn(self, made: EngineCore, turn: int, members: range) -> None:
         for each in members:
             self.histories[each] += random_prompt(SAID, each * 1000 + turn)
         for name, one in at_once(
@@ -140,14 +140,14 @@ def compare_costs(model: Path, folder: Path) -> None:
 class _Prefix:
     """Asks for one token after a prefix, again and again."""
 
-    def __init__(self, made: Engine) -> None:
+    def __init__(self, made: EngineCore) -> None:
         self._made = made
         self._prompt = random_prompt(PREFIX + 1, 5)
         self._count = 0
 
     def seconds(self, *, forget: bool = False) -> float:
         """With an empty KV cache; `forget`: and with empty tiers."""
-        self._made.scheduler.pool.forget()
+        self._made.scheduler.pool.reset()
         if forget:
             self._made.scheduler.tiers.reset()
         self._count += 1

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.common.engines import SMOL_135M, dummy, folder_of, request
 from benchmarks.common.options import options
 from quire.engine.checkpoint.files import read_model_config
-from quire.engine.loop import Engine
+from quire.engine.engine_core import EngineCore
 from quire.engine.lora.modules import adaptable_modules
 from quire.engine.lora.spool import Spool
 from quire.engine.types import Adapter
@@ -27,7 +27,7 @@ from tests.adapters import save_adapter
 TOKENS, PROMPT = 64, 16
 
 
-def measure(engine: Engine, streams: int, adapters: list[Adapter | None], number: int) -> tuple[float, float]:
+def measure(engine: EngineCore, streams: int, adapters: list[Adapter | None], number: int) -> tuple[float, float]:
     """Tokens per second of decoding, and per second of processor time."""
     for index in range(streams):
         ids = [(7 * index + 13 * at + number) % 40_000 + 10 for at in range(PROMPT)]

@@ -20,12 +20,12 @@ from benchmarks.common.engines import request
 from benchmarks.common.options import options
 from quire.engine.checkpoint.files import resolve_model
 from quire.engine.config import EngineConfig
-from quire.engine.loop import Engine
+from quire.engine.engine_core import EngineCore
 from quire.engine.text.tokenizer import Tokenizer
 from tests.engine.harness import run
 
 
-def engine_of(model: Path, dtype: str, way: str, context: int) -> Engine:
+def engine_of(model: Path, dtype: str, way: str, context: int) -> EngineCore:
     parts = [part for part in way.split("+") if part != "none"]
     kv = [part.removeprefix("kv-") for part in parts if part.startswith("kv-")]
     weights = [part for part in parts if not part.startswith("kv-")]
@@ -34,10 +34,10 @@ def engine_of(model: Path, dtype: str, way: str, context: int) -> Engine:
         "kv_cache_dtype": kv[0] if kv else "auto",
     }
     sizes: dict[str, Any] = {"max_model_len": context + 1, "max_num_batched_tokens": context, "max_num_seqs": 1}
-    return Engine(EngineConfig(model=str(model), dtype=dtype, skip_tokenizer_init=True, **settings, **sizes))
+    return EngineCore(EngineConfig(model=str(model), dtype=dtype, skip_tokenizer_init=True, **settings, **sizes))
 
 
-def log_probabilities(engine: Engine, rows: Sequence[list[int]]) -> Tensor:
+def log_probabilities(engine: EngineCore, rows: Sequence[list[int]]) -> Tensor:
     """Of each token but the first of every row, in float64."""
     answers = run(engine, [request(str(number), row, 1, prompt_logprobs=0) for number, row in enumerate(rows)])
     every = (each for number in range(len(rows)) for each in answers[str(number)].prompt_logprobs or ())

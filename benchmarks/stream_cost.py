@@ -38,7 +38,7 @@ from quire.engine.link.process import EngineProcess, Launcher
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.processes.child import end_with_parent, read_configuration
 from quire.engine.processes.heartbeat import Heartbeat
-from quire.engine.types import EngineInfo, RequestOutput
+from quire.engine.types import EngineCoreOutput, EngineInfo
 from quire.server.cli.hosting import HttpServer
 from quire.server.config import ServerConfig
 from tests.server.api import NAME, make_app
@@ -79,7 +79,7 @@ def compute_nothing(address: str, descriptor: int) -> None:
                 time.sleep(REST_SECONDS)
             now = time.monotonic()
             reason = "length" if step == steps else None
-            outputs = [RequestOutput(each, [TOKEN], finish_reason=reason) for each in ids]
+            outputs = [EngineCoreOutput(each, [TOKEN], finish_reason=reason) for each in ids]
             chunks = tuple((each, 0, 1) for each in ids) if step == 1 else ()
             record = StepRecord(step, now, now, now, now, streams, streams, chunks, ())
             stats = EngineStats(running=streams, generation_tokens=step * streams)

@@ -24,9 +24,9 @@ from transformers import AutoModel, AutoModelForCausalLM
 from benchmarks.common.options import options
 from benchmarks.common.training import Descent
 from quire.engine.config import DEMO_MODEL, EngineConfig
-from quire.engine.loop import Engine
+from quire.engine.engine_core import EngineCore
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.engine.harness import run
 from tests.tiny_heads import (
     Reference,
@@ -43,7 +43,7 @@ WHO = ["fox", "king", "witch", "ship", "mouse", "princess", "giant", "tree", "so
 MEDUSA_HEADS = 3
 
 
-def story_requests(count: int, seed: int, tokens: int = 256) -> list[Request]:
+def story_requests(count: int, seed: int, tokens: int = 256) -> list[EngineCoreRequest]:
     """Requests for stories, as the page of the server makes them."""
     tokenizer = Tokenizer.load(Path(DEMO_MODEL))
     params = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=tokens, ignore_eos=True)
@@ -52,13 +52,13 @@ def story_requests(count: int, seed: int, tokens: int = 256) -> list[Request]:
         request = f"Tell me a story about a {WHO[(number + seed) % len(WHO)]}."
         text = f"<|im_start|>user\n{request}<|im_end|>\n<|im_start|>assistant\n"
         ids = tokenizer.backend.encode(text, add_special_tokens=False).ids
-        found.append(Request(id=str(number), prompt_ids=ids, params=params, seed=1000 * seed + number))
+        found.append(EngineCoreRequest(id=str(number), prompt_ids=ids, params=params, seed=1000 * seed + number))
     return found
 
 
 def told(count: int, seed: int) -> list[list[int]]:
     """So many stories, with their requests."""
-    engine = Engine(EngineConfig(threads=torch.get_num_threads(), max_model_len=512, num_kv_blocks=800))
+    engine = EngineCore(EngineConfig(threads=torch.get_num_threads(), max_model_len=512, num_kv_blocks=800))
     requests = story_requests(count, seed)
     answers = run(engine, requests)
     return [[*each.prompt_ids, *answers[each.id].ids] for each in requests]

@@ -27,9 +27,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from quire.engine.checkpoint.adapted import first_position
 from quire.engine.checkpoint.families import has_file
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import QuireError
 from quire.engine.folder import read_json
-from quire.engine.loop import Engine
 from tests.engine.harness import Answer, request, run
 from tests.float64_rule import exact_rules
 from tests.tiny_classes import KINDS, save_tiny_class
@@ -79,7 +79,7 @@ def tried(kind: str, path: Path) -> Outcome:
     given = read_json(path / "config.json") or {}
     by = "quire" if has_file(given) else "transformers"
     try:
-        engine = Engine(EngineConfig(model=str(path), model_impl=by, num_kv_blocks=96, max_num_batched_tokens=40))
+        engine = EngineCore(EngineConfig(model=str(path), model_impl=by, num_kv_blocks=96, max_num_batched_tokens=40))
     except QuireError as error:
         return Outcome(kind, "", _short(str(error)))
     answers = _answers(engine)
@@ -100,7 +100,7 @@ def _prompts() -> list[list[int]]:
     return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in _LENGTHS]
 
 
-def _answers(engine: Engine) -> dict[str, list[Answer]]:
+def _answers(engine: EngineCore) -> dict[str, list[Answer]]:
     """Of all prompts together, in chunks; of each alone, nothing of it cached; and of all, with prefixes found."""
     asked = {"max_tokens": _ANSWER, "logprobs": 3, "prompt_logprobs": 2}
 

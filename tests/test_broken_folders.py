@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.loop import Engine
 from quire.server.cli.hosting import read_files
 from quire.server.cli.main import main
 from quire.server.config import ServerConfig
@@ -38,7 +38,7 @@ def read_model(folder: str) -> None:
 
 def read_all(folder: str) -> None:
     read_model(folder)
-    Engine(EngineConfig(model=folder, num_kv_blocks=8, threads=1))
+    EngineCore(EngineConfig(model=folder, num_kv_blocks=8, threads=1))
 
 
 def one_line(text: str, broken: Broken) -> None:

@@ -66,7 +66,7 @@ def test_anything_else_is_a_difference(old: str, new: str) -> None:
 def test_every_module_is_looked_at() -> None:
     modules = capture_code(Tree("head", ROOT))
     assert {
-        "quire/engine/loop.py",
+        "quire/engine/engine_core.py",
         "quire/server/app.py",
         "quire/kernels/select.py",
         "quire/__init__.py",

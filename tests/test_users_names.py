@@ -28,7 +28,7 @@ from deploy.ray.link import JournalLink
 from deploy.ray.members import LIFE, Question
 from quire.engine.checkpoint.overrides import model_path
 from quire.engine.config import DEMO_MODEL, EngineConfig
-from quire.engine.core.blocks import block_hash, root_hash
+from quire.engine.core.block_pool import block_hash, root_hash
 from quire.engine.core.history import TimelinePhase
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.stats import TierStats

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from benchmarks.claims.run import Row, engine, lengths
 from benchmarks.common.engines import at_once, random_prompt, request
-from quire.engine.core.batch import Batch, StepOutput
 from quire.engine.core.scheduler import Scheduler
+from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 _CONTEXT = 2048
 _POOL_TOKENS = 32 * _CONTEXT
@@ -30,8 +30,8 @@ def _waste(block_size: int, load: list[tuple[int, int]]) -> tuple[float, float]:
     """The mean share of the pages held in which no token stands; and of contexts reserved whole for these sequences."""
     held = used = reserved = 0
     for scheduler in _steps(block_size, load):
-        running, _ = scheduler.sequences()
-        tokens = sum(seq.computed for seq in running)
+        running, _ = scheduler.requests()
+        tokens = sum(seq.num_computed_tokens for seq in running)
         used += tokens
         held += scheduler.pool.num_used * block_size
         reserved += len(running) * _CONTEXT
@@ -39,7 +39,7 @@ def _waste(block_size: int, load: list[tuple[int, int]]) -> tuple[float, float]:
 
 
 def _running(block_size: int, load: list[tuple[int, int]]) -> float:
-    counts = [len(scheduler.sequences()[0]) for scheduler in _steps(block_size, load)]
+    counts = [len(scheduler.requests()[0]) for scheduler in _steps(block_size, load)]
     return sum(counts) / len(counts)
 
 
@@ -62,8 +62,8 @@ def _steps(block_size: int, load: list[tuple[int, int]]) -> Iterator[Scheduler]:
         yield scheduler
 
 
-def _fake(batch: Batch) -> StepOutput:
-    return StepOutput({row.request_id: [1] for row in batch.rows if row.sample})
+def _fake(batch: SchedulerOutput) -> ModelRunnerOutput:
+    return ModelRunnerOutput({row.request_id: [1] for row in batch.scheduled_requests if row.sample})
 
 
 def sharing() -> Iterator[Row]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.common.engines import SMOL_135M, at_once, dummy, folder_of, request
 from quire.engine.config import EngineConfig
-from quire.engine.loop import Engine
+from quire.engine.engine_core import EngineCore
 
 MEAN_PROMPT, MEAN_ANSWER = 161, 338
 """Tokens, of the ShareGPT conversations that the paper on paged attention answers."""
@@ -29,10 +29,10 @@ class Row(NamedTuple):
 
 
 @contextmanager
-def engine(**options: Any) -> Iterator[Engine]:
+def engine(**options: Any) -> Iterator[EngineCore]:
     """Of SmolLM2-135M's shape with random weights, or of the `model` named."""
     with folder_of(SMOL_135M) as folder:
-        made = Engine(EngineConfig(**options)) if "model" in options else dummy(folder, **options)
+        made = EngineCore(EngineConfig(**options)) if "model" in options else dummy(folder, **options)
         try:
             at_once(made, [request("warm", [1] * 64, 4)])
             made.reset_prefix_cache()

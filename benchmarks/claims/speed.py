@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from benchmarks.claims.run import Row, engine, lengths
 from benchmarks.common.engines import Answered, answer, at_once, random_prompt, request
 from quire.engine.config import DEMO_MODEL, SpeculativeConfig
-from quire.engine.loop import Engine
+from quire.engine.engine_core import EngineCore
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import Grammar, Request
+from quire.engine.types import EngineCoreRequest, Grammar
 from quire.server.cli.bench.stats import percentile
 
 _BATCH = 16
@@ -114,7 +114,7 @@ def grammars() -> Iterator[Row]:
     )
 
 
-def _alone(made: Engine, each: Request) -> float:
+def _alone(made: EngineCore, each: EngineCoreRequest) -> float:
     """Seconds from its first token to its last."""
     made.reset_prefix_cache()
     found = at_once(made, [each])[each.id]

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.config import EngineConfig
-from quire.engine.loop import Engine
-from quire.engine.types import Request, SamplingParams
+from quire.engine.engine_core import EngineCore
+from quire.engine.types import EngineCoreRequest, SamplingParams
 
 SMOL_135M: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -68,24 +68,24 @@ def folder_of(config: Mapping[str, Any]) -> Iterator[Path]:
         yield Path(folder)
 
 
-def dummy(folder: Path, **options: Any) -> Engine:
+def dummy(folder: Path, **options: Any) -> EngineCore:
     """An engine of random weights; `options`: more settings of its EngineConfig."""
     settings = {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True}
-    return Engine(EngineConfig(**settings | options))  # type: ignore[arg-type]
+    return EngineCore(EngineConfig(**settings | options))  # type: ignore[arg-type]
 
 
-def request(name: str, prompt: Sequence[int], tokens: int, *, seed: int = 0, **more: Any) -> Request:
+def request(name: str, prompt: Sequence[int], tokens: int, *, seed: int = 0, **more: Any) -> EngineCoreRequest:
     """A request of so many greedy tokens; `more`: its other fields, or those of its SamplingParams."""
-    fields = {key: more.pop(key) for key in list(more) if key in Request.__struct_fields__}
+    fields = {key: more.pop(key) for key in list(more) if key in EngineCoreRequest.__struct_fields__}
     chosen = SamplingParams(**({"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True} | more))
-    return Request(id=name, prompt_ids=list(prompt), params=chosen, seed=seed, **fields)
+    return EngineCoreRequest(id=name, prompt_ids=list(prompt), params=chosen, seed=seed, **fields)
 
 
 def random_prompt(length: int, seed: object, ids: range = range(1, SMOL_135M["vocab_size"])) -> list[int]:
     return random.Random(str(seed)).choices(ids, k=length)
 
 
-def answer(made: Engine, arrivals: Sequence[tuple[float, Request]]) -> dict[str, Answered]:
+def answer(made: EngineCore, arrivals: Sequence[tuple[float, EngineCoreRequest]]) -> dict[str, Answered]:
     """Submit each request so many seconds from now, and step until all have ended."""
     began, coming = time.perf_counter(), sorted(arrivals, key=lambda arrival: arrival[0])
     found: dict[str, Answered] = {}
@@ -107,6 +107,6 @@ def answer(made: Engine, arrivals: Sequence[tuple[float, Request]]) -> dict[str,
     return found
 
 
-def at_once(made: Engine, requests: Sequence[Request]) -> dict[str, Answered]:
+def at_once(made: EngineCore, requests: Sequence[EngineCoreRequest]) -> dict[str, Answered]:
     """The same of requests that all come now."""
     return answer(made, [(0.0, each) for each in requests])

@@ -22,7 +22,7 @@ from quire.engine.images.vision import Vision
 from quire.engine.offline.llm import LLM
 from quire.engine.offline.outputs import RequestOutput
 from quire.engine.offline.params import SamplingParams
-from quire.engine.types import Request, Span
+from quire.engine.types import EngineCoreRequest, Span
 from tests.engine.harness import run
 from tests.vision_families import expected, save_family
 
@@ -161,7 +161,7 @@ def _timed(device: torch.device) -> str:
     return f"{side} x {side} pixels, {tokens} tokens, {work} of a step's: {min(times[1:]):.3f} s"
 
 
-def _shown(vision: Vision, seed: int, side: int) -> Request:
+def _shown(vision: Vision, seed: int, side: int) -> EngineCoreRequest:
     pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
     layout = vision.layout(side, side)
     (content,) = layout.contents(Pillow.fromarray(pixels))

@@ -14,7 +14,7 @@ from benchmarks.common.engines import at_once, request
 from benchmarks.flight.finding import KERNELS_ALONE, Say, close, tried
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig, SpeculativeConfig
-from quire.engine.loop import Engine, let_go
+from quire.engine.engine_core import EngineCore, let_go
 from quire.engine.types import Adapter
 from quire.engine.worker.startup import start_worker
 from tests.adapters import save_adapter
@@ -104,9 +104,9 @@ def _made(folder: Path, family: str) -> str:
     return "random weights"
 
 
-def _engine(folder: Path, device: torch.device, **options: Any) -> Engine:
+def _engine(folder: Path, device: torch.device, **options: Any) -> EngineCore:
     given = {"max_num_seqs": 16, "skip_tokenizer_init": True, "num_kv_blocks": 512, "warmup_seconds": KERNELS_ALONE}
-    return Engine(EngineConfig(model=str(folder), device=device.type, **given | options))
+    return EngineCore(EngineConfig(model=str(folder), device=device.type, **given | options))
 
 
 def _run(folder: Path, device: torch.device, *, times: int = 1, **options: Any) -> dict[str, list[int]]:

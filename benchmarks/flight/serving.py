@@ -15,7 +15,7 @@ from benchmarks.common.engines import Answered, answer, at_once
 from benchmarks.common.servers import post_all, served
 from benchmarks.flight.finding import Finding, Say, tried
 from benchmarks.gpu import asked, limits, measure, model_directory, start
-from quire.engine.loop import Engine, let_go
+from quire.engine.engine_core import EngineCore, let_go
 from quire.server.cli.bench.stats import arrivals, distribution
 
 _BIRDS = ["hen", "cock", "chick"]
@@ -47,7 +47,7 @@ def large(device: torch.device, say: Say) -> None:
             )
 
 
-def _offloaded(engine: Engine) -> str:
+def _offloaded(engine: EngineCore) -> str:
     """One stream, whose time should be that of the bus."""
     one = at_once(engine, [asked("one", 64, 32)])["one"]
     note = next(each for each in engine.info.notes if each.startswith("layers:"))
@@ -55,7 +55,7 @@ def _offloaded(engine: Engine) -> str:
     return f"{1000 * statistics.median(one.gaps):.1f} ms a token; {note}"
 
 
-def _arrivals(engine: Engine, streams: int) -> str:
+def _arrivals(engine: EngineCore, streams: int) -> str:
     """Some 40 a second, prompts of 512 tokens, answers of 128."""
     length, tokens = (64, 8) if streams < 256 else (512, 128)
     at_once(engine, [asked("warm", length, 4)])

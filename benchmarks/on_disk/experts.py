@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.common.engines import dummy, folder_of, request
 from benchmarks.common.options import options
-from quire.engine.loop import Engine
+from quire.engine.engine_core import EngineCore
 from quire.kernels.cpu.decoder.mapped import MappedExperts
 
 SHAPE: dict[str, Any] = {
@@ -27,7 +27,7 @@ SHAPE: dict[str, Any] = {
 STEPS = 24
 
 
-def decode(made: Engine, *, drop: bool) -> tuple[float, list[int]]:
+def decode(made: EngineCore, *, drop: bool) -> tuple[float, list[int]]:
     """Milliseconds of a token, the median of STEPS; and the tokens."""
     made.reset_prefix_cache()
     made.add(request("a", range(10, 26), STEPS + 1))
@@ -42,7 +42,7 @@ def decode(made: Engine, *, drop: bool) -> tuple[float, list[int]]:
     return statistics.median(took[1:]), ids
 
 
-def told(name: str, made: Engine, *, drop: bool, guesses: bool = True) -> list[int]:
+def told(name: str, made: EngineCore, *, drop: bool, guesses: bool = True) -> list[int]:
     store = made.runner.model.offload  # type: ignore[attr-defined]
     if isinstance(store, MappedExperts):
         store.guess(guesses)

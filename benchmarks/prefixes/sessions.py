@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.common.engines import SMOL_135M, Answered, at_once, dummy, folder_of, random_prompt, request
 from benchmarks.common.options import options
-from quire.engine.loop import Engine
+from quire.engine.engine_core import EngineCore
 
 MORE = 32
 """Tokens that a turn adds."""
@@ -48,7 +48,7 @@ class Found:
     hint: list[float] = field(default_factory=list)
 
 
-def measure(engine: Engine, way: Way, tokens: int, rounds: int) -> Found:
+def measure(engine: EngineCore, way: Way, tokens: int, rounds: int) -> Found:
     found, numbers = Found(), count()
 
     def ask(prompt: list[int], answer: int = 4, **fields: Any) -> Answered:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import time
 
 from quire.engine.core.scheduler import Scheduler
-from quire.engine.types import Request
+from quire.engine.types import EngineCoreRequest
 
 AGE = 200
 """Tokens that a second of waiting is worth."""
 
 
 class ShortestFirst(Scheduler):
-    def place(self, request: Request) -> float:
+    def place(self, request: EngineCoreRequest) -> float:
         return len(request.prompt_ids) + AGE * time.monotonic()

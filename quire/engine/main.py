@@ -69,7 +69,7 @@ def main() -> None:
     config = EngineConfig.model_validate_json(line)
     os.nice(config.niceness)  # of this thread, and those that it starts from here on: all that compute
 
-    from quire.engine.loop import serve
+    from quire.engine.engine_core import serve
 
     sys.exit(serve(config, address, heartbeat))
 

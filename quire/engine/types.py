@@ -1,10 +1,11 @@
 """What flows between server and engine: requests, outputs, and what the engine is. All frozen structs.
 
-What it does is told in engine/core/stats.py; what a step is made of is in engine/core/batch.py.
+What it does is told in engine/core/stats.py; what a step is made of is in engine/core/scheduler_output.py.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Literal
@@ -225,7 +226,7 @@ class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return cls(digest, height, width, pixels, original)
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to generate, or one prompt to make a vector of; a request with n > 1 is submitted as n of these."""
 
     id: str
@@ -330,7 +331,7 @@ class PrefixReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return sum(tokens for _, tokens in self.missed)
 
 
-class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a step added to a request. Exactly one with a finish_reason ends every request."""
 
     id: str
@@ -398,3 +399,11 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Digests of the model's files, wherever they lie (see content_of), and of the code that computes."""
     adaptable: dict[str, tuple[int, int]] = {}
     """(in, out) of linears that may have adapters, where transformers' class has them; {}: as lora/modules.py says."""
+
+
+def __getattr__(name: str) -> object:
+    """The name that plug-ins of --scheduler-cls imported before."""
+    if name == "Request":
+        warnings.warn("quire.engine.types.Request is EngineCoreRequest now", FutureWarning, stacklevel=2)
+        return EngineCoreRequest
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

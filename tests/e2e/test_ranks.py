@@ -18,8 +18,8 @@ import httpx
 import pytest
 
 from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.engine_core import EngineCore, let_go
 from quire.engine.errors import EngineError
-from quire.engine.loop import Engine, let_go
 from quire.engine.worker.ranks.pipeline import PipelineRunner
 from quire.engine.worker.ranks.spmd import SpmdRunner
 from quire.kernels.cpu.backend import Cpu
@@ -88,8 +88,8 @@ def started(tmp_path: Path) -> Iterator[Start]:
 def test_an_engine_in_this_process_says_which_rank_has_ended(dividing: int) -> None:
     settings = {"max_model_len": 256, "num_kv_blocks": 64, "threads": 1}
     ranks = {"tensor_parallel_size": 2, "decode_context_parallel_size": dividing}
-    made = Engine(EngineConfig(model=DEMO_MODEL, **ranks, **settings))
-    expected = run(Engine(EngineConfig(model=DEMO_MODEL, dtype="float32", **settings)), [request("a", [435, 1029])])
+    made = EngineCore(EngineConfig(model=DEMO_MODEL, **ranks, **settings))
+    expected = run(EngineCore(EngineConfig(model=DEMO_MODEL, dtype="float32", **settings)), [request("a", [435, 1029])])
     assert len(run(made, [request("a", [435, 1029])])["a"].ids) == len(expected["a"].ids)
     assert isinstance(made.runner, SpmdRunner)
     (pid,) = made.runner._ranks.pids
@@ -106,8 +106,8 @@ def test_an_engine_in_this_process_says_which_rank_has_ended(dividing: int) -> N
 def test_an_engine_in_this_process_says_which_stage_has_ended() -> None:
     """The last one of those before it is told by the first one's end, and does not end by itself."""
     settings = {"max_model_len": 256, "num_kv_blocks": 64, "threads": 1, "dtype": "float32"}
-    made = Engine(EngineConfig(model=DEMO_MODEL, pipeline_parallel_size=3, **settings))
-    alone = Engine(EngineConfig(model=DEMO_MODEL, **settings))
+    made = EngineCore(EngineConfig(model=DEMO_MODEL, pipeline_parallel_size=3, **settings))
+    alone = EngineCore(EngineConfig(model=DEMO_MODEL, **settings))
     asked = [request(str(i), [435, 1029 + i], seed=i, temperature=0.8, logprobs=0) for i in range(4)]
     assert run(made, asked) == run(alone, asked)
     assert isinstance(made.runner, PipelineRunner)

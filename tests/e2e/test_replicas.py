@@ -22,7 +22,7 @@ from quire.engine.link.client import EngineClient
 from quire.engine.link.weights import Weights
 from quire.engine.offline.in_process import InProcessLink
 from quire.engine.replicas.replicas import Replicas
-from quire.engine.types import Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.e2e.server import Server
 from tests.e2e.streams import KINDS, answer, ask_until
 
@@ -34,13 +34,13 @@ CONFIG = EngineConfig(num_kv_blocks=4096, max_num_seqs=64)
 Tokens = dict[str, list[int]]
 
 
-def streams() -> list[Request]:
+def streams() -> list[EngineCoreRequest]:
     """Greedy and sampled ones by turns; each prefix's first comes among the first."""
     draw = random.Random(21)
     prefixes = [[draw.randrange(8, 4000) for _ in range(PREFIX)] for _ in range(PREFIXES)]
     order = [*range(PREFIXES), *draw.sample([*range(PREFIXES)] * (STREAMS // PREFIXES - 1), STREAMS - PREFIXES)]
     return [
-        Request(
+        EngineCoreRequest(
             id=f"s{number}",
             prompt_ids=[*prefixes[prefix], *(draw.randrange(8, 4000) for _ in range(OWN))],
             params=SamplingParams(max_tokens=OUTPUT, temperature=float(number % 2), ignore_eos=True),
@@ -59,7 +59,9 @@ async def running(client: EngineClient) -> AsyncIterator[EngineClient]:
         await client.link.stop()
 
 
-async def computed(client: EngineClient, requests: Sequence[Request], began: asyncio.Event | None = None) -> Tokens:
+async def computed(
+    client: EngineClient, requests: Sequence[EngineCoreRequest], began: asyncio.Event | None = None
+) -> Tokens:
     """Their tokens. `began` is set when the first are there."""
     found: Tokens = {request.id: [] for request in requests}
     async for outputs in client.submit(requests):
@@ -71,7 +73,7 @@ async def computed(client: EngineClient, requests: Sequence[Request], began: asy
     return found
 
 
-async def hit_rate(client: EngineClient, requests: Sequence[Request]) -> tuple[float, Tokens]:
+async def hit_rate(client: EngineClient, requests: Sequence[EngineCoreRequest]) -> tuple[float, Tokens]:
     """The first of each prefix, then all others at once."""
     before = client.link.stats
     found = await computed(client, requests[:PREFIXES]) | await computed(client, requests[PREFIXES:])

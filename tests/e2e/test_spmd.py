@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.engine_core import EngineCore, let_go
 from quire.engine.errors import EngineError
-from quire.engine.loop import Engine, let_go
 from quire.engine.worker.ranks.spmd import SpmdRunner
 from tests.e2e.server import Server
 from tests.e2e.streams import KINDS, answer, ask_until
@@ -34,7 +34,7 @@ KILLS = int(os.environ.get("TEST_KILLS", "3"))
 
 def test_an_engine_in_this_process_says_which_rank_has_ended() -> None:
     settings = {"max_model_len": 256, "num_kv_blocks": 64, "threads": 2, "attention_backend": "reference"}
-    made = Engine(EngineConfig(model=DEMO_MODEL, tensor_parallel_size=2, **settings))
+    made = EngineCore(EngineConfig(model=DEMO_MODEL, tensor_parallel_size=2, **settings))
     assert len(run(made, [request("a", [435, 1029], max_tokens=8)])["a"].ids) == 8
     assert isinstance(made.runner, SpmdRunner)
     (pid,) = made.runner._ranks.pids

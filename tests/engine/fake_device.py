@@ -7,9 +7,9 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
-from quire.engine.core.batch import Admission, Batch, StepOutput
-from quire.engine.core.drafter import Asked, Drafter, Guess
-from quire.engine.core.sequence import Sequence
+from quire.engine.core.drafter import Draft, Drafter, DraftRequests
+from quire.engine.core.request import Request
+from quire.engine.core.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire.engine.types import PoolingParams, TokenLogprob
 
 BLOCK = 4
@@ -33,17 +33,17 @@ class FakeDrafter(Drafter):
     right: int
     wrong: int
 
-    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
-        return [Guess(self._propose(seq)) for seq, _ in asked]
+    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
+        return [Draft(self._propose(seq)) for seq, _ in asked]
 
-    def _propose(self, seq: Sequence) -> list[int]:
-        assert not seq.in_flight, "a draft after a token that is not known"
-        tokens, chance = list(seq.tokens), zlib.crc32(repr(seq.tokens[::-1]).encode())
+    def _propose(self, seq: Request) -> list[int]:
+        assert not seq.num_tokens_in_flight, "a draft after a token that is not known"
+        tokens, chance = list(seq.token_ids), zlib.crc32(repr(seq.token_ids[::-1]).encode())
         for _ in range(chance % (self.right + 1)):
             tokens.append(next_token(tokens))
         for _ in range(chance // 64 % (self.wrong + 1)):
             tokens.append((next_token(tokens) + 1) % 16)
-        return tokens[len(seq.tokens) :]
+        return tokens[len(seq.token_ids) :]
 
 
 DRAFTERS = {"none": None, "right": FakeDrafter(6, 0), "wrong": FakeDrafter(0, 4), "mixed": FakeDrafter(3, 3)}
@@ -61,36 +61,40 @@ class FakeDevice:
         }
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
-        self.owners: dict[int, Admission] = {}
+        self.owners: dict[int, NewRequestData] = {}
 
     def page(self, table: list[int], position: int, group: int) -> list[tuple[int, ...] | None]:
         return self.pages[table[position // self.block * len(self.windows) + group]]
 
-    def execute(self, batch: Batch) -> StepOutput:
-        for admission in batch.admissions:
+    def execute(self, batch: SchedulerOutput) -> ModelRunnerOutput:
+        for admission in batch.new_requests:
             self.tokens[admission.slot] = list(admission.token_ids)
             self.tables[admission.slot] = []
             self.owners[admission.slot] = admission
-        for copy in batch.copies:
+        for copy in batch.block_copies:
             assert 0 < copy.tokens < self.block
             assert None not in self.pages[copy.source][: copy.tokens], "a copy of what is not there yet"
             self.pages[copy.target][: copy.tokens] = self.pages[copy.source][: copy.tokens]
-        assert len({row.slot for row in batch.rows}) == len(batch.rows), "two rows in one slot"
-        for row in batch.rows:
-            assert row.count > 0
+        assert len({row.slot for row in batch.scheduled_requests}) == len(batch.scheduled_requests), (
+            "two rows in one slot"
+        )
+        for row in batch.scheduled_requests:
+            assert row.num_tokens > 0
             table, tokens = self.tables[row.slot], self.tokens[row.slot]
-            table += row.new_blocks
-            if row.draft_ids:
+            table += row.new_block_ids
+            if row.draft_token_ids:
                 assert row.sample
-                assert row.start + row.count == len(tokens) + len(row.draft_ids), "drafts after a token not computed"
-                tokens += row.draft_ids
-            for position in range(row.start, row.start + row.count):
+                assert row.start + row.num_tokens == len(tokens) + len(row.draft_token_ids), (
+                    "drafts after a token not computed"
+                )
+                tokens += row.draft_token_ids
+            for position in range(row.start, row.start + row.num_tokens):
                 for group in range(len(self.windows)):
                     self.page(table, position, group)[position % self.block] = (group, *tokens[: position + 1])
         picked, prompt_logprobs, vectors = {}, {}, {}
-        for row in batch.rows:
+        for row in batch.scheduled_requests:
             table, tokens = self.tables[row.slot], self.tokens[row.slot]
-            end = row.start + row.count
+            end = row.start + row.num_tokens
             for group, window in enumerate(self.windows):
                 first = 0 if window is None else max(row.start - window + 1, 0)
                 for position in range(first, end):  # after the step the KV of all it sees is in place, and no other's
@@ -102,15 +106,15 @@ class FakeDevice:
             ]
             if row.sample:
                 assert end == len(tokens), "sampling before the last token"
-                known = len(tokens) - len(row.draft_ids)
+                known = len(tokens) - len(row.draft_token_ids)
                 picks = [next_token(tokens[:length]) for length in range(known, end + 1)]
-                picked[row.request_id] = accepted(row.draft_ids, picks)
+                picked[row.request_id] = accepted(row.draft_token_ids, picks)
                 tokens[known:] = picked[row.request_id]
             if isinstance(self.owners[row.slot].params, PoolingParams):
                 assert not row.sample
                 if end == len(tokens):
                     vectors[row.request_id] = fake_vector(tokens)
-        return StepOutput(picked, {}, prompt_logprobs, {}, vectors)
+        return ModelRunnerOutput(picked, {}, prompt_logprobs, {}, vectors)
 
 
 def accepted(drafts: list[int], picks: list[int]) -> list[int]:

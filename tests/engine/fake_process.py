@@ -24,7 +24,7 @@ from quire.engine.link.engine_messages import (
 )
 from quire.engine.link.process import EngineProcess
 from quire.engine.processes.exit_cause import ExitCause
-from quire.engine.types import EngineInfo, Request, RequestOutput, SamplingParams
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, EngineInfo, SamplingParams
 
 INFO = EngineInfo("fake", "float32", "cpu", "none", 100, 10, 16, 0, 0, 0.0, "none")
 KILLED, CRASHED = ExitCause("was killed", external=True), ExitCause("crashed", external=False)
@@ -43,7 +43,7 @@ class FakeProcess(EngineProcess):
         self._on_begun = on_begun
         self._sent: asyncio.Queue[FromEngine] = asyncio.Queue()
         self._exit: asyncio.Future[ExitCause] = asyncio.get_running_loop().create_future()
-        self._running: dict[str, Request] = {}
+        self._running: dict[str, EngineCoreRequest] = {}
         self._tokens: dict[str, int] = {}
         self.answers = True
         """Whether it ever says that it has let its engine go."""
@@ -98,7 +98,9 @@ class FakeProcess(EngineProcess):
             position = self._tokens[each]
             self._tokens[each] += 1
             reason = "length" if self._tokens[each] == LENGTH else None
-            outputs.append(RequestOutput(each, [token(each, position)], finish_reason=reason, cached_tokens=position))
+            outputs.append(
+                EngineCoreOutput(each, [token(each, position)], finish_reason=reason, cached_tokens=position)
+            )
             if reason:
                 del self._running[each]
         self._sent.put_nowait(Stepped(outputs, EngineStats()))
@@ -131,7 +133,9 @@ class Caller:
         self.cached: set[tuple[str, int]] = set()
         self.aborted: set[str] = set()
         self.error: EngineError | None = None
-        self.stream = client.submit([Request(id=each, prompt_ids=[1], params=params, seed=0) for each in self.found])
+        self.stream = client.submit(
+            [EngineCoreRequest(id=each, prompt_ids=[1], params=params, seed=0) for each in self.found]
+        )
         self.task = asyncio.create_task(self._read())
 
     async def _read(self) -> None:

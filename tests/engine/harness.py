@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.engine.loop import Engine
-from quire.engine.types import Request, SamplingParams, TokenLogprob
+from quire.engine.engine_core import EngineCore
+from quire.engine.types import EngineCoreRequest, SamplingParams, TokenLogprob
 
 
 @dataclass
@@ -18,12 +18,14 @@ class Answer:
     cached_tokens: int = 0
 
 
-def request(name: str, prompt: Sequence[int], *, seed: int = 0, salt: str = "", **params: object) -> Request:
+def request(name: str, prompt: Sequence[int], *, seed: int = 0, salt: str = "", **params: object) -> EngineCoreRequest:
     params = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True} | params
-    return Request(id=name, prompt_ids=list(prompt), params=SamplingParams(**params), seed=seed, cache_salt=salt)
+    return EngineCoreRequest(
+        id=name, prompt_ids=list(prompt), params=SamplingParams(**params), seed=seed, cache_salt=salt
+    )
 
 
-def run(engine: Engine, requests: Sequence[Request]) -> dict[str, Answer]:
+def run(engine: EngineCore, requests: Sequence[EngineCoreRequest]) -> dict[str, Answer]:
     """Submit all at once and step until every one has ended."""
     answers = {each.id: Answer() for each in requests}
     for each in requests:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quire.engine.config import EngineConfig
-from quire.engine.loop import Engine
+from quire.engine.engine_core import EngineCore
 from tests.engine.harness import request, run
 from tests.tiny_models import VOCAB
 
@@ -34,7 +34,7 @@ def largest_difference(folder: Path, prompt: Sequence[int], served: Path | None 
     with torch.inference_mode():
         expected = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
     settings = {"model": str(served or folder), "num_kv_blocks": 64, "dtype": "float32"} | settings
-    engine = Engine(EngineConfig(**settings))
+    engine = EngineCore(EngineConfig(**settings))
     logprobs = run(engine, [request("0", prompt, max_tokens=1, prompt_logprobs=0)])["0"].prompt_logprobs
     assert logprobs is not None
     wanted = expected.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.loop import Engine
-from quire.engine.types import PoolingParams, Request, ThinkingBudget
+from quire.engine.types import EngineCoreRequest, PoolingParams, ThinkingBudget
 from quire.kernels.select import select_backend
 from tests.engine.harness import request, run
 from tests.tiers import slow
@@ -27,7 +27,7 @@ SETTINGS = (
 )
 
 
-def mixed_requests() -> list[Request]:
+def mixed_requests() -> list[EngineCoreRequest]:
     """24 requests: greedy and sampled, short and long, some with a common beginning."""
     generator = torch.Generator().manual_seed(5)
     common = torch.randint(3, VOCAB, (70,), generator=generator).tolist()
@@ -39,7 +39,7 @@ def mixed_requests() -> list[Request]:
     return made
 
 
-def tokens(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
+def tokens(engine: EngineCore, requests: Sequence[EngineCoreRequest]) -> dict[str, list[int]]:
     return {name: answer.ids for name, answer in run(engine, requests).items()}
 
 
@@ -69,11 +69,11 @@ def test_tokens_do_not_depend_on_what_else_runs(
 ) -> None:
     path = save_tiny_model(tmp_path, family, num_hidden_layers=2)
 
-    def engine(**options: int) -> Engine:
+    def engine(**options: int) -> EngineCore:
         options = {"num_kv_blocks": 600} | options
         where = {"attention_backend": backend, "device": device, "deterministic": device == "cuda"}
         where["enforce_eager"] = backend == "reference"  # no CUDA graph can hold it
-        return Engine(EngineConfig(model=str(path), dtype=dtype, **where, **options))
+        return EngineCore(EngineConfig(model=str(path), dtype=dtype, **where, **options))
 
     if device == "cuda" and (reason := gpu_lacks(backend)) is not None:
         pytest.skip(reason)
@@ -96,7 +96,9 @@ def test_tokens_do_not_depend_on_what_else_runs(
         assert small.stats.preemptions > 2
 
     half = [
-        Request(id=r.id, prompt_ids=r.prompt_ids, params=r.params, seed=r.seed, emitted_ids=alone[r.id][: i % 19])
+        EngineCoreRequest(
+            id=r.id, prompt_ids=r.prompt_ids, params=r.params, seed=r.seed, emitted_ids=alone[r.id][: i % 19]
+        )
         for i, r in enumerate(requests)
     ]
     rest = tokens(engine(), half)
@@ -112,9 +114,9 @@ def test_log_probabilities_keep_their_bits(family: str, dtype: str, backend: str
     prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (90, 1, 37, 64)]
     asked = [request(str(i), p, max_tokens=9, logprobs=2, prompt_logprobs=2) for i, p in enumerate(prompts)]
 
-    def found(*together: Request, **options: int) -> dict[str, object]:
+    def found(*together: EngineCoreRequest, **options: int) -> dict[str, object]:
         where = {"model": str(path), "dtype": dtype, "attention_backend": backend, "num_kv_blocks": 64}
-        answers = run(Engine(EngineConfig(**where, enable_prefix_caching=False, **options)), together)
+        answers = run(EngineCore(EngineConfig(**where, enable_prefix_caching=False, **options)), together)
         return {name: (each.ids, each.logprobs, each.prompt_logprobs) for name, each in answers.items()}
 
     alone = {each.id: found(each)[each.id] for each in asked}
@@ -132,7 +134,7 @@ def gpu_lacks(backend: str) -> str | None:
 
 def test_a_common_prefix_is_computed_once(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama", max_position_embeddings=1024)
-    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=2000))
+    engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=2000))
     generator = torch.Generator().manual_seed(3)
     prefix = torch.randint(3, VOCAB, (800,), generator=generator).tolist()
     owns = [torch.randint(3, VOCAB, (10,), generator=generator).tolist() for _ in range(100)]
@@ -144,22 +146,22 @@ def test_a_common_prefix_is_computed_once(tmp_path: Path) -> None:
 
 def test_salts_and_the_switch_keep_prefixes_apart(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=100))
+    engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=100))
     prompt = list(range(3, 103))
     assert run(engine, [request("a", prompt, salt="x")])["a"].cached_tokens == 0
     assert run(engine, [request("b", prompt, salt="y")])["b"].cached_tokens == 0
     assert run(engine, [request("c", prompt, salt="x")])["c"].cached_tokens == 96
-    without = Engine(EngineConfig(model=str(path), num_kv_blocks=100, enable_prefix_caching=False))
+    without = EngineCore(EngineConfig(model=str(path), num_kv_blocks=100, enable_prefix_caching=False))
     assert [run(without, [request(name, prompt)])[name].cached_tokens for name in "ab"] == [0, 0]
 
 
 def test_a_request_for_a_vector_is_refused_by_name_and_the_others_go_on(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=100, max_num_batched_tokens=32, runner="generate"))
+    engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=100, max_num_batched_tokens=32, runner="generate"))
     tokens = request("tokens", range(3, 60), max_tokens=6)
     alone = run(engine, [tokens])["tokens"].ids
-    engine.add(Request(id="vector", prompt_ids=list(range(3, 90)), params=PoolingParams(), seed=0))
-    engine.add(Request(id="short", prompt_ids=[5], params=PoolingParams(), seed=0))
+    engine.add(EngineCoreRequest(id="vector", prompt_ids=list(range(3, 90)), params=PoolingParams(), seed=0))
+    engine.add(EngineCoreRequest(id="short", prompt_ids=[5], params=PoolingParams(), seed=0))
     engine.add(tokens)
     outputs = []
     while engine.busy:
@@ -182,12 +184,12 @@ def test_a_request_for_a_vector_is_refused_by_name_and_the_others_go_on(tmp_path
 def test_the_promise_is_made_where_it_is_tested(dtype: str, backend: str, promised: bool, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     options = {"model": str(path), "dtype": dtype, "attention_backend": backend, "device": "cpu", "num_kv_blocks": 20}
-    assert Engine(EngineConfig(**options)).info.deterministic is promised
+    assert EngineCore(EngineConfig(**options)).info.deterministic is promised
     if promised:
-        assert Engine(EngineConfig(**options, deterministic=True)).info.deterministic
+        assert EngineCore(EngineConfig(**options, deterministic=True)).info.deterministic
     else:
         with pytest.raises(ConfigError, match="deterministic: PyTorch's float16 products"):
-            Engine(EngineConfig(**options, deterministic=True))
+            EngineCore(EngineConfig(**options, deterministic=True))
 
 
 def test_bfloat16_that_onednn_does_not_pack_promises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,4 +198,4 @@ def test_bfloat16_that_onednn_does_not_pack_promises_nothing(tmp_path: Path, mon
     path = save_tiny_model(tmp_path, "llama")
     for dtype in ("bfloat16", "float32"):
         config = EngineConfig(model=str(path), dtype=dtype, attention_backend="reference", num_kv_blocks=20)
-        assert not Engine(config).info.deterministic
+        assert not EngineCore(config).info.deterministic

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.loop import Engine
 from quire.engine.text.grammar import json_grammar
-from quire.engine.types import Request
+from quire.engine.types import EngineCoreRequest
 from quire.kernels.cpu.backend import Cpu
 from tests.engine.harness import Answer, request, run
 from tests.engine.images.test_families import about
@@ -32,12 +32,12 @@ BASE = {"attention_backend": "cpu", "threads": 4, "max_model_len": LENGTH, "max_
 """Prompts come in chunks, which end within tiles."""
 
 
-def engine(path: Path, ranks: int, *, divides: bool, **settings: Any) -> Engine:
+def engine(path: Path, ranks: int, *, divides: bool, **settings: Any) -> EngineCore:
     dividing = {"decode_context_parallel_size": ranks} if divides else {}
-    return Engine(EngineConfig(model=str(path), **{"tensor_parallel_size": ranks, **BASE, **dividing, **settings}))
+    return EngineCore(EngineConfig(model=str(path), **{"tensor_parallel_size": ranks, **BASE, **dividing, **settings}))
 
 
-def asked(seed: int = 5) -> list[Request]:
+def asked(seed: int = 5) -> list[EngineCoreRequest]:
     """Contexts of one tile, of as many as there are ranks, and of more; some begin alike."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(3, VOCAB, (LENGTH,), generator=generator).tolist()

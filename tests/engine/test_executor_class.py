@@ -8,37 +8,39 @@ from typing import Any
 import pytest
 
 from quire.engine.config import EngineConfig
-from quire.engine.core.batch import Batch
-from quire.engine.core.executor import Pending
+from quire.engine.core.executor import PendingOutput
+from quire.engine.core.scheduler_output import SchedulerOutput
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.loop import Engine
-from quire.engine.types import Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, SamplingParams
 from quire.engine.worker.ranks.single_process import SingleProcess
-from quire.engine.worker.runner import Runner
+from quire.engine.worker.runner import ModelRunner
 from tests.tiny_models import save_tiny_model
 
 launched: list[int] = []
 
 
-class NotedRunner(Runner):
-    def launch(self, batch: Batch) -> Pending:
-        launched.append(len(batch.rows))
+class NotedRunner(ModelRunner):
+    def launch(self, batch: SchedulerOutput) -> PendingOutput:
+        launched.append(len(batch.scheduled_requests))
         return super().launch(batch)
 
 
 class Noting(SingleProcess):
-    def runner(self, *parts: Any) -> Runner:
+    def runner(self, *parts: Any) -> ModelRunner:
         return NotedRunner(*parts)
 
 
-def engine_of(path: Path, name: str) -> Engine:
-    return Engine(EngineConfig(model=str(path), num_kv_blocks=40, executor_cls=name))
+def engine_of(path: Path, name: str) -> EngineCore:
+    return EngineCore(EngineConfig(model=str(path), num_kv_blocks=40, executor_cls=name))
 
 
 def test_an_executor_of_ones_own_runs_the_batches(tmp_path: Path) -> None:
     engine = engine_of(save_tiny_model(tmp_path, "llama"), f"{__name__}:Noting")
     launched.clear()
-    engine.add(Request(id="a", prompt_ids=[5] * 8, params=SamplingParams(max_tokens=3, ignore_eos=True), seed=0))
+    engine.add(
+        EngineCoreRequest(id="a", prompt_ids=[5] * 8, params=SamplingParams(max_tokens=3, ignore_eos=True), seed=0)
+    )
     while engine.busy:
         engine.step()
     assert launched == [1, 1, 1]

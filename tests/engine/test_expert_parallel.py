@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
 from quire.engine.layers.shard import Shard
-from quire.engine.loop import Engine
 from quire.engine.worker.device import choose
 from quire.engine.worker.loading.model import load_model
 from quire.kernels.cpu.backend import Cpu
@@ -39,9 +39,9 @@ FAMILIES += ["ernie4_5_moe", "qwen3-next", "deepseek_v2-lite", "hunyuan_v1_moe",
 """With shared experts (gated too) and dense first layers, biases and odd numbers of experts, and none of these."""
 
 
-def engine(path: Path, ranks: int, **settings: Any) -> Engine:
+def engine(path: Path, ranks: int, **settings: Any) -> EngineCore:
     whole = {"enable_expert_parallel": True, "tensor_parallel_size": ranks}
-    return Engine(EngineConfig(model=str(path), **BASE | whole | settings))
+    return EngineCore(EngineConfig(model=str(path), **BASE | whole | settings))
 
 
 @pytest.mark.few(2)

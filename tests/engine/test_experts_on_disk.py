@@ -16,8 +16,8 @@ from quire.engine.checkpoint.files import read_raw_config
 from quire.engine.checkpoint.safetensors import ROUTED, read_stored_weights
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore, let_go
 from quire.engine.errors import ConfigError
-from quire.engine.loop import Engine, let_go
 from quire.engine.worker.loading.on_disk import IN_MEMORY, filesystem
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.cpu.decoder import mapped
@@ -50,11 +50,11 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def engine(path: Path, **settings: Any) -> Engine:
-    return Engine(EngineConfig(**{"model": str(path), "threads": 2, "max_num_batched_tokens": 64} | settings))
+def engine(path: Path, **settings: Any) -> EngineCore:
+    return EngineCore(EngineConfig(**{"model": str(path), "threads": 2, "max_num_batched_tokens": 64} | settings))
 
 
-def answers(some: Engine) -> dict[str, Any]:
+def answers(some: EngineCore) -> dict[str, Any]:
     asked = [request(str(i), prompt, max_tokens=12, logprobs=0) for i, prompt in enumerate(prompts()[2:6])]
     return {name: told(each) for name, each in run(some, asked).items()}
 

@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.train_head import story_requests, train_head
 from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
-from quire.engine.core.batch import DraftRow
-from quire.engine.core.drafter import Asked, Drafter, Guess
+from quire.engine.core.drafter import Draft, Drafter, DraftRequests
+from quire.engine.core.scheduler_output import DraftRequest
 from quire.engine.drafting.adaptive import Adaptive, StepCosts
 from quire.engine.drafting.heads import HeadDrafter
+from quire.engine.engine_core import EngineCore, model_drafter
 from quire.engine.errors import ConfigError
-from quire.engine.loop import Engine, model_drafter
 from quire.engine.text.grammar import json_grammar
-from quire.engine.types import PoolingParams, Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, PoolingParams, SamplingParams
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.startup import Worker
 from tests.engine.harness import run
@@ -64,13 +64,13 @@ def started(
     tokens: int = 4,
     make_drafter: Callable[[Worker, EngineConfig], Drafter | None] | None = None,
     **options: Any,
-) -> Engine:
+) -> EngineCore:
     speculative = None
     if head is not None:
         speculative = SpeculativeConfig(method=method, model=str(head), num_speculative_tokens=tokens)
     options = {"num_kv_blocks": 200, "max_model_len": 200, "dtype": "float32"} | options
     config = EngineConfig(model=str(model), speculative_config=speculative, threads=1, **options)
-    return Engine(config, make_drafter=make_drafter)
+    return EngineCore(config, make_drafter=make_drafter)
 
 
 def heads_of(worker: Worker, config: EngineConfig) -> HeadDrafter:
@@ -95,28 +95,30 @@ class Recorded(Drafter):
         self.drafter = heads_of(worker, config)
         return self
 
-    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
+    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
         found = self.drafter.propose([(seq, min(most, self.most)) for seq, most in asked], tokens)
         heads = self.drafter._heads
         assert isinstance(heads, Heads)
         for (seq, _), guess in zip(asked, found, strict=True):
             assert seq.slot is not None
-            place = heads._place(DraftRow(seq.slot, len(seq.tokens), 1, []))
-            assert (place is None) == (seq.num_output == 0), "before its first pick there is nothing to go on from"
+            place = heads._place(DraftRequest(seq.slot, len(seq.token_ids), 1, []))
+            assert (place is None) == (seq.num_output_tokens == 0), (
+                "before its first pick there is nothing to go on from"
+            )
             if place is None:
-                assert not guess.tokens
+                assert not guess.token_ids
             else:
                 self.states.append(heads._states[seq.slot, place].clone())
-                self.guesses.append((list(seq.tokens), guess.tokens))
+                self.guesses.append((list(seq.token_ids), guess.token_ids))
         return found
 
 
-def traffic(kinds: Sequence[dict[str, Any]]) -> list[Request]:
+def traffic(kinds: Sequence[dict[str, Any]]) -> list[EngineCoreRequest]:
     rng = random.Random(3)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.choice([2, 16, 40, 70]))] for _ in kinds]
     params = [SamplingParams(**{"max_tokens": 24, "ignore_eos": True} | kind) for kind in kinds]
     return [
-        Request(id=str(index), prompt_ids=prompt, params=each, seed=index)
+        EngineCoreRequest(id=str(index), prompt_ids=prompt, params=each, seed=index)
         for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
     ]
 
@@ -134,7 +136,7 @@ def test_heads_guess_what_a_plain_computation_guesses(method: str, budget: int, 
     recorded, options = Recorded(), {"enable_prefix_caching": False, "max_num_batched_tokens": budget}
     made = started(model, head, method, make_drafter=recorded.make, **options)
     one = SamplingParams(allowed_token_ids=(40,), max_tokens=40)
-    requests = [Request(id="one", prompt_ids=[7, 9, 11], params=one, seed=0), *traffic(GREEDY * 5)]
+    requests = [EngineCoreRequest(id="one", prompt_ids=[7, 9, 11], params=one, seed=0), *traffic(GREEDY * 5)]
     run(made, requests)
     assert sum(made.stats.accepted_drafts) >= 10
     served = AutoModelForCausalLM.from_pretrained(model).double()
@@ -183,7 +185,9 @@ def test_a_prompt_for_a_vector_passes_a_head_by(method: str, tmp_path: Path) -> 
     model = save_tiny_model(tmp_path / "model", "llama")
     head, _ = made_head(tmp_path / "head", method)
     prompts = [list(range(5, 45)), [7]]
-    asked = [Request(id=str(i), prompt_ids=ids, params=PoolingParams(), seed=0) for i, ids in enumerate(prompts)]
+    asked = [
+        EngineCoreRequest(id=str(i), prompt_ids=ids, params=PoolingParams(), seed=0) for i, ids in enumerate(prompts)
+    ]
     vectors = []
     for made in (started(model, None, pooling_type="last"), started(model, head, method, pooling_type="last")):
         made.runner._slots.token_ids.fill_(2**31 - 1)
@@ -236,14 +240,14 @@ def test_a_small_head_learns_to_guess_the_embedded_model_s_stories(tmp_path: Pat
     speculative = SpeculativeConfig(method="eagle", model=str(head), num_speculative_tokens=4)
     options = {"max_model_len": 512, "num_kv_blocks": 200, "threads": 1}
     requests = story_requests(6, seed=7, tokens=120)
-    wanted = known(run(Engine(EngineConfig(**options)), requests))
+    wanted = known(run(EngineCore(EngineConfig(**options)), requests))
     # As if a step of the model took ten times as long as one of the head: where both are so small, none would pay.
     costs, own = StepCosts((1, 64), (1.0, 3.0)), StepCosts((1, 64), (0.1, 0.2))
 
     def drafter(worker: Worker, config: EngineConfig) -> Drafter:
         return Adaptive(heads_of(worker, config), 4, costs, own)
 
-    made = Engine(EngineConfig(speculative_config=speculative, **options), make_drafter=drafter)
+    made = EngineCore(EngineConfig(speculative_config=speculative, **options), make_drafter=drafter)
     assert known(run(made, requests)) == wanted
     assert made.stats.draft_tokens > 200
     assert sum(made.stats.accepted_drafts) > made.stats.draft_tokens / 3

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError, ModelError
-from quire.engine.loop import Engine
 from quire.engine.worker.loading.kv_scales import calibrated_scales
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.gpu.libraries.flash import Flash
@@ -28,8 +28,8 @@ held = pytest.mark.parametrize("kv", ["int8", "fp8", "bfloat16"])
 BACKENDS = ["reference", pytest.param("cpu", marks=compiled)]
 
 
-def engine(path: Path, kv: str, **options: object) -> Engine:
-    return Engine(EngineConfig(model=str(path), kv_cache_dtype=kv, **{"num_kv_blocks": 96} | options))
+def engine(path: Path, kv: str, **options: object) -> EngineCore:
+    return EngineCore(EngineConfig(model=str(path), kv_cache_dtype=kv, **{"num_kv_blocks": 96} | options))
 
 
 def tokens(answers: dict[str, Answer]) -> dict[str, tuple[list[int], list[float]]]:

@@ -20,8 +20,8 @@ from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.config import EngineConfig
 from quire.engine.core.drafter import NoDrafts
 from quire.engine.drafting.adaptive import Adaptive
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import AdapterError, ConfigError
-from quire.engine.loop import Engine
 from quire.engine.lora.files import read_adapter
 from quire.engine.lora.modules import adaptable_modules
 from quire.engine.models import decoder_spec
@@ -46,11 +46,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def engine(folder: Path, family: str, dtype: str, kv: str, shape: int | None) -> tuple[Engine, Replaceable]:
+def engine(folder: Path, family: str, dtype: str, kv: str, shape: int | None) -> tuple[EngineCore, Replaceable]:
     """None: alone, with no cached prefixes."""
     chosen, drafts = {"enable_prefix_caching": False} if shape is None else SHAPES[shape], Replaceable()
     config = EngineConfig(model=str(model(folder, family)), dtype=dtype, kv_cache_dtype=kv, **(SMALL | chosen))
-    return Engine(config, make_drafter=lambda *_: drafts), drafts
+    return EngineCore(config, make_drafter=lambda *_: drafts), drafts
 
 
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -87,7 +87,7 @@ def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
 def test_log_probabilities_are_those_of_float64(family: str, backend: str, folder: Path) -> None:
     path, prompt = model(folder, family), [3 + (at * at) % 300 for at in range(77)]
     judge = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
-    made = Engine(EngineConfig(model=str(path), dtype="float32", attention_backend=backend, num_kv_blocks=96))
+    made = EngineCore(EngineConfig(model=str(path), dtype="float32", attention_backend=backend, num_kv_blocks=96))
     found = told(run(made, [request("a", prompt, max_tokens=1, prompt_logprobs=0)])["a"])
     with torch.inference_mode():
         logprobs = judge(torch.tensor([prompt])).logits[0].log_softmax(-1)
@@ -105,7 +105,7 @@ def test_kimi_is_deepseek_by_another_name(folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(path, tmp_path / "kimi")
     content = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(content | {"model_type": "kimi_k2"}))
-    wanted, found = (run(Engine(EngineConfig(model=str(each), **SMALL)), [asked])["a"] for each in (path, copy))
+    wanted, found = (run(EngineCore(EngineConfig(model=str(each), **SMALL)), [asked])["a"] for each in (path, copy))
     assert (found.ids, told(found)) == (wanted.ids, told(wanted))
 
 
@@ -128,7 +128,7 @@ def test_a_page_holds_one_latent_and_one_key_of_each_token(dtype: str, kv: str, 
         max_model_len=128,
         max_num_seqs=12,
     )
-    made = Engine(config)
+    made = EngineCore(config)
     width = {"float32": 4, "bfloat16": 2}[dtype] if kv == "auto" else 1
     page = 3 * 16 * (32 + 16 + beside) * width
     assert made.info.kv_bytes == made.info.num_blocks * page
@@ -141,13 +141,13 @@ def test_a_page_holds_one_latent_and_one_key_of_each_token(dtype: str, kv: str, 
 def test_latents_come_back_from_tiers(kv: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "deepseek_v2")
     options = {"model": str(path), "num_kv_blocks": 14, "max_model_len": 192, "kv_cache_dtype": kv}
-    plain = Engine(EngineConfig(**options))
+    plain = EngineCore(EngineConfig(**options))
     wanted = converse(plain)
-    made = Engine(EngineConfig(**options, **HOST, **disk(tmp_path)), make_tiers=always)
+    made = EngineCore(EngineConfig(**options, **HOST, **disk(tmp_path)), make_tiers=always)
     assert converse(made) == wanted
     assert made.stats.tiers[0].fetched_pages > 0
     made.close()
-    again = Engine(EngineConfig(**options, **disk(tmp_path)), make_tiers=always)
+    again = EngineCore(EngineConfig(**options, **disk(tmp_path)), make_tiers=always)
     assert converse(again) == wanted
     assert again.stats.prompt_tokens < CONVERSATIONS * TURNS * 40
     again.close()

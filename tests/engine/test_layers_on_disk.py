@@ -13,8 +13,8 @@ import torch
 
 from quire.engine.checkpoint.safetensors import LAYERS, read_stored_weights
 from quire.engine.checkpoint.stages import STREAM_SLOTS, most_kept, most_streamed, spread
+from quire.engine.engine_core import EngineCore, let_go
 from quire.engine.errors import ConfigError
-from quire.engine.loop import Engine, let_go
 from quire.engine.worker.loading import on_disk
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.cpu.decoder.from_disk import LayersFromDisk
@@ -51,7 +51,7 @@ def all_but(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
     monkeypatch.setattr(on_disk, "most_kept", chosen)
 
 
-def layers_of(some: Engine) -> LayersFromDisk:
+def layers_of(some: EngineCore) -> LayersFromDisk:
     streamed: Any = some.runner.model.offload  # type: ignore[attr-defined]
     assert isinstance(streamed, LayersFromDisk)
     return streamed

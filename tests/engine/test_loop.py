@@ -6,10 +6,10 @@ from typing import cast
 
 import zmq
 
-from quire.engine.core.stats import EngineSnapshot, EngineStats
+from quire.engine.core.stats import EngineStats, EngineView
+from quire.engine.engine_core import EngineCore, _receive
 from quire.engine.link.engine_messages import SnapshotRequest, Submit, ToEngine, encode
-from quire.engine.loop import Engine, _receive
-from quire.engine.types import Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, SamplingParams
 
 
 class Idle:
@@ -26,11 +26,11 @@ class Idle:
         self.left = max(0, self.left - 1)
         return self.left > 0
 
-    def snapshot(self) -> EngineSnapshot:
+    def snapshot(self) -> EngineView:
         self.done.append("view")
-        return EngineSnapshot(EngineStats(), [], b"", 0, 0.0)
+        return EngineView(EngineStats(), [], b"", 0, 0.0)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: EngineCoreRequest) -> None:
         self.done.append("add")
 
 
@@ -58,13 +58,13 @@ class Script:
 def receive(left: int, messages: list[tuple[int, ToEngine]]) -> list[str]:
     engine = Idle(left)
     socket = Script(engine, messages)
-    _receive(cast(Engine, engine), cast("zmq.Socket[bytes]", socket))
+    _receive(cast(EngineCore, engine), cast("zmq.Socket[bytes]", socket))
     assert not socket.messages
     assert socket.sent == sum(each == "view" for each in engine.done)
     return engine.done
 
 
-SUBMIT = Submit([Request(id="a", prompt_ids=[1], params=SamplingParams(), seed=0)])
+SUBMIT = Submit([EngineCoreRequest(id="a", prompt_ids=[1], params=SamplingParams(), seed=0)])
 
 
 def test_an_engine_that_is_looked_at_goes_on_preparing() -> None:

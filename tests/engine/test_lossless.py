@@ -24,9 +24,9 @@ from quire.engine.drafting.choose import choose_drafter
 from quire.engine.drafting.forced import ForcedTokens
 from quire.engine.drafting.lookup import PromptLookup, SharedLookup
 from quire.engine.drafting.selective import SelectiveDrafter
-from quire.engine.loop import Engine
+from quire.engine.engine_core import EngineCore
 from quire.engine.text.grammar import json_grammar
-from quire.engine.types import Grammar, Request, SamplingParams, ThinkingBudget
+from quire.engine.types import EngineCoreRequest, Grammar, SamplingParams, ThinkingBudget
 from tests.engine.harness import Answer, run
 from tests.engine.test_heads import made_head
 from tests.engine.test_speculation import CHEAP, PHRASES, Garbage, Replaceable, Right, always, known
@@ -117,7 +117,7 @@ def hybrid(folder: Path, family: str) -> Path:
 @cache
 def engine(
     folder: Path, blocks: int, budget: int, dtype: str, name: str = "", served: Served = "demo"
-) -> tuple[Engine, Replaceable]:
+) -> tuple[EngineCore, Replaceable]:
     """With what guesses in it where it has no `name`."""
     speculative = None if served == "demo" else SpeculativeConfig(method="grammar", num_speculative_tokens=32)
     if name:
@@ -125,7 +125,7 @@ def engine(
         speculative = SpeculativeConfig(method=method, model=model, num_speculative_tokens=5)
     options: dict[str, Any] = {"max_model_len": 192, "num_kv_blocks": blocks, "max_num_batched_tokens": budget}
     caching, drafts = blocks > 20, Replaceable()
-    made = Engine(
+    made = EngineCore(
         EngineConfig(
             model=DEMO_MODEL if served == "demo" else str(hybrid(folder, served)),
             threads=1,
@@ -139,12 +139,12 @@ def engine(
     return made, drafts
 
 
-def plain_answers(made: Engine, drafts: Replaceable, requests: list[Request]) -> dict[str, Answer]:
+def plain_answers(made: EngineCore, drafts: Replaceable, requests: list[EngineCoreRequest]) -> dict[str, Answer]:
     drafts.drafter = NoDrafts()
     return run(made, requests)
 
 
-def looking(name: str, seed: int, wanted: dict[str, Answer], made: Engine) -> Drafter:
+def looking(name: str, seed: int, wanted: dict[str, Answer], made: EngineCore) -> Drafter:
     compiler = made.runner._grammars.prepare().result
     drafters: dict[str, Drafter] = {
         "right": Right(wanted),
@@ -159,13 +159,15 @@ def looking(name: str, seed: int, wanted: dict[str, Answer], made: Engine) -> Dr
     return drafters[name]
 
 
-def traffic(asked: list[tuple[str, dict[str, Any], int]]) -> list[Request]:
+def traffic(asked: list[tuple[str, dict[str, Any], int]]) -> list[EngineCoreRequest]:
     made = []
     for text, kind, choices in asked:
         ids, params = [byte + 3 for byte in text.encode()], SamplingParams(**{"max_tokens": 30} | kind)
         for _ in range(choices):
             seed = len(made)
-            made.append(Request(id=str(seed), prompt_ids=ids, params=params, seed=seed, cache_salt=str(len(made) % 2)))
+            made.append(
+                EngineCoreRequest(id=str(seed), prompt_ids=ids, params=params, seed=seed, cache_salt=str(len(made) % 2))
+            )
     return made
 
 

@@ -19,10 +19,10 @@ from benchmarks.train_head import story_requests, train_head
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
 from quire.engine.core.drafter import Drafter
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.loop import Engine
 from quire.engine.tiers.tiers import Tiers
-from quire.engine.types import Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, SamplingParams
 from quire.engine.worker.startup import Worker
 from quire.server.cli import main as cli
 from quire.server.cli.plan.configured import predicted_tokens
@@ -60,11 +60,11 @@ def started(
     make_drafter: Callable[[Worker, EngineConfig], Drafter | None] | None = None,
     make_tiers: Callable[..., Tiers] = Tiers,
     **options: Any,
-) -> Engine:
+) -> EngineCore:
     asked = None if method is None else SpeculativeConfig(method=method, num_speculative_tokens=tokens)
     options = {"num_kv_blocks": 200, "max_model_len": 200, "dtype": "float32"} | options
     config = EngineConfig(model=str(path), speculative_config=asked, threads=1, **options)
-    return Engine(config, make_drafter=make_drafter, make_tiers=make_tiers)
+    return EngineCore(config, make_drafter=make_drafter, make_tiers=make_tiers)
 
 
 @pytest.mark.few(2)
@@ -76,7 +76,7 @@ def test_it_guesses_what_the_published_rule_says(family: str, budget: int, folde
     recorded, options = Recorded(), {"enable_prefix_caching": False, "max_num_batched_tokens": budget}
     made = started(path, make_drafter=recorded.make, **options)
     one = SamplingParams(allowed_token_ids=(40,), max_tokens=24)
-    run(made, [Request(id="one", prompt_ids=[7, 9, 11], params=one, seed=0), *traffic(GREEDY * 3)])
+    run(made, [EngineCoreRequest(id="one", prompt_ids=[7, 9, 11], params=one, seed=0), *traffic(GREEDY * 3)])
     assert sum(made.stats.accepted_drafts) >= 6
     reference, compared = MtpReference(path), 0
     for (tokens, guesses), state in list(zip(recorded.guesses, recorded.states, strict=True))[::5]:
@@ -158,7 +158,7 @@ def recorded_guesses(path: Path, **options: Any) -> list[tuple[list[int], list[i
     recorded = Recorded()
     made = started(path, make_drafter=recorded.make, **options)
     params = SamplingParams(temperature=0.0, max_tokens=6)
-    run(made, [Request(id="a", prompt_ids=list(range(5, 26)), params=params, seed=0)])
+    run(made, [EngineCoreRequest(id="a", prompt_ids=list(range(5, 26)), params=params, seed=0)])
     return recorded.guesses
 
 
@@ -219,7 +219,7 @@ def test_a_plan_counts_it(family: str, folder: Path, capsys: pytest.CaptureFixtu
         EngineConfig(model=str(path), speculative_config=each, **given)
         for each in ({"method": "none"}, {"method": "mtp", "num_speculative_tokens": 4})
     ]
-    plain, info = (Engine(config).info for config in configs)
+    plain, info = (EngineCore(config).info for config in configs)
     machine = Machine("test", memory=4 * GIB, gpu=False)
     assert predicted_tokens(configs[1], machine) == info.num_blocks * info.block_size
     assert "x 1 layers" in info.arithmetic

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 from pydantic import ValidationError
 
 from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.engine_core import EngineCore, let_go
 from quire.engine.errors import ConfigError, EngineError
-from quire.engine.loop import Engine, let_go
 from quire.engine.member import Life
 from quire.engine.worker.ranks.meeting import find_store
 from quire.engine.worker.ranks.messages import encode
@@ -53,11 +53,11 @@ def one_thread() -> Iterator[None]:
     let_go()
 
 
-def engine(path: Path | str, **settings: Any) -> Engine:
-    return Engine(EngineConfig(model=str(path), **BASE | settings))
+def engine(path: Path | str, **settings: Any) -> EngineCore:
+    return EngineCore(EngineConfig(model=str(path), **BASE | settings))
 
 
-def ranks_of(made: Engine) -> SpmdRanks:
+def ranks_of(made: EngineCore) -> SpmdRanks:
     assert isinstance(made.runner, SpmdRunner)
     return made.runner._ranks
 

@@ -10,9 +10,9 @@ import pytest
 
 from quire.engine.config import EngineConfig
 from quire.engine.core.scheduler import Scheduler
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.loop import Engine
-from quire.engine.types import Request, RequestOutput, SamplingParams
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, SamplingParams
 from tests.tiny_models import save_tiny_model
 
 ROOT = Path(__file__).parent.parent.parent
@@ -22,14 +22,16 @@ PROMPTS = {"long": [5] * 40, "short": [6] * 3, "middle": [7] * 20}
 
 def answered(path: Path, **options: object) -> tuple[list[str], dict[str, list[int]]]:
     """The ids of three requests in the order in which they ended, one running at a time, and their tokens."""
-    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=40, max_num_seqs=1, **options))  # type: ignore[arg-type]
-    first = Request(id="first", prompt_ids=[9] * 8, params=SamplingParams(max_tokens=3, ignore_eos=True), seed=0)
-    outputs: list[RequestOutput] = []
+    engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=40, max_num_seqs=1, **options))  # type: ignore[arg-type]
+    first = EngineCoreRequest(
+        id="first", prompt_ids=[9] * 8, params=SamplingParams(max_tokens=3, ignore_eos=True), seed=0
+    )
+    outputs: list[EngineCoreOutput] = []
     engine.add(first)
     outputs += engine.step()
     for priority, (name, ids) in enumerate(PROMPTS.items()):
         params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=1.0)
-        engine.add(Request(id=name, prompt_ids=ids, params=params, seed=7, priority=-priority))
+        engine.add(EngineCoreRequest(id=name, prompt_ids=ids, params=params, seed=7, priority=-priority))
     while engine.busy:
         outputs += engine.step()
     tokens: dict[str, list[int]] = {}
@@ -51,16 +53,18 @@ def test_the_order_is_chosen_and_no_token_depends_on_it(tmp_path: Path, monkeypa
 
 
 class Broken(Scheduler):
-    def place(self, request: Request) -> float:
+    def place(self, request: EngineCoreRequest) -> float:
         return {5: math.nan, 6: "first"}[request.prompt_ids[0]] if request.id != "first" else 0  # type: ignore[return-value]
 
 
 def test_a_place_that_is_none_ends_its_request_alone(tmp_path: Path) -> None:
-    engine = Engine(EngineConfig(model=str(save_tiny_model(tmp_path, "llama")), num_kv_blocks=40, scheduler_cls=BROKEN))
+    engine = EngineCore(
+        EngineConfig(model=str(save_tiny_model(tmp_path, "llama")), num_kv_blocks=40, scheduler_cls=BROKEN)
+    )
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     for name, ids in (PROMPTS | {"first": [9]}).items():
-        engine.add(Request(id=name, prompt_ids=ids, params=params, seed=0))
-    outputs: list[RequestOutput] = []
+        engine.add(EngineCoreRequest(id=name, prompt_ids=ids, params=params, seed=0))
+    outputs: list[EngineCoreOutput] = []
     while engine.busy or not outputs:
         outputs += engine.step()
     ended = {each.id: each.error or each.finish_reason for each in outputs if each.finish_reason}
@@ -90,15 +94,15 @@ def test_what_is_no_scheduler_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_without_sliding_windows_the_context_ends_with_the_narrowest(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "mistral-window", sliding_window=48, max_position_embeddings=256)
     config = EngineConfig(model=str(path), num_kv_blocks=60)
-    whole = Engine(config)
-    within = Engine(config.model_copy(update={"disable_sliding_window": True}))
+    whole = EngineCore(config)
+    within = EngineCore(config.model_copy(update={"disable_sliding_window": True}))
     assert (whole.info.max_model_len, within.info.max_model_len) == (256, 48)
     with pytest.raises(ConfigError, match="max_model_len: 64 exceeds the model's 48 positions"):
-        Engine(config.model_copy(update={"disable_sliding_window": True, "max_model_len": 64}))
+        EngineCore(config.model_copy(update={"disable_sliding_window": True, "max_model_len": 64}))
 
 
 def test_pages_have_the_size_that_was_asked_for_or_the_start_ends(tmp_path: Path) -> None:
     config = EngineConfig(model=str(save_tiny_model(tmp_path, "llama")), num_kv_blocks=60)
-    assert Engine(config.model_copy(update={"block_size": 16})).info.block_size == 16
+    assert EngineCore(config.model_copy(update={"block_size": 16})).info.block_size == 16
     with pytest.raises(ConfigError, match=r"its pages have 16 tokens, not 32 \(block_size\); reference: its pages"):
-        Engine(config.model_copy(update={"block_size": 32}))
+        EngineCore(config.model_copy(update={"block_size": 32}))

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
 from quire.engine.layers.quantize import float8, int4, int8
-from quire.engine.loop import Engine
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.reference import Reference
 from tests.engine.harness import Answer, request, run
@@ -21,8 +21,8 @@ MISSING = Cpu().missing
 compiled = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
-def engine(path: Path, **options: object) -> Engine:
-    return Engine(EngineConfig(model=str(path), **{"num_kv_blocks": 96, "dtype": "bfloat16"} | options))
+def engine(path: Path, **options: object) -> EngineCore:
+    return EngineCore(EngineConfig(model=str(path), **{"num_kv_blocks": 96, "dtype": "bfloat16"} | options))
 
 
 def tokens(answers: dict[str, Answer]) -> dict[str, tuple[list[int], list[float]]]:

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.engine.config import DEMO_MODEL
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.loop import Engine
 from quire.engine.worker.graphs.capture import Captured
 from quire.engine.worker.loading import room
 from quire.engine.worker.ranks import meeting, processes
-from quire.engine.worker.runner import Runner
+from quire.engine.worker.runner import ModelRunner
 from quire.kernels.distributed import DistributedCollective, join_ranks
 from quire.kernels.probe import Capture
 from tests.engine.harness import run
@@ -170,8 +170,8 @@ def test_small_steps_with_prompts_hold_the_sums(
     check_alike(graphed, made, failing)
 
 
-def check_alike(graphed: Engine, made: dict[int, Forgetful], failing: int | None) -> None:
-    assert isinstance(graphed.runner, Runner)
+def check_alike(graphed: EngineCore, made: dict[int, Forgetful], failing: int | None) -> None:
+    assert isinstance(graphed.runner, ModelRunner)
     assert graphed.runner.graphs is not None
     assert graphed.runner.prompt_graphs is not None
     captured = [each.captured for each in (graphed.runner.graphs, graphed.runner.prompt_graphs)]

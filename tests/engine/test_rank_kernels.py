@@ -12,7 +12,7 @@ import torch
 from quire.engine.errors import EngineError
 from quire.engine.worker.ranks import spmd
 from quire.engine.worker.ranks.spmd import SpmdRunner
-from quire.engine.worker.runner import Runner
+from quire.engine.worker.runner import ModelRunner
 from quire.engine.worker.warmup import compile_ahead
 from quire.kernels.collective import RankEnded
 from quire.kernels.distributed import DistributedCollective
@@ -50,11 +50,11 @@ def first() -> bool:
 def test_the_first_rank_knows_those_of_all_once(two: SpmdRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[int]()
 
-    def kinds(runner: Runner, step_tokens: int) -> list[Kind]:
+    def kinds(runner: ModelRunner, step_tokens: int) -> list[Kind]:
         asked.append(step_tokens)
         return [kind("of both"), kind("of the first" if first() else "of the second")]
 
-    monkeypatch.setattr(Runner, "kinds", kinds)
+    monkeypatch.setattr(ModelRunner, "kinds", kinds)
     assert [each.name for each in two.kinds(600)] == ["of both", "of the first", "of the second"]
     assert two.kinds(600)[0] == kind("of both"), "as it was sent"
     assert asked == [600] * 4
@@ -64,27 +64,27 @@ def test_the_first_rank_knows_those_of_all_once(two: SpmdRunner, monkeypatch: py
 def test_a_rank_that_fails_to_find_them_leaves_no_answer_behind(
     two: SpmdRunner, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def kinds(runner: Runner, step_tokens: int) -> list[Kind]:
+    def kinds(runner: ModelRunner, step_tokens: int) -> list[Kind]:
         if first() == (failing == 0):
             raise RuntimeError("no such shape")
         return [kind("of the other")]
 
-    monkeypatch.setattr(Runner, "kinds", kinds)
+    monkeypatch.setattr(ModelRunner, "kinds", kinds)
     (note,) = compile_ahead(two, 600, None, lambda: 0.0)
     where = "" if failing == 0 else "rank 1: RuntimeError: "
     assert note == f"kernels are compiled when steps first need them: RuntimeError: {where}no such shape"
-    monkeypatch.setattr(Runner, "kinds", lambda *_: [])
+    monkeypatch.setattr(ModelRunner, "kinds", lambda *_: [])
     assert two.kinds(600) == []
 
 
 def test_a_rank_that_does_not_answer_is_not_waited_for(two: SpmdRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
 
-    def kinds(runner: Runner, step_tokens: int) -> list[Kind]:
+    def kinds(runner: ModelRunner, step_tokens: int) -> list[Kind]:
         assert first() or over.wait(60)
         return []
 
-    monkeypatch.setattr(Runner, "kinds", kinds)
+    monkeypatch.setattr(ModelRunner, "kinds", kinds)
     monkeypatch.setattr(spmd, "KINDS_SECONDS", 0.05)
     try:
         with pytest.raises(EngineError, match=r"rank 1 of 2 has not answered for 0\.05 s"):
@@ -95,12 +95,12 @@ def test_a_rank_that_does_not_answer_is_not_waited_for(two: SpmdRunner, monkeypa
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_rank_that_ends_meanwhile_is_the_engine_s_end(two: SpmdRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    def kinds(runner: Runner, step_tokens: int) -> list[Kind]:
+    def kinds(runner: ModelRunner, step_tokens: int) -> list[Kind]:
         if first():
             return []
         raise SystemExit  # which nothing of ours catches
 
-    monkeypatch.setattr(Runner, "kinds", kinds)
+    monkeypatch.setattr(ModelRunner, "kinds", kinds)
     with pytest.raises(EngineError, match="rank 1 of 2"):
         compile_ahead(two, 600, None, lambda: 0.0)
 

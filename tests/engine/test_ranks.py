@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.engine_core import EngineCore, let_go
 from quire.engine.errors import ConfigError
 from quire.engine.layers.shard import Shard
-from quire.engine.loop import Engine, let_go
 from quire.engine.lora.modules import adaptable_modules
 from quire.engine.lora.spool import Spool
 from quire.engine.models.decoder import Decoder
 from quire.engine.text.grammar import json_grammar
-from quire.engine.types import PoolingParams, Request
+from quire.engine.types import EngineCoreRequest, PoolingParams
 from quire.engine.worker import memory
 from quire.engine.worker.device import choose
 from quire.engine.worker.loading.model import load_model
@@ -79,9 +79,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def engine(path: Path | str, ranks: int, make_drafter: Any = None, **settings: Any) -> Engine:
+def engine(path: Path | str, ranks: int, make_drafter: Any = None, **settings: Any) -> EngineCore:
     config = EngineConfig(model=str(path), tensor_parallel_size=ranks, **BASE | settings)
-    return Engine(config, make_drafter=make_drafter)
+    return EngineCore(config, make_drafter=make_drafter)
 
 
 def prompts(seed: int = 3) -> list[list[int]]:
@@ -91,7 +91,7 @@ def prompts(seed: int = 3) -> list[list[int]]:
     return [*own, shared + own[1], shared + own[3]]
 
 
-def asked() -> list[Request]:
+def asked() -> list[EngineCoreRequest]:
     kinds: list[dict[str, Any]] = [
         {"logprobs": 2},
         {"temperature": 0.9, "logprobs": 0, "top_p": 0.9},
@@ -121,7 +121,7 @@ def assert_same(found: dict[str, Answer], expected: dict[str, Answer], within: f
         assert found[name].finish_reason == answer.finish_reason
 
 
-def assert_same_alone(divided: Engine, found: dict[str, Answer]) -> None:
+def assert_same_alone(divided: EngineCore, found: dict[str, Answer]) -> None:
     """Promise 2, at one number of ranks: alone and behind a cached prefix each has the bits of `found`, all at once."""
     for each in asked():
         divided.reset_prefix_cache()
@@ -203,7 +203,7 @@ def test_groups_that_would_be_torn_apart_are_refused(tmp_path: Path) -> None:
         engine(path, 2)
 
 
-def asked_with_adapters(tmp_path: Path) -> tuple[Path, list[Request]]:
+def asked_with_adapters(tmp_path: Path) -> tuple[Path, list[EngineCoreRequest]]:
     """A model, and requests of which three in four have an adapter: of two ranks, and of embedding and head too."""
     path = save_tiny_model(tmp_path / "model", "llama-tied-biased")
     base = AutoModelForCausalLM.from_pretrained(path)
@@ -245,7 +245,9 @@ def test_guessed_tokens(method: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["mean", "last"])
 def test_vectors(kind: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "qwen3")
-    wanted = [Request(id=str(i), prompt_ids=ids, params=PoolingParams(), seed=0) for i, ids in enumerate(prompts())]
+    wanted = [
+        EngineCoreRequest(id=str(i), prompt_ids=ids, params=PoolingParams(), seed=0) for i, ids in enumerate(prompts())
+    ]
 
     def vectors(ranks: int) -> dict[str, np.ndarray]:
         made, found = engine(path, ranks, runner="pooling", pooling_type=kind), {}
@@ -321,7 +323,7 @@ def test_other_refusals(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size: 4 ranks can neither divide the model's 6 key-value"):
         engine(heads, 4)
     with pytest.raises(ConfigError, match="tensor_parallel_size: weights given as tensors"):
-        Engine(EngineConfig(model=str(odd), tensor_parallel_size=2, **BASE), tensors=iter([]))
+        EngineCore(EngineConfig(model=str(odd), tensor_parallel_size=2, **BASE), tensors=iter([]))
     experts = save_tiny_model(tmp_path / "experts", "qwen2-moe", moe_intermediate_size=50)
     with pytest.raises(
         ConfigError, match="tensor_parallel_size: the model's experts' width 50 cannot be divided among 4"

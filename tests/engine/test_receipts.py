@@ -29,7 +29,7 @@ from quire.engine.receipts.receipt import (
     encode_receipt,
     first_tokens,
 )
-from quire.engine.types import Request
+from quire.engine.types import EngineCoreRequest
 from quire.engine.types import SamplingParams as Sent
 from tests.adapters import save_adapter
 from tests.tiny_models import save_tiny_model
@@ -152,7 +152,7 @@ async def test_each_version_of_the_weights_answers_for_its_own_tokens(
     client = EngineClient(InProcessLink(EngineConfig(model=str(first), max_model_len=300, **OPTIONS)))
     await client.link.start()
     sent = Sent(temperature=1.0, max_tokens=40, ignore_eos=True, logprobs=0)
-    stream = client.submit([Request(id="a", prompt_ids=PROMPT, params=sent, seed=11)])
+    stream = client.submit([EngineCoreRequest(id="a", prompt_ids=PROMPT, params=sent, seed=11)])
     stream.versions = {}
     record = ChoiceReceipt(index=0, seed=11)
     updated = False

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from quire.engine.config import EngineConfig, fitted
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.loop import Engine
 from quire.server.served_model import fingerprint
 from tests.engine.harness import Answer, request, run
 from tests.engine.tiers.fakes import always
@@ -25,12 +25,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("phi3"), "phi3-longrope", **positions)
 
 
-def engine(path: Path, **options: Any) -> Engine:
+def engine(path: Path, **options: Any) -> EngineCore:
     config = EngineConfig(model=str(path), dtype="float32", **{"num_kv_blocks": 70, **options})
-    return Engine(config, make_tiers=always)
+    return EngineCore(config, make_tiers=always)
 
 
-def answer(made: Engine) -> Answer:
+def answer(made: EngineCore) -> Answer:
     return run(made, [request("0", [3 + 7 * at % 300 for at in range(60)], max_tokens=20, logprobs=0)])["0"]
 
 
@@ -39,11 +39,11 @@ def test_tokens_do_not_depend_on_the_context_that_fits(impl: str, path: Path) ->
     long, short = (answer(engine(path, model_impl=impl, max_model_len=most)) for most in (OLD + 16, OLD))
     assert long.logprobs != short.logprobs
     small = EngineConfig(model=str(path), model_impl=impl, dtype="float32", num_kv_blocks=OLD // 16)
-    first = Engine(small)
+    first = EngineCore(small)
     assert (first.info.max_model_len, first.info.rope_context) == (OLD, MOST)
     assert answer(first) == long == answer(engine(path, model_impl=impl))
     anew = small.model_copy(update=fitted(first.info))
-    assert answer(Engine(anew)) == long, "in the place of one that has died"
+    assert answer(EngineCore(anew)) == long, "in the place of one that has died"
     assert answer(engine(path, model_impl=impl, max_model_len=OLD, rope_context=MOST)) == long
     by_short = engine(path, model_impl=impl, rope_context=OLD)
     assert answer(by_short) == short

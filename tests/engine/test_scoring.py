@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from quire import LLM, Forward, SamplingParams, score
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import EngineError, InvalidRequest
-from quire.engine.loop import Engine
 from tests.engine.harness import request, run
 from tests.tiny_models import FAMILIES, VOCAB, save_tiny_model
 
@@ -41,7 +41,7 @@ def test_decodes_prompts_and_forward_passes_agree_to_the_bit(family: str, dtype:
     """The answers share batches of many sizes, and the prompts are computed in chunks; the forward pass takes all."""
     path = str(saved(family))
     options = {"dtype": dtype, "threads": 1, "num_kv_blocks": 64, "max_model_len": 256, "warmup_seconds": 0.0}
-    engine = Engine(EngineConfig(model=path, **{**options, "max_num_batched_tokens": 19, "max_num_seqs": 7}))
+    engine = EngineCore(EngineConfig(model=path, **{**options, "max_num_batched_tokens": 19, "max_num_seqs": 7}))
     asked = [
         request(str(i), prompt_of(5 + 9 * i, i), max_tokens=23, logprobs=0, temperature=1.0, seed=i) for i in range(7)
     ]

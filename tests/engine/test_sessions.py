@@ -11,8 +11,8 @@ import pytest
 
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.config import EngineConfig
-from quire.engine.loop import Engine
-from quire.engine.types import Request
+from quire.engine.engine_core import EngineCore
+from quire.engine.types import EngineCoreRequest
 from tests.engine.harness import request, run
 from tests.engine.tiers.fakes import always
 from tests.engine.tiers.test_engine import disk
@@ -24,7 +24,7 @@ SLOT = 2 * 4 * (3 * (2 * 4 * 12 + 4 * 32) + 4 * 12 * 32)
 """Bytes of what the layers of the tiny Qwen3.5 keep of a sequence."""
 
 
-def rounds(answers: dict[str, list[int]]) -> list[list[Request]]:
+def rounds(answers: dict[str, list[int]]) -> list[list[EngineCoreRequest]]:
     """The requests of each turn; `answers`: by talk, what the turns before it gave."""
     chance = random.Random(7)
     said = {talk: [[chance.randrange(3, 90) for _ in range(40)] for _ in range(TURNS)] for talk in range(TALKS)}
@@ -53,8 +53,10 @@ def test_tokens_are_those_of_an_engine_that_caches_nothing(
     tmp_path: Path, family: str, options: dict[str, object]
 ) -> None:
     path = str(save_tiny_model(tmp_path, family))
-    alone = Engine(EngineConfig(model=path, num_kv_blocks=200, threads=1, enable_prefix_caching=False))
-    small = Engine(EngineConfig(model=path, num_kv_blocks=26, max_model_len=400, threads=1).model_copy(update=options))
+    alone = EngineCore(EngineConfig(model=path, num_kv_blocks=200, threads=1, enable_prefix_caching=False))
+    small = EngineCore(
+        EngineConfig(model=path, num_kv_blocks=26, max_model_len=400, threads=1).model_copy(update=options)
+    )
     answers: dict[str, list[int]] = {f"{talk}": [] for talk in range(TALKS)}
     for turn in range(TURNS):
         asked = rounds(answers)[turn]
@@ -78,8 +80,8 @@ def test_snapshots_of_states_are_kept_with_their_pages(tmp_path: Path, kept: boo
     path, chance = str(save_tiny_model(tmp_path, "qwen3_5")), random.Random(5)
     options = {"model": path, "dtype": "float32", "threads": 1, "max_model_len": 400, "max_num_seqs": 2}
     options |= {"snapshot_tokens": 64, "speculative_config": {"method": "none"}}
-    made = Engine(EngineConfig(**options, num_kv_blocks=60, state_memory=14 * SLOT / GIB))
-    alone = Engine(EngineConfig(**options, num_kv_blocks=60, enable_prefix_caching=False))
+    made = EngineCore(EngineConfig(**options, num_kv_blocks=60, state_memory=14 * SLOT / GIB))
+    alone = EngineCore(EngineConfig(**options, num_kv_blocks=60, enable_prefix_caching=False))
 
     def turn(name: str, prompt: list[int], session: str = "") -> list[int]:
         asked = msgspec.structs.replace(request(name, prompt, max_tokens=10, logprobs=0), session=session)
@@ -110,19 +112,19 @@ def test_a_kept_conversation_with_states_comes_back_from_tiers(family: str, tmp_
     options = {"model": str(save_tiny_model(tmp_path / "model", family)), "dtype": "float32", "threads": 1}
     options |= {"max_model_len": 400, "max_num_seqs": 2, "snapshot_tokens": 64, "num_kv_blocks": 30}
     options |= {"state_memory": 4e-4, "speculative_config": {"method": "none"}}
-    alone = Engine(EngineConfig(**options, enable_prefix_caching=False))
+    alone = EngineCore(EngineConfig(**options, enable_prefix_caching=False))
 
     def new(count: int) -> list[int]:
         return [chance.randrange(3, VOCAB) for _ in range(count)]
 
-    def turn(made: Engine, prompt: list[int], session: str) -> list[int]:
+    def turn(made: EngineCore, prompt: list[int], session: str) -> list[int]:
         """The whole text; with the tokens of an engine that computes it alone."""
         asked = msgspec.structs.replace(request(session, prompt, max_tokens=10, logprobs=0), session=session)
         found, wanted = (run(each, [asked])[session] for each in (made, alone))
         assert (found.ids, found.logprobs) == (wanted.ids, wanted.logprobs)
         return prompt + found.ids
 
-    made = Engine(EngineConfig(**options, kv_offload_memory=0.02, **disk(tmp_path)), make_tiers=always)
+    made = EngineCore(EngineConfig(**options, kv_offload_memory=0.02, **disk(tmp_path)), make_tiers=always)
     first = turn(made, new(170), "first")
     for other in range(5):
         turn(made, new(170), f"other {other}")
@@ -131,7 +133,7 @@ def test_a_kept_conversation_with_states_comes_back_from_tiers(family: str, tmp_
     assert made.stats.prompt_tokens - before.prompt_tokens <= 20 + 10 + 64, "what is behind the last snapshot"
     assert made.stats.tiers[0].fetched_pages > before.tiers[0].fetched_pages
     made.close()
-    again = Engine(EngineConfig(**options, **disk(tmp_path)), make_tiers=always)
+    again = EngineCore(EngineConfig(**options, **disk(tmp_path)), make_tiers=always)
     turn(again, second + new(20), "first")
     assert again.stats.prompt_tokens <= 20 + 10 + 64
     assert again.stats.tiers[0].fetched_pages > 0

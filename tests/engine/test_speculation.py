@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from quire.engine.config import EngineConfig, SpeculativeConfig
-from quire.engine.core.drafter import Asked, Drafter, Guess, NoDrafts
-from quire.engine.core.sequence import Sequence
+from quire.engine.core.drafter import Draft, Drafter, DraftRequests, NoDrafts
+from quire.engine.core.request import Request
 from quire.engine.drafting.adaptive import Adaptive, StepCosts
 from quire.engine.drafting.lookup import PromptLookup, SharedLookup
+from quire.engine.engine_core import EngineCore, drafter_of
 from quire.engine.errors import ConfigError
-from quire.engine.loop import Engine, drafter_of
 from quire.engine.text.grammar import json_grammar
-from quire.engine.types import Request, SamplingParams, ThinkingBudget
+from quire.engine.types import EngineCoreRequest, SamplingParams, ThinkingBudget
 from quire.engine.worker.startup import Worker
 from tests.engine.harness import Answer, run
 from tests.tiny_models import VOCAB, save_tiny_model
@@ -30,9 +30,9 @@ PHRASES = ["Once upon a time ", "there was a little dog. ", "The king said: ", "
 class Garbage(Drafter):
     rng: random.Random
 
-    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
+    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
         return [
-            Guess([self.rng.randrange(3, 300) for _ in range(min(most, self.rng.randrange(6)))]) for _, most in asked
+            Draft([self.rng.randrange(3, 300) for _ in range(min(most, self.rng.randrange(6)))]) for _, most in asked
         ]
 
 
@@ -42,8 +42,10 @@ class Right(Drafter):
 
     answers: dict[str, Answer]
 
-    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
-        return [Guess(([*self.answers[seq.request.id].ids, 40, 41])[seq.num_output :][:6]) for seq, _ in asked]
+    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
+        return [
+            Draft(([*self.answers[seq.engine_request.id].ids, 40, 41])[seq.num_output_tokens :][:6]) for seq, _ in asked
+        ]
 
 
 @dataclass
@@ -52,17 +54,17 @@ class Replaceable(Drafter):
 
     drafter: Drafter = field(default_factory=NoDrafts)
 
-    def may_guess(self, request: Request) -> bool:
-        return self.drafter.may_guess(request)
+    def can_draft(self, request: EngineCoreRequest) -> bool:
+        return self.drafter.can_draft(request)
 
-    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
+    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
         return self.drafter.propose(asked, tokens)
 
-    def learn(self, seq: Sequence, drafts: int, accepted: int) -> None:
-        self.drafter.learn(seq, drafts, accepted)
+    def record_acceptance(self, seq: Request, drafts: int, accepted: int) -> None:
+        self.drafter.record_acceptance(seq, drafts, accepted)
 
-    def end(self, seq: Sequence) -> None:
-        self.drafter.end(seq)
+    def on_finished(self, seq: Request) -> None:
+        self.drafter.on_finished(seq)
 
 
 def always(worker: Worker, config: EngineConfig) -> Drafter | None:
@@ -71,10 +73,10 @@ def always(worker: Worker, config: EngineConfig) -> Drafter | None:
     return drafter_of(replace(worker, step_costs=[(1, 1.0), (64, 1.001)], draft=draft), config)
 
 
-def traffic(prompts: list[str], params: list[dict[str, object]]) -> list[Request]:
+def traffic(prompts: list[str], params: list[dict[str, object]]) -> list[EngineCoreRequest]:
     encoded = [[byte + 3 for byte in prompt.encode()] for prompt in prompts]
     return [
-        Request(
+        EngineCoreRequest(
             id=str(i), prompt_ids=ids, params=SamplingParams(**{"max_tokens": 30} | kind), seed=i, cache_salt=str(i % 2)
         )
         for i, (ids, kind) in enumerate(zip(encoded, params, strict=False))
@@ -90,7 +92,7 @@ def known(found: dict[str, Answer]) -> dict[str, object]:
 def test_repetition_is_guessed(lookup: Drafter) -> None:
     drafts = Replaceable()
     options = {"max_model_len": 192, "num_kv_blocks": 100, "max_num_batched_tokens": 512}
-    made = Engine(EngineConfig(threads=1, **options), make_drafter=lambda *_: drafts)
+    made = EngineCore(EngineConfig(threads=1, **options), make_drafter=lambda *_: drafts)
     requests = traffic([PHRASES[0] * 6, PHRASES[3] * 6], [{"allowed_token_ids": (40,)}, {"allowed_token_ids": (41,)}])
     begun, wanted = made.stats, run(made, requests)
     plain = made.stats.steps - begun.steps
@@ -105,7 +107,7 @@ def test_repetition_is_guessed(lookup: Drafter) -> None:
 
 
 def test_a_configured_engine_guesses() -> None:
-    made = Engine(EngineConfig(speculative_config=SpeculativeConfig(method="ngram"), threads=1, num_kv_blocks=100))
+    made = EngineCore(EngineConfig(speculative_config=SpeculativeConfig(method="ngram"), threads=1, num_kv_blocks=100))
     found = run(made, traffic([PHRASES[0] * 6], [{"temperature": 0.0, "ignore_eos": True, "max_tokens": 60}]))
     assert len(found["0"].ids) == 60
     assert made.stats.drafts > 0
@@ -122,7 +124,7 @@ def test_what_a_grammar_forces_is_guessed_unasked() -> None:
     steps, found = {}, {}
     for method in (None, "none"):
         speculative = None if method is None else SpeculativeConfig(method=method)
-        made = Engine(EngineConfig(threads=1, num_kv_blocks=100, speculative_config=speculative))
+        made = EngineCore(EngineConfig(threads=1, num_kv_blocks=100, speculative_config=speculative))
         for each in requests:
             found[method, each.id] = known(run(made, [each]))
             steps[method, each.id] = made.stats.steps
@@ -132,10 +134,10 @@ def test_what_a_grammar_forces_is_guessed_unasked() -> None:
     assert steps[None, "2"] - steps[None, "1"] == steps["none", "2"] - steps["none", "1"]
 
 
-def drafted(path: Path, model: Path, **options: int) -> Engine:
+def drafted(path: Path, model: Path, **options: int) -> EngineCore:
     speculative = SpeculativeConfig(method="draft_model", model=str(model), num_speculative_tokens=5)
     config = EngineConfig(model=str(path), speculative_config=speculative, threads=1, dtype="float32", **options)
-    return Engine(config, make_drafter=always)
+    return EngineCore(config, make_drafter=always)
 
 
 KINDS: list[dict[str, object]] = [
@@ -158,11 +160,11 @@ def test_a_model_that_drafts_for_itself_is_always_right(shape: dict[str, int], t
     prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.choice([1, 16, 40, 70]))] for _ in range(10)]
     kinds = [{"max_tokens": 20} | KINDS[i % len(KINDS)] for i in range(10)]
     requests = [
-        Request(id=str(i), prompt_ids=prompt, params=SamplingParams(**kind), seed=i)
+        EngineCoreRequest(id=str(i), prompt_ids=prompt, params=SamplingParams(**kind), seed=i)
         for i, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True))
     ]
     options = {"num_kv_blocks": 200, "max_model_len": 200} | shape
-    plain = Engine(EngineConfig(model=str(path), threads=1, dtype="float32", **options))
+    plain = EngineCore(EngineConfig(model=str(path), threads=1, dtype="float32", **options))
     wanted = known(run(plain, requests))
     made = drafted(path, path, **options)
     for _ in range(2):
@@ -177,13 +179,13 @@ def test_another_model_changes_no_token(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "served", "qwen3", num_hidden_layers=2)
     other = save_tiny_model(tmp_path / "drafts", "llama", num_hidden_layers=1, max_position_embeddings=64)
     requests = [
-        Request(
+        EngineCoreRequest(
             id=str(i), prompt_ids=list(range(5 + i, 45 + i)), params=SamplingParams(**{"max_tokens": 40} | kind), seed=i
         )
         for i, kind in enumerate(KINDS)
     ]
     options = {"num_kv_blocks": 100, "max_model_len": 120}
-    wanted = known(run(Engine(EngineConfig(model=str(path), threads=1, dtype="float32", **options)), requests))
+    wanted = known(run(EngineCore(EngineConfig(model=str(path), threads=1, dtype="float32", **options)), requests))
     made = drafted(path, other, **options)
     assert known(run(made, requests)) == wanted
     assert made.stats.draft_tokens > 0

@@ -23,14 +23,14 @@ from torch import Tensor
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import DEMO_MODEL, EngineConfig
-from quire.engine.core.batch import Admission, Batch, PageCopy, Row
+from quire.engine.core.scheduler_output import BlockCopy, NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.engine.drafting.adaptive import Adaptive
 from quire.engine.drafting.lookup import PromptLookup, SharedLookup
+from quire.engine.engine_core import EngineCore, let_go
 from quire.engine.errors import ConfigError, EngineError
 from quire.engine.layers.shard import Shard
-from quire.engine.loop import Engine, let_go
 from quire.engine.text.grammar import json_grammar
-from quire.engine.types import Grammar, PoolingParams, Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, Grammar, PoolingParams, SamplingParams
 from quire.engine.worker import startup
 from quire.engine.worker.device import choose
 from quire.engine.worker.graphs import decodes
@@ -75,10 +75,10 @@ pytestmark = [
 BASE = {"dtype": "float32", "attention_backend": "reference", "threads": 4}
 
 
-def engine(path: Path | str, ranks: int, make_drafter: Any = None, *, ahead: int = 1, **settings: Any) -> Engine:
+def engine(path: Path | str, ranks: int, make_drafter: Any = None, *, ahead: int = 1, **settings: Any) -> EngineCore:
     """`ahead`: steps that are launched before the last one's picks are read."""
     config = EngineConfig(model=str(path), tensor_parallel_size=ranks, **BASE | settings)
-    return Engine(config, make_drafter=make_drafter, steps_ahead=ahead)
+    return EngineCore(config, make_drafter=make_drafter, steps_ahead=ahead)
 
 
 @pytest.mark.few(1)
@@ -167,7 +167,7 @@ def test_vectors(kind: str, tmp_path: Path) -> None:
     def vectors(ranks: int) -> dict[str, np.ndarray]:
         made, found = engine(path, ranks, runner="pooling", pooling_type=kind), {}
         for at, ids in enumerate(prompts()):
-            made.add(Request(id=str(at), prompt_ids=ids, params=PoolingParams(), seed=0))
+            made.add(EngineCoreRequest(id=str(at), prompt_ids=ids, params=PoolingParams(), seed=0))
         while made.busy:
             found |= {each.id: np.frombuffer(each.vector, "<f4") for each in made.step() if each.vector is not None}
         return found
@@ -562,13 +562,18 @@ def test_sums_have_an_order_where_tokens_must_not_depend_on_the_batch() -> None:
 
 def test_other_ranks_are_told_what_they_compute_alone() -> None:
     params = SamplingParams(grammar=Grammar("regex", "a"), logprobs=2, prompt_logprobs=1, logit_bias={1: 2.0})
-    vector = Admission(1, [5], 1, PoolingParams(), 0)
-    rows = [Row("a", 0, 0, 3, [4], sample=True)]
-    batch = Batch(rows, [Admission(0, [1, 2, 3], 3, params, 7, adapter=2), vector], [PageCopy(1, 2, 3)], ["b"])
+    vector = NewRequestData(1, [5], 1, PoolingParams(), 0)
+    rows = [ScheduledRequest("a", 0, 0, 3, [4], sample=True)]
+    batch = SchedulerOutput(
+        rows, [NewRequestData(0, [1, 2, 3], 3, params, 7, adapter=2), vector], [BlockCopy(1, 2, 3)], ["b"]
+    )
     sent = for_others(batch)
-    assert sent.rows == rows
-    assert sent.copies == batch.copies
-    assert sent.admissions == [Admission(0, [1, 2, 3], 3, SamplingParams(prompt_logprobs=1), 7, adapter=2), vector]
+    assert sent.scheduled_requests == rows
+    assert sent.block_copies == batch.block_copies
+    assert sent.new_requests == [
+        NewRequestData(0, [1, 2, 3], 3, SamplingParams(prompt_logprobs=1), 7, adapter=2),
+        vector,
+    ]
 
 
 class Gathered:
@@ -600,7 +605,7 @@ def test_the_largest_of_all_ranks_is_the_first_of_the_whole(ranks: int, vocab: i
     assert torch.equal(first.first(parts[0].amax(1), parts[0].argmax(1), vocab), logits.argmax(1))
 
 
-def all_greedy(requests: list[Request]) -> list[Request]:
+def all_greedy(requests: list[EngineCoreRequest]) -> list[EngineCoreRequest]:
     params = SamplingParams(temperature=0.0, max_tokens=7)
     return [msgspec.structs.replace(each, params=params) for each in requests]
 

@@ -19,15 +19,15 @@ from quire.engine.checkpoint.page_groups import PageGroups, page_groups
 from quire.engine.checkpoint.parts.states import PagedState
 from quire.engine.checkpoint.stages import groups_of_stage, places_of_stages, stage_layers
 from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
-from quire.engine.core.batch import Batch
 from quire.engine.core.drafter import Drafter
+from quire.engine.core.scheduler_output import SchedulerOutput
 from quire.engine.drafting.choose import choose_drafter
+from quire.engine.engine_core import EngineCore, let_go
 from quire.engine.errors import ConfigError
 from quire.engine.layers.attention import AttentionSpec
-from quire.engine.loop import Engine, let_go
 from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.text.grammar import json_grammar
-from quire.engine.types import PoolingParams, Request
+from quire.engine.types import EngineCoreRequest, PoolingParams
 from quire.engine.worker import device
 from quire.engine.worker.device import choose
 from quire.engine.worker.loading.model import load_model
@@ -52,9 +52,9 @@ SHAPES = ["llama", "llama-tied-biased", "qwen3", "gemma2", "gemma3", "mixtral", 
 SHAPES += ["mamba2", "granite-hybrid", "nemotron_h", "nemotron_h-latent", "falcon_mamba", "jamba", "lfm3"]
 
 
-def engine(path: Path | str, stages: int, make_drafter: Any = None, **settings: Any) -> Engine:
+def engine(path: Path | str, stages: int, make_drafter: Any = None, **settings: Any) -> EngineCore:
     config = EngineConfig(model=str(path), pipeline_parallel_size=stages, **BASE | settings)
-    return Engine(config, make_drafter=make_drafter)
+    return EngineCore(config, make_drafter=make_drafter)
 
 
 def said(answers: dict[str, Answer]) -> dict[str, object]:
@@ -167,7 +167,9 @@ def test_guessed_tokens(method: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["mean", "last"])
 def test_vectors(kind: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "qwen3")
-    wanted = [Request(id=str(i), prompt_ids=ids, params=PoolingParams(), seed=0) for i, ids in enumerate(prompts())]
+    wanted = [
+        EngineCoreRequest(id=str(i), prompt_ids=ids, params=PoolingParams(), seed=0) for i, ids in enumerate(prompts())
+    ]
 
     def vectors(stages: int) -> dict[str, list[float]]:
         made, found = engine(path, stages, runner="pooling", pooling_type=kind), {}
@@ -181,13 +183,13 @@ def test_vectors(kind: str, tmp_path: Path) -> None:
     assert vectors(2) == vectors(1)
 
 
-def under_way(made: Engine, each: Callable[[Batch, list[Batch]], None]) -> PipelineRunner:
+def under_way(made: EngineCore, each: Callable[[SchedulerOutput, list[SchedulerOutput]], None]) -> PipelineRunner:
     """Before every launch `each` is called with the batch and those that are still under way."""
     runner = made.runner
     assert isinstance(runner, PipelineRunner)
     launch = runner.launch
 
-    def seen(batch: Batch) -> Any:
+    def seen(batch: SchedulerOutput) -> Any:
         each(batch, [step.begun.batch for step in runner._under_way])
         return launch(batch)
 
@@ -200,10 +202,10 @@ def test_a_prompt_is_in_both_stages_and_sequences_take_turns() -> None:
     made = engine(DEMO_MODEL, 2, max_model_len=256, num_kv_blocks=64, max_num_batched_tokens=32)
     together, widths = set(), []
 
-    def look(batch: Batch, before: list[Batch]) -> None:
+    def look(batch: SchedulerOutput, before: list[SchedulerOutput]) -> None:
         assert len(before) < 2
-        names = {row.request_id for row in batch.rows}
-        for row in before[0].rows if before else ():
+        names = {row.request_id for row in batch.scheduled_requests}
+        for row in before[0].scheduled_requests if before else ():
             if row.request_id in names:
                 assert not row.sample, "what follows it is not known"
                 together.add(row.request_id)
@@ -228,10 +230,10 @@ def test_who_gets_a_slot_changes_no_token_under_way() -> None:
     made = engine(DEMO_MODEL, 2, max_model_len=256, num_kv_blocks=16, max_num_seqs=4)
     changed = 0
 
-    def look(batch: Batch, before: list[Batch]) -> None:
+    def look(batch: SchedulerOutput, before: list[SchedulerOutput]) -> None:
         nonlocal changed
-        taken = {admission.slot for admission in batch.admissions}
-        changed += any(row.slot in taken for each in before for row in each.rows)
+        taken = {admission.slot for admission in batch.new_requests}
+        changed += any(row.slot in taken for each in before for row in each.scheduled_requests)
 
     under_way(made, look)
     found = {each.id: Answer() for each in long + urgent}
@@ -304,7 +306,7 @@ def test_refusals(tmp_path: Path) -> None:
             engine(path, **{"stages": settings.pop("pipeline_parallel_size", 2)}, **settings)
         assert found.value.param == "pipeline_parallel_size"
     with pytest.raises(ConfigError, match="pipeline_parallel_size: weights given as tensors"):
-        Engine(EngineConfig(model=str(path), pipeline_parallel_size=2, **BASE), tensors=iter([]))
+        EngineCore(EngineConfig(model=str(path), pipeline_parallel_size=2, **BASE), tensors=iter([]))
     with pytest.raises(ConfigError, match=r"kv_offload_memory: pages of several ranks \(pipeline_parallel_size\)"):
         engine(path, 2, kv_offload_memory=1)
     encoder = save_tiny_encoder(tmp_path / "encoder", "bert")
@@ -347,7 +349,7 @@ def test_what_other_stages_do_is_progress() -> None:
         def progress(self) -> None:
             called.add(threading.current_thread().name)
 
-    made = Engine(EngineConfig(pipeline_parallel_size=2, max_model_len=256, num_kv_blocks=64, **BASE), Seen())
+    made = EngineCore(EngineConfig(pipeline_parallel_size=2, max_model_len=256, num_kv_blocks=64, **BASE), Seen())
     run(made, [request("a", [435] * 100, max_tokens=2)])
     assert called == {threading.current_thread().name, "progress"}
 

@@ -21,9 +21,9 @@ from quire.engine.checkpoint.parts.states import MatrixState
 from quire.engine.config import EngineConfig
 from quire.engine.core.drafter import NoDrafts
 from quire.engine.drafting.adaptive import Adaptive
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.loop import Engine
-from quire.engine.types import Request
+from quire.engine.types import EngineCoreRequest
 from quire.server.cli import main as cli
 from quire.server.cli.plan.configured import predicted_tokens
 from quire.server.cli.plan.machine import Machine
@@ -75,11 +75,11 @@ def model(folder: Path, family: str) -> Path:
 
 
 @cache
-def engine(folder: Path, family: str, dtype: str, shape: int | None) -> tuple[Engine, Replaceable]:
+def engine(folder: Path, family: str, dtype: str, shape: int | None) -> tuple[EngineCore, Replaceable]:
     """None: alone, with no cached prefixes."""
     chosen, drafts = {"enable_prefix_caching": False} if shape is None else SHAPES[shape], Replaceable()
     config = EngineConfig(model=str(model(folder, family)), dtype=dtype, **(SMALL | chosen))
-    return Engine(config, make_drafter=lambda *_: drafts), drafts
+    return EngineCore(config, make_drafter=lambda *_: drafts), drafts
 
 
 def known(answers: dict[str, Answer]) -> dict[str, object]:
@@ -94,7 +94,7 @@ PARAMS = st.fixed_dictionaries(
 )
 
 
-def asked(traffic: list[tuple[tuple[int, int, int, int], dict[str, Any]]]) -> list[Request]:
+def asked(traffic: list[tuple[tuple[int, int, int, int], dict[str, Any]]]) -> list[EngineCoreRequest]:
     made = []
     for at, ((which, shared, own, seed), params) in enumerate(traffic):
         common, rng = random.Random(which), random.Random(seed)
@@ -147,8 +147,8 @@ def test_a_conversation_computes_its_new_tokens_alone(family: str, distance: int
     """With guesses from the text; against a server that computes every turn afresh."""
     path, options = str(model(folder, family)), {"dtype": dtype, **SMALL, "max_model_len": 400, "snapshot_tokens": 48}
     lookup = {"method": "ngram", "num_speculative_tokens": 8}
-    made = Engine(EngineConfig(model=path, speculative_config=lookup, **options), make_drafter=always)
-    fresh = Engine(EngineConfig(model=path, enable_prefix_caching=False, **options))
+    made = EngineCore(EngineConfig(model=path, speculative_config=lookup, **options), make_drafter=always)
+    fresh = EngineCore(EngineConfig(model=path, enable_prefix_caching=False, **options))
     rng, history = random.Random(3), [random.Random(4).randrange(3, VOCAB) for _ in range(45)]
     for turn in range(6):
         said = [rng.randrange(3, VOCAB) for _ in range(11)]
@@ -165,7 +165,7 @@ def test_a_conversation_computes_its_new_tokens_alone(family: str, distance: int
 
 def test_a_prompt_that_comes_again_begins_at_its_last_page(folder: Path) -> None:
     """Also where no regular snapshot is near; and nothing is found after a reset."""
-    made = Engine(EngineConfig(model=str(model(folder, "qwen3_5")), **SMALL, dtype="float32"))
+    made = EngineCore(EngineConfig(model=str(model(folder, "qwen3_5")), **SMALL, dtype="float32"))
     prompt = [random.Random(9).randrange(3, VOCAB) for _ in range(150)]
     each = request("0", prompt, max_tokens=5, logprobs=0)
     wanted = known(run(made, [each]))
@@ -191,7 +191,7 @@ def test_large_states_share_their_memory(cached: bool, folder: Path) -> None:
         enable_prefix_caching=cached,
         speculative_config={"method": "none"},
     )
-    made = Engine(config)
+    made = EngineCore(config)
     assert made.info.state_bytes == (20 if cached else 13) * slot
     assert made.info.state_bytes == sum(t.nbytes for each in made.runner._slots.states for t in each)
     assert ("states of 9 sequences and 10 snapshots" in made.info.arithmetic) == cached
@@ -211,7 +211,7 @@ def test_what_large_states_do_not_go_with_is_refused_by_name(asked: dict[str, An
     if "speculative_config" in asked:
         asked["speculative_config"]["model"] = path
     with pytest.raises(ConfigError, match=f"^{next(iter(asked))}"):
-        Engine(EngineConfig(model=path, **SMALL, **asked))
+        EngineCore(EngineConfig(model=path, **SMALL, **asked))
 
 
 @pytest.mark.parametrize(
@@ -229,14 +229,14 @@ def test_states_come_back_from_tiers_with_their_pages(family: str, kv: str, tmp_
     path = save_tiny_model(tmp_path / "model", family)
     options = {"model": str(path), "num_kv_blocks": 14, "max_model_len": 192, "kv_cache_dtype": kv}
     options |= {"snapshot_tokens": 16, "max_num_seqs": 3, "state_memory": 5e-4}
-    plain = Engine(EngineConfig(**options))
+    plain = EngineCore(EngineConfig(**options))
     wanted = converse(plain)
-    made = Engine(EngineConfig(**options, **HOST, **disk(tmp_path)), make_tiers=of_tiers)
+    made = EngineCore(EngineConfig(**options, **HOST, **disk(tmp_path)), make_tiers=of_tiers)
     assert converse(made) == wanted
     assert made.stats.prompt_tokens < plain.stats.prompt_tokens * 0.75
     assert made.stats.tiers[0].fetched_pages > 0
     made.close()
-    again = Engine(EngineConfig(**options, **disk(tmp_path)), make_tiers=of_tiers)
+    again = EngineCore(EngineConfig(**options, **disk(tmp_path)), make_tiers=of_tiers)
     assert converse(again) == wanted
     assert again.stats.prompt_tokens < CONVERSATIONS * TURNS * 40
     again.close()
@@ -246,8 +246,8 @@ def test_states_come_back_from_tiers_with_their_pages(family: str, kv: str, tmp_
 def test_states_come_back_however_late_their_copies_are(family: str, folder: Path) -> None:
     """By threads, and sequences are preempted meanwhile."""
     options = {"model": str(model(folder, family)), "max_model_len": 192, "snapshot_tokens": 16, "state_memory": 5e-4}
-    wanted = converse(Engine(EngineConfig(**options, num_kv_blocks=90)))
-    made = Engine(EngineConfig(**options, num_kv_blocks=14, **HOST))
+    wanted = converse(EngineCore(EngineConfig(**options, num_kv_blocks=90)))
+    made = EngineCore(EngineConfig(**options, num_kv_blocks=14, **HOST))
     for _ in range(2):
         assert converse(made) == wanted
     made.close()
@@ -259,12 +259,12 @@ def test_pages_without_their_snapshot_are_no_hit(what: str, tmp_path: Path) -> N
     path = save_tiny_model(tmp_path / "model", "qwen3_5")
     options = {"model": str(path), "max_model_len": 192, "num_kv_blocks": 40, "snapshot_tokens": 48, **disk(tmp_path)}
     each = request("0", [3 + at % 200 for at in range(170)], max_tokens=4, logprobs=0)
-    first = Engine(EngineConfig(**options), make_tiers=always_late)
+    first = EngineCore(EngineConfig(**options), make_tiers=always_late)
     wanted = known(run(first, [each]))
     first.close()
 
     def again() -> int:
-        made = Engine(EngineConfig(**options), make_tiers=always_late)
+        made = EngineCore(EngineConfig(**options), make_tiers=always_late)
         assert known(run(made, [each])) == wanted
         made.close()
         return made.stats.prompt_tokens
@@ -297,7 +297,7 @@ def test_the_plan_counts_what_is_kept(dtype: str, method: str, folder: Path) -> 
         max_num_seqs=12,
         speculative_config=speculative,
     )
-    made = Engine(config)
+    made = EngineCore(config)
     width, columns = {"float32": 4, "bfloat16": 2}[dtype], 2 + (4 if method == "ngram" else 0)
     slots = 13 * 2 * columns * 64 * width
     assert made.info.state_bytes == slots == sum(t.nbytes for each in made.runner._slots.states for t in each)
@@ -313,7 +313,7 @@ def test_the_plan_counts_what_state_spaces_keep(family: str, folder: Path) -> No
     config = EngineConfig(
         model=str(model(folder, family)), dtype="bfloat16", kv_cache_memory=4 / 1024, max_model_len=128, max_num_seqs=9
     )
-    info = Engine(config).info
+    info = EngineCore(config).info
     assert info.state_bytes > 0
     assert predicted_tokens(config, Machine("here", 2**34, None, None)) == info.num_blocks * 16
 
@@ -334,7 +334,7 @@ def test_the_plan_counts_pages_of_unlike_layers(family: str, asked: dict[str, An
     path = save_tiny_mtp(tmp_path / "m", "deepseek_v3") if family == "mtp" else save_tiny_model(tmp_path, family)
     options = {"dtype": "bfloat16", "kv_cache_memory": 2 / 1024, "max_model_len": 128, "max_num_seqs": 99, "threads": 2}
     config = EngineConfig(model=str(path), attention_backend="cpu", **options, **asked)
-    info = Engine(config).info
+    info = EngineCore(config).info
     assert predicted_tokens(config, Machine("here", 2**34, None, None)) == info.num_blocks * info.block_size
 
 
@@ -346,7 +346,7 @@ def test_stages_are_counted_by_what_their_own_layers_keep(family: str, parts: di
     """Which are unlike: convolution, attention, convolution."""
     options = {"kv_cache_memory": 2 / 1024, "max_model_len": 128, "max_num_seqs": 60, "threads": 3, "dtype": "float32"}
     whole, divided = (
-        Engine(EngineConfig(model=str(model(folder, family)), attention_backend="cpu", **options, **own)).info
+        EngineCore(EngineConfig(model=str(model(folder, family)), attention_backend="cpu", **options, **own)).info
         for own in ({}, parts)
     )
     assert (divided.num_blocks, divided.state_bytes) == (whole.num_blocks, whole.state_bytes)
@@ -359,7 +359,7 @@ def test_stages_are_counted_by_what_their_own_layers_keep(family: str, parts: di
 @pytest.mark.parametrize("family", ["qwen3_5", *slow("mamba2", "jamba", "qwen3-next", "lfm2")])
 def test_every_rank_begins_with_its_part_of_a_snapshot(family: str, parts: dict[str, int], folder: Path) -> None:
     options = {"max_model_len": 128, "threads": 2, "dtype": "float32", "num_kv_blocks": 40, "snapshot_tokens": 16}
-    made = Engine(EngineConfig(model=str(model(folder, family)), attention_backend="cpu", **options, **parts))
+    made = EngineCore(EngineConfig(model=str(model(folder, family)), attention_backend="cpu", **options, **parts))
     asked = [request(str(at), [3 + (at + 7 * each) % 300 for each in range(40)], max_tokens=3) for at in range(2)]
     wanted = known(run(made, asked))
     assert made.stats.prefix_hits == 0
@@ -373,9 +373,9 @@ def test_every_rank_begins_with_its_part_of_a_snapshot(family: str, parts: dict[
 def test_a_model_with_states_drafts(served: str, shape: dict[str, int], folder: Path) -> None:
     """For itself it guesses right, in whatever pieces it has caught up; for another model it changes nothing."""
     path, options = str(model(folder, served)), {"dtype": "float32", **SMALL, **shape}
-    plain = Engine(EngineConfig(model=path, **options))
+    plain = EngineCore(EngineConfig(model=path, **options))
     draft = {"method": "draft_model", "model": str(model(folder, "lfm2")), "num_speculative_tokens": 5}
-    made = Engine(EngineConfig(model=path, speculative_config=draft, **options), make_drafter=always)
+    made = EngineCore(EngineConfig(model=path, speculative_config=draft, **options), make_drafter=always)
     prompts = [[3 + (at * at + each) % 300 for at in range(each)] for each in (5, 16, 31, 48, 64)]
     asked = [request(str(at), prompt, max_tokens=40, logprobs=0) for at, prompt in enumerate(prompts)]
     wanted = known(run(plain, asked))
@@ -416,7 +416,7 @@ def test_sequences_take_the_memory_that_the_plan_says(
     flags += ["--speculative-config", json.dumps(guesses)]
     assert cli.main(["plan", path, "--memory", "4", "--json", *flags]) == 0
     planned = json.loads(capsys.readouterr().out)
-    made = Engine(EngineConfig(model=path, speculative_config=guesses, snapshot_tokens=32, **asked))
+    made = EngineCore(EngineConfig(model=path, speculative_config=guesses, snapshot_tokens=32, **asked))
     states = [each for layer in made.runner._slots.states for each in layer]
     assert planned["state_bytes"] == sum(each.nbytes for each in states) == made.info.state_bytes
     pages = made.runner._pages

@@ -19,17 +19,17 @@ from quire import LLM, BeamSearchParams
 from quire import SamplingParams as Params
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import DEMO_MODEL, EngineConfig
-from quire.engine.core.batch import SlotCopy
-from quire.engine.core.blocks import BlockPool
+from quire.engine.core.block_pool import BlockPool
+from quire.engine.core.scheduler_output import SlotCopy
 from quire.engine.core.state_snapshots import SnapshotPlan, Snapshots
 from quire.engine.drafting.adaptive import Adaptive
+from quire.engine.engine_core import EngineCore
 from quire.engine.link.client import EngineClient
 from quire.engine.link.weights import Weights
-from quire.engine.loop import Engine
 from quire.engine.models import decoder_spec
 from quire.engine.offline.in_process import InProcessLink
 from quire.engine.text.grammar import json_grammar
-from quire.engine.types import Request
+from quire.engine.types import EngineCoreRequest
 from tests.engine.harness import request, run
 from tests.engine.test_speculation import CHEAP, Garbage
 from tests.engine.test_states import known
@@ -49,8 +49,8 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
-def engine(path: Path, make_drafter: Any = None, **options: Any) -> Engine:
-    return Engine(EngineConfig(model=str(path), **BASE | options), make_drafter=make_drafter)
+def engine(path: Path, make_drafter: Any = None, **options: Any) -> EngineCore:
+    return EngineCore(EngineConfig(model=str(path), **BASE | options), make_drafter=make_drafter)
 
 
 def texts(seed: int = 5) -> list[list[int]]:
@@ -60,14 +60,14 @@ def texts(seed: int = 5) -> list[list[int]]:
     return [*own, own[-1][:64] + own[1], own[-1][:63], own[-2][:33] + own[2]]
 
 
-def asked(**params: Any) -> list[Request]:
+def asked(**params: Any) -> list[EngineCoreRequest]:
     kinds: list[dict[str, Any]] = [{}, {"temperature": 0.9}, {"prompt_logprobs": 1}]
     each = enumerate(texts())
     options = {"max_tokens": 20, "logprobs": 0, **params}
     return [request(str(at), prompt, seed=at, **options | kinds[at % 3]) for at, prompt in each]
 
 
-def alone(path: Path, requests: list[Request], **options: Any) -> dict[str, object]:
+def alone(path: Path, requests: list[EngineCoreRequest], **options: Any) -> dict[str, object]:
     made = engine(path, enable_prefix_caching=False, **options)
     return {name: told for each in requests for name, told in known(run(made, [each])).items()}
 
@@ -111,7 +111,7 @@ def test_a_snapshot_that_is_about_to_be_used_makes_no_room() -> None:
     """Else a sequence that asked for room, did not get it, and was to begin there had none: its engine ended."""
     pages, digest = BlockPool(2), b"page"
     (page,) = pages.allocate(1)
-    pages.register(page, digest)
+    pages.cache_block(page, digest)
     snapshots = Snapshots(pages, 16, SnapshotPlan(1, 16), first_slot=3)
     slot = snapshots.room()
     assert slot == 3
@@ -195,7 +195,7 @@ async def test_sleep_and_new_weights(family: str, tmp_path: Path) -> None:
     save_file(tensors, second / "model.safetensors", metadata={"format": "pt"})
     prompt, config = texts()[6], {"dtype": "float32", "skip_tokenizer_init": True, **BASE}
     each = request("0", prompt, max_tokens=12, logprobs=0)
-    wanted = [run(Engine(EngineConfig(model=str(path), **config)), [each])["0"].ids for path in (first, second)]
+    wanted = [run(EngineCore(EngineConfig(model=str(path), **config)), [each])["0"].ids for path in (first, second)]
     assert wanted[0] != wanted[1]
     client = EngineClient(InProcessLink(EngineConfig(model=str(first), **config)))
     await client.link.start()

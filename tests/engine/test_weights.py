@@ -20,14 +20,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore, _built_anew
 from quire.engine.errors import ConfigError, InvalidRequest, ModelError, Overloaded, QuireError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.link.weights import MODES, Mode, Weights
-from quire.engine.loop import Engine, _built_anew
 from quire.engine.offline.in_process import InProcessLink
 from quire.engine.processes.heartbeat import NoHeartbeat
-from quire.engine.types import PoolingParams, Request, SamplingParams, TokenLogprob
+from quire.engine.types import EngineCoreRequest, PoolingParams, SamplingParams, TokenLogprob
 from tests.quantized_models import gptq, quantize_checkpoint
 from tests.tiers import slow
 from tests.tiny_encoders import save_tiny_encoder
@@ -82,7 +82,7 @@ async def ask(client: EngineClient, name: str, tokens: int = 8, ends: int = 0) -
     """`ends`: different prompts have different ones."""
     answer = Answer([*PREFIX, 1 + ends])
     params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, logprobs=0)
-    stream = client.submit([Request(id=name, prompt_ids=answer.prompt, params=params, seed=ends)])
+    stream = client.submit([EngineCoreRequest(id=name, prompt_ids=answer.prompt, params=params, seed=ends)])
     async for outputs in stream:
         for output in outputs:
             answer.ids += output.new_ids
@@ -227,7 +227,7 @@ async def test_requests_may_leave_while_they_wait(folders: tuple[Path, Path]) ->
         tasks = await some(client, 1, LONG)
         update = asyncio.create_task(weights.update(str(folders[1]), "wait"))
         await asyncio.sleep(0.01)
-        stream = client.submit([Request(id="held", prompt_ids=[5], params=SamplingParams(), seed=0)])
+        stream = client.submit([EngineCoreRequest(id="held", prompt_ids=[5], params=SamplingParams(), seed=0)])
         stream.close()
         assert client.num_open == 1
         client.cancel("open-0")
@@ -369,7 +369,7 @@ async def test_a_load_that_fails_all_the_same_brings_the_old_weights_back(
     client = EngineClient(InProcessLink(config_of(folders[0])))
     async with running(client) as weights:
         ids = (await ask(client, "first")).ids
-        monkeypatch.setattr(Engine, "check_weights", lambda self, config: None)
+        monkeypatch.setattr(EngineCore, "check_weights", lambda self, config: None)
         tasks = await some(client, 2, 300)
         with pytest.raises(ModelError, match=r"lacks model\.safetensors"):
             await weights.update(str(tmp_path))
@@ -452,7 +452,7 @@ def stretched(folder: Path, to: Path) -> Path:
 
 async def vector(client: EngineClient) -> bytes:
     params = PoolingParams(task="embed")
-    stream = client.submit([Request(id=os.urandom(8).hex(), prompt_ids=[5, 6, 7], params=params, seed=0)])
+    stream = client.submit([EngineCoreRequest(id=os.urandom(8).hex(), prompt_ids=[5, 6, 7], params=params, seed=0)])
     (output,) = [output async for outputs in stream for output in outputs]
     assert output.vector is not None, output.error
     return output.vector

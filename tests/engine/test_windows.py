@@ -14,10 +14,10 @@ from quire.engine.checkpoint.page_groups import PageNeeds, one_group, page_group
 from quire.engine.checkpoint.parts.states import PagedState
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.layers.attention import AttentionSpec
-from quire.engine.loop import Engine
 from quire.engine.models import decoder_spec
-from quire.engine.types import Request
+from quire.engine.types import EngineCoreRequest
 from quire.engine.worker import device
 from quire.engine.worker.loading import model as loading
 from quire.server.cli.plan.configured import predicted_tokens
@@ -43,9 +43,9 @@ def as_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def engine(path: Path, **options: object) -> Engine:
+def engine(path: Path, **options: object) -> EngineCore:
     defaults = {"num_kv_blocks": 160, "max_num_batched_tokens": 64, "dtype": "float32"}
-    return Engine(EngineConfig(model=str(path), **defaults | options))
+    return EngineCore(EngineConfig(model=str(path), **defaults | options))
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -54,7 +54,7 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [[*common[: length - 1], 3 + index] for index, length in enumerate(lengths)]
 
 
-def asked() -> list[Request]:
+def asked() -> list[EngineCoreRequest]:
     """Long prompts, and short ones whose answers outgrow a small cache together."""
     long = [request(f"long {i}", each, max_tokens=20, logprobs=0) for i, each in enumerate(prompts(1, 50, 130, 240))]
     return long + [request(f"{i}", [i + 3, *range(9, 25)], max_tokens=50, logprobs=0) for i in range(5)]
@@ -109,7 +109,7 @@ def test_at_8k_tokens_it_holds_less_than_60_percent(tmp_path: Path, as_one: pyte
     path = save_tiny_model(tmp_path, "gemma2", max_position_embeddings=8320, hidden_size=32, intermediate_size=32)
     prompt = request("long", prompts(8192)[0], max_tokens=20)
 
-    def held(each: Engine) -> tuple[list[int], float, float]:
+    def held(each: EngineCore) -> tuple[list[int], float, float]:
         """Its tokens; and the most pages of all layers that it held once it had the first, without and with those that
         were saved."""
         found, held, whole = list[int](), 0.0, 0.0
@@ -180,7 +180,7 @@ def test_no_sequence_needs_more_pages_than_the_plan_says(window: int, at_once: i
 def test_the_plan_is_what_the_engine_allocates(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "gpt_oss")
     config = EngineConfig(model=str(path), kv_cache_memory=0.004, max_num_seqs=4, max_num_batched_tokens=32)
-    made = Engine(config)
+    made = EngineCore(config)
     assert made.info.page_groups == 3
     assert sum(each.nbytes for each in made.runner._pages) == made.info.kv_bytes
     assert made.stats.total_blocks == 3 * made.info.num_blocks

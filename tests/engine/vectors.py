@@ -9,24 +9,24 @@ from typing import Any
 
 import numpy as np
 
-from quire.engine.loop import Engine
-from quire.engine.types import PoolingParams, Request
+from quire.engine.engine_core import EngineCore
+from quire.engine.types import EngineCoreRequest, PoolingParams
 
 Modules = list[tuple[str, str, dict[str, Any]]]
 
 
 def vectors(
-    engine: Engine,
+    engine: EngineCore,
     prompts: Sequence[list[int]],
     params: PoolingParams | Sequence[PoolingParams] | None = None,
-    others: Sequence[Request] = (),
+    others: Sequence[EngineCoreRequest] = (),
 ) -> list[np.ndarray]:
     """The vector of each prompt, all submitted at once, and after `others`. Bits are kept: compare with `same`."""
     given = [params or PoolingParams()] * len(prompts) if not isinstance(params, Sequence) else params
     for request in others:
         engine.add(request)
     for index, prompt in enumerate(prompts):
-        engine.add(Request(id=f"v{index}", prompt_ids=prompt, params=given[index], seed=0))
+        engine.add(EngineCoreRequest(id=f"v{index}", prompt_ids=prompt, params=given[index], seed=0))
     found: dict[str, bytes] = {}
     while engine.busy:
         for output in engine.step():

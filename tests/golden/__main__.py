@@ -47,7 +47,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("base", help="the commit to compare this checkout with")
     parser.add_argument("--only", nargs="+", choices=(*SECTIONS, OF_RENAMES), default=SECTIONS, help="sections")
     parser.add_argument("--families", nargs="+", help="tiny families; default: all")
-    parser.add_argument("--renames", type=Path, help="TOML file of class names: old = 'new'")
+    parser.add_argument("--renames", type=Path, help="TOML file of class names and modules' paths: old = 'new'")
     parser.add_argument("--out", type=Path, help="folder for both trees' captured texts")
     return parser.parse_args()
 
@@ -63,7 +63,7 @@ def compare(base: Tree, head: Tree, arguments: argparse.Namespace, work: Path) -
         if arguments.out:
             _write(arguments.out / "base" / section, before)
             _write(arguments.out / "head" / section, after)
-        before = {name: rename(text, renames) for name, text in before.items()}
+        before = {rename(name, renames): rename(text, renames) for name, text in before.items()}
         differences = differences_of(before, after)
         number_of_differences += len(differences)
         for name, lines in differences.items():

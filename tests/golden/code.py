@@ -1,10 +1,11 @@
 """The instructions of every module, with names as numbers: equal for two trees that differ in names, docstrings and
 comments alone.
 
-A number stands for a name in the order of its first use in a code object; locals, attributes, globals and keywords are
-counted apart. So two names that become one, or one that becomes two, are a difference. Names in texts (getattr,
-annotations in quotes) are values. Imports at the top of a module are left out, because their order follows their names.
-That an attribute became the one that is meant, mypy and the tests say.
+A number stands for a name in the order of its first use in a code object; locals, globals and keywords are counted
+apart. So two names that become one, or one that becomes two, are a difference. Attributes have no numbers, because one
+name may belong to several classes: mypy and the tests say whether each is the one that is meant. Names in texts
+(getattr, quoted annotations) are values. Imports at the top of a module are left out, because their order follows their
+names.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 from tests.golden.models import Captured
 from tests.golden.tree import Tree
 
-_LOCALS = ("LOAD_FAST", "STORE_FAST", "DELETE_FAST", "DEREF", "CLOSURE", "MAKE_CELL", "CLASSDEREF")
+_LOCALS = ("LOAD_FAST", "STORE_FAST", "DELETE_FAST", "DEREF", "CLASSDEREF")
+_BY_ORDER_OF_NAMES = ("LOAD_CLOSURE", "MAKE_CELL")
 _ATTRIBUTES = ("_ATTR", "LOAD_METHOD")
 _NAMES = ("_GLOBAL", "_NAME", "IMPORT_FROM")
 
@@ -37,7 +39,11 @@ def capture_code(tree: Tree) -> Captured:
 def code_of(source: str) -> str:
     """The module's code as text, an instruction a line, an inner code object indented."""
     tree = _Bare().visit(ast.parse(source))
-    return "\n".join(_lines(compile(ast.fix_missing_locations(tree), "module", "exec", dont_inherit=True), ""))
+    for node in ast.walk(ast.fix_missing_locations(tree)):
+        for place in ("lineno", "end_lineno", "col_offset", "end_col_offset"):
+            if hasattr(node, place):  # else jumps depend on where a long line is broken
+                setattr(node, place, 1)
+    return "\n".join(_lines(compile(tree, "module", "exec", dont_inherit=True), ""))
 
 
 class _Bare(ast.NodeTransformer):
@@ -73,20 +79,20 @@ class _Numbers(dict[str, int]):
 
 
 def _lines(code: CodeType, indent: str) -> Iterator[str]:
-    numbers = {kind: _Numbers() for kind in ("local", "attribute", "name", "keyword")}
+    numbers = {kind: _Numbers() for kind in ("local", "name", "keyword")}
     yield f"{indent}code of {code.co_argcount} + {code.co_kwonlyargcount} arguments, flags {code.co_flags:x}"
     for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
         numbers["local"][name]  # in their order
     instructions = list(dis.get_instructions(code))
     for i, instruction in enumerate(instructions):
-        if instruction.opname == "NOP":  # of a statement over several lines
-            continue
         before, after = instructions[i - 1].opname, [each.opname for each in instructions[i + 1 : i + 3]]
         kind, value = _kind(instruction, before, after), instruction.argval
         value = code.co_consts[instruction.arg or 0] if instruction.opname == "KW_NAMES" else value
         if isinstance(value, CodeType):
             yield f"{indent}{instruction.opname}"
             yield from _lines(value, indent + "  ")
+        elif kind == "attribute" or instruction.opname in _BY_ORDER_OF_NAMES:
+            yield f"{indent}{instruction.opname}"
         elif kind in numbers:
             known = numbers[kind]
             of = [known[name] for name in value] if isinstance(value, tuple) else known[value]
@@ -101,8 +107,8 @@ def _kind(instruction: dis.Instruction, before: str, after: list[str]) -> str:
     operation, value = instruction.opname, instruction.argval
     if any(kind in operation for kind in _LOCALS):
         return "local"
-    if operation.endswith(_ATTRIBUTES):
-        return "attribute"
+    if operation.endswith(_ATTRIBUTES) or (before == "LOAD_NAME" and after[:1] == ["STORE_SUBSCR"] and _is_name(value)):
+        return "attribute"  # the second: of a class, as its annotations have it
     if operation.endswith(_NAMES):
         return "name"
     if operation == "IMPORT_NAME" or after[:1] == ["IMPORT_NAME"]:

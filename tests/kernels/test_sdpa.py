@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.engine.config import EngineConfig
-from quire.engine.loop import Engine
+from quire.engine.engine_core import EngineCore
 from quire.kernels.backend import Backend
 from quire.kernels.gpu.libraries import flash
 from quire.kernels.gpu.libraries.sdpa import Sdpa
@@ -70,7 +70,7 @@ def test_a_model_gives_the_references_tokens(tmp_path: Path) -> None:
 
     def tokens(backend: str) -> dict[str, list[int]]:
         config = EngineConfig(model=str(path), dtype="float32", attention_backend=backend, num_kv_blocks=64)
-        engine = Engine(config.model_copy(update={"max_num_batched_tokens": 32}))
+        engine = EngineCore(config.model_copy(update={"max_num_batched_tokens": 32}))
         found = run(engine, [request(str(number), prompt) for number, prompt in enumerate(prompts)])
         return {name: answer.ids for name, answer in found.items()}
 

@@ -56,7 +56,8 @@ def test_where_the_system_refuses_no_instruction_of_tiles_runs(machine: Machine)
         pytest.skip("the system has given its permission")
     code = (
         "from tests.engine.test_contract import mixed_requests, tokens; from quire.engine.config import EngineConfig; \
-from quire.engine.loop import Engine; print(len(tokens(Engine(EngineConfig(dtype='bfloat16')), mixed_requests())))"
+from quire.engine.engine_core import EngineCore as Core; \
+print(len(tokens(Core(EngineConfig(dtype='bfloat16')), mixed_requests())))"
     )
     done = machine.run("-c", code, TILES="refused")
     assert done.stdout.strip() == "24", done.stderr

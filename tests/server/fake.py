@@ -11,19 +11,19 @@ from time import monotonic
 
 import msgspec
 
-from quire.engine.core.stats import EngineSnapshot, EngineStats, SequenceSnapshot, StepRecord
+from quire.engine.core.stats import EngineStats, EngineView, RequestView, StepRecord
 from quire.engine.link.client import EngineClient
 from quire.engine.link.link import EngineLink
-from quire.engine.types import Cause, EngineInfo, FinishReason, Request, RequestOutput, TokenLogprob
+from quire.engine.types import Cause, EngineCoreOutput, EngineCoreRequest, EngineInfo, FinishReason, TokenLogprob
 
 MODEL = "fake"
-Script = Callable[[Request, int], int]
+Script = Callable[[EngineCoreRequest, int], int]
 
 
 def hashed(ids: Sequence[int]) -> Script:
     """Picks from these ids by prompt, seed and position, as a sampler does."""
 
-    def pick(request: Request, position: int) -> int:
+    def pick(request: EngineCoreRequest, position: int) -> int:
         key = repr((request.prompt_ids, request.seed, position)).encode()
         return ids[int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big") % len(ids)]
 
@@ -64,11 +64,11 @@ class FakeEngine(EngineLink):
         self.cause: Cause = cause
         self.burst = burst
         self.sent = asyncio.Event()
-        self.running: dict[str, Request] = {}
-        self.waiting: list[Request] = []
+        self.running: dict[str, EngineCoreRequest] = {}
+        self.waiting: list[EngineCoreRequest] = []
         """Those that came while it was asleep."""
         self.positions: dict[str, int] = {}
-        self.seen: list[Request] = []
+        self.seen: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
         self.generated = 0
         self.looks = 0
@@ -114,7 +114,7 @@ class FakeEngine(EngineLink):
         waiting, self.waiting = self.waiting, []
         self.send([request for request in waiting if request.id not in self.aborted])
 
-    def send(self, requests: Sequence[Request]) -> None:
+    def send(self, requests: Sequence[EngineCoreRequest]) -> None:
         if self.asleep:
             self.waiting += requests
             return
@@ -134,11 +134,11 @@ class FakeEngine(EngineLink):
         method, args, kwargs = pickle.loads(call)
         return [pickle.dumps(([method, *args, kwargs], None))]
 
-    async def snapshot(self) -> EngineSnapshot:
+    async def snapshot(self) -> EngineView:
         self.looks += 1
         if self.silent:
             await asyncio.Event().wait()
-        return EngineSnapshot(self.stats, [self._seen(each) for each in self.running.values()], b"", 0, 0.0)
+        return EngineView(self.stats, [self._seen(each) for each in self.running.values()], b"", 0, 0.0)
 
     @property
     def responsive(self) -> bool:
@@ -148,8 +148,8 @@ class FakeEngine(EngineLink):
     def healthy(self) -> bool:
         return True
 
-    def _seen(self, request: Request) -> SequenceSnapshot:
-        return SequenceSnapshot(
+    def _seen(self, request: EngineCoreRequest) -> RequestView:
+        return RequestView(
             id=request.id,
             phase="decode",
             prompt_tokens=len(request.prompt_ids),
@@ -182,12 +182,12 @@ class FakeEngine(EngineLink):
             if step % self.burst == 0:
                 await asyncio.sleep(self.step_seconds)
 
-    def _step(self, request: Request) -> RequestOutput:
+    def _step(self, request: EngineCoreRequest) -> EngineCoreOutput:
         position = self.positions[request.id]
         self.positions[request.id] += 1
         if position == self.fail_at:
             why = "the engine tripped"
-            return RequestOutput(id=request.id, new_ids=[], finish_reason="error", error=why, cause=self.cause)
+            return EngineCoreOutput(id=request.id, new_ids=[], finish_reason="error", error=why, cause=self.cause)
         params = request.params
         token = self.pick(request, position)
         reason: FinishReason | None = None
@@ -200,7 +200,7 @@ class FakeEngine(EngineLink):
             reason, stop_reason = "stop", token
         elif position + 1 == longest:
             reason = "length"
-        return RequestOutput(
+        return EngineCoreOutput(
             id=request.id,
             new_ids=[token],
             logprobs=None if params.logprobs is None else [logprob(token, params.logprobs, params.logprob_token_ids)],
@@ -210,7 +210,7 @@ class FakeEngine(EngineLink):
             cached_tokens=len(request.prompt_ids) // 2,
         )
 
-    def _prompt_logprobs(self, request: Request) -> list[TokenLogprob | None] | None:
+    def _prompt_logprobs(self, request: EngineCoreRequest) -> list[TokenLogprob | None] | None:
         top = request.params.prompt_logprobs
         if top is None:
             return None

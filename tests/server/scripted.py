@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from quire.engine.types import Request, RequestOutput
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest
 from tests.server.fake import FakeEngine
 from tests.server.hosted import serving
 
@@ -45,20 +45,20 @@ class ScriptedEngine(FakeEngine):
         """Prompts with their answers."""
         self._hits: dict[str, int] = {}
 
-    def _scripted(self, request: Request, position: int) -> int:
+    def _scripted(self, request: EngineCoreRequest, position: int) -> int:
         text = self._answer(request)
         return text[position] if position < len(text) else EOS
 
-    def _answer(self, request: Request) -> bytes:
+    def _answer(self, request: EngineCoreRequest) -> bytes:
         return self._turns[min(turns_in(request.prompt_ids) - 1, len(self._turns) - 1)]
 
-    def send(self, requests: Sequence[Request]) -> None:
+    def send(self, requests: Sequence[EngineCoreRequest]) -> None:
         for request in requests:
             self._hits[request.id] = max((alike(request.prompt_ids, known) for known in self._known), default=0)
             self._known.append([*request.prompt_ids, *self._answer(request)])
         super().send(requests)
 
-    def _step(self, request: Request) -> RequestOutput:
+    def _step(self, request: EngineCoreRequest) -> EngineCoreOutput:
         return msgspec.structs.replace(super()._step(request), cached_tokens=self._hits[request.id])
 
 

@@ -14,7 +14,7 @@ from quire.engine.core.stats import EngineStats
 from quire.engine.link.engine_messages import Abort, FromEngine, Ready, Stepped, Submit, ToEngine, together
 from quire.engine.link.process import EngineProcess
 from quire.engine.processes.exit_cause import ExitCause
-from quire.engine.types import Request, RequestOutput
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest
 from tests.engine.fake_process import CRASHED, INFO, KILLED
 
 LETTERS = b"abcdefghijklmnopqrstuvwxyz "
@@ -96,7 +96,7 @@ class SimulatedProcess(EngineProcess):
         self._to_engine: asyncio.Queue[ToEngine] = asyncio.Queue()
         self._from_engine: asyncio.Queue[FromEngine] = asyncio.Queue()
         self._exit: asyncio.Future[ExitCause] = loop.create_future()
-        self.running: dict[str, tuple[Request, list[int]]] = {}
+        self.running: dict[str, tuple[EngineCoreRequest, list[int]]] = {}
         """Requests, and the tokens that each has."""
         self._stderr_lines: Any = []
         self._task: asyncio.Task[None] | None = None
@@ -162,7 +162,7 @@ class SimulatedProcess(EngineProcess):
         del self.running[id]
         self._computing.end(self, id)
 
-    def _step(self, id: str) -> RequestOutput:
+    def _step(self, id: str) -> EngineCoreOutput:
         """One token, or more at once, as drafts give."""
         request, had = self.running[id]
         most = request.params.max_tokens or CONTEXT
@@ -174,7 +174,7 @@ class SimulatedProcess(EngineProcess):
         if len(had) >= most:
             reason = "length"
             self._end(id)
-        return RequestOutput(id, ids, finish_reason=reason, cached_tokens=len(had) % 5)
+        return EngineCoreOutput(id, ids, finish_reason=reason, cached_tokens=len(had) % 5)
 
     def exit(self, cause: ExitCause = KILLED) -> None:
         self._alive.pop(self, None)

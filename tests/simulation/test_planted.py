@@ -15,7 +15,7 @@ import pytest
 
 from quire.engine.link.client import EngineClient
 from quire.engine.link.hub_messages import HUB
-from quire.engine.types import Request
+from quire.engine.types import EngineCoreRequest
 from quire.server import again
 from quire.server.budget import OwnerSizes
 from quire.server.generation.answers.numbered import NumberedWriter
@@ -78,7 +78,7 @@ def an_event_twice(patch: pytest.MonkeyPatch) -> None:
 def tokens_forgotten_at_a_replay(patch: pytest.MonkeyPatch) -> None:
     known = EngineClient.request
 
-    def request(self: EngineClient, id: str) -> Request:
+    def request(self: EngineClient, id: str) -> EngineCoreRequest:
         return msgspec.structs.replace(known(self, id), emitted_ids=[])
 
     patch.setattr(EngineClient, "request", request)

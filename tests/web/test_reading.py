@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from selenium.webdriver.common.keys import Keys
 
-from quire.engine.types import Request
+from quire.engine.types import EngineCoreRequest
 from tests.e2e.server import free_port
 from tests.server.api import make_app
 from tests.server.fake import FakeEngine
@@ -42,7 +42,7 @@ FOX_SHOWN = "name Reynardage 7friends 2 items1 Grimbert2 Isengrim"
 TOOLS = '[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]'
 
 
-def weather(request: Request, position: int) -> int:
+def weather(request: EngineCoreRequest, position: int) -> int:
     """Calls a tool, and answers once its result is there."""
     prompt = bytes(token for token in request.prompt_ids if token < 256)
     text = AFTER if b"-3 C" in prompt else FOX if b"A fox" in prompt else WIDE if b"Wide" in prompt else CALL

@@ -7,15 +7,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from quire.engine.core.batch import Batch, StepOutput
+from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from quire.engine.errors import EngineError, InvalidRequest
 from quire.engine.types import Adapter
 
 
-class Pending(Protocol):
+class PendingOutput(Protocol):
     """A step under way."""
 
-    def result(self) -> StepOutput:
+    def result(self) -> ModelRunnerOutput:
         """What the step computed; waits for it. Called once, and for all steps in the order of their launch."""
 
 
@@ -54,11 +54,11 @@ class PageMover(Protocol):
 
 METHODS = ("describe", "parameters")
 """What may be called on a rank by name: methods of RankWorker in engine/worker/ranks/calls.py, without arguments."""
-Everywhere = Callable[[bytes], list[bytes]]
-"""Runs a call, as `call_of` writes it, on every rank. Returns what each gives, for `results_of`."""
+CollectiveRPC = Callable[[bytes], list[bytes]]
+"""Runs a call from `encode_call` on every rank. Returns each rank's result, for `decode_results`."""
 
 
-def call_of(method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
+def encode_call(method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
     """A call as it goes to other processes, which import the function by its name, from where this one can. Raises
     InvalidRequest where they cannot, or for arguments that cannot be sent."""
     if isinstance(method, str) and method not in METHODS:
@@ -76,7 +76,7 @@ def call_of(method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mappi
         raise InvalidRequest(f"method: {why}: {error}", param="method") from error
 
 
-def results_of(found: Sequence[bytes]) -> list[Any]:
+def decode_results(found: Sequence[bytes]) -> list[Any]:
     """What each rank gave, the first one's first. Raises EngineError where one of them failed."""
     results = [pickle.loads(each) for each in found]
     if failed := [why for _, why in results if why is not None]:
@@ -87,7 +87,7 @@ def results_of(found: Sequence[bytes]) -> list[Any]:
 class Executor(Protocol):
     """Computes batches in the order in which they are launched."""
 
-    def launch(self, batch: Batch) -> Pending:
+    def launch(self, batch: SchedulerOutput) -> PendingOutput:
         """Start computing a batch. A later batch may be launched before this one's result is asked for."""
 
     def warm_up(self) -> bool:
@@ -97,7 +97,7 @@ class Executor(Protocol):
         """What copies its KV pages, for tiers of them; None: it keeps none."""
 
     def state_mover(self) -> PageMover | None:
-        """The same of slots (Part.slots), by their numbers."""
+        """The same of slots (Sublayer.slots), by their numbers."""
 
     def load_grammars(self) -> None:
         """Begin to load what grammars need, in the background; without this call it is loaded for the first one."""

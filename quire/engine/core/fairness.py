@@ -7,17 +7,17 @@ that starts to wait is raised to at least the smallest counter of those that wai
 
 The paper preempts nobody, so long answers of one tenant could keep all places for minutes. Here a tenant that holds
 more places than another one's next sequence would give that one must let its newest ones wait, and so must whatever is
-less urgent than what waits: see `yielding`.
+less urgent than what waits: see `preemption_candidates`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 
-from quire.engine.core.sequence import Sequence
-from quire.engine.types import Request
+from quire.engine.core.request import Request
+from quire.engine.types import EngineCoreRequest
 
 MAX_TENANTS = 4096
 """Whose counters are remembered; gateways tell tenants' names, ever new ones. Of more the least served half that does
@@ -38,24 +38,24 @@ class TokenBudget:
     generates, and at least BEHIND: it goes on, and costs the others little of their time. Of a step with a prompt that
     is more urgent it gets no more than that: somebody waits for its first token."""
 
-    def __init__(self, tokens: int, running: SequenceOf[Sequence], first: Sequence | None) -> None:
+    def __init__(self, tokens: int, running: Sequence[Request], first: Request | None) -> None:
         """`first`: of those that wait."""
         self.left = tokens
         known = running if first is None else (*running, first)
-        self.urgency = min((seq.request.priority for seq in known), default=0)
+        self.urgency = min((request.engine_request.priority for request in known), default=0)
         self._urgent = self._behind = 0
 
-    def most(self, seq: Sequence) -> int:
+    def max_tokens(self, request: Request) -> int:
         """How many tokens a sequence may compute."""
-        if seq.request.priority <= self.urgency:
+        if request.engine_request.priority <= self.urgency:
             return self.left
         return min(self.left, max(BEHIND, self._urgent) - self._behind)
 
-    def take(self, seq: Sequence, count: int) -> None:
+    def take(self, request: Request, count: int) -> None:
         """A negative count gives back."""
         self.left -= count
-        if seq.request.priority <= self.urgency:
-            self._urgent += count if seq.num_output else 0
+        if request.engine_request.priority <= self.urgency:
+            self._urgent += count if request.num_output_tokens else 0
         else:
             self._behind += count
 
@@ -68,12 +68,12 @@ class FairQueue:
         """What was the most urgent lately, and after how many steps without it that is forgotten."""
         self._served: dict[str, float] = {}
         """Virtual token counters, by tenant."""
-        self._lines: dict[tuple[int, str], list[Sequence]] = {}
+        self._lines: dict[tuple[int, str], list[Request]] = {}
         """By (priority, tenant): the waiting sequences in the order of their places. Empty lists are removed."""
         self._last_left = 0.0
         """The counter of the tenant that stopped waiting last; a tenant starts from it when nobody else waits."""
 
-    def budget(self, tokens: int, running: SequenceOf[Sequence], *, whole: bool) -> TokenBudget:
+    def budget(self, tokens: int, running: Sequence[Request], *, whole: bool) -> TokenBudget:
         """Of the next step. `whole`: prompts are never cut, so it cannot be short."""
         budget = TokenBudget(tokens, running, self.peek())
         if budget.urgency <= self._urgency or not self._steps:
@@ -83,69 +83,77 @@ class FairQueue:
             budget.left = tokens if whole else min(tokens, max(SHORT, len(running) + BEHIND))
         return budget
 
-    def rank(self, seq: Sequence) -> tuple[int, float, tuple[float, int]]:
+    def sort_key(self, request: Request) -> tuple[int, float, tuple[float, int]]:
         """The smallest goes first; among running sequences the largest is preempted first."""
-        return (seq.request.priority, self._served.get(seq.request.tenant, self._last_left), seq.place)
+        return (
+            request.engine_request.priority,
+            self._served.get(request.engine_request.tenant, self._last_left),
+            request.sort_key,
+        )
 
-    def push(self, seq: Sequence) -> None:
-        tenant = seq.request.tenant
+    def push(self, request: Request) -> None:
+        tenant = request.engine_request.tenant
         if not self._waits(tenant):
             lowest = min((self._served[other] for _, other in self._lines), default=self._last_left)
             self._served[tenant] = max(self._served.get(tenant, 0.0), lowest)
-        insort(self._lines.setdefault((seq.request.priority, tenant), []), seq, key=_place)
+        insort(self._lines.setdefault((request.engine_request.priority, tenant), []), request, key=_place)
         self._forget()
 
-    def peek(self) -> Sequence | None:
+    def peek(self) -> Request | None:
         """The sequence to go next."""
-        return min((line[0] for line in self._lines.values()), key=self.rank, default=None)
+        return min((line[0] for line in self._lines.values()), key=self.sort_key, default=None)
 
-    def remove(self, seq: Sequence) -> None:
+    def remove(self, request: Request) -> None:
         """Take a waiting sequence out."""
-        tenant = seq.request.tenant
-        key = (seq.request.priority, tenant)
+        tenant = request.engine_request.tenant
+        key = (request.engine_request.priority, tenant)
         line = self._lines[key]
-        index = bisect_left(line, seq.place, key=_place)
-        assert line[index] is seq, "it does not wait"
+        index = bisect_left(line, request.sort_key, key=_place)
+        assert line[index] is request, "it does not wait"
         del line[index]
         if not line:
             del self._lines[key]
             if not self._waits(tenant):
                 self._last_left = self._served[tenant]
 
-    def yielding(self, first: Sequence, running: SequenceOf[Sequence]) -> list[Sequence]:
+    def preemption_candidates(self, first: Request, running: Sequence[Request]) -> list[Request]:
         """The running sequences that may be preempted for `first`, which goes next, in the order to preempt them.
 
         They are less urgent; or they come after it in rank, and their tenant still runs at least as many for its weight
         without them as its own tenant does with it. So each preemption makes the shares of the most urgent more equal,
         and none is answered by one back.
         """
-        tenant, urgency, rank = first.request.tenant, first.request.priority, self.rank(first)
-        held = Counter(seq.request.tenant for seq in running)
-        if len(held) == 1 and tenant in held and all(seq.request.priority <= urgency for seq in running):
+        tenant, urgency, rank = first.engine_request.tenant, first.engine_request.priority, self.sort_key(first)
+        held = Counter(engine_request.engine_request.tenant for engine_request in running)
+        if (
+            len(held) == 1
+            and tenant in held
+            and all(engine_request.engine_request.priority <= urgency for engine_request in running)
+        ):
             return []
-        share = (held[tenant] + 1) / first.request.weight
+        share = (held[tenant] + 1) / first.engine_request.weight
         found = []
-        for seq in sorted(running, key=self.rank, reverse=True):
-            other, less_urgent = seq.request.tenant, seq.request.priority > urgency
-            beyond = other != tenant and (held[other] - 1) / seq.request.weight >= share
-            if less_urgent or (beyond and rank < self.rank(seq)):
+        for request in sorted(running, key=self.sort_key, reverse=True):
+            other, less_urgent = request.engine_request.tenant, request.engine_request.priority > urgency
+            beyond = other != tenant and (held[other] - 1) / request.engine_request.weight >= share
+            if less_urgent or (beyond and rank < self.sort_key(request)):
                 held[other] -= 1
-                found.append(seq)
+                found.append(request)
         return found
 
-    def slot(self, seq: Sequence) -> int:
+    def adapter_slot(self, request: Request) -> int:
         """The slot of the adapter of a sequence that may go next; 0: it needs none."""
-        assert seq.request.adapter is None, "an adapter, and nothing that loads any"
+        assert request.engine_request.adapter is None, "an adapter, and nothing that loads any"
         return 0
 
-    def ended(self, seq: Sequence) -> None:
+    def on_finished(self, request: Request) -> None:
         """The sequence has ended; it does not wait."""
 
-    def take_loads(self) -> list[tuple[str, float]]:
-        """See Batch.loads; since the last call."""
+    def take_adapter_loads(self) -> list[tuple[str, float]]:
+        """See SchedulerOutput.adapter_loads; since the last call."""
         return []
 
-    def advance(self) -> SequenceOf[tuple[Sequence, str]]:
+    def advance(self) -> Sequence[tuple[Request, str]]:
         """Let those go next that waited for something that has come. Returns those for which it cannot come, with why:
         they still wait, and must be removed."""
         return ()
@@ -153,7 +161,7 @@ class FairQueue:
     def wait(self) -> None:
         """Wait a little for what sequences wait for, as there is nothing to compute."""
 
-    def charge(self, request: Request, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+    def charge(self, request: EngineCoreRequest, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
         """Count tokens that were computed for the request's tenant."""
         served = self._served.get(request.tenant, self._last_left)
         self._served[request.tenant] = served + (prompt_tokens + OUTPUT_COST * output_tokens) / request.weight
@@ -169,5 +177,5 @@ class FairQueue:
         return any(other == tenant for _, other in self._lines)
 
 
-def _place(seq: Sequence) -> tuple[float, int]:
-    return seq.place
+def _place(request: Request) -> tuple[float, int]:
+    return request.sort_key

@@ -15,9 +15,9 @@ from typing import Literal, Protocol
 import msgspec
 
 from quire.engine import clock
-from quire.engine.core.batch import Batch
+from quire.engine.core.scheduler_output import SchedulerOutput
 from quire.engine.core.stats import Phase, StepRecord
-from quire.engine.types import PrefixReport, Request, RequestOutput
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, PrefixReport
 
 TimelinePhase = Phase | Literal["recompute", "recovering", "delivery"]
 """The scheduler's phases, and three that only the client knows: prefill again after a preemption or a new engine,
@@ -31,23 +31,25 @@ their steps and keep their phases."""
 
 
 def step_record(
-    batch: Batch, number: int, times: tuple[float, float, float, float], *, captured: bool = False
+    batch: SchedulerOutput, number: int, times: tuple[float, float, float, float], *, captured: bool = False
 ) -> StepRecord:
     """The record of one step of the engine. captured: a CUDA graph computed it.
 
     `times` are those of time.monotonic() at which the step began, was scheduled, was computed and was applied.
     """
-    admitted = {admission.slot for admission in batch.admissions}
+    admitted = {admission.slot for admission in batch.new_requests}
     chunks = tuple(
-        (row.request_id, row.start, row.count)
-        for row in batch.rows
-        if row.count - len(row.draft_ids) > 1 or not row.sample or row.slot in admitted
+        (row.request_id, row.start, row.num_tokens)
+        for row in batch.scheduled_requests
+        if row.num_tokens - len(row.draft_token_ids) > 1 or not row.sample or row.slot in admitted
     )
-    tokens = sum(row.count for row in batch.rows)
-    drafts = tuple((row.request_id, len(row.draft_ids)) for row in batch.rows if row.draft_ids)
-    fetched = tuple((each.request_id, each.tier, each.tokens, each.began, each.ended) for each in batch.fetched)
-    told = tuple(batch.preempted), fetched, drafts, tuple(batch.loads)
-    return StepRecord(number, *times, len(batch.rows), tokens, chunks, *told, captured=captured)
+    tokens = sum(row.num_tokens for row in batch.scheduled_requests)
+    drafts = tuple(
+        (row.request_id, len(row.draft_token_ids)) for row in batch.scheduled_requests if row.draft_token_ids
+    )
+    fetched = tuple((each.request_id, each.tier, each.tokens, each.began, each.ended) for each in batch.loaded_blocks)
+    told = tuple(batch.preempted_ids), fetched, drafts, tuple(batch.adapter_loads)
+    return StepRecord(number, *times, len(batch.scheduled_requests), tokens, chunks, *told, captured=captured)
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):
@@ -122,9 +124,9 @@ class Timeline:
 class Recorder(Protocol):
     """Is told what happens to the requests of a book."""
 
-    def submitted(self, request: Request) -> None: ...
+    def submitted(self, request: EngineCoreRequest) -> None: ...
 
-    def stepped(self, outputs: Sequence[RequestOutput], record: StepRecord | None, replica: int = 0) -> None:
+    def stepped(self, outputs: Sequence[EngineCoreOutput], record: StepRecord | None, replica: int = 0) -> None:
         """Outputs came, of a step; without a record they come from adding or aborting requests."""
 
     def engine_died(self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False) -> None:
@@ -183,13 +185,13 @@ class History:
         """Timelines of ended requests; the one that ended last comes last."""
         return [self._ended[request_id] for request_id in self._order]
 
-    def submitted(self, request: Request) -> None:
+    def submitted(self, request: EngineCoreRequest) -> None:
         now = self._clock()
         timeline = Timeline(request.id, len(request.prompt_ids), now, [(now, "queued")])
         timeline.image_tokens = sum(span.count for span in request.spans)
         self._open[request.id] = timeline
 
-    def stepped(self, outputs: Sequence[RequestOutput], record: StepRecord | None, replica: int = 0) -> None:
+    def stepped(self, outputs: Sequence[EngineCoreOutput], record: StepRecord | None, replica: int = 0) -> None:
         """See Recorder."""
         if record is not None:
             self._take(outputs, record, replica)
@@ -197,7 +199,7 @@ class History:
             if output.finish_reason is not None:
                 self.end(output.id, output.finish_reason)
 
-    def _take(self, outputs: Sequence[RequestOutput], record: StepRecord, replica: int) -> None:
+    def _take(self, outputs: Sequence[EngineCoreOutput], record: StepRecord, replica: int) -> None:
         named = [output.id for output in outputs if output.new_ids]
         if record.chunks:
             named = list(dict.fromkeys([*(request_id for request_id, _, _ in record.chunks), *named]))

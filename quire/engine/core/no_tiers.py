@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 
-from quire.engine.core.batch import Fetched
-from quire.engine.core.blocks import BlockPool
+from quire.engine.core.block_pool import BlockPool
 from quire.engine.core.prefix_cache import PrefixCache
-from quire.engine.core.sequence import Sequence
+from quire.engine.core.request import Request
+from quire.engine.core.scheduler_output import LoadedBlocks
 from quire.engine.core.stats import TierStats
 
 
@@ -32,25 +32,25 @@ class NoTiers:
     def serve(self, pool: BlockPool, prefixes: PrefixCache) -> None:
         """Called once, by the scheduler whose pages these are."""
 
-    def keep(self, seq: Sequence) -> None:
+    def keep(self, request: Request) -> None:
         """A sequence is about to give back its pages."""
 
-    def load(self, seq: Sequence, cached: list[int]) -> bool:
+    def load(self, request: Request, cached: list[int]) -> bool:
         """Whether a sequence, of whose prefix the device has `cached`, is to wait for more of it: it is in no queue
         until `arrived` returns it. The pool has pages for all its tokens."""
         return False
 
-    def arrived(self) -> SequenceOf[Sequence]:
+    def arrived(self) -> Sequence[Request]:
         """The sequences that need not wait any more."""
         return ()
 
-    def forget(self, seq: Sequence) -> None:
+    def forget(self, request: Request) -> None:
         """A sequence has ended; it may have waited for pages."""
 
     def wait(self) -> None:
         """Wait a little for pages; while there is nothing to compute."""
 
-    def take_fetched(self) -> list[Fetched]:
+    def take_fetched(self) -> list[LoadedBlocks]:
         """What came back since the last call."""
         return []
 

@@ -20,13 +20,12 @@ because no sequence can start without a snapshot.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from quire.engine import clock
-from quire.engine.core.blocks import BlockPool
-from quire.engine.core.sequence import Sequence
+from quire.engine.core.block_pool import BlockPool
+from quire.engine.core.request import Request
 from quire.engine.core.state_snapshots import NoSnapshots, Standing
 from quire.engine.core.stats import Counts
 from quire.engine.types import KEEP_SECONDS
@@ -82,10 +81,10 @@ class Sessions:
         """`share`: the largest part of the pool's pages, and of the snapshots, that is kept."""
         self.counts = counts or Counts()
         self._pool, self._most, self._clock = pool, int(pool.num_blocks * share), clock
-        pool.give_up = self._give_up
+        pool.unpin_some = self._give_up
         self._snapshots = snapshots or NoSnapshots()
         if self._snapshots.pool is not None:
-            self._snapshots.pool.give_up = self._give_up_snapshots
+            self._snapshots.pool.unpin_some = self._give_up_snapshots
         self._share = share
         self._named: dict[str, Session] = {}
         self._by_tail: dict[tuple[str, bytes], Session] = {}
@@ -99,7 +98,7 @@ class Sessions:
         self._next_expiry = 0.0
 
     @property
-    def known(self) -> SequenceOf[Session]:
+    def known(self) -> Sequence[Session]:
         """All remembered conversations."""
         return list(self._all)
 
@@ -114,36 +113,36 @@ class Sessions:
                 self._give_back(each, len(each.pages))
         self._next_expiry = min((each.left + each.seconds for each in kept if each.pages), default=now + 1.0)
 
-    def began(self, seq: Sequence, digests: SequenceOf[bytes]) -> None:
+    def began(self, request: Request, digests: Sequence[bytes]) -> None:
         """A sequence starts for the first time. `digests`: the hashes of its pieces."""
-        found = self._find(seq, digests)
+        found = self._find(request, digests)
         if found is not None:
             found.pause = max((found.pause + self._clock() - found.left) / 2, 1.0)
             self.counts.session_returns += 1
-            self.counts.session_return_tokens += seq.cached_tokens or 0
-            self._going[seq.request.id] = found
+            self.counts.session_return_tokens += request.num_cached_tokens or 0
+            self._going[request.engine_request.id] = found
             self._all.move_to_end(found)
 
-    def left(self, seq: Sequence, pages: SequenceOf[int], digests: SequenceOf[bytes]) -> None:
+    def left(self, request: Request, pages: Sequence[int], digests: Sequence[bytes]) -> None:
         """A sequence is about to release its pages. `pages`: those in the prefix cache; `digests`: the hashes of its
         full pieces."""
-        request = seq.request
-        session = self._going.pop(request.id, None) or self._find(seq, digests)
+        engine_request = request.engine_request
+        session = self._going.pop(engine_request.id, None) or self._find(request, digests)
         if not pages:
             return
         if session is None or session not in self._all:
-            session = Session(request.tenant, _name(seq))
+            session = Session(engine_request.tenant, _name(request))
             self._all[session] = None
-        session.turns += request.id != session.latest  # a preempted request repeats its turn
-        session.latest, session.left = request.id, self._clock()
-        session.seconds = request.keep_seconds or KEEP_SECONDS
+        session.turns += engine_request.id != session.latest  # a preempted request repeats its turn
+        session.latest, session.left = engine_request.id, self._clock()
+        session.seconds = engine_request.keep_seconds or KEEP_SECONDS
         self._forget_tail(session)
         session.tail = digests[-1]
         self._by_tail[session.tenant, session.tail] = session
         if session.name is not None:
             self._named[session.name] = session
-        if session.turns > 1 or session.name is not None or request.keep_seconds:
-            self._hold(session, pages[: self._most], self._snapshots.standing(seq, min(len(pages), self._most)))
+        if session.turns > 1 or session.name is not None or engine_request.keep_seconds:
+            self._hold(session, pages[: self._most], self._snapshots.standing(request, min(len(pages), self._most)))
             self._next_expiry = min(self._next_expiry, session.left + session.seconds)
             self._bound()
         while len(self._all) > MOST_SESSIONS:
@@ -154,12 +153,12 @@ class Sessions:
         for each in list(self._all):
             self._forget(each)
 
-    def _find(self, seq: Sequence, digests: SequenceOf[bytes]) -> Session | None:
+    def _find(self, request: Request, digests: Sequence[bytes]) -> Session | None:
         """The conversation that a sequence continues: the one with its name, or the one at whose end it starts."""
-        name = _name(seq)
+        name = _name(request)
         if name is not None and (found := self._named.get(name)) is not None:
             return found
-        tails = ((seq.request.tenant, digest) for digest in reversed(digests))
+        tails = ((request.engine_request.tenant, digest) for digest in reversed(digests))
         before = next((found for tail in tails if (found := self._by_tail.get(tail))), None)
         if before is None or name is None or before.name == name:
             return before
@@ -169,24 +168,24 @@ class Sessions:
         self._named[name] = before
         return before
 
-    def _hold(self, session: Session, pages: SequenceOf[int], standing: SequenceOf[Standing]) -> None:
+    def _hold(self, session: Session, pages: Sequence[int], standing: Sequence[Standing]) -> None:
         """Keep exactly these pages and these snapshots for a conversation."""
         before, session.snapshots = session.snapshots, []
         self._keep_pages(session, pages)
         if self._snapshots.pool is not None:
-            self._snapshots.pool.keep([each.snapshot for each in standing])
+            self._snapshots.pool.pin([each.snapshot for each in standing])
             session.snapshots = list(standing)
             self._unkeep(before)
 
-    def _unkeep(self, snapshots: SequenceOf[Standing]) -> None:
+    def _unkeep(self, snapshots: Sequence[Standing]) -> None:
         if snapshots:
             assert self._snapshots.pool is not None
-            self._snapshots.pool.unkeep([each.snapshot for each in snapshots])
+            self._snapshots.pool.unpin([each.snapshot for each in snapshots])
 
-    def _keep_pages(self, session: Session, pages: SequenceOf[int]) -> None:
+    def _keep_pages(self, session: Session, pages: Sequence[int]) -> None:
         same = next((at for at, pair in enumerate(zip(session.pages, pages, strict=False)) if pair[0] != pair[1]), None)
         same = min(len(session.pages), len(pages)) if same is None else same
-        self._pool.keep(pages[same:])
+        self._pool.pin(pages[same:])
         self._give_back(session, len(session.pages) - same)
         self.counts.kept_sessions += not session.pages and bool(pages)
         self._held[session.tenant] += len(pages) - same
@@ -201,7 +200,7 @@ class Sessions:
                 first = 0
             session.snapshots = [each for each in session.snapshots if each.pages <= first]
             self._unkeep(behind)
-            self._pool.unkeep(session.pages[first:])
+            self._pool.unpin(session.pages[first:])
             self._held[session.tenant] -= len(session.pages) - first
             del session.pages[first:]
             self.counts.kept_sessions -= not session.pages
@@ -211,12 +210,12 @@ class Sessions:
     def _bound(self) -> None:
         """Enforce the share. The tenant with the most pages gives up first, and of that tenant the conversation that is
         least likely to continue."""
-        while (excess := max(self._pool.num_kept - self._most, self._held.total() - _LISTED * self._most)) > 0:
+        while (excess := max(self._pool.num_pinned - self._most, self._held.total() - _LISTED * self._most)) > 0:
             (tenant, _), now = self._held.most_common(1)[0], self._clock()
             own = (each for each in self._all if each.tenant == tenant and each.pages)
             self._give_back(max(own, key=lambda each: each.overdue(now)), excess)
         pool = self._snapshots.pool
-        while pool is not None and pool.num_kept > int(pool.num_blocks * self._share):
+        while pool is not None and pool.num_pinned > int(pool.num_blocks * self._share):
             having, now = [each for each in self._all if each.snapshots], self._clock()
             held = Counter(each.tenant for each in having)
             own = (each for each in having if each.tenant == held.most_common(1)[0][0])
@@ -227,22 +226,24 @@ class Sessions:
         """As BlockPool.give_up says. The conversations that are least likely to continue give up pages, the last pages
         first."""
         now = self._clock()
-        wanted = self._pool.num_unkept + count
+        wanted = self._pool.num_free_unpinned + count
         enough = wanted + min(_AT_A_TIME, self._pool.num_blocks // 16)
         kept = sorted((each for each in self._all if each.pages), key=lambda each: each.overdue(now))
-        while kept and self._pool.num_unkept < wanted:
+        while kept and self._pool.num_free_unpinned < wanted:
             session = kept.pop()
             self.counts.sessions_given_up += 1
-            while session.pages and self._pool.num_unkept < enough:  # pages that others hold or keep are not free
-                self._give_back(session, enough - self._pool.num_unkept)
+            while (
+                session.pages and self._pool.num_free_unpinned < enough
+            ):  # pages that others hold or keep are not free
+                self._give_back(session, enough - self._pool.num_free_unpinned)
 
     def _give_up_snapshots(self, count: int) -> None:
         """The same for `count` snapshots."""
         pool, now = self._snapshots.pool, self._clock()
         assert pool is not None
-        wanted = pool.num_unkept + count
+        wanted = pool.num_free_unpinned + count
         kept = sorted((each for each in self._all if each.snapshots), key=lambda each: each.overdue(now))
-        while kept and pool.num_unkept < wanted:
+        while kept and pool.num_free_unpinned < wanted:
             self.counts.sessions_given_up += 1
             session = kept.pop()
             self._give_back(session, len(session.pages))
@@ -259,11 +260,16 @@ class Sessions:
             del self._by_tail[session.tenant, session.tail]
 
 
-def _name(seq: Sequence) -> str | None:
+def _name(request: Request) -> str | None:
     """A key for the sequence's session. Requests of another tenant, cache salt or adapter have another key."""
-    request = seq.request
-    if not request.session:
+    engine_request = request.engine_request
+    if not engine_request.session:
         return None
     return repr(
-        (request.tenant, request.cache_salt, "" if request.adapter is None else request.adapter.digest, request.session)
+        (
+            engine_request.tenant,
+            engine_request.cache_salt,
+            "" if engine_request.adapter is None else engine_request.adapter.digest,
+            engine_request.session,
+        )
     )

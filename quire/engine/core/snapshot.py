@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from quire.engine.core.blocks import BlockPool
-from quire.engine.core.page_tables import held
+from quire.engine.core.block_pool import BlockPool
+from quire.engine.core.block_tables import without_null_blocks
+from quire.engine.core.request import Request, RequestStatus
 from quire.engine.core.scheduler import Scheduler
-from quire.engine.core.sequence import Sequence, Status
-from quire.engine.core.stats import EngineSnapshot, Phase, SequenceSnapshot, total
+from quire.engine.core.stats import EngineView, Phase, RequestView, total
 from quire.engine.processes.procfs import resident_bytes
 from quire.engine.types import Span
 
@@ -26,46 +25,46 @@ _NEAR = 4
 EMPTY, CACHED, FIRST_OWNER, UNLISTED, SHARED = 0, 1, 2, 0x7FFF, 0x8000
 
 
-def take_snapshot(scheduler: Scheduler) -> EngineSnapshot:
+def take_snapshot(scheduler: Scheduler) -> EngineView:
     began = time.perf_counter()
-    running, waiting = scheduler.sequences()
+    running, waiting = scheduler.requests()
     listed = [*running, *waiting][:MOST_SEQUENCES]
-    references = np.frombuffer(scheduler.pool.references, dtype=np.intc)
-    return EngineSnapshot(
+    references = np.frombuffer(scheduler.pool.ref_counts, dtype=np.intc)
+    return EngineView(
         stats=scheduler.stats(),
-        sequences=[_sequence_snapshot(seq, references) for seq in listed],
+        sequences=[_sequence_snapshot(request, references) for request in listed],
         pages=zlib.compress(page_codes(scheduler.pool, references, listed).astype("<u2").tobytes(), 1),
         resident_bytes=resident_bytes(),
         seconds=time.perf_counter() - began,
     )
 
 
-def page_codes(pool: BlockPool, references: np.ndarray, owners: list[Sequence]) -> np.ndarray:
-    """[pages] uint16, as EngineSnapshot.pages says."""
+def page_codes(pool: BlockPool, references: np.ndarray, owners: list[Request]) -> np.ndarray:
+    """[pages] uint16, as EngineView.pages says."""
     codes = np.where(references > 0, UNLISTED, EMPTY).astype(np.uint16)
-    cached = np.fromiter(pool.cached, dtype=np.int32, count=len(pool.cached))
+    cached = np.fromiter(pool.cached_blocks, dtype=np.int32, count=len(pool.cached_blocks))
     codes[cached[references[cached] == 0]] = CACHED
-    for code, seq in enumerate(owners, FIRST_OWNER):
-        codes[held(seq.blocks)] = code
+    for code, request in enumerate(owners, FIRST_OWNER):
+        codes[without_null_blocks(request.block_ids)] = code
     shared = references > 1
     codes[shared] = SHARED + np.minimum(references[shared], 0x7FFF)
     return codes
 
 
-def _sequence_snapshot(seq: Sequence, references: np.ndarray) -> SequenceSnapshot:
-    pages = held(seq.blocks)
-    return SequenceSnapshot(
-        id=seq.request.id,
-        phase=_phase(seq),
-        prompt_tokens=seq.num_prompt,
-        cached_tokens=seq.cached_tokens or 0,
-        computed_tokens=seq.computed,
-        output_tokens=seq.num_output,
-        limit=seq.limit,
+def _sequence_snapshot(request: Request, references: np.ndarray) -> RequestView:
+    pages = without_null_blocks(request.block_ids)
+    return RequestView(
+        id=request.engine_request.id,
+        phase=_phase(request),
+        prompt_tokens=request.num_prompt_tokens,
+        cached_tokens=request.num_cached_tokens or 0,
+        computed_tokens=request.num_computed_tokens,
+        output_tokens=request.num_output_tokens,
+        limit=request.limit,
         blocks=len(pages),
         shared_blocks=int(np.count_nonzero(references[pages] > 1)),
-        priority=seq.request.priority,
-        images=joined(seq.request.spans)[:MOST_IMAGES],
+        priority=request.engine_request.priority,
+        images=joined(request.engine_request.spans)[:MOST_IMAGES],
     )
 
 
@@ -81,25 +80,29 @@ def joined(spans: Iterable[Span]) -> list[tuple[int, int]]:
     return found
 
 
-def _phase(seq: Sequence) -> Phase:
-    if seq.status is Status.LOADING:
+def _phase(request: Request) -> Phase:
+    if request.status is RequestStatus.LOADING:
         return "loading"
-    if seq.status is Status.WAITING:
-        return "queued" if seq.cached_tokens is None else "preempted"
+    if request.status is RequestStatus.WAITING:
+        return "queued" if request.num_cached_tokens is None else "preempted"
     # A sequence that resumes after a preemption computes its own output again, too.
-    return "prefill" if seq.computed < len(seq.tokens) - 1 or not seq.num_output else "decode"
+    return (
+        "prefill"
+        if request.num_computed_tokens < len(request.token_ids) - 1 or not request.num_output_tokens
+        else "decode"
+    )
 
 
-def together(snapshots: SequenceOf[EngineSnapshot]) -> EngineSnapshot:
+def together(snapshots: Sequence[EngineView]) -> EngineView:
     """One snapshot of several engines, at least one: sequences and pages one engine's after another's."""
-    sequences: list[SequenceSnapshot] = []
+    sequences: list[RequestView] = []
     pages = []
     for snapshot in snapshots:
         codes = np.frombuffer(zlib.decompress(snapshot.pages), dtype="<u2").astype(np.int64)
         owned = (codes > CACHED) & (codes < UNLISTED)
         pages.append(np.where(owned, np.minimum(codes + len(sequences), UNLISTED), codes))
         sequences += snapshot.sequences
-    return EngineSnapshot(
+    return EngineView(
         stats=total([each.stats for each in snapshots]),
         sequences=sequences,
         pages=zlib.compress(np.concatenate(pages).astype("<u2").tobytes(), 1),

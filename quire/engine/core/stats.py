@@ -137,7 +137,7 @@ class Counts(_Counted):
         self.accepted_drafts = [count + (place < accepted) for place, count in enumerate(places)]
 
 
-class SequenceSnapshot(msgspec.Struct, frozen=True):
+class RequestView(msgspec.Struct, frozen=True):
     """One request as the scheduler sees it."""
 
     id: str
@@ -159,11 +159,11 @@ class SequenceSnapshot(msgspec.Struct, frozen=True):
     engine/core/snapshot.py."""
 
 
-class EngineSnapshot(msgspec.Struct, frozen=True):
+class EngineView(msgspec.Struct, frozen=True):
     """The engine between two steps, for the live view."""
 
     stats: EngineStats
-    sequences: list[SequenceSnapshot]
+    sequences: list[RequestView]
     """Those that run, then those that wait, each in their order; at most engine/core/snapshot.py's MOST_SEQUENCES."""
     pages: bytes
     """zlib-compressed little-endian uint16, one for each page: 0 empty, 1 cached and held by nobody, 0x8000 + n shared

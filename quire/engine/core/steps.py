@@ -8,19 +8,19 @@ from dataclasses import dataclass
 import msgspec
 
 from quire.engine import clock
-from quire.engine.core.batch import Batch
-from quire.engine.core.executor import Executor, Pending
+from quire.engine.core.executor import Executor, PendingOutput
 from quire.engine.core.history import step_record
 from quire.engine.core.scheduler import Scheduler
+from quire.engine.core.scheduler_output import SchedulerOutput
 from quire.engine.core.stats import StepRecord
 from quire.engine.processes.heartbeat import NoHeartbeat
-from quire.engine.types import RequestOutput
+from quire.engine.types import EngineCoreOutput
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    batch: Batch
-    pending: Pending
+    batch: SchedulerOutput
+    pending: PendingOutput
     began: float
     decided: float
 
@@ -48,18 +48,18 @@ class Steps:
     def busy(self) -> bool:
         return self._scheduler.busy or bool(self._under_way)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[EngineCoreOutput]:
         """Launch a step if there is one, and apply the oldest step's result once more than `ahead` are under way.
 
         Returns the outputs of that and of adds and aborts.
         """
         self.last = None
-        if self._under_way and self._scheduler.looks_back:
+        if self._under_way and self._scheduler.needs_host_tokens:
             self._heartbeat.begin_step([])
             self._learn(self._under_way.popleft())
         began = clock.monotonic()
         batch = self._scheduler.schedule()
-        self._heartbeat.begin_step([] if batch is None else batch.admitted_ids)
+        self._heartbeat.begin_step([] if batch is None else batch.new_request_ids)
         if batch is not None:
             decided = clock.monotonic()
             self._under_way.append(_Launched(batch, self._executor.launch(batch), began, decided))
@@ -81,6 +81,9 @@ class Steps:
         self._scheduler.apply(step.batch, output)
         self._learnt += 1
         self.last = step_record(
-            step.batch, self._learnt, (step.began, step.decided, computed, clock.monotonic()), captured=output.captured
+            step.batch,
+            self._learnt,
+            (step.began, step.decided, computed, clock.monotonic()),
+            captured=output.used_cuda_graph,
         )
         self._scheduler.tiers.computed(self.last.tokens, computed - step.decided)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -14,14 +14,14 @@ from quire.engine.core.drafter import (
     BANDS_FROM,
     FORCED,
     FORCED_TEXT,
-    Asked,
+    Draft,
     Drafter,
-    Guess,
+    DraftRequests,
     StepwiseDrafter,
     kinds_of,
 )
-from quire.engine.core.sequence import Sequence
-from quire.engine.types import Request
+from quire.engine.core.request import Request
+from quire.engine.types import EngineCoreRequest
 
 EXPECTED = 0.6
 """The share of drafts that is expected to be right before any was tried,"""
@@ -77,35 +77,35 @@ class Experiences:
         self._with_one: dict[str, defaultdict[int, Experience]] = {}
         """By request id and kind."""
 
-    def rate(self, seq: Sequence, kind: int) -> float:
+    def rate(self, request: Request, kind: int) -> float:
         """The probability that a token of this kind is right where those before it are."""
         if kind >= BANDS_FROM:
             return self._with_all[kind].rate((kind - BANDS_FROM + 0.5) / BANDS)
-        return self._of(seq)[kind].rate(self._with_all[kind].rate(EXPECTED_OF.get(kind, EXPECTED)))
+        return self._of(request)[kind].rate(self._with_all[kind].rate(EXPECTED_OF.get(kind, EXPECTED)))
 
-    def chances(self, seq: Sequence, kinds: SequenceOf[int]) -> list[float]:
+    def chances(self, request: Request, kinds: Sequence[int]) -> list[float]:
         """Of tokens of these kinds, one after the other, that each and all before it are right."""
-        return list(accumulate((self.rate(seq, kind) for kind in kinds), mul))
+        return list(accumulate((self.rate(request, kind) for kind in kinds), mul))
 
-    def learn(self, seq: Sequence, kinds: SequenceOf[int], accepted: int) -> None:
+    def learn(self, request: Request, kinds: Sequence[int], accepted: int) -> None:
         """Tokens of these kinds were tried, and so many accepted."""
         tried = kinds[: accepted + 1]
         for kind in set(tried):
             right, count = tried[:accepted].count(kind), tried.count(kind)
-            for experience, factor in ((self._of(seq)[kind], FADES), (self._with_all[kind], FADES_FOR_ALL)):
+            for experience, factor in ((self._of(request)[kind], FADES), (self._with_all[kind], FADES_FOR_ALL)):
                 experience.fade(factor)
                 experience.add(right, count)
 
-    def not_tried(self, seq: Sequence, kind: int) -> None:
+    def not_tried(self, request: Request, kind: int) -> None:
         """A guess of this kind was not worth a try."""
-        self._of(seq)[kind].fade(FADES_UNTRIED)
+        self._of(request)[kind].fade(FADES_UNTRIED)
         self._with_all[kind].fade(FADES_UNTRIED)
 
-    def end(self, seq: Sequence) -> None:
-        self._with_one.pop(seq.request.id, None)
+    def end(self, request: Request) -> None:
+        self._with_one.pop(request.engine_request.id, None)
 
-    def _of(self, seq: Sequence) -> defaultdict[int, Experience]:
-        return self._with_one.setdefault(seq.request.id, defaultdict(Experience))
+    def _of(self, request: Request) -> defaultdict[int, Experience]:
+        return self._with_one.setdefault(request.engine_request.id, defaultdict(Experience))
 
 
 class Learning(Drafter):
@@ -117,12 +117,12 @@ class Learning(Drafter):
         self._experiences = Experiences()
         self._kinds: dict[str, list[int]] = {}
         """By request id: of the tokens under way."""
-        self._ended = drafter.end
+        self._ended = drafter.on_finished
 
-    def end(self, seq: Sequence) -> None:
-        self._experiences.end(seq)
-        self._kinds.pop(seq.request.id, None)
-        self._ended(seq)
+    def on_finished(self, request: Request) -> None:
+        self._experiences.end(request)
+        self._kinds.pop(request.engine_request.id, None)
+        self._ended(request)
 
 
 class Adaptive(Learning):
@@ -134,38 +134,38 @@ class Adaptive(Learning):
         super().__init__(drafter, most, costs)
         self._drafter, self._own = drafter, own
 
-    def may_guess(self, request: Request) -> bool:
-        return self._drafter.may_guess(request)
+    def can_draft(self, request: EngineCoreRequest) -> bool:
+        return self._drafter.can_draft(request)
 
-    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
-        seqs, useful = [seq for seq, _ in asked], [min(most, self._most) for _, most in asked]
+    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
+        seqs, useful = [engine_request for engine_request, _ in asked], [min(most, self._most) for _, most in asked]
         if self._own is not None:
             useful = self._worthwhile(seqs, [[0] * most for most in useful], tokens)
         guesses = self._drafter.propose(list(zip(seqs, useful, strict=True)), tokens)
-        if self._own is None and not any(guess.tokens for guess in guesses):
+        if self._own is None and not any(guess.token_ids for guess in guesses):
             return guesses
         kinds = [kinds_of(guess) for guess in guesses]
         counts = [len(each) for each in kinds]
         if self._own is None:
             counts = self._worthwhile(seqs, kinds, tokens)
-        for seq, made, count in zip(seqs, kinds, counts, strict=True):
-            self._kinds[seq.request.id] = made[:count]
+        for request, made, count in zip(seqs, kinds, counts, strict=True):
+            self._kinds[request.engine_request.id] = made[:count]
             if not count and (made or self._own is not None):
-                self._experiences.not_tried(seq, made[0] if made else 0)
+                self._experiences.not_tried(request, made[0] if made else 0)
         return [guess.first(count) for guess, count in zip(guesses, counts, strict=True)]
 
-    def learn(self, seq: Sequence, drafts: int, accepted: int) -> None:
-        self._experiences.learn(seq, self._kinds[seq.request.id][:drafts], accepted)
-        self._drafter.learn(seq, drafts, accepted)
+    def record_acceptance(self, request: Request, drafts: int, accepted: int) -> None:
+        self._experiences.learn(request, self._kinds[request.engine_request.id][:drafts], accepted)
+        self._drafter.record_acceptance(request, drafts, accepted)
 
-    def _worthwhile(self, seqs: SequenceOf[Sequence], kinds: SequenceOf[list[int]], tokens: int) -> list[int]:
+    def _worthwhile(self, seqs: Sequence[Request], kinds: Sequence[list[int]], tokens: int) -> list[int]:
         """How many tokens of these kinds are worth it for each sequence."""
         each = 0.0 if self._own is None else self._own.of(len(seqs)) / len(seqs)
-        chances = [self._experiences.chances(seq, made) for seq, made in zip(seqs, kinds, strict=True)]
+        chances = [self._experiences.chances(request, made) for request, made in zip(seqs, kinds, strict=True)]
         return worthwhile(chances, tokens, self._costs, each)
 
 
-def worthwhile(chances: SequenceOf[SequenceOf[float]], tokens: int, costs: StepCosts, each: float = 0.0) -> list[int]:
+def worthwhile(chances: Sequence[Sequence[float]], tokens: int, costs: StepCosts, each: float = 0.0) -> list[int]:
     """How many of each proposal's drafts to compute, beside `tokens` tokens, for the most tokens per second.
 
     chances: of each draft, that it and those before it are right. each: seconds that it takes to make a draft.

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from quire.engine.core.drafter import FORCED, FORCED_TEXT, Asked, Drafter, Guess, grammar_of, kinds_of
-from quire.engine.core.sequence import Sequence
+from quire.engine.core.drafter import FORCED, FORCED_TEXT, Draft, Drafter, DraftRequests, grammar_of, kinds_of
+from quire.engine.core.request import Request
 from quire.engine.errors import QuireError
 from quire.engine.text.grammar import MAX_FORCED_BYTES, GrammarCompiler, usual_form
-from quire.engine.types import Request
+from quire.engine.types import EngineCoreRequest
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -66,49 +66,49 @@ class ForcedTokens(Drafter):
         self._following: dict[str, _Following] = {}
         """By request id, of requests with a grammar."""
 
-    def may_guess(self, request: Request) -> bool:
-        return grammar_of(request) is not None or self._drafter.may_guess(request)
+    def can_draft(self, request: EngineCoreRequest) -> bool:
+        return grammar_of(request) is not None or self._drafter.can_draft(request)
 
-    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
+    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
         guesses = self._drafter.propose(asked, tokens)
-        return [self._with_forced(seq, guess, most) for (seq, most), guess in zip(asked, guesses, strict=True)]
+        return [self._with_forced(request, guess, most) for (request, most), guess in zip(asked, guesses, strict=True)]
 
-    def learn(self, seq: Sequence, drafts: int, accepted: int) -> None:
-        following = self._following.get(seq.request.id)
+    def record_acceptance(self, request: Request, drafts: int, accepted: int) -> None:
+        following = self._following.get(request.engine_request.id)
         if following is not None and following.matcher is not None:
             drafts = min(drafts, following.taken)
         if drafts:
-            self._drafter.learn(seq, drafts, min(accepted, drafts))
+            self._drafter.record_acceptance(request, drafts, min(accepted, drafts))
 
-    def end(self, seq: Sequence) -> None:
-        self._following.pop(seq.request.id, None)
-        self._drafter.end(seq)
+    def on_finished(self, request: Request) -> None:
+        self._following.pop(request.engine_request.id, None)
+        self._drafter.on_finished(request)
 
-    def _with_forced(self, seq: Sequence, guess: Guess, most: int) -> Guess:
-        following = self._follow(seq)
+    def _with_forced(self, request: Request, guess: Draft, most: int) -> Draft:
+        following = self._follow(request)
         if following is None or following.matcher is None:
             return guess
         found = completed(following.matcher, following.forced(most), guess, most, self._compiler())
         following.taken = 0
-        while guess.tokens[following.taken : following.taken + 1] == found.tokens[following.taken :][:1] != []:
+        while guess.token_ids[following.taken : following.taken + 1] == found.token_ids[following.taken :][:1] != []:
             following.taken += 1
         return found
 
-    def _follow(self, seq: Sequence) -> _Following | None:
+    def _follow(self, request: Request) -> _Following | None:
         """The grammar after all of the sequence's tokens; None where it has none."""
-        if (grammar := grammar_of(seq.request)) is None:
+        if (grammar := grammar_of(request.engine_request)) is None:
             return None
-        if (following := self._following.get(seq.request.id)) is None:
+        if (following := self._following.get(request.engine_request.id)) is None:
             try:
                 following = _Following(self._compiler().matcher(usual_form(grammar)))
             except QuireError:  # its answer will say so
                 following = _Following(None)
-            self._following[seq.request.id] = following
-        following.follow(seq.tokens[seq.num_prompt + following.done :], self._compiler)
+            self._following[request.engine_request.id] = following
+        following.follow(request.token_ids[request.num_prompt_tokens + following.done :], self._compiler)
         return following
 
 
-def completed(matcher: LLMatcher, forced: list[int], guess: Guess, most: int, compiler: GrammarCompiler) -> Guess:
+def completed(matcher: LLMatcher, forced: list[int], guess: Draft, most: int, compiler: GrammarCompiler) -> Draft:
     """Up to so many tokens: the forced ones, then of the guess what agrees with these and is allowed, and what is
     forced behind it."""
     ahead, found, kinds, own = matcher.deep_copy(), list[int](), list[int](), kinds_of(guess)
@@ -121,12 +121,12 @@ def completed(matcher: LLMatcher, forced: list[int], guess: Guess, most: int, co
         if following:
             added = [kind] * len(following)
         else:
-            following = _agreeing(ahead, found, guess.tokens[:most])
+            following = _agreeing(ahead, found, guess.token_ids[:most])
             added = own[len(found) : len(found) + len(following)]
         if not following or not ahead.consume_tokens(following):
             break
         found, kinds, following = found + following, kinds + added, []
-    return Guess(found, kinds)
+    return Draft(found, kinds)
 
 
 def _forced_text(matcher: LLMatcher, compiler: GrammarCompiler) -> list[int]:

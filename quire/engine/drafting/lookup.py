@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.engine.core.drafter import Asked, Drafter, Guess
-from quire.engine.core.sequence import Sequence
+from quire.engine.core.drafter import Draft, Drafter, DraftRequests
+from quire.engine.core.request import Request
 
 GRAMS = (1, 2, 4, 8)
 """Lengths of the runs of tokens that are looked up, the longest first that is found."""
@@ -29,7 +29,7 @@ SHARED_SALTS = 64
 class Place(NamedTuple):
     """Where a text went on after the tokens that were looked up."""
 
-    text: SequenceOf[int]
+    text: Sequence[int]
     at: int
     """The first token that followed."""
 
@@ -44,12 +44,12 @@ class Index:
         grams = sorted({least, *(gram for gram in GRAMS if gram > least)}, reverse=True)
         self._places: dict[int, dict[int, int | list[int]]] = {gram: {} for gram in grams}
         """By length of the run, by its hash."""
-        self._texts: list[SequenceOf[int]] = []
+        self._texts: list[Sequence[int]] = []
         self._firsts: list[int] = []
         """Of each text, the number of its first place."""
         self._end = 0
 
-    def add(self, text: SequenceOf[int], begin: int, end: int) -> None:
+    def add(self, text: Sequence[int], begin: int, end: int) -> None:
         """The places of `text` from `begin` to before `end`. A text may be added bit by bit while it is the last."""
         if not self._texts or self._texts[-1] is not text:
             self._texts.append(text)
@@ -65,7 +65,7 @@ class Index:
                 elif known != first + at:
                     places[key] = [known, first + at]
 
-    def find(self, text: SequenceOf[int]) -> list[Place]:
+    def find(self, text: Sequence[int]) -> list[Place]:
         """The last places that follow the longest run with which `text` ends, the latest first."""
         for gram, places in self._places.items():
             if (found := places.get(hash(tuple(text[-gram:])))) is not None:
@@ -78,7 +78,7 @@ class Index:
         return Place(self._texts[which], number - self._firsts[which])
 
 
-def best_guess(text: SequenceOf[int], places: SequenceOf[Place], most: int) -> Guess:
+def best_guess(text: Sequence[int], places: Sequence[Place], most: int) -> Draft:
     """What follows the place before which most tokens are those at the end of `text`, the first of equally good ones.
     The longer the match, the likelier the guess."""
     best, longest = None, 0
@@ -86,12 +86,12 @@ def best_guess(text: SequenceOf[int], places: SequenceOf[Place], most: int) -> G
         if (length := _matching(text, place)) > longest:
             best, longest = place, length
     if best is None:
-        return Guess([])
+        return Draft([])
     found = following(best, most)
-    return Guess(found, [longest.bit_length()] * len(found))
+    return Draft(found, [longest.bit_length()] * len(found))
 
 
-def _matching(text: SequenceOf[int], place: Place) -> int:
+def _matching(text: Sequence[int], place: Place) -> int:
     most = min(len(text), place.at, LONGEST_MATCH)
     count = 0
     while count < most and text[-1 - count] == place.text[place.at - 1 - count]:
@@ -117,19 +117,19 @@ class PromptLookup(Drafter):
         self._indices: dict[str, tuple[Index, int]] = {}
         """By request id, with the number of tokens whose places are indexed."""
 
-    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
-        return [best_guess(seq.tokens, self.places(seq), most) for seq, most in asked]
+    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
+        return [best_guess(request.token_ids, self.places(request), most) for request, most in asked]
 
-    def places(self, seq: Sequence) -> list[Place]:
+    def places(self, request: Request) -> list[Place]:
         """Where the sequence's tokens went on before."""
-        index, done = self._indices.get(seq.request.id) or (Index(self._least), 0)
-        end = min(len(seq.tokens), done + INDEXED_AT_ONCE)
-        index.add(seq.tokens, done, end)
-        self._indices[seq.request.id] = index, end
-        return index.find(seq.tokens)
+        index, done = self._indices.get(request.engine_request.id) or (Index(self._least), 0)
+        end = min(len(request.token_ids), done + INDEXED_AT_ONCE)
+        index.add(request.token_ids, done, end)
+        self._indices[request.engine_request.id] = index, end
+        return index.find(request.token_ids)
 
-    def end(self, seq: Sequence) -> None:
-        self._indices.pop(seq.request.id, None)
+    def on_finished(self, request: Request) -> None:
+        self._indices.pop(request.engine_request.id, None)
 
 
 class SharedLookup(Drafter):
@@ -141,21 +141,21 @@ class SharedLookup(Drafter):
         self._recent: OrderedDict[str, _Recent] = OrderedDict()
         """By salt; the one that was used last comes last."""
 
-    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
-        return [best_guess(seq.tokens, self._places(seq), most) for seq, most in asked]
+    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
+        return [best_guess(request.token_ids, self._places(request), most) for request, most in asked]
 
-    def _places(self, seq: Sequence) -> list[Place]:
-        recent = self._recent.get(seq.request.cache_salt)
-        return self._own.places(seq) + ([] if recent is None else recent.find(seq.tokens))
+    def _places(self, request: Request) -> list[Place]:
+        recent = self._recent.get(request.engine_request.cache_salt)
+        return self._own.places(request) + ([] if recent is None else recent.find(request.token_ids))
 
-    def end(self, seq: Sequence) -> None:
-        self._own.end(seq)
-        if not seq.num_output:  # a vector, or aborted before it had an answer
+    def on_finished(self, request: Request) -> None:
+        self._own.on_finished(request)
+        if not request.num_output_tokens:  # a vector, or aborted before it had an answer
             return
-        salt = seq.request.cache_salt
+        salt = request.engine_request.cache_salt
         recent = self._recent.pop(salt, None) or _Recent(self._least)
         self._recent[salt] = recent
-        recent.add(tuple(seq.tokens[max(seq.num_prompt - max(GRAMS), 0) :]))
+        recent.add(tuple(request.token_ids[max(request.num_prompt_tokens - max(GRAMS), 0) :]))
         if len(self._recent) > SHARED_SALTS:
             self._recent.popitem(last=False)
 
@@ -174,5 +174,5 @@ class _Recent:
         self._newer.add(answer, 0, len(answer))
         self._held += len(answer)
 
-    def find(self, text: SequenceOf[int]) -> list[Place]:
+    def find(self, text: Sequence[int]) -> list[Place]:
         return [*self._newer.find(text), *self._older.find(text)]

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from functools import lru_cache, partial
 
-from quire.engine.core.drafter import Asked, Drafter, Guess, grammar_of
-from quire.engine.core.sequence import Sequence
+from quire.engine.core.drafter import Draft, Drafter, DraftRequests, grammar_of
+from quire.engine.core.request import Request
 from quire.engine.drafting.adaptive import StepCosts
-from quire.engine.types import Request
+from quire.engine.types import EngineCoreRequest
 
 LOOKS_EVERY = 8
 """Tokens."""
@@ -26,32 +26,32 @@ class SelectiveDrafter(Drafter):
         self._tried: set[str] = set()
         """Request ids: of whose guesses some were computed in the last step."""
 
-    def may_guess(self, request: Request) -> bool:
-        return self._drafter.may_guess(request)
+    def can_draft(self, request: EngineCoreRequest) -> bool:
+        return self._drafter.can_draft(request)
 
-    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
+    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
         loaded = self._least(len(asked), tokens) >= UNDER_LOAD
-        places = [place for place, (seq, _) in enumerate(asked) if not loaded or self._looks_at(seq)]
+        places = [place for place, (request, _) in enumerate(asked) if not loaded or self._looks_at(request)]
         self._tried.clear()
-        guesses = [Guess([]) for _ in asked]
+        guesses = [Draft([]) for _ in asked]
         if places:
             found = self._drafter.propose([asked[place] for place in places], tokens)
             for place, guess in zip(places, found, strict=True):
                 guesses[place] = guess
         return guesses
 
-    def learn(self, seq: Sequence, drafts: int, accepted: int) -> None:
-        self._tried.add(seq.request.id)
-        self._drafter.learn(seq, drafts, accepted)
+    def record_acceptance(self, request: Request, drafts: int, accepted: int) -> None:
+        self._tried.add(request.engine_request.id)
+        self._drafter.record_acceptance(request, drafts, accepted)
 
-    def end(self, seq: Sequence) -> None:
-        self._tried.discard(seq.request.id)
-        self._drafter.end(seq)
+    def on_finished(self, request: Request) -> None:
+        self._tried.discard(request.engine_request.id)
+        self._drafter.on_finished(request)
 
-    def _looks_at(self, seq: Sequence) -> bool:
+    def _looks_at(self, request: Request) -> bool:
         """Some sequences in each step, rather than all in the same one. What a grammar forces is certain anywhere."""
-        turn = (len(seq.tokens) + seq.arrival) % LOOKS_EVERY == 0
-        return turn or seq.request.id in self._tried or grammar_of(seq.request) is not None
+        turn = (len(request.token_ids) + request.arrival) % LOOKS_EVERY == 0
+        return turn or request.engine_request.id in self._tried or grammar_of(request.engine_request) is not None
 
 
 def least_chance(rows: int, tokens: int, costs: StepCosts) -> float:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from itertools import accumulate
 
-from quire.engine.core.drafter import NEXT, Asked, Guess, StepwiseDrafter, kinds_of
-from quire.engine.core.sequence import Sequence
+from quire.engine.core.drafter import NEXT, Draft, DraftRequests, StepwiseDrafter, kinds_of
+from quire.engine.core.request import Request
 from quire.engine.drafting.adaptive import Learning, StepCosts
 
 
@@ -16,37 +16,39 @@ class Stepwise(Learning):
         super().__init__(drafter, most, costs)
         self._drafter, self._own = drafter, own
 
-    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
+    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
         useful = [min(most, self._most) for _, most in asked]
-        seqs = [seq for seq, _ in asked]
+        seqs = [engine_request for engine_request, _ in asked]
         chosen = self._chosen(seqs, [1.0 if most > 0 else 0.0 for most in useful], float(len(asked)), 0.0, tokens)
         for place in set(range(len(seqs))).difference(chosen):
             self._experiences.not_tried(seqs[place], NEXT)
         if not chosen:
-            guesses = [Guess([]) for _ in asked]
+            guesses = [Draft([]) for _ in asked]
         else:
             tried = [most if place in chosen else 0 for place, most in enumerate(useful)]
             guesses = self._drafter.begin(list(zip(seqs, tried, strict=True)))
             self._extend(guesses, seqs, useful, tokens)
-        for seq, guess in zip(seqs, guesses, strict=True):
-            self._kinds[seq.request.id] = kinds_of(guess)
+        for request, guess in zip(seqs, guesses, strict=True):
+            self._kinds[request.engine_request.id] = kinds_of(guess)
         return guesses
 
-    def learn(self, seq: Sequence, drafts: int, accepted: int) -> None:
-        kinds = self._kinds[seq.request.id][:drafts]
-        self._experiences.learn(seq, kinds, accepted)
-        self._experiences.learn(seq, [NEXT] * len(kinds), accepted)
+    def record_acceptance(self, request: Request, drafts: int, accepted: int) -> None:
+        kinds = self._kinds[request.engine_request.id][:drafts]
+        self._experiences.learn(request, kinds, accepted)
+        self._experiences.learn(request, [NEXT] * len(kinds), accepted)
 
-    def _extend(self, guesses: list[Guess], seqs: list[Sequence], useful: list[int], tokens: int) -> None:
+    def _extend(self, guesses: list[Draft], seqs: list[Request], useful: list[int], tokens: int) -> None:
         """Add to the guesses while that pays."""
-        spent, going = self._own.of(max(sum(1 for guess in guesses if guess.tokens), 1)), list(range(len(guesses)))
+        spent, going = self._own.of(max(sum(1 for guess in guesses if guess.token_ids), 1)), list(range(len(guesses)))
         while True:
-            made = sum(len(guess.tokens) for guess in guesses)
-            chances = [self._experiences.chances(seq, kinds_of(each)) for seq, each in zip(seqs, guesses, strict=True)]
+            made = sum(len(guess.token_ids) for guess in guesses)
+            chances = [
+                self._experiences.chances(request, kinds_of(each)) for request, each in zip(seqs, guesses, strict=True)
+            ]
             gain = len(guesses) + sum(map(sum, chances))
             last = [0.0] * len(guesses)
             for place in going:
-                if 0 < len(guesses[place].tokens) < useful[place]:
+                if 0 < len(guesses[place].token_ids) < useful[place]:
                     last[place] = chances[place][-1]
             going = self._chosen(seqs, last, gain, spent, tokens + made)
             if not going:
@@ -55,14 +57,14 @@ class Stepwise(Learning):
             spent += self._own.of(len(going))
 
     def _chosen(
-        self, seqs: SequenceOf[Sequence], last: SequenceOf[float], gain: float, spent: float, tokens: int
+        self, seqs: Sequence[Request], last: Sequence[float], gain: float, spent: float, tokens: int
     ) -> list[int]:
         """The places of the guesses for which one token more makes the step give more per second, ascending. last: the
         chance that all of each guess so far is right, 0 where it may get no more. gain: tokens that the step is
         expected to give. spent: seconds that the guesses took so far. tokens: what the step computes."""
         gains = [
-            (chance * self._experiences.rate(seq, NEXT), place)
-            for place, (seq, chance) in enumerate(zip(seqs, last, strict=True))
+            (chance * self._experiences.rate(request, NEXT), place)
+            for place, (request, chance) in enumerate(zip(seqs, last, strict=True))
             if chance > 0.0
         ]
         gains.sort(key=lambda each: (-each[0], each[1]))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.core.batch import Admission, Batch, Row, StepOutput
+from quire.engine.core.scheduler_output import ModelRunnerOutput, NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.engine.encoders.encoder import Encoder
 from quire.engine.layers.pooling import PooledRow, Pooler, finished_rows
 from quire.engine.types import PoolingParams
@@ -20,18 +20,20 @@ from quire.engine.types import PoolingParams
 class Computed:
     """A step that is done."""
 
-    def __init__(self, output: StepOutput) -> None:
+    def __init__(self, output: ModelRunnerOutput) -> None:
         self._output = output
 
-    def result(self) -> StepOutput:
+    def result(self) -> ModelRunnerOutput:
         return self._output
 
 
 class ImageVectors(Protocol):
     """Makes vectors of images: see engine/worker/images/features.py."""
 
-    def look(self, batch: Batch, owner: Callable[[Row], Admission]) -> None: ...
-    def vectors(self, rows: Sequence[Row], owner: Callable[[Row], Admission]) -> Tensor: ...
+    def look(self, batch: SchedulerOutput, owner: Callable[[ScheduledRequest], NewRequestData]) -> None: ...
+    def vectors(
+        self, rows: Sequence[ScheduledRequest], owner: Callable[[ScheduledRequest], NewRequestData]
+    ) -> Tensor: ...
 
 
 class EncoderRunner:
@@ -47,15 +49,15 @@ class EncoderRunner:
         self._model = model
         self._pooler = pooler
         self._images, self._padding = images, padding
-        self._owners: dict[int, Admission] = {}
+        self._owners: dict[int, NewRequestData] = {}
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> Computed:
-        for admission in batch.admissions:
+    def launch(self, batch: SchedulerOutput) -> Computed:
+        for admission in batch.new_requests:
             self._owners[admission.slot] = admission
         if self._images is not None:
             self._images.look(batch, self._owner)
-        rows = batch.computed.rows
+        rows = batch.with_tokens.scheduled_requests
         shown = [row for row in rows if self._owner(row).spans]
         texts = [row for row in rows if not self._owner(row).spans]
         found = dict[str, bytes]()
@@ -64,30 +66,30 @@ class EncoderRunner:
             pooled = [PooledRow(row, 0, 1, self._params(row)) for row in shown]
             vectors = self._images.vectors(shown, self._owner).float().cpu()
             found |= finished_rows(pooled, vectors, self._pooler.pooling)
-        return Computed(StepOutput({}, vectors=found | (self._of_texts(texts) if texts else {})))
+        return Computed(ModelRunnerOutput({}, vectors=found | (self._of_texts(texts) if texts else {})))
 
-    def _of_texts(self, rows: Sequence[Row]) -> dict[str, bytes]:
+    def _of_texts(self, rows: Sequence[ScheduledRequest]) -> dict[str, bytes]:
         pooled, ids, begin = [], list[np.ndarray](), 0
         for row in rows:
             owner = self._owner(row)
-            assert row.count == owner.num_prompt, "an encoder computes whole prompts"
+            assert row.num_tokens == owner.num_prompt, "an encoder computes whole prompts"
             ids.append(np.array(owner.token_ids, dtype=np.int32))
             if self._padding is not None:
-                room = self._model.max_model_len - row.count
+                room = self._model.max_model_len - row.num_tokens
                 ids[-1] = np.pad(ids[-1], (0, room), constant_values=self._padding)
-            filled = msgspec.structs.replace(row, count=len(ids[-1]))
-            pooled.append(PooledRow(filled, begin, filled.count, self._params(row)))
-            begin += filled.count
+            filled = msgspec.structs.replace(row, num_tokens=len(ids[-1]))
+            pooled.append(PooledRow(filled, begin, filled.num_tokens, self._params(row)))
+            begin += filled.num_tokens
         lengths = np.array([len(each) for each in ids], dtype=np.int64)
         token_ids = torch.from_numpy(np.concatenate(ids)).to(self._model.device)
         hidden = self._model.forward(token_ids, self._segments(pooled), lengths)
         vectors = self._pooler.take(pooled, hidden).cpu()
         return finished_rows(pooled, vectors, self._pooler.pooling)
 
-    def _owner(self, row: Row) -> Admission:
+    def _owner(self, row: ScheduledRequest) -> NewRequestData:
         return self._owners[row.slot]
 
-    def _params(self, row: Row) -> PoolingParams:
+    def _params(self, row: ScheduledRequest) -> PoolingParams:
         params = self._owner(row).params
         assert isinstance(params, PoolingParams)
         return params

@@ -13,7 +13,17 @@ from quire.engine.checkpoint.parts.states import PagedState, SharedState
 from quire.engine.layers.linear import JoinedLinear, Projection
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable, held, parameters_of, rows_of
-from quire.engine.layers.part import Making, Normed, PageTensor, Part, PartSpec, Step, attend, times, uneven
+from quire.engine.layers.part import (
+    BuildContext,
+    Normed,
+    PageTensor,
+    Step,
+    Sublayer,
+    SublayerSpec,
+    attend,
+    times,
+    uneven,
+)
 from quire.engine.layers.rope import Growth, growth_of
 from quire.kernels.backend import Operations
 from quire.kernels.kv_codes import UNSCALED, scale_elements
@@ -23,7 +33,7 @@ from quire.kernels.softmax import Softmax
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionSpec(PartSpec):
+class AttentionSpec(SublayerSpec):
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -79,7 +89,7 @@ class AttentionSpec(PartSpec):
             return SharedState(self.source, self.window)
         return PagedState(2 * self.num_kv_heads * self.head_dim, self.window, self.head_dim)
 
-    def part(self, making: Making, layer: str) -> PagedPart:
+    def part(self, making: BuildContext, layer: str) -> PagedPart:
         return Attention(self, making, layer)
 
     def indivisible(self, ranks: int) -> str | None:
@@ -92,10 +102,10 @@ class AttentionSpec(PartSpec):
         return None
 
 
-class PagedPart(Part):
+class PagedPart(Sublayer):
     """It keeps keys and values in pages."""
 
-    def __init__(self, spec: AttentionSpec, making: Making, kv_heads: int) -> None:
+    def __init__(self, spec: AttentionSpec, making: BuildContext, kv_heads: int) -> None:
         """`kv_heads`: this rank's."""
         self._spec, self._making, self._kv_heads = spec, making, kv_heads
 
@@ -120,7 +130,7 @@ class PagedPart(Part):
 
 
 class Attention(PagedPart):
-    def __init__(self, spec: AttentionSpec, making: Making, layer: str) -> None:
+    def __init__(self, spec: AttentionSpec, making: BuildContext, layer: str) -> None:
         shard, dim, hidden = making.shard, spec.head_dim, making.hidden_size
         heads, kv_heads = shard.span(spec.num_heads), shard.kv_heads(spec.num_kv_heads)
         super().__init__(spec, making, len(kv_heads))

@@ -18,7 +18,7 @@ from quire.engine.checkpoint.parts.states import PagedState
 from quire.engine.layers.linear import DenseLinear, JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable, parameters_of
-from quire.engine.layers.part import Making, Normed, PageTensor, Part, PartSpec, Step, attend, uneven
+from quire.engine.layers.part import BuildContext, Normed, PageTensor, Step, Sublayer, SublayerSpec, attend, uneven
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Linear, Operations
 from quire.kernels.kv_codes import UNSCALED, scale_elements
 from quire.kernels.latents.blocks import ExpandableBlocks, expandable
@@ -27,7 +27,7 @@ from quire.kernels.softmax import Softmax
 
 
 @dataclass(frozen=True, slots=True)
-class LatentAttentionSpec(PartSpec):
+class LatentAttentionSpec(SublayerSpec):
     num_heads: int
     latent: int
     """Numbers of a latent (kv_lora_rank),"""
@@ -69,17 +69,17 @@ class LatentAttentionSpec(PartSpec):
     def state(self) -> PagedState:
         return PagedState(self.head_dim, None, self.head_dim)
 
-    def part(self, making: Making, layer: str) -> LatentAttention:
+    def part(self, making: BuildContext, layer: str) -> LatentAttention:
         return LatentAttention(self, making, layer)
 
     def indivisible(self, ranks: int) -> str | None:
         return uneven(self.num_heads, f"{self.num_heads} heads", ranks)
 
 
-class LatentAttention(Part):
+class LatentAttention(Sublayer):
     """Ranks have some of the heads each, and all latents."""
 
-    def __init__(self, spec: LatentAttentionSpec, making: Making, layer: str) -> None:
+    def __init__(self, spec: LatentAttentionSpec, making: BuildContext, layer: str) -> None:
         shard, hidden, count = making.shard, making.hidden_size, spec.num_heads
         heads = shard.span(count)
         self._spec, self._making, self._heads = spec, making, len(heads)

@@ -13,14 +13,14 @@ from torch import Tensor
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable, held, parameters_of, whole
-from quire.engine.layers.part import Making, Normed, Part, PartSpec, Step, gated, times, uneven
+from quire.engine.layers.part import BuildContext, Normed, Step, Sublayer, SublayerSpec, gated, times, uneven
 from quire.kernels.activation import Activation
 from quire.kernels.backend import Operations
 from quire.kernels.quantized import Given
 
 
 @dataclass(frozen=True, slots=True)
-class MlpSpec(PartSpec):
+class MlpSpec(SublayerSpec):
     intermediate_size: int
     norm: NormSpec
     bias: bool = False
@@ -42,17 +42,17 @@ class MlpSpec(PartSpec):
     output_name: str = "post_feedforward_layernorm"
     """the norm of what it gives."""
 
-    def part(self, making: Making, layer: str) -> Mlp:
+    def part(self, making: BuildContext, layer: str) -> Mlp:
         return Mlp(self, making, layer)
 
     def indivisible(self, ranks: int) -> str | None:
         return uneven(self.intermediate_size, f"intermediate_size {self.intermediate_size}", ranks)
 
 
-class Mlp(Part):
+class Mlp(Sublayer):
     """The dense feed-forward part of a layer."""
 
-    def __init__(self, spec: MlpSpec, making: Making, layer: str) -> None:
+    def __init__(self, spec: MlpSpec, making: BuildContext, layer: str) -> None:
         self._spec, self._shard, self._dtype = spec, making.shard, making.dtype
         hidden, inner, self._prefix = making.hidden_size, spec.intermediate_size, (prefix := f"{layer}.{spec.name}")
         reads = (f"{prefix}.gate_proj", f"{prefix}.up_proj") if spec.gated else (f"{prefix}.up_proj",)

@@ -14,7 +14,7 @@ from quire.engine.layers.adapters import Adapters
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable, held, parameters_of, whole
-from quire.engine.layers.part import Making, Part, PartSpec, Step, gated, uneven
+from quire.engine.layers.part import BuildContext, Step, Sublayer, SublayerSpec, gated, uneven
 from quire.engine.layers.schemes import Unquantized
 from quire.engine.layers.shard import WHOLE, Cut, Shard
 from quire.kernels.activation import Activation, Clamp
@@ -49,7 +49,7 @@ class NarrowSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsSpec(PartSpec):
+class ExpertsSpec(SublayerSpec):
     """The shape of one layer's experts, and the switches by which families differ."""
 
     count: int
@@ -99,7 +99,7 @@ class ExpertsSpec(PartSpec):
     up: str = "up_proj"
     down: str = "down_proj"
 
-    def part(self, making: Making, layer: str) -> Moe:
+    def part(self, making: BuildContext, layer: str) -> Moe:
         return Moe(self, making, layer)
 
     def indivisible(self, ranks: int) -> str | None:
@@ -111,12 +111,12 @@ class ExpertsSpec(PartSpec):
         return next(filter(None, (uneven(size, f"{name} {size}", ranks) for name, size in widths.items())), None)
 
 
-class Moe(Part):
+class Moe(Sublayer):
     """The sparse feed-forward part of a layer. Of its linears those of shared experts, and those around experts of
     smaller vectors, have room for adapters. Each rank has a part of every expert, or some of them whole, and the whole
     router."""
 
-    def __init__(self, spec: ExpertsSpec, making: Making, layer: str) -> None:
+    def __init__(self, spec: ExpertsSpec, making: BuildContext, layer: str) -> None:
         backend, scheme = making.experts or (making.backend, making.scheme)
         self._spec, self._backend, self._shard = spec, backend, making.shard
         hidden, inner = making.hidden_size, spec.intermediate_size
@@ -198,7 +198,7 @@ class Moe(Part):
 class _Shared:
     """What every token has beside its experts."""
 
-    def __init__(self, spec: SharedSpec, making: Making, layer: str, *, gated: bool) -> None:
+    def __init__(self, spec: SharedSpec, making: BuildContext, layer: str, *, gated: bool) -> None:
         names = ("gate_proj", "up_proj", "down_proj") if gated else ("up_proj", "down_proj")
         where, size, self._gated = f"{layer}.{spec.name}", spec.intermediate_size, gated
         self._up, self._down = _mlp(
@@ -231,7 +231,7 @@ class _Narrow:
     """What stands around experts of smaller vectors, whole on every rank: the second linear takes what this rank's
     experts give, so that its results are summed with those of the shared ones."""
 
-    def __init__(self, spec: NarrowSpec, making: Making, layer: str) -> None:
+    def __init__(self, spec: NarrowSpec, making: BuildContext, layer: str) -> None:
         (read, given), hidden, size = (f"{layer}.{name}" for name in spec.names), making.hidden_size, spec.size
         scheme, bias, adapters = making.scheme, spec.bias, making.adapters
         summed = {given: Cut(biased=making.shard.rank == 0)}
@@ -250,14 +250,20 @@ class _Narrow:
 
 
 def _whole(
-    making: Making, inner: int, outs: dict[str, int], dtype: torch.dtype, *, bias: bool = False, wide: bool = False
+    making: BuildContext,
+    inner: int,
+    outs: dict[str, int],
+    dtype: torch.dtype,
+    *,
+    bias: bool = False,
+    wide: bool = False,
 ) -> JoinedLinear:
     """A linear that each rank has whole and that never has few bits: choices would change."""
     return JoinedLinear(Unquantized(making.backend, dtype), inner, outs, bias=bias, wide=wide)
 
 
 def _mlp(
-    making: Making,
+    making: BuildContext,
     size: int,
     where: str,
     names: tuple[str, ...],

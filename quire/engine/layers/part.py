@@ -39,7 +39,7 @@ class PageTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Making:
+class BuildContext:
     """What all parts of a model are made with, beside their own specs."""
 
     backend: Backend
@@ -126,7 +126,7 @@ class Normed:
     linears: tuple[JoinedLinear, ...]
 
 
-class Part(ABC):
+class Sublayer(ABC):
     """Fill it by way of `parameters()` before use."""
 
     @abstractmethod
@@ -167,7 +167,7 @@ class Part(ABC):
         the embeddings). Keeps the state of all T tokens."""
 
 
-class PartSpec(ABC):
+class SublayerSpec(ABC):
     """The shape of a part, and the switches by which families differ. Frozen."""
 
     __slots__ = ()
@@ -178,7 +178,7 @@ class PartSpec(ABC):
         return None
 
     @abstractmethod
-    def part(self, making: Making, layer: str) -> Part:
+    def part(self, making: BuildContext, layer: str) -> Sublayer:
         """`layer`: the layer's name in the checkpoint."""
 
     def indivisible(self, ranks: int) -> str | None:
@@ -187,7 +187,7 @@ class PartSpec(ABC):
 
 
 def uneven(size: int, what: str, ranks: int) -> str | None:
-    """What PartSpec.indivisible says where so many, which messages call `what`, are no equal parts."""
+    """What SublayerSpec.indivisible says where so many, which messages call `what`, are no equal parts."""
     return f"the model's {what} cannot be divided among {ranks} ranks" if size % ranks else None
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.pooling import Pooling
-from quire.engine.core.batch import Row
+from quire.engine.core.scheduler_output import ScheduledRequest
 from quire.engine.layers.heads import Head, Stage
 from quire.engine.types import PoolingParams
 from quire.kernels.backend import Backend
@@ -25,7 +25,7 @@ VectorOf = Callable[[Tensor], Tensor]
 class PooledRow:
     """A step's part of a prompt whose vector is wanted."""
 
-    row: Row
+    row: ScheduledRequest
     begin: int
     """Where the row's tokens begin in the step."""
     length: int
@@ -34,7 +34,7 @@ class PooledRow:
 
     @property
     def ends(self) -> bool:
-        return self.row.start + self.row.count == self.length
+        return self.row.start + self.row.num_tokens == self.length
 
 
 class Pooler:
@@ -64,7 +64,7 @@ class Pooler:
         if not ended:
             return hidden.new_empty((0, self.pooling.size), dtype=torch.float32)
         if self.pooling.kind == "last":
-            return self._head(hidden[[each.begin + each.row.count - 1 for each in ended]])
+            return self._head(hidden[[each.begin + each.row.num_tokens - 1 for each in ended]])
         pooled = self._kept[[each.row.slot for each in ended]]
         if self.pooling.kind == "mean":
             pooled /= torch.tensor([[each.length] for each in ended], dtype=pooled.dtype, device=pooled.device)
@@ -76,7 +76,7 @@ class Pooler:
             if each.row.start == 0:
                 self._parts[each.row.slot] = []
             parts = self._parts[each.row.slot]
-            parts.append(self._head(hidden[each.begin : each.begin + each.row.count]).float())
+            parts.append(self._head(hidden[each.begin : each.begin + each.row.num_tokens]).float())
             if each.ends:
                 found += self._parts.pop(each.row.slot)
         return torch.cat(found)
@@ -91,9 +91,11 @@ class Pooler:
                 kept[slots] = hidden[[each.begin for each in starting]].to(kept.dtype)
         else:
             kept[slots] = 0
-            owners = torch.tensor([each.row.slot for each in rows for _ in range(each.row.count)], device=hidden.device)
+            owners = torch.tensor(
+                [each.row.slot for each in rows for _ in range(each.row.num_tokens)], device=hidden.device
+            )
             if len(owners) < len(hidden):
-                spans = [np.arange(each.begin, each.begin + each.row.count) for each in rows]
+                spans = [np.arange(each.begin, each.begin + each.row.num_tokens) for each in rows]
                 hidden = hidden[torch.from_numpy(np.concatenate(spans)).to(hidden.device)]
             kept.index_add_(0, owners, hidden.to(kept.dtype))
 

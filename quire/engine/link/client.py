@@ -16,13 +16,13 @@ import msgspec
 
 from quire.engine import clock
 from quire.engine.core.history import History, Recorder
-from quire.engine.core.stats import EngineSnapshot, StepRecord
+from quire.engine.core.stats import EngineView, StepRecord
 from quire.engine.errors import EngineError, QuireError, SlowReader
 from quire.engine.link.link import Link
 from quire.engine.link.output_stream import OutputStream, Reader
 from quire.engine.prefixes.misses import Misses
 from quire.engine.prefixes.turns import LastTurns
-from quire.engine.types import Adapter, Request, RequestOutput
+from quire.engine.types import Adapter, EngineCoreOutput, EngineCoreRequest
 
 log = logging.getLogger("quire.client")
 
@@ -45,7 +45,7 @@ class Call:
 class _Entry:
     """An open request."""
 
-    request: Request
+    request: EngineCoreRequest
     reader: Reader
     emitted: list[int]
     """The tokens that were handed out for it, behind those that it had when it was submitted."""
@@ -83,9 +83,9 @@ class EngineClient:
         self._calls: set[Call] = set()
         self._due: list[Callable[[], None]] = []
         """What is called at the end of this turn of the event loop."""
-        self._held: dict[str, Request] | None = None
+        self._held: dict[str, EngineCoreRequest] | None = None
         """New requests that the engine is not told of, while there are to be none."""
-        self._snapshot: asyncio.Task[EngineSnapshot | None] | None = None
+        self._snapshot: asyncio.Task[EngineView | None] | None = None
         self._journal: Journal = _nowhere
         self._rows: list[int] = []
         """What it is to be given."""
@@ -138,7 +138,7 @@ class EngineClient:
     # What readers ask
 
     def submit(
-        self, requests: Sequence[Request], call: str = "", emitted: Sequence[list[int]] | None = None
+        self, requests: Sequence[EngineCoreRequest], call: str = "", emitted: Sequence[list[int]] | None = None
     ) -> OutputStream:
         """Submit a group of requests, all of one tenant and with new ids, of the API call `call`. A group of none has
         ended. `emitted`: of each request a list of its emitted_ids, to which the book adds each token that comes.
@@ -152,7 +152,9 @@ class EngineClient:
             self.add(requests, stream, emitted)
         return stream
 
-    def add(self, requests: Sequence[Request], reader: Reader, emitted: Sequence[list[int]] | None = None) -> None:
+    def add(
+        self, requests: Sequence[EngineCoreRequest], reader: Reader, emitted: Sequence[list[int]] | None = None
+    ) -> None:
         """As `submit`, with a reader that is there already."""
         if self.failure is not None:
             raise self.failure
@@ -203,7 +205,7 @@ class EngineClient:
             for engine in range(len(self.link.engines)):
                 self._misses.emptied(engine)
 
-    def snapshot(self) -> asyncio.Task[EngineSnapshot | None]:
+    def snapshot(self) -> asyncio.Task[EngineView | None]:
         """See Link.snapshot. Those who ask before it is there share it."""
         if self._snapshot is None or self._snapshot.done():
             self._snapshot = asyncio.create_task(self.link.snapshot())
@@ -265,11 +267,11 @@ class EngineClient:
 
     # What the link tells
 
-    def request(self, request_id: str) -> Request:
+    def request(self, request_id: str) -> EngineCoreRequest:
         entry = self._open[request_id]
         return msgspec.structs.replace(entry.request, emitted_ids=[*entry.emitted])
 
-    def deliver(self, outputs: Sequence[RequestOutput], step: StepRecord | None = None, engine: int = 0) -> None:
+    def deliver(self, outputs: Sequence[EngineCoreOutput], step: StepRecord | None = None, engine: int = 0) -> None:
         if self._misses is not None and step is not None and step.chunks:
             self._misses.stepped(step, engine, self.link.engines[engine].stats, self.link.weights_version)
         outputs = [self._noted(output) for output in outputs]
@@ -295,7 +297,7 @@ class EngineClient:
                     asyncio.get_running_loop().call_soon(self._end_turn)
                 self._due.append(later)
 
-    def _noted(self, output: RequestOutput) -> RequestOutput:
+    def _noted(self, output: EngineCoreOutput) -> EngineCoreOutput:
         """The output as the client is to see it, with the first engine's cached_tokens."""
         entry = self._open.get(output.id)
         if entry is None:
@@ -362,7 +364,7 @@ class EngineClient:
         reader.fail(error)
 
     def _end(self, ids: Sequence[str]) -> None:
-        self.deliver([RequestOutput(each, [], finish_reason="abort") for each in ids])
+        self.deliver([EngineCoreOutput(each, [], finish_reason="abort") for each in ids])
         for each in ids:
             self._withdraw(each)
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from quire.engine.core.stats import EngineSnapshot, EngineStats, StepRecord
+from quire.engine.core.stats import EngineStats, EngineView, StepRecord
 from quire.engine.errors import InvalidRequest
-from quire.engine.types import EngineInfo, Image, Request, RequestOutput
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, EngineInfo, Image
 
 
-def apart(requests: Sequence[Request]) -> tuple[list[Request], list[Image]]:
+def apart(requests: Sequence[EngineCoreRequest]) -> tuple[list[EngineCoreRequest], list[Image]]:
     """Requests without their images, and these: one that several of them have, as the choices of a call do, goes
     once."""
     images = {image.digest: image for request in requests for image in request.images}
@@ -20,7 +20,7 @@ def apart(requests: Sequence[Request]) -> tuple[list[Request], list[Image]]:
     return bare, list(images.values())
 
 
-def together(requests: list[Request], images: list[Image]) -> list[Request]:
+def together(requests: list[EngineCoreRequest], images: list[Image]) -> list[EngineCoreRequest]:
     """The requests as they were before `apart`."""
     if not images:
         return requests
@@ -33,7 +33,7 @@ def together(requests: list[Request], images: list[Image]) -> list[Request]:
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    requests: list[Request]
+    requests: list[EngineCoreRequest]
     """Without their images."""
     images: list[Image] = []
 
@@ -105,14 +105,14 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Stepped(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """What the engine produced in one step, or of adds and aborts."""
 
-    outputs: list[RequestOutput]
+    outputs: list[EngineCoreOutput]
     stats: EngineStats
     step: StepRecord | None = None
     """None where no step was learnt from."""
 
 
 class SnapshotTaken(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    view: EngineSnapshot
+    view: EngineView
 
 
 class Called(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -48,7 +48,7 @@ from quire.engine.link.hub_relay import Channel, Relayed
 from quire.engine.link.tasks import Tasks
 from quire.engine.link.weights import Weights
 from quire.engine.processes.wire import Wire
-from quire.engine.types import EngineInfo, Request, RequestOutput
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, EngineInfo
 
 log = logging.getLogger("quire.hub")
 
@@ -189,10 +189,10 @@ class Hub:
 
     # From the engine: what a Recorder is told
 
-    def submitted(self, request: Request) -> None:
+    def submitted(self, request: EngineCoreRequest) -> None:
         """The API process has recorded it."""
 
-    def stepped(self, outputs: Sequence[RequestOutput], record: StepRecord | None, replica: int = 0) -> None:
+    def stepped(self, outputs: Sequence[EngineCoreOutput], record: StepRecord | None, replica: int = 0) -> None:
         version, first = self._client.link.weights_version, True
         for channel in self._channels.values():
             channel.begin(record, replica, version, counts=first)

@@ -15,7 +15,7 @@ import zmq
 
 from quire.engine import clock
 from quire.engine.config import EngineConfig
-from quire.engine.core.stats import EngineSnapshot, EngineStats, total
+from quire.engine.core.stats import EngineStats, EngineView, total
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded, QuireError
 from quire.engine.link.answering import Answering
 from quire.engine.link.broadcast import Group, WeightsGroup
@@ -47,7 +47,7 @@ from quire.engine.link.link import EngineState, Link
 from quire.engine.link.tasks import Tasks
 from quire.engine.link.weights import Mode
 from quire.engine.processes.wire import Wire
-from quire.engine.types import EngineInfo, Request
+from quire.engine.types import EngineCoreRequest, EngineInfo
 
 log = logging.getLogger("quire.hub")
 _LINGER_MS = 1000
@@ -174,7 +174,7 @@ class HubLink(Link):
             raise changed.fault.error()
         return changed.version
 
-    def send(self, requests: Sequence[Request]) -> None:
+    def send(self, requests: Sequence[EngineCoreRequest]) -> None:
         self._write(Submit(*apart(requests)))
 
     def abort(self, request_id: str) -> None:
@@ -187,12 +187,12 @@ class HubLink(Link):
         if self._wire is not None:
             self._write(Abort(ids))
 
-    async def snapshot(self) -> EngineSnapshot | None:
+    async def snapshot(self) -> EngineView | None:
         try:
             (answer,) = await self.ask(SNAPSHOT, to=HUB)
         except QuireError:  # the hub has gone
             return None
-        return msgspec.msgpack.decode(answer, type=EngineSnapshot | None)
+        return msgspec.msgpack.decode(answer, type=EngineView | None)
 
     async def call(self, content: bytes) -> list[bytes] | None:
         raise InvalidRequest("collective_rpc: with several API processes (api_server_count) no calls are passed on")

@@ -14,7 +14,7 @@ from quire.engine.errors import ConfigError, ModelError, QuireError
 from quire.engine.link.engine_messages import Abort, ResetPrefixCache, Submit
 from quire.engine.link.link import EngineState
 from quire.engine.link.weights import Mode
-from quire.engine.types import EngineInfo, RequestOutput
+from quire.engine.types import EngineCoreOutput, EngineInfo
 
 LASTING = "metrics"
 """The topic of questions whose answers still count after the end of the API process that gave them."""
@@ -22,7 +22,7 @@ LASTING = "metrics"
 HUB = ""
 """What stands for the hub's own process, where one is asked."""
 SNAPSHOT, CHANGE = "snapshot", "change"
-"""Topics of questions to it: one that asks for an EngineSnapshot, or for None where no engine could be asked; and a
+"""Topics of questions to it: one that asks for an EngineView, or for None where no engine could be asked; and a
 Change."""
 
 
@@ -106,7 +106,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 class Part(msgspec.Struct, frozen=True, array_like=True):
     """What one step gave to the requests of one API process, or what adds and aborts did."""
 
-    outputs: list[RequestOutput]
+    outputs: list[EngineCoreOutput]
     record: StepRecord | None
     """All API processes get it, those too that have no request in the step."""
     replica: int

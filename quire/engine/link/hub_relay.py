@@ -9,7 +9,7 @@ from quire.engine import clock
 from quire.engine.core.stats import EngineStats, StepRecord
 from quire.engine.errors import QuireError
 from quire.engine.link.hub_messages import Failed, Fault, FromHub, NotStarted, Part, Serving, Stepped
-from quire.engine.types import Request, RequestOutput
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest
 
 
 class Channel:
@@ -24,7 +24,7 @@ class Channel:
         """Its message when it listened, or could not start."""
         self.silence = 0.0
         """Seconds since it was last heard of, without those in which the hub could not listen."""
-        self.outputs: list[RequestOutput] = []
+        self.outputs: list[EngineCoreOutput] = []
         """Those of the part that is being filled."""
         self._parts: list[Part] = []
         self._write = send
@@ -53,7 +53,7 @@ class Relayed:
     """Reads the requests of one call for an API process, which has the stream that is read there."""
 
     def __init__(
-        self, requests: Sequence[Request], channel: Channel, stats: Callable[[], Sequence[EngineStats]]
+        self, requests: Sequence[EngineCoreRequest], channel: Channel, stats: Callable[[], Sequence[EngineStats]]
     ) -> None:
         """stats: of each engine, as they are."""
         self.ids: Sequence[str] = [request.id for request in requests]
@@ -63,7 +63,7 @@ class Relayed:
         self.channel = channel
         self._stats = stats
 
-    def push(self, output: RequestOutput, version: str) -> None:
+    def push(self, output: EngineCoreOutput, version: str) -> None:
         self.channel.outputs.append(output)
 
     def fail(self, error: QuireError) -> None:

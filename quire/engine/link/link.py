@@ -16,9 +16,9 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from quire.engine.core.stats import EngineSnapshot, EngineStats, StepRecord
+from quire.engine.core.stats import EngineStats, EngineView, StepRecord
 from quire.engine.errors import EngineError, EngineGone, QuireError
-from quire.engine.types import EngineInfo, Request, RequestOutput
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, EngineInfo
 
 log = logging.getLogger("quire.engine.link.link")
 _T = TypeVar("_T")
@@ -50,10 +50,10 @@ class Answers(Generic[_T]):
 class Owner(Protocol):
     """Has the requests that a link passes on. `engine`: the number of the link's engine among those of one model."""
 
-    def request(self, request_id: str) -> Request:
+    def request(self, request_id: str) -> EngineCoreRequest:
         """An open request, with the tokens that it already has."""
 
-    def deliver(self, outputs: Sequence[RequestOutput], step: StepRecord | None = None, engine: int = 0) -> None:
+    def deliver(self, outputs: Sequence[EngineCoreOutput], step: StepRecord | None = None, engine: int = 0) -> None:
         """Take outputs of the engine. step: the record of the step that they came from."""
 
     def lost(self, engine: int = 0) -> None:
@@ -132,7 +132,7 @@ class Link(ABC):
         """End the engine; open streams fail with EngineError."""
 
     @abstractmethod
-    def send(self, requests: Sequence[Request]) -> None:
+    def send(self, requests: Sequence[EngineCoreRequest]) -> None:
         """Pass new requests on to the engine."""
 
     @abstractmethod
@@ -140,7 +140,7 @@ class Link(ABC):
         """Tell the engine to stop computing a request, if it has it."""
 
     @abstractmethod
-    async def snapshot(self) -> EngineSnapshot | None:
+    async def snapshot(self) -> EngineView | None:
         """The requests and pages that the engine has after its current step; None if it ends before it answers. Call
         it only while the engine is responsive."""
 

@@ -11,7 +11,7 @@ import msgspec
 
 from quire.engine import clock
 from quire.engine.errors import QuireError, SlowReader
-from quire.engine.types import RequestOutput
+from quire.engine.types import EngineCoreOutput
 
 log = logging.getLogger("quire.client")
 
@@ -32,7 +32,7 @@ class Reader(Protocol):
     """The id of the API call, as `EngineClient.cancel` takes it."""
     submitted_at: float
 
-    def push(self, output: RequestOutput, version: str) -> Callable[[], None] | None:
+    def push(self, output: EngineCoreOutput, version: str) -> Callable[[], None] | None:
         """Take an output. version: of the weights that computed it. Returns what to call at the end of this turn of
         the event loop, if anything. Raises SlowReader when the call is to be given up."""
 
@@ -62,7 +62,7 @@ class OutputStream:
         self._abort = abort
         self._open = set(ids)
         """Requests that have not ended."""
-        self._unread: dict[str, RequestOutput] = {}
+        self._unread: dict[str, EngineCoreOutput] = {}
         """By request: its outputs since the last iteration, merged."""
         self._backlog = 0
         """Tokens and alternatives in `_unread`."""
@@ -71,11 +71,11 @@ class OutputStream:
         """What the reader awaits; the next output resolves it. Cheaper than an asyncio.Event."""
         self._due = False
         """Whether `_hand_on` will be called at the end of this turn of the event loop."""
-        self.shortcut: Callable[[list[RequestOutput]], bool] | None = None
+        self.shortcut: Callable[[list[EngineCoreOutput]], bool] | None = None
         """Does what the reader would do with the outputs of an iteration, at once and while the reader waits on, or
         does nothing and returns False: then the reader gets them. What it raises is raised to the reader. It gets
         nothing behind the end of the last request: that the reader must see."""
-        self.ended: Callable[[RequestOutput, bool], None] | None = None
+        self.ended: Callable[[EngineCoreOutput, bool], None] | None = None
         """Is told the last output of each request, before the reader has it, and whether the reader will find tokens
         beside the end."""
         self.weights_version = weights_version
@@ -86,7 +86,7 @@ class OutputStream:
     def __aiter__(self) -> OutputStream:
         return self
 
-    async def __anext__(self) -> list[RequestOutput]:
+    async def __anext__(self) -> list[EngineCoreOutput]:
         # A loop, because an abort wakes the reader too, and other requests may still be running then.
         while self._open and not self._unread and self._error is None:
             self._waiting_reader = asyncio.get_running_loop().create_future()
@@ -102,7 +102,7 @@ class OutputStream:
             raise self._error
         raise StopAsyncIteration
 
-    def push(self, output: RequestOutput, version: str) -> Callable[[], None] | None:
+    def push(self, output: EngineCoreOutput, version: str) -> Callable[[], None] | None:
         """Add an output for the reader. A reader that has a shortcut waits until the turn of
         the event loop ends, so that the outputs of several steps reach it together."""
         if output.id not in self._open:
@@ -130,7 +130,7 @@ class OutputStream:
         return self._hand_on
 
     @property
-    def unread(self) -> Sequence[RequestOutput]:
+    def unread(self) -> Sequence[EngineCoreOutput]:
         """What has come since the last iteration, by request."""
         return [*self._unread.values()]
 
@@ -190,7 +190,7 @@ class OutputStream:
         self._backlog = 0
 
 
-def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+def merge(first: EngineCoreOutput, second: EngineCoreOutput) -> EngineCoreOutput:
     """Merge two successive outputs of one request."""
     has_logprobs = first.logprobs is not None or second.logprobs is not None
     return msgspec.structs.replace(

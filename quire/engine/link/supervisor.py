@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from quire.engine import clock
 from quire.engine.config import EngineConfig, fitted
-from quire.engine.core.stats import EngineSnapshot, EngineStats
+from quire.engine.core.stats import EngineStats, EngineView
 from quire.engine.errors import ConfigError, EngineError, Overloaded, QuireError, RequestQuarantined
 from quire.engine.link import engine_messages as messages
 from quire.engine.link.link import Answers, EngineLink
@@ -21,7 +21,7 @@ from quire.engine.link.process import EngineProcess, KilledDuringStart, Launcher
 from quire.engine.link.replay import Replay
 from quire.engine.link.weights import Change
 from quire.engine.processes.exit_cause import ExitCause
-from quire.engine.types import EngineInfo, Request
+from quire.engine.types import EngineCoreRequest, EngineInfo
 
 log = logging.getLogger("quire.supervisor")
 
@@ -172,7 +172,7 @@ class ProcessLink(EngineLink):
         self._give_up_change(EngineError(message))
         self._answers.end()
 
-    def send(self, requests: Sequence[Request]) -> None:
+    def send(self, requests: Sequence[EngineCoreRequest]) -> None:
         for request in requests:
             self._replay.add(request.id)
         self._submit_ready()
@@ -188,7 +188,7 @@ class ProcessLink(EngineLink):
             self._process.send(messages.Abort([request_id]))
         self._submit_ready()
 
-    async def snapshot(self) -> EngineSnapshot | None:
+    async def snapshot(self) -> EngineView | None:
         if self._process is None or not self.ready:
             return None
         found = await self._answers.ask(self._process.send, messages.SnapshotRequest())

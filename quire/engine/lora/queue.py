@@ -8,13 +8,13 @@ when its users have ended, so no adapter waits forever.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.engine import clock
 from quire.engine.core.executor import AdapterLoader
 from quire.engine.core.fairness import FairQueue
-from quire.engine.core.sequence import Sequence
+from quire.engine.core.request import Request
 from quire.engine.types import Adapter
 
 _PATIENCE = 0.005
@@ -43,43 +43,50 @@ class AdapterQueue(FairQueue):
         super().__init__()
         self._loader = loader
         self._slots = [_Slot(number) for number in range(1, slots + 1)]
-        self._parked: dict[str, list[Sequence]] = {}
+        self._parked: dict[str, list[Request]] = {}
         """By adapter: the sequences that wait for it. There are no empty lists."""
         self._count = 0
         self._loads: list[tuple[str, float]] = []
 
-    def push(self, seq: Sequence) -> None:
-        adapter = seq.request.adapter
+    def push(self, request: Request) -> None:
+        adapter = request.engine_request.adapter
         if adapter is None:
-            return super().push(seq)
+            return super().push(request)
         slot = self._slot_of(adapter)
-        if slot is not None and seq.request.id in slot.users:  # it was preempted
-            return super().push(seq)
-        self._parked.setdefault(adapter.digest, []).append(seq)
+        if slot is not None and request.engine_request.id in slot.users:  # it was preempted
+            return super().push(request)
+        self._parked.setdefault(adapter.digest, []).append(request)
         if slot is not None and slot.ready and not slot.closed:
             self._unpark(slot)
 
-    def remove(self, seq: Sequence) -> None:
-        parked = self._parked.get(seq.request.adapter.digest, []) if seq.request.adapter is not None else []
-        if seq not in parked:
-            return super().remove(seq)
-        parked.remove(seq)
-        if not parked and seq.request.adapter is not None:
-            del self._parked[seq.request.adapter.digest]
+    def remove(self, request: Request) -> None:
+        parked = (
+            self._parked.get(request.engine_request.adapter.digest, [])
+            if request.engine_request.adapter is not None
+            else []
+        )
+        if request not in parked:
+            return super().remove(request)
+        parked.remove(request)
+        if not parked and request.engine_request.adapter is not None:
+            del self._parked[request.engine_request.adapter.digest]
 
-    def slot(self, seq: Sequence) -> int:
-        slot = None if seq.request.adapter is None else self._slot_of(seq.request.adapter)
-        assert seq.request.adapter is None or (slot is not None and slot.ready)
+    def adapter_slot(self, request: Request) -> int:
+        slot = None if request.engine_request.adapter is None else self._slot_of(request.engine_request.adapter)
+        assert request.engine_request.adapter is None or (slot is not None and slot.ready)
         return 0 if slot is None else slot.number
 
-    def ended(self, seq: Sequence) -> None:
-        if seq.request.adapter is not None and (slot := self._slot_of(seq.request.adapter)) is not None:
-            slot.users.discard(seq.request.id)
+    def on_finished(self, request: Request) -> None:
+        if (
+            request.engine_request.adapter is not None
+            and (slot := self._slot_of(request.engine_request.adapter)) is not None
+        ):
+            slot.users.discard(request.engine_request.id)
 
-    def advance(self) -> SequenceOf[tuple[Sequence, str]]:
+    def advance(self) -> Sequence[tuple[Request, str]]:
         if not self._parked and all(slot.ready or not slot.digest for slot in self._slots):
             return ()
-        failed: list[tuple[Sequence, str]] = []
+        failed: list[tuple[Request, str]] = []
         began = clock.monotonic()
         loaded = self._loader.loaded()
         seconds = (clock.monotonic() - began) / max(1, len(loaded))
@@ -90,9 +97,11 @@ class AdapterQueue(FairQueue):
                 self._loads.append((slot.name, seconds))
                 self._unpark(slot)
             else:
-                failed += [(seq, error) for seq in self._parked.get(slot.digest, ())]
+                failed += [(engine_request, error) for engine_request in self._parked.get(slot.digest, ())]
                 slot.digest = ""
-        refused = {seq.request.adapter.digest for seq, _ in failed if seq.request.adapter is not None}
+        refused = {
+            request.engine_request.adapter.digest for request, _ in failed if request.engine_request.adapter is not None
+        }
         wanted = [digest for digest in self._wanted() if digest not in refused]
         for digest in list(wanted):
             free = self._free_slot()
@@ -103,7 +112,7 @@ class AdapterQueue(FairQueue):
         self._close(len(wanted))
         return failed
 
-    def take_loads(self) -> list[tuple[str, float]]:
+    def take_adapter_loads(self) -> list[tuple[str, float]]:
         taken, self._loads = self._loads, []
         return taken
 
@@ -117,7 +126,11 @@ class AdapterQueue(FairQueue):
     def _wanted(self) -> list[str]:
         """The adapters that need a slot, ordered by their most urgent sequence."""
         have = {slot.digest for slot in self._slots}
-        waiting = {digest: min(seq.rank for seq in seqs) for digest, seqs in self._parked.items() if digest not in have}
+        waiting = {
+            digest: min(request.priority_key for request in seqs)
+            for digest, seqs in self._parked.items()
+            if digest not in have
+        }
         return sorted(waiting, key=lambda digest: waiting[digest])
 
     def _free_slot(self) -> _Slot | None:
@@ -126,7 +139,7 @@ class AdapterQueue(FairQueue):
         return min(free, key=lambda slot: (bool(slot.digest), slot.used), default=None)
 
     def _load(self, slot: _Slot, digest: str) -> None:
-        adapter = self._parked[digest][0].request.adapter
+        adapter = self._parked[digest][0].engine_request.adapter
         assert adapter is not None
         slot.digest, slot.name, slot.ready, slot.closed, slot.users = digest, adapter.name, False, False, set()
         self._loader.load(slot.number, adapter)
@@ -142,8 +155,8 @@ class AdapterQueue(FairQueue):
                 self._unpark(slot)
 
     def _unpark(self, slot: _Slot) -> None:
-        for seq in self._parked.pop(slot.digest, ()):
-            slot.users.add(seq.request.id)
+        for request in self._parked.pop(slot.digest, ()):
+            slot.users.add(request.engine_request.id)
             self._count += 1
             slot.used = self._count
-            super().push(seq)
+            super().push(request)

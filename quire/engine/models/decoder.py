@@ -21,7 +21,7 @@ from quire.engine.layers.embedding import POSITIONS, Embedding, Positions
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, parameters_of
-from quire.engine.layers.part import Making, PageTensor, Part, Step, times
+from quire.engine.layers.part import BuildContext, PageTensor, Step, Sublayer, times
 from quire.engine.layers.schemes import Scheme
 from quire.engine.layers.schemes.noted import OfLayer
 from quire.engine.layers.shard import WHOLE, Shard
@@ -43,14 +43,14 @@ _NORM, _EMBEDDING_NORM = "model.norm", "model.embed_norm"
 class _LayerPart(NamedTuple):
     """A part of a layer, among those of the layer."""
 
-    part: Part
+    part: Sublayer
     own: list[int]
     """Places of the tensors that it keeps, among those of the layer."""
     drops: bool
     """Whether it is the last part that keeps something: the parts behind it need not compute all tokens."""
 
 
-def _steps(layer: Sequence[Part]) -> list[_LayerPart]:
+def _steps(layer: Sequence[Sublayer]) -> list[_LayerPart]:
     """Pages lie before slots, both in the parts' order."""
     pages, slots = [part.reads for part in layer], [len(part.slots(1, 0)) for part in layer]
     found, last = [], max((at for at in range(len(layer)) if pages[at] or slots[at]), default=None)
@@ -110,12 +110,12 @@ class Decoder:
         """What keeps some of its weights elsewhere than where they are multiplied; None: nothing does."""
         self._packing = scheme if offload is None else offload[1]
         experts = (self.offload.backend, self._packing) if isinstance(self.offload, ExpertsOnDisk) else None
-        self._making = Making(*made, adapters, shard, experts)
+        self._making = BuildContext(*made, adapters, shard, experts)
         self._weights = self.offload if isinstance(self.offload, StreamedLayers) else Layers()
         self.argmax, self.draw = backend.argmax, backend.draw
         self.make_parts(self._making)
 
-    def make_parts(self, making: Making) -> None:
+    def make_parts(self, making: BuildContext) -> None:
         """What has weights."""
         spec, scheme, dtype = self.spec, making.scheme, making.dtype
         adapters, shard = making.adapters, making.shard
@@ -144,7 +144,7 @@ class Decoder:
         size, parts, cuts = spec.hidden_size, {HEAD: spec.vocab_size}, {HEAD: shard.outs(spec.vocab_size)}
         self._head = JoinedLinear(scheme, size, parts, bias=spec.head_bias, wide=True, adapters=adapters, cuts=cuts)
 
-    def _making_of(self, place: int, making: Making) -> Making:
+    def _making_of(self, place: int, making: BuildContext) -> BuildContext:
         """For the layer at this place among these."""
         if not isinstance(self._weights, StreamedLayers):
             return making
@@ -198,7 +198,7 @@ class Decoder:
         return [tuple(each for part in layer for each in part.pages(num_blocks)) for layer in layers]
 
     def slots(self, count: int, drafts: int) -> list[tuple[PageTensor, ...]]:
-        """By place, the tensors of so many slots, as Part.slots says it."""
+        """By place, the tensors of so many slots, as Sublayer.slots says it."""
         layers = [self._layers[self.groups.place_of.index(place)] for place in range(self.groups.places)]
         return [tuple(each for part in layer for each in part.slots(count, drafts)) for layer in layers]
 
@@ -208,13 +208,13 @@ class Decoder:
         return sum(tensor.nbytes for layer in self.every_layer for part in layer for tensor in part.pages(1))
 
     def slot_nbytes(self, count: int, drafts: int) -> int:
-        """Of so many slots in all layers: see Part.slots."""
+        """Of so many slots in all layers: see Sublayer.slots."""
         return sum(
             tensor.nbytes for layer in self.every_layer for part in layer for tensor in part.slots(count, drafts)
         )
 
     @cached_property
-    def every_layer(self) -> list[list[Part]]:
+    def every_layer(self) -> list[list[Sublayer]]:
         """The parts of all layers of the model; of those that other stages have, without weights."""
         if len(self.layers) == self.spec.num_layers:
             return self._layers

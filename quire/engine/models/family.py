@@ -13,7 +13,7 @@ from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.moe import ExpertsSpec
 from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.part import PartSpec
+from quire.engine.layers.part import SublayerSpec
 from quire.engine.models.experts import in_layers
 from quire.engine.models.spec import DecoderSpec, base_spec
 from quire.engine.models.values import Fields, read_all
@@ -37,7 +37,7 @@ class Family:
     """Of all norms; None: they stay."""
     attention: Fields = field(default_factory=dict)
     mlp: Fields = field(default_factory=dict)
-    mixing: Callable[[ModelConfig, NormSpec], Sequence[PartSpec | None]] | None = None
+    mixing: Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]] | None = None
     """By layer what stands in attention's place, given the model's norm; None: attention stays."""
     experts: Callable[[ModelConfig, NormSpec], ExpertsSpec | None] | None = None
     """What stands in the MLP's place in layers with experts; None: the model has none."""

@@ -13,12 +13,12 @@ from quire.engine.checkpoint.parts.states import LayerStates, MatrixState, Paged
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.part import PartSpec
+from quire.engine.layers.part import SublayerSpec
 from quire.engine.layers.rope import axes_of
 from quire.engine.layers.stream.layer_inputs import LayerInputsSpec
 
-LayerSpec = tuple[PartSpec, ...]
-P = TypeVar("P", bound=PartSpec)
+LayerSpec = tuple[SublayerSpec, ...]
+P = TypeVar("P", bound=SublayerSpec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class DecoderSpec:
         """With other norms everywhere."""
         return replace(self, norm=norm).having(AttentionSpec, norm=norm).having(MlpSpec, norm=norm)
 
-    def mixing(self, others: Sequence[PartSpec | None]) -> DecoderSpec:
+    def mixing(self, others: Sequence[SublayerSpec | None]) -> DecoderSpec:
         """With other parts in attention's place, by layer; None: it stays."""
         layers = zip(self.layers, others, strict=True)
         return replace(
@@ -109,10 +109,10 @@ class DecoderSpec:
             ),
         )
 
-    def having(self, kind: type[PartSpec], **fields: Any) -> DecoderSpec:
+    def having(self, kind: type[SublayerSpec], **fields: Any) -> DecoderSpec:
         """With other values in all parts of a kind; a list or tuple has one for each layer."""
 
-        def changed(each: PartSpec, layer: int) -> PartSpec:
+        def changed(each: SublayerSpec, layer: int) -> SublayerSpec:
             own = {name: value[layer] if isinstance(value, list | tuple) else value for name, value in fields.items()}
             return replace(each, **own) if isinstance(each, kind) else each  # type: ignore[type-var]
 

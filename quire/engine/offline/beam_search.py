@@ -12,7 +12,7 @@ from quire.engine.offline.params import BeamSearchParams
 from quire.engine.text.beams import Beam, Search
 from quire.engine.text.detokenizer import without_begun
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import Adapter, FinishReason, Request, RequestOutput, SamplingParams
+from quire.engine.types import Adapter, EngineCoreOutput, EngineCoreRequest, FinishReason, SamplingParams
 
 
 async def beam_search(
@@ -36,11 +36,11 @@ async def beam_search(
 
 async def _step(
     client: EngineClient, name: str, prompt: Encoded, adapter: Adapter | None, beams: Sequence[Beam], top: int
-) -> list[RequestOutput]:
+) -> list[EngineCoreOutput]:
     """One more token of every beam, with its alternatives."""
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=top, ignore_eos=True)
     requests = [
-        Request(
+        EngineCoreRequest(
             id=f"{name}-{index}",
             prompt_ids=[*prompt.ids, *beam.ids],
             params=params,
@@ -51,7 +51,7 @@ async def _step(
         )
         for index, beam in enumerate(beams)
     ]
-    found: dict[str, RequestOutput] = {}
+    found: dict[str, EngineCoreOutput] = {}
     stream = client.submit(requests)
     try:
         async for outputs in stream:
@@ -69,7 +69,7 @@ def _sequence(tokenizer: Tokenizer, prompt: Encoded, beam: Beam) -> BeamSearchSe
     text = without_begun(tokenizer, prompt_ids, tokenizer.decode(prompt_ids)) if prompt.text is None else prompt.text
     answer = Answer(tokenizer, prompt_ids, SamplingParams(), 0, detokenize=True)
     reason: FinishReason = "stop" if beam.ended else "length"
-    answer.add(RequestOutput("", list(beam.ids), finish_reason=reason))
+    answer.add(EngineCoreOutput("", list(beam.ids), finish_reason=reason))
     return BeamSearchSequence(
         tokens=[*prompt_ids, *beam.ids],
         logprobs=[as_dict(each, tokenizer) for each in beam.logprobs],

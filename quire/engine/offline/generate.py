@@ -14,7 +14,7 @@ from quire.engine.offline.params import RequestOutputKind
 from quire.engine.offline.receipts import Receipts
 from quire.engine.receipts.receipt import ChoiceReceipt, first_tokens
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import Request
+from quire.engine.types import EngineCoreRequest
 
 
 async def generate(
@@ -72,10 +72,10 @@ async def generate(
         yield found
 
 
-def _requests(task: Task) -> list[Request]:
+def _requests(task: Task) -> list[EngineCoreRequest]:
     """One for each choice."""
     return [
-        Request(
+        EngineCoreRequest(
             id=f"{task.id}-{index}",
             prompt_ids=task.prompt.ids,
             params=task.params,

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from quire.engine.checkpoint.kv_folder import forget_pages
 from quire.engine.config import EngineConfig, fitted
-from quire.engine.core.stats import EngineSnapshot, EngineStats
+from quire.engine.core.stats import EngineStats, EngineView
 from quire.engine.errors import ConfigError, EngineError, QuireError
 from quire.engine.link.link import EngineLink
-from quire.engine.types import EngineInfo, Request
+from quire.engine.types import EngineCoreRequest, EngineInfo
 
 if TYPE_CHECKING:
-    from quire.engine.loop import Engine, Logprobs, Tensors
+    from quire.engine.engine_core import EngineCore, Logprobs, Tensors
 
 
 class InProcessLink(EngineLink):
@@ -29,7 +29,7 @@ class InProcessLink(EngineLink):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__()
         self._config = config
-        self._engine: Engine | None = None
+        self._engine: EngineCore | None = None
         self._open: dict[str, None] = {}
         """The ids of the requests that have not ended, in their order."""
         self._work = asyncio.Event()
@@ -44,9 +44,9 @@ class InProcessLink(EngineLink):
 
     async def start(self) -> EngineInfo:
         # This imports torch, which no module of the control half may import at its top.
-        from quire.engine.loop import Engine
+        from quire.engine.engine_core import EngineCore
 
-        engine = Engine(self._config)
+        engine = EngineCore(self._config)
         self._fitted = fitted(engine.info)
         self._begin(engine)
         return engine.info
@@ -90,7 +90,7 @@ class InProcessLink(EngineLink):
         await self._build(config, version, tensors)
 
     async def _build(self, config: EngineConfig, version: str, tensors: Tensors | None = None) -> None:
-        from quire.engine.loop import Engine, let_go
+        from quire.engine.engine_core import EngineCore, let_go
 
         if self.failure is not None:
             raise self.failure
@@ -98,18 +98,18 @@ class InProcessLink(EngineLink):
         self.asleep = True
         await self._let_go()
         try:
-            engine = Engine(config, tensors=tensors)
+            engine = EngineCore(config, tensors=tensors)
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # what was loaded is in them
             let_go()
             if before is not None:
                 with suppress(QuireError):  # where their files are gone it sleeps, and what was wrong is raised
-                    self._begin(Engine(before.model_copy(update=self._fitted)))
+                    self._begin(EngineCore(before.model_copy(update=self._fitted)))
             raise
         self._config, self._given, self.weights_version = config, tensors is not None, version
         self._begin(engine)
 
-    def _begin(self, engine: Engine) -> None:
+    def _begin(self, engine: EngineCore) -> None:
         """Compute with this engine, and go on with what is open."""
         self._engine, self.asleep = engine, False
         self.stats = engine.stats.after(self._earlier_stats)
@@ -122,7 +122,7 @@ class InProcessLink(EngineLink):
         task, engine, self._task, self._engine = self._task, self._engine, None, None
         if task is None or engine is None:
             return
-        from quire.engine.loop import let_go
+        from quire.engine.engine_core import let_go
 
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -132,7 +132,7 @@ class InProcessLink(EngineLink):
         self._earlier_stats = self.stats = self.stats.without_gauges()
         let_go()
 
-    def send(self, requests: Sequence[Request]) -> None:
+    def send(self, requests: Sequence[EngineCoreRequest]) -> None:
         for request in requests:
             self._open[request.id] = None
             if self._engine is not None:
@@ -145,7 +145,7 @@ class InProcessLink(EngineLink):
             self._engine.abort(request_id)
         self._work.set()
 
-    async def snapshot(self) -> EngineSnapshot | None:
+    async def snapshot(self) -> EngineView | None:
         return None if self._engine is None else self._engine.snapshot()
 
     async def call(self, content: bytes) -> list[bytes] | None:
@@ -165,7 +165,7 @@ class InProcessLink(EngineLink):
     def healthy(self) -> bool:
         return True
 
-    async def _run(self, engine: Engine) -> None:
+    async def _run(self, engine: EngineCore) -> None:
         while True:
             self._work.clear()
             try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import msgspec
 
-from quire.engine.core.executor import call_of, results_of
+from quire.engine.core.executor import decode_results, encode_call
 from quire.engine.errors import EngineError, InvalidRequest, check_serves
 from quire.engine.lora.offline import AskedAdapters, LoRARequest, adapters_for
 from quire.engine.offline.beam_search import beam_search
@@ -30,7 +30,7 @@ from quire.engine.receipts.replay import Verdict
 from quire.engine.types import Adapter, PoolingParams, PoolingTask
 
 if TYPE_CHECKING:
-    from quire.engine.loop import Logprobs, Tensors
+    from quire.engine.engine_core import Logprobs, Tensors
 
 _T = TypeVar("_T")
 _W = TypeVar("_W")
@@ -175,7 +175,7 @@ class LLM(Serving):
 
         async def called() -> list[bytes] | None:
             async with asyncio.timeout(timeout):
-                return await self._client.link.call(call_of(method, args, kwargs))
+                return await self._client.link.call(encode_call(method, args, kwargs))
 
         try:
             found = self._run(called())
@@ -184,7 +184,7 @@ class LLM(Serving):
         self._running.check_awake()
         if found is None:
             raise EngineError("the engine ended before it answered")
-        return results_of(found)
+        return decode_results(found)
 
     def reset_prefix_cache(self) -> bool:
         """Let later prompts find no cached prefix. True: it always succeeds."""

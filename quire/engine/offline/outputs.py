@@ -142,7 +142,7 @@ class Answer:
             min_tokens=params.min_tokens,
         )
 
-    def add(self, output: types.RequestOutput) -> CompletionOutput:
+    def add(self, output: types.EngineCoreOutput) -> CompletionOutput:
         """Append an output; returns what it adds. With a stop string it has a finish_reason, though the engine may
         still generate."""
         whole = self.whole

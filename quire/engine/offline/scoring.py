@@ -16,7 +16,7 @@ from quire.engine.offline.llm import LLM
 from quire.engine.offline.options import EngineOptions, documented, engine_config
 
 if TYPE_CHECKING:
-    from quire.engine.loop import Logprobs, Tensors
+    from quire.engine.engine_core import Logprobs, Tensors
 
 TokenIds = Sequence[int] | Sequence[Sequence[int]]
 
@@ -32,7 +32,7 @@ class Forward:
         `state_dict().items()`, instead of those in its files. Raises ConfigError and ModelError.
 
         Options:"""
-        from quire.engine.loop import ForwardPass
+        from quire.engine.engine_core import ForwardPass
 
         config = engine_config(model, options)
         check_alone(config)

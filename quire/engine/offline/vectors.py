@@ -13,7 +13,7 @@ from quire.engine.errors import EngineError, InvalidRequest, check_serves
 from quire.engine.link.client import EngineClient
 from quire.engine.text.pairs import encode_judged, encode_pairs
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import Adapter, EngineInfo, PoolingParams, Request
+from quire.engine.types import Adapter, EngineCoreRequest, EngineInfo, PoolingParams
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ async def pool_all(
         return []
     name = random_source.token_hex(8)
     requests = [
-        Request(id=f"{name}-{index}", prompt_ids=ids, params=one, seed=0, adapter=adapter)
+        EngineCoreRequest(id=f"{name}-{index}", prompt_ids=ids, params=one, seed=0, adapter=adapter)
         for index, ((_, ids), one, adapter) in enumerate(zip(prompts, params, adapters, strict=True))
     ]
     found: dict[str, Pooled] = {}

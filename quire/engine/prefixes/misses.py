@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from quire.engine.core.stats import EngineStats, StepRecord
 from quire.engine.prefixes.rewrites import WIDTH, equal_pieces
 from quire.engine.prefixes.tree import PIECE, TREE_BYTES, Conversation, Neighbour, Origin, PrefixTree, Visit, Walk
-from quire.engine.types import MissReason, Nearest, PrefixReport, Request
+from quire.engine.types import EngineCoreRequest, MissReason, Nearest, PrefixReport
 
 TENANT_BYTES = 16 << 20
 """The limit for one tenant: about 900,000 tokens."""
@@ -32,7 +32,7 @@ _SHOWN = 24
 class _Asked:
     """An open request without output, or with incomplete output."""
 
-    request: Request
+    request: EngineCoreRequest
     turn: _Turn
     visit: Visit | None = None
     """None: no engine has started it, or that engine has ended."""
@@ -69,7 +69,7 @@ class Misses:
         self.bytes = 0
         """The size of all trees."""
 
-    def submitted(self, requests: Sequence[Request]) -> None:
+    def submitted(self, requests: Sequence[EngineCoreRequest]) -> None:
         """A call has submitted these requests."""
         turn = None
         for each in requests:
@@ -170,7 +170,7 @@ class Misses:
         asked.visit = Visit(origin, engine, life, len(request.prompt_ids), turn.conversation, turn.number, cached)
         self._add(tree, tokens, asked.visit)
 
-    def _tree(self, request: Request) -> PrefixTree:
+    def _tree(self, request: EngineCoreRequest) -> PrefixTree:
         """The tree of the request's tenant. Without API keys, all callers are one tenant, and only their salts separate
         them. Then each salt has its own tree."""
         owner = f"key:{request.tenant}" if request.tenant else f"salt:{request.cache_salt}"
@@ -291,7 +291,7 @@ def _turn_after(earlier: Visit | None, request_id: str, *, repeated: bool) -> tu
     return earlier.conversation, earlier.turn if repeated else earlier.turn + 1
 
 
-def _tokens(request: Request) -> bytes:
+def _tokens(request: EngineCoreRequest) -> bytes:
     """A prompt's tokens, four bytes each. An image's tokens are a negative number that depends on its content."""
     found = array("i", request.prompt_ids)
     for span in request.spans:

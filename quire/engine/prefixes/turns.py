@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from quire.engine import clock
-from quire.engine.types import Request
+from quire.engine.types import EngineCoreRequest
 
 TENANT_BYTES = 8 << 20
 """The limit for one tenant's conversations: two million tokens."""
@@ -47,7 +47,7 @@ class LastTurns:
     def bytes(self) -> int:
         return self._bytes.total()
 
-    def ended(self, request: Request, emitted: Sequence[int]) -> None:
+    def ended(self, request: EngineCoreRequest, emitted: Sequence[int]) -> None:
         """A request has ended. `emitted`: the tokens that it generated after its `emitted_ids`."""
         if not request.session:
             return

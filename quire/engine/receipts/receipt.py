@@ -9,7 +9,7 @@ import msgspec
 
 from quire.engine.errors import InvalidRequest
 from quire.engine.link.output_stream import Versions, add_tokens
-from quire.engine.types import Adapter, RequestOutput, SamplingParams, Span, TokenLogprob
+from quire.engine.types import Adapter, EngineCoreOutput, SamplingParams, Span, TokenLogprob
 
 
 class Computed(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +81,7 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Of the prompt's tokens from the second on, likewise."""
     finish_reason: str = ""
 
-    def take(self, output: RequestOutput, used: int) -> None:
+    def take(self, output: EngineCoreOutput, used: int) -> None:
         """Note the first `used` tokens of an output; later ones are behind a stop string."""
         self.token_ids += output.new_ids[:used]
         if output.logprobs is not None:

@@ -13,7 +13,7 @@ from quire.engine.errors import EngineError, InvalidRequest
 from quire.engine.link.client import EngineClient
 from quire.engine.receipts.receipt import ChoiceReceipt, Computed, Hashes, PromptReceipt, Receipt, values_of
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import Adapter, Image, Request, Span
+from quire.engine.types import Adapter, EngineCoreRequest, Image, Span
 
 Outcome = Literal["equal", "different", "refused"]
 
@@ -199,11 +199,11 @@ async def _compared(receipt: Receipt, piece: Piece, model: Model, client: Engine
     return None
 
 
-def _request(receipt: Receipt, piece: Piece, model: Model) -> Request:
+def _request(receipt: Receipt, piece: Piece, model: Model) -> EngineCoreRequest:
     """What computes a piece: it begins behind the tokens that others have computed."""
     choice, prompt = piece.choice, receipt.prompt_of(piece.choice)
     digests = dict.fromkeys(digest for _, _, digest in prompt.images)
-    return Request(
+    return EngineCoreRequest(
         id=f"replay-{receipt.id}-{choice.index}-{piece.begin}",
         prompt_ids=prompt.ids,
         params=msgspec.structs.replace(receipt.params, n=1),

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from quire.engine.config import EngineConfig
-from quire.engine.core.stats import EngineSnapshot, StepRecord, total
+from quire.engine.core.stats import EngineView, StepRecord, total
 from quire.engine.errors import ConfigError, EngineError, Overloaded, QuireError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.link import EngineLink, EngineState
@@ -22,7 +22,7 @@ from quire.engine.link.process import Launcher
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.replicas.router import Router, prefix_pieces
 from quire.engine.replicas.shares import replica_config, replica_cores
-from quire.engine.types import EngineInfo, Request, RequestOutput
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, EngineInfo
 
 log = logging.getLogger("quire.replicas")
 _POLL_SECONDS = 0.05
@@ -142,7 +142,7 @@ class Replicas(EngineLink):
             each.reset_prefix_cache()
             self._router.forget(each.number)
 
-    def send(self, requests: Sequence[Request]) -> None:
+    def send(self, requests: Sequence[EngineCoreRequest]) -> None:
         self._unplaced |= dict.fromkeys(request.id for request in requests)
         self._place()
 
@@ -152,7 +152,7 @@ class Replicas(EngineLink):
         elif (replica := self._forget_place(request_id)) is not None:
             replica.abort(request_id)
 
-    async def snapshot(self) -> EngineSnapshot | None:
+    async def snapshot(self) -> EngineView | None:
         from quire.engine.core.snapshot import together  # NumPy: a server starts its engine before it imports that
 
         found = await asyncio.gather(*(each.snapshot() for each in self._replicas if each.responsive))
@@ -170,8 +170,8 @@ class Replicas(EngineLink):
         able = [each.number for each in computing if each.free] or [each.number for each in computing]
         if not able:
             return
-        chosen: dict[int, list[Request]] = {}
-        last: Request | None = None
+        chosen: dict[int, list[EngineCoreRequest]] = {}
+        last: EngineCoreRequest | None = None
         pieces: list[bytes] = []
         unplaced, self._unplaced = self._unplaced, {}
         for request in map(self.owner.request, unplaced):
@@ -201,10 +201,10 @@ class Replicas(EngineLink):
 
     # What the replicas tell
 
-    def request(self, request_id: str) -> Request:
+    def request(self, request_id: str) -> EngineCoreRequest:
         return self.owner.request(request_id)
 
-    def deliver(self, outputs: Sequence[RequestOutput], step: StepRecord | None = None, engine: int = 0) -> None:
+    def deliver(self, outputs: Sequence[EngineCoreOutput], step: StepRecord | None = None, engine: int = 0) -> None:
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget_place(output.id)
@@ -246,7 +246,7 @@ class Replicas(EngineLink):
             self.owner.give_up(request_id, gone)
 
 
-def _alike(one: Request, other: Request) -> bool:
+def _alike(one: EngineCoreRequest, other: EngineCoreRequest) -> bool:
     """Whether they surely have the same pieces: those of one call do."""
     return (one.prompt_ids, one.cache_salt, one.adapter, one.spans) == (
         other.prompt_ids,

@@ -2,7 +2,8 @@
 that one has too much to do; then the one that has the least.
 
 A replica is not asked what it has cached: that is taken to be what was sent to it lately. As in the engines
-(engine/core/blocks.py), prompts are hashed piece by piece, and each hash stands for all tokens up to its piece's end.
+(engine/core/block_pool.py), prompts are hashed piece by piece, and each hash stands for all tokens up to its piece's
+end.
 There is no clock, no input and no output here.
 """
 
@@ -11,8 +12,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from quire.engine.core.blocks import block_hash, contents_between, root_hash
-from quire.engine.types import Request
+from quire.engine.core.block_pool import block_hash, extra_keys, root_hash
+from quire.engine.types import EngineCoreRequest
 
 PIECE = 16
 """Tokens that are hashed together."""
@@ -23,13 +24,13 @@ MOST_AHEAD = 32
 has the fewest."""
 
 
-def prefix_pieces(request: Request) -> list[bytes]:
+def prefix_pieces(request: EngineCoreRequest) -> list[bytes]:
     """The hashes of a prompt's full pieces, each of all tokens before its end. Prompts of different salts, or for
     different adapters, have none in common."""
     ids = request.prompt_ids
     parent, found = root_hash(request.cache_salt, "" if request.adapter is None else request.adapter.digest), []
     for end in range(PIECE, len(ids) + 1, PIECE):
-        contents = contents_between(request.spans, end - PIECE, end)
+        contents = extra_keys(request.spans, end - PIECE, end)
         parent = block_hash(parent, ids[end - PIECE : end], contents)
         found.append(parent)
     return found

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from quire.engine.types import RequestOutput, TokenLogprob
+from quire.engine.types import EngineCoreOutput, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +43,7 @@ class Search:
     running: list[Beam] = field(default_factory=lambda: [Beam()])
     completed: list[Beam] = field(default_factory=list)
 
-    def advance(self, outputs: Sequence[RequestOutput]) -> bool:
+    def advance(self, outputs: Sequence[EngineCoreOutput]) -> bool:
         """Whether the search goes on behind these, one more token of each beam that was running."""
         self.running, ended = continued(self.running, outputs, self.width, self.shown, self.ends)
         self.completed = sorted(self.completed + ended, key=self._score, reverse=True)[: self.width]
@@ -66,7 +66,7 @@ class Search:
 
 
 def continued(
-    beams: Sequence[Beam], outputs: Sequence[RequestOutput], width: int, shown: int, ends: Collection[int]
+    beams: Sequence[Beam], outputs: Sequence[EngineCoreOutput], width: int, shown: int, ends: Collection[int]
 ) -> tuple[list[Beam], list[Beam]]:
     """The `width` best continuations that go on, best first, and all that end.
 
@@ -91,7 +91,7 @@ def continued(
     return [made(each, ended=False) for each in best], [made(each, ended=True) for each in ended]
 
 
-def alternatives(output: RequestOutput) -> list[tuple[int, float]]:
+def alternatives(output: EngineCoreOutput) -> list[tuple[int, float]]:
     """The most likely next tokens with their log probabilities."""
     assert output.logprobs is not None, "beams ask for them"
     return output.logprobs[0].top

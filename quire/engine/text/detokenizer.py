@@ -14,7 +14,7 @@ from encodings import utf_8
 import msgspec
 
 from quire.engine.text.tokenizer import Scheme, Tokenizer, fallback_byte
-from quire.engine.types import RequestOutput
+from quire.engine.types import EngineCoreOutput
 
 REPLACEMENT = "\ufffd"
 
@@ -140,7 +140,7 @@ class TextStream:
             text += ready if self._stops is None else ready + self._stops.finish()
         return self._delta(text, len(ids), final=final)
 
-    def push_output(self, output: RequestOutput) -> TextDelta:
+    def push_output(self, output: EngineCoreOutput) -> TextDelta:
         """Add an engine's output.
 
         The token that ended the answer (end of sequence, or one of stop_token_ids) counts as used, but it has no text

@@ -9,16 +9,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.engine import clock
-from quire.engine.core.blocks import BlockPool
+from quire.engine.core.block_pool import BlockPool
 from quire.engine.core.executor import PageMover
-from quire.engine.core.sequence import Sequence, Status
+from quire.engine.core.request import Request, RequestStatus
 from quire.engine.tiers.tier import Page, Tier
 from quire.engine.tiers.with_slots import state_key
 from quire.engine.tiers.writer import Threads
@@ -32,7 +31,7 @@ _NAP = 0.005
 """Seconds that an engine with nothing to compute waits for pages before it looks for messages."""
 
 
-Promote = Callable[[bytes, Page, SequenceOf[Tier], int], None]
+Promote = Callable[[bytes, Page, Sequence[Tier], int], None]
 """(digest, page, the tiers above the one that had it, the generation of the load)."""
 
 
@@ -46,13 +45,13 @@ class State(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Load:
-    seqs: list[Sequence]
+    seqs: list[Request]
     """Those that wait for it."""
     cached: list[int]
     """Pages of the prefix that the device has, held so that they stay."""
     pages: list[int]
     """Those to be filled,"""
-    digests: list[SequenceOf[bytes]]
+    digests: list[Sequence[bytes]]
     """and the hashes of their pieces; a page's own is the last."""
     tiers: list[str]
     """By page: the tier that is to have it."""
@@ -77,7 +76,7 @@ class Loads:
 
     def __init__(
         self,
-        tiers: SequenceOf[Tier],
+        tiers: Sequence[Tier],
         mover: PageMover,
         pool: BlockPool,
         promote: Promote,
@@ -109,34 +108,34 @@ class Loads:
     def pending(self) -> bool:
         return bool(self._open or self._overdue)
 
-    def join(self, seq: Sequence, digest: bytes) -> bool:
+    def join(self, request: Request, digest: bytes) -> bool:
         """Let a sequence wait for a page that is coming already; False: it is not."""
         if (load := self._coming.get(digest)) is None:
             return False
-        load.seqs.append(seq)
-        seq.status = Status.LOADING
+        load.seqs.append(request)
+        request.status = RequestStatus.LOADING
         return True
 
     def begin(
         self,
-        seq: Sequence,
+        request: Request,
         cached: list[int],
-        digests: list[SequenceOf[bytes]],
+        digests: list[Sequence[bytes]],
         tiers: list[str],
         generation: int,
         state: State | None = None,
     ) -> None:
         """Fetch the pages of these hashes, that come after `cached`, for a sequence. The pool must have room."""
-        self._pool.share(cached)
+        self._pool.ref(cached)
         pages = self._pool.allocate(len(digests))
         self._mover.claim(pages)
-        load = Load([seq], cached, pages, digests, tiers, clock.monotonic(), generation, state)
+        load = Load([request], cached, pages, digests, tiers, clock.monotonic(), generation, state)
         self._open.append(load)
         self._coming |= {pieces[-1]: load for pieces in digests}
-        seq.status = Status.LOADING
+        request.status = RequestStatus.LOADING
         self._threads.submit(self._fetch, load)
 
-    def take(self, now: float) -> tuple[list[Load], list[tuple[Load, list[Sequence]]]]:
+    def take(self, now: float) -> tuple[list[Load], list[tuple[Load, list[Request]]]]:
         """The loads that have ended since the last call, each of which the caller ends by `release`; and those that
         take too long, each with the sequences that wait for it no longer."""
         self._news.clear()
@@ -157,19 +156,19 @@ class Loads:
                 if self._coming.get(pieces[-1]) is load:
                     del self._coming[pieces[-1]]
         for seqs in [*(load.seqs for load in ended), *(seqs for _, seqs in late)]:
-            for seq in seqs:
-                seq.status = Status.WAITING
+            for request in seqs:
+                request.status = RequestStatus.WAITING
         return ended, late
 
     def release(self, load: Load) -> None:
         """Its pages are the cache's now."""
-        self._pool.release(load.cached + load.pages)
+        self._pool.unref(load.cached + load.pages)
 
-    def forget(self, seq: Sequence) -> None:
+    def forget(self, request: Request) -> None:
         """The sequence has ended; what it waited for still arrives."""
         for load in self._open:
-            if seq in load.seqs:
-                load.seqs.remove(seq)
+            if request in load.seqs:
+                load.seqs.remove(request)
 
     def wait(self) -> None:
         self._news.wait(_NAP)

@@ -3,17 +3,16 @@ back when a prefix is wanted again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from quire.engine import clock
-from quire.engine.core.batch import Fetched
-from quire.engine.core.blocks import BlockPool
+from quire.engine.core.block_pool import BlockPool
 from quire.engine.core.executor import PageMover
 from quire.engine.core.no_tiers import NoTiers
 from quire.engine.core.prefix_cache import PrefixCache
-from quire.engine.core.sequence import Sequence
+from quire.engine.core.request import Request
+from quire.engine.core.scheduler_output import LoadedBlocks
 from quire.engine.core.stats import TierStats
 from quire.engine.tiers.costs import Costs
 from quire.engine.tiers.loads import PATIENCE, Load, Loads, State
@@ -31,7 +30,7 @@ class Tiers(NoTiers):
 
     def __init__(
         self,
-        tiers: SequenceOf[Tier],
+        tiers: Sequence[Tier],
         mover: PageMover,
         costs: Costs,
         sizes: Mapping[str, Size] | None = None,
@@ -55,7 +54,7 @@ class Tiers(NoTiers):
         self._loaded: set[str] = set()
         """Requests that compute what is missing now: each begins one load between two times that it runs, for while it
         waits others may take the pages that came, again and again. So do those for which not all came."""
-        self._fetched: list[Fetched] = []
+        self._fetched: list[LoadedBlocks] = []
         self._counts = {tier.name: (0, 0.0) for tier in tiers}
         """By tier: pages fetched, and the seconds they took."""
 
@@ -74,23 +73,23 @@ class Tiers(NoTiers):
     def lost(self) -> int:
         return self._writer.lost
 
-    def keep(self, seq: Sequence) -> None:
-        self._loaded.discard(seq.request.id)
-        slots = {digest: slot for slot, digest in self._prefixes.snapshots.full_slots(seq)}
+    def keep(self, request: Request) -> None:
+        self._loaded.discard(request.engine_request.id)
+        slots = {digest: slot for slot, digest in self._prefixes.snapshots.full_slots(request)}
         found = list[tuple[int, bytes]]()
-        for page, digest in self._prefixes.full_pages(seq):  # a snapshot counts as used behind its page
+        for page, digest in self._prefixes.full_pages(request):  # a snapshot counts as used behind its page
             found += [(slots[digest], state_key(digest))] if digest in slots else []
             found.append((page, digest))
         self._writer.keep(found)
 
-    def load(self, seq: Sequence, cached: list[int]) -> bool:
-        if seq.request.id in self._loaded:
+    def load(self, request: Request, cached: list[int]) -> bool:
+        if request.engine_request.id in self._loaded:
             return False
-        pieces, held = self._prefixes.piece_digests(seq), cached
+        pieces, held = self._prefixes.block_hashes(request), cached
         if self._prefixes.snapshots.needed:  # the device may have pages behind the last one with a snapshot
-            held = self._pool.lookup([each[-1] for each in pieces])
+            held = self._pool.get_cached_prefix([each[-1] for each in pieces])
         wanted = pieces[len(held) :]
-        if wanted and self._loads.join(seq, wanted[0][-1]):
+        if wanted and self._loads.join(request, wanted[0][-1]):
             return True
         found = []
         for each in wanted:
@@ -104,11 +103,11 @@ class Tiers(NoTiers):
             return False
         end = len(cached) + count
         new = max(end - len(held), 0)
-        self._loads.begin(seq, held[:end], wanted[:new], found[:new], self._writer.generation, state)
-        self._loaded.add(seq.request.id)
+        self._loads.begin(request, held[:end], wanted[:new], found[:new], self._writer.generation, state)
+        self._loaded.add(request.engine_request.id)
         return True
 
-    def _with_state(self, digests: SequenceOf[bytes]) -> tuple[State | None, int]:
+    def _with_state(self, digests: Sequence[bytes]) -> tuple[State | None, int]:
         """Of pages with these hashes, behind how many of the first ones there is a snapshot where one is needed; and
         room for it, if it must come from a tier."""
         snapshots = self._prefixes.snapshots
@@ -120,28 +119,28 @@ class Tiers(NoTiers):
                 return (None, 0) if slot is None else (State(slot, digest), count)
         return None, 0
 
-    def arrived(self) -> SequenceOf[Sequence]:
+    def arrived(self) -> Sequence[Request]:
         if not self._loads.pending:
             return ()
-        now, found = clock.monotonic(), list[Sequence]()
+        now, found = clock.monotonic(), list[Request]()
         ended, late = self._loads.take(now)
         for load, seqs in late:
             if load.tiers:
                 self.costs.fetched(load.tiers[min(load.filled, len(load.tiers) - 1)], 1, now - load.began)
             self.load_seconds += len(seqs) * (now - load.began)
-            self._loaded |= {seq.request.id for seq in seqs}
+            self._loaded |= {engine_request.engine_request.id for engine_request in seqs}
             found += seqs
         for load in ended:
             self._learn(load)
             if load.generation == self._writer.generation:
                 for page, pieces in zip(load.pages[: load.filled], load.digests, strict=False):
                     for digest in pieces:
-                        self._pool.register(page, digest)
+                        self._pool.cache_block(page, digest)
             if load.state is not None:
                 whole = load.has_state and load.generation == self._writer.generation
                 self._prefixes.snapshots.came(*load.state, whole=whole)
             if load.filled < len(load.pages) or (load.state is not None and not load.has_state):
-                self._loaded |= {seq.request.id for seq in load.seqs}
+                self._loaded |= {request.engine_request.id for request in load.seqs}
             found += load.seqs
             self._loads.release(load)
         return found
@@ -153,18 +152,20 @@ class Tiers(NoTiers):
             before = self._counts[tier]
             self._counts[tier] = (before[0] + pages, before[1] + seconds)
             self.costs.fetched(tier, pages, seconds)
-            for seq in load.seqs:
-                self._fetched.append(Fetched(seq.request.id, tier, pages * size, load.began, load.ended))
+            for request in load.seqs:
+                self._fetched.append(
+                    LoadedBlocks(request.engine_request.id, tier, pages * size, load.began, load.ended)
+                )
         self.load_seconds += len(load.seqs) * (load.ended - load.began)
 
-    def forget(self, seq: Sequence) -> None:
-        self._loaded.discard(seq.request.id)
-        self._loads.forget(seq)
+    def forget(self, request: Request) -> None:
+        self._loaded.discard(request.engine_request.id)
+        self._loads.forget(request)
 
     def wait(self) -> None:
         self._loads.wait()
 
-    def take_fetched(self) -> list[Fetched]:
+    def take_fetched(self) -> list[LoadedBlocks]:
         fetched, self._fetched = self._fetched, []
         return fetched
 

@@ -6,8 +6,7 @@ needed. So what is taken then has mostly been copied; what has not is copied at 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from threading import Lock
 
@@ -26,7 +25,7 @@ _PATIENCE = 30.0
 class Writer:
     """`keep`, `secure` and `reset` are called by the engine's loop."""
 
-    def __init__(self, tiers: SequenceOf[Tier], mover: PageMover, threads: Threads = ThreadPoolExecutor) -> None:
+    def __init__(self, tiers: Sequence[Tier], mover: PageMover, threads: Threads = ThreadPoolExecutor) -> None:
         self._tiers = tiers
         self._mover = mover
         self._leaving: dict[int, bytes] = {}
@@ -48,7 +47,7 @@ class Writer:
         self.waits = 0
         """Pages that the loop had to copy itself."""
 
-    def keep(self, pages: SequenceOf[tuple[int, bytes]]) -> None:
+    def keep(self, pages: Sequence[tuple[int, bytes]]) -> None:
         """Copy these full pages to the tiers that lack them. The first ones of a prefix count as used last."""
         new = []
         for page, digest in reversed(pages):
@@ -59,7 +58,7 @@ class Writer:
         if new:
             self._thread.submit(self._copy, new, self.generation)
 
-    def secure(self, pages: SequenceOf[int]) -> None:
+    def secure(self, pages: Sequence[int]) -> None:
         """These pages are about to be overwritten: copy those now that were to be."""
         if not self._leaving:
             return
@@ -92,14 +91,14 @@ class Writer:
         self._thread.shutdown(wait=False)
         wait([last], _PATIENCE)
 
-    def promote(self, digest: bytes, copy: Page, tiers: SequenceOf[Tier], generation: int) -> None:
+    def promote(self, digest: bytes, copy: Page, tiers: Sequence[Tier], generation: int) -> None:
         """Put a page that came from a tier into those above it. Called by any thread."""
         with self._putting:
             if generation == self.generation:
                 for tier in tiers:
                     tier.put(digest, copy)
 
-    def _copy(self, pages: SequenceOf[int], generation: int) -> None:
+    def _copy(self, pages: Sequence[int], generation: int) -> None:
         """In the thread."""
         for page in pages:
             with self._copying:

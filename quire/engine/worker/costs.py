@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from quire.engine.checkpoint.kv_plan import KVPlan
 from quire.engine.config import EngineConfig
-from quire.engine.core.batch import Admission, Batch, Row
 from quire.engine.core.executor import Executor
+from quire.engine.core.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.engine.types import SamplingParams
 
 TOKENS = (1, 2, 4, 6, 8, 16, 32, 64)
@@ -33,9 +33,13 @@ def measure_costs(executor: Executor, plan: KVPlan, config: EngineConfig) -> lis
         rows, admissions = [], []
         for slot in range(-(-count // widest)):
             width = min(widest, count - slot * widest)
-            rows.append(Row(str(slot), slot, length - width, width, pages, sample=True, draft_ids=[0] * (width - 1)))
-            admissions.append(Admission(slot, [0] * length, length, params, seed=0))
-        executor.launch(Batch(rows, admissions)).result()
+            rows.append(
+                ScheduledRequest(
+                    str(slot), slot, length - width, width, pages, sample=True, draft_token_ids=[0] * (width - 1)
+                )
+            )
+            admissions.append(NewRequestData(slot, [0] * length, length, params, seed=0))
+        executor.launch(SchedulerOutput(rows, admissions)).result()
 
     return measured(step, [count for count in TOKENS if count <= widest * plan.sequences])
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.core.batch import Admission, CatchUp, Drafted, Row
+from quire.engine.core.scheduler_output import DrafterCatchUp, DraftToken, NewRequestData, ScheduledRequest
 from quire.engine.models.decoder import Decoder
 from quire.engine.types import SamplingParams
 from quire.engine.worker.compiling.steps import launch_every_kind
@@ -58,22 +58,24 @@ class DraftRunner:
         self.graphs = capture and DecodeGraphs(forms.decode, capture, slots, forms.width, model.dtype, pick=pick)
 
     @torch.inference_mode()
-    def begin(self, rows: Sequence[CatchUp]) -> list[Drafted]:
+    def begin(self, rows: Sequence[DrafterCatchUp]) -> list[DraftToken]:
         """Compute these tokens. Returns a guess after each row that wants one."""
         slots = self._slots
         for row in rows:
-            if (admission := row.admission) is not None:
+            if (admission := row.new_request) is not None:
                 assert isinstance(admission.params, SamplingParams)
                 slots.admit(Owner(admission, rules_of(admission.params, self._eos)))
         slots.put_pages([(row.slot, row.first_page, row.pages) for row in rows])
-        slots.put_drafts([Row("", row.slot, row.start, row.count, [], False, row.token_ids) for row in rows])
+        slots.put_drafts(
+            [ScheduledRequest("", row.slot, row.start, row.count, [], False, row.token_ids) for row in rows]
+        )
         every = np.array([(row.slot, row.start, row.count) for row in rows], dtype=np.int64).T
-        wants = np.array([row.wants_guess for row in rows])
+        wants = np.array([row.wants_draft for row in rows])
         self._going = _Going(every[0][wants], (every[1] + every[2])[wants])
         return _drafted(self._guess(every, np.cumsum(every[2])[wants] - 1))
 
     @torch.inference_mode()
-    def another(self, keep: Sequence[int]) -> list[Drafted]:
+    def another(self, keep: Sequence[int]) -> list[DraftToken]:
         """One guess more for these of the last call's, by their places there."""
         before = self._going
         self._going = _Going(before.slots[keep], before.known[keep] + 1)
@@ -140,10 +142,12 @@ class DraftRunner:
         length = min(CONTEXT, longest, size * num_blocks)
         params = SamplingParams(max_tokens=1)
         for slot in range(min(there, max(TOKENS))):
-            self._slots.admit(Owner(Admission(slot, [0] * length, length, params, seed=0), rules_of(params, self._eos)))
+            self._slots.admit(
+                Owner(NewRequestData(slot, [0] * length, length, params, seed=0), rules_of(params, self._eos))
+            )
             self._slots.put_pages([(slot, 0, range(-(-length // size)))])
 
-        def step(count: int) -> list[Drafted]:
+        def step(count: int) -> list[DraftToken]:
             self._going = _Going(np.arange(count) % there, np.full(count, length - 1))
             return self.another(range(count))
 
@@ -156,6 +160,6 @@ def _with_chances(picked: Tensor, logits: Tensor) -> Tensor:
     return torch.stack((picked.float(), chances.float().nan_to_num(0.0)))
 
 
-def _drafted(found: Download) -> list[Drafted]:
+def _drafted(found: Download) -> list[DraftToken]:
     tokens, chances = found.wait()[0].tolist()
-    return [Drafted(int(token), chance) for token, chance in zip(tokens, chances, strict=True)]
+    return [DraftToken(int(token), chance) for token, chance in zip(tokens, chances, strict=True)]

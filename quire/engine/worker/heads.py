@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.core.batch import Admission, Batch, DraftRow
+from quire.engine.core.scheduler_output import DraftRequest, NewRequestData, SchedulerOutput
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.heads.head import DraftHead
 from quire.engine.worker.compiling.steps import launch_head
@@ -46,7 +46,7 @@ class HiddenStates:
 class _Kept:
     """The states that a slot has."""
 
-    owner: Admission
+    owner: NewRequestData
     first: int
     """How many tokens there were at the first of the last step's picks."""
     count: int
@@ -90,7 +90,7 @@ class Heads:
     def reads_all(self) -> bool:
         return self._reads_all
 
-    def follow(self, batch: Batch, picks: Picks, found: HiddenStates, inputs: ForwardInputs | None) -> None:
+    def follow(self, batch: SchedulerOutput, picks: Picks, found: HiddenStates, inputs: ForwardInputs | None) -> None:
         """Take in what a step computed, once its picks are written to the slots."""
         slots = self._slots
         if found.behind is not None:
@@ -101,11 +101,11 @@ class Heads:
             states = self.observe(inputs.owners, inputs.metadata, found.every, found.tapped)[inputs.sampled]
         else:
             states = self.head.observe(picks.slots_there, found.before_picks, (), None, [])
-        firsts = np.array([row.start + row.count - len(row.draft_ids) for row in picks.rows], dtype=np.int64)
+        firsts = np.array([row.start + row.num_tokens - len(row.draft_token_ids) for row in picks.rows], dtype=np.int64)
         (places,) = upload([picks.positions - firsts], slots.device)
         self._states[picks.slots_there, places] = states
         for row, first in zip(picks.rows, firsts.tolist(), strict=True):
-            self._kept[row.slot] = _Kept(slots.owner(row.slot).admission, first, 1 + len(row.draft_ids))
+            self._kept[row.slot] = _Kept(slots.owner(row.slot).admission, first, 1 + len(row.draft_token_ids))
 
     def observe(self, owners: Tensor, metadata: AttentionMetadata, hidden: Tensor, tapped: Sequence[Tensor]) -> Tensor:
         """The states at all tokens of a step, which these slots own [T], and whose picks are written."""
@@ -114,7 +114,7 @@ class Heads:
         return self.head.observe(following, hidden, tapped, metadata, self._kv_cache)
 
     @torch.inference_mode()
-    def draft(self, rows: Sequence[DraftRow]) -> list[list[int]]:
+    def draft(self, rows: Sequence[DraftRequest]) -> list[list[int]]:
         """Guesses for each of the rows, as many as it asks for; none where its last step was too long ago."""
         found: list[list[int]] = [[] for _ in rows]
         able = [index for index, row in enumerate(rows) if row.count > 0 and self._place(row) is not None]
@@ -128,7 +128,7 @@ class Heads:
                 found[index].append(token)
         return found
 
-    def _place(self, row: DraftRow) -> int | None:
+    def _place(self, row: DraftRequest) -> int | None:
         """Where the slot keeps the state before the last known token; None: it has none."""
         kept, owner = self._kept.get(row.slot), self._slots.owners[row.slot]
         if kept is None or owner is None or owner.admission is not kept.owner:
@@ -136,7 +136,7 @@ class Heads:
         place = row.known - 1 - kept.first
         return place if 0 <= place < kept.count else None
 
-    def _guess(self, rows: list[DraftRow]) -> Download:
+    def _guess(self, rows: list[DraftRequest]) -> Download:
         """The guesses of one place after the other; those of later ones are for the first rows alone."""
         longest = max(len(row.blocks) for row in rows)
         arrays: list[np.ndarray] = [
@@ -160,7 +160,7 @@ class Heads:
                 states = self.head.advance(tokens.to(torch.int32), states, metadata, self._kv_cache)
         return Download(picked, self._downloads)
 
-    def _guess_by_graphs(self, rows: list[DraftRow]) -> Download:
+    def _guess_by_graphs(self, rows: list[DraftRequest]) -> Download:
         """The same; where all guesses are the largest logit, the picks too."""
         graphs, table, picked = self.graphs, self._slots.token_ids, list[Tensor]()
         assert graphs is not None
@@ -204,7 +204,7 @@ class Heads:
         self._states[:, -1][slots] = states
         return states
 
-    def _pick(self, states: Tensor, rows: list[DraftRow], guessed: int) -> Tensor:
+    def _pick(self, states: Tensor, rows: list[DraftRequest], guessed: int) -> Tensor:
         """A token after each of the states, by the request's own rules; its grammar is left out, as it would have to
         follow guesses that may be wrong."""
         sampling = [self._slots.sampling(row.slot, row.known + guessed) for row in rows]

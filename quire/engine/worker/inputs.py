@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.core.batch import Admission, Batch, Row
+from quire.engine.core.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.engine.worker.sampling.sampling_rules import Rules, SamplingRow
 from quire.kernels.attention.own import Own, whole
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext, Pages
@@ -23,7 +23,7 @@ from quire.kernels.recurrent.recurrence import Guesses, Sequences
 class Owner:
     """The request that a slot belongs to, and what its parameters mean."""
 
-    admission: Admission
+    admission: NewRequestData
     rules: Rules
 
 
@@ -42,7 +42,7 @@ class Picks:
     """The R picks that a step makes: in which slots, and at which positions. A row with drafts makes several, which
     stand side by side in the order of their positions."""
 
-    rows: list[Row]
+    rows: list[ScheduledRequest]
     """The row of each pick."""
     slots: np.ndarray  # [R] int64
     positions: np.ndarray  # [R] int64, also the number of tokens so far
@@ -135,12 +135,12 @@ class Slots:
         admission = (owner := self.owner(slot)).admission
         return SamplingRow(owner.rules, admission.seed, position, admission.num_prompt, self.token_ids, slot)
 
-    def take_pages(self, rows: list[Row]) -> None:
+    def take_pages(self, rows: list[ScheduledRequest]) -> None:
         """Put a batch's new pages into the page tables."""
-        grown = [row for row in rows if row.new_blocks]
-        self.put_pages([(row.slot, self.num_blocks[row.slot], row.new_blocks) for row in grown])
+        grown = [row for row in rows if row.new_block_ids]
+        self.put_pages([(row.slot, self.num_blocks[row.slot], row.new_block_ids) for row in grown])
         for row in grown:
-            self.num_blocks[row.slot] += len(row.new_blocks)
+            self.num_blocks[row.slot] += len(row.new_block_ids)
 
     def put_pages(self, given: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """Slots, each once, and their pages from a page of each on; those beyond the longest context are left out."""
@@ -156,15 +156,15 @@ class Slots:
             there = upload([at % self.groups, slots, at // self.groups, new], self.device)
             self._tables[there[0], there[1], there[2]] = there[3]
 
-    def put_drafts(self, rows: list[Row]) -> None:
+    def put_drafts(self, rows: list[ScheduledRequest]) -> None:
         """Write the rows' drafts to their slots' tokens."""
-        drafted = [row for row in rows if row.draft_ids]
+        drafted = [row for row in rows if row.draft_token_ids]
         if not drafted:
             return
-        slots = np.array([row.slot for row in drafted for _ in row.draft_ids], dtype=np.int64)
-        ends = [(row.start + row.count, len(row.draft_ids)) for row in drafted]
+        slots = np.array([row.slot for row in drafted for _ in row.draft_token_ids], dtype=np.int64)
+        ends = [(row.start + row.num_tokens, len(row.draft_token_ids)) for row in drafted]
         positions = np.concatenate([np.arange(end - count, end) for end, count in ends])
-        ids = np.array([token for row in drafted for token in row.draft_ids], dtype=np.int32)
+        ids = np.array([token for row in drafted for token in row.draft_token_ids], dtype=np.int32)
         there = upload([slots, positions, ids], self.device)
         self.token_ids[there[0], there[1]] = there[2]
 
@@ -173,7 +173,7 @@ class Slots:
         """Whether matrices may have to take in guesses later."""
         return self._keeps_guesses and self._has_matrices
 
-    def see(self, rows: list[Row]) -> bool:
+    def see(self, rows: list[ScheduledRequest]) -> bool:
         """Note, if a graph is to compute these rows, what matrices will have seen. False where it cannot: nobody has
         said yet what those of a new owner have."""
         if not self.keeps_guesses:
@@ -181,7 +181,7 @@ class Slots:
         if any(self._seen[row.slot] < 0 for row in rows):
             return False
         for row in rows:
-            self._seen[row.slot] = row.start + row.count - len(row.draft_ids)
+            self._seen[row.slot] = row.start + row.num_tokens - len(row.draft_token_ids)
         return True
 
     def is_seen(self, slots: np.ndarray) -> np.ndarray:
@@ -194,14 +194,14 @@ class Slots:
         self._seen[slots] = known
         return np.where(seen < 0, starts, seen)
 
-    def picks(self, batch: Batch) -> Picks:
+    def picks(self, batch: SchedulerOutput) -> Picks:
         """The picks of the batch's rows that sample."""
-        rows = [row for row in batch.rows if row.sample]
-        positions = by_pick(rows, np.array([row.start + row.count for row in rows], dtype=np.int64))
+        rows = [row for row in batch.scheduled_requests if row.sample]
+        positions = by_pick(rows, np.array([row.start + row.num_tokens for row in rows], dtype=np.int64))
         if len(positions) > len(rows):
-            fits = not any(self.states) or max(len(row.draft_ids) for row in rows) <= self._most_drafts
+            fits = not any(self.states) or max(len(row.draft_token_ids) for row in rows) <= self._most_drafts
             assert fits, "wrong drafts would overwrite columns that are needed"
-            rows = [row for row in rows for _ in (None, *row.draft_ids)]
+            rows = [row for row in rows for _ in (None, *row.draft_token_ids)]
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         there = upload([slots, positions], self.device)
         return Picks(rows, slots, positions, there[0], there[1], self.context(slots))
@@ -275,16 +275,16 @@ class Slots:
         self._seen_there[torch.where(begins, slots, self.scratch_slot)] = known
         return Sequences(starts.to(torch.int32), ends, Guesses(seen, torch.where(begins, known, ends)))
 
-    def build(self, batch: Batch) -> ForwardInputs:
+    def build(self, batch: SchedulerOutput) -> ForwardInputs:
         """A batch's tensors; call `take_pages` first."""
-        rows = batch.rows
+        rows = batch.scheduled_requests
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         starts = np.array([row.start for row in rows], dtype=np.int64)
-        counts = np.array([row.count for row in rows], dtype=np.int64)
+        counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
         ends, sampling = counts.cumsum(), [row for row in rows if row.sample]
         if len(sampling) < len(rows):
             ends = ends[np.array([row.sample for row in rows])]
-        drafts = np.array([len(row.draft_ids) for row in rows], dtype=np.int64) if self._keeps_guesses else None
+        drafts = np.array([len(row.draft_token_ids) for row in rows], dtype=np.int64) if self._keeps_guesses else None
         picked, context = by_pick(sampling, ends) - 1, self.context(slots.repeat(counts))
         found = self.inputs(slots, starts, counts, picked, context, drafts)
         if self._seen_there is not None:
@@ -391,10 +391,10 @@ def _starting(*ends: np.ndarray) -> np.ndarray:
     return starting
 
 
-def by_pick(rows: list[Row], ends: np.ndarray) -> np.ndarray:
+def by_pick(rows: list[ScheduledRequest], ends: np.ndarray) -> np.ndarray:
     """A number for each pick of `rows`, which all sample. A row's last pick has its number of `ends` [rows]; the picks
     before it, one per draft, have the numbers just below."""
-    if not any(row.draft_ids for row in rows):
+    if not any(row.draft_token_ids for row in rows):
         return ends
-    widths = np.array([1 + len(row.draft_ids) for row in rows])
+    widths = np.array([1 + len(row.draft_token_ids) for row in rows])
     return np.repeat(ends - np.cumsum(widths), widths) + np.arange(1, widths.sum() + 1)

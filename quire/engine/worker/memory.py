@@ -28,7 +28,7 @@ from quire.engine.checkpoint.kv_plan import (
 )
 from quire.engine.checkpoint.page_groups import most_drafts
 from quire.engine.config import EngineConfig
-from quire.engine.core.batch import PageCopy, SlotCopy
+from quire.engine.core.scheduler_output import BlockCopy, SlotCopy
 from quire.engine.errors import ConfigError, QuireError
 from quire.engine.images.config import KEPT_BYTES
 from quire.engine.layers.part import PageTensor
@@ -245,7 +245,7 @@ def layers_of(model: Paged, pages: Sequence[Tensor], states: Sequence[Pages] = (
 
 def allocate_states(model: Decoder, slots: int, drafts: int) -> list[Pages]:
     """By place, what the layers keep of sequences beside pages, in so many slots;
-    `drafts`: see Part.slots. What is in a slot is not read before its owner has written it."""
+    `drafts`: see Sublayer.slots. What is in a slot is not read before its owner has written it."""
     make = torch.empty if model.device.type == "cpu" else torch.zeros
     layers = model.slots(slots, drafts)
     return [tuple(make(each.shape, dtype=each.dtype, device=model.device) for each in layer) for layer in layers]
@@ -261,7 +261,7 @@ def copy_slot(states: Sequence[Pages], copy: SlotCopy) -> None:
         each[copy.target] = each[copy.source]
 
 
-def copy_page(pages: Sequence[Tensor], copy: PageCopy, own: range) -> None:
+def copy_page(pages: Sequence[Tensor], copy: BlockCopy, own: range) -> None:
     """Only for large pages, of whose tokens these are `own`: they lie token by token, or piece by piece, in every
     layout."""
     count = len(own[: max(copy.tokens - own.start, 0)])

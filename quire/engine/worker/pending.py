@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from quire.engine.checkpoint.pooling import Pooling
-from quire.engine.core.batch import Failure, Row, StepOutput
+from quire.engine.core.scheduler_output import Failure, ModelRunnerOutput, ScheduledRequest
 from quire.engine.layers.pooling import PooledRow, finished_rows
 from quire.engine.types import TokenLogprob
 from quire.engine.worker.inputs import Owner
@@ -47,7 +47,7 @@ class PendingStep:
     found for these picks (`asked` has their indices); then the same for each of `chunks`; then, if there are rows
     `pooled`, the vectors of those that end."""
 
-    picks: list[tuple[Row, Owner]]
+    picks: list[tuple[ScheduledRequest, Owner]]
     asked: list[int]
     chunks: list[PromptChunk]
     pooled: list[PooledRow]
@@ -57,7 +57,7 @@ class PendingStep:
     captured: bool = False
     """Whether a CUDA graph computes it."""
 
-    def result(self) -> StepOutput:
+    def result(self) -> ModelRunnerOutput:
         """Wait for the device, and advance the grammars by what was picked. Call it once."""
         tensors = iter(self.download.wait())
         picked = next(tensors).tolist()
@@ -76,7 +76,7 @@ class PendingStep:
         vectors = {}
         if self.pooling is not None and self.pooled:
             vectors = finished_rows(self.pooled, next(tensors), self.pooling)
-        return StepOutput(token_ids, logprobs, prompt_logprobs, errors, vectors, self.captured)
+        return ModelRunnerOutput(token_ids, logprobs, prompt_logprobs, errors, vectors, self.captured)
 
     def _accept(
         self, picked: list[int], found: dict[int, TokenLogprob]
@@ -86,8 +86,8 @@ class PendingStep:
         first = 0
         while first < len(picked):
             row, owner = self.picks[first]
-            width = 1 + len(row.draft_ids)
-            tokens = token_ids[row.request_id] = accepted(row.draft_ids, picked[first : first + width])
+            width = 1 + len(row.draft_token_ids)
+            tokens = token_ids[row.request_id] = accepted(row.draft_token_ids, picked[first : first + width])
             if tokens[-1] in _FAILURES:
                 token_ids[row.request_id], errors[row.request_id] = tokens[:-1], _FAILURES[tokens[-1]]
                 first += width

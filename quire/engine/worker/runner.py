@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.core.batch import Admission, Batch, Row
-from quire.engine.core.executor import PageMover, Pending
+from quire.engine.core.executor import PageMover, PendingOutput
+from quire.engine.core.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.engine.layers.pooling import PooledRow, Pooler
 from quire.engine.models.decoder import Decoder, Features, had_numbers
 from quire.engine.types import PoolingParams, SamplingParams
@@ -55,7 +55,7 @@ class Begun:
     """A batch whose tensors are made; the `inputs` are None where a graph makes them, one of steps with prompts as it
     was `planned`, or where it has no rows: then it was read of images alone."""
 
-    batch: Batch
+    batch: SchedulerOutput
     picks: Picks
     inputs: ForwardInputs | None
     features: Features | None = None
@@ -63,7 +63,7 @@ class Begun:
     planned: Planned | None = None
 
 
-class Runner:
+class ModelRunner:
     def __init__(
         self,
         model: Decoder,
@@ -126,7 +126,7 @@ class Runner:
         return self._heads is not None and self._heads.reads_all
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> Pending:
+    def launch(self, batch: SchedulerOutput) -> PendingOutput:
         """Start to compute the batch's tokens, and to pick tokens after those of each row that samples.
 
         On a GPU this only queues work, in the order of the calls: a step reads what earlier ones picked and stored,
@@ -134,37 +134,44 @@ class Runner:
         """
         return self._finish(self._begin(batch))
 
-    def _begin(self, batch: Batch) -> Begun:
+    def _begin(self, batch: SchedulerOutput) -> Begun:
         """Take in what a batch says, and make its tensors."""
         self._take_in(batch)
         if self._features is not None:
             self._features.look(batch, self._admission)
-        batch = batch.computed
+        batch = batch.with_tokens
         picks = self._slots.picks(batch)
-        if not batch.rows:
+        if not batch.scheduled_requests:
             return Begun(batch, picks, None)
         images = self._features
-        shown = images is not None and images.places.reach(batch.rows, self._admission)
-        captured = self.graphs is not None and not shown and self.graphs.fit(batch) and self._slots.see(batch.rows)
+        shown = images is not None and images.places.reach(batch.scheduled_requests, self._admission)
+        captured = (
+            self.graphs is not None
+            and not shown
+            and self.graphs.fit(batch)
+            and self._slots.see(batch.scheduled_requests)
+        )
         planned = None
         if self.prompt_graphs is not None and not (shown or captured):
             planned = self.prompt_graphs.plan(batch)
         inputs = None if captured or planned is not None else self._slots.build(batch)
         if images is None or inputs is None or not shown:
             return Begun(batch, picks, inputs, planned=planned)
-        placed = images.places.put(inputs.metadata, batch.rows, self._admission)
-        return Begun(batch, picks, replace(inputs, metadata=placed), images.of(batch.rows, self._admission))
+        placed = images.places.put(inputs.metadata, batch.scheduled_requests, self._admission)
+        return Begun(
+            batch, picks, replace(inputs, metadata=placed), images.of(batch.scheduled_requests, self._admission)
+        )
 
-    def _take_in(self, batch: Batch) -> None:
+    def _take_in(self, batch: SchedulerOutput) -> None:
         self._admit(batch)
-        self._slots.put_drafts(batch.rows)
-        self._slots.take_pages(batch.rows)
+        self._slots.put_drafts(batch.scheduled_requests)
+        self._slots.take_pages(batch.scheduled_requests)
         if self._headroom is not None:
-            self._headroom.use(page for row in batch.rows for page in row.new_blocks)
+            self._headroom.use(page for row in batch.scheduled_requests for page in row.new_block_ids)
 
-    def _copy(self, batch: Batch) -> None:
+    def _copy(self, batch: SchedulerOutput) -> None:
         """Make the copies that a batch asks for, which read what the steps before it have computed."""
-        for copy in batch.copies:
+        for copy in batch.block_copies:
             copy_page(self._pages, copy, self._slots.own.of_page)
             if self._heads is not None:
                 copy_page(self._heads.pages, copy, self._slots.own.of_page)
@@ -175,18 +182,18 @@ class Runner:
         """Compute a batch that was begun, in the order of the calls, before any of its slots has another owner."""
         batch, picks, inputs = begun.batch, begun.picks, begun.inputs
         self._copy(batch)
-        if not batch.rows:
+        if not batch.scheduled_requests:
             nothing = Download([torch.empty(0, dtype=torch.int64)], None)  # it is on the host
             return PendingStep([], [], [], [], None, nothing, self._grammars)
         chunks: list[PromptChunk] = []
         found: list[Tensor] = []
-        pooled = [] if self._pooler is None else self._pooled(batch.rows)
-        whole = bool(pooled) or any(self._wants_prompt_logprobs(row) for row in batch.rows)
+        pooled = [] if self._pooler is None else self._pooled(batch.scheduled_requests)
+        whole = bool(pooled) or any(self._wants_prompt_logprobs(row) for row in batch.scheduled_requests)
         owners = [self._owner(row) for row in picks.rows]
         largest = not is_other(self._slots.device) and all(owner.rules.largest for owner in owners)
         hidden = self._compute(begun, whole=whole, largest=largest)
         if whole and hidden.every is not None:
-            chunks, found = self._prompt_logprobs(batch.rows, hidden.every)
+            chunks, found = self._prompt_logprobs(batch.scheduled_requests, hidden.every)
             if self._pooler is not None and pooled:
                 found.append(self._pooler.take(pooled, hidden.every))
         asked = [index for index, owner in enumerate(owners) if owner.rules.logprobs is not None]
@@ -259,11 +266,11 @@ class Runner:
     def load_grammars(self) -> None:
         self._grammars.prepare()
 
-    def _admit(self, batch: Batch) -> None:
+    def _admit(self, batch: SchedulerOutput) -> None:
         """Give slots to their new owners. The row of a request for a vector never samples, so it has no rules."""
-        for slot in batch.left:
+        for slot in batch.freed_slots:
             self._grammars.leave(slot)
-        for admission in batch.admissions:
+        for admission in batch.new_requests:
             params = admission.params
             rules = rules_of(SamplingParams() if isinstance(params, PoolingParams) else params, self._eos)
             self._slots.admit(Owner(admission, rules))
@@ -271,14 +278,14 @@ class Runner:
                 self._slots.turn_behind(admission.slot, self._features.places.behind(admission))
             self._grammars.admit(admission)
 
-    def _pooled(self, rows: list[Row]) -> list[PooledRow]:
+    def _pooled(self, rows: list[ScheduledRequest]) -> list[PooledRow]:
         """The rows of requests for vectors."""
         found, begin = [], 0
         for row in rows:
             admission = self._owner(row).admission
             if isinstance(admission.params, PoolingParams):
                 found.append(PooledRow(row, begin, admission.num_prompt, admission.params))
-            begin += row.count
+            begin += row.num_tokens
         return found
 
     def _compute(self, begun: Begun, *, whole: bool, largest: bool) -> HiddenStates:
@@ -358,7 +365,7 @@ class Runner:
         most = max(0 if each.listed is not None else each.logprobs or 0 for each in rules)
         return [told, *logprob_tensors(unmodified, picked[reported], most, listed_tokens(rules, logits.device))]
 
-    def _prompt_logprobs(self, rows: list[Row], hidden: Tensor) -> tuple[list[PromptChunk], list[Tensor]]:
+    def _prompt_logprobs(self, rows: list[ScheduledRequest], hidden: Tensor) -> tuple[list[PromptChunk], list[Tensor]]:
         """For each row that wants prompt log probabilities: the prompt tokens that follow its tokens, and what
         logprob_tensors finds for these."""
         chunks: list[PromptChunk] = []
@@ -367,7 +374,7 @@ class Runner:
         for row in rows:
             if self._wants_prompt_logprobs(row):
                 owner = self._owner(row)
-                last = min(row.start + row.count + 1, owner.admission.num_prompt)
+                last = min(row.start + row.num_tokens + 1, owner.admission.num_prompt)
                 following = owner.admission.token_ids[row.start + 1 : last]
                 top = owner.rules.params.prompt_logprobs or 0
                 for first in range(0, len(following), _LOGIT_ROWS):
@@ -379,15 +386,15 @@ class Runner:
                     (tokens,) = upload([np.array(part, dtype=np.int64)], logits.device)
                     chunks.append(PromptChunk(row.request_id, part, top))
                     tensors += logprob_tensors(logits, tokens, top)
-            begin += row.count
+            begin += row.num_tokens
         return chunks, tensors
 
-    def _owner(self, row: Row) -> Owner:
+    def _owner(self, row: ScheduledRequest) -> Owner:
         return self._slots.owner(row.slot)
 
-    def _admission(self, row: Row) -> Admission:
+    def _admission(self, row: ScheduledRequest) -> NewRequestData:
         return self._owner(row).admission
 
-    def _wants_prompt_logprobs(self, row: Row) -> bool:
+    def _wants_prompt_logprobs(self, row: ScheduledRequest) -> bool:
         owner = self._owner(row)
         return owner.rules.params.prompt_logprobs is not None and row.start < owner.admission.num_prompt - 1

@@ -17,7 +17,7 @@ from quire.engine.checkpoint.page_groups import PageGroups, keeps_all
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import EngineConfig
-from quire.engine.core.executor import AdapterLoader, Everywhere, Executor
+from quire.engine.core.executor import AdapterLoader, CollectiveRPC, Executor
 from quire.engine.errors import refuse
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.spec import DecoderSpec
@@ -87,7 +87,7 @@ class Worker:
     """The model or the heads that guess tokens, if some do."""
     adapters: AdapterLoader | None = None
     """What loads adapters, where they are served."""
-    everywhere: Everywhere | None = None
+    everywhere: CollectiveRPC | None = None
     """Calls something on every rank; None: what computes takes no calls."""
     offloaded: Callable[[], OffloadCounts] | None = None
     """What was read of weights that lie elsewhere; None: none do."""

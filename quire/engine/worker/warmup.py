@@ -11,7 +11,7 @@ import torch
 from quire.engine.core.executor import Executor
 from quire.engine.errors import QuireError
 from quire.engine.worker.loading.drafts.started import Drafting
-from quire.engine.worker.runner import Runner
+from quire.engine.worker.runner import ModelRunner
 from quire.kernels.gpu.faults import fault
 
 
@@ -27,7 +27,7 @@ def warm_up(
     guesses last, until all are there or the time is over; what is left is done in idle moments. No capture is cut
     short. Returns notes on it; none where there are no graphs.
     """
-    if not isinstance(runner, Runner) or runner.graphs is None:
+    if not isinstance(runner, ModelRunner) or runner.graphs is None:
         return []
     on_gpu = seconds > 0 and runner.model.device.type == "cuda"
     notes = compile_ahead(runner, step_tokens, drafting, clock) if on_gpu else []
@@ -54,7 +54,9 @@ def warm_up(
     return notes + ([] if guesses is None else guesses.captured.notes("guesses of {} rows"))
 
 
-def compile_ahead(runner: Runner, step_tokens: int, drafting: Drafting | None, clock: Callable[[], float]) -> list[str]:
+def compile_ahead(
+    runner: ModelRunner, step_tokens: int, drafting: Drafting | None, clock: Callable[[], float]
+) -> list[str]:
     """Notes on the kernels that were compiled, if some were missing. What fails here may work, or be explained, when a
     step needs it."""
     if find_spec("triton") is None:

@@ -22,7 +22,7 @@ from quire.engine.errors import ConfigError, EngineError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.link import Link
 from quire.engine.link.supervisor import ProcessLink
-from quire.engine.types import EngineInfo, Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, EngineInfo, SamplingParams
 from quire.server.cli.flags import command
 from quire.server.cli.models.pull import pull_missing
 from quire.server.cli.settings import add_flags, parse
@@ -120,7 +120,7 @@ class Verification:
         self._config = config
         self._count = count
         self._make_link = make_link
-        self._requests: list[Request] = []
+        self._requests: list[EngineCoreRequest] = []
         self._alone: Tokens = {}
 
     async def run(self) -> tuple[EngineInfo, list[Check]]:
@@ -178,7 +178,7 @@ class Verification:
         return Check(name, what, len(tokens), total, differing, exercised)
 
 
-def mixed_requests(count: int, vocab_size: int, block_size: int, longest: int) -> list[Request]:
+def mixed_requests(count: int, vocab_size: int, block_size: int, longest: int) -> list[EngineCoreRequest]:
     """Requests of many kinds: greedy and sampled, short and long, with common prefixes, ending near a page's end."""
     draw = random.Random(5)
     common = [draw.randrange(vocab_size) for _ in range(max(MAX_PROMPT, 2 * block_size))]
@@ -188,11 +188,11 @@ def mixed_requests(count: int, vocab_size: int, block_size: int, longest: int) -
         shared = common[: (0, 37, block_size - 8, block_size + 5)[index % 4]]
         prompt = (shared + own)[: longest - MAX_OUTPUT]
         params = SamplingParams(max_tokens=MAX_OUTPUT - index % 13, ignore_eos=True, **SAMPLING[index % len(SAMPLING)])
-        made.append(Request(id=str(index), prompt_ids=prompt, params=params, seed=1000 + index))
+        made.append(EngineCoreRequest(id=str(index), prompt_ids=prompt, params=params, seed=1000 + index))
     return made
 
 
-async def generate(client: EngineClient, requests: Sequence[Request], *, kill: bool = False) -> Tokens:
+async def generate(client: EngineClient, requests: Sequence[EngineCoreRequest], *, kill: bool = False) -> Tokens:
     """Submit all requests at once and return their tokens. Raises EngineError when one fails.
 
     kill: end the engine process, once, while it computes them.

@@ -15,7 +15,7 @@ from quire.engine.link.client import EngineClient
 from quire.engine.link.output_stream import OutputStream
 from quire.engine.text.beams import Beam, Search
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import FinishReason, RequestOutput, SamplingParams
+from quire.engine.types import EngineCoreOutput, FinishReason, SamplingParams
 from quire.server.generation.choice import Choice, ChoiceDelta
 from quire.server.generation.generation import Generation
 from quire.server.generation.loop_turns import LoopTurns
@@ -104,12 +104,12 @@ class BeamSearch(Generation):
                     break
         return [*search.best, *[Beam()] * width][:width]
 
-    async def _step(self, index: int, step: int, prompt: Prompt, beams: Sequence[Beam]) -> list[RequestOutput]:
+    async def _step(self, index: int, step: int, prompt: Prompt, beams: Sequence[Beam]) -> list[EngineCoreOutput]:
         """One more token of every beam. Gives fewer outputs than beams when closed or cancelled meanwhile."""
         spec = self._spec
         top = max(2 * spec.params.n, spec.params.logprobs or 0)
         params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=top, ignore_eos=True)
-        outputs: dict[str, RequestOutput] = {}
+        outputs: dict[str, EngineCoreOutput] = {}
         async with self._turns:
             if self._call.cancelled or self._cut_short:
                 return []
@@ -142,7 +142,7 @@ class BeamSearch(Generation):
         unfinished: FinishReason = "abort" if choice.index // self._spec.params.n in self._cancelled else "length"
         reason = "stop" if beam.ended else unfinished
         last = beam.ids[-1] if beam.ids else None
-        output = RequestOutput(
+        output = EngineCoreOutput(
             id="",
             new_ids=list(beam.ids),
             logprobs=None if self._spec.params.logprobs is None else list(beam.logprobs),

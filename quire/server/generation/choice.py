@@ -9,7 +9,7 @@ import msgspec
 
 from quire.engine.text.detokenizer import TextStream
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import FinishReason, PrefixReport, RequestOutput, TokenLogprob
+from quire.engine.types import EngineCoreOutput, FinishReason, PrefixReport, TokenLogprob
 from quire.server.formats.message import MessageDelta, MessageParser
 from quire.server.formats.tools.sink import CallDelta
 from quire.server.generation.message_stream import MessageStream
@@ -92,7 +92,7 @@ class Choice:
         self._prompt_logprobs: Sequence[TokenLogprob | None] | None = None
         self._prompt_top = spec.prompt_logprobs
 
-    def push(self, output: RequestOutput) -> ChoiceDelta | None:
+    def push(self, output: EngineCoreOutput) -> ChoiceDelta | None:
         """The delta of one output; None when it shows nothing yet."""
         if self._echo_only:
             ended: FinishReason | None = None if output.finish_reason is None else "length"
@@ -181,7 +181,7 @@ class RepetitionDetector:
         self._min_tokens = min_tokens
         self._ids: list[int] = []
 
-    def cut(self, output: RequestOutput) -> tuple[RequestOutput, bool]:
+    def cut(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
         """The output up to the token that completes a repetition, and whether there is one.
 
         A token that ends the answer anyway is not looked at: it ends the answer for its own reason.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from quire.engine.text.detokenizer import StopStrings, TextDelta, TextStream
-from quire.engine.types import RequestOutput, SamplingParams
+from quire.engine.types import EngineCoreOutput, SamplingParams
 from quire.server.formats.message import MessageDelta, MessageParser
 from quire.server.formats.tools.sink import CallDelta
 
@@ -46,7 +46,7 @@ class MessageStream:
         """As MessageParser.finish_reason."""
         return reason if self._cut else self._parser.finish_reason(reason)
 
-    def push_output(self, output: RequestOutput) -> tuple[TextDelta, MessageDelta]:
+    def push_output(self, output: EngineCoreOutput) -> tuple[TextDelta, MessageDelta]:
         """The delta of an output: its tokens (with no text), and what they add to the message."""
         if self._stops is None:
             delta = self._text.push_output(output)
@@ -65,7 +65,7 @@ class MessageStream:
                 break
         return TextDelta("", tuple(offsets), used, stop), message
 
-    def _push(self, delta: TextDelta, stops: StopStrings, output: RequestOutput) -> tuple[MessageDelta, str | None]:
+    def _push(self, delta: TextDelta, stops: StopStrings, output: EngineCoreOutput) -> tuple[MessageDelta, str | None]:
         """What one token adds to the message, and the stop string that it completes."""
         tokens, final = len(output.new_ids), output.finish_reason is not None
         searched = self._unsearched_tokens <= 0 or not tokens
@@ -99,17 +99,17 @@ class MessageStream:
         return ready
 
 
-def _single_tokens(output: RequestOutput) -> list[RequestOutput]:
+def _single_tokens(output: EngineCoreOutput) -> list[EngineCoreOutput]:
     """An output as one for each token; its end comes with the last. What is told of tokens otherwise is left out."""
     if len(output.new_ids) < 2:
         return [output]
     *first, last = output.new_ids
-    singles = [RequestOutput(output.id, [token]) for token in first]
-    end = RequestOutput(output.id, [last], finish_reason=output.finish_reason, stop_reason=output.stop_reason)
+    singles = [EngineCoreOutput(output.id, [token]) for token in first]
+    end = EngineCoreOutput(output.id, [last], finish_reason=output.finish_reason, stop_reason=output.stop_reason)
     return [*singles, end]
 
 
-def _is_complete(output: RequestOutput) -> bool:
+def _is_complete(output: EngineCoreOutput) -> bool:
     """Whether the model ended the answer by itself."""
     return output.finish_reason == "stop" and output.stop_reason is None
 

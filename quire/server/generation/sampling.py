@@ -15,7 +15,7 @@ from quire.engine.link.client import EngineClient
 from quire.engine.link.output_stream import add_tokens
 from quire.engine.receipts.receipt import ChoiceReceipt, first_tokens
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import RequestOutput
+from quire.engine.types import EngineCoreOutput
 from quire.server.generation.choice import Choice, ChoiceDelta
 from quire.server.generation.deadlines import Deadlines
 from quire.server.generation.generation import Generation, Journal, Sink
@@ -106,10 +106,10 @@ class Sampling(Generation):
         """The deltas of tokens that a choice had before, and of the end that it had come to."""
         choice = self._by_id[request_id]
         cached = self.progress.cached[choice.index]
-        outputs = [RequestOutput(request_id, [id], cached_tokens=cached) for id in known]
+        outputs = [EngineCoreOutput(request_id, [id], cached_tokens=cached) for id in known]
         if end is not None:
             with_token = bool(known) and end.with_token
-            last = outputs.pop() if with_token else RequestOutput(request_id, [], cached_tokens=cached)
+            last = outputs.pop() if with_token else EngineCoreOutput(request_id, [], cached_tokens=cached)
             outputs.append(msgspec.structs.replace(last, finish_reason=end.reason, stop_reason=end.stop_reason))
         for output in outputs:
             if not choice.finished and (delta := self._taken(choice, output)) is not None:
@@ -120,7 +120,7 @@ class Sampling(Generation):
         if self._spec.params.prompt_logprobs is None:
             self._stream.shortcut = partial(self._pass_on, sink)
 
-    def _pass_on(self, sink: Sink, outputs: list[RequestOutput]) -> bool:
+    def _pass_on(self, sink: Sink, outputs: list[EngineCoreOutput]) -> bool:
         """Give the sink what these outputs make, if it can take it."""
         if not sink.ready():
             return False
@@ -128,7 +128,7 @@ class Sampling(Generation):
             sink.take(step)
         return True
 
-    def _pushed(self, outputs: list[RequestOutput]) -> Iterator[list[ChoiceDelta]]:
+    def _pushed(self, outputs: list[EngineCoreOutput]) -> Iterator[list[ChoiceDelta]]:
         """The steps that outputs make: one, but of a resumable spec one for each token."""
         now = clock.monotonic()
         if self._spec.resumable and not (self._as_it_comes and len(outputs) == 1 == len(outputs[0].new_ids)):
@@ -145,7 +145,7 @@ class Sampling(Generation):
         if step:
             yield step
 
-    async def _pushed_in_turn(self, outputs: list[RequestOutput]) -> AsyncIterator[ChoiceDelta]:
+    async def _pushed_in_turn(self, outputs: list[EngineCoreOutput]) -> AsyncIterator[ChoiceDelta]:
         """The deltas of outputs that may hold the log probabilities of a whole prompt."""
         now = clock.monotonic()
         for whole in outputs:
@@ -155,7 +155,7 @@ class Sampling(Generation):
                 if delta is not None:
                     yield delta
 
-    def _singles(self, output: RequestOutput) -> Sequence[RequestOutput]:
+    def _singles(self, output: EngineCoreOutput) -> Sequence[EngineCoreOutput]:
         """An output as one for each of its tokens. What is said of its end comes with the last. One that is made again
         says what was cached when it was made first."""
         cached = self._cached(output)
@@ -163,7 +163,7 @@ class Sampling(Generation):
             output = msgspec.structs.replace(output, cached_tokens=cached)
         return (output,) if len(output.new_ids) < 2 else _apart(output)
 
-    def _cached(self, output: RequestOutput) -> int:
+    def _cached(self, output: EngineCoreOutput) -> int:
         """How many tokens of the prompt of an output's choice were cached when it was made first. This is noted of the
         first output."""
         told, index = self.progress.cached, self._by_id[output.id].index
@@ -180,7 +180,7 @@ class Sampling(Generation):
                 journal.add(number, choice.index, count, ids[count:], end)
             self._keep(id, number + choice.index, journal.add_step)
 
-    def _note_end(self, output: RequestOutput, with_tokens: bool) -> None:
+    def _note_end(self, output: EngineCoreOutput, with_tokens: bool) -> None:
         """The last output of a request has come: see OutputStream.ended."""
         index, end = self._by_id[output.id].index, None
         if output.finish_reason == "stop" or output.finish_reason == "length":
@@ -189,7 +189,7 @@ class Sampling(Generation):
             place = len(self.progress.ids[index]) - len(output.new_ids)
             self._journal.add(self._number, index, place, output.new_ids, end)
 
-    def _push(self, output: RequestOutput, now: float) -> ChoiceDelta | None:
+    def _push(self, output: EngineCoreOutput, now: float) -> ChoiceDelta | None:
         """Add an output to its choice. Returns the delta, or None when there is nothing to show yet."""
         choice = self._by_id[output.id]
         if choice.finished:  # The call was closed while this output waited to be read.
@@ -209,7 +209,7 @@ class Sampling(Generation):
             self._end_with(output.id, delta)
         return delta
 
-    def _taken(self, choice: Choice, output: RequestOutput) -> ChoiceDelta | None:
+    def _taken(self, choice: Choice, output: EngineCoreOutput) -> ChoiceDelta | None:
         if not self._records:
             return choice.push(output)
         before = choice.completion_tokens
@@ -248,11 +248,11 @@ class Sampling(Generation):
         self._cut_off(self._deadlines.passed or "abort")
 
 
-def _apart(output: RequestOutput) -> list[RequestOutput]:
+def _apart(output: EngineCoreOutput) -> list[EngineCoreOutput]:
     """An output of several tokens as one for each."""
     logprobs = output.logprobs
     singles = [
-        RequestOutput(output.id, [id], None if logprobs is None else [logprobs[at]])
+        EngineCoreOutput(output.id, [id], None if logprobs is None else [logprobs[at]])
         for at, id in enumerate(output.new_ids[:-1])
     ]
     first = msgspec.structs.replace(
@@ -267,7 +267,7 @@ def _apart(output: RequestOutput) -> list[RequestOutput]:
     return [first, *singles[1:], last]
 
 
-def _failure(output: RequestOutput, spec: GenerationSpec) -> QuireError:
+def _failure(output: EngineCoreOutput, spec: GenerationSpec) -> QuireError:
     message = output.error or "the engine failed this request"
     if output.cause == "grammar":
         field = spec.grammar_field

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quire.engine import clock
-from quire.engine.types import Adapter, Image, Request, SamplingParams, Span
+from quire.engine.types import Adapter, EngineCoreRequest, Image, SamplingParams, Span
 from quire.server.formats.message import MessageFormat
 from quire.server.store.progress import Progress
 from quire.server.store.store import Item
@@ -192,9 +192,9 @@ class GenerationSpec(CallSpec):
         seed: int,
         emitted: list[int] | None = None,
         then: Sequence[int] = (),
-    ) -> Request:
+    ) -> EngineCoreRequest:
         """The engine's request for one sequence; `then`: tokens behind the prompt."""
-        return Request(
+        return EngineCoreRequest(
             id=id,
             prompt_ids=[*prompt.ids, *then] if then else prompt.ids,
             spans=prompt.spans,

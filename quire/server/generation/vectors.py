@@ -11,7 +11,7 @@ import numpy as np
 from quire.engine import clock
 from quire.engine.errors import EngineError
 from quire.engine.link.client import EngineClient
-from quire.engine.types import Image, PoolingParams, Request, RequestOutput, Span
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, Image, PoolingParams, Span
 from quire.server.generation.deadlines import Deadlines
 from quire.server.generation.spec import CallSpec
 
@@ -56,7 +56,7 @@ class Vectors:
         """Prompt tokens of the requests that have not ended."""
         self._ids = list(self._open)
         requests = [
-            Request(
+            EngineCoreRequest(
                 id=id,
                 prompt_ids=each.ids,
                 params=each.params,
@@ -103,7 +103,7 @@ class Vectors:
         self._stream.close()
         self._end_all(self._deadlines.passed or "abort")
 
-    def _end(self, output: RequestOutput) -> None:
+    def _end(self, output: EngineCoreOutput) -> None:
         """Raises EngineError for what the engine failed."""
         if output.finish_reason is not None and output.id in self._open:
             self._count(output.id, output.finish_reason)

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 import msgspec
 
 from quire.engine import clock
-from quire.engine.core.stats import EngineSnapshot
+from quire.engine.core.stats import EngineView
 from quire.engine.link.client import EngineClient
 from quire.engine.processes.procfs import resident_bytes
 from quire.server.encoding import DATA, END, encode_json
@@ -68,7 +68,7 @@ class LiveView:
         finally:
             self._task = None
 
-    async def _snapshot(self) -> EngineSnapshot | None:
+    async def _snapshot(self) -> EngineView | None:
         """None while the engine is in a long step or is being replaced."""
         if not self._client.responsive:
             return None
@@ -76,7 +76,7 @@ class LiveView:
         await asyncio.wait([pending], timeout=PERIOD_SECONDS)
         return pending.result() if pending.done() and not pending.cancelled() else None
 
-    def _state(self, snapshot: EngineSnapshot | None, now: float) -> dict[str, object]:
+    def _state(self, snapshot: EngineView | None, now: float) -> dict[str, object]:
         client = self._client
         return {
             "now": now,
@@ -94,7 +94,7 @@ class LiveView:
             "engine": None if snapshot is None else self._engine(snapshot),
         }
 
-    def _engine(self, snapshot: EngineSnapshot) -> dict[str, object]:
+    def _engine(self, snapshot: EngineView) -> dict[str, object]:
         age = self._client.age
         return {
             "requests": [{**msgspec.structs.asdict(each), "age": age(each.id)} for each in snapshot.sequences],

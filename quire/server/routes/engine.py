@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine import VERSION
-from quire.engine.core.executor import call_of, results_of
+from quire.engine.core.executor import decode_results, encode_call
 from quire.engine.errors import ConfigError, InvalidRequest, Overloaded, Timeout
 from quire.engine.link.broadcast import Group, Tensor
 from quire.server.access.admission import IdleRoute, ModelRoute
@@ -45,7 +45,7 @@ asleep = APIRouter(route_class=IdleRoute)
 async def engine_events(request: Request) -> Response:
     """The engine as it changes: `hello` with what stays and the last five minutes, then `state` every half second.
 
-    It costs nothing while nobody watches. server/observe/live_view.py and EngineSnapshot (engine/core/stats.py) say
+    It costs nothing while nobody watches. server/observe/live_view.py and EngineView (engine/core/stats.py) say
     what the events have.
     """
     runtime = runtime_of(request)
@@ -168,12 +168,12 @@ async def collective_rpc(request: Request) -> Response:
     body = await parsed(request, CallRequest)
     try:
         async with asyncio.timeout(body.timeout):
-            found = await runtime.client.link.call(call_of(body.method, body.args, body.named))
+            found = await runtime.client.link.call(encode_call(body.method, body.args, body.named))
     except TimeoutError:
         raise Timeout(f"not all ranks answered in {body.timeout:g} s") from None
     if found is None:
         raise Overloaded("the engine sleeps, or is being replaced")
-    results = json.dumps({"results": results_of(found)}, default=repr)
+    results = json.dumps({"results": decode_results(found)}, default=repr)
     return Response(results, media_type="application/json")
 
 

@@ -28,18 +28,18 @@ WAYS: dict[str, Callable[[], Any]] = {
 SEEDS = {way: 666_000 + index for index, way in enumerate(WAYS)}
 
 if "quire.engine.main" in sys.orig_argv:
-    from quire.engine.core.batch import Batch, StepOutput
     from quire.engine.core.scheduler import Scheduler
+    from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
     apply = Scheduler.apply
     deadly = {SEEDS[way]: act for way, act in WAYS.items()}
 
-    def apply_or_die(self: Scheduler, batch: Batch, output: StepOutput) -> None:
+    def apply_or_die(self: Scheduler, batch: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """Within the step, and before anything of it is told to anybody."""
-        for row in batch.rows:
-            sequence = self._sequences.get(row.request_id)
-            if sequence is not None and sequence.num_output >= sequence.request.params.min_tokens:
-                deadly.get(sequence.request.params.seed, lambda: None)()
+        for row in batch.scheduled_requests:
+            sequence = self._requests.get(row.request_id)
+            if sequence is not None and sequence.num_output_tokens >= sequence.engine_request.params.min_tokens:
+                deadly.get(sequence.engine_request.params.seed, lambda: None)()
         apply(self, batch, output)
 
     Scheduler.apply = apply_or_die  # type: ignore[method-assign]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
-from quire.engine.loop import Engine
 from tests.tiny_models import save_tiny_model
 
 
@@ -32,4 +32,4 @@ def test_what_is_wrong_is_told(family: str, fields: dict[str, Any], said: str, t
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
     with pytest.raises(ModelError, match=said):
-        Engine(EngineConfig(model=str(tmp_path), num_kv_blocks=8, threads=1))
+        EngineCore(EngineConfig(model=str(tmp_path), num_kv_blocks=8, threads=1))

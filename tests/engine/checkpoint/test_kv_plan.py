@@ -12,8 +12,8 @@ from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.kv_plan import GIB, StateShares, check_kv_memory, check_room, host_memory_bytes, plan_kv
 from quire.engine.checkpoint.safetensors import StoredWeights
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.loop import Engine
 from quire.engine.worker.memory import explained, kv_budget, measure_step
 from quire.kernels.reference import Reference
 from tests.engine.harness import request, run
@@ -59,7 +59,7 @@ def test_a_context_that_cannot_fit_is_refused_with_all_numbers(tmp_path: Path) -
 
 def test_the_engine_allocates_what_was_planned(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    engine = Engine(EngineConfig(model=str(path), kv_cache_memory=1 / 1024, max_num_seqs=4))
+    engine = EngineCore(EngineConfig(model=str(path), kv_cache_memory=1 / 1024, max_num_seqs=4))
     info = engine.info
     assert info.kv_bytes == info.num_blocks * 2 * 16 * 2 * 16 * 4 * 3
     assert (
@@ -69,12 +69,12 @@ def test_the_engine_allocates_what_was_planned(tmp_path: Path) -> None:
     assert GIB / 1024 * 0.9 < info.kv_bytes <= GIB / 1024
     assert sum(k.nbytes + v.nbytes for k, v in engine.runner._kv_cache) == info.kv_bytes
     with pytest.raises(ConfigError, match="the longest that fits is at most 16 tokens"):
-        Engine(EngineConfig(model=str(path), num_kv_blocks=1, max_model_len=32))
+        EngineCore(EngineConfig(model=str(path), num_kv_blocks=1, max_model_len=32))
 
 
 def test_idle_warm_up_clears_an_eighth_of_the_pages_and_none_that_are_in_use(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=64, max_num_seqs=4))
+    engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=64, max_num_seqs=4))
     caches = [cache for layer in engine.runner._kv_cache for cache in layer]
 
     def cleared(used: int) -> list[bool]:
@@ -118,7 +118,7 @@ def test_weights_larger_than_the_memory_are_refused_before_they_are_read(tmp_pat
     path = save_tiny_model(tmp_path, "llama")
     enlarge(path / "model.safetensors")
     with pytest.raises(ConfigError, match="model: the weights take"):
-        Engine(EngineConfig(model=str(path)))
+        EngineCore(EngineConfig(model=str(path)))
 
 
 CUDA = torch.device("cuda")
@@ -159,7 +159,7 @@ def test_the_largest_possible_step_is_measured(
     """The measured step has the most tokens and rows that a step may have. A fake stands in for the GPU's counters."""
     options = {"max_num_batched_tokens": tokens, "max_model_len": context, "max_num_seqs": 20}
     config = EngineConfig(model=str(save_tiny_model(tmp_path, "llama")), attention_backend="reference", **options)
-    model = Engine(config).runner._model
+    model = EngineCore(config).runner._model
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -175,7 +175,7 @@ def test_the_largest_possible_step_is_measured(
 
 @pytest.mark.gpu
 def test_the_kv_cache_leaves_room_for_the_largest_step() -> None:
-    engine = Engine(EngineConfig(gpu_memory_utilization=0.3, max_num_batched_tokens=8192, max_num_seqs=256))
+    engine = EngineCore(EngineConfig(gpu_memory_utilization=0.3, max_num_batched_tokens=8192, max_num_seqs=256))
     free, total = torch.cuda.mem_get_info()
     assert total - free < 0.35 * total
     assert engine.info.num_blocks > 0

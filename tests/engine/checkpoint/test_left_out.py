@@ -12,7 +12,7 @@ from quire.engine.checkpoint.families import ENCODERS, FAMILIES
 from quire.engine.checkpoint.files import ModelConfig, read_model_config
 from quire.engine.config import EngineConfig
 from quire.engine.encoders import encoder_spec
-from quire.engine.loop import Engine
+from quire.engine.engine_core import EngineCore
 from quire.engine.models import decoder_spec
 from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
@@ -75,7 +75,7 @@ def test_a_gemma_as_it_was_published_makes_text(family: str, tmp_path: Path) -> 
     config = json.loads((path / "config.json").read_text())
     del config["tie_word_embeddings"]
     (path / "config.json").write_text(json.dumps(config))
-    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=16))
+    engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=16))
     assert engine.info.tasks == ("generate",)
     assert len(run(engine, [request("a", [5, 6, 7], max_tokens=3)])["a"].ids) == 3
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quire.engine.config import EngineConfig
-from quire.engine.loop import Engine
+from quire.engine.engine_core import EngineCore
 from quire.server.cli import main as cli
 from tests.engine.harness import request, run
 
@@ -173,8 +173,8 @@ def test_layers_of_its_shape_start_with_made_up_weights(model: Published, tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(model.config | fewer))
     config = EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu", max_model_len=256, num_kv_blocks=64)
     prompts = [[3 + (7 * i + j * j) % 509 for j in range(length)] for i, length in enumerate((5, 40))]
-    engine = Engine(config.model_copy(update={"max_num_batched_tokens": 16}))
+    engine = EngineCore(config.model_copy(update={"max_num_batched_tokens": 16}))
     together = run(engine, [request(str(i), prompt, max_tokens=6) for i, prompt in enumerate(prompts)])
-    alone = run(Engine(config), [request("1", prompts[1], max_tokens=6)])
+    alone = run(EngineCore(config), [request("1", prompts[1], max_tokens=6)])
     assert len(together["0"].ids) == len(together["1"].ids) == 6
     assert together["1"].ids == alone["1"].ids

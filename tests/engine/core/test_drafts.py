@@ -11,10 +11,10 @@ from typing import Protocol
 import pytest
 
 from quire.engine.config import EngineConfig
-from quire.engine.core.drafter import Asked, Drafter, Guess, NoDrafts
-from quire.engine.core.sequence import Sequence
-from quire.engine.loop import Engine
-from quire.engine.types import Grammar, Request, ThinkingBudget
+from quire.engine.core.drafter import Draft, Drafter, DraftRequests, NoDrafts
+from quire.engine.core.request import Request
+from quire.engine.engine_core import EngineCore
+from quire.engine.types import EngineCoreRequest, Grammar, ThinkingBudget
 from tests.engine.harness import Answer, request, run
 from tests.tiny_models import VOCAB, save_tiny_model
 
@@ -31,7 +31,7 @@ KINDS: list[dict[str, object]] = [
 GRAMMAR: dict[str, object] = {"temperature": 1.0, "grammar": Grammar("regex", "(the|and)( (cat|dog|fox))+")}
 
 
-def traffic(vocab: int, kinds: list[dict[str, object]]) -> list[Request]:
+def traffic(vocab: int, kinds: list[dict[str, object]]) -> list[EngineCoreRequest]:
     rng = random.Random(7)
     made = []
     for index in range(2 * len(kinds)):
@@ -49,20 +49,20 @@ class Oracle(Drafter):
     wrong: int
     asked: set[str] = field(default_factory=set)
 
-    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
-        self.asked |= {seq.request.id for seq, _ in asked}
-        return [Guess(self._propose(seq)) for seq, _ in asked]
+    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
+        self.asked |= {seq.engine_request.id for seq, _ in asked}
+        return [Draft(self._propose(seq)) for seq, _ in asked]
 
-    def _propose(self, seq: Sequence) -> list[int]:
-        known, right = self.answers[seq.request.id].ids[seq.num_output :], self.right
+    def _propose(self, seq: Request) -> list[int]:
+        known, right = self.answers[seq.engine_request.id].ids[seq.num_output_tokens :], self.right
         return known[:right] + [(token + 1) % 50 + 3 for token in known[right : right + self.wrong]]
 
 
 class MakeEngine(Protocol):
-    def __call__(self, drafter: Drafter, ahead: int) -> Engine: ...
+    def __call__(self, drafter: Drafter, ahead: int) -> EngineCore: ...
 
 
-def check(engine: MakeEngine, requests: list[Request], wanted: dict[str, Answer], ahead: int) -> None:
+def check(engine: MakeEngine, requests: list[EngineCoreRequest], wanted: dict[str, Answer], ahead: int) -> None:
     plain = engine(NoDrafts(), ahead)
     assert run(plain, requests) == wanted
     for right, wrong in ((4, 0), (0, 3), (2, 2)):
@@ -79,10 +79,10 @@ def test_tokens_and_log_probabilities_are_those_without_drafts(dtype: str, backe
     path = save_tiny_model(tmp_path, "qwen3", num_hidden_layers=2)
     requests = traffic(VOCAB, KINDS)
 
-    def engine(drafter: Drafter, ahead: int, **options: int) -> Engine:
+    def engine(drafter: Drafter, ahead: int, **options: int) -> EngineCore:
         options = {"num_kv_blocks": 300, "threads": 1, "enable_prefix_caching": False} | options
         config = EngineConfig(model=str(path), dtype=dtype, attention_backend=backend, **options)
-        return Engine(config, make_drafter=lambda *_: drafter, steps_ahead=ahead)
+        return EngineCore(config, make_drafter=lambda *_: drafter, steps_ahead=ahead)
 
     wanted = run(engine(NoDrafts(), 0), requests)
     check(engine, requests, wanted, 0)
@@ -98,9 +98,9 @@ def test_beside_grammars_and_with_a_prefix_cache() -> None:
     """The embedded model."""
     requests = traffic(300, [*KINDS[:3], GRAMMAR])
     config = EngineConfig(max_model_len=256, num_kv_blocks=100, threads=1)
-    wanted = run(Engine(config), requests)
+    wanted = run(EngineCore(config), requests)
     oracle = Oracle(wanted, 2, 2)
-    engine = Engine(config, make_drafter=lambda *_: oracle, steps_ahead=1)
+    engine = EngineCore(config, make_drafter=lambda *_: oracle, steps_ahead=1)
     for _ in range(2):  # the second time prompts are cached
         got = run(engine, requests)
         assert {name: each.ids for name, each in got.items()} == {name: each.ids for name, each in wanted.items()}

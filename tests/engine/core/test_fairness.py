@@ -10,19 +10,19 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from quire.engine.core import fairness
-from quire.engine.core.batch import StepOutput
 from quire.engine.core.fairness import BEHIND, LATELY, OUTPUT_COST, SHORT, FairQueue
+from quire.engine.core.request import Request
 from quire.engine.core.scheduler import Scheduler
-from quire.engine.core.sequence import Sequence
-from quire.engine.types import Request, SamplingParams
+from quire.engine.core.scheduler_output import ModelRunnerOutput
+from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.tiers import examples
 
 
 def request(
     name: str, tenant: str, *, prompt: int = 4, max_tokens: int = 4, weight: float = 1.0, priority: int = 0
-) -> Request:
+) -> EngineCoreRequest:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return Request(
+    return EngineCoreRequest(
         id=name, prompt_ids=[1] * prompt, params=params, seed=0, tenant=tenant, weight=weight, priority=priority
     )
 
@@ -34,13 +34,13 @@ class Line:
         self.queue = FairQueue()
         self.count = 0
 
-    def push(self, tenant: str, **options: float) -> Sequence:
-        seq = Sequence(request(str(self.count), tenant, **options), self.count, 4)
+    def push(self, tenant: str, **options: float) -> Request:
+        seq = Request(request(str(self.count), tenant, **options), self.count, 4)
         self.count += 1
         self.queue.push(seq)
         return seq
 
-    def pop(self) -> Sequence:
+    def pop(self) -> Request:
         seq = self.queue.peek()
         assert seq is not None
         self.queue.remove(seq)
@@ -58,16 +58,16 @@ def test_tenants_with_work_waiting_are_served_by_weight(sent: list[tuple[str, in
     costs: dict[str, int] = {}
     waiting: Counter[str] = Counter()
     for tenant, cost in sent:
-        costs[line.push(tenant, weight=WEIGHTS[tenant]).request.id] = cost
+        costs[line.push(tenant, weight=WEIGHTS[tenant]).engine_request.id] = cost
         waiting[tenant] += 1
     served: Counter[str] = Counter()
     both = set(waiting)
     while all(waiting[tenant] for tenant in both):
         seq = line.pop()
-        cost = costs[seq.request.id]
-        line.queue.charge(seq.request, prompt_tokens=cost)
-        served[seq.request.tenant] += cost
-        waiting[seq.request.tenant] -= 1
+        cost = costs[seq.engine_request.id]
+        line.queue.charge(seq.engine_request, prompt_tokens=cost)
+        served[seq.engine_request.tenant] += cost
+        waiting[seq.engine_request.tenant] -= 1
         shares = [served[tenant] / WEIGHTS[tenant] for tenant in both]
         assert max(shares) - min(shares) <= 50 / min(WEIGHTS.values())
 
@@ -82,19 +82,19 @@ OPERATIONS = st.one_of(
 @given(st.lists(OPERATIONS, max_size=120))
 def test_whatever_happens_the_most_urgent_then_the_least_served_then_the_first_goes(operations: list[tuple]) -> None:
     line = Line()
-    waiting: list[Sequence] = []
+    waiting: list[Request] = []
     for what, first, second in operations:
         if what == "push":
             waiting.append(line.push(first, priority=second))
         elif waiting and what == "pop":
             seq = line.pop()
-            assert seq.request.priority == min(each.request.priority for each in waiting)
-            same = [each for each in waiting if each.request.tenant == seq.request.tenant]
-            assert seq is min(same, key=lambda each: (each.request.priority, each.arrival))
-            rank = line.queue.rank(seq)
-            assert all(rank <= line.queue.rank(each) for each in waiting)
+            assert seq.engine_request.priority == min(each.engine_request.priority for each in waiting)
+            same = [each for each in waiting if each.engine_request.tenant == seq.engine_request.tenant]
+            assert seq is min(same, key=lambda each: (each.engine_request.priority, each.arrival))
+            rank = line.queue.sort_key(seq)
+            assert all(rank <= line.queue.sort_key(each) for each in waiting)
             waiting.remove(seq)
-            line.queue.charge(seq.request, first, second)
+            line.queue.charge(seq.engine_request, first, second)
         elif waiting:
             line.queue.remove(waiting.pop(first % len(waiting)))
         assert (line.queue.peek() is None) is (not waiting)
@@ -107,25 +107,25 @@ def test_a_late_comer_gets_no_credit_for_having_been_away() -> None:
     for _ in range(20):
         line.push("a")
     for _ in range(10):
-        line.queue.charge(line.pop().request, prompt_tokens=1000)
+        line.queue.charge(line.pop().engine_request, prompt_tokens=1000)
     for _ in range(10):
         line.push("b")
     order = []
     for _ in range(10):
         seq = line.pop()
-        line.queue.charge(seq.request, prompt_tokens=1000)
-        order.append(seq.request.tenant)
+        line.queue.charge(seq.engine_request, prompt_tokens=1000)
+        order.append(seq.engine_request.tenant)
     assert order == ["a", "b"] * 5
     while line.queue.peek():
-        line.queue.charge(line.pop().request, prompt_tokens=1000)
+        line.queue.charge(line.pop().engine_request, prompt_tokens=1000)
     for tenant in "abab":
         line.push(tenant)
     line.push("new")
     order = []
     for _ in range(5):
         seq = line.pop()
-        line.queue.charge(seq.request, prompt_tokens=1000)
-        order.append(seq.request.tenant)
+        line.queue.charge(seq.engine_request, prompt_tokens=1000)
+        order.append(seq.engine_request.tenant)
     assert 0 < order.index("new") < 4, "after those who came first, before anybody's second turn"
 
 
@@ -143,7 +143,7 @@ def served_tokens(sent: dict[str, tuple[int, int]], in_flight: dict[str, int], *
         enable_prefix_caching=False,
     )
     names = count()
-    requests: dict[str, Request] = {}
+    requests: dict[str, EngineCoreRequest] = {}
     prompt_done: Counter[str] = Counter()
     served: Counter[str] = Counter()
     for _ in range(1500):
@@ -155,12 +155,14 @@ def served_tokens(sent: dict[str, tuple[int, int]], in_flight: dict[str, int], *
                 scheduler.add(one)
         batch = scheduler.schedule()
         assert batch is not None
-        for row in batch.rows:
+        for row in batch.scheduled_requests:
             one = requests[row.request_id]
-            done = min(row.start + row.count, len(one.prompt_ids))
+            done = min(row.start + row.num_tokens, len(one.prompt_ids))
             served[one.tenant] += max(0, done - prompt_done[one.id])
             prompt_done[one.id] = max(prompt_done[one.id], done)
-        scheduler.apply(batch, StepOutput({row.request_id: [2] for row in batch.rows if row.sample}))
+        scheduler.apply(
+            batch, ModelRunnerOutput({row.request_id: [2] for row in batch.scheduled_requests if row.sample})
+        )
         for output in scheduler.take_outputs():
             served[requests[output.id].tenant] += len(output.new_ids) * OUTPUT_COST
             if output.finish_reason is not None:
@@ -184,13 +186,13 @@ def test_a_greedy_tenant_cannot_push_another_below_its_share(
 
 
 def running(scheduler: Scheduler) -> Counter[str]:
-    return Counter(seq.request.tenant for seq in scheduler.sequences()[0])
+    return Counter(seq.engine_request.tenant for seq in scheduler.requests()[0])
 
 
 def step(scheduler: Scheduler) -> None:
     batch = scheduler.schedule()
     assert batch is not None
-    scheduler.apply(batch, StepOutput({row.request_id: [2] for row in batch.rows if row.sample}))
+    scheduler.apply(batch, ModelRunnerOutput({row.request_id: [2] for row in batch.scheduled_requests if row.sample}))
 
 
 def full(*, slots: int = 8, num_blocks: int = 400, greedy: int = 20) -> Scheduler:
@@ -212,7 +214,7 @@ def test_a_tenant_that_holds_all_places_gives_one_to_another_at_once(greedy: int
     step(scheduler)  # at first they are even, and those that came first go first
     step(scheduler)
     assert running(scheduler) == {"greedy": 7, "modest": 1}
-    assert scheduler.sequences()[0][6].request.id == "greedy 6", "the newest is the one that waits"
+    assert scheduler.requests()[0][6].engine_request.id == "greedy 6", "the newest is the one that waits"
 
 
 def test_places_are_taken_until_the_shares_are_equal_and_never_taken_back() -> None:
@@ -258,7 +260,7 @@ def test_what_is_less_urgent_gives_its_place_whosever_it_is_and_takes_none() -> 
     scheduler.add(request("urgent too", "modest", priority=-1))
     for _ in range(3):
         step(scheduler)
-    now = [seq.request.id for seq in scheduler.sequences()[0]]
+    now = [seq.engine_request.id for seq in scheduler.requests()[0]]
     assert now == ["urgent", "urgent too", *(f"greedy {number}" for number in range(6))]
     assert scheduler.stats().preemptions == 2
 
@@ -277,10 +279,12 @@ def test_what_is_less_urgent_goes_on_but_takes_little_of_a_step() -> None:
     def rows() -> dict[str, int]:
         batch = scheduler.schedule()
         assert batch is not None
-        scheduler.apply(batch, StepOutput({row.request_id: [2] for row in batch.rows if row.sample}))
+        scheduler.apply(
+            batch, ModelRunnerOutput({row.request_id: [2] for row in batch.scheduled_requests if row.sample})
+        )
         found: Counter[str] = Counter()
-        for row in batch.rows:
-            found[row.request_id.partition(" ")[0]] += row.count
+        for row in batch.scheduled_requests:
+            found[row.request_id.partition(" ")[0]] += row.num_tokens
         return found
 
     for index in range(20):
@@ -310,7 +314,7 @@ def test_priorities_go_before_fairness() -> None:
     line.push("a", priority=1)
     line.push("b", priority=0)
     line.queue.charge(request("x", "b"), prompt_tokens=10**6)
-    assert line.pop().request.tenant == "b"
+    assert line.pop().engine_request.tenant == "b"
 
 
 def test_a_sequence_that_does_not_wait_cannot_leave() -> None:
@@ -332,9 +336,11 @@ def test_tenants_that_are_ever_new_are_forgotten(monkeypatch: pytest.MonkeyPatch
     for number in range(100):
         line.queue.remove(line.push(f"new {number}"))
         assert len(line.queue._served) <= 8
-    line.queue.charge(running.request, prompt_tokens=5)
-    assert line.queue.rank(running) < line.queue.rank(Sequence(request("y", "greedy"), 1, 4)), "most served: remembered"
-    assert line.pop().request.tenant == "waits"
+    line.queue.charge(running.engine_request, prompt_tokens=5)
+    assert line.queue.sort_key(running) < line.queue.sort_key(Request(request("y", "greedy"), 1, 4)), (
+        "most served: remembered"
+    )
+    assert line.pop().engine_request.tenant == "waits"
 
 
 def test_streams_beyond_a_short_step_go_on_too() -> None:
@@ -343,13 +349,16 @@ def test_streams_beyond_a_short_step_go_on_too() -> None:
     some = Scheduler(max_num_seqs=SHORT + 11, **options)
     calm = SamplingParams(max_tokens=40, ignore_eos=True)
     for index in range(SHORT + 10):
-        some.add(Request(id=f"calm{index}", prompt_ids=[1, 2], params=calm, seed=0, priority=1))
+        some.add(EngineCoreRequest(id=f"calm{index}", prompt_ids=[1, 2], params=calm, seed=0, priority=1))
     got = Counter[str]()
     for step in range(30):
         if step == 5:
-            some.add(Request(id="urgent", prompt_ids=[1], params=SamplingParams(max_tokens=1), seed=0))
+            some.add(EngineCoreRequest(id="urgent", prompt_ids=[1], params=SamplingParams(max_tokens=1), seed=0))
         batch = some.schedule()
         assert batch is not None
-        some.apply(batch, StepOutput({row.request_id: [5] for row in batch.rows if row.sample}, {}, {}, {}, {}))
+        some.apply(
+            batch,
+            ModelRunnerOutput({row.request_id: [5] for row in batch.scheduled_requests if row.sample}, {}, {}, {}, {}),
+        )
         got.update(output.id for output in some.take_outputs())
     assert min(got[f"calm{index}"] for index in range(SHORT + 10)) >= 28

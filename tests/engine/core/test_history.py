@@ -8,7 +8,7 @@ import msgspec
 
 from quire.engine.core.history import History
 from quire.engine.core.stats import StepRecord
-from quire.engine.types import Request, RequestOutput, SamplingParams
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, SamplingParams
 
 
 def record(number: int, ended: float = 3.0) -> StepRecord:
@@ -20,25 +20,25 @@ def test_the_times_between_a_request_s_tokens_are_those_of_the_engine_s_steps() 
     history, gaps = History(), list[float]()
     history.gap_listeners.append(gaps.append)
     for name in ("a", "b"):
-        history.submitted(Request(id=name, prompt_ids=[1], params=SamplingParams(), seed=0))
-    history.stepped([RequestOutput("a", [7])], record(1, 3.0))
-    history.stepped([RequestOutput("a", [8, 9]), RequestOutput("b", [8])], record(2, 3.5))
-    history.stepped([RequestOutput("b", [])], record(3, 4.0))
-    history.stepped([RequestOutput("a", [7]), RequestOutput("b", [9])], record(4, 5.5))
+        history.submitted(EngineCoreRequest(id=name, prompt_ids=[1], params=SamplingParams(), seed=0))
+    history.stepped([EngineCoreOutput("a", [7])], record(1, 3.0))
+    history.stepped([EngineCoreOutput("a", [8, 9]), EngineCoreOutput("b", [8])], record(2, 3.5))
+    history.stepped([EngineCoreOutput("b", [])], record(3, 4.0))
+    history.stepped([EngineCoreOutput("a", [7]), EngineCoreOutput("b", [9])], record(4, 5.5))
     assert gaps == [0.5, 2.0, 2.0]
 
 
 def test_a_request_that_moves_is_followed_from_engine_to_engine() -> None:
     history = History(replicas=2)
     for name in ("a", "b"):
-        history.submitted(Request(id=name, prompt_ids=[1], params=SamplingParams(), seed=0))
-    history.stepped([RequestOutput("a", [7])], record(1), 0)
-    history.stepped([RequestOutput("b", [7])], record(1), 1)
+        history.submitted(EngineCoreRequest(id=name, prompt_ids=[1], params=SamplingParams(), seed=0))
+    history.stepped([EngineCoreOutput("a", [7])], record(1), 0)
+    history.stepped([EngineCoreOutput("b", [7])], record(1), 1)
     history.engine_died(0, ["a"])
-    history.stepped([RequestOutput("a", [8]), RequestOutput("b", [8])], record(2), 1)
+    history.stepped([EngineCoreOutput("a", [8]), EngineCoreOutput("b", [8])], record(2), 1)
     history.engine_died(1, ["a", "b"])
-    history.stepped([RequestOutput("a", [9])], record(1), 0)
-    history.stepped([RequestOutput("b", [9])], record(1), 1)
+    history.stepped([EngineCoreOutput("a", [9])], record(1), 0)
+    history.stepped([EngineCoreOutput("b", [9])], record(1), 1)
     found = {timeline.id: timeline for timeline in history.open}
     assert [(step.engine, step.replica) for step in found["a"].steps] == [(0, 0), (1, 1), (2, 0)]
     assert [(step.engine, step.replica) for step in found["b"].steps] == [(1, 1), (1, 1), (3, 1)]
@@ -49,9 +49,9 @@ def test_a_request_that_moves_is_followed_from_engine_to_engine() -> None:
 def test_the_collector_follows_no_step() -> None:
     """A history has 100,000: passes over the new ones held up the event loop."""
     history = History()
-    history.submitted(Request(id="a", prompt_ids=[1, 2], params=SamplingParams(), seed=0))
+    history.submitted(EngineCoreRequest(id="a", prompt_ids=[1, 2], params=SamplingParams(), seed=0))
     told = StepRecord(1, 1.0, 1.0, 2.0, 3.0, 1, 2, (("a", 0, 2),), ())
-    history.stepped([RequestOutput("a", [7])], msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=StepRecord))
+    history.stepped([EngineCoreOutput("a", [7])], msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=StepRecord))
     (step,) = history.open[0].steps
     assert step.record == told
     followed = [each for each in (step, step.record, step.record.preempted) if gc.is_tracked(each)]

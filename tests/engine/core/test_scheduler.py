@@ -15,12 +15,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from quire.engine.core.batch import Batch, StepOutput
-from quire.engine.core.blocks import GONE
-from quire.engine.core.drafter import Asked, Drafter, Guess
+from quire.engine.core.block_pool import NULL_BLOCK
+from quire.engine.core.drafter import Draft, Drafter, DraftRequests
 from quire.engine.core.fairness import FairQueue
 from quire.engine.core.scheduler import Scheduler
-from quire.engine.types import Image, PoolingParams, Request, RequestOutput, SamplingParams, Span
+from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, Image, PoolingParams, SamplingParams, Span
 from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice, fake_vector, next_token
 from tests.tiers import examples
 
@@ -33,7 +33,7 @@ PROMPTS = st.one_of(
 )
 
 
-def expected_tokens(request: Request) -> list[int]:
+def expected_tokens(request: EngineCoreRequest) -> list[int]:
     """What a request gets when nothing else runs and nothing is cached."""
     params = request.params
     tokens = request.prompt_ids + request.emitted_ids
@@ -55,9 +55,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.device = FakeDevice(self.block, self.windows)
-        self.under_way: deque[tuple[Batch, StepOutput]] = deque()
-        self.requests: dict[str, Request] = {}
-        self.outputs: dict[str, list[RequestOutput]] = {}
+        self.under_way: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.requests: dict[str, EngineCoreRequest] = {}
+        self.outputs: dict[str, list[EngineCoreOutput]] = {}
         self.aborted: set[str] = set()
 
     @initialize(
@@ -68,7 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_blocks=self.num_blocks,
             block_size=self.block,
             windows=self.windows,
-            prefix_piece=self.piece,
+            hash_block_size=self.piece,
             max_model_len=CONTEXT,
             max_num_seqs=SLOTS,
             max_num_batched_tokens=10,
@@ -94,7 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt_logprobs=prompt_logprobs,
         )
         name = str(len(self.requests))
-        self.requests[name] = Request(
+        self.requests[name] = EngineCoreRequest(
             id=name, prompt_ids=prompt, params=params, seed=0, priority=priority, cache_salt=salt, tenant=salt
         )
         self.outputs[name] = []
@@ -104,7 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(prompt=PROMPTS, priority=st.integers(0, 2), salt=st.sampled_from(["", "other"]))
     def add_for_a_vector(self, prompt: list[int], priority: int, salt: str) -> None:
         name = str(len(self.requests))
-        self.requests[name] = Request(
+        self.requests[name] = EngineCoreRequest(
             id=name, prompt_ids=prompt, params=PoolingParams(), seed=0, priority=priority, cache_salt=salt, tenant=salt
         )
         self.outputs[name] = []
@@ -122,7 +122,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def schedule(self) -> None:
         if len(self.under_way) < 2 and (batch := self.scheduler.schedule()) is not None:
-            assert 0 < sum(row.count for row in batch.rows) <= 10
+            assert 0 < sum(row.num_tokens for row in batch.scheduled_requests) <= 10
             self.under_way.append((batch, self.device.execute(batch)))
 
     @rule()
@@ -148,9 +148,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert stats.running <= SLOTS
         if not self.scheduler.busy:
             assert stats.used_blocks == stats.saved_blocks == 0
-        running, _ = self.scheduler.sequences()
-        assert stats.used_blocks >= len({page for seq in running for page in seq.blocks} - {GONE})
-        assert stats.saved_blocks == sum(seq.blocks.count(GONE) for seq in running)
+        running, _ = self.scheduler.requests()
+        assert stats.used_blocks >= len({page for seq in running for page in seq.block_ids} - {NULL_BLOCK})
+        assert stats.saved_blocks == sum(seq.block_ids.count(NULL_BLOCK) for seq in running)
         if all(window is None for window in self.windows):
             assert stats.saved_blocks == 0
 
@@ -164,7 +164,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for name, request in self.requests.items():
             self.check(request, self.outputs[name])
 
-    def check(self, request: Request, outputs: list[RequestOutput]) -> None:
+    def check(self, request: EngineCoreRequest, outputs: list[EngineCoreOutput]) -> None:
         assert [bool(output.finish_reason) for output in outputs] == [False] * (len(outputs) - 1) + [True]
         reason = outputs[-1].finish_reason
         got = [token for output in outputs for token in output.new_ids]
@@ -186,7 +186,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             sent = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
             assert [[p and p.token_id for p in each] for each in sent] == [[None, *request.prompt_ids[1:]]]
 
-    def stops(self, request: Request, got: list[int]) -> bool:
+    def stops(self, request: EngineCoreRequest, got: list[int]) -> bool:
         return len(got) > request.params.min_tokens and (got[-1] == EOS or got[-1] in request.params.stop_token_ids)
 
 
@@ -248,8 +248,8 @@ def scheduler(**options: Any) -> Scheduler:
     return Scheduler(**defaults | options)
 
 
-def request(name: str, prompt_length: int, **params: int) -> Request:
-    return Request(id=name, prompt_ids=list(range(prompt_length)), params=SamplingParams(**params), seed=0)
+def request(name: str, prompt_length: int, **params: int) -> EngineCoreRequest:
+    return EngineCoreRequest(id=name, prompt_ids=list(range(prompt_length)), params=SamplingParams(**params), seed=0)
 
 
 def test_what_can_never_fit_is_refused_at_once() -> None:
@@ -272,7 +272,7 @@ def test_a_prompt_as_long_as_the_context_is_refused() -> None:
 def test_a_prompt_as_long_as_the_context_has_a_vector(length: int, reason: str) -> None:
     some, device = scheduler(), FakeDevice()
     prompt = [index % 5 for index in range(length)]
-    some.add(Request(id="v", prompt_ids=prompt, params=PoolingParams(), seed=0))
+    some.add(EngineCoreRequest(id="v", prompt_ids=prompt, params=PoolingParams(), seed=0))
     outputs = some.take_outputs()
     while some.busy:
         step(some, device)
@@ -293,7 +293,7 @@ def test_decodes_go_before_prompts_and_the_budget_chunks_these() -> None:
     busy.add(request("second", 25, max_tokens=5))
     batch = busy.schedule()
     assert batch is not None
-    assert [(row.request_id, row.count) for row in batch.rows] == [("first", 1), ("second", 9)]
+    assert [(row.request_id, row.num_tokens) for row in batch.scheduled_requests] == [("first", 1), ("second", 9)]
 
 
 def test_images_of_several_requests_are_read_in_several_steps() -> None:
@@ -308,7 +308,10 @@ def test_images_of_several_requests_are_read_in_several_steps() -> None:
         spans = (Span(1, 2, image.digest), Span(4, 1, image.digest, offset=2))
         busy.add(msgspec.structs.replace(request(name, 5, max_tokens=2), spans=spans, images=(image,)))
     batches = [step(busy, device) for _ in range(4)]
-    rows = [[(row.request_id, row.count, [look.until for look in row.looks]) for row in each.rows] for each in batches]
+    rows = [
+        [(row.request_id, row.num_tokens, [look.end for look in row.encoder_chunks]) for row in each.scheduled_requests]
+        for each in batches
+    ]
     assert rows == [
         [("calm", 1, []), ("a", 4, [5])],
         [("calm", 1, []), ("a", 1, []), ("b", 1, [7])],
@@ -322,20 +325,20 @@ def test_a_decode_goes_before_a_more_urgent_prompt_that_runs_already() -> None:
     device.pages |= {b: [None] * BLOCK for b in range(40)}
     busy.add(request("calm", 3, max_tokens=20))
     step(busy, device)
-    busy.add(Request(id="urgent", prompt_ids=list(range(30)), params=SamplingParams(), seed=0, priority=-1))
+    busy.add(EngineCoreRequest(id="urgent", prompt_ids=list(range(30)), params=SamplingParams(), seed=0, priority=-1))
     for _ in range(2):  # it is admitted by the first step, and runs in the second
         batch = step(busy, device)
-        assert [(row.request_id, row.count) for row in batch.rows] == [("calm", 1), ("urgent", 9)]
+        assert [(row.request_id, row.num_tokens) for row in batch.scheduled_requests] == [("calm", 1), ("urgent", 9)]
 
 
 def test_a_more_urgent_request_is_admitted_first() -> None:
     one_slot = scheduler(max_num_seqs=1)
     one_slot.add(request("calm", 3))
-    urgent = Request(id="urgent", prompt_ids=[1, 2], params=SamplingParams(), seed=0, priority=-1)
+    urgent = EngineCoreRequest(id="urgent", prompt_ids=[1, 2], params=SamplingParams(), seed=0, priority=-1)
     one_slot.add(urgent)
     batch = one_slot.schedule()
     assert batch is not None
-    assert [row.request_id for row in batch.rows] == ["urgent"]
+    assert [row.request_id for row in batch.scheduled_requests] == ["urgent"]
 
 
 @pytest.mark.parametrize("urgent", [0, 1, 2])
@@ -344,24 +347,24 @@ def test_where_pages_run_out_the_least_urgent_gives_way_and_then_the_youngest(ur
     for index in range(3):
         params = SamplingParams(max_tokens=9, ignore_eos=True)
         priority = -1 if index == urgent else 0
-        tight.add(Request(id=str(index), prompt_ids=[1, index], params=params, seed=0, priority=priority))
-    while not (batch := step(tight, device)).preempted:
+        tight.add(EngineCoreRequest(id=str(index), prompt_ids=[1, index], params=params, seed=0, priority=priority))
+    while not (batch := step(tight, device)).preempted_ids:
         pass
-    assert batch.preempted == ["1" if urgent == 2 else "2"]
+    assert batch.preempted_ids == ["1" if urgent == 2 else "2"]
 
 
 def test_a_prompt_is_charged_once_though_it_is_computed_again() -> None:
     charged: Counter[str] = Counter()
 
     class Counting(FairQueue):
-        def charge(self, request: Request, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+        def charge(self, request: EngineCoreRequest, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
             charged[request.id] += prompt_tokens
 
     options: dict[str, Any] = {"num_blocks": 6, "max_num_batched_tokens": 5, "enable_prefix_caching": False}
     tight, device = scheduler(**options, waiting=Counting()), FakeDevice()
     for index in range(2):
         params = SamplingParams(max_tokens=9, ignore_eos=True)
-        tight.add(Request(id=str(index), prompt_ids=[1, index] * 5, params=params, seed=0))
+        tight.add(EngineCoreRequest(id=str(index), prompt_ids=[1, index] * 5, params=params, seed=0))
     while tight.busy:
         step(tight, device)
     assert tight.stats().preemptions > 0
@@ -410,8 +413,8 @@ class Fixed(Drafter):
 
     drafts: list[int]
 
-    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
-        return [Guess(self.drafts) for _ in asked]
+    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
+        return [Draft(self.drafts) for _ in asked]
 
 
 def test_drafts_take_neither_pages_nor_budget_from_others() -> None:
@@ -424,20 +427,23 @@ def test_drafts_take_neither_pages_nor_budget_from_others() -> None:
     step(tight, device)
     drafter.drafts = [15] * 9
     batch = step(tight, device)
-    assert batch.preempted == []
-    assert [(row.count, row.draft_ids, len(row.new_blocks)) for row in batch.rows] == [(1, [], 0), (4, [15] * 3, 1)]
+    assert batch.preempted_ids == []
+    assert [(row.num_tokens, row.draft_token_ids, len(row.new_block_ids)) for row in batch.scheduled_requests] == [
+        (1, [], 0),
+        (4, [15] * 3, 1),
+    ]
 
 
-def of(name: str, prompt: list[int], **params: int) -> Request:
-    return Request(id=name, prompt_ids=prompt, params=SamplingParams(**params), seed=0)
+def of(name: str, prompt: list[int], **params: int) -> EngineCoreRequest:
+    return EngineCoreRequest(id=name, prompt_ids=prompt, params=SamplingParams(**params), seed=0)
 
 
 def large_pages(**options: int) -> tuple[Scheduler, FakeDevice]:
-    options = {"block_size": 16, "prefix_piece": 4, "num_blocks": 6, "max_num_batched_tokens": 100} | options
+    options = {"block_size": 16, "hash_block_size": 4, "num_blocks": 6, "max_num_batched_tokens": 100} | options
     return scheduler(**options), FakeDevice(16)
 
 
-def step(on: Scheduler, device: FakeDevice) -> Batch:
+def step(on: Scheduler, device: FakeDevice) -> SchedulerOutput:
     batch = on.schedule()
     assert batch is not None
     on.apply(batch, device.execute(batch))
@@ -453,12 +459,14 @@ def test_a_page_is_forked_where_prompts_part() -> None:
     step(pages, device)
     pages.add(of("second", [*first[:25], 99, 98], max_tokens=2))
     batch = step(pages, device)
-    assert [(copy.tokens, row.start) for copy in batch.copies for row in batch.rows[1:]] == [(8, 24)]
+    assert [(copy.tokens, row.start) for copy in batch.block_copies for row in batch.scheduled_requests[1:]] == [
+        (8, 24)
+    ]
     assert pages.stats().prefix_hits == 24
     while pages.busy:
         step(pages, device)
     pages.add(of("third", [*first[:20], 7], max_tokens=2))
-    assert [copy.tokens for copy in step(pages, device).copies] == [4], "after its owners have ended"
+    assert [copy.tokens for copy in step(pages, device).block_copies] == [4], "after its owners have ended"
 
 
 def test_what_the_step_itself_computes_is_not_copied() -> None:
@@ -466,7 +474,7 @@ def test_what_the_step_itself_computes_is_not_copied() -> None:
     prompt = list(range(14))
     pages.add(of("first", prompt, max_tokens=2))
     pages.add(of("second", [*prompt[:12], 99], max_tokens=2))
-    assert step(pages, device).copies == []
+    assert step(pages, device).block_copies == []
 
 
 def test_the_last_free_page_goes_on_where_it_is() -> None:
@@ -477,8 +485,8 @@ def test_the_last_free_page_goes_on_where_it_is() -> None:
     pages.add(of("long", list(range(100, 131)), max_tokens=1))
     pages.add(of("again", [*range(12), 50, 51], max_tokens=1))
     batch = step(pages, device)
-    assert [(row.request_id, row.start) for row in batch.rows] == [("long", 0), ("again", 12)]
-    assert batch.copies == []
+    assert [(row.request_id, row.start) for row in batch.scheduled_requests] == [("long", 0), ("again", 12)]
+    assert batch.block_copies == []
 
 
 def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
@@ -491,14 +499,14 @@ def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
             max_num_batched_tokens=10,
             long_prefill_token_threshold=threshold,
         )
-        scheduler.add(Request(id="long", prompt_ids=[1] * 100, params=SamplingParams(max_tokens=1), seed=0))
+        scheduler.add(EngineCoreRequest(id="long", prompt_ids=[1] * 100, params=SamplingParams(max_tokens=1), seed=0))
         scheduler.schedule()
-        scheduler.add(Request(id="short", prompt_ids=[2] * 3, params=SamplingParams(max_tokens=1), seed=0))
+        scheduler.add(EngineCoreRequest(id="short", prompt_ids=[2] * 3, params=SamplingParams(max_tokens=1), seed=0))
         for step in range(2, 50):
             batch = scheduler.schedule()
             assert batch is not None
-            assert sum(row.count for row in batch.rows) <= 10
-            if any(row.request_id == "short" for row in batch.rows):
+            assert sum(row.num_tokens for row in batch.scheduled_requests) <= 10
+            if any(row.request_id == "short" for row in batch.scheduled_requests):
                 return step
         raise AssertionError("it is never computed")
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from quire.engine.core.batch import Batch, StepOutput
 from quire.engine.core.scheduler import Scheduler
+from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from quire.engine.core.snapshot import (
     CACHED,
     EMPTY,
@@ -20,8 +20,8 @@ from quire.engine.core.snapshot import (
     joined,
     take_snapshot,
 )
-from quire.engine.core.stats import EngineSnapshot
-from quire.engine.types import Request, SamplingParams, Span
+from quire.engine.core.stats import EngineView
+from quire.engine.types import EngineCoreRequest, SamplingParams, Span
 
 PAGE = 4
 
@@ -36,18 +36,18 @@ def make(num_blocks: int = 16, max_num_seqs: int = 8, max_num_batched_tokens: in
     )
 
 
-def request(name: str, prompt: Sequence[int], max_tokens: int = 20) -> Request:
-    return Request(id=name, prompt_ids=list(prompt), params=SamplingParams(max_tokens=max_tokens), seed=0)
+def request(name: str, prompt: Sequence[int], max_tokens: int = 20) -> EngineCoreRequest:
+    return EngineCoreRequest(id=name, prompt_ids=list(prompt), params=SamplingParams(max_tokens=max_tokens), seed=0)
 
 
-def step(scheduler: Scheduler) -> Batch:
+def step(scheduler: Scheduler) -> SchedulerOutput:
     batch = scheduler.schedule()
     assert batch is not None
-    scheduler.apply(batch, StepOutput({row.request_id: [99] for row in batch.rows if row.sample}))
+    scheduler.apply(batch, ModelRunnerOutput({row.request_id: [99] for row in batch.scheduled_requests if row.sample}))
     return batch
 
 
-def codes(view: EngineSnapshot) -> list[int]:
+def codes(view: EngineView) -> list[int]:
     return np.frombuffer(zlib.decompress(view.pages), dtype="<u2").tolist()
 
 
@@ -57,8 +57,8 @@ def test_pages_belong_to_whom_the_steps_gave_them() -> None:
     scheduler.add(request("a", range(6)))
     scheduler.add(request("b", range(50, 52)))
     for _ in range(4):
-        for row in step(scheduler).rows:
-            owner[row.request_id] += row.new_blocks
+        for row in step(scheduler).scheduled_requests:
+            owner[row.request_id] += row.new_block_ids
     view = take_snapshot(scheduler)
     assert [seq.id for seq in view.sequences] == ["a", "b"]
     wanted = [EMPTY] * 16
@@ -73,7 +73,7 @@ def test_pages_belong_to_whom_the_steps_gave_them() -> None:
 def test_pages_of_the_dead_stay_cached_and_those_of_twins_are_shared() -> None:
     scheduler = make(max_num_batched_tokens=64)
     scheduler.add(request("a", range(10)))
-    first = step(scheduler).rows[0].new_blocks
+    first = step(scheduler).scheduled_requests[0].new_block_ids
     scheduler.abort("a")
     view = take_snapshot(scheduler)
     full = first[: 10 // PAGE]

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.config import EngineConfig
-from quire.engine.core.batch import Batch, StepOutput
 from quire.engine.core.scheduler import Scheduler
+from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from quire.engine.core.steps import Steps
-from quire.engine.loop import Engine
+from quire.engine.engine_core import EngineCore
 from quire.engine.processes.heartbeat import NoHeartbeat
-from quire.engine.types import Grammar, Request, RequestOutput, SamplingParams, TokenLogprob
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, Grammar, SamplingParams, TokenLogprob
 from tests.engine.core.test_scheduler import CONTEXT, EOS, PROMPTS, SLOTS
 from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice
 from tests.engine.harness import Answer, request, run
@@ -34,13 +34,13 @@ MOST_DELAY = 0.001
 class Step:
     """A step on the device; what it computed can be read once the event is set."""
 
-    batch: Batch
+    batch: SchedulerOutput
     grammars: dict[str, int]
     done: threading.Event = field(default_factory=threading.Event)
-    output: StepOutput | None = None
+    output: ModelRunnerOutput | None = None
     device: AsyncDevice | None = None
 
-    def result(self) -> StepOutput:
+    def result(self) -> ModelRunnerOutput:
         assert self.device is not None
         self.done.wait()
         if self.device.failure is not None:
@@ -68,18 +68,18 @@ class AsyncDevice:
         self._thread = threading.Thread(target=self._work)
         self._thread.start()
 
-    def launch(self, batch: Batch) -> Step:
-        for admission in batch.admissions:
-            row = next(row for row in batch.rows if row.slot == admission.slot)
+    def launch(self, batch: SchedulerOutput) -> Step:
+        for admission in batch.new_requests:
+            row = next(row for row in batch.scheduled_requests if row.slot == admission.slot)
             self._read[row.request_id] = len(admission.token_ids)
-        for row in batch.rows if self._stages > 1 else ():
-            known = row.start + row.count - len(row.draft_ids)
+        for row in batch.scheduled_requests if self._stages > 1 else ():
+            known = row.start + row.num_tokens - len(row.draft_token_ids)
             assert known <= self._read[row.request_id], "a token that the first stage does not know"
         step = Step(batch, dict(self._read), device=self)
         self._queue.put(step)
         return step
 
-    def learn(self, output: StepOutput) -> None:
+    def learn(self, output: ModelRunnerOutput) -> None:
         for name, tokens in output.token_ids.items():
             self._read[name] = self._read.get(name, 0) + len(tokens)
 
@@ -96,11 +96,11 @@ class AsyncDevice:
                 self.failure = failure
             step.done.set()
 
-    def _execute(self, step: Step) -> StepOutput:
+    def _execute(self, step: Step) -> ModelRunnerOutput:
         output = self._device.execute(step.batch)
-        for row in step.batch.rows:
+        for row in step.batch.scheduled_requests:
             if row.sample and row.request_id.startswith("grammar"):
-                known = row.start + row.count - len(row.draft_ids)
+                known = row.start + row.num_tokens - len(row.draft_token_ids)
                 assert step.grammars[row.request_id] == known, "a grammar that lacks tokens"
         logprobs = {
             name: [TokenLogprob(token, -token / 8, 1, []) for token in tokens]
@@ -122,7 +122,7 @@ def device(seed: int, stages: int = 1) -> Iterator[AsyncDevice]:
 class Arrival:
     after: int
     """Steps since the arrival before it."""
-    request: Request
+    request: EngineCoreRequest
     abort_after: int | None
 
 
@@ -139,14 +139,16 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
             prompt_logprobs=draw(st.sampled_from([None, None, 0])),
         )
         name = f"{'grammar' if grammar else 'free'}-{index}"
-        each = Request(id=name, prompt_ids=draw(PROMPTS), params=params, seed=0, priority=draw(st.integers(0, 2)))
+        each = EngineCoreRequest(
+            id=name, prompt_ids=draw(PROMPTS), params=params, seed=0, priority=draw(st.integers(0, 2))
+        )
         made.append(Arrival(draw(st.integers(0, 4)), each, draw(st.one_of(st.none(), st.integers(0, 6)))))
     return made
 
 
 def serve(
     traffic: list[Arrival], launch_on: AsyncDevice, ahead: int, drafts: str = "none", micro_batches: int = 1
-) -> dict[str, list[RequestOutput]]:
+) -> dict[str, list[EngineCoreOutput]]:
     """Step until all has ended; arrivals and aborts come at the given steps."""
     scheduler = Scheduler(
         num_blocks=NUM_BLOCKS,
@@ -159,8 +161,8 @@ def serve(
         micro_batches=micro_batches,
     )
     steps = Steps(scheduler, launch_on, ahead, NoHeartbeat())
-    outputs: dict[str, list[RequestOutput]] = {}
-    adds: dict[int, list[Request]] = {}
+    outputs: dict[str, list[EngineCoreOutput]] = {}
+    adds: dict[int, list[EngineCoreRequest]] = {}
     aborts: dict[int, list[str]] = {}
     at = 0
     for arrival in traffic:
@@ -185,7 +187,7 @@ def serve(
     return outputs
 
 
-def merged(outputs: list[RequestOutput]) -> tuple[list[int], list[TokenLogprob], list[list], str | None, int | None]:
+def merged(outputs: list[EngineCoreOutput]) -> tuple[list[int], list[TokenLogprob], list[list], str | None, int | None]:
     return (
         [token for output in outputs for token in output.new_ids],
         [logprob for output in outputs for logprob in output.logprobs or []],
@@ -220,7 +222,7 @@ def test_the_same_answers_from_a_pipeline(traffic: list[Arrival], stages: int, d
 
 
 def compare(
-    traffic: list[Arrival], plain: dict[str, list[RequestOutput]], overlapped: dict[str, list[RequestOutput]]
+    traffic: list[Arrival], plain: dict[str, list[EngineCoreOutput]], overlapped: dict[str, list[EngineCoreOutput]]
 ) -> None:
     for arrival in traffic:
         name = arrival.request.id
@@ -236,18 +238,18 @@ def compare(
 def test_the_next_step_is_under_way_before_the_last_one_ends() -> None:
     """A device that ends a step only when it has the next one, as long as one is to come."""
     inner = FakeDevice()
-    launched: list[Batch] = []
+    launched: list[SchedulerOutput] = []
 
     class Held:
-        def __init__(self, output: StepOutput) -> None:
+        def __init__(self, output: ModelRunnerOutput) -> None:
             self.number, self.output = len(launched), output
 
-        def result(self) -> StepOutput:
+        def result(self) -> ModelRunnerOutput:
             assert len(launched) > self.number or self.number == 5, "nothing under way"
             return self.output
 
     class Device:
-        def launch(self, batch: Batch) -> Held:
+        def launch(self, batch: SchedulerOutput) -> Held:
             launched.append(batch)
             return Held(inner.execute(batch))
 
@@ -270,12 +272,12 @@ def test_a_grammar_goes_as_fast_as_what_runs_beside_it(ahead: int) -> None:
     rows: list[list[str]] = []
 
     class Done:
-        def __init__(self, output: StepOutput) -> None:
+        def __init__(self, output: ModelRunnerOutput) -> None:
             self.result = lambda: output
 
     class Device:
-        def launch(self, batch: Batch) -> Done:
-            rows.append([row.request_id for row in batch.rows])
+        def launch(self, batch: SchedulerOutput) -> Done:
+            rows.append([row.request_id for row in batch.scheduled_requests])
             return Done(inner.execute(batch))
 
     scheduler = Scheduler(
@@ -291,7 +293,7 @@ def test_a_grammar_goes_as_fast_as_what_runs_beside_it(ahead: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def requests() -> list[Request]:
+def requests() -> list[EngineCoreRequest]:
     """Of every kind that looks back at its tokens: stop ids, penalties, grammars; log probabilities, long prompts."""
     rng = random.Random(7)
     made = []
@@ -312,14 +314,14 @@ def requests() -> list[Request]:
     return made
 
 
-def answers(requests: list[Request], ahead: int, **options: object) -> tuple[dict[str, Answer], int]:
-    engine = Engine(EngineConfig(max_model_len=256, max_num_batched_tokens=64, **options), steps_ahead=ahead)
+def answers(requests: list[EngineCoreRequest], ahead: int, **options: object) -> tuple[dict[str, Answer], int]:
+    engine = EngineCore(EngineConfig(max_model_len=256, max_num_batched_tokens=64, **options), steps_ahead=ahead)
     got = run(engine, requests)
     return got, engine.stats.preemptions
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_the_real_worker_learnt_from_late(requests: list[Request], ahead: int) -> None:
+def test_the_real_worker_learnt_from_late(requests: list[EngineCoreRequest], ahead: int) -> None:
     wanted, _ = answers(requests, 0, max_num_seqs=8)
     got, _ = answers(requests, ahead, max_num_seqs=8)
     assert got == wanted
@@ -332,7 +334,7 @@ def test_the_real_worker_learnt_from_late(requests: list[Request], ahead: int) -
 
 def test_a_slot_that_changed_hands_keeps_its_new_owners_grammar() -> None:
     """A request is aborted while its token is under way, and its slot goes to another one with a grammar."""
-    engine = Engine(EngineConfig(max_model_len=256, max_num_seqs=1))
+    engine = EngineCore(EngineConfig(max_model_len=256, max_num_seqs=1))
     second = request("second", [5, 6, 7], grammar=Grammar("regex", "the (cat|dog) and the (king|queen)"))
     wanted = run(engine, [second])["second"].ids
     first = request("first", [5, 6, 7], grammar=Grammar("regex", "[a-z]{40}"))

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.core.drafter import Asked, Drafter, Guess
-from quire.engine.core.sequence import Sequence
+from quire.engine.core.drafter import Draft, Drafter, DraftRequests
+from quire.engine.core.request import Request
 from quire.engine.drafting.adaptive import Adaptive, StepCosts, worthwhile
 from tests.engine.drafting.test_lookup import sequence
 
@@ -43,12 +43,12 @@ def test_costs_lie_on_the_line_between_what_was_measured() -> None:
 class Six(Drafter):
     """Six guesses, always."""
 
-    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
-        return [Guess([1] * min(6, most)) for _, most in asked]
+    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
+        return [Draft([1] * min(6, most)) for _, most in asked]
 
 
-def tried(adaptive: Adaptive, seq: Sequence) -> int:
-    return len(adaptive.propose([(seq, 100)], 1)[0].tokens)
+def tried(adaptive: Adaptive, seq: Request) -> int:
+    return len(adaptive.propose([(seq, 100)], 1)[0].token_ids)
 
 
 @pytest.mark.parametrize("own", [None, StepCosts((1, 64), (0.1, 1.0))])
@@ -58,7 +58,7 @@ def test_what_is_never_right_is_given_up_and_tried_again_later(own: StepCosts | 
     for _ in range(600):
         history.append(count := tried(adaptive, seq))
         if count:
-            adaptive.learn(seq, count, 0)
+            adaptive.record_acceptance(seq, count, 0)
     assert history[0] > 0
     assert 0 < sum(count > 0 for count in history[20:]) < 60
 
@@ -67,5 +67,5 @@ def test_what_is_always_right_is_tried_as_far_as_allowed() -> None:
     adaptive, seq = Adaptive(Six(), 4, StepCosts((1, 64), (1.0, 20.0))), sequence([1, 2])
     for _ in range(20):
         tried(adaptive, seq)
-        adaptive.learn(seq, 2, 2)
+        adaptive.record_acceptance(seq, 2, 2)
     assert tried(adaptive, seq) == 4

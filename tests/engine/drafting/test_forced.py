@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from quire.engine.config import DEMO_MODEL
-from quire.engine.core.drafter import FORCED, FORCED_TEXT, Asked, Drafter, Guess, NoDrafts
-from quire.engine.core.sequence import Sequence
+from quire.engine.core.drafter import FORCED, FORCED_TEXT, Draft, Drafter, DraftRequests, NoDrafts
+from quire.engine.core.request import Request
 from quire.engine.drafting.forced import ForcedTokens
 from quire.engine.errors import InvalidRequest
 from quire.engine.text.grammar import MAX_FORCED_BYTES, GrammarCompiler, json_grammar, usual_form, vocabulary_of
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import Grammar, Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, Grammar, SamplingParams
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -35,18 +35,20 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(vocabulary_of(tokenizer(), 4096, (2,)))
 
 
-def sequence(grammar: Grammar | None, answer: str) -> Sequence:
+def sequence(grammar: Grammar | None, answer: str) -> Request:
     params = SamplingParams(max_tokens=100, grammar=grammar)
     ids = encoded(answer)
-    return Sequence(Request(id="a", prompt_ids=[5, 6], emitted_ids=ids, params=params, seed=0), 0, 100, drafting=True)
+    return Request(
+        EngineCoreRequest(id="a", prompt_ids=[5, 6], emitted_ids=ids, params=params, seed=0), 0, 100, drafting=True
+    )
 
 
 def encoded(text: str) -> list[int]:
     return tokenizer().backend.encode(text, add_special_tokens=False).ids
 
 
-def guessed(drafter: Drafter, seq: Sequence, most: int = 100) -> str:
-    return tokenizer().decode(drafter.propose([(seq, most)], 1)[0].tokens)
+def guessed(drafter: Drafter, seq: Request, most: int = 100) -> str:
+    return tokenizer().decode(drafter.propose([(seq, most)], 1)[0].token_ids)
 
 
 class Fixed(Drafter):
@@ -54,10 +56,10 @@ class Fixed(Drafter):
         self.tokens = encoded(text)
         self.learnt: list[tuple[int, int]] = []
 
-    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
-        return [Guess(self.tokens[:most], [3] * most) for _, most in asked]
+    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
+        return [Draft(self.tokens[:most], [3] * most) for _, most in asked]
 
-    def learn(self, seq: Sequence, drafts: int, accepted: int) -> None:
+    def record_acceptance(self, seq: Request, drafts: int, accepted: int) -> None:
         self.learnt.append((drafts, accepted))
 
 
@@ -71,7 +73,7 @@ def test_the_keys_and_what_has_one_value_are_guessed_in_the_usual_whitespace(ans
 def test_as_many_are_guessed_as_are_useful_and_all_are_of_one_kind() -> None:
     drafter = ForcedTokens(Fixed("zzz"), compiler)
     (guess,) = drafter.propose([(sequence(json_grammar(SCHEMA), ""), 3)], 1)
-    assert (len(guess.tokens), guess.kinds) == (3, [FORCED] * 3)
+    assert (len(guess.token_ids), guess.kinds) == (3, [FORCED] * 3)
 
 
 def test_a_long_run_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,15 +82,15 @@ def test_a_long_run_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     for count in range(20):
         (guess,) = drafter.propose([(seq, 8)], 1)
-        assert len(guess.tokens) == 8
+        assert len(guess.token_ids) == 8
         matcher = drafter._following["a"].matcher
         assert matcher is not None
         calls.append(len(matcher.compute_ff_tokens()) + 8 * count)
-        seq.tokens += guess.tokens
+        seq.token_ids += guess.token_ids
         assert len(drafter._following["a"].run) == calls[0]
     assert len(set(calls)) == 1, "it is the same run"
-    seq.tokens += encoded("something else")
-    assert drafter.propose([(seq, 8)], 1)[0].tokens == [], "the grammar cannot follow it any more"
+    seq.token_ids += encoded("something else")
+    assert drafter.propose([(seq, 8)], 1)[0].token_ids == [], "the grammar cannot follow it any more"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ def test_an_answer_without_spaces_is_followed_too(answer: str) -> None:
     assert guess
     assert (answer + guess).replace(" ", "") == whole
     for token in encoded('{"keeper":"Anna","friend":"Tom"}'[len(answer.replace(" ", "")) :]):  # and token by token
-        seq.tokens.append(token)
+        seq.token_ids.append(token)
         drafter.propose([(seq, 4)], 1)
         matcher = drafter._following["a"].matcher
         assert matcher is not None
@@ -113,9 +115,9 @@ def test_an_answer_that_the_grammar_does_not_allow_is_followed_no_more() -> None
     inner = Fixed("Tom")
     drafter, seq = ForcedTokens(inner, compiler), sequence(json_grammar(SCHEMA), '{"keeper" : "Anna",')
     assert guessed(drafter, seq) == "Tom"
-    seq.tokens += encoded(' "friend":')
+    seq.token_ids += encoded(' "friend":')
     assert guessed(drafter, seq) == "Tom"
-    drafter.learn(seq, 2, 1)
+    drafter.record_acceptance(seq, 2, 1)
     assert inner.learnt == [(2, 1)]
 
 
@@ -136,12 +138,12 @@ def test_text_that_is_forced_is_guessed_though_its_token_might_go_on() -> None:
     }
     drafter = ForcedTokens(Fixed('{"a": "Anna", "b": 7'), compiler)
     (guess,) = drafter.propose([(sequence(json_grammar(schema), ""), 100)], 1)
-    assert tokenizer().decode(guess.tokens) == '{"a": "Anna", "b": 7'
+    assert tokenizer().decode(guess.token_ids) == '{"a": "Anna", "b": 7'
     assert set(guess.kinds) == {FORCED, FORCED_TEXT, 3}
     (alone,) = ForcedTokens(NoDrafts(), compiler).propose([(sequence(json_grammar(schema), ""), 100)], 1)
-    assert tokenizer().decode(alone.tokens) == '{"a": "'
+    assert tokenizer().decode(alone.token_ids) == '{"a": "'
     assert alone.kinds[-1] == FORCED_TEXT
-    assert list(alone.kinds) == list(guess.kinds[: len(alone.tokens)])
+    assert list(alone.kinds) == list(guess.kinds[: len(alone.token_ids)])
 
 
 def test_the_others_guesses_are_kept_as_far_as_the_grammar_allows() -> None:
@@ -158,13 +160,13 @@ def test_who_guessed_learns_of_its_own_tokens_alone() -> None:
     drafter, seq = ForcedTokens(inner, compiler), sequence(json_grammar(SCHEMA), '{"keeper": "Anna", "friend": "')
     own = len(encoded("Olaf"))
     assert guessed(drafter, seq).startswith("Olaf")
-    drafter.learn(seq, own + 2, own + 1)
+    drafter.record_acceptance(seq, own + 2, own + 1)
     assert inner.learnt[0][0] >= own
     assert inner.learnt[0][1] <= inner.learnt[0][0] <= len(inner.tokens)
     begun = sequence(json_grammar(SCHEMA), "")
-    drafter.end(seq)
+    drafter.on_finished(seq)
     guessed(drafter, begun)
-    drafter.learn(begun, 5, 5)
+    drafter.record_acceptance(begun, 5, 5)
     assert len(inner.learnt) == 1, "none of its tokens was tried"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.core.sequence import Sequence
+from quire.engine.core.request import Request
 from quire.engine.drafting.lookup import (
     CANDIDATES,
     GRAMS,
@@ -17,14 +17,14 @@ from quire.engine.drafting.lookup import (
     SharedLookup,
     following,
 )
-from quire.engine.types import Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, SamplingParams
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=80)
 
 
-def sequence(tokens: list[int], name: str = "a", salt: str = "", prompt: int | None = None) -> Sequence:
+def sequence(tokens: list[int], name: str = "a", salt: str = "", prompt: int | None = None) -> Request:
     cut = len(tokens) if prompt is None else prompt
-    request = Request(
+    request = EngineCoreRequest(
         id=name,
         prompt_ids=tokens[:cut],
         emitted_ids=tokens[cut:],
@@ -32,7 +32,7 @@ def sequence(tokens: list[int], name: str = "a", salt: str = "", prompt: int | N
         seed=0,
         cache_salt=salt,
     )
-    return Sequence(request, 0, 100, drafting=True)
+    return Request(request, 0, 100, drafting=True)
 
 
 def searched(text: list[int], least: int) -> tuple[int, int] | None:
@@ -55,17 +55,17 @@ def searched(text: list[int], least: int) -> tuple[int, int] | None:
 def test_the_longest_match_is_found_while_a_text_grows(begin: list[int], more: list[int], least: int) -> None:
     seq, lookup = sequence(begin), PromptLookup(least)
     for token in [*more, None]:
-        wanted = searched(seq.tokens, least)
+        wanted = searched(seq.token_ids, least)
         ((drafts, kinds, _),) = lookup.propose([(seq, 5)], 1)
         if wanted is None:
             assert drafts == []
         else:
             length, at = wanted
-            assert drafts == (seq.tokens[at:] * 5)[:5]  # a text that ends before goes on as from the place
+            assert drafts == (seq.token_ids[at:] * 5)[:5]  # a text that ends before goes on as from the place
             assert {1 << kind - 1 <= length < 1 << kind for kind in kinds} == {True}
             assert len(kinds) == len(drafts)
         if token is not None:
-            seq.tokens.append(token)
+            seq.token_ids.append(token)
 
 
 def test_a_text_that_repeats_itself_is_continued() -> None:
@@ -75,22 +75,22 @@ def test_a_text_that_repeats_itself_is_continued() -> None:
 
 def test_recent_answers_are_found_by_requests_of_the_same_salt_alone() -> None:
     lookup = SharedLookup(2)
-    lookup.end(sequence([5, 6, 7, 8, 9], prompt=2, salt="ours"))
+    lookup.on_finished(sequence([5, 6, 7, 8, 9], prompt=2, salt="ours"))
     asked = [(sequence([1, 6, 7], "same", "ours"), 4), (sequence([1, 6, 7], "other", "theirs"), 4)]
-    assert [guess.tokens for guess in lookup.propose(asked, 2)] == [[8, 9, 8, 9], []]
+    assert [guess.token_ids for guess in lookup.propose(asked, 2)] == [[8, 9, 8, 9], []]
 
 
 def test_a_sequence_s_own_text_wins_where_both_match_alike() -> None:
     lookup = SharedLookup(2)
-    lookup.end(sequence([0, 6, 7, 8], prompt=2))
-    assert lookup.propose([(sequence([3, 6, 7, 1, 4, 6, 7]), 1)], 1)[0].tokens == [1]
+    lookup.on_finished(sequence([0, 6, 7, 8], prompt=2))
+    assert lookup.propose([(sequence([3, 6, 7, 1, 4, 6, 7]), 1)], 1)[0].token_ids == [1]
 
 
 def test_the_recent_answers_that_are_held_are_bounded() -> None:
     lookup, answer = SharedLookup(1), list(range(1000, 1000 + SHARED_TOKENS // 4))
     for number in range(12):
-        lookup.end(sequence([1, 100 + number, *answer], prompt=1))
-    found = [bool(lookup.propose([(sequence([2, 100 + number], "b"), 1)], 1)[0].tokens) for number in range(12)]
+        lookup.on_finished(sequence([1, 100 + number, *answer], prompt=1))
+    found = [bool(lookup.propose([(sequence([2, 100 + number], "b"), 1)], 1)[0].token_ids) for number in range(12)]
     assert found[-3:] == [True] * 3
     assert not any(found[:4])
 

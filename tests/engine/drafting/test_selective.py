@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.core.drafter import Asked, Drafter, Guess
-from quire.engine.core.sequence import Sequence
+from quire.engine.core.drafter import Draft, Drafter, DraftRequests
+from quire.engine.core.request import Request
 from quire.engine.drafting.adaptive import StepCosts, worthwhile
 from quire.engine.drafting.selective import LOOKS_EVERY, MOST_DRAFTS, SelectiveDrafter, least_chance
-from quire.engine.types import Grammar, Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, Grammar, SamplingParams
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 FREE = StepCosts((1, 128), (1.0, 1.1))
@@ -22,27 +22,27 @@ class Noted(Drafter):
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
 
-    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
-        self.asked.append([seq.request.id for seq, _ in asked])
-        return [Guess([int(seq.request.id)]) for seq, _ in asked]
+    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
+        self.asked.append([seq.engine_request.id for seq, _ in asked])
+        return [Draft([int(seq.engine_request.id)]) for seq, _ in asked]
 
 
-def sequences(count: int, grammar: Grammar | None = None) -> list[Sequence]:
+def sequences(count: int, grammar: Grammar | None = None) -> list[Request]:
     params = SamplingParams(max_tokens=100, grammar=grammar)
-    requests = [Request(id=str(number), prompt_ids=[5], params=params, seed=0) for number in range(count)]
-    return [Sequence(request, number, 100, drafting=True) for number, request in enumerate(requests)]
+    requests = [EngineCoreRequest(id=str(number), prompt_ids=[5], params=params, seed=0) for number in range(count)]
+    return [Request(request, number, 100, drafting=True) for number, request in enumerate(requests)]
 
 
-def looked_at(drafter: SelectiveDrafter, noted: Noted, seqs: list[Sequence]) -> list[str]:
+def looked_at(drafter: SelectiveDrafter, noted: Noted, seqs: list[Request]) -> list[str]:
     """Of one step, in which nothing is accepted; what is guessed belongs to the right sequence."""
     noted.asked = [[]]
     guesses = drafter.propose([(seq, 9) for seq in seqs], len(seqs))
     looked = noted.asked[-1]
-    assert [guess.tokens for guess in guesses] == [
-        [int(seq.request.id)] if seq.request.id in looked else [] for seq in seqs
+    assert [guess.token_ids for guess in guesses] == [
+        [int(seq.engine_request.id)] if seq.engine_request.id in looked else [] for seq in seqs
     ]
     for seq in seqs:
-        seq.tokens.append(7)
+        seq.token_ids.append(7)
     return looked
 
 
@@ -56,7 +56,7 @@ def test_under_load_each_is_looked_at_in_turn() -> None:
     noted, seqs = Noted(), sequences(20)
     drafter = SelectiveDrafter(noted, DEAR)
     steps = [looked_at(drafter, noted, seqs) for _ in range(LOOKS_EVERY)]
-    assert sorted(name for step in steps for name in step) == sorted(seq.request.id for seq in seqs)
+    assert sorted(name for step in steps for name in step) == sorted(seq.engine_request.id for seq in seqs)
     assert max(map(len, steps)) <= 1 + 20 // LOOKS_EVERY
 
 
@@ -64,10 +64,10 @@ def test_under_load_those_are_looked_at_whose_guesses_are_tried_and_those_with_a
     noted, seqs = Noted(), sequences(20)
     drafter = SelectiveDrafter(noted, DEAR)
     for _ in range(LOOKS_EVERY):
-        drafter.learn(seqs[3], 1, 0)
+        drafter.record_acceptance(seqs[3], 1, 0)
         assert "3" in looked_at(drafter, noted, seqs)
-    drafter.learn(seqs[3], 1, 1)
-    drafter.end(seqs[3])
+    drafter.record_acceptance(seqs[3], 1, 1)
+    drafter.on_finished(seqs[3])
     assert sum("3" in looked_at(drafter, noted, seqs) for _ in range(LOOKS_EVERY)) == 1
     held = sequences(20, Grammar("regex", "a*"))
     assert [len(looked_at(drafter, noted, held)) for _ in range(3)] == [20] * 3

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 
 import pytest
 
-from quire.engine.core.drafter import Asked, Guess, StepwiseDrafter
-from quire.engine.core.sequence import Sequence
+from quire.engine.core.drafter import Draft, DraftRequests, StepwiseDrafter
+from quire.engine.core.request import Request
 from quire.engine.drafting.adaptive import Adaptive, StepCosts
 from quire.engine.drafting.stepwise import Stepwise
 from tests.engine.drafting.test_lookup import sequence
@@ -19,28 +19,28 @@ OWN = StepCosts((1, 64), (0.05, 0.1))
 class Says(StepwiseDrafter):
     """Holds its tokens, one of each sequence after the other, as likely as it is told to."""
 
-    def __init__(self, *chances: SequenceOf[float]) -> None:
+    def __init__(self, *chances: Sequence[float]) -> None:
         self._chances = chances
-        self._guesses: list[Guess] = []
+        self._guesses: list[Draft] = []
         self._may_go_on: set[int] = set()
 
-    def begin(self, asked: Asked) -> list[Guess]:
-        self._guesses = [Guess([], chances=[]) for _ in asked]
+    def begin(self, asked: DraftRequests) -> list[Draft]:
+        self._guesses = [Draft([], probabilities=[]) for _ in asked]
         self._may_go_on = {place for place, (_, most) in enumerate(asked) if most > 0}
         self.another(sorted(self._may_go_on))
         return self._guesses
 
-    def another(self, places: SequenceOf[int]) -> None:
+    def another(self, places: Sequence[int]) -> None:
         assert list(places) == sorted(self._may_go_on.intersection(places)), "a guess that had ended"
         self._may_go_on = set(places)
         for place in places:
             made = self._guesses[place]
-            made.chances.append(self._chances[place][len(made.tokens)])
-            made.tokens.append(7)
+            made.probabilities.append(self._chances[place][len(made.token_ids)])
+            made.token_ids.append(7)
 
 
-def lengths(drafter: Stepwise, *seqs: Sequence, most: int = 100) -> list[int]:
-    return [len(guess.tokens) for guess in drafter.propose([(seq, most) for seq in seqs], len(seqs))]
+def lengths(drafter: Stepwise, *seqs: Request, most: int = 100) -> list[int]:
+    return [len(guess.token_ids) for guess in drafter.propose([(seq, most) for seq in seqs], len(seqs))]
 
 
 def test_a_guess_goes_on_behind_what_is_likely_and_ends_behind_what_is_not() -> None:
@@ -62,28 +62,28 @@ def test_what_a_drafter_says_of_itself_is_believed_as_far_as_it_was_true() -> No
     """For all sequences: one has learnt it, another goes by it."""
     seq, other = sequence([1]), sequence([2])
     drafter = Adaptive(Stepwise(Says([0.95] * 9), 8, COSTS, OWN), 8, COSTS)
-    assert len(drafter.propose([(other, 8)], 1)[0].tokens) > 4
+    assert len(drafter.propose([(other, 8)], 1)[0].token_ids) > 4
     for _ in range(60):
-        if count := len(drafter.propose([(seq, 8)], 1)[0].tokens):
-            drafter.learn(seq, count, 0)
-    assert len(drafter.propose([(other, 8)], 1)[0].tokens) <= 1
+        if count := len(drafter.propose([(seq, 8)], 1)[0].token_ids):
+            drafter.record_acceptance(seq, count, 0)
+    assert len(drafter.propose([(other, 8)], 1)[0].token_ids) <= 1
 
 
 def test_a_drafter_that_is_too_modest_is_found_out() -> None:
     seq = sequence([1])
     drafter = Adaptive(Stepwise(Says([0.35] * 9), 8, COSTS, OWN), 8, COSTS)
-    assert len(drafter.propose([(seq, 8)], 1)[0].tokens) < 3
+    assert len(drafter.propose([(seq, 8)], 1)[0].token_ids) < 3
     for _ in range(60):
-        if count := len(drafter.propose([(seq, 8)], 1)[0].tokens):
-            drafter.learn(seq, count, count)
-    assert len(drafter.propose([(seq, 8)], 1)[0].tokens) > 4
+        if count := len(drafter.propose([(seq, 8)], 1)[0].token_ids):
+            drafter.record_acceptance(seq, count, count)
+    assert len(drafter.propose([(seq, 8)], 1)[0].token_ids) > 4
 
 
 def test_a_sequence_that_is_gone_leaves_nothing_behind() -> None:
     seq = sequence([1])
     drafter = Stepwise(Says([0.95] * 9), 8, COSTS, OWN)
     assert lengths(drafter, seq) == [8]
-    drafter.learn(seq, 8, 3)
-    drafter.end(seq)
+    drafter.record_acceptance(seq, 8, 3)
+    drafter.on_finished(seq)
     assert not drafter._kinds
     assert not drafter._experiences._with_one

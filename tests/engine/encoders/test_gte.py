@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
-from quire.engine.loop import Engine
 from quire.engine.types import PoolingParams
 from tests.engine.vectors import pooling_module, same, vectors, write_modules
 from tests.tiny_models import VOCAB
@@ -163,8 +163,8 @@ def drawn(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tens
     return scaled.double()
 
 
-def start(path: Path, **options: object) -> Engine:
-    return Engine(EngineConfig(model=str(path), **options))
+def start(path: Path, **options: object) -> EngineCore:
+    return EngineCore(EngineConfig(model=str(path), **options))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

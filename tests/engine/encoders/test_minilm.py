@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 from quire.engine.config import EngineConfig
-from quire.engine.loop import Engine
+from quire.engine.engine_core import EngineCore
 from quire.engine.text.pairs import encode_cut
 from quire.engine.text.tokenizer import Tokenizer
 from tests.engine.vectors import vectors
@@ -48,7 +48,7 @@ def test_cosines_are_those_of_sentence_transformers(dtype: str, tolerance: float
     assert PACKAGE.origin is not None
     path = Path(PACKAGE.origin).parent / "model"
     wanted = judged(path)
-    engine = Engine(EngineConfig(model=str(path), dtype=dtype))
+    engine = EngineCore(EngineConfig(model=str(path), dtype=dtype))
     assert engine.info.max_model_len == 256
     found = vectors(engine, encode_cut(Tokenizer.load(path), texts(), 256, "right"))
     assert np.array([a @ b for a, b in pairwise(found)]) == pytest.approx(

@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.loop import Engine
-from quire.engine.types import PoolingParams, Request
+from quire.engine.types import EngineCoreRequest, PoolingParams
 from tests.engine.vectors import NORMALIZE, pooling_module, same, vectors, write_modules
 from tests.tiny_encoders import ENCODERS, save_tiny_encoder
 from tests.tiny_models import VOCAB
@@ -24,8 +24,8 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-def start(path: Path, **options: object) -> Engine:
-    return Engine(EngineConfig(model=str(path), **options))
+def start(path: Path, **options: object) -> EngineCore:
+    return EngineCore(EngineConfig(model=str(path), **options))
 
 
 def hidden_states(path: Path, prompt: list[int]) -> torch.Tensor:
@@ -101,7 +101,7 @@ def test_an_encoder_keeps_nothing_and_says_what_it_is(tmp_path: Path) -> None:
     assert (engine.info.kv_bytes, engine.info.max_model_len) == (0, 320)
     assert engine.info.deterministic
     assert "no KV" in engine.info.arithmetic
-    too_long = Request(id="long", prompt_ids=[5] * 321, params=PoolingParams(), seed=0)
+    too_long = EngineCoreRequest(id="long", prompt_ids=[5] * 321, params=PoolingParams(), seed=0)
     engine.add(too_long)
     assert "320" in (engine.step()[0].error or "")
 

@@ -11,8 +11,8 @@ import pytest
 from quire.engine.checkpoint.families import layer_windows
 from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.loop import Engine
 from quire.engine.models import decoder_spec
 from tests.engine.harness import Answer, request, run
 from tests.gguf_deltas import write_delta_gguf
@@ -95,7 +95,7 @@ def answers(path: Path, **settings: Any) -> dict[str, Answer]:
     requests = [
         request(str(i), prompt, max_tokens=12, logprobs=2, prompt_logprobs=1) for i, prompt in enumerate(PROMPTS)
     ]
-    return run(Engine(config), requests)
+    return run(EngineCore(config), requests)
 
 
 @pytest.mark.few(5)

@@ -10,7 +10,7 @@ from quire.engine.checkpoint.files import read_raw_config
 from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
-from quire.engine.loop import Engine
+from quire.engine.engine_core import EngineCore
 from quire.kernels.cpu.backend import Cpu
 from quire.server.cli.plan.estimate import Wishes, estimate
 from quire.server.cli.plan.machine import Machine
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(Cpu().missing is not None, reason=str(Cpu().miss
 def test_what_is_chosen_is_planned(kind: str, settings: dict[str, str], dtype: str, pages: str, tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "folder", "llama", hidden_size=64, intermediate_size=128)
     file = gguf_models.write_gguf(folder, tmp_path / "model.gguf", lambda _: kind)
-    info = Engine(EngineConfig(model=str(file), num_kv_blocks=8, **settings)).info
+    info = EngineCore(EngineConfig(model=str(file), num_kv_blocks=8, **settings)).info
     assert (info.dtype, info.kv_cache_dtype) == (dtype, pages)
     if "attention_backend" not in settings:
         sizes, stored = read_sizes(read_raw_config(str(file))[0]), read_stored_weights(file)
@@ -53,7 +53,7 @@ def test_alone_together_chunked_and_preempted_are_the_same(family: str, tmp_path
     asked = [request(str(n), list(range(3, 30 + 9 * n)), max_tokens=16, logprobs=0) for n in range(4)]
 
     def told(**settings: int) -> dict[str, tuple[list[int], list[float]]]:
-        made = Engine(EngineConfig(model=str(file), **{"num_kv_blocks": 64} | settings))
+        made = EngineCore(EngineConfig(model=str(file), **{"num_kv_blocks": 64} | settings))
         assert made.info.dtype == "float32"
         return {name: (each.ids, [one.logprob for one in each.logprobs]) for name, each in run(made, asked).items()}
 

@@ -16,9 +16,9 @@ import pytest
 
 from quire.engine.checkpoint.files import resolve_model
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
 from quire.engine.gguf.files import packaged_model
-from quire.engine.loop import Engine
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.tokenizer import Tokenizer
 from quire.kernels.cpu.backend import Cpu
@@ -38,7 +38,7 @@ def equal_answers(tokens: int, **settings: Any) -> int:
         text = renderer.render([{"role": "user", "content": each["prompt"]}])
         ids = tokenizer.encode(text, add_special_tokens=False)
         requests.append(request(str(index), ids, max_tokens=tokens, ignore_eos=False))
-    engine = Engine(EngineConfig(model="smollm2", num_kv_blocks=400, **settings))
+    engine = EngineCore(EngineConfig(model="smollm2", num_kv_blocks=400, **settings))
     assert engine.info.quantization.startswith("Q4_1")
     answers = run(engine, requests)
     return sum(answers[str(index)].ids == each["tokens"][:tokens] for index, each in enumerate(wanted))

@@ -14,14 +14,14 @@ from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.encoders.vision.choose import tower_of
 from quire.engine.encoders.vision.tower import TowerMaking
+from quire.engine.engine_core import EngineCore
 from quire.engine.images.config import read_vision
 from quire.engine.images.reader import Asked, ImageReader, image_reader
 from quire.engine.layers.schemes import Unquantized
 from quire.engine.link.engine_messages import Submit, apart, decode_to_engine, encode, together
-from quire.engine.loop import Engine
 from quire.engine.replicas.router import prefix_pieces
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import Request
+from quire.engine.types import EngineCoreRequest
 from quire.engine.worker.images.features import ImageFeatures
 from quire.kernels.reference import Reference
 from tests.engine.harness import Answer, request, run
@@ -33,7 +33,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_vision(tmp_path_factory.mktemp("vision"), max_position_embeddings=2048)
 
 
-def about(path: Path, name: str, *pictures: int, more: str = "", **options: object) -> Request:
+def about(path: Path, name: str, *pictures: int, more: str = "", **options: object) -> EngineCoreRequest:
     """A question about pictures, which are cut into several tiles."""
     tokenizer = Tokenizer.load(path)
     reader = image_reader(path, tokenizer)
@@ -44,19 +44,19 @@ def about(path: Path, name: str, *pictures: int, more: str = "", **options: obje
     return msgspec.structs.replace(asked, spans=read.spans, images=read.images)
 
 
-def engine(path: Path, **options: object) -> Engine:
-    return Engine(EngineConfig(model=str(path), **{"num_kv_blocks": 64, "dtype": "bfloat16", **options}))
+def engine(path: Path, **options: object) -> EngineCore:
+    return EngineCore(EngineConfig(model=str(path), **{"num_kv_blocks": 64, "dtype": "bfloat16", **options}))
 
 
 def bits(answers: dict[str, Answer]) -> dict[str, object]:
     return {name: (each.ids, each.logprobs) for name, each in answers.items()}
 
 
-def alone(path: Path, asked: Request) -> Answer:
+def alone(path: Path, asked: EngineCoreRequest) -> Answer:
     return run(engine(path, enable_prefix_caching=False), [asked])[asked.id]
 
 
-def made(computed: Engine) -> int:
+def made(computed: EngineCore) -> int:
     """Tiles that the tower has read."""
     features = computed.runner._features  # type: ignore[attr-defined]
     assert isinstance(features, ImageFeatures)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.images.config import read_vision
-from quire.engine.loop import Engine
-from quire.engine.types import PoolingParams, Request, Span
+from quire.engine.types import EngineCoreRequest, PoolingParams, Span
 from quire.engine.worker.images import load
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.images.probe import PatchesProbe
@@ -31,13 +31,13 @@ from tests.vision_families import FAMILIES, save_family
 __all__ = ["other"]
 
 
-def engine(path: Path, device: Any, **options: Any) -> Engine:
+def engine(path: Path, device: Any, **options: Any) -> EngineCore:
     plain = {"num_kv_blocks": 96, "dtype": "float32", "device": device}
     backend = {"attention_backend": "reference"} if device == "cpu" else {}
-    return Engine(EngineConfig(model=str(path), **plain | backend | options))
+    return EngineCore(EngineConfig(model=str(path), **plain | backend | options))
 
 
-def questions(path: Path, name: str) -> list[Request]:
+def questions(path: Path, name: str) -> list[EngineCoreRequest]:
     return [about(path, name, "one", 1, max_tokens=4), about(path, name, "two", 2, 3, max_tokens=4)]
 
 
@@ -60,13 +60,13 @@ def test_another_device_says_what_a_cpu_says(other: None, name: str, tmp_path: P
     close(run(cut, asked), wanted)
 
 
-def shown(path: Path, name: str, seed: int) -> Request:
+def shown(path: Path, name: str, seed: int) -> EngineCoreRequest:
     """An image alone, as a server asks for its vector."""
     vision = read_vision(path)
     assert vision is not None
     (content,) = vision.layout(70, 50).contents(picture(seed, 70, 50))
     span = Span(0, 1, content.digest)
-    return Request(id=name, prompt_ids=[0], params=PoolingParams(), seed=0, spans=(span,), images=(content,))
+    return EngineCoreRequest(id=name, prompt_ids=[0], params=PoolingParams(), seed=0, spans=(span,), images=(content,))
 
 
 @registers
@@ -74,7 +74,7 @@ def test_vectors_of_images_are_those_of_a_cpu(other: None, tmp_path: Path) -> No
     path = save_pair(tmp_path, "clip")
     asked = [shown(path, "one", 1), shown(path, "two", 2)]
 
-    def found(made: Engine) -> dict[str, np.ndarray]:
+    def found(made: EngineCore) -> dict[str, np.ndarray]:
         for each in asked:
             made.add(each)
         outputs = [output for _ in range(9) for output in made.step()]

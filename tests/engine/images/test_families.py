@@ -21,18 +21,18 @@ from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.encoders.vision.choose import tower_of
 from quire.engine.encoders.vision.tower import TowerMaking, normalised
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
 from quire.engine.images.config import read_vision
 from quire.engine.images.reader import Asked, image_reader
 from quire.engine.images.vision import InvalidImage
 from quire.engine.layers.schemes import Unquantized
-from quire.engine.loop import Engine
 from quire.engine.lora.modules import adaptable_modules
 from quire.engine.lora.spool import Spool
 from quire.engine.offline.llm import LLM
 from quire.engine.offline.params import SamplingParams
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import Request
+from quire.engine.types import EngineCoreRequest
 from quire.engine.worker.heads import Heads
 from quire.kernels.reference import Reference
 from tests.adapters import merge, save_adapter
@@ -123,7 +123,7 @@ def test_the_plan_counts_the_tower(name: str, tmp_path: Path) -> None:
     assert read_stored_weights(path) == StoredWeights(sizes.parameters, 0)
 
 
-def about(path: Path, name: str, asked: str, *pictures: int, more: str = "", **options: object) -> Request:
+def about(path: Path, name: str, asked: str, *pictures: int, more: str = "", **options: object) -> EngineCoreRequest:
     """A question about pictures."""
     tokenizer = Tokenizer.load(path)
     reader = image_reader(path, tokenizer)
@@ -134,9 +134,9 @@ def about(path: Path, name: str, asked: str, *pictures: int, more: str = "", **o
     return msgspec.structs.replace(made, spans=read.spans, images=read.images)
 
 
-def engine(path: Path, make_drafter: Any = None, **options: object) -> Engine:
+def engine(path: Path, make_drafter: Any = None, **options: object) -> EngineCore:
     config = EngineConfig(model=str(path), **{"num_kv_blocks": 96, "dtype": "bfloat16", **options})
-    return Engine(config, make_drafter=make_drafter)
+    return EngineCore(config, make_drafter=make_drafter)
 
 
 def bits(answers: dict[str, Answer]) -> dict[str, object]:

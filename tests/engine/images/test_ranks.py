@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.images.config import read_vision
-from quire.engine.loop import Engine
 from quire.kernels.cpu.backend import Cpu
 from tests.engine.harness import Answer, run
 from tests.engine.images.test_families import about
@@ -25,9 +25,9 @@ pytestmark = [
 KINDS = ["gemma3", "gemma4", "qwen3_vl", *(name for name in FAMILIES if name not in ("gemma3", "gemma4", "qwen3_vl"))]
 
 
-def engine(path: Path, ranks: int, **options: Any) -> Engine:
+def engine(path: Path, ranks: int, **options: Any) -> EngineCore:
     plain = {"num_kv_blocks": 96, "dtype": "float32", "attention_backend": "cpu", "threads": 4}
-    return Engine(EngineConfig(model=str(path), tensor_parallel_size=ranks, **plain, **options))
+    return EngineCore(EngineConfig(model=str(path), tensor_parallel_size=ranks, **plain, **options))
 
 
 def numbers(answer: Answer) -> list[float]:
@@ -50,7 +50,7 @@ def test_two_ranks_say_what_one_process_says(name: str, tmp_path: Path) -> None:
         assert (alone.ids, alone.logprobs) == (found[each.id].ids, found[each.id].logprobs)
 
 
-def numbers_of(each: Engine) -> list[int]:
+def numbers_of(each: EngineCore) -> list[int]:
     """Of each of the engine's images, or parts of them, that its own tower has read."""
     return [] if each.runner._features._tower is None else [each.runner._features.made]  # type: ignore[attr-defined]
 
@@ -70,9 +70,9 @@ def test_stages_say_what_one_process_says(name: str, tmp_path: Path) -> None:
         "attention_backend": "cpu",
         "max_num_batched_tokens": least,
     }
-    one = Engine(EngineConfig(model=str(path), **options))
+    one = EngineCore(EngineConfig(model=str(path), **options))
     wanted = run(one, asked)
-    divided = Engine(EngineConfig(model=str(path), pipeline_parallel_size=2, **options))
+    divided = EngineCore(EngineConfig(model=str(path), pipeline_parallel_size=2, **options))
     assert not divided.info.no_images
     assert divided.info.weight_bytes >= one.info.weight_bytes
     assert numbers_of(divided) == []

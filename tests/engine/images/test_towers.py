@@ -13,9 +13,9 @@ from quire.engine.checkpoint.files import read_raw_config
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.encoders.vision.tower import Tower
+from quire.engine.engine_core import EngineCore
 from quire.engine.images.config import read_vision
 from quire.engine.images.reader import Asked, image_reader
-from quire.engine.loop import Engine
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Image
 from tests.tiny_vision import picture
@@ -27,7 +27,7 @@ def tower_and_images(path: Path, **options: Any) -> tuple[Tower, list[Image]]:
     reader = image_reader(path, Tokenizer.load(path))
     assert reader is not None
     images = [reader.tiles(Asked("", picture(seed, 70, 50)))[0] for seed in (1, 2, 3)]
-    served = Engine(EngineConfig(model=str(path), num_kv_blocks=8, dtype="bfloat16", max_model_len=64, **options))
+    served = EngineCore(EngineConfig(model=str(path), num_kv_blocks=8, dtype="bfloat16", max_model_len=64, **options))
     tower = served.runner._features._tower  # type: ignore[attr-defined]
     assert isinstance(tower, Tower)
     return tower, images
@@ -64,7 +64,7 @@ def test_few_bits(tmp_path: Path) -> None:
     text: dict[str, Any] = {"num_kv_blocks": 8, "dtype": "bfloat16", "max_model_len": 64, "quantization": "int8"}
     vision = read_vision(path)
     assert vision is not None
-    held = Engine(EngineConfig(model=str(path), **text)).info.weight_bytes
+    held = EngineCore(EngineConfig(model=str(path), **text)).info.weight_bytes
     numbers = sum(math.prod(each.shape) for each in few.parameters().values())
     beside = read_sizes(read_raw_config(str(path))[0])
     assert beside.tower_bytes(2, "int8") == 2 * numbers - vision.linear_numbers

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
-from quire.engine.loop import Engine
 from tests import quantized_models as q
 from tests.engine.harness import Answer, request, run
 from tests.tiny_models import VOCAB, save_tiny_model
@@ -24,7 +24,7 @@ PROMPTS = [[3 + (7 * i + j * j) % (VOCAB - 3) for j in range(length)] for i, len
 def answers(path: Path) -> tuple[dict[str, Answer], str]:
     config = EngineConfig(model=str(path), attention_backend="reference", num_kv_blocks=64, dtype="float32")
     requests = [request(str(i), prompt, max_tokens=8, logprobs=2) for i, prompt in enumerate(PROMPTS)]
-    engine = Engine(config)
+    engine = EngineCore(config)
     return run(engine, requests), engine.info.quantization
 
 

@@ -23,7 +23,7 @@ from quire.engine.link.broadcast import Group, Tensor, WeightsGroup
 from quire.engine.link.client import EngineClient
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.link.weights import Weights
-from quire.engine.types import Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.e2e.server import free_port
 from tests.tiny_models import save_tiny_model
 
@@ -75,7 +75,7 @@ async def serving(folder: Path) -> AsyncIterator[tuple[EngineClient, WeightsGrou
 
 async def answer(client: EngineClient) -> list[int]:
     params = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True)
-    request = Request(id=f"r{os.urandom(4).hex()}", prompt_ids=PROMPT, params=params, seed=1)
+    request = EngineCoreRequest(id=f"r{os.urandom(4).hex()}", prompt_ids=PROMPT, params=params, seed=1)
     return [
         each for outputs in [o async for o in client.submit([request])] for output in outputs for each in output.new_ids
     ]

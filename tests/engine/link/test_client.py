@@ -14,7 +14,7 @@ from quire.engine.link.client import EngineClient
 from quire.engine.link.output_stream import merge
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.offline.in_process import InProcessLink
-from quire.engine.types import RequestOutput, SamplingParams
+from quire.engine.types import EngineCoreOutput, SamplingParams
 from tests.engine.harness import request
 from tests.tiny_models import save_tiny_model
 
@@ -136,10 +136,10 @@ async def test_when_no_new_engine_starts_open_streams_end_and_its_standard_error
 
 
 def test_merged_outputs_lose_nothing() -> None:
-    first = RequestOutput("a", [1], cached_tokens=16, prompt_logprobs=[None])
-    second = RequestOutput("a", [2, 3], finish_reason="stop", stop_reason=3, cached_tokens=16)
+    first = EngineCoreOutput("a", [1], cached_tokens=16, prompt_logprobs=[None])
+    second = EngineCoreOutput("a", [2, 3], finish_reason="stop", stop_reason=3, cached_tokens=16)
     both = merge(first, second)
-    assert both == RequestOutput(
+    assert both == EngineCoreOutput(
         "a", [1, 2, 3], prompt_logprobs=[None], finish_reason="stop", stop_reason=3, cached_tokens=16
     )
 
@@ -150,7 +150,7 @@ def test_requests_are_equal_after_encoding_and_decoding() -> None:
     params = SamplingParams(logit_bias={5: 1.5}, stop=("a",), stop_token_ids=(3,), seed=-5, min_p=0.1, max_tokens=None)
     message = Submit([request("a", [1, 2]), request("b", [3], salt="x")])
     assert decode_to_engine(encode(message)) == message
-    from quire.engine.types import Request
+    from quire.engine.types import EngineCoreRequest
 
-    alone = Submit([Request(id="c", prompt_ids=[1], params=params, seed=2**63 - 1)])
+    alone = Submit([EngineCoreRequest(id="c", prompt_ids=[1], params=params, seed=2**63 - 1)])
     assert decode_to_engine(encode(alone)) == alone

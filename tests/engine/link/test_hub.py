@@ -21,7 +21,7 @@ from quire.engine.link.hub import Hub
 from quire.engine.link.hub_link import HubLink, NoWeightsGroup
 from quire.engine.link.hub_messages import LASTING, Fault, FromHub, Stepped
 from quire.engine.link.hub_relay import Channel, Relayed
-from quire.engine.types import Request, RequestOutput, SamplingParams
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, SamplingParams
 from quire.server.peers import Peers
 from tests.server.fake import FakeEngine, hashed
 
@@ -66,12 +66,12 @@ async def until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def request(id: str, *, tokens: int = 12, tenant: str = "") -> Request:
+def request(id: str, *, tokens: int = 12, tenant: str = "") -> EngineCoreRequest:
     params = SamplingParams(max_tokens=tokens)
-    return Request(id=id, prompt_ids=[1, 2, 3], params=params, seed=7, tenant=tenant)
+    return EngineCoreRequest(id=id, prompt_ids=[1, 2, 3], params=params, seed=7, tenant=tenant)
 
 
-async def tokens_of(client: EngineClient, *requests: Request) -> dict[str, list[int]]:
+async def tokens_of(client: EngineClient, *requests: EngineCoreRequest) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {each.id: [] for each in requests}
     async for outputs in client.submit(list(requests)):
         for output in outputs:
@@ -103,7 +103,7 @@ def test_a_step_is_one_message_for_all_streams_of_an_api_process() -> None:
     for step in range(3):
         channel.begin(None, 0, "1", counts=True)
         for number, stream in enumerate(streams):
-            stream.push(RequestOutput(f"s{number}", [step]), "1")
+            stream.push(EngineCoreOutput(f"s{number}", [step]), "1")
     channel.begin(None, 0, "1", counts=True)  # of others alone
     channel.flush([EngineStats()])
     channel.flush([EngineStats()])

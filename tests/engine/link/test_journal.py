@@ -14,7 +14,7 @@ from quire.engine.link.client import EngineClient
 from quire.engine.link.engine_messages import Ready
 from quire.engine.link.process import Launcher
 from quire.engine.link.supervisor import ProcessLink
-from quire.engine.types import Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.engine.fake_process import INFO, KILLED, LENGTH, Caller, FakeProcess, settle, token
 from tests.tiers import examples
 
@@ -121,7 +121,7 @@ async def test_steps_that_came_together_reach_a_reader_together() -> None:
     client = EngineClient(ProcessLink(EngineConfig(), launcher=Launcher(FakeProcess)))
     await client.link.start()
     params = SamplingParams(max_tokens=LENGTH)
-    stream = client.submit([Request(id="a", prompt_ids=[1], params=params, seed=0)])
+    stream = client.submit([EngineCoreRequest(id="a", prompt_ids=[1], params=params, seed=0)])
     await settle()
     process = client.link._process
     assert isinstance(process, FakeProcess)

@@ -11,7 +11,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.link.client import EngineClient
 from quire.engine.link.output_stream import OutputStream
 from quire.engine.offline.in_process import InProcessLink
-from quire.engine.types import FinishReason, RequestOutput
+from quire.engine.types import EngineCoreOutput, FinishReason
 from tests.engine.harness import request
 
 PROMPT = [3, 4, 5]
@@ -24,7 +24,7 @@ class Client(EngineClient):
         super().__init__(InProcessLink(EngineConfig(model="none")))
 
     def step(self, *ids: str, token: int = 1, ends: FinishReason | None = None) -> None:
-        self.deliver([RequestOutput(each, [token], finish_reason=ends) for each in ids])
+        self.deliver([EngineCoreOutput(each, [token], finish_reason=ends) for each in ids])
 
 
 class Reader:
@@ -39,7 +39,7 @@ class Reader:
         stream.shortcut = self._take
         self.task = asyncio.create_task(self._run())
 
-    def _take(self, outputs: list[RequestOutput]) -> bool:
+    def _take(self, outputs: list[EngineCoreOutput]) -> bool:
         if self.error is not None:
             raise self.error
         if self.ready:
@@ -133,7 +133,7 @@ async def test_a_journal_has_tokens_before_readers_do() -> None:
     assert client.request("a").emitted_ids == before[0], "what another engine goes on from"
     await turns()
     client.step("a", token=4, ends="length")
-    client.deliver([RequestOutput("b", [], finish_reason="stop")])
+    client.deliver([EngineCoreOutput("b", [], finish_reason="stop")])
     assert ends == [([4], True), ([], False)]
     assert before[0][-1] == 4
     assert len(rows) == 9, "the end is told with its tokens"

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig
-from quire.engine.loop import Engine
+from quire.engine.engine_core import EngineCore
 from quire.engine.lora.modules import adaptable_modules
 from quire.engine.lora.spool import Spool
 from quire.engine.tiers.tiers import Tiers
-from quire.engine.types import Adapter, Request, SamplingParams
+from quire.engine.types import Adapter, EngineCoreRequest, SamplingParams
 from tests.adapters import ALL, merge, save_adapter
 from tests.engine.harness import run
 from tests.tiny_models import save_tiny_model
@@ -29,15 +29,15 @@ def spool(root: Path, model: Path, **options: int) -> Spool:
     return Spool(root, adaptable_modules(read_model_config(model)), options.get("max_rank", 64))
 
 
-def engine(model: Path, make_drafter: Any = None, make_tiers: Any = Tiers, **options: object) -> Engine:
+def engine(model: Path, make_drafter: Any = None, make_tiers: Any = Tiers, **options: object) -> EngineCore:
     settings = {"model": str(model), "dtype": "float32", "max_lora_rank": 64, "num_kv_blocks": 256, "enable_lora": True}
     config = EngineConfig(**(settings | options))  # type: ignore[arg-type]
-    return Engine(config, make_drafter=make_drafter, make_tiers=make_tiers)
+    return EngineCore(config, make_drafter=make_drafter, make_tiers=make_tiers)
 
 
-def asked(name: str, prompt: Sequence[int], adapter: Adapter | None, **params: object) -> Request:
+def asked(name: str, prompt: Sequence[int], adapter: Adapter | None, **params: object) -> EngineCoreRequest:
     params = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "logprobs": 3, "prompt_logprobs": 2} | params
-    return Request(id=name, prompt_ids=list(prompt), params=SamplingParams(**params), seed=0, adapter=adapter)
+    return EngineCoreRequest(id=name, prompt_ids=list(prompt), params=SamplingParams(**params), seed=0, adapter=adapter)
 
 
 def prompts(count: int) -> list[list[int]]:

@@ -7,10 +7,10 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.core.batch import Batch
 from quire.engine.core.scheduler import Scheduler
+from quire.engine.core.scheduler_output import SchedulerOutput
 from quire.engine.lora.queue import AdapterQueue
-from quire.engine.types import Adapter, Request, SamplingParams
+from quire.engine.types import Adapter, EngineCoreRequest, SamplingParams
 from tests.engine.fake_device import BLOCK, NUM_BLOCKS, FakeDevice
 from tests.tiers import examples
 
@@ -47,11 +47,11 @@ class FakeLoader:
         self.end_one()
 
 
-def request(name: str, adapter: int, tokens: int = 3, limit: int = 4) -> Request:
+def request(name: str, adapter: int, tokens: int = 3, limit: int = 4) -> EngineCoreRequest:
     params = SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=True)
     own = None if adapter == 0 else Adapter(f"a{adapter}", f"{adapter:032x}", "")
     prompt = [1 + (sum(name.encode()) + at) % 9 for at in range(tokens)]
-    return Request(id=name, prompt_ids=prompt, params=params, seed=0, adapter=own)
+    return EngineCoreRequest(id=name, prompt_ids=prompt, params=params, seed=0, adapter=own)
 
 
 class Rig:
@@ -67,20 +67,20 @@ class Rig:
             max_num_batched_tokens=16,
             waiting=AdapterQueue(self.loader, slots),
         )
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, EngineCoreRequest] = {}
         self.ended: dict[str, str | None] = {}
 
-    def add(self, request: Request) -> None:
+    def add(self, request: EngineCoreRequest) -> None:
         self.requests[request.id] = request
         self.scheduler.add(request)
 
-    def step(self) -> Batch | None:
+    def step(self) -> SchedulerOutput | None:
         batch = self.scheduler.schedule()
         if batch is None:
             self.scheduler.wait()
         else:
             output = self.device.execute(batch)
-            for row in batch.rows:
+            for row in batch.scheduled_requests:
                 adapter = self.requests[row.request_id].adapter
                 slot = self.device.owners[row.slot].adapter
                 assert (slot == 0) == (adapter is None)
@@ -93,8 +93,8 @@ class Rig:
         return batch
 
 
-def names(batch: Batch | None) -> set[str]:
-    return set() if batch is None else {row.request_id for row in batch.rows}
+def names(batch: SchedulerOutput | None) -> set[str]:
+    return set() if batch is None else {row.request_id for row in batch.scheduled_requests}
 
 
 def test_only_its_own_requests_wait_for_a_load() -> None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from quire import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from quire.engine.errors import InvalidRequest
-from quire.engine.types import Adapter, Request
+from quire.engine.types import Adapter, EngineCoreRequest
 from tests.adapters import merge, save_adapter
 from tests.engine.harness import run
 from tests.engine.lora.test_parity import asked, engine, prompts, spool
@@ -40,7 +40,7 @@ def adapters(model: Path, folders: list[Path], tmp_path: Path) -> list[Adapter |
     return [None, *(kept.add(folder.name, str(folder)) for folder in folders)]
 
 
-def requests(adapters: list[Adapter | None]) -> list[Request]:
+def requests(adapters: list[Adapter | None]) -> list[EngineCoreRequest]:
     """Greedy ones, which repeat themselves, and drawn ones."""
     found = []
     for index, ids in enumerate(prompts(8)):
@@ -98,10 +98,10 @@ def test_a_prefix_in_a_tier_is_its_adapter_s_alone(model: Path, adapters: list[A
     made, ids = engine(model, make_tiers=of_tiers, kv_offload_memory=0.1), list(range(3, 60))
     wanted = run(made, [asked("a", ids, adapters[1], prompt_logprobs=None)])["a"]
     for index in (0, 2):
-        made.scheduler.pool.forget()
+        made.scheduler.pool.reset()
         probe = asked("probe", ids, adapters[index], prompt_logprobs=None)
         assert run(made, [probe])["probe"].cached_tokens == 0
-    made.scheduler.pool.forget()
+    made.scheduler.pool.reset()
     again = run(made, [asked("again", ids, adapters[1], prompt_logprobs=None)])["again"]
     assert (again.cached_tokens, again.ids, again.logprobs) == (48, wanted.ids, wanted.logprobs)
 

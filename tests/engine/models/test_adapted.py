@@ -15,12 +15,12 @@ from quire.engine.checkpoint.families import family_not_served
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError, ModelError
-from quire.engine.loop import Engine
 from quire.engine.models.adapted.build import build
 from quire.engine.models.adapted.interface import MaskFunction
 from quire.engine.models.adapted.probe import probe, window_of
-from quire.engine.types import Request
+from quire.engine.types import EngineCoreRequest
 from tests.engine.harness import Answer, request, run
 from tests.engine.test_speculation import always
 from tests.quantized_models import Packer, float8, gptq, quantize_checkpoint
@@ -44,18 +44,18 @@ def laguna(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def engine_of(path: str | Path, make_drafter: Any = None, **options: Any) -> Engine:
+def engine_of(path: str | Path, make_drafter: Any = None, **options: Any) -> EngineCore:
     config = EngineConfig(model=str(path), **{"num_kv_blocks": 64, "max_num_batched_tokens": 24} | options)
-    return Engine(config, make_drafter=make_drafter)
+    return EngineCore(config, make_drafter=make_drafter)
 
 
-def requests(**params: object) -> list[Request]:
+def requests(**params: object) -> list[EngineCoreRequest]:
     generator = torch.Generator().manual_seed(11)
     prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
     return [request(str(i), prompt, **{"max_tokens": 12} | params) for i, prompt in enumerate(prompts)]
 
 
-def alone(engine: Engine, **params: object) -> dict[str, Answer]:
+def alone(engine: EngineCore, **params: object) -> dict[str, Answer]:
     return {each.id: run(engine, [each])[each.id] for each in requests(**params)}
 
 
@@ -140,7 +140,7 @@ def test_other_weights_are_checked_and_take_the_place_of_these(laguna: str, tmp_
     engine, other = engine_of(laguna), EngineConfig(model=laguna, weights=str(tmp_path / "b"), num_kv_blocks=64)
     engine.check_weights(other)
     asked = requests(max_tokens=1, logprobs=1)[-1:]
-    assert run(Engine(other), asked)["3"].logprobs != run(engine, asked)["3"].logprobs
+    assert run(EngineCore(other), asked)["3"].logprobs != run(engine, asked)["3"].logprobs
     experts = next(name for name in tensors if "experts" in name)
     save_file(tensors | {experts: tensors[experts][:-1].contiguous()}, tmp_path / "b" / "model.safetensors")
     with pytest.raises(ModelError):

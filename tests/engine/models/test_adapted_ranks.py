@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.loop import Engine
 from quire.engine.lora.spool import Spool
 from tests.adapters import save_adapter
 from tests.engine.harness import run
@@ -97,5 +97,5 @@ def test_what_cannot_be_divided_is_refused_with_the_reason(kind: str, ranks: int
 def test_a_family_of_ours_by_its_class_on_processes(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "qwen3")
     options: dict[str, Any] = {"num_kv_blocks": 64, "dtype": "float32", "model_impl": "transformers"}
-    found = run(Engine(EngineConfig(model=str(path), tensor_parallel_size=2, **options)), asked())
-    assert_same(found, run(Engine(EngineConfig(model=str(path), **options)), asked()))
+    found = run(EngineCore(EngineConfig(model=str(path), tensor_parallel_size=2, **options)), asked())
+    assert_same(found, run(EngineCore(EngineConfig(model=str(path), **options)), asked()))

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.loop import Engine
-from quire.engine.types import PoolingParams, Request
+from quire.engine.types import EngineCoreRequest, PoolingParams
 from tests.engine.harness import request, run
 from tests.engine.vectors import NORMALIZE, pooling_module, same, vectors, write_modules
 from tests.tiny_models import VOCAB, save_tiny_model
@@ -38,9 +38,9 @@ def normalized(vector: np.ndarray) -> np.ndarray:
     return vector / np.linalg.norm(vector)
 
 
-def start(path: Path, **options: object) -> Engine:
+def start(path: Path, **options: object) -> EngineCore:
     told = "auto" if (path / "modules.json").exists() else "last"
-    return Engine(EngineConfig(model=str(path), **{"num_kv_blocks": 300, "pooling_type": told, **options}))
+    return EngineCore(EngineConfig(model=str(path), **{"num_kv_blocks": 300, "pooling_type": told, **options}))
 
 
 @pytest.mark.few(3)
@@ -87,7 +87,7 @@ def test_vectors_leave_answers_as_they_are(tmp_path: Path) -> None:
         engine.add(each)
     found: dict[str, list[int]] = {each.id: [] for each in asked}
     for index, prompt in enumerate(prompts()):
-        engine.add(Request(id=f"v{index}", prompt_ids=prompt, params=PoolingParams(), seed=0))
+        engine.add(EngineCoreRequest(id=f"v{index}", prompt_ids=prompt, params=PoolingParams(), seed=0))
     while engine.busy:
         for output in engine.step():
             assert output.error is None
@@ -148,7 +148,7 @@ def test_a_model_saved_without_its_head_makes_vectors_alone(tmp_path: Path) -> N
 @pytest.mark.parametrize("options", [{"runner": "generate"}, {"pooling_type": "auto"}])
 def test_a_chat_model_by_itself_makes_no_vectors(options: dict[str, str], tmp_path: Path) -> None:
     engine = start(save_tiny_model(tmp_path, "llama"), **options)
-    engine.add(Request(id="v", prompt_ids=[5, 6], params=PoolingParams(), seed=0))
+    engine.add(EngineCoreRequest(id="v", prompt_ids=[5, 6], params=PoolingParams(), seed=0))
     assert [output.error for output in engine.step()] == ["the model serves generate, not embed"]
 
 

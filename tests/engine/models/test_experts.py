@@ -14,14 +14,14 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from quire.engine.checkpoint.families import FAMILIES, WITH_EXPERTS
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import AdapterError, ModelError
 from quire.engine.layers.moe import ExpertsSpec
-from quire.engine.loop import Engine
 from quire.engine.lora.files import read_adapter
 from quire.engine.lora.modules import adaptable_modules
 from quire.engine.lora.spool import Spool
 from quire.engine.models import decoder_spec
-from quire.engine.types import Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, SamplingParams
 from quire.engine.worker.loading.check import check_weights
 from quire.kernels.cpu.backend import Cpu
 from tests.adapters import merge, save_adapter
@@ -35,8 +35,8 @@ compiled = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 BACKENDS = ["reference", pytest.param("cpu", marks=compiled)]
 
 
-def engine(path: Path, **options: object) -> Engine:
-    return Engine(EngineConfig(model=str(path), **{"num_kv_blocks": 96} | options))
+def engine(path: Path, **options: object) -> EngineCore:
+    return EngineCore(EngineConfig(model=str(path), **{"num_kv_blocks": 96} | options))
 
 
 def prompts() -> list[list[int]]:
@@ -99,7 +99,7 @@ def test_alone_together_chunked_cached_and_preempted_are_the_same(
     asked = [request(str(i), prompt, max_tokens=24, logprobs=0) for i, prompt in enumerate(prompts())]
     together = engine(path, dtype=dtype)
 
-    def answers(some: Engine) -> dict[str, tuple[list[int], list[float]]]:
+    def answers(some: EngineCore) -> dict[str, tuple[list[int], list[float]]]:
         return {name: told(each) for name, each in run(some, asked).items()}
 
     wanted = answers(together)
@@ -137,7 +137,9 @@ def test_adapters_of_attention_are_served_and_those_of_experts_named(tmp_path: P
     (tmp_path / "spool").mkdir()
     adapter = Spool(tmp_path / "spool", modules, 8).add("a", str(folder))
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
-    asked = [Request(id=str(of), prompt_ids=prompt, params=params, seed=0, adapter=of) for of in (None, adapter)]
+    asked = [
+        EngineCoreRequest(id=str(of), prompt_ids=prompt, params=params, seed=0, adapter=of) for of in (None, adapter)
+    ]
     served = engine(path, dtype="float32", enable_lora=True, max_lora_rank=8)
     plain, adapted = run(served, asked).values()
     assert row(plain) == pytest.approx(theirs(path, prompt), abs=1e-4)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.engine.config import EngineConfig
-from quire.engine.loop import Engine
+from quire.engine.engine_core import EngineCore
 from quire.kernels.cpu.backend import Cpu
 from tests.engine.harness import request, run
 from tests.tiny_models import FAMILIES, VOCAB, save_tiny_model
@@ -29,7 +29,7 @@ def test_fused_layers_give_the_same_bits(
     prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (1, 5, 18, 40) * 4]
 
     def answers() -> list[tuple[list[int], list[float]]]:
-        engine = Engine(EngineConfig(model=str(path), dtype=dtype, attention_backend="cpu", num_kv_blocks=96))
+        engine = EngineCore(EngineConfig(model=str(path), dtype=dtype, attention_backend="cpu", num_kv_blocks=96))
         asked = [request(str(i), prompt, max_tokens=12, logprobs=0) for i, prompt in enumerate(prompts)]
         found = run(engine, asked)
         assert (engine.runner._model._recording[1] is None) == (not fused)

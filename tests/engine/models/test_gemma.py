@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
 from quire.engine.layers.attention import AttentionSpec
-from quire.engine.loop import Engine
 from quire.engine.models import decoder_spec
 from quire.engine.models.spec import DecoderSpec
 from tests.tiny_models import save_tiny_model
@@ -78,5 +78,5 @@ def test_a_gate_that_is_not_known_and_an_encoder_are_refused(tmp_path: Path) -> 
 def test_the_scale_of_embeddings_is_rounded_as_in_transformers(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "gemma3", dtype=torch.bfloat16, hidden_size=96)
     embedding = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).model.embed_tokens
-    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=8))
+    engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=8))
     assert engine.runner._model._embedding.scale == embedding.embed_scale.to(torch.bfloat16).item() == 9.8125

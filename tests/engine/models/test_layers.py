@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable
-from quire.engine.layers.part import Making, Part, PartSpec, Step
-from quire.engine.loop import Engine
+from quire.engine.layers.part import BuildContext, Step, Sublayer, SublayerSpec
 from quire.engine.models.spec import DecoderSpec
 from quire.engine.worker import device
 from quire.kernels.backend import Operations
@@ -53,20 +53,20 @@ def unequal(spec: DecoderSpec) -> DecoderSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class GateSpec(PartSpec):
+class GateSpec(SublayerSpec):
     """A part that is nowhere else: its input times a gate of its own."""
 
     norm: NormSpec
 
-    def part(self, making: Making, layer: str) -> Gate:
+    def part(self, making: BuildContext, layer: str) -> Gate:
         return Gate(self, making, layer)
 
     def indivisible(self, ranks: int) -> str | None:
         return None
 
 
-class Gate(Part):
-    def __init__(self, spec: GateSpec, making: Making, layer: str) -> None:
+class Gate(Sublayer):
+    def __init__(self, spec: GateSpec, making: BuildContext, layer: str) -> None:
         self._name, size = f"{layer}.gate", making.hidden_size
         self._norms = NormWeights({f"{self._name}.norm": size}, making.dtype, spec.norm)
         self._linear = JoinedLinear(making.scheme, size, {f"{self._name}.in": 2 * size}, bias=False)
@@ -88,11 +88,11 @@ def gated(spec: DecoderSpec) -> DecoderSpec:
 
 def answers(
     path: Path, backend: str, dtype: str, **options: object
-) -> tuple[Engine, list[tuple[list[int], list[float]]]]:
+) -> tuple[EngineCore, list[tuple[list[int], list[float]]]]:
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (1, 5, 40)]
     options = {"num_kv_blocks": 64, "load_format": "dummy", "max_num_batched_tokens": 24} | options
-    engine = Engine(EngineConfig(model=str(path), dtype=dtype, attention_backend=backend, **options))
+    engine = EngineCore(EngineConfig(model=str(path), dtype=dtype, attention_backend=backend, **options))
     asked = [request(str(i), prompt, max_tokens=4, logprobs=0) for i, prompt in enumerate(prompts)]
     found = run(engine, asked)
     return engine, [(found[each.id].ids, [token.logprob for token in found[each.id].logprobs]) for each in asked]

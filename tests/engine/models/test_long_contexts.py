@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from quire.engine.config import EngineConfig
-from quire.engine.loop import Engine
+from quire.engine.engine_core import EngineCore
 from tests.engine.harness import request, run
 from tests.tiny_models import LONGROPE, QUERY_SCALES, SHAPE, TOWER, VOCAB, save_tiny_model
 
@@ -20,7 +20,7 @@ def prompt(length: int) -> list[int]:
 
 
 def check(model: torch.nn.Module, path: Path, length: int, **options: int) -> None:
-    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=32, dtype="float32", **options))
+    engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=32, dtype="float32", **options))
     found = run(engine, [request("a", prompt(length), max_tokens=1, prompt_logprobs=0)])["a"].prompt_logprobs
     with torch.inference_mode():
         rows = model(input_ids=torch.tensor([prompt(length)])).logits[0].log_softmax(-1)

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quire.engine.config import EngineConfig
-from quire.engine.loop import Engine
+from quire.engine.engine_core import EngineCore
 from tests.engine.harness import request, run
 from tests.tiny_models import FAMILIES, VOCAB, save_tiny_model
 
@@ -38,7 +38,7 @@ def test_greedy_tokens_and_logprobs_equal_transformers(family: str, tmp_path: Pa
     within = 1e-4 if family.startswith(("zamba2", "jamba-dense")) else 5e-5
     wanted = [expected(path, prompt) for prompt in prompts()]
     for backend in BACKENDS:
-        engine = Engine(EngineConfig(model=str(path), attention_backend=backend, num_kv_blocks=256))
+        engine = EngineCore(EngineConfig(model=str(path), attention_backend=backend, num_kv_blocks=256))
         answers = run(
             engine,
             [
@@ -69,7 +69,7 @@ def test_greedy_tokens_and_logprobs_equal_transformers(family: str, tmp_path: Pa
 )
 def test_half_precision_is_close(family: str, checkpoint: torch.dtype, asked: str, served: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family, dtype=checkpoint)
-    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=64, dtype=asked))
+    engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=64, dtype=asked))
     assert engine.info.dtype == served
     prompt = prompts()[-1]
     answer = run(engine, [request("a", prompt, max_tokens=1, prompt_logprobs=0)])["a"]

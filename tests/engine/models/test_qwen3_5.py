@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError, ModelError
-from quire.engine.loop import Engine
 from quire.engine.models import decoder_spec
 from quire.engine.worker.device import check_attention
 from tests.engine.harness import request, run
@@ -39,7 +39,7 @@ def test_the_text_beside_images_and_what_drafts(tmp_path: Path) -> None:
     text = save_tiny_model(tmp_path / "text", "qwen3_5")
     whole = published(text, tmp_path / "whole")
     requests = [request(str(at), list(range(5, 30 + 9 * at)), max_tokens=12, logprobs=0) for at in range(3)]
-    found = [run(Engine(EngineConfig(model=str(path), num_kv_blocks=40)), requests) for path in (text, whole)]
+    found = [run(EngineCore(EngineConfig(model=str(path), num_kv_blocks=40)), requests) for path in (text, whole)]
     for name, answer in found[0].items():
         assert (found[1][name].ids, found[1][name].logprobs) == (answer.ids, answer.logprobs)
 

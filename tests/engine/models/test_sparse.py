@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quire.engine.checkpoint.files import read_model_config
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
 from quire.engine.layers.moe import ExpertsSpec
-from quire.engine.loop import Engine
 from quire.engine.lora.modules import adaptable_modules
 from quire.engine.lora.spool import Spool
 from quire.engine.models import decoder_spec
-from quire.engine.types import Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, SamplingParams
 from quire.kernels.cpu.backend import Cpu
 from tests.adapters import merge, save_adapter
 from tests.engine.harness import request, run
@@ -76,7 +76,7 @@ def test_alone_together_chunked_cached_and_preempted_are_the_same(
     path = save_tiny_model(tmp_path, family, dtype=torch.bfloat16)
     asked = [request(str(i), prompt, max_tokens=24, logprobs=0) for i, prompt in enumerate(prompts())]
 
-    def answers(some: Engine) -> dict[str, tuple[list[int], list[float]]]:
+    def answers(some: EngineCore) -> dict[str, tuple[list[int], list[float]]]:
         return {name: told(each) for name, each in run(some, asked).items()}
 
     together = engine(path, **settings)
@@ -108,7 +108,9 @@ def test_adapters_of_shared_experts_are_served(family: str, tmp_path: Path) -> N
     (tmp_path / "spool").mkdir()
     adapter = Spool(tmp_path / "spool", modules, 8).add("a", str(folder))
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
-    asked = [Request(id=str(of), prompt_ids=prompt, params=params, seed=0, adapter=of) for of in (None, adapter)]
+    asked = [
+        EngineCoreRequest(id=str(of), prompt_ids=prompt, params=params, seed=0, adapter=of) for of in (None, adapter)
+    ]
     plain, adapted = run(engine(path, dtype="float32", enable_lora=True, max_lora_rank=8), asked).values()
     assert row(plain) == pytest.approx(theirs(base, prompt), abs=1e-4)
     assert row(adapted) == pytest.approx(theirs(merge(base, folder), prompt), abs=1e-4)

@@ -11,11 +11,11 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.engine.errors import ConfigError, EngineError, ModelError
 from quire.engine.worker.ranks.single_process import SingleProcess
-from quire.engine.worker.runner import Runner
+from quire.engine.worker.runner import ModelRunner
 
 
 class Broken(SingleProcess):
-    def runner(self, *parts: Any) -> Runner:
+    def runner(self, *parts: Any) -> ModelRunner:
         runner = super().runner(*parts)
         runner.launch = _fail  # type: ignore[method-assign]
         return runner

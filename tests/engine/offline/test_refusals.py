@@ -9,8 +9,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.loop import Engine
 from quire.engine.offline.llm import LLM
 from tests.tiny_models import save_tiny_model
 
@@ -37,19 +37,19 @@ def test_context_that_cannot_fit_is_refused_before_weights_are_read(
     path: Path, settings: dict[str, object], says: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:
-        Engine(EngineConfig(model=str(path), **settings))  # type: ignore[arg-type]
+        EngineCore(EngineConfig(model=str(path), **settings))  # type: ignore[arg-type]
     assert says in str(raised.value)
     assert raised.value.param == "max_model_len"
 
 
 def test_context_that_fits_is_not_refused(path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the weights lack model\.norm\.weight"):
-        Engine(EngineConfig(model=str(path), max_model_len=900_000, kv_cache_memory=2.0))
+        EngineCore(EngineConfig(model=str(path), max_model_len=900_000, kv_cache_memory=2.0))
 
 
 def test_context_of_layers_with_windows_may_be_longer(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "gemma3", max_position_embeddings=100_000)
-    engine = Engine(EngineConfig(model=str(path), max_model_len=18_000, kv_cache_memory=0.02))
+    engine = EngineCore(EngineConfig(model=str(path), max_model_len=18_000, kv_cache_memory=0.02))
     assert engine.info.max_model_len == 18_000
 
 

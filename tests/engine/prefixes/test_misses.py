@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from quire.engine.core.stats import EngineStats, StepRecord
 from quire.engine.prefixes.misses import Misses
 from quire.engine.prefixes.rewrites import common_prefix, equal_pieces
-from quire.engine.types import Adapter, PrefixReport, Request, SamplingParams, Span
+from quire.engine.types import Adapter, EngineCoreRequest, PrefixReport, SamplingParams, Span
 from tests.tiers import examples
 
 UNIT, ROOM = 16, 10_000
@@ -28,15 +28,17 @@ class Played:
         self.misses = Misses(2, **options)
         self._number = 0
 
-    def begin(self, request: Request, cached: int, *, engine: int = 0, weights: str = "1", until: int = 0) -> None:
+    def begin(
+        self, request: EngineCoreRequest, cached: int, *, engine: int = 0, weights: str = "1", until: int = 0
+    ) -> None:
         self.misses.submitted([request])
         self.step(request, cached, (until or len(request.prompt_ids)) - cached, engine=engine, weights=weights)
 
-    def step(self, request: Request, start: int, count: int, *, engine: int = 0, weights: str = "1") -> None:
+    def step(self, request: EngineCoreRequest, start: int, count: int, *, engine: int = 0, weights: str = "1") -> None:
         record = StepRecord(1, 0.0, 0.0, 1.0, 1.0, 1, count, ((request.id, start, count),), ())
         self.misses.stepped(record, engine, EngineStats(prefix_unit=UNIT, cache_tokens=ROOM), weights)
 
-    def end(self, request: Request, answer: Sequence[int] = (7, 7)) -> PrefixReport:
+    def end(self, request: EngineCoreRequest, answer: Sequence[int] = (7, 7)) -> PrefixReport:
         found = self.misses.take(request.id)
         assert found is not None
         self.misses.ended(request.id, answer)
@@ -50,10 +52,10 @@ class Played:
         self.begin(made, cached, engine=engine, weights=weights)
         return self.end(made, answer)
 
-    def request(self, prompt: Sequence[int], **more: object) -> Request:
+    def request(self, prompt: Sequence[int], **more: object) -> EngineCoreRequest:
         self._number += 1
         params = more.pop("params", SamplingParams())
-        return Request(id=f"r{self._number}", prompt_ids=list(prompt), params=params, seed=0, **more)
+        return EngineCoreRequest(id=f"r{self._number}", prompt_ids=list(prompt), params=params, seed=0, **more)
 
 
 def joined(parts: Sequence[list[int]]) -> list[int]:

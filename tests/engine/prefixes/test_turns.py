@@ -6,13 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.prefixes.turns import LastTurns
-from quire.engine.types import Request, SamplingParams, Span
+from quire.engine.types import EngineCoreRequest, SamplingParams, Span
 from tests.tiers import examples
 
 
-def request(name: str, count: int, tenant: str = "", **more: object) -> Request:
+def request(name: str, count: int, tenant: str = "", **more: object) -> EngineCoreRequest:
     ids = list(range(count))
-    return Request(id="x", prompt_ids=ids, params=SamplingParams(), seed=0, session=name, tenant=tenant, **more)
+    return EngineCoreRequest(
+        id="x", prompt_ids=ids, params=SamplingParams(), seed=0, session=name, tenant=tenant, **more
+    )
 
 
 def test_the_last_turn_is_found_by_its_salt_and_name() -> None:

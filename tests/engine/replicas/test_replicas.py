@@ -19,7 +19,7 @@ from quire.engine.link.supervisor import ProcessLink
 from quire.engine.link.weights import Weights
 from quire.engine.processes.exit_cause import ExitCause
 from quire.engine.replicas.replicas import processes
-from quire.engine.types import Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.engine.fake_process import CRASHED, INFO, KILLED, LENGTH, Caller, FakeProcess, settle
 from tests.tiers import examples
 
@@ -192,7 +192,7 @@ async def test_a_replica_that_cannot_be_brought_back_is_left_out() -> None:
     await until_gone(client, 1)
     assert not client.alive
     with pytest.raises(EngineError, match="could not be brought back"):
-        client.submit([Request(id="late", prompt_ids=[1], params=SamplingParams(), seed=0)])
+        client.submit([EngineCoreRequest(id="late", prompt_ids=[1], params=SamplingParams(), seed=0)])
     await client.link.stop()
 
 

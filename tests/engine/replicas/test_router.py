@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from quire.engine.replicas.router import MOST_AHEAD, PIECE, Router, prefix_pieces
-from quire.engine.types import Adapter, Request, SamplingParams
+from quire.engine.types import Adapter, EngineCoreRequest, SamplingParams
 from tests.tiers import examples
 
 ALL = range(2)
@@ -21,8 +21,8 @@ def prompt(*words: int) -> list[bytes]:
     return prefix_pieces(request(ids))
 
 
-def request(ids: list[int], salt: str = "", adapter: Adapter | None = None) -> Request:
-    return Request(id="a", prompt_ids=ids, params=SamplingParams(), seed=0, cache_salt=salt, adapter=adapter)
+def request(ids: list[int], salt: str = "", adapter: Adapter | None = None) -> EngineCoreRequest:
+    return EngineCoreRequest(id="a", prompt_ids=ids, params=SamplingParams(), seed=0, cache_salt=salt, adapter=adapter)
 
 
 def test_a_piece_stands_for_all_tokens_before_its_end() -> None:

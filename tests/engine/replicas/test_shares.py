@@ -10,7 +10,7 @@ import pytest
 
 from quire.engine.config import EngineConfig
 from quire.engine.core.snapshot import CACHED, EMPTY, FIRST_OWNER, SHARED, UNLISTED, together
-from quire.engine.core.stats import EngineSnapshot, EngineStats, SequenceSnapshot, TierStats, total
+from quire.engine.core.stats import EngineStats, EngineView, RequestView, TierStats, total
 from quire.engine.replicas import shares
 from quire.engine.replicas.cores import threads_on
 from quire.engine.replicas.shares import replica_config
@@ -95,10 +95,10 @@ def test_gauges_and_counters_are_added_up() -> None:
     assert total([one]) == one
 
 
-def snapshot(names: list[str], codes: list[int]) -> EngineSnapshot:
-    sequences = [SequenceSnapshot(name, "decode", 1, 0, 1, 0, 1, 1, 0, 0) for name in names]
+def snapshot(names: list[str], codes: list[int]) -> EngineView:
+    sequences = [RequestView(name, "decode", 1, 0, 1, 0, 1, 1, 0, 0) for name in names]
     pages = zlib.compress(np.array(codes, dtype="<u2").tobytes())
-    return EngineSnapshot(EngineStats(running=len(names)), sequences, pages, 5, 0.5)
+    return EngineView(EngineStats(running=len(names)), sequences, pages, 5, 0.5)
 
 
 def test_pages_keep_their_owners() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quire.engine.text.detokenizer import REPLACEMENT, TextStream, WindowDecoder
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import RequestOutput
+from quire.engine.types import EngineCoreOutput
 from tests.texts import byte_level_tokenizer, real_tokenizers, sentence_piece_tokenizer
 
 TOKENIZERS = [byte_level_tokenizer(), sentence_piece_tokenizer(), *real_tokenizers()]
@@ -166,7 +166,7 @@ def test_the_text_of_the_first_min_tokens_is_not_searched() -> None:
 def test_the_token_that_ended_an_answer_counts_but_has_no_text() -> None:
     tokenizer = byte_level_tokenizer().tokenizer
     ids = tokenizer.encode("abc")
-    output = RequestOutput(id="1", new_ids=ids, finish_reason="stop", stop_reason=ids[-1])
+    output = EngineCoreOutput(id="1", new_ids=ids, finish_reason="stop", stop_reason=ids[-1])
     delta = TextStream(tokenizer).push_output(output)
     assert (delta.text, delta.used, delta.offsets) == ("ab", 3, (0, 1))
     assert TextStream(tokenizer, include_stop=True).push_output(output).text == "abc"

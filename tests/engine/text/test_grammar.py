@@ -16,9 +16,9 @@ import torch
 from msgspec.structs import replace
 
 from quire.engine.config import EngineConfig
-from quire.engine.core.batch import Admission, Row
+from quire.engine.core.scheduler_output import NewRequestData, ScheduledRequest
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import InvalidRequest, ModelError
-from quire.engine.loop import Engine
 from quire.engine.text import grammar as grammar_module
 from quire.engine.text.grammar import (
     MAX_FORCED_BYTES,
@@ -29,7 +29,7 @@ from quire.engine.text.grammar import (
     json_rule,
     vocabulary_of,
 )
-from quire.engine.types import Grammar, Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, Grammar, SamplingParams
 from quire.engine.worker.sampling.device_sampler import DeviceChanges
 from quire.engine.worker.sampling.grammar import GrammarMask, SlotGrammars
 from quire.engine.worker.sampling.sampler import HostChanges
@@ -66,8 +66,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"), byte_level_tokenizer(), EOS)
 
 
-def start(model: Path, **options: Any) -> Engine:
-    return Engine(EngineConfig(**{"model": str(model), "num_kv_blocks": 2000, "threads": 1, **options}))
+def start(model: Path, **options: Any) -> EngineCore:
+    return EngineCore(EngineConfig(**{"model": str(model), "num_kv_blocks": 2000, "threads": 1, **options}))
 
 
 def text(answer: Answer, tokenizer: Named | None = None) -> str:
@@ -223,7 +223,7 @@ def test_log_probabilities_are_the_unmodified_distributions(model: Path) -> None
     assert len(bound.logprobs) == len(bound.ids)
 
 
-def mixed_requests() -> list[Request]:
+def mixed_requests() -> list[EngineCoreRequest]:
     grammars = [None, json_grammar(PERSON), DATE, json_grammar({"type": "object"}), choice_grammar(["yes", "no"])]
     settings = [
         {"temperature": 0.0},
@@ -245,7 +245,7 @@ def mixed_requests() -> list[Request]:
 
 
 def test_tokens_do_not_depend_on_other_requests(model: Path) -> None:
-    def tokens(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
+    def tokens(engine: EngineCore, requests: list[EngineCoreRequest]) -> dict[str, list[int]]:
         return {name: answer.ids for name, answer in run(engine, requests).items()}
 
     requests = mixed_requests()
@@ -314,8 +314,8 @@ def test_the_compiler_is_loaded_once_and_in_a_thread() -> None:
     slots = SlotGrammars(load)
     slots.prepare().result()
     for slot in range(2):
-        slots.admit(Admission(slot, [65], 1, SamplingParams(grammar=DATE), 0))
-    mask = slots.mask([Row(str(slot), slot, 0, 1, [], sample=True) for slot in range(2)])
+        slots.admit(NewRequestData(slot, [65], 1, SamplingParams(grammar=DATE), 0))
+    mask = slots.mask([ScheduledRequest(str(slot), slot, 0, 1, [], sample=True) for slot in range(2)])
     assert mask is not None
     assert mask.rows == [0, 1]
     assert len(threads) == 1
@@ -366,10 +366,10 @@ def test_large_lexers_are_few_and_end_with_their_answers(monkeypatch: pytest.Mon
 
     def admitted(slot: int) -> str | None:
         """What the answer's text ends with."""
-        owner = Admission(slot, [65], 1, SamplingParams(grammar=grammars[slot]), 0)
+        owner = NewRequestData(slot, [65], 1, SamplingParams(grammar=grammars[slot]), 0)
         slots.admit(owner)
         for token in b"xabcdabcdabcd":
-            slots.mask([Row(str(slot), slot, 0, 1, [], sample=True)])
+            slots.mask([ScheduledRequest(str(slot), slot, 0, 1, [], sample=True)])
             if (failure := slots.consume(slot, owner, [token])) is not None:
                 return failure.cause
         return None
@@ -387,7 +387,7 @@ def test_compiled_grammars_are_bounded_by_their_bytes(monkeypatch: pytest.Monkey
     grammars = [json_grammar({"type": "array", "prefixItems": each, "minItems": 2}) for each in numbers]
 
     def admitted(slot: int) -> str | None:
-        owner = Admission(slot, [65], 1, SamplingParams(grammar=grammars[slot]), 0)
+        owner = NewRequestData(slot, [65], 1, SamplingParams(grammar=grammars[slot]), 0)
         slots.admit(owner)
         failure = slots.consume(slot, owner, [])
         return None if failure is None else failure.cause
@@ -408,8 +408,8 @@ def test_drafts_are_checked_by_a_lexer_that_has_room(monkeypatch: pytest.MonkeyP
     """Without a mask after a draft, what is picked there would be free."""
     few_states(monkeypatch, 20, 1000)
     slots = SlotGrammars(lambda: GrammarCompiler(vocabulary_of(byte_level_tokenizer().tokenizer, 320, EOS)))
-    slots.admit(Admission(0, [65], 1, SamplingParams(grammar=Grammar("regex", "[0-9]{60}")), 0))
-    mask = slots.mask([Row("0", 0, 0, 41, [], True, list(b"1" * 40))] * 41)
+    slots.admit(NewRequestData(0, [65], 1, SamplingParams(grammar=Grammar("regex", "[0-9]{60}")), 0))
+    mask = slots.mask([ScheduledRequest("0", 0, 0, 41, [], True, list(b"1" * 40))] * 41)
     assert mask is not None
     allowed = np.unpackbits(mask.words.view(np.uint8), axis=1, bitorder="little").nonzero()[1]
     assert allowed.tolist() == [*b"0123456789"] * 41

@@ -10,9 +10,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.loop import Engine
-from quire.engine.types import Request
+from quire.engine.types import EngineCoreRequest
 from quire.kernels.cpu.backend import Cpu
 from tests.engine.harness import Answer, request, run
 from tests.engine.test_heads import METHODS, Recorded, made_head
@@ -26,9 +26,9 @@ HOST = {"kv_offload_memory": 0.1}
 CONVERSATIONS, TURNS = 6, 4
 
 
-def engine(path: Path, make_drafter: Any = None, make_tiers: Any = always, **options: object) -> Engine:
+def engine(path: Path, make_drafter: Any = None, make_tiers: Any = always, **options: object) -> EngineCore:
     config = EngineConfig(model=str(path), **{"num_kv_blocks": 14, "max_model_len": 192} | options)
-    return Engine(config, make_drafter=make_drafter, make_tiers=make_tiers)
+    return EngineCore(config, make_drafter=make_drafter, make_tiers=make_tiers)
 
 
 def disk(folder: Path) -> dict[str, object]:
@@ -42,13 +42,13 @@ def results(answers: dict[str, Answer]) -> Results:
     return {name: (each.ids, [one.logprob for one in each.logprobs]) for name, each in answers.items()}
 
 
-def turn(conversation: int, number: int, history: list[int], **params: object) -> Request:
+def turn(conversation: int, number: int, history: list[int], **params: object) -> EngineCoreRequest:
     said = [random.Random(conversation * 100 + number).randrange(3, VOCAB) for _ in range(17)]
     params = {"max_tokens": 8, "logprobs": 0} | params
     return request(f"{conversation}-{number}", history + said, seed=conversation, temperature=0.8, **params)
 
 
-def converse(made: Engine, turns: range = range(TURNS), **params: object) -> Results:
+def converse(made: EngineCore, turns: range = range(TURNS), **params: object) -> Results:
     """Conversations in turn, two of them at a time."""
     histories = {each: list[int]() for each in range(CONVERSATIONS)}
     found: Results = {}
@@ -139,7 +139,7 @@ def test_what_heads_keep_comes_back_with_the_page(method: str, tmp_path: Path) -
     prompt = list(range(3, 100))
     first, probe = turn(0, 0, prompt, max_tokens=1), turn(1, 0, prompt, max_tokens=30)
 
-    def opened(recorded: Recorded, **options: object) -> Engine:
+    def opened(recorded: Recorded, **options: object) -> EngineCore:
         asked = {"method": method, "model": str(head), "num_speculative_tokens": 3}
         options = {"num_kv_blocks": 100, "max_model_len": 200, "dtype": "float32"} | options
         return engine(path, recorded.make, speculative_config=asked, **options)
@@ -177,7 +177,7 @@ def test_a_reset_forgets_every_tier(tmp_path: Path) -> None:
     again.close()
 
 
-def salted(name: str, salt: str) -> Request:
+def salted(name: str, salt: str) -> EngineCoreRequest:
     return request(name, list(range(3, 90)), max_tokens=2, salt=salt)
 
 
@@ -189,14 +189,14 @@ def test_one_key_s_probe_misses_another_s_prefix_in_every_tier(where: str, tmp_p
     tiers = HOST if where == "host" else disk(tmp_path)
     made = engine(path, **tiers)
     run(made, [salted("a", "aa/")])
-    made.scheduler.pool.forget()
+    made.scheduler.pool.reset()
     if where == "disk":
         made.close()
         made = engine(path, **tiers)
     assert run(made, [salted("probe", "bb/")])["probe"].cached_tokens == 0
     assert run(made, [salted("probe", "")])["probe"].cached_tokens == 0
     assert made.stats.tiers[0].fetched_pages == 0
-    made.scheduler.pool.forget()
+    made.scheduler.pool.reset()
     assert run(made, [salted("own", "aa/")])["own"].cached_tokens == 80
     assert made.stats.tiers[0].fetched_pages == 5
     made.close()
@@ -269,7 +269,7 @@ def test_whatever_becomes_of_the_files_no_token_is_wrong(rounds: int, tmp_path: 
     wanted = results(run(made, asked))
     for _ in range(rounds):
         corrupt(tmp_path / "pages", chance)
-        made.scheduler.pool.forget()
+        made.scheduler.pool.reset()
         assert results(run(made, asked)) == wanted
     assert 0 < made.stats.tiers[0].fetched_pages < rounds * 8
     made.close()
@@ -280,7 +280,7 @@ def test_weights_in_no_file_are_kept_in_memory_alone(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     tensors = load_file(path / "model.safetensors")
     config = EngineConfig(model=str(path), num_kv_blocks=14, max_model_len=192, **HOST, **disk(tmp_path))
-    made = Engine(config, tensors=tensors.items(), make_tiers=always)
+    made = EngineCore(config, tensors=tensors.items(), make_tiers=always)
     assert [tier.name for tier in made.stats.tiers] == ["host"]
     assert any("in no file" in note for note in made.info.notes)
     made.close()
@@ -315,7 +315,7 @@ def test_a_tier_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     answers = run(two, [first])
     assert (results(answers), answers[first.id].cached_tokens) == (wanted, 112)
     assert {tier.name: tier.fetched_pages for tier in two.stats.tiers} == {"host": 0, "shared": 7}
-    two.scheduler.pool.forget()
+    two.scheduler.pool.reset()
     assert run(two, [first])[first.id].cached_tokens == 112
     assert two.stats.tiers[0].fetched_pages == 7, "what was fetched is at hand in the host's memory"
     two.close()

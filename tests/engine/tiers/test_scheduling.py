@@ -13,7 +13,7 @@ from quire.engine.core.scheduler import Scheduler
 from quire.engine.tiers.host import HostTier
 from quire.engine.tiers.outside import OutsideTier
 from quire.engine.tiers.tier import Tier
-from quire.engine.types import Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.engine.core.test_scheduler import CONTEXT, EOS, SLOTS, SchedulerMachine
 from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice
 from tests.engine.tiers.fakes import Dictionary, Inline, Unreliable, tiers_of
@@ -35,7 +35,7 @@ class WithTiers(SchedulerMachine):
         self.scheduler = Scheduler(
             num_blocks=self.num_blocks,
             block_size=self.block,
-            prefix_piece=self.piece,
+            hash_block_size=self.piece,
             max_model_len=CONTEXT,
             max_num_seqs=SLOTS,
             max_num_batched_tokens=10,
@@ -46,7 +46,7 @@ class WithTiers(SchedulerMachine):
 
     @rule()
     def reset(self) -> None:
-        self.scheduler.pool.forget()
+        self.scheduler.pool.reset()
         self.scheduler.tiers.reset()
 
     @rule()
@@ -113,12 +113,12 @@ def scheduler(device: FakeDevice, tier: Tier, tier_options: dict[str, Any] | Non
     return Scheduler(max_model_len=CONTEXT, tiers=tiers_of(device, [tier], **tier_options or {}), **defaults | options)
 
 
-def request(name: str, prompt: list[int], **params: object) -> Request:
+def request(name: str, prompt: list[int], **params: object) -> EngineCoreRequest:
     salt = str(params.pop("salt", ""))
-    return Request(id=name, prompt_ids=prompt, params=SamplingParams(**params), seed=0, cache_salt=salt)
+    return EngineCoreRequest(id=name, prompt_ids=prompt, params=SamplingParams(**params), seed=0, cache_salt=salt)
 
 
-def run(some: Scheduler, device: FakeDevice, *requests: Request) -> dict[str, int]:
+def run(some: Scheduler, device: FakeDevice, *requests: EngineCoreRequest) -> dict[str, int]:
     """To the end: the cached tokens of each."""
     cached = {}
     for each in requests:
@@ -169,7 +169,7 @@ def test_only_those_wait_whose_pages_are_on_their_way() -> None:
     device.pages |= {page: [None] * BLOCK for page in range(24)}
     run(some, device, request("a", A, max_tokens=1))
     settle(some)
-    some.pool.forget()
+    some.pool.reset()
     tier.open.clear()
     some.add(request("slow", [*A, 9], max_tokens=2))
     some.add(request("same", [*A, 10], max_tokens=2))
@@ -180,7 +180,7 @@ def test_only_those_wait_whose_pages_are_on_their_way() -> None:
             some.apply(batch, device.execute(batch))
             ended += [output.id for output in some.take_outputs() if output.finish_reason]
     assert ended == ["other"]
-    assert [seq.status.value for seq in some.sequences()[1]] == ["loading", "loading"]
+    assert [seq.status.value for seq in some.requests()[1]] == ["loading", "loading"]
     tier.open.set()
     assert run(some, device) == {"slow": 32, "same": 32}
     assert tier.fetches == 8
@@ -192,7 +192,7 @@ def test_an_abort_waits_for_nothing_and_its_pages_wait_for_the_copy(together: in
     some = scheduler(device, tier)
     run(some, device, request("a", A, max_tokens=1))
     settle(some)
-    some.pool.forget()
+    some.pool.reset()
     tier.open.clear()
     names = ["one", "two"][:together]
     for name in names:
@@ -218,7 +218,7 @@ def test_a_tier_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
             tier.open.clear()
         run(some, device, request("a", A, max_tokens=1))
         settle(some)
-        some.pool.forget()
+        some.pool.reset()
         tier.open.clear()
         run(some, device, request("again", [*A, 9], max_tokens=1))
         settle(some)
@@ -239,7 +239,7 @@ def test_what_takes_too_long_is_computed() -> None:
     device.pages |= {page: [None] * BLOCK for page in range(24)}
     run(some, device, request("a", A, max_tokens=1))
     settle(some)
-    some.pool.forget()
+    some.pool.reset()
     tier.open.clear()
     assert run(some, device, request("late", [*A, 9], max_tokens=1)) == {"late": 0}
     assert some.stats().used_blocks == 8, "the pages that may yet be written to are nobody's"
@@ -264,16 +264,16 @@ def test_a_reset_forgets_what_is_on_its_way_too() -> None:
     some = scheduler(device, tier)
     run(some, device, request("a", A, max_tokens=1))
     settle(some)
-    some.pool.forget()
+    some.pool.reset()
     tier.open.clear()
     some.add(request("before", [*A, 9], max_tokens=1))
     assert some.schedule() is None
-    some.pool.forget()
+    some.pool.reset()
     some.tiers.reset()
     tier.open.set()
     run(some, device)
     settle(some)
-    some.pool.forget()
+    some.pool.reset()
     tier.pages.clear()
     assert run(some, device, request("after", [*A, 9], max_tokens=1)) == {"after": 0}
 
@@ -282,10 +282,10 @@ def test_what_a_step_copies_from_is_not_filled_by_a_load_before() -> None:
     """Of a large page, nobody's, one sequence copies the beginning; the next one's load would get that page first."""
     device = FakeDevice(12)
     some = scheduler(
-        device, Dictionary(), PUT_INLINE | {"fetch_threads": Inline}, num_blocks=3, block_size=12, prefix_piece=2
+        device, Dictionary(), PUT_INLINE | {"fetch_threads": Inline}, num_blocks=3, block_size=12, hash_block_size=2
     )
     run(some, device, request("loaded", A[:13], max_tokens=1))
-    some.pool.forget()
+    some.pool.reset()
     run(some, device, request("short", B[:7], max_tokens=1))
     run(some, device, request("other", C[:13], max_tokens=1))
     some.add(request("forks", [*B[:6], 9], max_tokens=1))

@@ -7,10 +7,10 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.core.blocks import BlockPool, block_hash, root_hash
-from quire.engine.core.sequence import Sequence
+from quire.engine.core.block_pool import BlockPool, block_hash, root_hash
+from quire.engine.core.request import Request
 from quire.engine.core.sessions import KEEP_SECONDS, Sessions
-from quire.engine.types import Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.tiers import examples
 
 PAGE = 16
@@ -31,17 +31,17 @@ class House:
         params = SamplingParams(max_tokens=1)
         more = {"session": session, "tenant": tenant, "keep_seconds": keep}
         ids = [of * 1000 + place for place in range(pages * PAGE + 1)]
-        seq = Sequence(Request(id=f"{self._number}", prompt_ids=ids, params=params, seed=0, **more), 0, 1)
-        digests = seq.digests(pages, PAGE)
-        cached = self.pool.lookup(digests)
-        self.pool.share(cached)
-        seq.cached_tokens = len(cached) * PAGE
+        seq = Request(EngineCoreRequest(id=f"{self._number}", prompt_ids=ids, params=params, seed=0, **more), 0, 1)
+        digests = seq.block_hashes(pages, PAGE)
+        cached = self.pool.get_cached_prefix(digests)
+        self.pool.ref(cached)
+        seq.num_cached_tokens = len(cached) * PAGE
         self.sessions.began(seq, digests)
         made = cached + self.pool.allocate(pages - len(cached))
         for page, digest in zip(made, digests, strict=True):
-            self.pool.register(page, digest)
+            self.pool.cache_block(page, digest)
         self.sessions.left(seq, made, digests)
-        self.pool.release(made)
+        self.pool.unref(made)
         self.pool.audit()
         self.now += 1
         return len(cached)
@@ -51,7 +51,7 @@ class House:
         for page in range(pages):
             parent = block_hash(parent, [of * 1000 + page * PAGE + place for place in range(PAGE)])
             found.append(parent)
-        return len(self.pool.lookup(found))
+        return len(self.pool.get_cached_prefix(found))
 
     def others(self, pages: int, first: int = 500) -> None:
         """Prompts of one turn each, of four pages."""
@@ -62,9 +62,9 @@ class House:
 def test_a_conversation_from_its_second_turn_on_outlives_prompts_that_nobody_goes_on_from() -> None:
     house = House()
     house.turn(8, of=1)
-    assert house.pool.num_kept == 0, "most prompts are never gone on from"
+    assert house.pool.num_pinned == 0, "most prompts are never gone on from"
     assert house.turn(10, of=1) == 8
-    assert house.pool.num_kept == 10
+    assert house.pool.num_pinned == 10
     house.others(200)
     assert house.turn(12, of=1) == 10
     house.sessions.forget()
@@ -90,9 +90,9 @@ def test_one_with_an_id_is_kept_from_its_first_turn_and_found_though_its_text_wa
     house.others(200)
     assert house.turn(9, of=1, session="a") == 8
     house.turn(6, of=2, session="a")
-    assert house.pool.num_kept == 6, "the turn before it is not kept any more"
+    assert house.pool.num_pinned == 6, "the turn before it is not kept any more"
     house.turn(6, of=3, keep=30.0)
-    assert house.pool.num_kept == 12
+    assert house.pool.num_pinned == 12
 
 
 def test_time_ends_it() -> None:
@@ -101,10 +101,10 @@ def test_time_ends_it() -> None:
     house.turn(8, of=2, session="b")
     house.now += 30
     house.sessions.begin_step()
-    assert (house.pool.num_kept, house.sessions.counts.kept_sessions) == (8, 1)
+    assert (house.pool.num_pinned, house.sessions.counts.kept_sessions) == (8, 1)
     house.now += KEEP_SECONDS
     house.sessions.begin_step()
-    assert house.pool.num_kept == 0
+    assert house.pool.num_pinned == 0
     house.others(40)
     assert (house.cached(8, of=1), house.cached(8, of=2)) == (0, 0)
 
@@ -128,7 +128,7 @@ def test_who_keeps_most_makes_room_for_others() -> None:
     for number in range(2):
         house.turn(10, of=number, session=f"{number}", tenant="much")
     house.turn(6, of=8, session="x", tenant="little")
-    assert house.pool.num_kept == 20
+    assert house.pool.num_pinned == 20
     assert (house.cached(6, of=8), house.sessions.counts.kept_sessions) == (6, 3)
     house.others(80)
     assert (house.cached(6, of=8), house.cached(10, of=0), house.cached(10, of=1)) == (6, 4, 10)
@@ -140,8 +140,8 @@ def test_nobody_waits_for_what_is_kept() -> None:
         house.turn(10, of=number, session=f"{number}")
     assert house.pool.num_free == 40
     pages = house.pool.allocate(40)
-    assert (len(pages), house.pool.num_kept) == (40, 0)
-    house.pool.release(pages)
+    assert (len(pages), house.pool.num_pinned) == (40, 0)
+    house.pool.unref(pages)
     house.pool.audit()
 
 
@@ -168,7 +168,7 @@ def test_kept_pages_keep_to_their_bound_and_take_nothing_from_others(
         name, before = f"t{tenant}", by_tenant(house)
         house.turn(pages, of=of + 10 * tenant, session=session and f"s{of}", tenant=name, keep=keep)
         after = by_tenant(house)
-        assert house.pool.num_kept <= most
+        assert house.pool.num_pinned <= most
         assert sum(after.values()) <= 4 * most
         assert house.sessions.counts.kept_sessions == len([each for each in house.sessions.known if each.pages])
         given_up = house.sessions.counts.sessions_given_up

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from quire.engine.config import EngineConfig, SpeculativeConfig
-from quire.engine.loop import Engine
+from quire.engine.engine_core import EngineCore
 from quire.engine.models import decoder
 from quire.engine.worker import draft_runner, heads, inputs, runner, startup
 from quire.engine.worker.compiling.processes import Compiled, compile_kinds
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.loading import room
-from quire.engine.worker.runner import Runner
+from quire.engine.worker.runner import ModelRunner
 from quire.engine.worker.sampling import device_sampler, sampling_rules
 from quire.engine.worker.sampling.device_sampler import sample_on_device
 from quire.kernels.gpu.faults import fault
@@ -109,7 +109,7 @@ def start(
     path: Path | None = None,
     make_drafter: Any = None,
     **options: Any,
-) -> Engine:
+) -> EngineCore:
     """An engine on CPU tensors whose Triton kernels are for the H100, and whose decodes run as those of graphs do.
     `path`: where the model is, if it is there."""
     monkeypatch.setattr(room, "choose_capture", lambda *_: capture)
@@ -127,7 +127,7 @@ def start(
         monkeypatch.setattr(startup, "start_ranks", lambda config, *_, **__: Alone(config))
     path = path or save_tiny_model(tmp_path, family, max_position_embeddings=1024)
     config = EngineConfig(model=str(path), attention_backend="triton", warmup_seconds=0, max_num_seqs=8, **options)
-    return Engine(config, make_drafter=make_drafter)
+    return EngineCore(config, make_drafter=make_drafter)
 
 
 @pytest.mark.slow
@@ -179,7 +179,7 @@ def test_what_drafts_launches_nothing_else(
         model = str(made_head(tmp_path / "head", method)[0])
     speculative = SpeculativeConfig(method=method, model=model, num_speculative_tokens=3)
 
-    def started() -> Engine:
+    def started() -> EngineCore:
         path, shape = None, options | {"speculative_config": speculative}
         if method == "mtp":
             path, shape = save_tiny_mtp(tmp_path / "model", family), shape | {"max_model_len": 512}
@@ -188,7 +188,7 @@ def test_what_drafts_launches_nothing_else(
     launched_alike(monkeypatch, started, drafts=True)
 
 
-def launched_alike(monkeypatch: pytest.MonkeyPatch, started: Callable[[], Engine], *, drafts: bool = False) -> None:
+def launched_alike(monkeypatch: pytest.MonkeyPatch, started: Callable[[], EngineCore], *, drafts: bool = False) -> None:
     """That steps of an engine launch no other kinds than those that are compiled before it is ready; and what drafts no
     other than it says itself, whatever steps of the served model launch."""
     from triton.runtime.jit import JITFunction
@@ -220,7 +220,7 @@ def launched_alike(monkeypatch: pytest.MonkeyPatch, started: Callable[[], Engine
         monkeypatch.setattr(JITFunction, "run", picks)
         engine = started()
         worker, longest = engine.runner, engine.info.max_model_len
-        assert isinstance(worker, Runner)
+        assert isinstance(worker, ModelRunner)
         found["every step"] = worker.kinds(600)
         if engine._drafting is not None:
             found["every guess"] = recorded(partial(engine._drafting.launch_every_kind, 600))

@@ -18,19 +18,19 @@ from transformers import AutoModelForCausalLM
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.page_groups import one_group
 from quire.engine.config import EngineConfig, SpeculativeConfig
-from quire.engine.core.drafter import Asked, Drafter, Guess
-from quire.engine.loop import Engine
+from quire.engine.core.drafter import Draft, Drafter, DraftRequests
+from quire.engine.engine_core import EngineCore
 from quire.engine.lora.modules import adaptable_modules
 from quire.engine.lora.spool import Spool
 from quire.engine.models.heads.eagle import Eagle3
-from quire.engine.types import Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, SamplingParams
 from quire.engine.worker import runner as runners
 from quire.engine.worker.graphs import decodes, prompts
 from quire.engine.worker.graphs.capture import CudaCapture
 from quire.engine.worker.graphs.forms import Forms
 from quire.engine.worker.loading import model as loading
 from quire.engine.worker.loading import room
-from quire.engine.worker.runner import Runner
+from quire.engine.worker.runner import ModelRunner
 from quire.engine.worker.sampling.sampling_rules import SamplingRow
 from quire.engine.worker.warmup import warm_up
 from quire.kernels.backend import AdaptedLinear, AdapterSlots, Delta, Linear, LinearContext
@@ -66,7 +66,7 @@ def start(
     *,
     ahead: int | None = None,
     **options: Any,
-) -> Engine:
+) -> EngineCore:
     """`ahead`: steps that are launched before the last one's picks are read."""
     monkeypatch.setattr(room, "choose_capture", lambda *_: capture)
     options = {
@@ -76,10 +76,10 @@ def start(
         "warmup_seconds": 0.0,
     } | options
     config = EngineConfig(attention_backend="flash", dtype="bfloat16", num_kv_blocks=40, **options)
-    return Engine(config, make_drafter=make_drafter, steps_ahead=ahead)
+    return EngineCore(config, make_drafter=make_drafter, steps_ahead=ahead)
 
 
-def traffic() -> list[Request]:
+def traffic() -> list[EngineCoreRequest]:
     """Prompts of many lengths, so that decodes run at many batch sizes, over several pages, beside prefills."""
     return [
         request(
@@ -96,7 +96,7 @@ def traffic() -> list[Request]:
     ]
 
 
-def picked(answers: dict[str, Answer], of: list[Request] | None = None) -> dict[str, Any]:
+def picked(answers: dict[str, Answer], of: list[EngineCoreRequest] | None = None) -> dict[str, Any]:
     names = answers if of is None else [each.id for each in of]
     return {name: (answers[name].ids, answers[name].logprobs) for name in names}
 
@@ -124,7 +124,7 @@ def test_graphs_pick_where_all_is_greedy(monkeypatch: pytest.MonkeyPatch) -> Non
         capture, picks = FakeCapture(), list[int]()
         wanted = run(start(monkeypatch, None), requests)
         engine = start(monkeypatch, capture, ahead=1)
-        assert isinstance(engine.runner, Runner)
+        assert isinstance(engine.runner, ModelRunner)
         pick = engine.runner.model.largest
 
         def largest(hidden: Tensor, *rest: Any, pick: Any = pick, picks: list[int] = picks) -> tuple[Tensor, Tensor]:
@@ -172,7 +172,7 @@ def test_graphs_behind_images(name: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert engine.stats.prefix_hits > 0
 
 
-def _ending_within(asked: Request) -> Request:
+def _ending_within(asked: EngineCoreRequest) -> EngineCoreRequest:
     """With a prompt that ends with its image, of which the cache leaves one token."""
     end = asked.spans[-1].start + asked.spans[-1].count
     more = (1 - end) % 16
@@ -226,12 +226,12 @@ class Right(Drafter):
 
     answers: dict[str, Answer]
 
-    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
+    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
         found = []
         for seq, most in asked:
-            following = self.answers[seq.request.id].ids[seq.num_output :][: min(most, 5)]
-            wrong = len(seq.tokens) % 3
-            found.append(Guess([*following[:wrong], *(token ^ 1 for token in following[wrong:])]))
+            following = self.answers[seq.engine_request.id].ids[seq.num_output_tokens :][: min(most, 5)]
+            wrong = len(seq.token_ids) % 3
+            found.append(Draft([*following[:wrong], *(token ^ 1 for token in following[wrong:])]))
         return found
 
 
@@ -282,7 +282,7 @@ def with_heads(
     capture: Capture | None,
     family: str = "llama",
     **options: Any,
-) -> tuple[Engine, Recorded]:
+) -> tuple[EngineCore, Recorded]:
     """An engine of a small model all of whose heads' guesses are tried."""
     monkeypatch.setattr(decodes, "FIRST_CONTEXT", 256)
     shape = {"hidden_size": 64, "max_position_embeddings": 1024, "dtype": torch.bfloat16}
@@ -300,7 +300,7 @@ def with_heads(
     return engine, recorded
 
 
-def few() -> list[Request]:
+def few() -> list[EngineCoreRequest]:
     """One of them is drawn, and one goes on beyond a page."""
     shapes = ((1, 14, 0.0), (20, 9, 0.8), (255, 6, 0.0), (5, 5, 0.0))
     prompts = [[(7 * index + 3 * at) % 300 + 3 for at in range(length)] for index, (length, *_) in enumerate(shapes)]
@@ -518,7 +518,7 @@ def test_the_samplers_kernels_run_before_ready(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_cpu_prepares_nothing_before_ready() -> None:
-    engine = Engine(EngineConfig(num_kv_blocks=40))
+    engine = EngineCore(EngineConfig(num_kv_blocks=40))
     assert engine.info.notes == []
     assert engine.runner._headroom._ready == 0, "memory is touched in idle moments"
 
@@ -628,8 +628,10 @@ def test_a_fake_that_can_tell() -> None:
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_real_graphs_on_a_gpu(backend: str) -> None:
     options: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 12, "attention_backend": backend}
-    eager = Engine(EngineConfig(dtype="bfloat16", deterministic=True, enforce_eager=True, num_kv_blocks=400, **options))
-    graphed = Engine(EngineConfig(dtype="bfloat16", deterministic=True, num_kv_blocks=400, **options))
+    eager = EngineCore(
+        EngineConfig(dtype="bfloat16", deterministic=True, enforce_eager=True, num_kv_blocks=400, **options)
+    )
+    graphed = EngineCore(EngineConfig(dtype="bfloat16", deterministic=True, num_kv_blocks=400, **options))
     wanted = {name: answer.ids for name, answer in run(eager, traffic()).items()}
     assert {name: answer.ids for name, answer in run(graphed, traffic()).items()} == wanted
 
@@ -642,9 +644,9 @@ def test_a_model_that_drafts_on_a_gpu(backend: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama", num_hidden_layers=2, **shape)
     options: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 12, "attention_backend": backend}
     options |= {"model": str(path), "dtype": "bfloat16", "deterministic": True, "num_kv_blocks": 400}
-    wanted = run(Engine(EngineConfig(**options)), traffic())
+    wanted = run(EngineCore(EngineConfig(**options)), traffic())
     speculative = SpeculativeConfig(method="draft_model", model=str(path), num_speculative_tokens=3)
-    made = Engine(EngineConfig(speculative_config=speculative, **options), make_drafter=always)
+    made = EngineCore(EngineConfig(speculative_config=speculative, **options), make_drafter=always)
     found = run(made, traffic())
     assert {name: answer.ids for name, answer in found.items()} == {name: each.ids for name, each in wanted.items()}
     graphs = made._drafting.graphs
@@ -665,11 +667,11 @@ def test_heads_that_draft_on_a_gpu(method: str, backend: str, tmp_path: Path) ->
     options: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 12, "attention_backend": backend}
     options |= {"model": str(path), "dtype": "bfloat16", "deterministic": True, "num_kv_blocks": 400}
     requests = [*traffic(), request("one", [7, 9, 11], max_tokens=60, allowed_token_ids=(40,))]
-    wanted = {name: answer.ids for name, answer in run(Engine(EngineConfig(**options)), requests).items()}
+    wanted = {name: answer.ids for name, answer in run(EngineCore(EngineConfig(**options)), requests).items()}
     speculative = SpeculativeConfig(method=method, model=str(head), num_speculative_tokens=3)
     for eager in (True, False):
         config = EngineConfig(speculative_config=speculative, enforce_eager=eager, **options)
-        made = Engine(config, make_drafter=always)
+        made = EngineCore(config, make_drafter=always)
         assert {name: answer.ids for name, answer in run(made, requests).items()} == wanted
         assert sum(made.stats.accepted_drafts) > 20
         graphs = made._drafting.graphs

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quire.engine.config import EngineConfig
-from quire.engine.loop import Engine
-from quire.engine.types import Request
+from quire.engine.engine_core import EngineCore
+from quire.engine.types import EngineCoreRequest
 from quire.engine.worker import device
 from quire.kernels.reference import Reference
 from tests.engine.harness import Answer, request, run
@@ -36,14 +36,16 @@ def prompts() -> list[list[int]]:
     ]
 
 
-def answers(path: Path, requests: list[Request], **options: object) -> tuple[dict[str, Answer], Engine]:
-    engine = Engine(EngineConfig(model=str(path), max_num_batched_tokens=128, **options))
+def answers(path: Path, requests: list[EngineCoreRequest], **options: object) -> tuple[dict[str, Answer], EngineCore]:
+    engine = EngineCore(EngineConfig(model=str(path), max_num_batched_tokens=128, **options))
     assert engine.info.block_size == PAGE
     return {each.id: run(engine, [each])[each.id] for each in requests} | run(engine, again(requests)), engine
 
 
-def again(requests: list[Request]) -> list[Request]:
-    return [Request(id=f"{r.id} again", prompt_ids=r.prompt_ids, params=r.params, seed=r.seed) for r in requests]
+def again(requests: list[EngineCoreRequest]) -> list[EngineCoreRequest]:
+    return [
+        EngineCoreRequest(id=f"{r.id} again", prompt_ids=r.prompt_ids, params=r.params, seed=r.seed) for r in requests
+    ]
 
 
 @pytest.mark.few(1)

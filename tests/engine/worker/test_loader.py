@@ -9,16 +9,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.layers.parameters import Parameter
-from quire.engine.loop import Engine
 from quire.engine.worker.loading.loader import checkpoint_stream, load_weights
 from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
 
 
 def answer(path: Path, **options: object) -> list[int]:
-    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=32, **options))
+    engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=32, **options))
     return run(engine, [request("a", range(3, 20), max_tokens=8)])["a"].ids
 
 
@@ -38,7 +38,7 @@ def test_a_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
 def test_a_loaded_checkpoint_is_not_kept_mapped(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=32))
+    engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=32))
     assert str(path) not in Path("/proc/self/maps").read_text()
     assert run(engine, [request("a", range(3, 20), max_tokens=8)])["a"].ids
 

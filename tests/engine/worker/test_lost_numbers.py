@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.engine.config import EngineConfig
-from quire.engine.loop import Engine
-from quire.engine.types import Request
+from quire.engine.engine_core import EngineCore
+from quire.engine.types import EngineCoreRequest
 from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
 
@@ -42,8 +42,8 @@ def test_it_ends_alone(params: dict[str, Any], backend: str, path: Path) -> None
     prompts = {"a": range(20, 50), "b": range(60, 75), "c": range(80, 99)}
     good = [request(name, ids, max_tokens=8, **params) for name, ids in prompts.items()]
     lost = request("lost", [*range(30, 50), BROKEN, 40], max_tokens=8, **params)
-    wanted = run(Engine(EngineConfig(model=str(path), attention_backend=backend, **options)), good)
-    engine = Engine(EngineConfig(model=str(path), attention_backend=backend, **options))
+    wanted = run(EngineCore(EngineConfig(model=str(path), attention_backend=backend, **options)), good)
+    engine = EngineCore(EngineConfig(model=str(path), attention_backend=backend, **options))
     for _ in range(2):
         found, errors = answers_of(engine, [good[0], lost, *good[1:]])
         assert errors.keys() == {"lost"}
@@ -51,7 +51,7 @@ def test_it_ends_alone(params: dict[str, Any], backend: str, path: Path) -> None
         assert found == {name: each.ids for name, each in wanted.items()}
 
 
-def answers_of(engine: Engine, requests: list[Request]) -> tuple[dict[str, list[int]], dict[str, str]]:
+def answers_of(engine: EngineCore, requests: list[EngineCoreRequest]) -> tuple[dict[str, list[int]], dict[str, str]]:
     """Tokens of those that end well, and errors of the others."""
     found, errors = {each.id: list[int]() for each in requests}, dict[str, str]()
     for each in requests:

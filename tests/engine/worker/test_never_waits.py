@@ -19,13 +19,13 @@ from torch.nn import functional
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig, SpeculativeConfig
-from quire.engine.core.drafter import Asked, Drafter, Guess
+from quire.engine.core.drafter import Draft, Drafter, DraftRequests
 from quire.engine.drafting.adaptive import Adaptive
+from quire.engine.engine_core import EngineCore
 from quire.engine.layers.adapters import EMBEDDING, HEAD, LowRank
 from quire.engine.layers.parameters import ParameterTable
-from quire.engine.loop import Engine
 from quire.engine.lora.modules import adaptable_modules
-from quire.engine.types import Adapter, Grammar, Request, ThinkingBudget
+from quire.engine.types import Adapter, EngineCoreRequest, Grammar, ThinkingBudget
 from quire.engine.worker import device, memory, startup, trials
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.heads import Heads
@@ -35,7 +35,7 @@ from quire.engine.worker.loading import room
 from quire.engine.worker.loading.drafts import head as draft_head
 from quire.engine.worker.loading.drafts import model as draft_model
 from quire.engine.worker.ranks.spmd import SpmdRanks, SpmdRunner
-from quire.engine.worker.runner import Runner
+from quire.engine.worker.runner import ModelRunner
 from quire.kernels.distributed import DistributedCollective
 from quire.kernels.gpu import transfer
 from quire.kernels.gpu.experts import mixture
@@ -148,24 +148,24 @@ def capture(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]
 
 def start(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, make_drafter: Any = None, *, graphs: bool, **options: Any
-) -> Engine:
+) -> EngineCore:
     """An engine whose steps are launched on the fake GPU; what they pick is always PICKED."""
     monkeypatch.setattr(room, "choose_capture", lambda *_: capture if graphs else None)
     options = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "dtype": "bfloat16"} | options
     with gpu.allows_waits():
         config = EngineConfig(num_kv_blocks=400, warmup_seconds=0, **options)
-        engine = Engine(config, make_drafter=make_drafter, steps_ahead=1)
-    launch = Runner.launch
+        engine = EngineCore(config, make_drafter=make_drafter, steps_ahead=1)
+    launch = ModelRunner.launch
 
-    def launched(runner: Runner, batch: Any) -> Any:
+    def launched(runner: ModelRunner, batch: Any) -> Any:
         with gpu.never_waits():
             return launch(runner, batch)
 
-    monkeypatch.setattr(Runner, "launch", launched)
+    monkeypatch.setattr(ModelRunner, "launch", launched)
     return engine
 
 
-def traffic(kinds: dict[str, dict[str, object]]) -> list[Request]:
+def traffic(kinds: dict[str, dict[str, object]]) -> list[EngineCoreRequest]:
     """Each kind alone in a step, and beside others."""
     rng = random.Random(7)
     return [
@@ -207,8 +207,8 @@ def test_grammars(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -
 @pytest.mark.parametrize("backend", ["triton", "flash"])
 def test_drafts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     class Two(Drafter):
-        def propose(self, asked: Asked, tokens: int) -> list[Guess]:
-            return [Guess([PICKED, PICKED, 9][: min(len(seq.tokens) % 4, most)]) for seq, most in asked]
+        def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
+            return [Draft([PICKED, PICKED, 9][: min(len(seq.token_ids) % 4, most)]) for seq, most in asked]
 
     engine = start(gpu, monkeypatch, lambda *_: Two(), graphs=True, attention_backend=backend)
     answers = run(engine, traffic(KINDS))

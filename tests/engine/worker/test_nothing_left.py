@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import InvalidRequest
-from quire.engine.loop import Engine
 from quire.engine.text.bad_words import check_leaves_tokens
-from quire.engine.types import Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
 
@@ -33,7 +33,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"), "llama")
 
 
-def outputs(engine: Engine, requests: list[Request]) -> tuple[dict[str, list[int]], dict[str, str]]:
+def outputs(engine: EngineCore, requests: list[EngineCoreRequest]) -> tuple[dict[str, list[int]], dict[str, str]]:
     """Tokens of all, and the causes of errors, by id."""
     tokens, causes = {each.id: list[int]() for each in requests}, dict[str, str]()
     for each in requests:
@@ -50,7 +50,7 @@ def outputs(engine: Engine, requests: list[Request]) -> tuple[dict[str, list[int
 @pytest.mark.parametrize("speculative", [None, {"method": "ngram", "num_speculative_tokens": 3}])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"logprobs": 2}], ids=["greedy", "drawn", "logprobs"])
 def test_request_without_tokens_ends_alone(sampling: dict[str, Any], speculative: Any, path: Path) -> None:
-    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=64, speculative_config=speculative))
+    engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=64, speculative_config=speculative))
     good = [request(name, range(start, start + 9), max_tokens=6, **sampling) for name, start in (("a", 20), ("b", 60))]
     wanted = {name: answer.ids for name, answer in run(engine, good).items()}
     stuck = [request(name, [5, 9, 9, 7], max_tokens=6, **params, **sampling) for name, params in STUCK.items()]
@@ -62,7 +62,7 @@ def test_request_without_tokens_ends_alone(sampling: dict[str, Any], speculative
 
 
 def test_bias_of_minus_100_is_no_ban(path: Path) -> None:
-    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=64))
+    engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=64))
     answer = run(engine, [request("a", [5], max_tokens=2, allowed_token_ids=(9,), logit_bias={9: -100.0})])["a"]
     assert answer.ids == [9, 9]
 

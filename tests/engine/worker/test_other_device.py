@@ -12,8 +12,8 @@ from torch.utils import backend_registration
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.loop import Engine
 from quire.engine.worker import device as devices
 from quire.engine.worker.device import choose_device, choose_dtype
 from quire.kernels.gpu import others
@@ -34,8 +34,8 @@ def other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "tensor", tensor_in_steps)
 
 
-def engine(path: Path, **options: Any) -> Engine:
-    return Engine(EngineConfig(model=str(path), **{"num_kv_blocks": 64, "dtype": "float32"} | options))
+def engine(path: Path, **options: Any) -> EngineCore:
+    return EngineCore(EngineConfig(model=str(path), **{"num_kv_blocks": 64, "dtype": "float32"} | options))
 
 
 def close(one: dict[str, Answer], other: dict[str, Answer]) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from quire.engine.checkpoint.pickled import read_tensors
 from quire.engine.checkpoint.safetensors import read_file_headers, read_stored_weights
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
-from quire.engine.loop import Engine
 from quire.engine.worker.loading.loader import checkpoint_stream
 from quire.engine.worker.writing.quantize import quantize_folder
 from quire.kernels.reference import Reference
@@ -30,7 +30,7 @@ ROW = {"w": torch.ones(3)}
 
 
 def answer(path: Path) -> list[int]:
-    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=32))
+    engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=32))
     return run(engine, [request("a", range(3, 20), max_tokens=8)])["a"].ids
 
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.kv_plan import graph_tokens
-from quire.engine.core.batch import Batch, Row
-from quire.engine.loop import Engine
-from quire.engine.types import Request
+from quire.engine.core.scheduler_output import ScheduledRequest, SchedulerOutput
+from quire.engine.engine_core import EngineCore
+from quire.engine.types import EngineCoreRequest
 from quire.engine.worker.graphs import decodes, prompts
 from quire.engine.worker.graphs.prompts import SEQUENCES, Kind, PromptGraphs
 from quire.engine.worker.inputs import Slots
-from quire.engine.worker.runner import Runner
+from quire.engine.worker.runner import ModelRunner
 from quire.kernels import reference
 from quire.kernels.recurrent.recurrence import Guesses, Matrices, Sequences
 from tests.engine.harness import Answer, request, run
@@ -32,7 +32,7 @@ __all__ = ["fake_flash"]
 CPU = torch.device("cpu")
 
 
-def traffic(lengths: tuple[int, ...] = (40, 5, 45, 130, 1, 70), **options: Any) -> list[Request]:
+def traffic(lengths: tuple[int, ...] = (40, 5, 45, 130, 1, 70), **options: Any) -> list[EngineCoreRequest]:
     """Prompts, the third of which begins as the first does, that are read beside decodes, in parts of some steps."""
     prompts = [[(7 * index + 3 * at) % 300 + 3 for at in range(length)] for index, length in enumerate(lengths)]
     prompts[2][:40] = prompts[0][:40]
@@ -52,11 +52,11 @@ def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "GRAPH_TOKENS", (16, 64))
 
 
-def graphed(monkeypatch: pytest.MonkeyPatch, capture: FakeCapture | None, **options: Any) -> Engine:
+def graphed(monkeypatch: pytest.MonkeyPatch, capture: FakeCapture | None, **options: Any) -> EngineCore:
     return start(monkeypatch, capture, max_num_batched_tokens=48, **options)
 
 
-def twice(engine: Engine, asked: list[Request]) -> dict[str, Any]:
+def twice(engine: EngineCore, asked: list[EngineCoreRequest]) -> dict[str, Any]:
     """What the second time gives, when every kind of graph was asked for; the first time must give the same."""
     first = picked(run(engine, asked))
     assert picked(run(engine, asked)) == first
@@ -228,17 +228,17 @@ def made(monkeypatch: pytest.MonkeyPatch, **shape: Any) -> tuple[PromptGraphs, S
 
 
 ROWS = [
-    Row("decode", 2, 30, 1, [], sample=True),
-    Row("part", 0, 16, 20, [], sample=False),
-    Row("guesses", 5, 9, 3, [], sample=True, draft_ids=[7, 8]),
-    Row("end", 1, 0, 4, [], sample=True),
+    ScheduledRequest("decode", 2, 30, 1, [], sample=True),
+    ScheduledRequest("part", 0, 16, 20, [], sample=False),
+    ScheduledRequest("guesses", 5, 9, 3, [], sample=True, draft_token_ids=[7, 8]),
+    ScheduledRequest("end", 1, 0, 4, [], sample=True),
 ]
 
 
 def test_no_sequence_is_empty_and_every_token_is_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs, slots = made(monkeypatch)
-    assert graphs.plan(Batch(ROWS)) is None, "the first of its kind"
-    planned = graphs.plan(Batch(ROWS))
+    assert graphs.plan(SchedulerOutput(ROWS)) is None, "the first of its kind"
+    planned = graphs.plan(SchedulerOutput(ROWS))
     assert planned is not None
     assert planned.kind == Kind(4, 32, 38, 2), "24 tokens, and six sequences that fill up"
     given, before, order = graphs._laid(planned)
@@ -267,7 +267,7 @@ def test_what_matrices_have_seen_is_told_of_prompts_and_new_owners(monkeypatch: 
     graphs = PromptGraphs(lambda *_: torch.zeros((1, 8)), FakeCapture(), slots, 8, torch.float32)
     slots._seen[:] = [13, -1, 30, 0, 0, 9]
     slots._seen[2] = -1
-    planned = [graphs.plan(Batch(ROWS)) for _ in range(2)][-1]
+    planned = [graphs.plan(SchedulerOutput(ROWS)) for _ in range(2)][-1]
     assert planned is not None
     assert planned.decodes.tolist() == [False, False, True, False]
     given, *_ = graphs._laid(planned)
@@ -292,21 +292,24 @@ def test_what_matrices_have_seen_is_told_of_prompts_and_new_owners(monkeypatch: 
     [
         (ROWS, True),
         (ROWS[:1], False),  # a decode graph's
-        ([Row("long", 0, 0, 506, [], sample=True)], False),  # with seven tokens that fill up
-        ([Row("fits", 0, 0, 505, [], sample=True)], True),
-        ([Row(str(at), at % 6, 0, 2, [], sample=True) for at in range(7)], True),
-        ([Row(str(at), at % 6, 0, 2, [], sample=True) for at in range(8)], False),
-        ([*ROWS[1:2], *[Row(str(at), at % 6, 3, 1, [], sample=True) for at in range(257)]], False),
+        ([ScheduledRequest("long", 0, 0, 506, [], sample=True)], False),  # with seven tokens that fill up
+        ([ScheduledRequest("fits", 0, 0, 505, [], sample=True)], True),
+        ([ScheduledRequest(str(at), at % 6, 0, 2, [], sample=True) for at in range(7)], True),
+        ([ScheduledRequest(str(at), at % 6, 0, 2, [], sample=True) for at in range(8)], False),
+        ([*ROWS[1:2], *[ScheduledRequest(str(at), at % 6, 3, 1, [], sample=True) for at in range(257)]], False),
     ],
 )
-def test_which_steps_are_small(monkeypatch: pytest.MonkeyPatch, rows: list[Row], serves: bool) -> None:
+def test_which_steps_are_small(monkeypatch: pytest.MonkeyPatch, rows: list[ScheduledRequest], serves: bool) -> None:
     graphs, _ = made(monkeypatch)
-    assert [graphs.plan(Batch(rows)) is not None for _ in range(2)] == [False, serves]
+    assert [graphs.plan(SchedulerOutput(rows)) is not None for _ in range(2)] == [False, serves]
 
 
 def test_short_contexts_bound_what_fills_up(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs, _ = made(monkeypatch, max_model_len=40)
-    planned = [graphs.plan(Batch([Row("one", 0, 0, count, [], sample=True)])) for count in (25, 25, 26, 26)]
+    planned = [
+        graphs.plan(SchedulerOutput([ScheduledRequest("one", 0, 0, count, [], sample=True)]))
+        for count in (25, 25, 26, 26)
+    ]
     assert [each and each.kind.tokens for each in planned] == [None, 32, None, None]
     assert graph_tokens(40, 1) == 4 + 32
     assert graph_tokens(8, 300) == 256
@@ -315,7 +318,7 @@ def test_short_contexts_bound_what_fills_up(monkeypatch: pytest.MonkeyPatch) -> 
 def test_graphs_are_bounded_and_captured_in_idle_moments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "MOST_GRAPHS", 11)
     graphs, _ = made(monkeypatch)
-    few, some, many = (Batch([*ROWS[:1] * count, ROWS[1]]) for count in (5, 9, 17))
+    few, some, many = (SchedulerOutput([*ROWS[:1] * count, ROWS[1]]) for count in (5, 9, 17))
     assert graphs.plan(few) is None
     captured = 0
     while graphs.warm_up():
@@ -334,7 +337,7 @@ def test_graphs_are_bounded_and_captured_in_idle_moments(monkeypatch: pytest.Mon
 @pytest.mark.usefixtures("fake_flash", "few_sizes")
 def test_a_start_captures_those_of_a_prompt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = graphed(monkeypatch, FakeCapture(), max_num_seqs=1, warmup_seconds=60.0)
-    assert isinstance(engine.runner, Runner)
+    assert isinstance(engine.runner, ModelRunner)
     assert engine.runner.prompt_graphs is not None
     assert [kind[:2] for kind in engine.runner.prompt_graphs.captured.graphs] == [(4, 64), (4, 16)]
     assert engine.info.notes[0].startswith("3 of 3 decode graphs, and 2 of steps with prompts, captured in ")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.engine.core.batch import Row
+from quire.engine.core.scheduler_output import ScheduledRequest
 from quire.engine.worker.inputs import Slots
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def test_a_slots_rows_are_one_sequence_whose_first_token_alone_is_known() -> Non
 def test_a_new_owners_first_step_is_no_graphs() -> None:
     made = slots()
     made._seen[:] = [-1, 4, 7, 7]
-    row = Row("one", 0, 4, 1, [], sample=True)
+    row = ScheduledRequest("one", 0, 4, 1, [], sample=True)
     assert not made.see([row])
-    assert made.see([Row("two", 1, 4, 3, [], sample=True, draft_ids=[5, 6])])
+    assert made.see([ScheduledRequest("two", 1, 4, 3, [], sample=True, draft_token_ids=[5, 6])])
     assert made._seen.tolist() == [-1, 5, 7, 7]

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
 from quire.engine.layers.quantize import float8, int8
-from quire.engine.loop import Engine
 from quire.engine.worker.writing.quantize import quantize_folder
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.reference import Reference
@@ -33,7 +33,7 @@ Q = "model.layers.0.self_attn.q_proj"
 def answers(path: Path, **options: Any) -> dict[str, tuple[list[int], list[float]]]:
     config = EngineConfig(model=str(path), num_kv_blocks=64, **options)
     requests = [request(str(i), prompt, max_tokens=8, logprobs=2) for i, prompt in enumerate(PROMPTS)]
-    found: dict[str, Answer] = run(Engine(config), requests)
+    found: dict[str, Answer] = run(EngineCore(config), requests)
     return {name: (each.ids, [one.logprob for one in each.logprobs]) for name, each in found.items()}
 
 

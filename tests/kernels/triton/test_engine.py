@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.engine.config import EngineConfig
-from quire.engine.loop import Engine
+from quire.engine.engine_core import EngineCore
 from quire.engine.worker import runner
 from quire.engine.worker.sampling.device_sampler import sample_on_device
 from quire.kernels.gpu import triton_paged
@@ -53,7 +53,7 @@ def test_tokens_are_those_of_the_reference(
         config = EngineConfig(model=str(path), attention_backend=backend, **kept | options)
         asked = zip(prompts, KINDS, strict=True)
         requests = [request(str(i), prompt, seed=i, max_tokens=4, **kind) for i, (prompt, kind) in enumerate(asked)]
-        engine = Engine(config)
+        engine = EngineCore(config)
         held = "quantization" in options and backend == "reference"
         assert ("held in" in engine.info.quantization) == held
         found = run(engine, requests)
@@ -76,6 +76,6 @@ def test_images_are_read_as_the_reference_reads_them(
     def answers(backend: str) -> dict[str, list[int]]:
         kept = {"num_kv_blocks": 64, "dtype": "float32", "enforce_eager": backend == "reference"}
         config = EngineConfig(model=str(path), attention_backend=backend, **kept)
-        return {name: each.ids for name, each in run(Engine(config), asked).items()}
+        return {name: each.ids for name, each in run(EngineCore(config), asked).items()}
 
     assert answers("triton") == answers("reference")

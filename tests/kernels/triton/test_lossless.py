@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.engine.config import EngineConfig
 from quire.engine.drafting.adaptive import Adaptive
-from quire.engine.loop import Engine
+from quire.engine.engine_core import EngineCore
 from quire.engine.worker.graphs import prompts as prompt_graphs
 from quire.engine.worker.loading import room
 from quire.kernels import select
@@ -44,12 +44,12 @@ def test_neither_chunks_nor_neighbours_nor_hits_nor_guesses_change_a_token(
     shared = torch.randint(3, VOCAB, (37,), generator=generator).tolist()
     prompts = [[*shared[:33], 9, 10], [5, 6, 7], shared]
     asked = [request(str(i), prompt, seed=i, max_tokens=7, temperature=0.0) for i, prompt in enumerate(prompts)]
-    alone = Engine(EngineConfig(num_kv_blocks=40, enable_prefix_caching=False, **options))
+    alone = EngineCore(EngineConfig(num_kv_blocks=40, enable_prefix_caching=False, **options))
     wanted = [run(alone, [each])[each.id].ids for each in asked]
     if graphs:
         monkeypatch.setattr(room, "choose_capture", lambda *_: run_again)
         monkeypatch.setattr(prompt_graphs, "GRAPH_TOKENS", (32,))
-    made = Engine(
+    made = EngineCore(
         EngineConfig(num_kv_blocks=40, warmup_seconds=0, max_num_batched_tokens=21, snapshot_tokens=16, **options),
         make_drafter=lambda *_: Adaptive(Garbage(random.Random(3)), 8, CHEAP),
     )
@@ -72,12 +72,12 @@ def test_small_steps_of_graphs_give_the_tokens_of_a_request_alone(
     generator = torch.Generator().manual_seed(7)
     shared = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (19, 3, 24)]
     asked = [request(str(i), prompt, seed=i, max_tokens=4, temperature=0.0) for i, prompt in enumerate(shared)]
-    alone = Engine(EngineConfig(num_kv_blocks=40, enable_prefix_caching=False, **options))
+    alone = EngineCore(EngineConfig(num_kv_blocks=40, enable_prefix_caching=False, **options))
     wanted = [run(alone, [each])[each.id].ids for each in asked]
     monkeypatch.setattr(room, "choose_capture", lambda *_: run_again)
     monkeypatch.setattr(prompt_graphs, "GRAPH_TOKENS", (16,))
     kept = {"num_kv_blocks": 40, "warmup_seconds": 0, "max_num_batched_tokens": 10, "enable_prefix_caching": False}
-    made = Engine(EngineConfig(**kept, **options))
+    made = EngineCore(EngineConfig(**kept, **options))
     for _ in range(2):
         found = run(made, asked)
         assert [found[each.id].ids for each in asked] == wanted

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from quire.engine.config import EngineConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.part import gated
-from quire.engine.loop import Engine
 from quire.engine.worker import runner
 from quire.engine.worker.sampling.device_sampler import sample_on_device
 from quire.kernels.backend import NO_ADAPTERS, AdapterSlots, Delta, Linear, LinearContext
@@ -347,7 +347,7 @@ def test_a_model_has_the_same_bits(
         config = EngineConfig(model=str(path), quantization=quantization, **kept)
         requests = [request(str(i), prompt, max_tokens=3, logprobs=2) for i, prompt in enumerate(prompts)]
         counts.update(dict.fromkeys(counts, 0))
-        found = run(Engine(config), requests)
+        found = run(EngineCore(config), requests)
         return [(found[str(i)].ids, found[str(i)].logprobs) for i in range(len(prompts))]
 
     fused = answers()

@@ -24,10 +24,10 @@ from quire.engine.checkpoint.kv_plan import CALL_BYTES, DRAFT_GRAPHS_BYTES, GIB,
 from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.images.reader import Asked, image_reader
 from quire.engine.layers.rope import rope_table
-from quire.engine.loop import Engine
 from quire.engine.text.tokenizer import Tokenizer
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.cpu.native import ISAS
@@ -166,7 +166,7 @@ def test_ranks_that_divide_tokens_have_the_room_of_all(tmp_path: Path, capsys: p
     heads, tokens = plan(capsys, *asked), plan(capsys, *asked, "--decode-context-parallel-size", "2")
     assert 1.8 * heads["context"] < tokens["context"] <= 2 * heads["context"]
     flags = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "kv_cache_memory": 0.001, "max_num_seqs": 1}
-    engine = Engine(EngineConfig(model=str(folder), dtype="float32", **flags))
+    engine = EngineCore(EngineConfig(model=str(folder), dtype="float32", **flags))
     assert engine.info.max_model_len == tokens["context"]
     card = (*asked, "--gpu", "H100", "--dcp", "2")
     assert plan(capsys, *card)["kv"]["block_size"] == 32
@@ -330,7 +330,7 @@ def test_the_engine_gets_what_was_planned(
     planned = predicted_tokens(
         config, Machine("test", memory=GIB + ENGINE_HOST_BYTES, gpu=False, compresses=compresses)
     )
-    info = Engine(config).info
+    info = EngineCore(config).info
     assert planned == pytest.approx(info.num_blocks * info.block_size, rel=0.03)
 
 
@@ -350,7 +350,7 @@ def test_ranks_are_planned(drafts: bool, ranks: int) -> None:
         kv_cache_memory=0.05,
         max_num_seqs=16,
     )
-    info = Engine(config).info
+    info = EngineCore(config).info
     planned = predicted_tokens(config, Machine("test", memory=4 * GIB, gpu=False))
     assert planned is not None
     assert abs(planned - info.num_blocks * info.block_size) <= info.block_size
@@ -369,7 +369,7 @@ def test_stages_are_planned(stages: int, tmp_path: Path, capsys: pytest.CaptureF
         kv_cache_memory=0.01,
         max_num_seqs=64,
     )
-    info = Engine(config).info
+    info = EngineCore(config).info
     machine = Machine("test", memory=4 * GIB, gpu=False)
     planned = predicted_tokens(config, machine)
     assert planned is not None
@@ -528,7 +528,7 @@ def test_drafts_are_planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     given = {"dtype": "bfloat16", "kv_cache_memory": 0.05, "max_num_seqs": 16}
     config = EngineConfig(speculative_config=SpeculativeConfig(**draft), **given)
     machine = Machine("test", memory=4 * GIB, gpu=False)
-    info = Engine(config).info
+    info = EngineCore(config).info
     assert predicted_tokens(config, machine) == info.num_blocks * info.block_size
     page = info.kv_bytes // info.num_blocks
     used = info.kv_bytes + 2 * 16 * page // 2
@@ -863,7 +863,7 @@ def test_a_gguf_file_s_embedding_is_planned_as_it_is_held(kind: str, tmp_path: P
         stored,
     )
     config = EngineConfig(model=str(file), dtype="float16", num_kv_blocks=64, attention_backend="reference")
-    assert planned.weight_bytes == Engine(config).info.weight_bytes
+    assert planned.weight_bytes == EngineCore(config).info.weight_bytes
     copied = planned.device_weight_bytes - planned.weight_bytes
     assert copied == (0 if kind == "Q8_0" else 2 * sizes.head_parameters)
 

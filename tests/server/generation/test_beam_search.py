@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from quire.engine.config import EngineConfig
 from quire.engine.offline.in_process import InProcessLink
-from quire.engine.types import Request, RequestOutput, TokenLogprob
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, TokenLogprob
 from tests.server.api import VOCAB_SIZE, Api, make_app, open_api
 from tests.server.fake import FakeEngine, hashed
 from tests.tiny_models import save_tiny_model
@@ -34,11 +34,11 @@ def table(ids: list[int]) -> dict[int, float]:
 class Markov(FakeEngine):
     """A model over three tokens."""
 
-    def _step(self, request: Request) -> RequestOutput:
+    def _step(self, request: EngineCoreRequest) -> EngineCoreOutput:
         ranked = sorted(table(request.prompt_ids).items(), key=lambda item: -item[1])
         top = ranked[: request.params.logprobs]
         logprob = TokenLogprob(*ranked[0], 1, top)
-        return RequestOutput(id=request.id, new_ids=[ranked[0][0]], logprobs=[logprob], finish_reason="length")
+        return EngineCoreOutput(id=request.id, new_ids=[ranked[0][0]], logprobs=[logprob], finish_reason="length")
 
 
 def everything(prompt: list[int], longest: int) -> list[tuple[float, tuple[int, ...]]]:

@@ -10,7 +10,7 @@ import pytest
 
 from quire.engine.errors import Timeout
 from quire.engine.link.client import EngineClient
-from quire.engine.types import Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.server.api import Api, open_api, parse_events
 from tests.server.fake import FakeEngine, scripted
 
@@ -24,7 +24,7 @@ CALLS = [
 class Stuck(FakeEngine):
     """Takes requests and never begins."""
 
-    def send(self, requests: Sequence[Request]) -> None:
+    def send(self, requests: Sequence[EngineCoreRequest]) -> None:
         self.seen += requests
 
 
@@ -86,7 +86,7 @@ async def test_an_answer_that_only_waits_to_be_read_is_in_time() -> None:
     engine = FakeEngine(scripted(b"ab", EOS), eos=[EOS])
     client = EngineClient(engine)
     await engine.start()
-    stream = client.submit([Request(id="a", prompt_ids=[1], params=SamplingParams(), seed=0)])
+    stream = client.submit([EngineCoreRequest(id="a", prompt_ids=[1], params=SamplingParams(), seed=0)])
     await engine.sent.wait()
     await asyncio.sleep(0.05)
     assert not engine.running

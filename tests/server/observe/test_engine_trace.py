@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from quire.engine.core.history import Step, Timeline
 from quire.engine.core.stats import StepRecord
-from quire.engine.types import Request, SamplingParams
+from quire.engine.types import EngineCoreRequest, SamplingParams
 from quire.server.observe import engine_trace as tracing
 from quire.server.observe.engine_trace import phase_totals, trace
 from tests.server.api import Api
@@ -138,7 +138,9 @@ def test_an_idle_engine_has_a_trace_too() -> None:
 
 
 async def test_a_trace_is_made_beside_the_streams_of_what_was_then(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    going_on = api.engine.owner.submit([Request(id="cmpl-a-0", prompt_ids=[1], params=SamplingParams(), seed=0)])
+    going_on = api.engine.owner.submit(
+        [EngineCoreRequest(id="cmpl-a-0", prompt_ids=[1], params=SamplingParams(), seed=0)]
+    )
     (timeline,) = api.engine.owner.history.open
     plain = tracing.trace
 

@@ -6,7 +6,7 @@ import pytest
 
 from quire.engine.core.history import History
 from quire.engine.core.stats import StepRecord
-from quire.engine.types import Request, RequestOutput, SamplingParams
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, SamplingParams
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.observe.explain import MAX_NAMES, MAX_STEPS, explanation
@@ -106,14 +106,14 @@ def test_what_is_kept_of_long_answers_is_bounded(monkeypatch: pytest.MonkeyPatch
         history.submitted(request(name))
         for number in range(15):
             reason = "stop" if number == 14 else None
-            history.stepped([RequestOutput(name, [7], finish_reason=reason)], record(number, number, number + 1, []))
+            history.stepped([EngineCoreOutput(name, [7], finish_reason=reason)], record(number, number, number + 1, []))
     assert [each.id for each in history.ended] == ["c", "d", "e", "f"]
     assert [(len(each.steps), each.more_steps) for each in history.ended] == [(0, 15), (0, 15), (10, 5), (10, 5)]
     assert all(each.output_tokens == 15 and each.phases(0.0) for each in history.ended)
 
 
-def request(name: str) -> Request:
-    return Request(id=name, prompt_ids=[1, 2, 3], params=SamplingParams(), seed=0)
+def request(name: str) -> EngineCoreRequest:
+    return EngineCoreRequest(id=name, prompt_ids=[1, 2, 3], params=SamplingParams(), seed=0)
 
 
 def record(number: int, began: float, ended: float, chunks: list[tuple[str, int, int]], *out: str) -> StepRecord:
@@ -124,7 +124,7 @@ def test_phases_of_a_preempted_and_replayed_request_by_hand() -> None:
     clock = 0.0
     history = History(clock=lambda: clock)
     history.submitted(request("a"))
-    token = RequestOutput("a", [7])
+    token = EngineCoreOutput("a", [7])
     history.stepped([], record(1, 2.0, 3.0, [("a", 0, 2)]))
     history.stepped([token], record(2, 3.0, 4.0, [("a", 2, 1)]))
     history.stepped([token], record(3, 4.0, 5.0, []))
@@ -134,7 +134,7 @@ def test_phases_of_a_preempted_and_replayed_request_by_hand() -> None:
     history.engine_died()
     history.stepped([token], record(1, 15.0, 16.0, [("a", 0, 6)]))
     clock = 17.5
-    history.stepped([RequestOutput("a", [7], finish_reason="stop")], record(2, 16.0, 17.0, []))
+    history.stepped([EngineCoreOutput("a", [7], finish_reason="stop")], record(2, 16.0, 17.0, []))
     (found,) = history.ended
     assert found.id == "a"
     assert found.phases(99.0) == {
@@ -167,7 +167,7 @@ def test_what_an_explanation_costs_is_bounded() -> None:
     for number in range(600):
         for each in (mates := [f"cmpl-b{number}-{i}" for i in range(100)]):
             history.submitted(request(each))
-        outputs = [RequestOutput(each, [7]) for each in ids] + [RequestOutput(each, [7]) for each in mates]
+        outputs = [EngineCoreOutput(each, [7]) for each in ids] + [EngineCoreOutput(each, [7]) for each in mates]
         history.stepped(outputs, record(number, number, number + 1, []))
         for each in mates:
             history.end(each, "stop")
@@ -187,7 +187,7 @@ def test_steps_in_a_row_share_one_tuple_of_their_requests() -> None:
     for name in "ab":
         history.submitted(request(name))
     for number in range(3):
-        history.stepped([RequestOutput(name, [7]) for name in "ab"], record(number, number, number + 1, []))
+        history.stepped([EngineCoreOutput(name, [7]) for name in "ab"], record(number, number, number + 1, []))
     first, *others = history.open[0].steps
     assert first.ids == ("a", "b")
     assert all(each.ids is first.ids for each in others)

@@ -9,7 +9,7 @@ import pytest
 
 from quire.engine.core.history import History
 from quire.engine.core.stats import StepRecord
-from quire.engine.types import Adapter, Request, RequestOutput, SamplingParams
+from quire.engine.types import Adapter, EngineCoreOutput, EngineCoreRequest, SamplingParams
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.observe.recent import MOST_ADAPTERS, MOST_ANSWERS, MOST_TENANTS, adapters, recent_answers
@@ -60,10 +60,10 @@ def answered(log: RequestLog, history: History, tenant: Tenant, prompt: int, cac
     job = f"cmpl-{len(log.records)}"
     record = RequestRecord("r", "POST", "/v1/completions", None)
     log.begin({"tenant": tenant, "request_record": record}, job, job, "model")
-    sent = Request(id=f"{job}-0", prompt_ids=[1] * prompt, params=SamplingParams(), seed=0)
+    sent = EngineCoreRequest(id=f"{job}-0", prompt_ids=[1] * prompt, params=SamplingParams(), seed=0)
     history.submitted(sent)
     step = StepRecord(1, 0.0, 0.0, 1.0, 1.0, 1, prompt, ((sent.id, cached, prompt - cached),), ())
-    history.stepped([RequestOutput(sent.id, [7] * output, cached_tokens=cached, finish_reason="stop")], step)
+    history.stepped([EngineCoreOutput(sent.id, [7] * output, cached_tokens=cached, finish_reason="stop")], step)
     record.ended = record.arrived + 1.0
     return record
 
@@ -94,7 +94,7 @@ def test_an_answer_that_goes_on_after_its_response_has_not_ended() -> None:
     log.begin({"tenant": tenant, "request_record": record}, "resp_1", "resp_1", "model")
     record.ended = record.arrived + 0.1
     assert len(recent_answers(log, history, 100)["data"]) == 1
-    history.submitted(Request(id="resp_1-0", prompt_ids=[1], params=SamplingParams(), seed=0))
+    history.submitted(EngineCoreRequest(id="resp_1-0", prompt_ids=[1], params=SamplingParams(), seed=0))
     assert recent_answers(log, history, 100)["data"] == []
     history.end("resp_1-0", "stop")
     (found,) = recent_answers(log, history, 100)["data"]

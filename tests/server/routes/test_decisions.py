@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from openai.types import Decision
 
-from quire.engine.types import Request, RequestOutput, TokenLogprob
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, TokenLogprob
 from tests.server.api import NAME, Api, open_api
 from tests.server.fake import FakeEngine, scripted
 from tests.texts import CHATML, byte_level_tokenizer
@@ -31,12 +31,12 @@ LOGITS = {ord("A"): 2.0, ord("B"): 1.0, ord("C"): -1.0}
 class Weighing(FakeEngine):
     """Gives the tokens A, B and C fixed log probabilities, and others less."""
 
-    def _step(self, request: Request) -> RequestOutput:
+    def _step(self, request: EngineCoreRequest) -> EngineCoreOutput:
         listed = request.params.logprob_token_ids or ()
         top = [(token, LOGITS.get(token, -9.0)) for token in listed]
         self.positions[request.id] += 1
         given = [TokenLogprob(listed[0], top[0][1], 1, top)]
-        return RequestOutput(id=request.id, new_ids=[listed[0]], logprobs=given, finish_reason="length")
+        return EngineCoreOutput(id=request.id, new_ids=[listed[0]], logprobs=given, finish_reason="length")
 
 
 def weighing(**options: Any) -> Any:

@@ -17,7 +17,7 @@ from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.norm import NormSpec
 from quire.engine.layers.parameters import Parameter, ParameterTable, held, parameters_of
-from quire.engine.layers.part import Making, Step
+from quire.engine.layers.part import BuildContext, Step
 from quire.engine.layers.schemes.clipped import Clippable
 from quire.engine.types import Image
 from quire.kernels.backend import NO_ADAPTERS
@@ -47,7 +47,7 @@ class Gemma4Tower(Tower):
         mlp = MlpSpec(shape.intermediate_size, norm, activation="gelu_tanh", output_norm=True)
         scheme = Clippable(making.scheme, clipped=vision.clipped)
         kinds = (making.dtype, making.dtype, making.device, vision.most_tokens * vision.pool)
-        parts = Making(making.backend, scheme, shape.hidden_size, *kinds, {})
+        parts = BuildContext(making.backend, scheme, shape.hidden_size, *kinds, {})
         names = (f"{_TOWER}.encoder.layers.{index}" for index in range(shape.num_layers))
         self._layers = [(attention.part(parts, name), mlp.part(parts, name)) for name in names]
         hidden = shape.hidden_size

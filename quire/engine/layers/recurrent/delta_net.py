@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable, parameters_of, rows_of
-from quire.engine.layers.part import Making, Normed, Step, uneven
+from quire.engine.layers.part import BuildContext, Normed, Step, uneven
 from quire.engine.layers.recurrent.part import CONV, MatrixPart, MatrixSpec
 from quire.kernels.backend import Operations
 from quire.kernels.recurrent.delta_rule import DeltaRule
@@ -32,7 +32,7 @@ class DeltaNetSpec(MatrixSpec):
     def beside(self, heads: int) -> int:
         return 2 * heads
 
-    def part(self, making: Making, layer: str) -> DeltaNet:
+    def part(self, making: BuildContext, layer: str) -> DeltaNet:
         return DeltaNet(self, making, layer)
 
     def indivisible(self, ranks: int) -> str | None:
@@ -40,7 +40,7 @@ class DeltaNetSpec(MatrixSpec):
 
 
 class DeltaNet(MatrixPart):
-    def __init__(self, spec: DeltaNetSpec, making: Making, layer: str) -> None:
+    def __init__(self, spec: DeltaNetSpec, making: BuildContext, layer: str) -> None:
         super().__init__(spec, making, layer, "linear_attn")
         shard, hidden = making.shard, making.hidden_size
         self._spec, self._key_heads = spec, shard.span(spec.key_heads)

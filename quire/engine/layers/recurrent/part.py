@@ -14,7 +14,7 @@ from quire.engine.checkpoint.parts.states import MatrixState
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable, held, whole
-from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step
+from quire.engine.layers.part import BuildContext, PageTensor, Step, Sublayer, SublayerSpec
 from quire.engine.layers.shard import Cut
 from quire.kernels.backend import Operations
 from quire.kernels.recurrent.recurrence import Matrices, Recurrence
@@ -23,12 +23,14 @@ from quire.kernels.recurrent.short_conv import Columns, ShortConv
 CONV, CONV_BIAS = "conv1d.weight", "conv1d.bias"
 
 
-class RecurrentPart(Part):
+class RecurrentPart(Sublayer):
     """It reads the residual stream through a norm. `_out` computes its output."""
 
     _out: JoinedLinear
 
-    def __init__(self, making: Making, layer: str, name: str, norm: NormSpec, *, output_norm: bool = False) -> None:
+    def __init__(
+        self, making: BuildContext, layer: str, name: str, norm: NormSpec, *, output_norm: bool = False
+    ) -> None:
         """`name`: the part's name in a checkpoint, after the layer's. `output_norm`: what it gives is normed too."""
         self._making, self._prefix = making, f"{layer}.{name}"
         self._norm, self._output_norm = f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"
@@ -61,7 +63,7 @@ class RecurrentPart(Part):
 
 
 @dataclass(frozen=True, slots=True)
-class MatrixSpec(PartSpec):
+class MatrixSpec(SublayerSpec):
     """The shape of a part that keeps a matrix [key, value] for each head and the last columns of a convolution."""
 
     heads: int
@@ -92,7 +94,7 @@ class MatrixSpec(PartSpec):
 
 
 class MatrixPart(RecurrentPart):
-    def __init__(self, spec: MatrixSpec, making: Making, layer: str, name: str) -> None:
+    def __init__(self, spec: MatrixSpec, making: BuildContext, layer: str, name: str) -> None:
         super().__init__(making, layer, name, spec.norm)
         self._shape, self._heads = spec, making.shard.span(spec.heads)
 

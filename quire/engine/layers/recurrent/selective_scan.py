@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.layers.parameters import ParameterTable, parameters_of, rows_of
-from quire.engine.layers.part import Making, Step, uneven
+from quire.engine.layers.part import BuildContext, Step, uneven
 from quire.engine.layers.recurrent.part import CONV, CONV_BIAS, MatrixPart, MatrixSpec
 from quire.engine.layers.shard import Cut
 from quire.kernels.backend import Operations
@@ -50,7 +50,7 @@ class SelectiveScanSpec(MatrixSpec):
         projected = {"x_proj_dt": self.rank, "x_proj_b": self.key, "x_proj_c": self.key}
         return {"in_proj_x": self.channels, "in_proj_z": self.channels} | projected
 
-    def part(self, making: Making, layer: str) -> SelectiveScanPart:
+    def part(self, making: BuildContext, layer: str) -> SelectiveScanPart:
         return SelectiveScanPart(self, making, layer)
 
     def indivisible(self, ranks: int) -> str | None:
@@ -59,7 +59,7 @@ class SelectiveScanSpec(MatrixSpec):
 
 
 class SelectiveScanPart(MatrixPart):
-    def __init__(self, spec: SelectiveScanSpec, making: Making, layer: str) -> None:
+    def __init__(self, spec: SelectiveScanSpec, making: BuildContext, layer: str) -> None:
         super().__init__(spec, making, layer, "mamba")
         self._spec, shard, channels, hidden = spec, making.shard, spec.channels, making.hidden_size
         (self._own,), outs = self._spans, shard.heads(self._heads, spec.value)

@@ -11,14 +11,14 @@ from torch import Tensor
 from quire.engine.checkpoint.parts.states import PIECE, ColumnState
 from quire.engine.layers.norm import NormSpec
 from quire.engine.layers.parameters import ParameterTable, parameters_of, rows_of
-from quire.engine.layers.part import Making, Normed, PageTensor, PartSpec, Step, uneven
+from quire.engine.layers.part import BuildContext, Normed, PageTensor, Step, SublayerSpec, uneven
 from quire.engine.layers.recurrent.part import RecurrentPart
 from quire.kernels.backend import Operations
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConvSpec(PartSpec):
+class ShortConvSpec(SublayerSpec):
     channels: int
     width: int
     """Tokens that a token sees, itself included."""
@@ -33,7 +33,7 @@ class ShortConvSpec(PartSpec):
     def state(self) -> ColumnState:
         return ColumnState(self.channels, self.width - 1)
 
-    def part(self, making: Making, layer: str) -> ShortConvolution:
+    def part(self, making: BuildContext, layer: str) -> ShortConvolution:
         return ShortConvolution(self, making, layer)
 
     def indivisible(self, ranks: int) -> str | None:
@@ -41,7 +41,7 @@ class ShortConvSpec(PartSpec):
 
 
 class ShortConvolution(RecurrentPart):
-    def __init__(self, spec: ShortConvSpec, making: Making, layer: str) -> None:
+    def __init__(self, spec: ShortConvSpec, making: BuildContext, layer: str) -> None:
         super().__init__(making, layer, "conv", spec.norm, output_norm=spec.output_norm)
         self._spec, channels, shard, hidden = spec, spec.channels, making.shard, making.hidden_size
         self._own = shard.span(channels)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.layers.parameters import ParameterTable, parameters_of, rows_of
-from quire.engine.layers.part import Making, Normed, Step, times, uneven
+from quire.engine.layers.part import BuildContext, Normed, Step, times, uneven
 from quire.engine.layers.recurrent.part import CONV, CONV_BIAS, MatrixPart, MatrixSpec
 from quire.kernels.backend import Operations
 from quire.kernels.recurrent.short_conv import ShortConv
@@ -74,7 +74,7 @@ class StateSpaceSpec(MatrixSpec):
         sizes = {"z": values, "x": values, "b": keys, "c": keys, "dt": self.heads}
         return {f"in_proj_{name}": size for name, size in sizes.items()}
 
-    def part(self, making: Making, layer: str) -> StateSpacePart:
+    def part(self, making: BuildContext, layer: str) -> StateSpacePart:
         return StateSpacePart(self, making, layer)
 
     def indivisible(self, ranks: int) -> str | None:
@@ -82,7 +82,7 @@ class StateSpaceSpec(MatrixSpec):
 
 
 class StateSpacePart(MatrixPart):
-    def __init__(self, spec: StateSpaceSpec, making: Making, layer: str) -> None:
+    def __init__(self, spec: StateSpaceSpec, making: BuildContext, layer: str) -> None:
         super().__init__(spec, making, f"{layer}.{spec.within}" if spec.within else layer, "mamba")
         self._spec, shard, hidden = spec, making.shard, making.hidden_size
         self._groups, values = shard.span(spec.groups), spec.heads * spec.value

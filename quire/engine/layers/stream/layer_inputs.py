@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable, held, parameters_of
-from quire.engine.layers.part import Making, Part, PartSpec, Step
+from quire.engine.layers.part import BuildContext, Step, Sublayer, SublayerSpec
 from quire.kernels.activation import Activation
 from quire.kernels.backend import LinearContext, Operations, Table
 
@@ -37,7 +37,7 @@ class LayerInputsSpec:
 class LayerInputs:
     """Makes a token's numbers for all layers. Fill it by way of `parameters()` before use."""
 
-    def __init__(self, spec: LayerInputsSpec, making: Making) -> None:
+    def __init__(self, spec: LayerInputsSpec, making: BuildContext) -> None:
         self._spec, self._backend, self._scheme = spec, making.backend, making.scheme
         self._width, hidden = spec.size * spec.layers, making.hidden_size
         self._stored = making.scheme.table(spec.vocab_size, self._width)
@@ -66,21 +66,21 @@ class LayerInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerInputSpec(PartSpec):
+class LayerInputSpec(SublayerSpec):
     """What lets a layer's own of these numbers into the stream."""
 
     size: int
     layer: int
     norm: NormSpec
 
-    def part(self, making: Making, layer: str) -> LayerInput:
+    def part(self, making: BuildContext, layer: str) -> LayerInput:
         return LayerInput(self, making, layer)
 
 
-class LayerInput(Part):
+class LayerInput(Sublayer):
     """Each rank has all of it: it is small."""
 
-    def __init__(self, spec: LayerInputSpec, making: Making, layer: str) -> None:
+    def __init__(self, spec: LayerInputSpec, making: BuildContext, layer: str) -> None:
         self._first, hidden = spec.size * spec.layer, making.hidden_size
         linear = partial(JoinedLinear, making.scheme, bias=False, adapters=making.adapters)
         self._gate = linear(hidden, {f"{layer}.per_layer_input_gate": spec.size})

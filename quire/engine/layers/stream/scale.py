@@ -10,24 +10,24 @@ from torch import Tensor
 
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable, held
-from quire.engine.layers.part import Making, Part, PartSpec, Step, times
+from quire.engine.layers.part import BuildContext, Step, Sublayer, SublayerSpec, times
 from quire.kernels.backend import Operations
 
 
 @dataclass(frozen=True, slots=True)
-class OutputNormSpec(PartSpec):
+class OutputNormSpec(SublayerSpec):
     """Norm of what the parts before give, before it joins the residual stream."""
 
     norm: NormSpec
     name: str
     """In a checkpoint, behind the layer's."""
 
-    def part(self, making: Making, layer: str) -> OutputNorm:
+    def part(self, making: BuildContext, layer: str) -> OutputNorm:
         return OutputNorm(self, making, layer)
 
 
-class OutputNorm(Part):
-    def __init__(self, spec: OutputNormSpec, making: Making, layer: str) -> None:
+class OutputNorm(Sublayer):
+    def __init__(self, spec: OutputNormSpec, making: BuildContext, layer: str) -> None:
         self._name = f"{layer}.{spec.name}"
         self._norms = NormWeights({self._name: making.hidden_size}, making.dtype, spec.norm)
 
@@ -40,17 +40,17 @@ class OutputNorm(Part):
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleSpec(PartSpec):
+class ScaleSpec(SublayerSpec):
     """The residual stream, and what is to be added to it, times a learned number."""
 
     name: str
     """In a checkpoint, behind the layer's."""
 
-    def part(self, making: Making, layer: str) -> Scale:
+    def part(self, making: BuildContext, layer: str) -> Scale:
         return Scale(self, layer)
 
 
-class Scale(Part):
+class Scale(Sublayer):
     def __init__(self, spec: ScaleSpec, layer: str) -> None:
         self._name, self._weights = f"{layer}.{spec.name}", dict[str, Tensor]()
 

@@ -16,7 +16,7 @@ from quire.engine.layers.attention import Attention, AttentionSpec
 from quire.engine.layers.linear import JoinedLinear, Projection
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable, parameters_of
-from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step, uneven
+from quire.engine.layers.part import BuildContext, PageTensor, Step, Sublayer, SublayerSpec, uneven
 from quire.engine.layers.schemes import Scheme
 from quire.engine.layers.shard import Cut
 from quire.kernels.activation import Activation
@@ -28,7 +28,7 @@ BLOCK = "shared_transformer"
 
 
 @dataclass(frozen=True, slots=True)
-class SharedBlockSpec(PartSpec):
+class SharedBlockSpec(SublayerSpec):
     attention: AttentionSpec
     """Its input is twice as wide as the stream."""
     inner: int
@@ -53,15 +53,15 @@ class SharedBlockSpec(PartSpec):
         assert isinstance(state, PagedState)
         return state
 
-    def part(self, making: Making, layer: str) -> SharedBlock:
+    def part(self, making: BuildContext, layer: str) -> SharedBlock:
         return SharedBlock(self, making, layer)
 
     def indivisible(self, ranks: int) -> str | None:
         return uneven(self.inner, f"intermediate_size {self.inner}", ranks) or self.attention.indivisible(ranks)
 
 
-class SharedBlock(Part):
-    def __init__(self, spec: SharedBlockSpec, making: Making, layer: str) -> None:
+class SharedBlock(Sublayer):
+    def __init__(self, spec: SharedBlockSpec, making: BuildContext, layer: str) -> None:
         shard, hidden, inner = making.shard, making.hidden_size, spec.inner
         self._spec, self._making = spec, making
         self._home, self._own = f"model.layers.{spec.home}.{BLOCK}", f"{layer}.{BLOCK}"
@@ -127,7 +127,7 @@ class SharedBlock(Part):
         adapters: Adapters | None,
         cuts: Mapping[str, Cut],
     ) -> Projection:
-        """One of attention's, as Making.linears has it."""
+        """One of attention's, as BuildContext.linears has it."""
         small = {f"{self._home}.self_attn.{name}_proj": pair for name, pair in self._small.items()}
         made = partial(self._shared, scheme, in_features, bias=bias, adapters=adapters)
         if not small.keys() & parts.keys():

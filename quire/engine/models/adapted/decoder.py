@@ -18,7 +18,7 @@ from quire.engine.checkpoint.adapted import first_position
 from quire.engine.errors import ModelError
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.parameters import Parameter, ParameterTable, whole
-from quire.engine.layers.part import Making
+from quire.engine.layers.part import BuildContext
 from quire.engine.layers.schemes import Unquantized
 from quire.engine.layers.shard import WHOLE
 from quire.engine.models.adapted.attention import Paged
@@ -67,7 +67,7 @@ class AdaptedDecoder(Decoder):
     sums = True
     """Whether ranks add up their parts of a result. False while one rank computes alone, whose numbers mean nothing."""
 
-    def make_parts(self, making: Making) -> None:
+    def make_parts(self, making: BuildContext) -> None:
         """It has all layers: see check_adapted."""
         spec, backend = self.spec, making.backend
         assert isinstance(spec, AdaptedSpec)

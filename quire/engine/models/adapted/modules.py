@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter
-from quire.engine.layers.part import Making
+from quire.engine.layers.part import BuildContext
 from quire.engine.layers.shard import WHOLE_LINEAR, Cut
 from quire.engine.models.adapted.positions import StandIn
 from quire.kernels.backend import NO_ADAPTERS, Backend, Linear, LinearContext
@@ -59,7 +59,7 @@ class OurLinear(nn.Module):
 class OurNorm(nn.Module):
     """A norm over the last axis."""
 
-    def __init__(self, name: str, size: int, making: Making, spec: NormSpec) -> None:
+    def __init__(self, name: str, size: int, making: BuildContext, spec: NormSpec) -> None:
         super().__init__()
         self._name, self._size, self._backend = name, size, making.backend
         self.weights = NormWeights({name: size}, making.dtype, spec)
@@ -72,7 +72,7 @@ class OurNorm(nn.Module):
         return self.weights.norm(self._backend, self._name, rows).view(x.shape)
 
 
-def our_norm(name: str, module: nn.Module, making: Making) -> OurNorm | None:
+def our_norm(name: str, module: nn.Module, making: BuildContext) -> OurNorm | None:
     """Ours in the place of a norm on the meta device; None where it is not the same function."""
     if type(module) is nn.LayerNorm:
         if not module.elementwise_affine or len(module.normalized_shape) != 1:

@@ -21,7 +21,7 @@ from quire.engine.errors import ModelError
 from quire.engine.layers.attention import AttentionSpec, PagedPart
 from quire.engine.layers.norm import NormSpec
 from quire.engine.layers.parameters import ParameterTable
-from quire.engine.layers.part import Making, Step
+from quire.engine.layers.part import BuildContext, Step
 from quire.engine.models.adapted.build import body_of, stateful
 from quire.engine.models.adapted.interface import AttentionCall, MaskFunction, allowed_by, attend_by
 from quire.kernels.backend import Operations
@@ -49,7 +49,7 @@ class AdaptedAttention(AttentionSpec):
     value_dim: int = 0
     """Numbers of a head's value; the rest of `head_dim` is zeros."""
 
-    def part(self, making: Making, layer: str) -> PagedPart:
+    def part(self, making: BuildContext, layer: str) -> PagedPart:
         return _OfClass(self, making, self.num_kv_heads)
 
 

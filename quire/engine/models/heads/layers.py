@@ -11,7 +11,7 @@ from itertools import chain
 from torch import Tensor
 
 from quire.engine.layers.parameters import ParameterTable, parameters_of
-from quire.engine.layers.part import Making, PageTensor, Step
+from quire.engine.layers.part import BuildContext, PageTensor, Step
 from quire.engine.layers.schemes import Scheme
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.heads.head import DraftHead
@@ -27,7 +27,7 @@ class LayersHead(DraftHead):
         its types, whole on every rank."""
         self.device = decoder.device
         shape = (decoder.spec.hidden_size, decoder.dtype, decoder.kv_dtype, decoder.device, decoder.max_model_len)
-        making = Making(backend, scheme, *shape, kv_scales={})
+        making = BuildContext(backend, scheme, *shape, kv_scales={})
         self._layers = [[each.part(making, name) for each in spec] for name, spec in specs.items()]
         self._decoder, self._backend = decoder, backend
         self._recording: tuple[Sequence[Pages] | None, Recorded | None] = None, None

@@ -8,7 +8,7 @@ from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.latent_attention import LatentAttentionSpec
 from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.part import PartSpec
+from quire.engine.layers.part import SublayerSpec
 from quire.engine.layers.rope import yarn_scale
 from quire.engine.models.values import Read
 from quire.kernels.latents.latent import MOST_ROTATED
@@ -19,10 +19,10 @@ _PLACES = ("partial_rotary_factor", "rotary_dim")
 """What older files say of a head's rotated part, which qk_rope_head_dim is here."""
 
 
-def latents(neighbours: Read = lambda config: True) -> Callable[[ModelConfig, NormSpec], Sequence[PartSpec | None]]:
+def latents(neighbours: Read = lambda config: True) -> Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]]:
     """Reads latent attention in all layers, as Family.mixing. neighbours: whether rotations turn neighbours."""
 
-    def read(config: ModelConfig, norm: NormSpec) -> Sequence[PartSpec | None]:
+    def read(config: ModelConfig, norm: NormSpec) -> Sequence[SublayerSpec | None]:
         return [_attention(config, norm, neighbours=neighbours(config))] * config.num_layers
 
     return read

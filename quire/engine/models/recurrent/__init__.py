@@ -11,7 +11,7 @@ from quire.engine.checkpoint.families import STATES, shared_experts
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.part import PartSpec
+from quire.engine.layers.part import SublayerSpec
 from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
 from quire.engine.layers.recurrent.short_conv import ShortConvSpec
 from quire.engine.models.dense import two_ropes
@@ -23,13 +23,13 @@ from quire.engine.models.recurrent.state_space import state_space
 from quire.engine.models.spec import DecoderSpec
 from quire.engine.models.values import Read, biased, unless
 
-PartOf = Callable[[ModelConfig, NormSpec], PartSpec]
+PartOf = Callable[[ModelConfig, NormSpec], SublayerSpec]
 
 
-def beside_attention(part: PartOf) -> Callable[[ModelConfig, NormSpec], Sequence[PartSpec | None]]:
+def beside_attention(part: PartOf) -> Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]]:
     """Reads in which layers a part stands in attention's place, as Family.mixing."""
 
-    def read(config: ModelConfig, norm: NormSpec) -> Sequence[PartSpec | None]:
+    def read(config: ModelConfig, norm: NormSpec) -> Sequence[SublayerSpec | None]:
         own, kinds = part(config, norm), STATES[config.model_type]
         return [own if kind in kinds else None for kind in config.raw.get("layer_types") or ()]
 
@@ -47,11 +47,11 @@ def _alone(part: PartOf) -> SpecOf:
     return spec
 
 
-def _falcon_mamba(config: ModelConfig, norm: NormSpec) -> PartSpec:
+def _falcon_mamba(config: ModelConfig, norm: NormSpec) -> SublayerSpec:
     return selective_scan(config, norm, inner_norm="plain", inner_eps=config.raw.get("mixer_rms_eps") or 0.0)
 
 
-def _jamba(config: ModelConfig, norm: NormSpec) -> PartSpec:
+def _jamba(config: ModelConfig, norm: NormSpec) -> SublayerSpec:
     return selective_scan(config, norm, inner_norm="learned", inner_eps=config.norm_eps)
 
 
@@ -91,7 +91,7 @@ _LFM3 = Family(
 )
 
 
-def _delta_net(config: ModelConfig, norm: NormSpec) -> PartSpec:
+def _delta_net(config: ModelConfig, norm: NormSpec) -> SublayerSpec:
     raw = config.raw
     key_heads, heads = raw.get("linear_num_key_heads") or 16, raw.get("linear_num_value_heads") or 32
     key, value = raw.get("linear_key_head_dim") or 128, raw.get("linear_value_head_dim") or 128

@@ -8,7 +8,7 @@ from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.moe import NarrowSpec
 from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.part import PartSpec
+from quire.engine.layers.part import SublayerSpec
 from quire.engine.models.experts import GROUPED, expert_size, mixture, shared
 from quire.engine.models.recurrent.state_space import state_space
 from quire.engine.models.spec import DecoderSpec
@@ -39,7 +39,7 @@ def spec(config: ModelConfig) -> DecoderSpec:
     return DecoderSpec(*shape, tie_embeddings=config.tie_embeddings)
 
 
-def _part(kind: str, config: ModelConfig, norm: NormSpec) -> PartSpec:
+def _part(kind: str, config: ModelConfig, norm: NormSpec) -> SublayerSpec:
     bias = bool(config.raw.get("mlp_bias"))
     match kind:
         case "linear_attention":

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.core.batch import Batch
+from quire.engine.core.scheduler_output import SchedulerOutput
 from quire.engine.worker.graphs.capture import Captured, Graph, Left
 from quire.engine.worker.inputs import Slots
 from quire.kernels.collective import Collective
@@ -103,10 +103,10 @@ class DecodeGraphs:
         self._picked_sizes = [] if pick is None else [size for size in self._sizes if size <= MOST_PICKS]
         self._places: dict[int, _Places] = {}
 
-    def fit(self, batch: Batch) -> bool:
+    def fit(self, batch: SchedulerOutput) -> bool:
         """Whether a graph can compute the batch: every token is followed by a pick. Drafts are rows of their own: every
         layer stores all keys and values before it attends, so a row finds those of the drafts before it."""
-        return sum(row.count for row in batch.rows) <= self.most and not batch.has_prompts
+        return sum(row.num_tokens for row in batch.scheduled_requests) <= self.most and not batch.has_prefill
 
     @property
     def most(self) -> int:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.kv_plan import GRAPH_ROWS, GRAPH_TOKENS, MOST_GRAPHS
-from quire.engine.core.batch import Batch
+from quire.engine.core.scheduler_output import SchedulerOutput
 from quire.engine.worker.graphs.capture import Captured, Graph, Left
 from quire.engine.worker.graphs.decodes import page_counts
 from quire.engine.worker.inputs import Slots, by_pick
@@ -63,7 +63,7 @@ class Kind(NamedTuple):
 class Planned:
     """A batch that a graph computes."""
 
-    batch: Batch
+    batch: SchedulerOutput
     kind: Kind
     decodes: np.ndarray
     """[rows of the batch] bool: whether each is one, with its guesses."""
@@ -105,22 +105,22 @@ class PromptGraphs:
         self.captured: Captured[Kind] = Captured(capture, slots.device, group)
         self.behind: Captured[Kind] = Captured(capture, slots.device, group)
 
-    def plan(self, batch: Batch) -> Planned | None:
+    def plan(self, batch: SchedulerOutput) -> Planned | None:
         """What computes the batch; None where it runs without a graph."""
-        rows = batch.rows
+        rows = batch.scheduled_requests
         if len(rows) > GRAPH_ROWS[-1] + SEQUENCES - 1:
             return None
-        decodes = np.array([row.sample and row.count == 1 + len(row.draft_ids) for row in rows])
+        decodes = np.array([row.sample and row.num_tokens == 1 + len(row.draft_token_ids) for row in rows])
         if self._slots.keeps_guesses:  # of a new owner's matrices the host says what they have seen, as of prompts'
             decodes &= self._slots.is_seen(np.array([row.slot for row in rows]))
         pieces = len(rows) - int(decodes.sum())
         if not 0 < pieces < SEQUENCES:
             return None
-        counts = np.array([row.count for row in rows])
+        counts = np.array([row.num_tokens for row in rows])
         kind = self._kind(
             int(counts[decodes].sum()),
             int(counts[~decodes].sum()) + SEQUENCES - pieces,
-            max(row.start + row.count for row in rows),
+            max(row.start + row.num_tokens for row in rows),
             3 if self._slots.adapters[[row.slot for row in rows]].any() else 2,
         )
         return None if kind is None or not self._serves(kind) else Planned(batch, kind, decodes)
@@ -207,9 +207,9 @@ class PromptGraphs:
     def _laid(self, planned: Planned) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What _Places.given is to hold; and the places there of the tokens before the picks, and of all tokens in the
         order of the batch."""
-        kind, rows, pieces = planned.kind, planned.batch.rows, ~planned.decodes
+        kind, rows, pieces = planned.kind, planned.batch.scheduled_requests, ~planned.decodes
         slots = np.array([row.slot for row in rows], dtype=np.int64)
-        counts = np.array([row.count for row in rows], dtype=np.int64)
+        counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
         starts = np.array([row.start for row in rows], dtype=np.int64)
         contexts = starts + counts
         ends, owners, decoded = counts.cumsum(), slots.repeat(counts), planned.decodes.repeat(counts)
@@ -222,7 +222,7 @@ class PromptGraphs:
         tokens[1, order] = (contexts - ends).repeat(counts) + np.arange(len(owners))
         seen, known = starts, contexts
         if self._slots.keeps_guesses:
-            known = contexts - np.array([len(row.draft_ids) for row in rows])
+            known = contexts - np.array([len(row.draft_token_ids) for row in rows])
             seen = self._slots.look_back(slots, starts, known)
         sequences[:, : int(pieces.sum())] = np.stack((slots, counts, contexts, seen, known))[:, pieces]
         sampling = np.array([row.sample for row in rows])

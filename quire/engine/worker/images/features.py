@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.core.batch import Admission, Batch, Look, Row
+from quire.engine.core.scheduler_output import EncoderChunk, NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.engine.encoders.vision.tower import Reading, Tower
 from quire.engine.images.config import KEPT_BYTES
 from quire.engine.images.vision import Vision
@@ -30,10 +30,10 @@ class _Begun:
         self.key = key
         self._reading, self._work, self._done = reading, work, 0.0
 
-    def go_on(self, look: Look) -> Tensor | None:
+    def go_on(self, look: EncoderChunk) -> Tensor | None:
         """Read up to there. Returns the features, where that is the end."""
         try:
-            while look.ends or self._done * look.of < look.until * self._work:
+            while look.is_last or self._done * look.total < look.end * self._work:
                 self._done += next(self._reading)
         except StopIteration as end:
             (found,) = end.value
@@ -60,22 +60,22 @@ class ImageFeatures:
         self.made = 0
         """Images, or parts of them, that the tower has read."""
 
-    def look(self, batch: Batch, owner: Callable[[Row], Admission]) -> None:
+    def look(self, batch: SchedulerOutput, owner: Callable[[ScheduledRequest], NewRequestData]) -> None:
         """Read what the step's rows say. Those that it reads from their beginning to their end, of one height and
         width, are read together."""
         if self._tower is None:
             return
-        for slot in (*batch.left, *(each.slot for each in batch.admissions)):
+        for slot in (*batch.freed_slots, *(each.slot for each in batch.new_requests)):
             self._begun.pop(slot, None)
         whole: dict[tuple[int, int], dict[Key, Image]] = {}
-        for row in batch.rows:
+        for row in batch.scheduled_requests:
             admission = owner(row)
-            for look in row.looks:
+            for look in row.encoder_chunks:
                 key, image = (admission.salt, look.digest), _content(admission, look.digest)
                 begun = next((each for each in self._begun.values() if each.key == key), None)
                 if key in self._kept:
                     self._kept.move_to_end(key)
-                elif begun is None and look.ends and not self._apart:
+                elif begun is None and look.is_last and not self._apart:
                     whole.setdefault((image.height, image.width), {})[key] = image
                 else:
                     begun = begun or _Begun(key, self._tower.reading([image]), self._vision.work(image))
@@ -83,7 +83,9 @@ class ImageFeatures:
         for images in whole.values():
             self._read(images)
 
-    def of(self, rows: Iterable[Row], owner: Callable[[Row], Admission]) -> Features | None:
+    def of(
+        self, rows: Iterable[ScheduledRequest], owner: Callable[[ScheduledRequest], NewRequestData]
+    ) -> Features | None:
         """For the tokens of these rows, in their order, that stand for a part of an image; None where none does."""
         places: list[np.ndarray] = []
         values: list[Tensor] = []
@@ -92,12 +94,12 @@ class ImageFeatures:
             admission = owner(row)
             for span in admission.spans:
                 first = max(span.start, row.start)
-                last = min(span.start + span.count, row.start + row.count)
+                last = min(span.start + span.count, row.start + row.num_tokens)
                 if first < last:
                     at = span.start - span.offset
                     values.append(self._features(admission, span)[first - at : last - at])
                     places.append(np.arange(begin + first - row.start, begin + last - row.start))
-            begin += row.count
+            begin += row.num_tokens
         if not places:
             return None
         (standing,) = upload([np.concatenate(places)], values[0].device)
@@ -108,13 +110,13 @@ class ImageFeatures:
         if self._tower is not None:
             self._tower.features([largest(self._vision, 256)])
 
-    def vectors(self, rows: Sequence[Row], owner: Callable[[Row], Admission]) -> Tensor:
+    def vectors(self, rows: Sequence[ScheduledRequest], owner: Callable[[ScheduledRequest], NewRequestData]) -> Tensor:
         """Of rows each of which is one image, whose features are its vector: [rows, size]."""
         found = self.of(rows, owner)
         assert found is not None
         return found.values
 
-    def _go_on(self, slot: int, begun: _Begun, look: Look) -> None:
+    def _go_on(self, slot: int, begun: _Begun, look: EncoderChunk) -> None:
         self._begun[slot] = begun
         if (found := begun.go_on(look)) is not None:
             self._keep(begun.key, found)
@@ -126,7 +128,7 @@ class ImageFeatures:
         for key, each in zip(images, found, strict=True):
             self._keep(key, each)
 
-    def _features(self, admission: Admission, span: Span) -> Tensor:
+    def _features(self, admission: NewRequestData, span: Span) -> Tensor:
         key = admission.salt, span.digest
         if key not in self._kept:  # it was let go of since it was read
             self._read({key: _content(admission, span.digest)})
@@ -153,5 +155,5 @@ def largest(vision: Vision, side: int) -> Image:
     return max(vision.layout(side, side).contents(black), key=vision.patches)
 
 
-def _content(admission: Admission, digest: bytes) -> Image:
+def _content(admission: NewRequestData, digest: bytes) -> Image:
     return next(each for each in admission.images if each.digest == digest)

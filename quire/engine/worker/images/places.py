@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from quire.engine.core.batch import Admission, Row
+from quire.engine.core.scheduler_output import NewRequestData, ScheduledRequest
 from quire.engine.images.vision import Vision
 from quire.kernels.backend import AttentionMetadata, Together
 from quire.kernels.gpu.transfer import upload
@@ -20,16 +20,19 @@ class ImagePlaces:
         self._vision = vision
         self.turns = vision.turns
         """Whether positions behind an image are rotated by others than their own."""
-        self._known: dict[int, tuple[Admission, np.ndarray]] = {}
+        self._known: dict[int, tuple[NewRequestData, np.ndarray]] = {}
         """By slot: the last owner's admission, and `coordinates` of it."""
 
-    def reach(self, rows: Sequence[Row], owner: Callable[[Row], Admission]) -> bool:
+    def reach(self, rows: Sequence[ScheduledRequest], owner: Callable[[ScheduledRequest], NewRequestData]) -> bool:
         """Whether some of these rows' tokens do not stand behind all images of their prompt."""
         ends = ((row.start, owner(row).spans) for row in rows)
         return any(spans and start < spans[-1].start + spans[-1].count for start, spans in ends)
 
     def put(
-        self, metadata: AttentionMetadata, rows: Sequence[Row], owner: Callable[[Row], Admission]
+        self,
+        metadata: AttentionMetadata,
+        rows: Sequence[ScheduledRequest],
+        owner: Callable[[ScheduledRequest], NewRequestData],
     ) -> AttentionMetadata:
         """The metadata of these rows with what their images change of it; itself where none has some."""
         admissions = [owner(row) for row in rows]
@@ -38,14 +41,14 @@ class ImagePlaces:
         return self._together(self._turned(metadata, rows, admissions), rows, admissions)
 
     def _turned(
-        self, metadata: AttentionMetadata, rows: Sequence[Row], admissions: Sequence[Admission]
+        self, metadata: AttentionMetadata, rows: Sequence[ScheduledRequest], admissions: Sequence[NewRequestData]
     ) -> AttentionMetadata:
         """With a row and a column for each token, where some stand in an image."""
         parts = [self._coordinates(row, each) for row, each in zip(rows, admissions, strict=True)]
         if all(part is None for part in parts):
             return metadata
         counted = (
-            np.arange(row.start, row.start + row.count)[:, None].repeat(3, 1) if part is None else part
+            np.arange(row.start, row.start + row.num_tokens)[:, None].repeat(3, 1) if part is None else part
             for row, part in zip(rows, parts, strict=True)
         )
         axes = np.concatenate(list(counted))
@@ -53,29 +56,29 @@ class ImagePlaces:
         turns, *given = upload([axes[:, 0], *([axes] if apart else [])], metadata.positions.device)
         return _changed(metadata, lambda each: replace(each, turns=turns, axes=given[0] if given else None))
 
-    def behind(self, admission: Admission) -> int:
+    def behind(self, admission: NewRequestData) -> int:
         """What is added to the position of a token behind a prompt's last image for what it is rotated by."""
         table = self._table(admission)
         return int(table[-1].max()) + 1 - len(table) if len(table) else 0
 
-    def _table(self, admission: Admission) -> np.ndarray:
+    def _table(self, admission: NewRequestData) -> np.ndarray:
         known = self._known.get(admission.slot)
         if known is None or known[0] is not admission:
             self._known[admission.slot] = known = admission, coordinates(admission, self._vision)
         return known[1]
 
-    def _coordinates(self, row: Row, admission: Admission) -> np.ndarray | None:
+    def _coordinates(self, row: ScheduledRequest, admission: NewRequestData) -> np.ndarray | None:
         """Of a row's tokens, [count, 3] int64; None where each has its position in all three."""
         if not admission.spans:
             return None
-        table, end = self._table(admission), row.start + row.count
+        table, end = self._table(admission), row.start + row.num_tokens
         if not len(table):
             return None
         behind = np.arange(max(row.start, len(table)), end) - len(table) + 1 + table[-1].max()
         return np.concatenate((table[row.start : end], behind[:, None].repeat(3, 1)))
 
     def _together(
-        self, metadata: AttentionMetadata, rows: Sequence[Row], admissions: Sequence[Admission]
+        self, metadata: AttentionMetadata, rows: Sequence[ScheduledRequest], admissions: Sequence[NewRequestData]
     ) -> AttentionMetadata:
         """With those tokens that see each other."""
         found: list[tuple[int, int, int, int]] = []  # number of the row, first token in the step, count, end
@@ -83,10 +86,10 @@ class ImagePlaces:
         for number, (row, admission) in enumerate(zip(rows, admissions, strict=True)):
             for span in admission.spans if self._vision.whole else ():
                 first, end = max(span.start, row.start), span.start + span.count
-                if first < end and first < row.start + row.count:
-                    assert end <= row.start + row.count, "a step that ends within a whole span"
+                if first < end and first < row.start + row.num_tokens:
+                    assert end <= row.start + row.num_tokens, "a step that ends within a whole span"
                     found.append((number, begin + first - row.start, end - first, end))
-            begin += row.count
+            begin += row.num_tokens
         if not found:
             return metadata
         owners, _, counts, ends = (np.array(each) for each in zip(*found, strict=True))
@@ -113,7 +116,7 @@ class ImagePlaces:
         return _changed(metadata, seen)
 
 
-def coordinates(admission: Admission, vision: Vision) -> np.ndarray:
+def coordinates(admission: NewRequestData, vision: Vision) -> np.ndarray:
     """Time, row and column of a prompt's tokens up to the end of its last image, [tokens, 3] int64; [0, 3] where the
     family counts positions alone. Text goes on behind the largest coordinate before it (Wang et al., 2024)."""
     contents, parts, end, following = {each.digest: each for each in admission.images}, [], 0, 0

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Literal
 
 import msgspec
 
-from quire.engine.core.batch import Batch, DraftRow
+from quire.engine.core.scheduler_output import DraftRequest, SchedulerOutput
 from quire.engine.types import Adapter
 
 FRAME_LENGTH = struct.Struct("<Q")
@@ -64,7 +64,7 @@ class Picked(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Step(msgspec.Struct, frozen=True, tag=True):
     """Executor.launch."""
 
-    batch: Batch
+    batch: SchedulerOutput
     picked: list[Picked] = []
     """Of a stage, which cannot hear it from a collective: what was picked since the step before."""
 
@@ -79,7 +79,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
 
 class FindKinds(msgspec.Struct, frozen=True, tag=True):
-    """Runner.kinds. Answered by Kinds."""
+    """ModelRunner.kinds. Answered by Kinds."""
 
     step_tokens: int
 
@@ -87,7 +87,7 @@ class FindKinds(msgspec.Struct, frozen=True, tag=True):
 class Draft(msgspec.Struct, frozen=True, tag=True):
     """Heads.draft."""
 
-    rows: list[DraftRow]
+    rows: list[DraftRequest]
 
 
 class TryGuess(msgspec.Struct, frozen=True, tag=True):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from quire.engine.config import EngineConfig
-from quire.engine.core.batch import Batch, StepOutput
+from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.device import Chosen
 from quire.engine.worker.loading.model import LoadedModel
@@ -23,7 +23,7 @@ from quire.engine.worker.ranks.messages import Allocate, Loaded, Picked, Step
 from quire.engine.worker.ranks.processes import Ranks
 from quire.engine.worker.ranks.spmd import for_others
 from quire.engine.worker.ranks.stages import Stage
-from quire.engine.worker.runner import Begun, Runner
+from quire.engine.worker.runner import Begun, ModelRunner
 from quire.kernels.distributed import DistributedCollective
 
 
@@ -59,7 +59,7 @@ class Stages(Ranks):
             hearing = (partial(read, None), self._progress)
             threading.Thread(target=_hear, args=hearing, name="progress", daemon=True).start()
 
-    def runner(self, *parts: Any) -> Runner:
+    def runner(self, *parts: Any) -> ModelRunner:
         return PipelineRunner(self, *parts)
 
     def everywhere(self, model: Decoder) -> None:
@@ -71,7 +71,7 @@ def _hear(read: Callable[[], bytes | None], progress: Callable[[], None]) -> Non
         progress()
 
 
-class PipelineRunner(Runner):
+class PipelineRunner(ModelRunner):
     """The last stage's. What a step picks is computed when it is asked for, and the steps launched meanwhile are under
     way in the stages before."""
 
@@ -84,10 +84,10 @@ class PipelineRunner(Runner):
         """What the stages before have not heard yet."""
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> _Passing:
+    def launch(self, batch: SchedulerOutput) -> _Passing:
         """Begin a batch in the first stage. None of its rows may follow a pick that is still under way."""
-        taken = {admission.slot for admission in batch.admissions}
-        if any(row.slot in taken for step in self._under_way for row in step.begun.batch.rows):
+        taken = {admission.slot for admission in batch.new_requests}
+        if any(row.slot in taken for step in self._under_way for row in step.begun.batch.scheduled_requests):
             self.finish(self._under_way[-1])  # what it picks for who had the slot, it must read there
         self._stages.send(Step(for_others(batch), self._picked))
         self._picked = []
@@ -114,11 +114,11 @@ class _Passing:
     begun: Begun
     pending: PendingStep | None = None
 
-    def result(self) -> StepOutput:
+    def result(self) -> ModelRunnerOutput:
         return self.runner.finish(self).result()
 
 
-class StageRunner(Runner):
+class StageRunner(ModelRunner):
     """That of a stage but the last one, which sends on what it has computed."""
 
     def __init__(self, group: DistributedCollective, *parts: Any) -> None:
@@ -127,7 +127,7 @@ class StageRunner(Runner):
         self._group = group
 
     @torch.inference_mode()
-    def compute(self, batch: Batch, picked: list[Picked]) -> None:
+    def compute(self, batch: SchedulerOutput, picked: list[Picked]) -> None:
         """`picked`: by steps before, what later ones go on with. Raises RankEnded where the next stage has."""
         for each in picked:
             at = torch.tensor([each.slots, each.positions], dtype=torch.int64)

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from quire.engine.config import EngineConfig
-from quire.engine.core.executor import AdapterLoader, Everywhere
+from quire.engine.core.executor import AdapterLoader, CollectiveRPC
 from quire.engine.errors import ConfigError, EngineError
 from quire.engine.lora.files import CONFIG, WEIGHTS
 from quire.engine.models.decoder import Decoder
@@ -270,7 +270,7 @@ class Ranks(SingleProcess):
     def adapters(self, own: AdapterLoader) -> AdapterLoader:
         return LeadingAdapters(own, self)
 
-    def everywhere(self, model: Decoder) -> Everywhere | None:
+    def everywhere(self, model: Decoder) -> CollectiveRPC | None:
         worker = RankWorker(0, self.count, model)
 
         def call(content: bytes) -> list[bytes]:

@@ -12,7 +12,7 @@ from quire.engine.checkpoint.kv_plan import StateShares
 from quire.engine.checkpoint.overrides import model_path, read_configured
 from quire.engine.checkpoint.page_groups import as_configured
 from quire.engine.config import EngineConfig
-from quire.engine.core.batch import Batch
+from quire.engine.core.scheduler_output import SchedulerOutput
 from quire.engine.layers.shard import Shard
 from quire.engine.lora.files import CONFIG, WEIGHTS
 from quire.engine.replicas.cores import stay_on
@@ -58,7 +58,7 @@ from quire.engine.worker.ranks.messages import (
 from quire.engine.worker.ranks.pipeline import StageRunner
 from quire.engine.worker.ranks.remote import Joined
 from quire.engine.worker.ranks.stages import Stage
-from quire.engine.worker.runner import Runner
+from quire.engine.worker.runner import ModelRunner
 from quire.engine.worker.sampling.grammar import SlotGrammars
 from quire.kernels.distributed import DistributedCollective
 from quire.kernels.gpu.faults import fault
@@ -72,7 +72,7 @@ class Rank(ABC):
     loaded: Loaded
     _room: tuple[Room, int]
     """And how many pages it has."""
-    _runner: Runner
+    _runner: ModelRunner
     _heads: Heads
     _tower: LoadedTower
 
@@ -100,9 +100,9 @@ class Rank(ABC):
     def _load(self, load: Callable[..., LoadedModel], progress: Callable[[], None]) -> LoadedModel: ...
 
     @abstractmethod
-    def _make_runner(self, room: Room, pages: int, *, prompts: bool) -> Runner: ...
+    def _make_runner(self, room: Room, pages: int, *, prompts: bool) -> ModelRunner: ...
 
-    def _step(self, batch: Batch, picked: list[Picked]) -> None:
+    def _step(self, batch: SchedulerOutput, picked: list[Picked]) -> None:
         self._runner.launch(batch)
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ class TensorRank(Rank):
         self.loaded = Loaded(loaded.read_bytes + self._tower.weight_bytes, digest=digest)
         return loaded
 
-    def _make_runner(self, room: Room, pages: int, *, prompts: bool) -> Runner:
+    def _make_runner(self, room: Room, pages: int, *, prompts: bool) -> ModelRunner:
         part, config, heads = self._part, self._config, None
         if self._head is not None:
             heads = self._heads = self._head.heads(config, room, pages)
@@ -171,7 +171,7 @@ class TensorRank(Rank):
         eos = self._model_config.eos_token_ids
         made, grammars = (room.pages, room.slots), SlotGrammars(_no_grammars)
         features = self._tower.features
-        return Runner(part.model, *made, grammars, eos, room.capture, pooler, heads, features, prompts)
+        return ModelRunner(part.model, *made, grammars, eos, room.capture, pooler, heads, features, prompts)
 
 
 class StageRank(Rank):
@@ -194,7 +194,7 @@ class StageRank(Rank):
         self.loaded = Loaded(held, {name: (each.shape, str(each.dtype)) for name, each in table})
         return loaded
 
-    def _make_runner(self, room: Room, pages: int, *, prompts: bool) -> Runner:
+    def _make_runner(self, room: Room, pages: int, *, prompts: bool) -> ModelRunner:
         assert isinstance(self._group, DistributedCollective)
         grammars, eos = SlotGrammars(_no_grammars), self._model_config.eos_token_ids
         features = self._tower.features
@@ -202,11 +202,11 @@ class StageRank(Rank):
             self._group, self._part.model, room.pages, room.slots, grammars, eos, None, None, None, features
         )
 
-    def _step(self, batch: Batch, picked: list[Picked]) -> None:
+    def _step(self, batch: SchedulerOutput, picked: list[Picked]) -> None:
         self._runner.compute(batch, picked)
 
 
-def _kinds(runner: Runner, step_tokens: int) -> Kinds:
+def _kinds(runner: ModelRunner, step_tokens: int) -> Kinds:
     try:
         return Kinds([astuple(kind) for kind in runner.kinds(step_tokens)])
     except Exception as error:  # as in compile_ahead (warmup.py)

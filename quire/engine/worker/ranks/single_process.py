@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from quire.engine.core.executor import AdapterLoader, Everywhere
+from quire.engine.core.executor import AdapterLoader, CollectiveRPC
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.loading.model import LoadedModel
 from quire.engine.worker.ranks.calls import RankWorker, called
 from quire.engine.worker.ranks.messages import Allocate, ToRank
-from quire.engine.worker.runner import Runner
+from quire.engine.worker.runner import ModelRunner
 
 
 class SingleProcess:
@@ -33,9 +33,9 @@ class SingleProcess:
     def send(self, message: ToRank) -> None:
         """To all others, which read it when they have done what they were told before."""
 
-    def runner(self, *parts: Any) -> Runner:
+    def runner(self, *parts: Any) -> ModelRunner:
         """This process', which leads the others'. `parts`: a Runner's."""
-        return Runner(*parts)
+        return ModelRunner(*parts)
 
     def heads(self, *parts: Any) -> Heads:
         """`parts`: those of Heads."""
@@ -45,7 +45,7 @@ class SingleProcess:
         """What loads adapters on all of them; `own`: on this one."""
         return own
 
-    def everywhere(self, model: Decoder) -> Everywhere | None:
+    def everywhere(self, model: Decoder) -> CollectiveRPC | None:
         """What calls something on all of them; None: they take no calls. `model`: this one's part."""
         worker = RankWorker(0, 1, model)
         return lambda content: [called(worker, content)]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from quire.engine.core.batch import Admission, Batch, DraftRow, StepOutput
-from quire.engine.core.executor import Pending
+from quire.engine.core.executor import PendingOutput
+from quire.engine.core.scheduler_output import DraftRequest, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire.engine.errors import ConfigError
 from quire.engine.layers.shard import Shard
 from quire.engine.types import SamplingParams
@@ -24,7 +24,7 @@ from quire.engine.worker.loading.samples import sampled
 from quire.engine.worker.ranks.messages import Draft, FindKinds, Kinds, Loaded, Prepare, Step, TryGuess
 from quire.engine.worker.ranks.processes import Ranks
 from quire.engine.worker.ranks.remote import Remote
-from quire.engine.worker.runner import Runner
+from quire.engine.worker.runner import ModelRunner
 from quire.engine.worker.sampling.sampling_rules import only_largest
 
 if TYPE_CHECKING:
@@ -49,14 +49,14 @@ class SpmdRanks(Ranks):
                 raise ConfigError(f"model: {where} has other weights than machine 0", param="model")
         return replace_fields(own, read_bytes=own.read_bytes + sum(each.weight_bytes for each in others)), 0
 
-    def runner(self, *parts: Any) -> Runner:
+    def runner(self, *parts: Any) -> ModelRunner:
         return SpmdRunner(self, *parts)
 
     def heads(self, *parts: Any) -> Heads:
         return SpmdHeads(self, *parts)
 
 
-class SpmdRunner(Runner):
+class SpmdRunner(ModelRunner):
     """The first rank's."""
 
     def __init__(self, ranks: SpmdRanks, *parts: Any) -> None:
@@ -64,7 +64,7 @@ class SpmdRunner(Runner):
         super().__init__(*parts)
         self._ranks = ranks
 
-    def launch(self, batch: Batch) -> Pending:
+    def launch(self, batch: SchedulerOutput) -> PendingOutput:
         with self._ranks.told(Step(for_others(batch))):
             return _Watched(self._ranks, super().launch(batch))
 
@@ -106,7 +106,7 @@ class SpmdHeads(Heads):
         super().__init__(*parts)
         self._ranks = ranks
 
-    def draft(self, rows: Sequence[DraftRow]) -> list[list[int]]:
+    def draft(self, rows: Sequence[DraftRequest]) -> list[list[int]]:
         with self._ranks.told(Draft(list(rows))):
             return super().draft(rows)
 
@@ -120,23 +120,29 @@ class _Watched:
     """A step under way."""
 
     ranks: SpmdRanks
-    own: Pending
+    own: PendingOutput
 
-    def result(self) -> StepOutput:
+    def result(self) -> ModelRunnerOutput:
         with self.ranks.watched():
             output = self.own.result()
             self.ranks.group.check()
             return output
 
 
-def for_others(batch: Batch) -> Batch:
+def for_others(batch: SchedulerOutput) -> SchedulerOutput:
     """What ranks that answer nobody need of a batch. How tokens are picked is not theirs to know, not even grammars;
     but whether it is by the largest logit alone, which all ranks find together."""
-    admissions = [_computed(each) for each in batch.admissions]
-    return Batch(batch.rows, admissions, batch.copies, left=batch.left, slot_copies=batch.slot_copies)
+    admissions = [_computed(each) for each in batch.new_requests]
+    return SchedulerOutput(
+        batch.scheduled_requests,
+        admissions,
+        batch.block_copies,
+        freed_slots=batch.freed_slots,
+        slot_copies=batch.slot_copies,
+    )
 
 
-def _computed(admission: Admission) -> Admission:
+def _computed(admission: NewRequestData) -> NewRequestData:
     if not isinstance(admission.params, SamplingParams):
         return admission
     temperature = 0.0 if only_largest(admission.params) else 1.0

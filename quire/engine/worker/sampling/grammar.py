@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.engine.core.batch import Admission, Failure, Row
+from quire.engine.core.scheduler_output import Failure, NewRequestData, ScheduledRequest
 from quire.engine.errors import InvalidRequest, Overloaded, QuireError
 from quire.engine.text.grammar import Compiled, GrammarCompiler, first_line, refuse_long_text, worn_out
 from quire.engine.types import Grammar, SamplingParams
@@ -67,7 +67,7 @@ class SlotGrammars:
         self._load = load
         self._loading: Future[GrammarCompiler] | None = None
         self._executor: LLExecutor | None = None
-        self._owners: dict[int, Admission] = {}
+        self._owners: dict[int, NewRequestData] = {}
         self._followed: dict[int, _Followed] = {}
         self._unusable: dict[int, Failure] = {}
 
@@ -80,7 +80,7 @@ class SlotGrammars:
             pool.shutdown(wait=False)
         return self._loading
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, admission: NewRequestData) -> None:
         """Give a slot to a new owner, whose matcher starts after the tokens generated so far."""
         slot, params = admission.slot, admission.params
         grammar = params.grammar if isinstance(params, SamplingParams) else None
@@ -103,7 +103,7 @@ class SlotGrammars:
         for each in (self._owners, self._followed, self._unusable):
             each.pop(slot, None)
 
-    def mask(self, picks: Sequence[Row]) -> GrammarMask | None:
+    def mask(self, picks: Sequence[ScheduledRequest]) -> GrammarMask | None:
         """For the picks of a step, of each its row; those of a row with drafts stand side by side, each after one draft
         more. None where all are free."""
         places = [index for index, row in enumerate(picks) if row.slot in self._followed]
@@ -119,9 +119,9 @@ class SlotGrammars:
         matchers = [self._followed[row.slot].matcher for row in rows]
         fill_next_token_bitmask_par(self._executor, list(zip(matchers, firsts, strict=True)), words)
         for at, row in zip(firsts, rows, strict=True):
-            own = words[at : at + 1 + len(row.draft_ids)]
+            own = words[at : at + 1 + len(row.draft_token_ids)]
             try:
-                self._complete(self._followed[row.slot], row.draft_ids, own)
+                self._complete(self._followed[row.slot], row.draft_token_ids, own)
             except QuireError as error:
                 self._fail(row.slot, error)
                 own[:] = -1
@@ -138,7 +138,7 @@ class SlotGrammars:
         if followed.matcher.is_error() or not words[0].any():
             raise InvalidRequest(first_line(followed.matcher))
 
-    def consume(self, slot: int, owner: Admission, token_ids: list[int]) -> Failure | None:
+    def consume(self, slot: int, owner: NewRequestData, token_ids: list[int]) -> Failure | None:
         """Advance the matcher by tokens that were picked for `owner`. Returns why its grammar cannot be followed, if it
         cannot. Does nothing where the slot belongs to another owner by now.
         """

@@ -20,7 +20,7 @@ from quire.engine.checkpoint.files import ModelConfig, read_model_config
 from quire.engine.checkpoint.safetensors import text_tensor
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ModelError
-from quire.engine.layers.part import Normed, Part
+from quire.engine.layers.part import Normed, Sublayer
 from quire.engine.worker.loading.forward import computed, load_alone
 from quire.engine.worker.loading.layout import Arrangement
 from quire.engine.worker.loading.loader import checkpoint_stream
@@ -67,7 +67,7 @@ def watch(path: Path, samples: Sequence[Sequence[int]]) -> list[Seen]:
     ]
 
 
-def _read_by_linears_alone(layer: Sequence[Part]) -> list[Normed]:
+def _read_by_linears_alone(layer: Sequence[Sublayer]) -> list[Normed]:
     """The norms of a layer of which every part that has them says which linears read them."""
     found = dict[str, Normed]()
     for part in layer:

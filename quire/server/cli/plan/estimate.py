@@ -208,7 +208,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     whole = kv_bytes(sizes, dtype, kv_type)
     split = machine.count if machine.stages > 1 or config.divides_tokens else min(machine.count, sizes.kv_heads)
     token = whole // split + own // alone
-    kept = token - own // alone * (draft is not None and draft.is_model)  # see Runner.mover
+    kept = token - own // alone * (draft is not None and draft.is_model)  # see ModelRunner.mover
     pages = {"codes": kv_type in KV_CODE_SCALE_BYTES, "divided": config.divides_tokens}
     block_size = machine.page_tokens(dtype, sizes.head_dim, config.attention_backend, asked=config.block_size, **pages)
     groups = _groups(sizes, config, block_size)

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.core.blocks import BlockPool, block_hash, root_hash
+from quire.engine.core.block_pool import BlockPool, block_hash, root_hash
 from tests.tiers import examples
 
 
@@ -25,19 +25,19 @@ def test_freed_pages_keep_their_content_until_the_pool_runs_out_least_recent_fir
     blocks = pool.allocate(3)
     digests = [bytes([i]) * 16 for i in range(3)]
     for block, digest in zip(blocks, digests, strict=True):
-        pool.register(block, digest)
-    pool.release(blocks)
+        pool.cache_block(block, digest)
+    pool.unref(blocks)
     assert pool.num_used == 0
-    assert pool.lookup(digests) == blocks
+    assert pool.get_cached_prefix(digests) == blocks
     assert pool.allocate(1) == [3], "a page without content is taken first"
     assert pool.allocate(1) == [blocks[2]], "then the end of the prefix"
-    assert pool.lookup(digests) == blocks[:2]
-    pool.share(blocks[:2])
+    assert pool.get_cached_prefix(digests) == blocks[:2]
+    pool.ref(blocks[:2])
     assert pool.num_free == 0
-    pool.release(blocks[:2])
-    assert pool.lookup(digests) == blocks[:2]
+    pool.unref(blocks[:2])
+    assert pool.get_cached_prefix(digests) == blocks[:2]
     pool.allocate(2)
-    assert pool.lookup(digests) == [], "content goes with the page"
+    assert pool.get_cached_prefix(digests) == [], "content goes with the page"
     pool.audit()
 
 
@@ -52,24 +52,24 @@ def test_no_page_is_lost_or_held_by_mistake(actions: list[tuple[str, int]]) -> N
             (block,) = pool.allocate(1)
             assert block not in held
             held.append(block)
-            pool.register(block, made.to_bytes(16, "big"))
+            pool.cache_block(block, made.to_bytes(16, "big"))
             made += 1
         elif action == "drop" and held:
-            pool.release([held.pop(pick % len(held))])
+            pool.unref([held.pop(pick % len(held))])
         elif action == "share" and made:
-            found = pool.lookup([(pick % made).to_bytes(16, "big")])
-            pool.share(found)
+            found = pool.get_cached_prefix([(pick % made).to_bytes(16, "big")])
+            pool.ref(found)
             held += found
         pool.audit()
         assert pool.num_used == len(set(held))
-        assert len(pool.cached) <= pool.num_blocks
+        assert len(pool.cached_blocks) <= pool.num_blocks
 
 
 def test_a_page_that_nothing_can_find_is_reused_before_one_that_was_freed_earlier() -> None:
     pool = BlockPool(3)
     cached, other, _ = pool.allocate(3)
-    pool.register(cached, block_hash(b"", [1]))
-    pool.release([cached])
-    pool.release([other])
+    pool.cache_block(cached, block_hash(b"", [1]))
+    pool.unref([cached])
+    pool.unref([other])
     assert pool.allocate(1) == [other]
-    assert pool.knows(block_hash(b"", [1]))
+    assert pool.has_hash(block_hash(b"", [1]))

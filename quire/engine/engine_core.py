@@ -26,7 +26,7 @@ from quire.engine.core.no_tiers import NoTiers
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.snapshot import take_snapshot
 from quire.engine.core.state_snapshots import SnapshotPlan
-from quire.engine.core.stats import EngineSnapshot, EngineStats, StepRecord
+from quire.engine.core.stats import EngineStats, EngineView, StepRecord
 from quire.engine.core.steps import Steps
 from quire.engine.drafting.choose import choose_drafter
 from quire.engine.drafting.heads import HeadDrafter
@@ -60,14 +60,14 @@ from quire.engine.settings.classes import import_class
 from quire.engine.tiers.choose import check_tiers, choose_tiers
 from quire.engine.tiers.identity import WeightFiles, code_hash, content_of
 from quire.engine.tiers.tiers import Tiers
-from quire.engine.types import Request, RequestOutput
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest
 from quire.engine.worker.device import for_card
 from quire.engine.worker.encoder_startup import start_encoder
 from quire.engine.worker.loading.check import check_meaning, check_weights
 from quire.engine.worker.loading.forward import ForwardPass, Logprobs
 from quire.engine.worker.loading.loader import Tensors
 from quire.engine.worker.memory import return_memory
-from quire.engine.worker.runner import Runner
+from quire.engine.worker.runner import ModelRunner
 from quire.engine.worker.startup import Worker, start_worker
 from quire.engine.worker.warmup import warm_up
 
@@ -75,7 +75,7 @@ _LAST_WORDS_MS = 30_000
 """For which a process that cannot start waits until its parent, which has much to import, listens to why."""
 
 
-class Engine:
+class EngineCore:
     """A model, its KV cache and a scheduler. Raises ConfigError for a configuration it cannot start with."""
 
     def __init__(
@@ -130,8 +130,8 @@ class Engine:
             notes=[*worker.info.notes, *prepared, *kept],
         )
 
-    def _add_as_it_came(self, request: Request) -> None:
-        self.scheduler.add(msgspec.structs.replace(request, priority=0))
+    def _add_as_it_came(self, engine_request: EngineCoreRequest) -> None:
+        self.scheduler.add(msgspec.structs.replace(engine_request, priority=0))
 
     @property
     def busy(self) -> bool:
@@ -146,7 +146,7 @@ class Engine:
         guesses = {"experts_guessed": guessed, "experts_guessed_right": right}
         return msgspec.structs.replace(stats, experts_read=read, experts_kept=kept, disk_bytes=read_bytes, **guesses)
 
-    def snapshot(self) -> EngineSnapshot:
+    def snapshot(self) -> EngineView:
         return take_snapshot(self.scheduler)
 
     def prepare(self) -> bool:
@@ -157,7 +157,7 @@ class Engine:
         return more
 
     def reset_prefix_cache(self) -> None:
-        self.scheduler.prefixes.forget()
+        self.scheduler.prefixes.reset()
         self.scheduler.tiers.reset()
 
     def call(self, content: bytes) -> list[bytes]:
@@ -172,7 +172,7 @@ class Engine:
     def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
         """By a forward pass beside all requests. Raises EngineError for a model that other processes compute too, and
         InvalidRequest for token ids that are no sequence of the model's."""
-        if not isinstance(self.runner, Runner) or self._config.ranks > 1:
+        if not isinstance(self.runner, ModelRunner) or self._config.ranks > 1:
             raise EngineError("a forward pass is computed by one process alone, this model by several")
         forward = ForwardPass(self.runner.model, self.info.block_size)
         return forward.logprobs(token_ids, full_vocabulary=full_vocabulary)
@@ -193,7 +193,7 @@ class Engine:
         """The record of the step that the last call of step() learnt from, if it learnt from one."""
         return self._steps.last
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[EngineCoreOutput]:
         """Run one step, if there is one. Returns the outputs of it, and of adds and aborts."""
         return self._steps.step()
 
@@ -213,7 +213,7 @@ def scheduler_of(
         long_prefill_token_threshold=None if worker.whole_prompts else config.long_prefill_token_threshold,
         eos_token_ids=eos_token_ids,
         enable_prefix_caching=worker.caches_prefixes,
-        prefix_piece=None if worker.whole_prompts else min(plan.block_size, PIECE),
+        hash_block_size=None if worker.whole_prompts else min(plan.block_size, PIECE),
         whole_prompts=worker.whole_prompts,
         pools_all=worker.pooling.kind != "last",
         tasks=worker.info.tasks,
@@ -265,7 +265,7 @@ def serve(config: EngineConfig, address: str, heartbeat: Heartbeat) -> int:
     socket.set(zmq.LINGER, 1000)
     socket.connect(address)
     try:
-        engine, failure = Engine(config, heartbeat), None
+        engine, failure = EngineCore(config, heartbeat), None
         # One that is built anew has the same context and pages, whatever memory is free then.
         config = config.model_copy(update=fitted(engine.info))
         while True:
@@ -289,7 +289,7 @@ def serve(config: EngineConfig, address: str, heartbeat: Heartbeat) -> int:
         return 1
 
 
-def _compute(engine: Engine, socket: zmq.Socket[bytes]) -> Sleep | EngineConfig:
+def _compute(engine: EngineCore, socket: zmq.Socket[bytes]) -> Sleep | EngineConfig:
     """Compute until the engine is to be let go: to sleep, or for one of another configuration."""
     while True:
         if (change := _receive(engine, socket)) is not None:
@@ -299,7 +299,7 @@ def _compute(engine: Engine, socket: zmq.Socket[bytes]) -> Sleep | EngineConfig:
             _send(socket, Stepped(outputs, engine.stats, engine.last_step))
 
 
-def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> Sleep | EngineConfig | None:
+def _receive(engine: EngineCore, socket: zmq.Socket[bytes]) -> Sleep | EngineConfig | None:
     """Handle all messages that have arrived. With nothing to compute, warm up, or wait for a message. Returns what the
     engine is to be let go for."""
     idle = not engine.busy
@@ -339,7 +339,7 @@ def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> Sleep | EngineConfig 
     return None
 
 
-def _slept(config: EngineConfig, socket: zmq.Socket[bytes], heartbeat: Heartbeat) -> tuple[EngineConfig, Engine]:
+def _slept(config: EngineConfig, socket: zmq.Socket[bytes], heartbeat: Heartbeat) -> tuple[EngineConfig, EngineCore]:
     """Wait without an engine until there is one again."""
     while True:
         message = decode_to_engine(socket.recv())
@@ -348,7 +348,7 @@ def _slept(config: EngineConfig, socket: zmq.Socket[bytes], heartbeat: Heartbeat
         if isinstance(message, Load):  # others are of before the sleep
             config = EngineConfig.model_validate_json(message.config)
             try:
-                return config, Engine(config, heartbeat)
+                return config, EngineCore(config, heartbeat)
             except QuireError as error:
                 refused = Refused(error.message, error.param)
             let_go()
@@ -357,15 +357,15 @@ def _slept(config: EngineConfig, socket: zmq.Socket[bytes], heartbeat: Heartbeat
 
 def _built_anew(
     before: EngineConfig, config: EngineConfig, heartbeat: NoHeartbeat
-) -> tuple[EngineConfig, Engine, str | None]:
+) -> tuple[EngineConfig, EngineCore, str | None]:
     """An engine of `config`, or where it cannot start one of `before`, and why; with its configuration. The engine
     before must have been let go. Raises ConfigError where neither can start."""
     try:
-        return config, Engine(config, heartbeat), None
+        return config, EngineCore(config, heartbeat), None
     except QuireError as error:
         failure = error.message
     let_go()
-    return before, Engine(before, heartbeat), failure
+    return before, EngineCore(before, heartbeat), failure
 
 
 def let_go() -> None:

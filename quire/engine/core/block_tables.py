@@ -1,0 +1,123 @@
+"""Block tables of running requests, one per KV cache group. Groups with a sliding window free blocks that have left
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from quire.engine.checkpoint.page_groups import PageNeeds
+from quire.engine.core.block_pool import NULL_BLOCK, BlockPool, block_hash_with_group_id
+from quire.engine.core.request import Request
+
+
+class BlockTables:
+    """Request.block_ids holds a block per group for the first block_size tokens, then for the next ones, and so on. All
+    groups grow together; a freed block leaves NULL_BLOCK in its place."""
+
+    def __init__(self, pool: BlockPool, needs: PageNeeds) -> None:
+        self.pool = pool
+        self.needs = needs
+        self.num_groups = len(needs.windows)
+        self.num_blocks_saved = 0
+        """Blocks that the requests would use in addition if no group had a window."""
+        self._block_size = needs.block_size
+        self._full_groups = [group for group, window in enumerate(needs.windows) if window is None]
+        self.windowed_groups = [(group, window) for group, window in enumerate(needs.windows) if window is not None]
+        """Groups with a sliding window, and the window. If there are none, `free_behind_window` does nothing."""
+
+    @property
+    def num_tokens_in_pool(self) -> int:
+        """Tokens for which the pool has blocks, for one request and without windows."""
+        return self.pool.num_blocks // self.num_groups * self._block_size
+
+    def num_missing_blocks(self, request: Request, tokens: int) -> int:
+        """Blocks that a request lacks for its first `tokens` tokens; negative if it has more."""
+        return self.num_groups * -(-tokens // self._block_size) - len(request.block_ids)
+
+    def allocate_slots(self, request: Request, tokens: int) -> None:
+        """Allocate blocks for a request's first `tokens` tokens. The caller has checked that there are enough."""
+        if (count := self.num_missing_blocks(request, tokens)) > 0:
+            request.block_ids += self.pool.allocate(count)
+
+    def num_needed_blocks(self, request: Request, cached: Sequence[int]) -> int:
+        """How many free blocks a waiting request needs until all its tokens are computed, starting with the `cached`
+        ones from `find_cached_blocks`. It frees some of these on its way."""
+        tokens = len(request.token_ids)
+        beside = self.needs.most(tokens, len(cached) // self.num_groups) + self.pool.count_unreferenced(
+            without_null_blocks(cached)
+        )
+        return min(beside, self.needs.most(tokens))
+
+    def num_tokens_with_room(self, request: Request) -> int:
+        """Tokens for which the request's blocks and the free ones suffice."""
+        return (len(request.block_ids) + self.pool.num_free) // self.num_groups * self._block_size
+
+    def num_exclusive_blocks(self, request: Request) -> int:
+        """Blocks that become free when this request alone frees its blocks."""
+        return sum(self.pool.ref_counts[page] == 1 for page in without_null_blocks(request.block_ids))
+
+    def free_behind_window(self, request: Request) -> None:
+        """Free the blocks that neither the request's next token nor any later one attends to.
+
+        A step in flight may still read them, but whoever gets them writes in a later step, or in layers that have been
+        read already. Rejected drafts never lead back to before the first token of the step that computed them.
+        """
+        for group, window in self.windowed_groups:
+            first, last = (
+                self.needs.first_seen(window, at) for at in (request.num_trimmed_tokens, request.num_computed_tokens)
+            )
+            if first < last:
+                places = slice(first * self.num_groups + group, last * self.num_groups, self.num_groups)
+                self.pool.unref(request.block_ids[places])
+                request.block_ids[places] = [NULL_BLOCK] * (last - first)
+                self.num_blocks_saved += last - first
+        request.num_trimmed_tokens = request.num_computed_tokens
+
+    def set_cached_blocks(self, request: Request, cached: Sequence[int]) -> None:
+        """Let a request without blocks start with these, from `find_cached_blocks`."""
+        self.pool.ref(without_null_blocks(cached))
+        request.block_ids = list(cached)
+        request.num_computed_tokens = request.num_trimmed_tokens = len(cached) // self.num_groups * self._block_size
+        self.num_blocks_saved += cached.count(NULL_BLOCK)
+
+    def free(self, request: Request) -> None:
+        """Free all blocks of a request."""
+        self.num_blocks_saved -= request.block_ids.count(NULL_BLOCK)
+        self.pool.unref(without_null_blocks(request.block_ids))
+        request.block_ids = []
+
+    def find_cached_blocks(self, digests: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest cached prefix of these hashes after which a request can go on. In groups with a window
+        only those that the next token attends to are needed; the others are NULL_BLOCK."""
+        tables: list[list[int]] = [[] for _ in self.needs.windows]
+        for group in self._full_groups:
+            tables[group] = self.pool.get_cached_prefix(block_hash_with_group_id(digest, group) for digest in digests)
+            digests = digests[: len(tables[group])]
+        shortened = bool(self.windowed_groups)
+        while shortened:
+            before = len(digests)
+            for group, window in self.windowed_groups:
+                tables[group] = self._find_in_window(digests, group, window)
+                digests = digests[: len(tables[group])]
+            shortened = len(digests) < before
+        if self.num_groups == 1:
+            return tables[0]
+        return [page for row in zip(*(table[: len(digests)] for table in tables), strict=True) for page in row]
+
+    def _find_in_window(self, digests: Sequence[bytes], group: int, window: int) -> list[int]:
+        """The same for one group with a window, from the end backwards: if a block in the window is missing, the prefix
+        ends before it."""
+        count, pages = len(digests), [NULL_BLOCK] * len(digests)
+        index = count - 1
+        while index >= self.needs.first_seen(window, count * self._block_size):
+            page = self.pool.get_cached_block(block_hash_with_group_id(digests[index], group))
+            if page is None:
+                count = index
+            else:
+                pages[index] = page
+            index -= 1
+        return pages[:count]
+
+
+def without_null_blocks(pages: Iterable[int]) -> list[int]:
+    return [page for page in pages if page != NULL_BLOCK]

@@ -1,0 +1,191 @@
+"""What the scheduler decides for a step, and the step's result. Both are structs: they are sent to other processes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from quire.engine.types import Cause, Image, PoolingParams, SamplingParams, Span, TokenLogprob
+
+
+class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request that enters a slot of the device: its tokens so far, and how to sample more of them or to pool them."""
+
+    slot: int
+    token_ids: list[int]
+    num_prompt: int
+    params: SamplingParams | PoolingParams
+    seed: int
+    adapter: int = 0
+    """The slot of its LoRA adapter; 0 for the base model."""
+    spans: tuple[Span, ...] = ()
+    images: tuple[Image, ...] = ()
+    """The content of the spans, each image once."""
+    salt: str = ""
+    """Encoder outputs are shared only among requests of the same cache salt."""
+
+
+class EncoderChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Part of the encoder's work on one image; it runs before the step's tokens are computed."""
+
+    digest: bytes
+    end: int
+    """Progress after this chunk, in units of Image.work."""
+    total: int
+    """Image.work, the whole of it."""
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.total
+
+
+class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One request's part in a step: tokens start to start + num_tokens of its slot. The device holds their ids.
+
+    `new_block_ids` extend the slot's block table; a new request starts with an empty one. If `sample` is set, the
+    device samples the token after the last one and writes it to the slot, so that a later step may compute it before
+    the host knows it.
+
+    `draft_token_ids` are the last of the `num_tokens` tokens. The device writes them to the slot, then samples a token
+    at the position of each. The step returns the sampled tokens up to and including the first that differs from its
+    draft; the KV of later drafts is overwritten.
+    """
+
+    request_id: str
+    slot: int
+    start: int
+    num_tokens: int
+    new_block_ids: list[int]
+    sample: bool
+    """Whether to sample after the last token. Always False for a pooling request: the device pools in the step that
+    computes the prompt's last token."""
+    draft_token_ids: list[int] = []
+    encoder_chunks: list[EncoderChunk] = []
+    """What the encoder computes for it in this step. A request may have these alone, with `num_tokens` 0."""
+
+
+class DraftRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request whose next tokens a head drafts from its hidden states, between two steps."""
+
+    slot: int
+    known: int
+    """Its number of tokens; its last step sampled the last of them."""
+    count: int
+    """How many tokens to draft."""
+    blocks: list[int]
+    """The head's own blocks, for all its tokens and the drafts."""
+
+
+class DrafterCatchUp(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a draft model has not computed of a request: `count` tokens from `start` on, with the blocks from
+    `first_page` on. A slot keeps what it has until another request enters it."""
+
+    slot: int
+    start: int
+    count: int
+    token_ids: list[int]
+    """Their ids; empty if `new_request` has them."""
+    first_page: int
+    pages: list[int]
+    new_request: NewRequestData | None
+    wants_draft: bool
+    """Whether to draft a token after the last one."""
+
+
+class DraftToken(NamedTuple):
+    """A token that a model drafts."""
+
+    token: int
+    probability: float
+    """As the draft model sees it."""
+
+
+class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Copy the keys and values of the first `tokens` tokens of block `source` to block `target`, in every layer."""
+
+    source: int
+    target: int
+    tokens: int
+
+
+class SlotCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Copy the recurrent states of slot `source` to slot `target`, in every layer."""
+
+    source: int
+    target: int
+
+
+class LoadedBlocks(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Blocks of a request's prefix that were loaded from a tier, before the step that first schedules the request."""
+
+    request_id: str
+    tier: str
+    tokens: int
+    began: float
+    ended: float
+    """Both in seconds of time.monotonic()."""
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What one step computes. The scheduler makes it, an executor runs it; it never reaches the API process."""
+
+    scheduled_requests: list[ScheduledRequest]
+    new_requests: list[NewRequestData] = []
+    block_copies: list[BlockCopy] = []
+    """Made in this order, before anything is computed."""
+    preempted_ids: list[str] = []
+    """Requests that were preempted to make room for this step."""
+    loaded_blocks: list[LoadedBlocks] = []
+    """Since the previous step."""
+    adapter_loads: list[tuple[str, float]] = []
+    """Adapters that were loaded into slots before it: name, and the seconds for which all requests waited."""
+    freed_slots: list[int] = []
+    """Slots that were freed since the previous step."""
+    slot_copies: list[SlotCopy] = []
+    """Made in this order, before any row is computed."""
+
+    @property
+    def with_tokens(self) -> SchedulerOutput:
+        """Without the requests that have encoder chunks alone."""
+        rows = [row for row in self.scheduled_requests if row.num_tokens]
+        return (
+            self
+            if len(rows) == len(self.scheduled_requests)
+            else msgspec.structs.replace(self, scheduled_requests=rows)
+        )
+
+    @property
+    def has_prefill(self) -> bool:
+        """Whether some request is in prefill; the others decode one token and verify its drafts."""
+        return any(not row.sample or row.num_tokens > 1 + len(row.draft_token_ids) for row in self.scheduled_requests)
+
+    @property
+    def new_request_ids(self) -> list[str]:
+        """Requests that are scheduled for the first time, or again after a preemption."""
+        slots = {admission.slot for admission in self.new_requests}
+        return [row.request_id for row in self.scheduled_requests if row.slot in slots] if slots else []
+
+
+class Failure(NamedTuple):
+    """Why a request cannot be served any more."""
+
+    message: str
+    cause: Cause = "engine"
+
+
+class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What a step computed, by request id."""
+
+    token_ids: dict[str, list[int]]
+    """For each request that samples: one token, and one more for each accepted draft."""
+    logprobs: dict[str, list[TokenLogprob]] = {}
+    """One per token, if the request asks for them."""
+    prompt_logprobs: dict[str, list[TokenLogprob]] = {}
+    """For each prompt token of this step's chunk, the log probability of the token after it."""
+    errors: dict[str, Failure] = {}
+    """These requests end."""
+    vectors: dict[str, bytes] = {}
+    """For pooling requests whose prompt is complete: float32, little-endian. These requests end."""
+    used_cuda_graph: bool = False
+    """Whether a CUDA graph computed it."""
