@@ -50,6 +50,7 @@ OTHERS = ("phi3-longrope", "ministral3", "granite", "olmo2", "hunyuan_v1_dense",
 """Families that have parts which Qwen 3 has not; beside ALiBi and learned positions."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("dtype", "backend", "device", "family"),
     [
@@ -105,6 +106,7 @@ def test_tokens_do_not_depend_on_what_else_runs(
     assert {r.id: r.emitted_ids + rest[r.id] for r in half} == alone, "resumed after a crash"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])
 @pytest.mark.parametrize(("dtype", "backend"), [("float32", "cpu"), ("bfloat16", "cpu"), ("bfloat16", "reference")])
 def test_log_probabilities_keep_their_bits(family: str, dtype: str, backend: str, tmp_path: Path) -> None:

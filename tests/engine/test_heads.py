@@ -158,7 +158,7 @@ def test_heads_guess_what_a_plain_computation_guesses(method: str, budget: int, 
     assert ones == {40}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "shape", [{}, {"max_num_batched_tokens": 21, "max_num_seqs": 4}, {"num_kv_blocks": 13}], ids=str
@@ -200,6 +200,7 @@ def test_a_prompt_for_a_vector_passes_a_head_by(method: str, tmp_path: Path) -> 
     assert len(vectors[0]) == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_heads_in_eight_bits_change_no_token_either(method: str, tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model", "llama")

@@ -41,7 +41,7 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (1, 5, 18, 40, 77, 33)]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @compiled
 @held
 @pytest.mark.parametrize(  # windows, caps, sinks, states, latents

@@ -59,7 +59,7 @@ def test_alone_together_chunked_cached_and_preempted_are_the_same(
     assert few.stats.preemptions > 0
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(5)
 @compiled
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -73,6 +73,7 @@ def test_fused_layers_give_the_same_bits(
     assert tokens(run(engine(path, quantization=quantization), asked)) == together
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=compiled)])
 @pytest.mark.parametrize(("quantization", "bound"), [("int8", 0.15), ("int4", 0.6), ("fp8", 0.5)])
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
@@ -121,6 +122,7 @@ def test_8_bit_floats_are_the_nearest_ones() -> None:
     assert ((made - weight.float()).abs() <= allowed * 1.01).all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=compiled)])
 @pytest.mark.parametrize("family", ["llama", "llama-tied-biased"])
 def test_embedding_and_head_are_chosen_apart(backend: str, family: str, tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, 
 """Parts of whole groups."""
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("way", [*QUANTIZED, "Q4_K-Q6_K", "Q4_0-Q8_0", "int8", "int4", "fp8"])
 def test_weights_in_few_bits(way: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +181,7 @@ def test_weights_in_few_bits(way: str, ranks: int, tmp_path: Path, monkeypatch: 
     assert_same(run(engine(path, ranks, **settings), asked()), run(engine(path, 1, **settings), asked()))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["int8", "int4", "fp8"])
 def test_integer_products(way: str) -> None:
     """Near what one process computes, and the same bits alone and together."""

@@ -144,6 +144,7 @@ def test_what_differs_of_the_model_is_named(llm: LLM, other: LLM) -> None:
     assert verdict.warning.endswith("its tokens may have depended on what else ran")
 
 
+@pytest.mark.slow
 async def test_each_version_of_the_weights_answers_for_its_own_tokens(
     folders: tuple[Path, Path], llm: LLM, other: LLM
 ) -> None:

@@ -61,6 +61,7 @@ def test_decodes_prompts_and_forward_passes_agree_to_the_bit(family: str, dtype:
         assert torch.equal(every.gather(1, torch.tensor(whole[1:])[:, None]).squeeze(1), alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_whole_vocabulary_is_that_of_prompt_logprobs(dtype: str) -> None:
     llm = LLM(str(saved("llama")), dtype=dtype, threads=1, num_kv_blocks=64, skip_tokenizer_init=True)

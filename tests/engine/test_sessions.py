@@ -48,6 +48,7 @@ OPTIONS: list[tuple[str, dict[str, object]]] = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("family", "options"), OPTIONS, ids=str)
 def test_tokens_are_those_of_an_engine_that_caches_nothing(
     tmp_path: Path, family: str, options: dict[str, object]

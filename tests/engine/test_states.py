@@ -132,6 +132,7 @@ def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
     event(f"preempted {made.stats.preemptions > before.preemptions}")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("family", "distance"),
@@ -214,6 +215,7 @@ def test_what_large_states_do_not_go_with_is_refused_by_name(asked: dict[str, An
         EngineCore(EngineConfig(model=path, **SMALL, **asked))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "kv"),
     [
@@ -367,7 +369,7 @@ def test_every_rank_begins_with_its_part_of_a_snapshot(family: str, parts: dict[
     assert made.stats.prefix_hits >= 2 * 32
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shape", [{}, {"max_num_batched_tokens": 11}, {"num_kv_blocks": 11, "max_model_len": 176}])
 @pytest.mark.parametrize("served", ["lfm2", "llama"])
 def test_a_model_with_states_drafts(served: str, shape: dict[str, int], folder: Path) -> None:

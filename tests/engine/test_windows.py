@@ -130,6 +130,7 @@ def test_at_8k_tokens_it_holds_less_than_60_percent(tmp_path: Path, as_one: pyte
     assert fewer < 0.6 * every
 
 
+@pytest.mark.few(27)
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "gemma3-with-images" not in name])
 def test_the_plan_reads_the_windows_that_the_engine_has(family: str, tmp_path: Path) -> None:
     config = read_model_config(save_tiny_model(tmp_path, family))

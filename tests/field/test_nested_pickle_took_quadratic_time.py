@@ -39,6 +39,7 @@ def archive(path: Path, content: bytes) -> Path:
     return path
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", PICKLES)
 def test_a_pickle_is_read_once(tmp_path: Path, name: str) -> None:
     path = archive(tmp_path / "pytorch_model.bin", PICKLES[name])

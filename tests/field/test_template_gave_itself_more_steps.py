@@ -22,6 +22,7 @@ CHEATS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CHEATS)
 def test_no_name_leads_to_the_count(name: str) -> None:
     with pytest.raises(ModelError, match="steps"):

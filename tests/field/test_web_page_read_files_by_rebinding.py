@@ -142,6 +142,7 @@ REFUSED = (
 )
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("names", "host", "expected"), [*((*each, 200) for each in ALLOWED), *((*each, 403) for each in REFUSED)]
 )

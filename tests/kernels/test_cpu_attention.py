@@ -91,7 +91,7 @@ def test_long_contexts(cpu: Cpu, dtype: torch.dtype) -> None:
 WHOLE = ((1, 1), (17, 17), (40, 40), (256, 256), (300, 300), (530, 530))
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("ahead", "window"), [(None, None), (16, 17), (270, 30), (1, None)])

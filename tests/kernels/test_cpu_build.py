@@ -81,6 +81,7 @@ def test_only_stale_libraries_are_built(tree: Path) -> None:
     assert "were not built" in build(tree, CXX="false").stderr
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_libraries_of_other_sources_are_not_used(tree: Path) -> None:
     code = "from quire.kernels.cpu.backend import Cpu; print(Cpu().missing)"

@@ -47,6 +47,7 @@ def test_batching_and_pages(cpu: Cpu, dtype: torch.dtype, generator: torch.Gener
         assert torch.equal(first, second)
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("keep_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads(cpu: Cpu, dtype: torch.dtype, generator: torch.Generator) -> None:

@@ -27,6 +27,7 @@ def both(cpu: Cpu, logits: torch.Tensor, rows: list[tuple[float, ...]]) -> tuple
     return cpu.draw(logits, filters, u).tolist(), reference.draw(logits.clone(), filters, u).tolist()
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("vocab", [1, 5, 16, 511, 513, 6000, 50_000])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 5.0, 30.0])
 def test_draws_are_the_references(cpu: Cpu, vocab: int, scale: float, generator: torch.Generator) -> None:

@@ -136,6 +136,7 @@ def empty_cache(metadata: AttentionMetadata, kv_heads: int, dim: int, dtype: tor
     return torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [8, 64, 80, 96, 1030])
 @pytest.mark.parametrize(("normed", "rotate"), [(False, True), (True, True), (True, False)])

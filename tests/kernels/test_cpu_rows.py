@@ -46,6 +46,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+@pytest.mark.few(2)
 @pytest.mark.skipif(sys.platform != "linux", reason="asks how much memory there is as Linux tells it")
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_rows_take_no_more_memory_than_some(cpu: Cpu, kind: str, generator: torch.Generator) -> None:

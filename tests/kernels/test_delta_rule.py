@@ -65,6 +65,7 @@ def test_the_reference_in_float64() -> None:
     assert error(found, expected(shape, prompt)) < TOLERANCE[torch.float64]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_however_it_is_cut_the_bits_are_the_same(cpu: Cpu, dtype: torch.dtype) -> None:
     shape = made(2, 4, 12, 48, torch.Generator().manual_seed(2))

@@ -113,6 +113,7 @@ def test_many_sums_with_ranks_that_lag() -> None:
     assert together(4, work) == [[float(step * 10) for step in range(100)]] * 4
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(16) + b"\x01"])
 def test_a_stranger_at_the_door_is_no_rank(said: bytes) -> None:
     store, found = dist.HashStore(), list[Tensor]()

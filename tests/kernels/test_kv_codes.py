@@ -66,6 +66,7 @@ def test_what_codes_stand_for(kv_dtype: torch.dtype, generator: torch.Generator)
         assert (~inside).any()
 
 
+@pytest.mark.few(14)
 @codes
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [2, 8, 40, 64, 80, 128, 256])
@@ -73,6 +74,7 @@ def test_head_dims(cpu: Cpu, dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
     check(cpu, kv_dtype, dtype, dim=dim)
 
 
+@pytest.mark.few(10)
 @codes
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3), (8, 1), (3, 3), (71, 1)])
@@ -80,6 +82,7 @@ def test_grouped_heads(cpu: Cpu, heads: int, kv_heads: int, dtype: torch.dtype, 
     check(cpu, kv_dtype, dtype, heads=heads, kv_heads=kv_heads, dim=32, mix=MIX[:6])
 
 
+@pytest.mark.few(16)
 @codes
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("softcap", [None, 5.0])

@@ -71,6 +71,7 @@ def test_codes(cpu: Cpu, sizes: tuple[int, int], kv_dtype: torch.dtype, generato
         assert error(out, wanted) < 1e-5
 
 
+@pytest.mark.few(9)
 @pytest.mark.usefixtures("keep_threads")
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8])
 @pytest.mark.parametrize("heads", [1, 16, 70])

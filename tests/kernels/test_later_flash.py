@@ -54,7 +54,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Made]:
     return made
 
 
-@pytest.mark.few(28)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("mix", [DECODES, BOTH, MIXED, WHOLE], ids=["decode", "both", "mixed", "prefill"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,6 +88,7 @@ def test_without_splits_steps_of_one_query_each_are_triton_s(make: Callable[[str
     assert len(library.calls) == 2 - len(spy.queries)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_trial_passes(make: Callable[[str], Made], kind: str) -> None:
     probe = Probe(torch.device("cpu"), torch.bfloat16, 8, 2, 64, 30.0)

@@ -75,7 +75,7 @@ def made(monkeypatch: pytest.MonkeyPatch, library: FakeFlashAttn) -> Backend:
     return Flash()
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(8, 2, 64), (3, 3, 128), (4, 1, 256), (9, 3, 96)], ids=str)
 @pytest.mark.parametrize("softcap", [None, 30.0])

@@ -80,6 +80,7 @@ def made(backend: Cpu | Reference, rule: Routing, correction: Tensor | None, giv
     return Experts(router, *linears, rule, correction=correction, float_router=wide)
 
 
+@pytest.mark.few(18)
 @pytest.mark.usefixtures("keep_threads")
 @pytest.mark.parametrize("float_router", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -162,6 +162,7 @@ def cut_at_random(
         assert torch.equal(got, alone[at][len(alone[at]) - len(got) :]), f"sequence {at}"
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_however_it_is_cut_the_bits_are_the_same(cpu: Cpu, width: int, dtype: torch.dtype) -> None:

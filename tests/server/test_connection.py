@@ -139,7 +139,7 @@ SLOW = {
 """What is sent piece by piece, and the statuses of the answers before the connection is closed."""
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SLOW)
 async def test_who_trickles_is_answered_and_closed(name: str) -> None:
     pieces, expected = SLOW[name]
@@ -194,7 +194,7 @@ async def test_what_waits_is_answered_before_nonsense_behind_it_ends_the_connect
         assert statuses(await port.send(post * 3 + b"nonsense\r\n\r\n")) == [200, 200, 200, 400]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"foo, bar/1"])
 @pytest.mark.parametrize("cut", [None, 30, 130, -10])
 async def test_an_upgrade_that_nobody_offers_is_an_ordinary_request(protocol: bytes, cut: int | None) -> None:

@@ -45,7 +45,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return found
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("path", "body"), BODIES)
 @pytest.mark.parametrize("burst", [1, 3])
 async def test_a_stream_folds_to_the_whole_answer(

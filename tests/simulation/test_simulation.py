@@ -294,11 +294,13 @@ FOUND_BY_SEVERAL = (
 )
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("seed", [*range(30), *slow(*range(30, 200)), *FOUND])
 def test_one(seed: int, tmp_path: Path, program: Program) -> None:
     simulate(seed, tmp_path, [program])
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("kind", "seed"), [*((kind, seed) for kind in KINDS_OF_SEVERAL for seed in range(4)), *FOUND_BY_SEVERAL]
 )

@@ -14,6 +14,7 @@ from quire.engine.errors import ModelError
 from tests.tiny_models import save_tiny_model
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("family", "fields", "said"),
     [

@@ -139,6 +139,7 @@ def test_a_folder_that_cannot_be_written_is_named(number: int, hub: Hub, monkeyp
     assert "HF_HOME" in said
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "token", "says"),
     [

@@ -116,6 +116,7 @@ ROPES = {
 """Families by the fields that are of these alone."""
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("field", [*get_type_hints(OneRope), *get_type_hints(Ropes)])
 def test_a_wrong_value_in_a_rope(field: str, tmp_path: Path) -> None:
     for family in ROPES.get(field, ("llama3-rope", "gemma3-linear-rope", "gpt_oss")):

@@ -34,7 +34,7 @@ def count_parameters(model: torch.nn.Module) -> int:
     return sum({id(each): each.numel() for each in (*model.parameters(), *corrections)}.values())
 
 
-@pytest.mark.few(24)
+@pytest.mark.few(9)
 @pytest.mark.parametrize("kind", [*(each for each in FAMILIES if each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), *OTHERS])
 def test_parameters_are_those_of_the_real_model(kind: str) -> None:
     config = AutoConfig.for_model(kind, **UNSAID.get(kind, {}))
@@ -44,7 +44,7 @@ def test_parameters_are_those_of_the_real_model(kind: str) -> None:
     assert found.parameters == pytest.approx(count_parameters(model), rel=0 if kind in FAMILIES else 0.001)
 
 
-@pytest.mark.few(16)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_the_headers_of_a_checkpoint_give_the_number_of_its_weights(family: str, tmp_path: Path) -> None:
     path = tiny_models.save_tiny_model(tmp_path, family, dtype=torch.bfloat16)

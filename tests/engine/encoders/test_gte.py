@@ -167,6 +167,7 @@ def start(path: Path, **options: object) -> EngineCore:
     return EngineCore(EngineConfig(model=str(path), **options))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_embeddings_equal_the_definition(variant: str, tmp_path: Path) -> None:
     model = Gte(CONFIG | VARIANTS[variant])

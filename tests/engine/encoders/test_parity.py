@@ -34,7 +34,7 @@ def hidden_states(path: Path, prompt: list[int]) -> torch.Tensor:
         return model(torch.tensor([prompt])).last_hidden_state[0]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ENCODERS)
 def test_embeddings_equal_transformers(family: str, tmp_path: Path) -> None:
     path = save_tiny_encoder(tmp_path, family)
@@ -66,7 +66,7 @@ def test_a_vector_does_not_depend_on_the_batch(family: str, dtype: str, tmp_path
         assert engine.stats.prefix_queries == engine.stats.prefix_hits + sum(LENGTHS) * 7
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("labels", [1, 3])
 @pytest.mark.parametrize("family", ["bert", "distilbert", "modernbert", "mpnet", "nomic", "roberta", "xlm-roberta"])
 def test_classifiers_equal_transformers(family: str, labels: int, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def answers(path: Path, **settings: Any) -> dict[str, Answer]:
     return run(EngineCore(config), requests)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_computes_what_its_checkpoint_does(family: str, tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "folder", family.removesuffix("-yarn"), **FAMILIES[family])
@@ -110,7 +110,7 @@ def test_every_family_computes_what_its_checkpoint_does(family: str, tmp_path: P
             assert mine.logprob == pytest.approx(wanted.logprob, abs=1e-4 if family in ROUNDED else 0)
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "kinds",
     [
@@ -131,7 +131,7 @@ def test_every_type_computes_what_its_numbers_are(kinds: tuple[str, str], family
         assert [each.logprob for each in ours[key].logprobs] == [each.logprob for each in answer.logprobs]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0"])
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5-grouped", "qwen3_5-moe", "qwen3-next"])
 def test_delta_nets_whose_value_heads_files_have_in_turns(family: str, kind: str, tmp_path: Path) -> None:

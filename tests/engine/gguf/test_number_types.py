@@ -45,6 +45,7 @@ def test_what_is_chosen_is_planned(kind: str, settings: dict[str, str], dtype: s
         assert (planned.dtype, planned.page_bytes) == (dtype, info.kv_bytes // 8)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
 def test_alone_together_chunked_and_preempted_are_the_same(family: str, tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "folder", family, hidden_size=128)

@@ -45,7 +45,7 @@ SIZES = [(64, 48), (31, 90), (40, 40), (300, 20), (3, 40)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0, prompt_logprobs=0)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_talk_about_several_images_is_as_transformers_has_it(name: str, tmp_path: Path) -> None:
     path = save_family(tmp_path, name)
@@ -143,7 +143,7 @@ def bits(answers: dict[str, Answer]) -> dict[str, object]:
     return {name: (each.ids, each.logprobs) for name, each in answers.items()}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bits_depend_on_nothing_else(name: str, tmp_path: Path) -> None:
     """Alone, beside others, in chunks, from the cache, after a preemption, and begun again with what was emitted."""
@@ -180,6 +180,7 @@ def test_bits_depend_on_nothing_else(name: str, tmp_path: Path) -> None:
     assert run(engine(path), [replayed])["c"].ids == wanted["c"].ids[5:]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3"])
 @pytest.mark.parametrize(
     "options",

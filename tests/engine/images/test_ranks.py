@@ -55,7 +55,7 @@ def numbers_of(each: EngineCore) -> list[int]:
     return [] if each.runner._features._tower is None else [each.runner._features.made]  # type: ignore[attr-defined]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [each for each in KINDS if each != "gemma4 of 2 B"])
 def test_stages_say_what_one_process_says(name: str, tmp_path: Path) -> None:
     """The first stage has the tower. Bit for bit, alone and beside others, with images that are read in parts."""

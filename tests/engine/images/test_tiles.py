@@ -30,7 +30,7 @@ def vision(path: Path, **preparing: object) -> Tiled:
     return found
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [SmolVLMImageProcessorPil, Idefics3ImageProcessorPil])
 @pytest.mark.parametrize(("longest", "tile"), [(80, 40), (4 * 84, 84)])
 @pytest.mark.parametrize("splits", [True, False])

@@ -88,7 +88,7 @@ CASES: dict[str, tuple[q.Packer, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.few(24)
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("family", ["llama", "llama-tied-biased"])
 def test_every_format_computes_what_its_numbers_are(name: str, family: str, tmp_path: Path) -> None:

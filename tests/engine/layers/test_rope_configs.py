@@ -131,7 +131,7 @@ CASES |= {
 OLD = ("rope_parameters", "partial_rotary_factor", "rope_theta", "rope_scaling")
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("case", CASES)
 def test_rotations_equal_transformers(case: str, tmp_path: Path) -> None:
     family, changes = CASES[case]

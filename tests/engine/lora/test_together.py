@@ -49,7 +49,7 @@ def requests(adapters: list[Adapter | None]) -> list[EngineCoreRequest]:
     return found
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -68,6 +68,7 @@ def test_the_class_is_chosen_where_there_is_no_file_and_says_so(laguna: str, tmp
     assert not any("transformers" in note for note in ours.info.notes)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
@@ -94,6 +95,7 @@ def test_a_family_without_a_file_is_refused_where_one_is_asked_for(laguna: str) 
         engine_of(laguna, model_impl="quire")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -183,6 +185,7 @@ def test_what_does_not_go_with_a_class_is_refused_by_its_field(options: dict[str
     assert refused.value.param == field
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [True, False])
 def test_a_class_drafts_and_is_drafted_for(drafts: bool, laguna: str, tmp_path: Path) -> None:
     """A model of ours beside it; no token changes, and what a model guesses of itself is right."""

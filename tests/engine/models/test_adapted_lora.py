@@ -46,7 +46,7 @@ def spool(root: Path, serving: Any) -> Spool:
     return Spool(root, serving.info.adaptable, 64)
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LINEARS)
 def test_what_merged_weights_compute(kind: str, tmp_path: Path) -> None:
     """Beside others with other adapters and with none; alone, in chunks, behind cached prefixes: the same bits."""

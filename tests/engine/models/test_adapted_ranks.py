@@ -36,8 +36,8 @@ def made(path: Path, kind: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("thread_ranks")
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_say_what_one_process_says(kind: str, tmp_path: Path) -> None:
     path = made(tmp_path / "model", kind)
@@ -52,8 +52,8 @@ def test_they_say_what_one_process_says(kind: str, tmp_path: Path) -> None:
         assert (alone.ids, alone.logprobs) == (found[each.id].ids, found[each.id].logprobs)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("thread_ranks")
-@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{"quantization": "int8"}, {"quantization": "int4"}], ids=str)
 def test_few_bits_and_adapters(options: dict[str, Any], tmp_path: Path) -> None:
     """Each rank quantizes its own part."""

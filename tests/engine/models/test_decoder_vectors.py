@@ -43,7 +43,7 @@ def start(path: Path, **options: object) -> EngineCore:
     return EngineCore(EngineConfig(model=str(path), **{"num_kv_blocks": 300, "pooling_type": told, **options}))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["last", "mean", "cls"])
 @pytest.mark.parametrize("family", ["qwen3", "mistral-window", "gemma3", "lfm2", "qwen3_5"])
 def test_embeddings_equal_transformers(family: str, mode: str, tmp_path: Path) -> None:

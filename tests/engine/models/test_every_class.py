@@ -12,7 +12,7 @@ pinned = pytest.mark.skipif(transformers.__version__ != tried_version(), reason=
 
 
 @pinned
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_class_comes_out_as_the_table_says(kind: str) -> None:
     found, wanted = outcome(kind), recorded()[kind]

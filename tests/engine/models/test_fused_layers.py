@@ -15,7 +15,7 @@ MISSING = Cpu().missing
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_fused_layers_give_the_same_bits(

@@ -31,7 +31,7 @@ def expected(path: Path, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
     return ids[0, len(prompt) :].tolist(), logprobs
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_and_logprobs_equal_transformers(family: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family)

@@ -64,6 +64,7 @@ def farthest(model: PreTrainedModel, generation: RequestOutput) -> float:
     return max(abs(theirs - ours) for theirs, ours in pairs)
 
 
+@pytest.mark.slow
 def test_tensors_are_loaded_as_files_are(folder: Path) -> None:
     llm, model = open_llm(folder), changed(folder)
     before = answer(llm)
@@ -146,6 +147,7 @@ def test_sleep(folder: Path, tmp_path: Path) -> None:
     llm.close()
 
 
+@pytest.mark.slow
 def test_the_folder_of_an_update_may_be_gone_when_others_come(folder: Path, tmp_path: Path) -> None:
     """It was asked for again, so that no weights could be loaded any more."""
     llm, model = open_llm(folder), changed(folder)

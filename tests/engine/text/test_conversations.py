@@ -65,7 +65,7 @@ def test_no_shape_loses_a_text_in_templates_of_other_tests(template: str) -> Non
     check_all_shapes(template)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("path", PUBLISHED or [None], ids=lambda path: path.stem if path else "none")
 def test_no_shape_loses_a_text_in_published_templates(path: Path | None) -> None:
     shared("templates")

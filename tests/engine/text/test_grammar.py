@@ -144,6 +144,7 @@ def test_random_schemas_are_always_obeyed(count: int, model: Path) -> None:
     assert {answers[name].finish_reason for name in answers.keys() - finished} <= {"length"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("named", [sentence_piece_tokenizer(), *real_tokenizers()], ids=lambda named: named.name)
 def test_every_kind_of_tokenizer(named: Named, tmp_path: Path) -> None:
     vocab = named.tokenizer.vocab_size + 7  # models pad their vocabulary

@@ -25,7 +25,7 @@ TWICE = "{% set n = namespace(x=['a' * 9999]) %}{% for i in range(40) %}{% set n
 OFTEN = "{% set many = [] %}{% for i in range(9999) %}{% set _ = many.append('a' * 99999) %}{% endfor %}"
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "template",
     [

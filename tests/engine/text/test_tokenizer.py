@@ -20,6 +20,7 @@ SAMPLES += [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["minimind", "phi3", "tinyllama", "qwen2.5"])
 def test_real_tokenizers_encode_and_decode_as_transformers_does(name: str) -> None:
     path = shared("tokenizers") / name

@@ -45,6 +45,7 @@ def test_head_that_differs_from_the_embedding_is_used(family: str, tmp_path: Pat
     assert largest_difference(path, PROMPT) < 1e-4
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "settings", [{"model_impl": "transformers"}, {"quantize_embedding": False}, {"tensor_parallel_size": 2}]
 )

@@ -112,6 +112,7 @@ async def test_a_broken_body_is_a_400(name: str, damage: str) -> None:
         await api.post("/v1/chat/completions", CHAT)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("names", ["zstd", "gzip", "gzip,gzip", "zstd,gzip", "gzip,zstd"])
 async def test_the_bound_is_that_of_the_decoded_body(names: str) -> None:
     bomb = encoded(b" " * (64 << 20), *names.split(","))

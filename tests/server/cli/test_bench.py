@@ -271,6 +271,7 @@ def test_prompts_of_a_file_are_asked_as_they_stand(tmp_path: Path) -> None:
     assert found["output_tokens"] == 18
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("answer", "message"),
     [

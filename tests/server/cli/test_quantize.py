@@ -53,6 +53,7 @@ def test_a_bad_out_is_one_line(out: str, says: str, tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "says"),
     [

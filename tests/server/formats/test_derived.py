@@ -90,7 +90,7 @@ def form_of(name: str) -> CallForm:
     return form if isinstance(form, CallForm) else derive_calls(subject(name).formats.renderer)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SHOWING)
 @slowly
 @given(data=st.data())

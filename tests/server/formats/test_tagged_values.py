@@ -108,7 +108,7 @@ def tagged() -> list[str]:
     return [name for name in UNTYPED if any(mark in PATHS[name].read_text(encoding="utf-8") for mark in marks)]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", tagged())
 def test_a_text_is_what_its_schema_says(name: str) -> None:
     assert is_tagged(name)

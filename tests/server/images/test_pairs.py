@@ -104,6 +104,7 @@ async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
         yield Served(api.http, api.openai, request.param, path)
 
 
+@pytest.mark.slow
 async def test_vectors_are_those_of_transformers(served: Served) -> None:
     for text in ("a", "A cat on a mat."):
         wanted = served.theirs(text)

@@ -47,6 +47,7 @@ async def asked(api: Api, messages: list[dict[str, Any]], **fields: Any) -> dict
     return answer.json()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("parts", [("See ", 1, " and ", 2), (3,), ("Text alone.",)], ids=str)
 async def test_a_vector_is_that_of_transformers(api: Api, path: Path, parts: tuple[Any, ...]) -> None:
     told = [{"type": "text", "text": each} if isinstance(each, str) else {"type": "image"} for each in parts]

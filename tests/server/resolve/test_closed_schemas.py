@@ -26,6 +26,7 @@ FIELDS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("path", "body"), FIELDS)
 async def test_a_schema_is_closed_in_every_field_unless_the_operator_wants_its_letter(
     path: str, body: dict[str, Any]

@@ -62,7 +62,7 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("more", REQUESTS, ids=["beside a strict one", "required", "named", "beside a format"])
 @pytest.mark.parametrize("name", CASES)
 async def test_a_tool_that_nobody_asked_to_hold_refuses_no_request(name: str, more: dict[str, Any]) -> None:

@@ -85,7 +85,7 @@ async def test_what_cannot_be_continued(api: Api, fields: dict[str, Any], messag
     assert message in error["message"]
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("template", [CHATML, TRIMS, *(path.read_text(encoding="utf-8") for path in REAL)])
 @pytest.mark.parametrize("final", ["Once upon", "Once upon ", " a\n\n", "x"])
 def test_a_message_is_continued_as_transformers_does(template: str, final: str) -> None:

@@ -195,6 +195,7 @@ async def test_refused(model: Path, folders: list[Path], tmp_path: Path) -> None
                 pass
 
 
+@pytest.mark.slow
 async def test_vectors(model: Path, folders: list[Path]) -> None:
     """Each adapter has its own, which cached prefixes do not change."""
     async with serving(model, runner="pooling", lora_modules=[f"a{index}={folders[index]}" for index in (0, 1)]) as api:
@@ -206,6 +207,7 @@ async def test_vectors(model: Path, folders: list[Path]) -> None:
     assert len({str(each) for each in found}) == 3
 
 
+@pytest.mark.slow
 async def test_loads_are_explained(model: Path, folders: list[Path]) -> None:
     """Before which step an adapter was put into its slot, and that one that was there was not put again."""
     async with serving(model, lora_modules=[f"a0={folders[0]}"]) as api:

@@ -133,7 +133,7 @@ async def ollama(api: Api, text: str, thinks: bool) -> list[tuple[str, str, Call
     return [ollama_of([whole]), ollama_of([json.loads(line) for line in lines])]
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("ask", [chat, messages, responses, ollama])
 @pytest.mark.parametrize("case", CASES)
 async def test_a_reported_answer_is_read_as_its_model_meant_it(case: str, ask: Any) -> None:

@@ -94,7 +94,7 @@ def by_choice(events: bytes) -> dict[bytes, list[bytes]]:
     return {choice: [re.sub(rb"^id: .*\n", b"", each) for each in told] for choice, told in found.items()}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CALLS)
 async def test_a_stream_goes_on_wherever_it_was_cut(name: str, tmp_path: Path) -> None:
     path, answer, body = CALLS[name]
@@ -110,7 +110,7 @@ async def test_a_stream_goes_on_wherever_it_was_cut(name: str, tmp_path: Path) -
             assert by_choice(rest) == by_choice(b"".join(pieces[cut + 1 :]))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["chat", "two", "tools", "logprobs", "response", "message", "receipt"])
 async def test_what_was_cut_goes_on_at_the_next_server(name: str, tmp_path: Path) -> None:
     """Its reader leaves in the middle, and so does the server, twice; a POST with Last-Event-ID goes on."""
@@ -253,6 +253,7 @@ async def test_a_request_that_is_refused_does_not_hold_its_key(tmp_path: Path) -
         assert (await http.post(CHAT, json=late | {"timeout": 60}, headers=key)).status_code == 200
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["chat", "two", "response", "message"])
 async def test_an_answer_goes_on_where_something_else_computes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -104,6 +104,7 @@ async def test_a_model_that_cannot_wake_sleeps_on() -> None:
         assert not engine.asleep
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("path", ANSWERS)
 async def test_every_answer_says_its_weights(path: str, tmp_path: Path) -> None:
     engine = Changeable()
