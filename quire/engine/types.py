@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -401,9 +401,11 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """(in, out) of linears that may have adapters, where transformers' class has them; {}: as lora/modules.py says."""
 
 
-def __getattr__(name: str) -> object:
-    """The name that plug-ins of --scheduler-cls imported before."""
-    if name == "Request":
-        warnings.warn("quire.engine.types.Request is EngineCoreRequest now", FutureWarning, stacklevel=2)
-        return EngineCoreRequest
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would take any name for one of this module's
+
+    def __getattr__(name: str) -> object:
+        """The name that plug-ins of --scheduler-cls imported before."""
+        if name == "Request":
+            warnings.warn("quire.engine.types.Request is EngineCoreRequest now", FutureWarning, stacklevel=2)
+            return EngineCoreRequest
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
