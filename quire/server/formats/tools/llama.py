@@ -108,13 +108,22 @@ def read_keyword_call(source: Source, sink: Sink, tools: Tools) -> Steps[bool]:
 def _arguments(text: str) -> str | None:
     """Keyword arguments as a JSON object; None when they are not keywords with literals."""
     try:
-        call = ast.parse(f"f({text}\n)", mode="eval").body
+        call = _parse(f"f({text}\n)").body
         if not isinstance(call, ast.Call) or call.args:
             return None
         values = {keyword.arg: _value(keyword.value) for keyword in call.keywords}
         return None if None in values else strict_json.write(values)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
+
+
+def _parse(text: str) -> ast.Expression:
+    try:
+        return ast.parse(text, mode="eval")
+    except SystemError:
+        # CPython 3.11 raises it for any text if the garbage collector has a traceback logged meanwhile, because that
+        # parses, too (python/cpython#106905).
+        return ast.parse(text, mode="eval")
 
 
 def _value(node: ast.expr) -> Any:
