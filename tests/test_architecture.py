@@ -175,7 +175,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_MODULES = 500, 60, 16
 @cache
 def tree_of(path: Path) -> ast.Module:
     text = (ROOT / path).read_text(encoding="utf-8")
-    # CPython 3.11 raises SystemError if the garbage collector has a traceback logged meanwhile, because that parses, too
+    # CPython 3.11 raises SystemError if the garbage collector has a traceback logged meanwhile, because that parses too
     # (python/cpython#106905).
     gc.disable()
     try:

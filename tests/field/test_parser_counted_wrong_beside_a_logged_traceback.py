@@ -1,7 +1,7 @@
 """Seen in our own CI on Python 3.11: "SystemError: AST constructor recursion depth mismatch", for valid text.
 
-The garbage collector had a traceback logged while a text was parsed, which parses, too (python/cpython#106905). A call in
-Python's syntax is parsed by the same parser: the answer must not fail for what another request's garbage does.
+The garbage collector had a traceback logged while a text was parsed, which parses, too (python/cpython#106905). A call
+in Python's syntax is read by the same parser: an answer must not fail because of another request's garbage.
 """
 
 from __future__ import annotations
