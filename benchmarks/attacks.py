@@ -255,7 +255,7 @@ ATTACKS = (
         "gzip",
     ),
     Attack("chunks", COMPLETIONS, lambda: {"prompt": "a" * 10 * MILLION}, (400,), "chunked"),
-    Attack("a chunk a byte", COMPLETIONS, lambda: {"prompt": "a" * 300_000}, (400,), "bytes"),
+    Attack("a chunk a byte", COMPLETIONS, lambda: {"prompt": "a" * 300_000}, (400, 431), "bytes"),
     Attack("slowly", COMPLETIONS, lambda: {"prompt": "a" * 10 * MILLION}, (400, 408), "slowly"),
     Attack("HTTP/1.0", COMPLETIONS, lambda: {"prompt": "a" * 10 * MILLION}, (400,), "HTTP/1.0"),
     Attack("curl --http2", COMPLETIONS, lambda: {"prompt": "a" * 10 * MILLION}, (400,), "h2c"),
