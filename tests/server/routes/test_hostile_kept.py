@@ -37,8 +37,8 @@ WRONG_LINES: tuple[Any, ...] = (
 )
 WRONG_BODIES: tuple[Any, ...] = (
     *({}, {"model": NAME}, BODY | {"model": 5}, BODY | {"model": "another"}, BODY | {"messages": 5}),
-    *(BODY | {"messages": [5]}, BODY | {"max_tokens": -1}, BODY | {"temperature": "hot"}, BODY | {"n": 10**9}),
-    *(BODY | {"max_tokens": 10**30}, BODY | {"stop": [""] * 99}, BODY | {"response_format": {"type": "xml"}}),
+    *(BODY | {"messages": [5]}, BODY | {"max_tokens": -2}, BODY | {"temperature": "hot"}, BODY | {"n": 10**9}),
+    *(BODY | {"max_tokens": 1.5}, BODY | {"stop": [""] * 99}, BODY | {"response_format": {"type": "xml"}}),
 )
 
 
