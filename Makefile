@@ -102,8 +102,8 @@ PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 test: $(READY)
 	@$(PYTEST) -m 'not slow' $(SPREAD)
 
-# The second tier has as many parts as bring each under ten minutes on two cores: tests/shards.toml says what is in which.
-# The last are the clients, which have an environment of their own.
+# The parts of the second tier; tests/tiers.py says what is in which. The last are the clients, which have an environment
+# of their own.
 SHARDS := 12
 PARTS  := $(shell seq $(SHARDS))
 
