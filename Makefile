@@ -21,7 +21,7 @@ CPP     := $(wildcard quire/kernels/cpu/*.h quire/kernels/cpu/*.cpp quire/kernel
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14 python3,$(shell \
 	$(name) -c 'import sys, ensurepip, venv; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 
-.PHONY: help install serve test test-all test-rest test-gpu first-flight torch-matrix bench-gpu bench-hostile golden clients agents all-kernels smollm2 lint lint-types lint-python lint-cpp lint-javascript format wheel clean
+.PHONY: help install serve test test-all test-rest test-gpu first-flight torch-matrix bench-gpu bench-hostile golden house clients agents all-kernels smollm2 lint lint-types lint-python lint-cpp lint-javascript format wheel clean
 
 help:
 	@echo 'make serve [PORT=8000] [HOST=127.0.0.1] [MODEL=path, hub id, qwen3:4b or smollm2] [ARGS="more flags"]'
@@ -31,6 +31,7 @@ help:
 	@echo 'make install    make wheel (and sdist)    make clean'
 	@echo 'make bench-hostile [ARGS="--callers 1 64"]    what others notice of an attack'
 	@echo 'make golden BASE=commit [ARGS="--only http"]    what users and files see, of that commit and this checkout'
+	@echo 'make house [ARGS=participles]    counts of what makes code hard to read, or the places of one of them'
 	@echo 'make torch-matrix TORCH_INDEX=...    what depends on the version of PyTorch, with four of them'
 	@echo 'make first-flight    make test-gpu    make bench-gpu    (on a machine with an NVIDIA GPU)'
 
@@ -151,6 +152,10 @@ $(AGENTS)/.ready: tests/clients/agents/package-lock.json
 golden: $(READY)
 	@test -n '$(BASE)' || { echo 'Name the commit to compare with: make golden BASE=HEAD~1'; exit 1; }
 	@$(BIN)/python -m tests.golden $(BASE) $(ARGS)
+
+# Counts of what makes code hard to read.
+house: $(READY)
+	@$(BIN)/python -m tests.house $(ARGS)
 
 # In neither tier: what depends on PyTorch's version, with several of them. Each has an environment of its
 # own in front of this one. TORCH_INDEX: PyTorch's index of its builds for CPUs; the default builds are gigabytes.
