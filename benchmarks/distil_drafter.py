@@ -61,7 +61,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     small = Path(DEMO_MODEL)
-    rows = told(args.larger, encoded(args.corpus, Tokenizer.load(small).backend), args.stories, args.threads)
+    rows = told(args.larger, encoded(args.corpus, Tokenizer.from_pretrained(small).backend), args.stories, args.threads)
     print(f"{rows.numel()} tokens told", flush=True)
     student = AutoModelForCausalLM.from_pretrained(small, dtype=torch.float32)
     teacher = AutoModelForCausalLM.from_pretrained(args.larger, dtype=torch.bfloat16)

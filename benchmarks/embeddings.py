@@ -108,7 +108,7 @@ def over_http(server: Server, texts: Sequence[str], batch: int, at_once: int) ->
 
 
 def throughput(options: argparse.Namespace) -> None:
-    texts = texts_of(Tokenizer.load(Path(options.model)), options.texts)
+    texts = texts_of(Tokenizer.from_pretrained(Path(options.model)), options.texts)
     served_model = served(options.model, "--dtype", "float32")
     with tempfile.TemporaryDirectory() as folder, served_model as server, ExitStack() as stack:
         file = Path(folder) / "texts.json"

@@ -24,7 +24,7 @@ import torch
 from benchmarks.common.engines import at_once, dummy, folder_of, random_prompt, request
 from benchmarks.common.options import options
 from quire.engine.checkpoint.sizes import read_sizes
-from quire.engine.engine_core import EngineCore, let_go
+from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.types import EngineCoreRequest
 
 LLAMA3_ROPE = {
@@ -126,7 +126,7 @@ def main() -> int:
             wrong.append(model)
             found["models"][model] = {"error": f"{type(error).__name__}: {error}"}
             traceback.print_exc()
-        let_go()
+        free_engine_memory()
         if args.json:  # after each model, so that an interrupted run leaves what it has
             args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return 1 if wrong else 0
@@ -137,9 +137,9 @@ def bench(model: str, path: Path, args: argparse.Namespace, copy: float, matmul:
     small = args.device == "cpu"
     rows, tokens = (4, 4) if small else (32, 128)
     other = None if args.no_transformers else transformers_seconds(path, rows, tokens, args.device)
-    let_go()
+    free_engine_memory()
     results = measure(path, args, copy, matmul, rows, tokens)
-    let_go()
+    free_engine_memory()
     if other is not None:
         results["transformers_s"] = other
         show("transformers", f"{rows} x {tokens}", other, rows * tokens, f"{other / results['quire_s']:.1f} x as long")
@@ -162,7 +162,7 @@ def measure(path: Path, args: argparse.Namespace, copy: float, matmul: float, ro
     print(f"  {engine.info.backend}\n  {engine.info.arithmetic}")
     print(f"  engine up after {load:.1f} s, first token after {first_token:.1f} s")
     began = time.perf_counter()
-    while engine.prepare():
+    while engine.warm_up_once():
         pass
     print(f"  graphs captured in {time.perf_counter() - began:.1f} s")
     results: dict[str, Any] = {"backend": engine.info.backend, "load_s": load, "first_token_s": first_token}
@@ -264,7 +264,7 @@ def asked(name: str, prompt: int, tokens: int) -> EngineCoreRequest:
 def decode(engine: EngineCore, batch: int, steps: int) -> tuple[float, int]:
     """Seconds of a decode step of `batch` rows, and the mean context in tokens."""
     for index in range(batch):
-        engine.add(asked(f"decode{index}", DECODE_PROMPT, steps + 4 * WARM_STEPS))
+        engine.add_request(asked(f"decode{index}", DECODE_PROMPT, steps + 4 * WARM_STEPS))
     waiting = {f"decode{index}" for index in range(batch)}
     while waiting:
         waiting -= {output.id for output in engine.step()}
@@ -276,7 +276,7 @@ def decode(engine: EngineCore, batch: int, steps: int) -> tuple[float, int]:
         made += sum(len(output.new_ids) for output in engine.step())
     seconds = time.perf_counter() - began
     context = DECODE_PROMPT + WARM_STEPS + steps // 2
-    while engine.busy:
+    while engine.has_work:
         engine.step()
     assert made == batch * steps, f"{made} tokens in {steps} steps of {batch} rows"
     return seconds / steps, context
@@ -293,7 +293,7 @@ def gap(engine: EngineCore) -> float:
     """Share of decode steps of 32 rows in which no kernel runs. What a process launches after PyTorch's profiler ran in
     it takes twice the host's time and more, so this comes last."""
     for index in range(32):
-        engine.add(asked(f"gap{index}", DECODE_PROMPT, 100))
+        engine.add_request(asked(f"gap{index}", DECODE_PROMPT, 100))
     for _ in range(WARM_STEPS + 32):
         engine.step()
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -310,7 +310,7 @@ def gap(engine: EngineCore) -> float:
     for begin, end in spans:
         busy += max(end - max(begin, until), 0)
         until = max(until, end)
-    while engine.busy:
+    while engine.has_work:
         engine.step()
     return 1 - busy / (until - spans[0][0])
 

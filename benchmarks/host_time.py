@@ -21,27 +21,27 @@ from torch import Tensor
 
 from benchmarks.common.options import options
 from quire.engine.config import EngineConfig
-from quire.engine.core.steps import Steps
+from quire.engine.core.step_runner import StepRunner
 from quire.engine.engine_core import EngineCore
-from quire.engine.layers.attention import AttentionSpec
-from quire.engine.layers.mlp import MlpSpec
+from quire.engine.layers.attention import AttentionLayerSpec
+from quire.engine.layers.mlp import MLPSpec
 from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.schemes import Unquantized
+from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.link.engine_messages import Stepped, encode
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.spec import DecoderSpec
 from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.types import EngineCoreRequest, SamplingParams
-from quire.engine.worker import inputs, runner
-from quire.engine.worker.graphs import prompts as prompt_graphs
-from quire.engine.worker.loading import room
-from quire.engine.worker.memory import allocate_pages, layers_of, prompts
+from quire.engine.worker import input_batch, model_runner
+from quire.engine.worker.device_memory import allocate_kv_blocks, kv_cache_by_layer, prefill_metadata
+from quire.engine.worker.graphs import mixed_batch_graphs as prompt_graphs
+from quire.engine.worker.loading import kv_allocation
 from quire.engine.worker.sampling import device_sampler, sampling_rules
+from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata, Linear
-from quire.kernels.gpu import transfer, triton_sampling
-from quire.kernels.reference import Reference
-from quire.kernels.rotation import Rope
-from quire.kernels.softmax import Softmax
+from quire.kernels.gpu import host_transfer, triton_sampling
+from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.reference import ReferenceBackend
 
 ROWS = (1, 8, 32, 64, 128, 256, 512)
 KINDS = {
@@ -56,9 +56,9 @@ PICKED = 300
 
 def stage(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """`upload` up to the copy to the device."""
-    staged = torch.empty(transfer._ends(arrays)[-1], dtype=torch.uint8)
-    transfer.fill(staged, arrays)
-    return transfer.split(staged, arrays)
+    staged = torch.empty(host_transfer._end_offsets(arrays)[-1], dtype=torch.uint8)
+    host_transfer.pack_arrays(staged, arrays)
+    return host_transfer.unpack_arrays(staged, arrays)
 
 
 @contextmanager
@@ -66,20 +66,20 @@ def free_device() -> Iterator[None]:
     """Everything that a GPU computes is there at once."""
     picks = torch.full((2048,), PICKED)
 
-    def pick(logits: Tensor, *_: Tensor, drawn: bool, filtered: bool) -> Tensor:
+    def pick(logits: Tensor, *_: Tensor, has_sampling: bool, has_filters: bool) -> Tensor:
         return picks[: len(logits)]
 
     def capture(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         return lambda: None, function()
 
     with ExitStack() as stack:
-        for module in (device_sampler, prompt_graphs, inputs, runner, sampling_rules):
-            stack.enter_context(patch.object(module, "upload", stage))
-        for name in ("add", "ban", "penalize"):
-            stack.enter_context(patch.object(device_sampler.DeviceChanges, name, lambda *_: None))
-        stack.enter_context(patch.object(triton_sampling, "pick", pick))
-        stack.enter_context(patch.object(room, "choose_capture", lambda *_: capture))
-        stack.enter_context(patch.object(runner, "choose_sampler", lambda *_: device_sampler.sample_on_device))
+        for module in (device_sampler, prompt_graphs, input_batch, model_runner, sampling_rules):
+            stack.enter_context(patch.object(module, "upload_arrays", stage))
+        for name in ("add_biases", "ban_words", "apply_penalties"):
+            stack.enter_context(patch.object(device_sampler.DeviceLogitsProcessor, name, lambda *_: None))
+        stack.enter_context(patch.object(triton_sampling, "sample_tokens", pick))
+        stack.enter_context(patch.object(kv_allocation, "choose_capture", lambda *_: capture))
+        stack.enter_context(patch.object(model_runner, "choose_sampler", lambda *_: device_sampler.sample_on_device))
         yield
 
 
@@ -90,13 +90,13 @@ def engine_of(rows: int) -> EngineCore:
         max_num_batched_tokens=8192,
     )  # fmt: skip
     engine = EngineCore(config)  # on the CPU, but with a GPU's graphs, sampler and steps ahead
-    engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
+    engine._step_runner = StepRunner(engine.scheduler, engine.executor, 1, NoHeartbeat())
     hidden, logits = torch.zeros((8192, 8)), torch.zeros((rows, 4096))
     picked, known = torch.full((rows,), PICKED), torch.ones(rows, dtype=torch.bool)
-    engine.runner._model = SimpleNamespace(
-        forward_tapped=lambda ids, metadata, cache, kept, *_: (hidden[: len(kept)], []),
-        logits=lambda states, context: logits[: len(states)],
-        largest=lambda states, context: (picked[: len(states)], known[: len(states)]),
+    engine.executor._model = SimpleNamespace(
+        forward_with_aux=lambda ids, metadata, cache, kept, *_: (hidden[: len(kept)], []),
+        compute_logits=lambda states, context: logits[: len(states)],
+        greedy_tokens=lambda states, context: (picked[: len(states)], known[: len(states)]),
         offload=None,
         shard=SimpleNamespace(rank=0),
     )
@@ -121,9 +121,9 @@ class Clock:
 
 def watch(engine: EngineCore, clock: Clock) -> Callable[..., bytes]:
     """Returns `encode`, watched too."""
-    scheduler, worker = engine.scheduler, engine.runner
+    scheduler, worker = engine.scheduler, engine.executor
     scheduler.schedule = clock.watched("schedule", scheduler.schedule)
-    scheduler.apply = clock.watched("apply", scheduler.apply)
+    scheduler.update_from_output = clock.watched("apply", scheduler.update_from_output)
     worker.launch = clock.watched("launch", worker.launch)
     return clock.watched("encode", encode)
 
@@ -134,18 +134,18 @@ def measure(rows: int, params: SamplingParams, steps: int) -> dict[str, float]:
         engine = engine_of(rows)
         for index in range(rows):
             prompt = [3 + index + at for at in range(PROMPT)]
-            engine.add(EngineCoreRequest(id=f"cmpl-{index}-0", prompt_ids=prompt, params=params, seed=index))
-        while engine.stats.prompt_tokens < rows * PROMPT:
+            engine.add_request(EngineCoreRequest(id=f"cmpl-{index}-0", prompt_ids=prompt, params=params, seed=index))
+        while engine.engine_stats.prompt_tokens < rows * PROMPT:
             engine.step()
         clock, taken, parts = Clock(), [], {part: [] for part in PARTS}
-        result = clock.watched("result", runner.PendingStep.result)
-        stack.enter_context(patch.object(runner.PendingStep, "result", result))
+        result = clock.watched("result", model_runner.PendingStep.result)
+        stack.enter_context(patch.object(model_runner.PendingStep, "result", result))
         encoded = watch(engine, clock)
         for _ in range(steps):
             clock.spent = dict.fromkeys(PARTS, 0.0)
             began = time.thread_time()
             outputs = engine.step()
-            encoded(Stepped(outputs, engine.stats, engine.last_step))
+            encoded(Stepped(outputs, engine.engine_stats, engine.last_step))
             taken.append(time.thread_time() - began)
             for part, spent in clock.spent.items():
                 parts[part].append(spent)
@@ -153,7 +153,7 @@ def measure(rows: int, params: SamplingParams, steps: int) -> dict[str, float]:
     return {name: statistics.median(each) * 1e3 for name, each in [*parts.items(), ("all", taken)]}
 
 
-class FreeBackend(Reference):
+class FreeBackend(ReferenceBackend):
     """Every kernel gives a tensor that is ready; `launches` counts them."""
 
     def __init__(self) -> None:
@@ -176,13 +176,13 @@ class FreeBackend(Reference):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self.ready(gate_up.shape[0], gate_up.shape[1] // 2)
 
-    def rope_store(
+    def rope_and_store_kv(
         self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         return self.ready(len(qkv), qkv.shape[1] // rope.head_dim - 2 * k_cache.shape[2], rope.head_dim)
 
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
         return self.ready(*q.shape)
 
@@ -195,17 +195,17 @@ def measure_eager(layers: int, tokens: int, steps: int) -> tuple[float, int]:
     """Milliseconds of processor time of a forward pass without graphs, its kernels free, and how many these are."""
     backend = FreeBackend()
     norm, rope = NormSpec(1e-6), {"rope_type": "default", "rope_theta": 1e4}
-    layer = AttentionSpec(4, 2, 16, scale=0.25, rope=rope, norm=norm), MlpSpec(64, norm)
+    layer = AttentionLayerSpec(4, 2, 16, scale=0.25, rope=rope, norm=norm), MLPSpec(64, norm)
     spec = DecoderSpec(512, 64, (layer,) * layers, norm, tie_embeddings=True)
     cpu = torch.device("cpu")
-    scheme = Unquantized(backend, torch.bfloat16)
+    scheme = UnquantizedScheme(backend, torch.bfloat16)
     model = Decoder(
-        spec, backend, scheme, dtype=torch.bfloat16, device=cpu, max_model_len=tokens, progress=lambda: None
+        spec, backend, scheme, dtype=torch.bfloat16, device=cpu, max_model_len=tokens, report_progress=lambda: None
     )
     for parameter in model.parameters().values():
-        parameter.put(torch.zeros(parameter.shape, dtype=parameter.dtype))
-    cache = layers_of(model, allocate_pages(model, -(-tokens // backend.block_size)))
-    metadata, ids = prompts(1, tokens, backend.block_size, cpu), torch.zeros(tokens, dtype=torch.int64)
+        parameter.weight_loader(torch.zeros(parameter.shape, dtype=parameter.dtype))
+    cache = kv_cache_by_layer(model, allocate_kv_blocks(model, -(-tokens // backend.block_size)))
+    metadata, ids = prefill_metadata(1, tokens, backend.block_size, cpu), torch.zeros(tokens, dtype=torch.int64)
     taken = []
     with torch.inference_mode():
         for _ in range(steps):

@@ -16,8 +16,8 @@ from pathlib import Path
 from benchmarks.common.engines import SMOL_135M, at_once, dummy, folder_of, random_prompt, request
 from benchmarks.common.options import options
 from quire.engine.engine_core import EngineCore
-from quire.engine.tiers.tier import Page
-from quire.engine.tiers.tiers import Tiers
+from quire.engine.tiers.tier import BlockContent
+from quire.engine.tiers.tiered_offloader import TieredKVOffloader
 from tests.engine.tiers.fakes import Dictionary
 
 SAID, ANSWERED = 28, 4
@@ -86,8 +86,8 @@ def compare_conversations(model: Path, folder: Path, args: argparse.Namespace) -
             talk.go_on(made, range(number * share, last))
             seconds += time.perf_counter() - began
             processor += time.process_time() - worked
-            computed += made.stats.prompt_tokens
-            made.close()
+            computed += made.engine_stats.prompt_tokens
+            made.shut_down()
         wanted = wanted or talk.histories
         same = "equal" if talk.histories == wanted else "DIFFERENT"
         print(
@@ -104,7 +104,7 @@ class Throttled(Dictionary):
         super().__init__()
         self._rate = rate
 
-    def fetch(self, digest: bytes) -> Page | None:
+    def fetch(self, digest: bytes) -> BlockContent | None:
         if (page := super().fetch(digest)) is not None:
             time.sleep(len(page) / self._rate)
         return page
@@ -130,11 +130,13 @@ def compare_costs(model: Path, folder: Path) -> None:
         asked = _Prefix(made)
         computed = min(asked.seconds(forget=True) for _ in range(3))
         fetched = asked.seconds()
-        chosen = made.scheduler.tiers
-        assert isinstance(chosen, Tiers)
-        pays = chosen.costs.worthwhile([tier.name for tier in made.stats.tiers] * (PREFIX // 16))
+        chosen = made.scheduler.kv_offloader
+        assert isinstance(chosen, TieredKVOffloader)
+        pays = chosen.load_costs.num_blocks_worth_loading(
+            [tier.name for tier in made.engine_stats.tiers] * (PREFIX // 16)
+        )
         print(f"{name:>12}{fetched:12.3f}{computed:13.3f}  {'fetch' if pays else 'compute'}", flush=True)
-        made.close()
+        made.shut_down()
 
 
 class _Prefix:
@@ -147,9 +149,9 @@ class _Prefix:
 
     def seconds(self, *, forget: bool = False) -> float:
         """With an empty KV cache; `forget`: and with empty tiers."""
-        self._made.scheduler.pool.reset()
+        self._made.scheduler.pool.clear_hashes()
         if forget:
-            self._made.scheduler.tiers.reset()
+            self._made.scheduler.kv_offloader.clear_tiers()
         self._count += 1
         (one,) = at_once(self._made, [request(str(self._count), self._prompt, 1)]).values()
         time.sleep(1.0)  # what is on its way to a tier arrives

@@ -19,8 +19,8 @@ from benchmarks.common.engines import SMOL_135M, dummy, folder_of, request
 from benchmarks.common.options import options
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.engine_core import EngineCore
-from quire.engine.lora.modules import adaptable_modules
-from quire.engine.lora.spool import Spool
+from quire.engine.lora.adapter_store import AdapterStore
+from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.types import Adapter
 from tests.adapters import save_adapter
 
@@ -32,13 +32,13 @@ def measure(engine: EngineCore, streams: int, adapters: list[Adapter | None], nu
     for index in range(streams):
         ids = [(7 * index + 13 * at + number) % 40_000 + 10 for at in range(PROMPT)]
         adapter = adapters[index % len(adapters)]
-        engine.add(request(f"{number}-{index}", ids, TOKENS, adapter=adapter))
+        engine.add_request(request(f"{number}-{index}", ids, TOKENS, adapter=adapter))
     tokens, began, busy = 0, 0.0, 0.0
-    while engine.busy:
+    while engine.has_work:
         outputs = engine.step()
         if began:
             tokens += sum(len(output.new_ids) for output in outputs)
-        elif sum(len(output.new_ids) for output in outputs) == 0 or engine.stats.waiting:
+        elif sum(len(output.new_ids) for output in outputs) == 0 or engine.engine_stats.waiting:
             continue
         else:
             began, busy = time.perf_counter(), time.process_time()
@@ -53,9 +53,9 @@ def main() -> None:
         with torch.device("meta"):  # of which the adapters need the shapes
             shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
         (root / "spool").mkdir()
-        spool = Spool(root / "spool", modules, args.rank)
+        spool = AdapterStore(root / "spool", modules, args.rank)
         made = [
-            spool.add(f"a{index}", str(save_adapter(root / f"a{index}", shapes, args.rank, seed=index)))
+            spool.add_adapter(f"a{index}", str(save_adapter(root / f"a{index}", shapes, args.rank, seed=index)))
             for index in range(args.adapters)
         ]
         engine = dummy(

@@ -49,7 +49,9 @@ def main() -> None:
     given = {"model": str, "text": Path, "--tokens": 8192, "--context": 512, "--dtype": "auto", "--ways": ways}
     args = options(__doc__, given)
     model = resolve_model(args.model, None)
-    ids = Tokenizer.load(model).encode(args.text.read_text(encoding="utf-8")[: 8 * args.tokens])[: args.tokens]
+    ids = Tokenizer.from_pretrained(model).encode(args.text.read_text(encoding="utf-8")[: 8 * args.tokens])[
+        : args.tokens
+    ]
     rows = [ids[at : at + args.context] for at in range(0, len(ids) - args.context + 1, args.context)]
     base = None
     for way in args.ways:

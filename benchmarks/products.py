@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.common.options import options
 from quire.kernels.backend import NO_ADAPTERS, Linear
-from quire.kernels.cpu.backend import Cpu
-from quire.kernels.quantized import Float8Weight, GroupedWeight
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight
 
 SHAPES = ("960x576", "576x576", "3072x576", "576x1536")
 KINDS: dict[str, tuple[int, int, bool] | int | None] = {
@@ -28,7 +28,7 @@ KINDS: dict[str, tuple[int, int, bool] | int | None] = {
 """Integers: bits, inputs of a group (0: all), whether groups have offsets. Floats: outputs, and inputs, of a block."""
 
 
-def make(cpu: Cpu, kind: tuple[int, int, bool] | int | None, outs: int, inner: int) -> Linear:
+def make(cpu: CpuBackend, kind: tuple[int, int, bool] | int | None, outs: int, inner: int) -> Linear:
     if kind is None:
         return cpu.pack_linear(torch.randn(outs, inner).bfloat16() * 0.03, None)
     if isinstance(kind, int):
@@ -50,7 +50,7 @@ def measure(linears: dict[str, list[Linear]], inputs: dict[int, torch.Tensor], t
         for kind, each in linears.items():
             begin = time.thread_time()
             for linear in each:
-                linear(inputs[linear.inner], NO_ADAPTERS)  # type: ignore[attr-defined]
+                linear(inputs[linear.in_features], NO_ADAPTERS)  # type: ignore[attr-defined]
             times[kind].append(time.thread_time() - begin)
     return {kind: sorted(taken)[len(taken) // 10] for kind, taken in times.items()}
 
@@ -59,7 +59,7 @@ def main() -> None:
     shapes = {"nargs": "+", "default": SHAPES, "help": "outputs x inputs"}
     args = options(__doc__, {"--shapes": shapes, "--rows": {"nargs": "+", "default": (1, 8, 32, 512)}, "--copies": 8})
     torch.set_num_threads(1)
-    cpu = Cpu()
+    cpu = CpuBackend()
     sizes = [tuple(int(size) for size in shape.split("x")) for shape in args.shapes]
     linears = {name: [make(cpu, kind, *shape) for shape in sizes * args.copies] for name, kind in KINDS.items()}
     products = args.copies * sum(outs * inner for outs, inner in sizes)

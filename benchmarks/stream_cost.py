@@ -39,7 +39,7 @@ from quire.engine.link.supervisor import ProcessLink
 from quire.engine.processes.child import end_with_parent, read_configuration
 from quire.engine.processes.heartbeat import Heartbeat
 from quire.engine.types import EngineCoreOutput, EngineInfo
-from quire.server.cli.hosting import HttpServer
+from quire.server.cli.http_server import HttpServer
 from quire.server.config import ServerConfig
 from tests.server.api import NAME, make_app
 

@@ -45,7 +45,7 @@ MEDUSA_HEADS = 3
 
 def story_requests(count: int, seed: int, tokens: int = 256) -> list[EngineCoreRequest]:
     """Requests for stories, as the page of the server makes them."""
-    tokenizer = Tokenizer.load(Path(DEMO_MODEL))
+    tokenizer = Tokenizer.from_pretrained(Path(DEMO_MODEL))
     params = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=tokens, ignore_eos=True)
     found = []
     for number in range(count):

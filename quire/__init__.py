@@ -6,11 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from quire.engine.lora.offline import LoRARequest
+    from quire.engine.lora.local_adapters import LoRARequest
     from quire.engine.offline.async_llm import AsyncLLM
     from quire.engine.offline.llm import LLM
     from quire.engine.offline.llm_engine import LLMEngine
-    from quire.engine.offline.model import PromptType, TextPrompt, TokensPrompt
+    from quire.engine.offline.offline_model import PromptType, TextPrompt, TokensPrompt
     from quire.engine.offline.outputs import CompletionOutput, Logprob, RequestOutput
     from quire.engine.offline.params import (
         BeamSearchParams,
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         StructuredOutputsParams,
     )
     from quire.engine.offline.scoring import Forward, score
-    from quire.engine.text.grammar import choice_grammar, json_grammar
+    from quire.engine.text.grammar_compiler import choice_grammar, json_grammar
     from quire.engine.types import Grammar, PoolingParams, ThinkingBudget
     from quire.server.cli.engine_args import EngineArgs
 
@@ -48,12 +48,12 @@ __all__ = [
     "score",
 ]
 
-_HOMES = {
-    "quire.engine.lora.offline": ("LoRARequest",),
+_MODULES = {
+    "quire.engine.lora.local_adapters": ("LoRARequest",),
     "quire.engine.offline.async_llm": ("AsyncLLM",),
     "quire.engine.offline.llm": ("LLM",),
     "quire.engine.offline.llm_engine": ("LLMEngine",),
-    "quire.engine.offline.model": ("PromptType", "TextPrompt", "TokensPrompt"),
+    "quire.engine.offline.offline_model": ("PromptType", "TextPrompt", "TokensPrompt"),
     "quire.engine.offline.outputs": ("CompletionOutput", "Logprob", "RequestOutput"),
     "quire.engine.offline.params": (
         "BeamSearchParams",
@@ -62,7 +62,7 @@ _HOMES = {
         "StructuredOutputsParams",
     ),
     "quire.engine.offline.scoring": ("Forward", "score"),
-    "quire.engine.text.grammar": ("choice_grammar", "json_grammar"),
+    "quire.engine.text.grammar_compiler": ("choice_grammar", "json_grammar"),
     "quire.engine.types": ("Grammar", "PoolingParams", "ThinkingBudget"),
     "quire.server.cli.engine_args": ("EngineArgs",),
 }
@@ -71,7 +71,7 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name == "__version__":
         return import_module("quire.engine").VERSION
-    for module, names in _HOMES.items():
+    for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(module), name)
     raise AttributeError(f"module 'quire' has no attribute {name!r}")

@@ -1,5 +1,5 @@
 """vLLM's module of this name."""
 
-from quire.engine.offline.model import PromptType, TextPrompt, TokensPrompt
+from quire.engine.offline.offline_model import PromptType, TextPrompt, TokensPrompt
 
 __all__ = ["PromptType", "TextPrompt", "TokensPrompt"]

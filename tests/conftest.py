@@ -84,7 +84,7 @@ def folders_are_made_once(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture
 def kept_rates(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A plan measures this machine once, which takes seconds, and says so: here it has been."""
-    from quire.server.cli.plan.rates import machine_key
+    from quire.server.cli.plan.cpu_rates import machine_key
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache := tmp_path_factory.mktemp("cache")))
     (cache / "quire").mkdir()

@@ -29,7 +29,7 @@ from quire.engine.checkpoint.families import has_file
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import QuireError
-from quire.engine.folder import read_json
+from quire.engine.folder_reader import read_json
 from tests.engine.harness import Answer, request, run
 from tests.float64_rule import exact_rules
 from tests.tiny_classes import KINDS, save_tiny_class

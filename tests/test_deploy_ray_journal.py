@@ -16,16 +16,18 @@ from deploy.ray.link import JournalLink
 from deploy.ray.members import Members
 from deploy.ray.resume import KeptStream
 from quire.engine.errors import ConfigError, Overloaded
-from quire.server.durable import STANDING
-from quire.server.peers import Peers, asking
-from quire.server.store.calls import Call, Note, Pins
-from quire.server.store.data import Data, Standing
-from quire.server.store.progress import Progress
-from quire.server.store.shared import shared_data
-from quire.server.store.tail import Tail
+from quire.server.peers import Peers, make_blocking_ask
+from quire.server.persistence import STATUS_TOPIC
+from quire.server.store.data_dir import DataDir, ProcessStatus
+from quire.server.store.data_dir_rpc import remote_data_dir
+from quire.server.store.journal import JournaledCall, ProgressUpdate, ReplayInputs
+from quire.server.store.progress import CallProgress
+from quire.server.store.write_ahead_log import WriteAheadLog
 
 A = "a"
-CALL = Call(path="/v1/completions", body=b"{}", pins=Pins("s", "", 1, 7), progress=Progress([[]], [], [None]))
+CALL = JournaledCall(
+    path="/v1/completions", body=b"{}", pins=ReplayInputs("s", "", 1, 7), progress=CallProgress([[]], [], [None])
+)
 
 
 class Cluster:
@@ -49,16 +51,16 @@ class Cluster:
             raise Overloaded("it ended")
         return said
 
-    async def replica(self, name: str, standing: Standing) -> Data:
+    async def replica(self, name: str, standing: ProcessStatus) -> DataDir:
         self.living.add(name)
         link = self.links[name] = JournalLink(name, self.call)
 
         async def told(_: bytes) -> bytes:
             return msgspec.msgpack.encode(standing)
 
-        link.answering.add(STANDING, told)
+        link.answering.add(STATUS_TOPIC, told)
         await link.begin(self.folder)
-        return shared_data(self.folder, asking(link))
+        return remote_data_dir(self.folder, make_blocking_ask(link))
 
     async def end(self) -> None:
         for each in self.links.values():
@@ -74,19 +76,19 @@ async def do(what: Any, *given: Any, **named: Any) -> Any:
 async def test_the_next_one_knows_what_replicas_answer_and_who_leads(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     try:
-        one = await cluster.replica("one", Standing([(A, "s")], leads=True))
-        two = await cluster.replica("two", Standing())
-        tail = Tail(tmp_path, "one")
+        one = await cluster.replica("one", ProcessStatus([(A, "s")], leads=True))
+        two = await cluster.replica("two", ProcessStatus())
+        tail = WriteAheadLog(tmp_path, "one")
         assert (await do(one.processes.look, "one", {})).leads
         assert not (await do(two.processes.look, "two", {})).leads
         assert await do(one.calls.put, A, CALL, 9e9, "one")
-        tail.add(tail.begin(A, "s"), 0, 0, [1, 2, 3], None)
+        tail.log_tokens(tail.log_call(A, "s"), 0, 0, [1, 2, 3], None)
         await cluster.members.close()
         cluster.replace()
         assert await do(two.calls.holder, A, "s") == "one", "nobody is answered before all have joined"
         assert not (await do(two.processes.look, "two", {})).leads
         assert (tmp_path / "tail-one").exists(), "it goes on"
-        await do(one.calls.note, [Note(A, "s", Progress([[1, 2]], [], [None]), 9e9, False)], "one")
+        await do(one.calls.note, [ProgressUpdate(A, "s", CallProgress([[1, 2]], [], [None]), 9e9, False)], "one")
         cluster.living.remove("one")
         while await do(two.calls.holder, A, "s") is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -99,18 +101,18 @@ async def test_the_next_one_knows_what_replicas_answer_and_who_leads(tmp_path: P
 async def test_replicas_ask_one_another(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     try:
-        data = await cluster.replica("one", Standing())
-        await cluster.replica("two", Standing())
+        data = await cluster.replica("one", ProcessStatus())
+        await cluster.replica("two", ProcessStatus())
         peers = Peers(cluster.links["one"], data.calls)
 
         async def upper(body: bytes) -> bytes | None:
             return body.upper() if body else await asyncio.sleep(60)
 
         cluster.links["two"].answering.add("topic", upper)
-        assert await peers.ask("two", "topic", b"said") == b"SAID"
-        assert await peers.ask("two", "another topic", b"said") is None
-        assert await peers.ask("nobody", "topic", b"said") is None
-        waiting = asyncio.create_task(peers.ask("two", "topic", b""))
+        assert await peers.ask_peer("two", "topic", b"said") == b"SAID"
+        assert await peers.ask_peer("two", "another topic", b"said") is None
+        assert await peers.ask_peer("nobody", "topic", b"said") is None
+        waiting = asyncio.create_task(peers.ask_peer("two", "topic", b""))
         await asyncio.sleep(0.05)
         cluster.living.remove("two")
         assert await asyncio.wait_for(waiting, 5) is None, "it ended before it said anything"
@@ -121,7 +123,7 @@ async def test_replicas_ask_one_another(tmp_path: Path) -> None:
 async def test_what_may_not_have_been_done_is_said_as_by_a_disk(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     try:
-        data = await cluster.replica("one", Standing())
+        data = await cluster.replica("one", ProcessStatus())
         cluster.lost = 1
         with pytest.raises(sqlite3.OperationalError, match="ended"):
             await do(data.calls.claim, A, "s", "one", 1)

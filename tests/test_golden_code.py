@@ -68,7 +68,7 @@ def test_every_module_is_looked_at() -> None:
     assert {
         "quire/engine/engine_core.py",
         "quire/server/app.py",
-        "quire/kernels/select.py",
+        "quire/kernels/backend_selection.py",
         "quire/__init__.py",
     } <= modules.keys()
     assert len(modules) == len(list((ROOT / "quire").rglob("*.py")))

@@ -29,46 +29,46 @@ from deploy.ray.members import LIFE, Question
 from quire.engine.checkpoint.overrides import model_path
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.core.block_pool import block_hash, root_hash
-from quire.engine.core.history import TimelinePhase
+from quire.engine.core.request_history import TimelinePhase
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.stats import TierStats
 from quire.engine.errors import InvalidRequest, QuireError
 from quire.engine.processes.socket_folder import SocketFolder
 from quire.engine.receipts.receipt import Receipt
-from quire.engine.receipts.replay import Verdict
-from quire.engine.settings.reader import load
-from quire.engine.tiers.disk import DiskTier
-from quire.engine.tiers.identity import WeightFiles
-from quire.engine.tiers.outside import OutsideTier
+from quire.engine.receipts.receipt_replay import ReplayVerdict
+from quire.engine.settings.settings_reader import load_settings
+from quire.engine.tiers.disk_tier import DiskTier
+from quire.engine.tiers.external_tier import ExternalTier
+from quire.engine.tiers.kv_identity import WeightFiles
 from quire.engine.tiers.tier import Tier
 from quire.engine.types import Image, Span
-from quire.engine.worker.ranks.remote import JOINS, Answer, Join, answers_of, orders_of
+from quire.engine.worker.ranks.remote_ranks import JOIN_QUEUE, JoinReply, JoinRequest, answer_queue, order_queue
 from quire.engine.worker.ranks.single_process import SingleProcess
-from quire.engine.worker.writing.formats import written_format
-from quire.kernels.reference import Reference
+from quire.engine.worker.writing.quantized_formats import make_quantized_format
+from quire.kernels.reference import ReferenceBackend
 from quire.server.access.tenants import KeyEntry
-from quire.server.adapters import adapters_of
-from quire.server.again import Here, given
-from quire.server.cli.bench import saved, serve, stats
-from quire.server.cli.chat.conversation import Chat
-from quire.server.cli.plan.rates import rates
-from quire.server.cli.verify import Check
+from quire.server.adapter_registry import open_adapter_registry
+from quire.server.cli.bench import latency_stats, serve, vllm_result
+from quire.server.cli.chat.chat_session import ChatSession
+from quire.server.cli.plan.cpu_rates import read_or_measure_rates
+from quire.server.cli.verify import VerificationCheck
 from quire.server.config import ServerConfig
-from quire.server.durable import STANDING
-from quire.server.errors import failure
+from quire.server.error_responses import error_info
 from quire.server.fleet.added_models import AddedModels
 from quire.server.generation.background import Background
 from quire.server.observe.live_view import LiveViewStream
-from quire.server.observe.logs import FIELDS, JsonFormatter
-from quire.server.routes.engine import facts
+from quire.server.observe.log_setup import EXTRA_FIELDS, JsonFormatter
+from quire.server.persistence import STATUS_TOPIC
+from quire.server.resumable_calls import ResumableCalls
+from quire.server.resumption import ComputeIdentity, input_digest
+from quire.server.routes.engine_admin import server_facts
 from quire.server.store.batches import Batch
-from quire.server.store.calls import Pins
-from quire.server.store.data import Standing
-from quire.server.store.garbage import Kind as Garbage
-from quire.server.store.progress import End, Progress
-from quire.server.store.shared import METHODS, TOPIC
-from quire.server.store.tail import Tail
-from quire.server.streams import Streams
+from quire.server.store.data_dir import ProcessStatus
+from quire.server.store.data_dir_rpc import DATA_DIR_TOPIC, RPC_METHODS
+from quire.server.store.garbage import GarbageKind as Garbage
+from quire.server.store.journal import ReplayInputs
+from quire.server.store.progress import CallProgress, ChoiceFinish
+from quire.server.store.write_ahead_log import WriteAheadLog
 from quire.server.workers import pool
 from tests.server.api import Api
 from tests.server.forked import ForkedChild
@@ -93,34 +93,38 @@ from tests.users_names import (
 from tests.written_names import Written, written
 
 TYPES: dict[str, Any] = {
-    "journal: calls.pins": Pins,
-    "journal: calls.progress": Progress,
+    "journal: calls.pins": ReplayInputs,
+    "journal: calls.progress": CallProgress,
     "batches.data": Batch,
     "garbage.kind": Garbage,
     "receipts": Receipt,
-    "machines: who joins": Join,
-    "machines: what it is answered": Answer,
-    "Ray: what a replica says when it joins": Standing,
+    "machines: who joins": JoinRequest,
+    "machines: what it is answered": JoinReply,
+    "Ray: what a replica says when it joins": ProcessStatus,
     "phases of a request": TimelinePhase,
-    "quire verify --json: a check": Check,
-    "quire replay --json": Verdict,
-    "quire bench --json: figures": stats.Summary,
+    "quire verify --json: a check": VerificationCheck,
+    "quire replay --json": ReplayVerdict,
+    "quire bench --json: figures": latency_stats.BenchSummary,
 }
 """What is kept or sent by the names of a type's fields."""
 MODELS: dict[str, Any] = {"settings": ServerConfig, "--api-key-file: a table": KeyEntry}
 MODULES: dict[str, tuple[str, ...]] = {
-    "--models: the file": ("server.fleet.config",),
-    "POST /v1/models/load and unload": ("server.fleet.app",),
-    "batches: a line": ("server.batches.lines",),
-    "batches: read of answers": ("server.batches.output",),
+    "--models: the file": ("server.fleet.models_config",),
+    "POST /v1/models/load and unload": ("server.fleet.multi_model_app",),
+    "batches: a line": ("server.batches.batch_lines",),
+    "batches: read of answers": ("server.batches.output_files",),
     "quire bench: read of other servers": ("server.cli.bench.serve",),
     "quire quantize: a line of samples": ("server.cli.quantize.calibration",),
     "model's files": (
         *("engine.checkpoint.fields", "engine.checkpoint.pooling", "engine.checkpoint.safetensors"),
-        *("engine.checkpoint.parts.inner_fields", "engine.checkpoint.parts.quantized", "engine.images.fields"),
+        *(
+            "engine.checkpoint.parts.inner_fields",
+            "engine.checkpoint.parts.quantized",
+            "engine.images.vision_config_fields",
+        ),
         *("engine.text.tokenizer_files", "engine.layers.schemes.floats"),
     ),
-    "adapter's files": ("engine.lora.files",),
+    "adapter's files": ("engine.lora.adapter_files",),
 }
 """Modules whose structs and typed dictionaries others write and we read."""
 LIST = ROOT / "tests" / "users_names.toml"
@@ -160,10 +164,10 @@ def modules() -> dict[str, list[str]]:
 
 def tail(folder: Path) -> dict[str, list[str]]:
     """The records of a journal's tail, of which the first 52 bytes tell the boot and what is written."""
-    writer = Tail(folder, "process")
-    writer.begin("owner", "id", 2)
-    writer.add(1, 0, 7, [8, 9], End("stop", "x", with_token=True))
-    writer.add_step([1, 9, 10])
+    writer = WriteAheadLog(folder, "process")
+    writer.log_call("owner", "id", 2)
+    writer.log_tokens(1, 0, 7, [8, 9], ChoiceFinish("stop", "x", came_with_token=True))
+    writer.log_step([1, 9, 10])
     (path,) = folder.iterdir()
     content, at, records = path.read_bytes(), 36 + 2 * 8, list[str]()
     while length := int.from_bytes(content[at : at + 4], "little"):
@@ -171,17 +175,17 @@ def tail(folder: Path) -> dict[str, list[str]]:
         text = json.dumps(msgspec.msgpack.decode(record), default=bytes.hex)
         records.append(f"{text} {content[at + 4 : at + 8].hex()}")
         at += 8 + length
-    writer.close()
+    writer.close_and_delete()
     return {"journal: tail-PROCESS": [path.name, f"{len(content)} bytes", *records]}
 
 
 def data_folder(folder: Path, caplog: pytest.LogCaptureFixture) -> dict[str, list[str]]:
     """What is kept of models and adapters that were added; of these no folder has any, so what is read is logged."""
     settings: Any = None
-    AddedModels(settings, folder).add("small", {"model": "/small"})
+    AddedModels(settings, folder).add_model("small", {"model": "/small"})
     models = [f"{path.name}: {path.read_text()}" for path in folder.iterdir()]
     (folder / "adapters.json").write_text('{"mine": "0a"}')
-    with adapters_of(ServerConfig(enable_lora=True), {}, lambda: (), folder, device="cpu"):
+    with open_adapter_registry(ServerConfig(enable_lora=True), {}, lambda: (), folder, device="cpu"):
         read = ["adapters.json" for record in caplog.records if record.args and "mine" in record.args]
     return {"--data-dir: what was added": sorted([*models, *read, *(f"{each.name}/" for each in folder.glob("*/"))])}
 
@@ -189,20 +193,20 @@ def data_folder(folder: Path, caplog: pytest.LogCaptureFixture) -> dict[str, lis
 def kv_tier(folder: Path) -> dict[str, list[str]]:
     """Files of pages, with a header before each page; and what pages are found by."""
     identity, root = b"i" * 16, root_hash("salt")
-    outside = OutsideTier(DiskTier(str(folder / "kv"), 2**20, identity), identity)
+    outside = ExternalTier(DiskTier(str(folder / "kv"), 2**20, identity), identity)
     outside.put(b"d" * 16, b"page")
-    outside.close()
+    outside.shut_down()
     (path,) = (folder / "kv").rglob("6464*")
     config = EngineConfig(model=DEMO_MODEL)
     (folder / "memory").mkdir()
-    WeightFiles(config).hash(folder / "memory")
+    WeightFiles(config).content_hash(folder / "memory")
     (memory,) = (folder / "memory").iterdir()
     return {
         "--kv-offload-dir": [
             *(str(path.relative_to(folder)), path.read_bytes().hex(), memory.name),
             *lines_of_value(json.loads(memory.read_text()), {""}),
             *(f"root {root.hex()}", f"block {block_hash(root, [1, 2], b'image').hex()}"),
-            f"image {Image.of(1, 1, b'rgb', (2, 3)).digest.hex()}",
+            f"image {Image.from_pixels(1, 1, b'rgb', (2, 3)).digest.hex()}",
         ]
     }
 
@@ -211,7 +215,7 @@ def caches(folder: Path, patch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     measured = b'{"bandwidth": 1e9, "flops": 1e10}'
     patch.setenv("XDG_CACHE_HOME", str(folder))
     patch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, stdout=measured))
-    rates()
+    read_or_measure_rates()
     model_path(EngineConfig(model=DEMO_MODEL, hf_overrides={"rope_theta": 1}))
     files = [*folder.glob("quire/*"), *folder.rglob("config.json")]
     names = [re.sub("[0-9a-f]{16,}", "*", f"CACHE/{path.relative_to(folder)}") for path in files]
@@ -221,16 +225,24 @@ def caches(folder: Path, patch: pytest.MonkeyPatch) -> dict[str, list[str]]:
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
-    chat: Any = Chat(None, "model", {})  # type: ignore[arg-type]
-    chat.save(folder / "chat.json")
-    formats = [written_format(name, Reference()) for name in ("int8", "fp8", "int4")]
-    quantized = [[*lines_of_value(each.config(["lm_head"])), *(each.layout(64, 64) or {})] for each in formats]
-    bench, answer = serve.make_parser().parse_args(["--save-detailed"]), stats.Answer([0.1, 0.2], 3, 2)
+    chat: Any = ChatSession(None, "model", {})  # type: ignore[arg-type]
+    chat.save_conversation(folder / "chat.json")
+    formats = [make_quantized_format(name, ReferenceBackend()) for name in ("int8", "fp8", "int4")]
+    quantized = [
+        [*lines_of_value(each.quantization_config(["lm_head"])), *(each.tensor_layout(64, 64) or {})]
+        for each in formats
+    ]
+    bench, answer = (
+        serve.serve_bench_parser().parse_args(["--save-detailed"]),
+        latency_stats.BenchAnswer([0.1, 0.2], 3, 2),
+    )
     sockets = SocketFolder()
     paths = [sockets.engine, sockets.http, sockets.hub, *sockets.engine.parent.iterdir()]
     sockets.close()
     return {
-        "quire bench --save-result": sorted(saved.result(bench, "model", [answer], stats.summarize([answer], 1.0))),
+        "quire bench --save-result": sorted(
+            vllm_result.build_result(bench, "model", [answer], latency_stats.summarize([answer], 1.0))
+        ),
         "quire chat: /save": lines_of_value(json.loads((folder / "chat.json").read_text())),
         "quire quantize: quantization_config and tensors": sorted({line for each in quantized for line in each}),
         "quire bench --json: settings": sorted(vars(bench)),
@@ -239,7 +251,7 @@ def commands(folder: Path) -> dict[str, list[str]]:
 
 
 def logs() -> dict[str, list[str]]:
-    record = logging.makeLogRecord({"name": "quire", "msg": "m", **dict.fromkeys(FIELDS, "x")})
+    record = logging.makeLogRecord({"name": "quire", "msg": "m", **dict.fromkeys(EXTRA_FIELDS, "x")})
     try:
         raise ValueError
     except ValueError:
@@ -274,7 +286,7 @@ def variables(patch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     for name in [name for name in os.environ if name.startswith("QUIRE_")]:
         patch.delenv(name)
     patch.setenv("QUIRE_MAX_MODEL_LEN", "77")
-    found = load(ServerConfig, {}).model_dump()
+    found = load_settings(ServerConfig, {}).model_dump()
     return {"environment variables: settings": [name for name, value in found.items() if value == 77]}
 
 
@@ -284,26 +296,30 @@ def errors() -> dict[str, list[str]]:
     for kind in kinds:
         kinds += [each for each in kind.__subclasses__() if each.__module__.startswith("quire.")]
         headers = {"headers": {}} if "headers" in inspect.signature(kind).parameters else {}
-        told = failure(kind("message", **headers))
-        found.add(f"{told.status} {told.kind} {told.code}")
+        told = error_info(kind("message", **headers))
+        found.add(f"{told.status} {told.error_type} {told.code}")
     bodies = {
         f"{path} {told.status}: {line}"
         for path in ("/v1/completions", "/v1/messages", "/api/chat", "/v1/systemone")
-        for told in (failure(QuireError("message")), failure(InvalidRequest("message", param="field")).on(path))
-        for line in lines_of_value(json.loads(told.body(path)))
+        for told in (
+            error_info(QuireError("message")),
+            error_info(InvalidRequest("message", param="field")).adjust_status(path),
+        )
+        for line in lines_of_value(json.loads(told.encode_body(path)))
     }
     more = literals(
-        "[a-z_]+_(?:error|large|supported|url)", ("quire/server/routes/failures.py", "quire/server/errors.py")
+        "[a-z_]+_(?:error|large|supported|url)",
+        ("quire/server/routes/error_handlers.py", "quire/server/error_responses.py"),
     )
     return {"errors": [*sorted(found), *sorted(bodies)], "errors: types and codes of no class": more}
 
 
 def others() -> dict[str, list[str]]:
-    spans = [Span(3, 2, b"digest", whole=True, offset=1)]
+    spans = [Span(3, 2, b"digest", is_bidirectional=True, offset=1)]
     spec: Any = SimpleNamespace(prompts=[SimpleNamespace(ids=[1, 2, 3], spans=spans)])
     return {
-        "journal: pins.given": [given(spec, Here("fingerprint", True, "weights"))],
-        "machines: queues of the store": [JOINS, orders_of(3), answers_of(3)],
+        "journal: pins.given": [input_digest(spec, ComputeIdentity("fingerprint", True, "weights"))],
+        "machines: queues of the store": [JOIN_QUEUE, order_queue(3), answer_queue(3)],
         "GET /v1/engine/events: a tier": fields_of(TierStats),
     }
 
@@ -328,10 +344,10 @@ async def ray(folder: Path) -> dict[str, list[str]]:
     async with asyncio.timeout(10):
         await said.wait()
     await link.close()
-    topics: list[str] = [TOPIC, STANDING]
-    peers: Any = SimpleNamespace(answering=lambda topic, answer: topics.append(topic))
+    topics: list[str] = [DATA_DIR_TOPIC, STATUS_TOPIC]
+    peers: Any = SimpleNamespace(register_handler=lambda topic, answer: topics.append(topic))
     Background(peers)
-    await Streams(peers, 0.0, peers, None).close()
+    await ResumableCalls(peers, 0.0, peers, None).close()
     pickled = [Call("GET", "/", b"", [], None, b""), Head(200, []), Question(1, "topic", b"")]
     kinds = [f"{lines_of_pickle(pickle.dumps(each))[-1]} {len(fields_of(type(each)))}" for each in pickled]
     return {
@@ -340,9 +356,9 @@ async def ray(folder: Path) -> dict[str, list[str]]:
         "Ray: the journal's file": [LIFE],
         "Ray: topics of questions": topics,
         "Ray: methods of the journal, with the number of their arguments": [
-            f"{each.__qualname__} {len(inspect.signature(each).parameters) - 1}" for each in METHODS
+            f"{each.__qualname__} {len(inspect.signature(each).parameters) - 1}" for each in RPC_METHODS
         ],
-        "Ray: objects in these": sorted({each for method in METHODS for each in objects_in(method)}),
+        "Ray: objects in these": sorted({each for method in RPC_METHODS for each in objects_in(method)}),
     }
 
 
@@ -362,7 +378,7 @@ async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Written
     """A server that answered, with its data folder."""
 
     def watched(api: Api) -> AsyncGenerator[bytes]:
-        return LiveViewStream(api.runtime.live_view).events(facts(api.runtime, api.runtime.model))
+        return LiveViewStream(api.runtime.live_view).events(server_facts(api.runtime, api.runtime.model))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "Child", ForkedChild)

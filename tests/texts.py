@@ -10,11 +10,11 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from quire.engine.text.tokenizer import BYTE_OF_CHARACTER, Tokenizer
+from quire.engine.text.tokenizer import BYTE_DECODER, Tokenizer
 
 SHARED = Path(os.environ.get("QUIRE_SHARED", Path(__file__).resolve().parents[2] / "shared"))
 """Files that tests can do without: real tokenizers and chat templates."""
-BYTES = [character for character, _ in sorted(BYTE_OF_CHARACTER.items(), key=lambda item: item[1])]
+BYTES = [character for character, _ in sorted(BYTE_DECODER.items(), key=lambda item: item[1])]
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -69,7 +69,7 @@ def sentence_piece_tokenizer() -> Named:
 def real_tokenizers() -> list[Named]:
     """Those of ../shared that have a tokenizer.json; none where the folder is absent."""
     files = sorted((SHARED / "tokenizers").glob("*/tokenizer.json"))
-    return [Named(file.parent.name, Tokenizer.load(file.parent)) for file in files]
+    return [Named(file.parent.name, Tokenizer.from_pretrained(file.parent)) for file in files]
 
 
 def shared(folder: str) -> Path:

@@ -30,7 +30,7 @@ def _waste(block_size: int, load: list[tuple[int, int]]) -> tuple[float, float]:
     """The mean share of the pages held in which no token stands; and of contexts reserved whole for these sequences."""
     held = used = reserved = 0
     for scheduler in _steps(block_size, load):
-        running, _ = scheduler.requests()
+        running, _ = scheduler.list_requests()
         tokens = sum(seq.num_computed_tokens for seq in running)
         used += tokens
         held += scheduler.pool.num_used * block_size
@@ -39,7 +39,7 @@ def _waste(block_size: int, load: list[tuple[int, int]]) -> tuple[float, float]:
 
 
 def _running(block_size: int, load: list[tuple[int, int]]) -> float:
-    counts = [len(scheduler.requests()[0]) for scheduler in _steps(block_size, load)]
+    counts = [len(scheduler.list_requests()[0]) for scheduler in _steps(block_size, load)]
     return sum(counts) / len(counts)
 
 
@@ -54,16 +54,16 @@ def _steps(block_size: int, load: list[tuple[int, int]]) -> Iterator[Scheduler]:
         enable_prefix_caching=False,
     )
     for number, (prompt, tokens) in enumerate(load):
-        scheduler.add(request(str(number), random_prompt(prompt, number), tokens))
+        scheduler.add_request(request(str(number), random_prompt(prompt, number), tokens))
     while (batch := scheduler.schedule()) is not None:
-        scheduler.apply(batch, _fake(batch))
-        if scheduler.stats().waiting == 0:
+        scheduler.update_from_output(batch, _fake(batch))
+        if scheduler.make_stats().waiting == 0:
             return
         yield scheduler
 
 
 def _fake(batch: SchedulerOutput) -> ModelRunnerOutput:
-    return ModelRunnerOutput({row.request_id: [1] for row in batch.scheduled_requests if row.sample})
+    return ModelRunnerOutput({row.request_id: [1] for row in batch.scheduled_requests if row.should_sample})
 
 
 def sharing() -> Iterator[Row]:
@@ -83,10 +83,10 @@ def sharing() -> Iterator[Row]:
                 began = time.perf_counter()
                 pages = 0
                 for each in requests:
-                    made.add(each)
-                while made.busy:
+                    made.add_request(each)
+                while made.has_work:
                     made.step()
-                    pages = max(pages, made.stats.used_blocks)
+                    pages = max(pages, made.engine_stats.used_blocks)
                 figures.append((pages, time.perf_counter() - began))
         (pages, seconds), (all_pages, all_seconds) = figures
         saved = f"{pages} pages ({1 - pages / all_pages:.0%} saved), {seconds:.2f} s"
@@ -102,9 +102,9 @@ def preemption() -> Iterator[Row]:
         figures = []
         for memory in (None, 2.0):
             with engine(num_kv_blocks=pages, kv_offload_memory=memory) as made:
-                before, began = made.stats.preemptions, time.perf_counter()
+                before, began = made.engine_stats.preemptions, time.perf_counter()
                 at_once(made, requests)
-                figures.append((time.perf_counter() - began, made.stats.preemptions - before))
+                figures.append((time.perf_counter() - began, made.engine_stats.preemptions - before))
         (again, times), (fetched, _) = figures
         claim = f"preemption, prompts of {prompt} tokens ({times} preemptions)"
         yield Row(claim, said, f"{again:.2f} s computed again", f"{fetched:.2f} s from the host's memory")

@@ -38,7 +38,7 @@ def engine(**options: Any) -> Iterator[EngineCore]:
             made.reset_prefix_cache()
             yield made
         finally:
-            made.close()
+            made.shut_down()
 
 
 def lengths(count: int, most_prompt: int, most_answer: int, seed: int = 1) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from quire.engine.config import DEMO_MODEL, SpeculativeConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import EngineCoreRequest, Grammar
-from quire.server.cli.bench.stats import percentile
+from quire.server.cli.bench.latency_stats import percentile
 
 _BATCH = 16
 
@@ -84,7 +84,7 @@ def guesses() -> Iterator[Row]:
     for method in ("ngram", "none"):
         with engine(num_kv_blocks=64, speculative_config=SpeculativeConfig(method=method)) as made:  # type: ignore[arg-type]
             seconds = _alone(made, request("copy", random_prompt(64, "copy"), 300))
-            stats = made.stats
+            stats = made.engine_stats
             figures.append((seconds, 1 + sum(stats.accepted_drafts) / max(stats.drafts, 1)))
     (with_guesses, accepted), (without, _) = figures
     yield Row(
@@ -99,7 +99,7 @@ def grammars() -> Iterator[Row]:
     """A JSON schema that allows long texts, on the shipped model."""
     item = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
     schema = json.dumps({"type": "array", "items": item | {"required": ["name", "age"]}, "minItems": 50})
-    prompt = Tokenizer.load(DEMO_MODEL).encode("Tell a tale of a fox as JSON.")
+    prompt = Tokenizer.from_pretrained(DEMO_MODEL).encode("Tell a tale of a fox as JSON.")
     with engine(model=DEMO_MODEL, speculative_config=SpeculativeConfig(method="none")) as made:
         figures = []
         for grammar in (Grammar("json", schema), None):

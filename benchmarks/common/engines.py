@@ -89,13 +89,13 @@ def answer(made: EngineCore, arrivals: Sequence[tuple[float, EngineCoreRequest]]
     """Submit each request so many seconds from now, and step until all have ended."""
     began, coming = time.perf_counter(), sorted(arrivals, key=lambda arrival: arrival[0])
     found: dict[str, Answered] = {}
-    while coming or made.busy:
+    while coming or made.has_work:
         now = time.perf_counter()
         while coming and coming[0][0] <= now - began:
             after, each = coming.pop(0)
             found[each.id] = Answered(began + after)
-            made.add(each)
-        if not made.busy:
+            made.add_request(each)
+        if not made.has_work:
             time.sleep(max(0.0, coming[0][0] - (time.perf_counter() - began)))
             continue
         outputs, now = made.step(), time.perf_counter()

@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from quire.server.cli.flags import command
+from quire.server.cli.flags import build_parser
 
 
 def options(description: str | None, flags: Mapping[str, Any], program: str | None = None) -> argparse.Namespace:
     """Read the command line; `flags` as in server/cli/flags.py."""
     formatter = argparse.RawDescriptionHelpFormatter
-    return command(program, description, flags, formatter_class=formatter, allow_abbrev=True).parse_args()
+    return build_parser(program, description, flags, formatter_class=formatter, allow_abbrev=True).parse_args()

@@ -26,10 +26,10 @@ import httpx
 
 from benchmarks.common.options import options
 from benchmarks.common.servers import served
-from quire.server.store.calls import Call, Pins
-from quire.server.store.data import Data, open_data
-from quire.server.store.database import FILE, ROW, Database
-from quire.server.store.store import Item, Put, Stored
+from quire.server.store.data_dir import DataDir, open_data_dir
+from quire.server.store.database import DATABASE_FILE, ROW_OVERHEAD_BYTES, Database
+from quire.server.store.journal import JournaledCall, ReplayInputs
+from quire.server.store.response_store import ObjectToStore, StoredItem, StoredObject
 from tests.server.store.version_2 import TABLES
 
 OWNER = ""
@@ -41,15 +41,15 @@ JSON_BYTES = {"conversations": 100, "responses": 4000, "large responses": 400_00
 
 def fill(folder: Path, size: int, kind: str, journal: int) -> int:
     """Returns how many objects there are."""
-    (folder / FILE).touch()
+    (folder / DATABASE_FILE).touch()
     each = JSON_BYTES[kind]
     is_response = "responses" in kind
     about = {"status": "completed", "background": False, "previous": None, "events": 0, "streamed": False}
     shown = json.dumps(about) if is_response else "{}"
     num_items = 2 if is_response else 0
-    row_size = ROW + each + num_items * (ROW + each // 10)
+    row_size = ROW_OVERHEAD_BYTES + each + num_items * (ROW_OVERHEAD_BYTES + each // 10)
     count, data, item = size // row_size, b"x" * each, b"x" * (each // 10)
-    with closing(sqlite3.connect(folder / FILE, isolation_level=None)) as database:
+    with closing(sqlite3.connect(folder / DATABASE_FILE, isolation_level=None)) as database:
         database.executescript("pragma journal_mode = wal; pragma synchronous = off;" + TABLES + "begin;")
         name = "response" if is_response else "conversation"
         begin = time.time() - count
@@ -66,8 +66,18 @@ def fill(folder: Path, size: int, kind: str, journal: int) -> int:
         pins = b'{"id":"x","name":"","created":0,"seed":1}'
         body = b"x" * 1000
         calls = (
-            (OWNER, f"call_{n:032x}", "/v1/completions", body, pins, None, time.time() + 9999 + n, ROW + 1000, b"\x80")
-            for n in range(journal // (ROW + 1000))
+            (
+                OWNER,
+                f"call_{n:032x}",
+                "/v1/completions",
+                body,
+                pins,
+                None,
+                time.time() + 9999 + n,
+                ROW_OVERHEAD_BYTES + 1000,
+                b"\x80",
+            )
+            for n in range(journal // (ROW_OVERHEAD_BYTES + 1000))
         )
         database.executemany("insert into calls values (?, ?, ?, ?, ?, ?, ?, ?, ?)", calls)
         database.execute("commit")
@@ -95,7 +105,7 @@ class Held:
         """Seconds of each transaction, of its commit, and of the processor."""
 
     def install(self) -> None:
-        writing = Database.writing
+        writing = Database.write_transaction
 
         @contextmanager
         def timed(database: Database, *sizes: Any) -> Iterator[sqlite3.Connection]:
@@ -106,10 +116,10 @@ class Held:
             held = (time.perf_counter() - began, Timed.commit_seconds, time.thread_time() - processor)
             self.times.setdefault(getattr(self.of, "name", "others"), []).append(held)
 
-        Database.writing = timed  # type: ignore[method-assign]
+        Database.write_transaction = timed  # type: ignore[method-assign]
 
 
-def measure(data: Data, held: Held, rounds: int) -> None:
+def measure(data: DataDir, held: Held, rounds: int) -> None:
     done = threading.Event()
     waits: dict[str, list[float]] = {}
     doing = ["nothing"]
@@ -119,9 +129,11 @@ def measure(data: Data, held: Held, rounds: int) -> None:
         number = 0
         while not done.is_set():
             number += 1
-            pins = Pins(id=f"by{number}", name="", created=0, seed=1)
+            pins = ReplayInputs(id=f"by{number}", name="", created=0, seed=1)
             what, began = doing[0], time.perf_counter()
-            data.calls.put("bystander", Call(path="/v1/completions", body=b"{}", pins=pins), time.time() + 60, "0")
+            data.calls.put(
+                "bystander", JournaledCall(path="/v1/completions", body=b"{}", pins=pins), time.time() + 60, "0"
+            )
             waits.setdefault(what, []).append(time.perf_counter() - began)
             time.sleep(0.005)
 
@@ -160,18 +172,18 @@ def measure(data: Data, held: Held, rounds: int) -> None:
     print("another key's call while nothing is put: longest", f"{1000 * max(waits['nothing']):.1f} ms")
 
 
-def writes(data: Data) -> dict[str, Callable[[int], object]]:
+def writes(data: DataDir) -> dict[str, Callable[[int], object]]:
     def put(name: str, count: int, size: int) -> Callable[[int], object]:
         content = b"x" * size
 
         def write(number: int) -> None:
-            items = [Item(f"msg_{n:032x}", content) for n in range(count)]
-            data.store.put(OWNER, Put(f"{name}{number}", Stored("conversation", {}, b"{}"), items))
+            items = [StoredItem(f"msg_{n:032x}", content) for n in range(count)]
+            data.store.put(OWNER, ObjectToStore(f"{name}{number}", StoredObject("conversation", {}, b"{}"), items))
 
         return write
 
     def append(number: int) -> None:
-        items = [Item(f"more_{n:032x}", b"x" * 390) for n in range(1000)]
+        items = [StoredItem(f"more_{n:032x}", b"x" * 390) for n in range(1000)]
         data.store.append(OWNER, f"many{number}", items)
 
     return {
@@ -241,14 +253,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, size = Path(name), int(args.gib * 2**30)
         count = fill(folder, size, args.objects, int(args.journal_gib * 2**30))
-        print(f"{count} {args.objects}, {(folder / FILE).stat().st_size / 2**20:.0f} MiB on the disk")
+        print(f"{count} {args.objects}, {(folder / DATABASE_FILE).stat().st_size / 2**20:.0f} MiB on the disk")
         if args.serve:
             _serve(folder, args)
             return
         held = Held()
         held.install()
         began = time.perf_counter()
-        data = open_data(folder, size, connect=partial(sqlite3.connect, factory=Timed))
+        data = open_data_dir(folder, size, connect=partial(sqlite3.connect, factory=Timed))
         print(f"opened in {time.perf_counter() - began:.1f} s")
         measure(data, held, args.rounds)
         data.close()

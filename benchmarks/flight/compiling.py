@@ -10,14 +10,15 @@ from unittest.mock import patch
 
 import torch
 
-import quire.kernels.latents.probe
-import quire.kernels.probe
-import quire.kernels.recurrent.probe
+import quire.kernels.backend_probe
+import quire.kernels.latents.mla_probe
+import quire.kernels.recurrent.recurrence_probe
 from benchmarks.flight import experts, kernels, layers
 from benchmarks.flight.finding import Finding, Say
-from quire.engine.worker.compiling.processes import compile_kinds
+from quire.engine.worker.compiling.kernel_compiler import compile_variants
+from quire.kernels.gpu.quantization import activation_rounding, torch_matmul, weight_trial
 
-_PROBES = (quire.kernels.probe, quire.kernels.latents.probe, quire.kernels.recurrent.probe)
+_PROBES = (quire.kernels.backend_probe, quire.kernels.latents.mla_probe, quire.kernels.recurrent.recurrence_probe)
 _TIMING = (kernels, experts, layers)
 
 
@@ -26,15 +27,15 @@ def ahead(device: torch.device, say: Say) -> None:
     if device.type != "cuda":
         say(Finding("kernels", "nothing to compile on a CPU"))
         return
-    from quire.kernels.gpu.kinds import recorded
+    from quire.kernels.gpu.kernel_variant import record_variants
 
     began = time.monotonic()
-    kinds = dict.fromkeys(recorded(lambda: _stages(device)))
+    kinds = dict.fromkeys(record_variants(lambda: _stages(device)))
     found = time.monotonic()
-    compiled = compile_kinds(list(kinds), lambda: None)
-    took = f"found in {found - began:.0f} s; in {time.monotonic() - found:.0f} s {compiled.said}"
-    say(Finding("kernels", f"{len(kinds)} kinds, {took}", held=not compiled.failed))
-    if wrong := Counter(kind.name for kind in kinds if not kind.mark.exists()):
+    compiled = compile_variants(list(kinds), lambda: None)
+    took = f"found in {found - began:.0f} s; in {time.monotonic() - found:.0f} s {compiled.summary}"
+    say(Finding("kernels", f"{len(kinds)} kinds, {took}", held=not compiled.num_failed))
+    if wrong := Counter(kind.name for kind in kinds if not kind.marker_path.exists()):
         say(Finding("kernels that do not compile", ", ".join(f"{name} ({n})" for name, n in wrong.items()), held=False))
 
 
@@ -50,7 +51,6 @@ def _stages(device: torch.device) -> None:
 @contextmanager
 def _believed(why_not: str | None) -> Iterator[None]:
     """Trials pass; those of PyTorch's products say `why_not`. What is timed runs once."""
-    from quire.kernels.gpu.quantization import library, rounding, trial
 
     def once(function: Callable[[], object], device: torch.device, repeats: int = 1) -> list[float]:
         function()
@@ -59,9 +59,9 @@ def _believed(why_not: str | None) -> Iterator[None]:
     with ExitStack() as stack:
         for timing in _TIMING:
             stack.enter_context(patch.object(timing, "times", once))
-        for module in (trial, rounding):
-            stack.enter_context(patch.object(module, "why_not", return_value=None))
+        for module in (weight_trial, activation_rounding):
+            stack.enter_context(patch.object(module, "trial_failure_reason", return_value=None))
         for probe in _PROBES:
-            stack.enter_context(patch.object(probe, "same", return_value=True))
-        stack.enter_context(patch.object(library, "why_not", return_value=why_not))
+            stack.enter_context(patch.object(probe, "is_close", return_value=True))
+        stack.enter_context(patch.object(torch_matmul, "trial_failure_reason", return_value=why_not))
         yield

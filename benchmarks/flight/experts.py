@@ -10,8 +10,8 @@ import torch
 from benchmarks.flight.finding import Finding, Say, tried
 from benchmarks.gpu import times
 from quire.kernels.backend import Backend, Experts
-from quire.kernels.reference import Reference
-from quire.kernels.routing import Mixture, Routing
+from quire.kernels.reference import ReferenceBackend
+from quire.kernels.routing import MoE, Routing
 
 _SHAPES = {"Qwen3-30B-A3B": (2048, 768, 128, 8), "Mixtral": (4096, 14336, 8, 2)}
 """Hidden size, width of an expert, experts, those of a token."""
@@ -44,18 +44,18 @@ def _weights(shape: tuple[int, int, int, int], device: torch.device, *, down: bo
     return torch.randn((count, outs, ins), device=device, dtype=torch.bfloat16) * ins**-0.5
 
 
-def _mixture(backend: Backend, weights: list[torch.Tensor], router: torch.Tensor, routing: Routing) -> Mixture:
+def _mixture(backend: Backend, weights: list[torch.Tensor], router: torch.Tensor, routing: Routing) -> MoE:
     gate_up, down = ([backend.pack_linear(each, None) for each in stacked] for stacked in weights)
-    return backend.mixture(Experts(backend.pack_linear(router, None, wide=True), gate_up, down, routing))
+    return backend.make_moe(Experts(backend.pack_linear(router, None, wide=True), gate_up, down, routing))
 
 
 def _right(backend: Backend, weights: list[torch.Tensor], router: torch.Tensor, routing: Routing) -> str:
     """Beside plain PyTorch on the same device, which computes expert by expert."""
     x = torch.randn((400, router.shape[1]), device=router.device).bfloat16()
-    chosen = (x.float() @ router.float().T).topk(routing.per_token + 1).values
+    chosen = (x.float() @ router.float().T).topk(routing.top_k + 1).values
     x = x[chosen[:, -2] - chosen[:, -1] > 0.05][:40]  # where the choice is close, rounding may make another one
     ours = _mixture(backend, weights, router, routing)(x, x).float()
-    theirs = _mixture(Reference(), weights, router, routing)(x, x).float()
+    theirs = _mixture(ReferenceBackend(), weights, router, routing)(x, x).float()
     error = ((ours - theirs).norm() / theirs.norm()).item()
     if not error < 0.02:
         raise ValueError(f"relative error {error:.3g}, at most 0.02")

@@ -17,8 +17,8 @@ from PIL import Image as Pillow
 
 from benchmarks.common.engines import dummy, folder_of, request
 from benchmarks.flight.finding import KERNELS_ALONE, Say, close, tried
-from quire.engine.images.config import read_vision
-from quire.engine.images.vision import Vision
+from quire.engine.images.vision_config import read_vision_spec
+from quire.engine.images.vision_spec import VisionSpec
 from quire.engine.offline.llm import LLM
 from quire.engine.offline.outputs import RequestOutput
 from quire.engine.offline.params import SamplingParams
@@ -147,7 +147,7 @@ def _timed(device: torch.device) -> str:
     config = _QWEN | (_SMALL if small else {})
     side, vision_config = 112 if small else 1024, _QWEN["vision_config"] | (_SMALL_TOWER if small else {})
     with folder_of(config | {"vision_config": vision_config}) as folder:
-        vision = read_vision(folder)
+        vision = read_vision_spec(folder)
         assert vision is not None
         engine = dummy(folder, device=device.type, num_kv_blocks=64 if small else 512)
         times = []
@@ -156,16 +156,16 @@ def _timed(device: torch.device) -> str:
             began = time.perf_counter()
             run(engine, [asked])
             times.append(time.perf_counter() - began)
-        tokens, work = asked.spans[0].count, asked.images[0].work
-        engine.close()
+        tokens, work = asked.spans[0].count, asked.images[0].encoder_cost
+        engine.shut_down()
     return f"{side} x {side} pixels, {tokens} tokens, {work} of a step's: {min(times[1:]):.3f} s"
 
 
-def _shown(vision: Vision, seed: int, side: int) -> EngineCoreRequest:
+def _shown(vision: VisionSpec, seed: int, side: int) -> EngineCoreRequest:
     pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
-    layout = vision.layout(side, side)
-    (content,) = layout.contents(Pillow.fromarray(pixels))
-    content = msgspec.structs.replace(content, work=vision.work(content))
-    ids = [5, *[vision.image_token_id] * layout.tokens, 6]
+    layout = vision.make_layout(side, side)
+    (content,) = layout.prepare_contents(Pillow.fromarray(pixels))
+    content = msgspec.structs.replace(content, encoder_cost=vision.encoder_cost(content))
+    ids = [5, *[vision.image_token_id] * layout.num_tokens, 6]
     asked = request(str(seed), ids, 1)
-    return msgspec.structs.replace(asked, spans=(Span(1, layout.tokens, content.digest),), images=(content,))
+    return msgspec.structs.replace(asked, spans=(Span(1, layout.num_tokens, content.digest),), images=(content,))

@@ -13,12 +13,12 @@ from benchmarks.flight.experts import experts
 from benchmarks.flight.finding import Finding, Say, tried
 from benchmarks.flight.layers import layers
 from benchmarks.gpu import times
+from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Linear
-from quire.kernels.probe import Probe
-from quire.kernels.quantized import Float8Weight, GroupedWeight, QuantizedWeight
-from quire.kernels.reference import Reference
-from quire.kernels.select import BACKENDS, select_backend
-from quire.kernels.softmax import Softmax
+from quire.kernels.backend_probe import PagedAttentionProbe
+from quire.kernels.backend_selection import BACKENDS, select_backend
+from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, QuantizedWeight
+from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import page, random_part, to_device
 
 _SHAPES = ((32, 8, 128), (14, 2, 64), (28, 4, 128), (16, 8, 256), (24, 8, 96))
@@ -39,7 +39,7 @@ def attention(device: torch.device, say: Say) -> None:
         except ValueError:
             continue  # the machine's stage said why
         what = f"{name} {str(dtype).removeprefix('torch.')} {'x'.join(map(str, shape))}"
-        reason = Probe(device, dtype, *shape, windowed=True)(backend)
+        reason = PagedAttentionProbe(device, dtype, *shape, has_windows=True)(backend)
         say(Finding(what, reason or "as the reference", held=reason is None))
         if reason is None and dtype == _DTYPES[0] and name != "reference":
             right.append((what, backend, shape))
@@ -59,7 +59,7 @@ def _timed(backend: Backend, device: torch.device, shape: tuple[int, int, int], 
     metadata, pages = _metadata(device, counts, contexts, backend.block_size)
     cache = torch.randn((2, *backend.kv_cache_shape(pages, kv_heads, dim, torch.bfloat16)), device=device).bfloat16()
     q = torch.randn((sum(counts), heads, dim), dtype=torch.bfloat16, device=device)
-    softmax = Softmax(dim**-0.5, None)
+    softmax = AttentionParams(dim**-0.5, None)
     seconds = statistics.median(
         times(lambda: backend.paged_attention(q, cache[0], cache[1], metadata, softmax), device)
     )
@@ -73,7 +73,7 @@ def _metadata(
     device: torch.device, counts: list[int], contexts: list[int], block: int
 ) -> tuple[AttentionMetadata, int]:
     """The last counts[s] of contexts[s] tokens of each sequence, with pages of its own; and the number of pages."""
-    paged, generator = Reference(), torch.Generator()
+    paged, generator = ReferenceBackend(), torch.Generator()
     paged.block_size = block
     lengths = zip(contexts, counts, strict=True)
     parts = [random_part(context, count, 1, 1, 1, torch.float32, generator) for context, count in lengths]
@@ -116,12 +116,12 @@ def _quantized(device: torch.device, say: Say, backend: Backend, timed: bool) ->
 def by_pytorch(device: torch.device, say: Say) -> None:
     """Which of PyTorch's products of 8 bits pass their trial here."""
     try:
-        from quire.kernels.gpu.quantization.library import Product, why_not
+        from quire.kernels.gpu.quantization.torch_matmul import TorchMatmul, trial_failure_reason
     except ModuleNotFoundError:  # there is no Triton
         return
-    for product, dtype in product_of(Product, (torch.bfloat16, torch.float16)):
+    for product, dtype in product_of(TorchMatmul, (torch.bfloat16, torch.float16)):
         where = torch.device(device.type, torch.cuda.current_device())
-        said = why_not(product, dtype, where) or "passes its trial"
+        said = trial_failure_reason(product, dtype, where) or "passes its trial"
         say(Finding(f"PyTorch's {product} for {str(dtype).removeprefix('torch.')}", said))
 
 
@@ -146,7 +146,7 @@ def _weights(outs: int, inner: int, device: torch.device) -> dict[str, Quantized
 def _right(backend: Backend, weight: QuantizedWeight, device: torch.device, rows: int) -> str:
     linear = backend.pack_quantized([weight], None, dtype=torch.bfloat16)
     x = torch.randn((rows, weight.shape[1]), device=device).bfloat16()
-    wanted = x.double() @ weight.dequantized().double().T.to(device)
+    wanted = x.double() @ weight.dequantize().double().T.to(device)
     error = ((linear(x, NO_ADAPTERS).double() - wanted).norm() / wanted.norm()).item()
     most = 0.04 if isinstance(weight, Float8Weight) else 0.02  # where x is rounded to 8 bits: a float has 4 of them
     if not error < most:
@@ -156,9 +156,9 @@ def _right(backend: Backend, weight: QuantizedWeight, device: torch.device, rows
 
 def _alike(weight: QuantizedWeight, device: torch.device) -> str:
     """A row of a deterministic backend alone, where the inner dimension is in parts, and among many."""
-    from quire.kernels.gpu.triton_paged import Triton
+    from quire.kernels.gpu.triton_backend import TritonBackend
 
-    linear = Triton(deterministic=True).pack_quantized([weight], None, dtype=torch.bfloat16)
+    linear = TritonBackend(deterministic=True).pack_quantized([weight], None, dtype=torch.bfloat16)
     x = torch.randn((200, weight.shape[1]), device=device).bfloat16()
     whole = linear(x, NO_ADAPTERS)
     for begin, rows in ((0, 1), (7, 16), (100, 64)):

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from benchmarks.flight.finding import Finding, Say, tried
 from benchmarks.gpu import times
+from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata, Backend
-from quire.kernels.latents.probe import LatentProbe
+from quire.kernels.backend_selection import select_backend
+from quire.kernels.latents.mla_probe import MLAProbe
 from quire.kernels.recurrent.delta_rule import DeltaRule
-from quire.kernels.recurrent.probe import RuleProbe
-from quire.kernels.recurrent.recurrence import Matrices, Recurrence
+from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
+from quire.kernels.recurrent.recurrence_probe import RecurrenceProbe
 from quire.kernels.recurrent.selective_scan import SelectiveScan
 from quire.kernels.recurrent.state_space import StateSpace
-from quire.kernels.select import select_backend
-from quire.kernels.softmax import Softmax
 
 _LATENTS = {"DeepSeek-V2-Lite": (16, (512, 64, 128, 128)), "a rank of DeepSeek-V3": (32, (512, 64, 128, 128))}
 _SMALL_LATENTS = {"a small one": (2, (512, 64, 32, 32))}
@@ -35,20 +35,20 @@ def layers(device: torch.device, say: Say, backend: Backend, timed: bool) -> Non
         say(Finding("latents by", why))
     for at, (name, (heads, sizes)) in enumerate((_SMALL_LATENTS if small else _LATENTS).items()):
         for dtype in () if timed else _DTYPES[: 1 if at or small else None]:
-            probe = LatentProbe(device, dtype, heads, sizes)
+            probe = MLAProbe(device, dtype, heads, sizes)
             tried(say, f"latents of {name}, {dtype}", partial(_passes, probe, of_latents))
         for seqs, context in () if not timed else ((1, 64),) if small else ((1, 32768), (32, 2048)):
             what = f"latents of {name}, a decode of {seqs} behind {context} tokens"
             tried(say, what, partial(_timed_latents, of_latents, device, heads, seqs, context))
     for at, (name, (rule, value)) in enumerate(_rules(device, small).items()):
         for dtype in () if timed else _DTYPES[: 1 if at or small else None]:
-            tried(say, f"{name}, {dtype}", partial(_passes, RuleProbe(device, dtype, rule, value), backend))
+            tried(say, f"{name}, {dtype}", partial(_passes, RecurrenceProbe(device, dtype, rule, value), backend))
         for seqs, count in () if not timed else ((1, 4),) if small else ((1, 1), (64, 1), (1, 2048)):
             what = f"{name}, {seqs} sequences of {count} tokens"
             tried(say, what, partial(_timed_rule, backend, device, rule, value, seqs, count))
 
 
-def _passes(probe: LatentProbe | RuleProbe, backend: Backend) -> str:
+def _passes(probe: MLAProbe | RecurrenceProbe, backend: Backend) -> str:
     if (wrong := probe(backend)) is not None:
         raise ValueError(wrong)
     return "as the reference"
@@ -80,7 +80,7 @@ def _timed_latents(backend: Backend, device: torch.device, heads: int, seqs: int
     lens = torch.full((seqs,), context, dtype=torch.int32, device=device)
     last = lens.long() - 1
     step = AttentionMetadata(starts, lens, starts * context, table, last, last, 1, context)
-    q, softmax = torch.randn((seqs, heads, 576), device=device).bfloat16(), Softmax(0.07, values=512)
+    q, softmax = torch.randn((seqs, heads, 576), device=device).bfloat16(), AttentionParams(0.07, value_dim=512)
     seconds = statistics.median(times(lambda: backend.paged_attention(q, cache, cache, step, softmax), device))
     work = seqs * context * heads * 2 * (576 + 512)
     rates = f"{seqs * context * 1152 / seconds / 1e9:.0f} GB/s, {work / seconds / 1e12:.1f} TFLOP/s"
@@ -101,11 +101,11 @@ def _timed_rule(
     slots, at = torch.arange(seqs, device=device), torch.arange(1, count + 1, device=device).repeat(seqs)
     table = torch.zeros((seqs, 1), dtype=torch.int32, device=device)
     step = AttentionMetadata(starts, lens, starts, table, at, at, count, count + 1, state_slots=slots)
-    matrices = torch.zeros((seqs, rule.heads, rule.key, value), device=device)
-    guesses = torch.zeros((seqs, 8, kept.kept), device=device).bfloat16()
-    sizes = (kept.inputs, rule.heads * value, kept.beside)
+    matrices = torch.zeros((seqs, rule.num_heads, rule.key_dim, value), device=device)
+    guesses = torch.zeros((seqs, 8, kept.draft_dim), device=device).bfloat16()
+    sizes = (kept.input_dim, rule.num_heads * value, kept.head_input_dim)
     given = [torch.randn((seqs * count, size), device=device).bfloat16() for size in sizes]
-    states = Matrices(matrices, guesses)
-    seconds = statistics.median(times(lambda: backend.recur(*given, rule, states, step), device, 10))
+    states = RecurrentStates(matrices, guesses)
+    seconds = statistics.median(times(lambda: backend.run_recurrence(*given, rule, states, step), device, 10))
     read = 2 * matrices.nbytes / seconds / 1e9
     return f"{seconds * 1e6:.0f} us, {seconds / count * 1e6:.2f} a token, {read:.0f} GB/s of matrices"

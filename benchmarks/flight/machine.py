@@ -15,8 +15,8 @@ import torch
 
 from benchmarks.flight.finding import Finding, Say, tried
 from benchmarks.gpu import decode, limits, model_directory, prefill, start
-from quire.kernels.cpu import native
-from quire.kernels.select import BACKENDS, select_backend
+from quire.kernels.backend_selection import BACKENDS, select_backend
+from quire.kernels.cpu import native_library
 
 _PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-4", "flash-attn-3", "transformers", "safetensors", "msgspec")
 _DIM = 128
@@ -38,7 +38,7 @@ def look(device: torch.device, say: Say) -> None:
 def cores(device: torch.device, say: Say) -> None:
     """Our CPU kernels on 1 to 16 threads: a decode of one row, and a prompt of 512 tokens."""
     most = os.cpu_count() or 1
-    if isinstance(missing := native.load(), str):
+    if isinstance(missing := native_library.load_library(), str):
         say(Finding("CPU kernels", missing, held=device.type == "cpu"))
     args = argparse.Namespace(device="cpu", attention_backend="auto", deterministic=False, enforce_eager=True)
     with model_directory("tiny" if device.type == "cpu" else "qwen3-0.6b") as path:
@@ -51,7 +51,7 @@ def _threads(count: int, path: Path, args: argparse.Namespace) -> str:
     engine = start(path, args, threads=count)
     seconds, _ = decode(engine, 1, 16)
     prompt = prefill(engine, 512, 1)
-    engine.close()
+    engine.shut_down()
     return f"decode {seconds * 1e3:.2f} ms, a prompt of 512 tokens {prompt * 1e3:.0f} ms; {engine.info.backend}"
 
 

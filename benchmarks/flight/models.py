@@ -14,7 +14,7 @@ from benchmarks.common.engines import at_once, request
 from benchmarks.flight.finding import KERNELS_ALONE, Say, close, tried
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig, SpeculativeConfig
-from quire.engine.engine_core import EngineCore, let_go
+from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.types import Adapter
 from quire.engine.worker.startup import start_worker
 from tests.adapters import save_adapter
@@ -120,9 +120,9 @@ def _run(folder: Path, device: torch.device, *, times: int = 1, **options: Any) 
             for index, prompt in enumerate(_PROMPTS)
         ]
         found = {name: each.ids for name, each in at_once(engine, asked).items()}
-    if times > 1 and not engine.stats.prefix_hits:
+    if times > 1 and not engine.engine_stats.prefix_hits:
         raise ValueError("nothing hit")
-    engine.close()
+    engine.shut_down()
     return found
 
 
@@ -134,7 +134,7 @@ def _parity(folder: Path, dtype: torch.dtype, device: torch.device) -> str:
     told = [each.logprob for one in asked for each in answers[one.id].prompt_logprobs or () if each]
     wide = _by_transformers(folder, torch.float32, device)
     theirs = wide if dtype == torch.float32 else _by_transformers(folder, dtype, device)
-    engine.close()
+    engine.shut_down()
     return f"{close(torch.tensor(told), wide, theirs, dtype)}; {engine.info.backend}"
 
 
@@ -158,7 +158,7 @@ def _features(folder: Path, device: torch.device, say: Say) -> None:
     wanted: dict[str, list[int]] = {}
 
     def plain() -> str:
-        _engine(folder, device, **fixed).close()  # compiles what eager steps need
+        _engine(folder, device, **fixed).shut_down()  # compiles what eager steps need
         wanted.update(_run(folder, device, enforce_eager=True, **fixed))
         return "eager, deterministic"
 
@@ -198,15 +198,15 @@ def _small_steps(folder: Path, device: torch.device) -> str:
         engine = _engine(folder, device, enforce_eager=eager, **options)
         for _ in range(3):
             asked = [request(str(index), prompt, 24, seed=index) for index, prompt in enumerate(_PROMPTS)]
-            before, began = engine.stats.steps, time.perf_counter()
+            before, began = engine.engine_stats.steps, time.perf_counter()
             answers = {name: each.ids for name, each in at_once(engine, asked).items()}
             seconds = time.perf_counter() - began
         found.append(answers)
-        spent.append(1000 * seconds / (engine.stats.steps - before))
+        spent.append(1000 * seconds / (engine.engine_stats.steps - before))
         if not eager:
-            captured, notes = engine.stats.captured_prompt_steps, [*engine.info.notes]
-        engine.close()
-        let_go()
+            captured, notes = engine.engine_stats.captured_prompt_steps, [*engine.info.notes]
+        engine.shut_down()
+        free_engine_memory()
     if found[0] != found[1]:
         name = next(name for name in found[0] if found[0][name] != found[1][name])
         raise ValueError(f"prompt {name}: {found[0][name]} and not {found[1][name]}")
@@ -230,11 +230,11 @@ def _guesses(folder: Path, device: torch.device) -> str:
         given: dict[str, Any] = asked | {"enforce_eager": eager, "speculative_config": draft}
         config = EngineConfig(model=str(folder), device=device.type, **given)
         worker = start_worker(config, folder, read_model_config(folder), lambda: None)
-        assert worker.draft is not None
-        costs = dict(worker.draft.step_costs)
+        assert worker.draft_worker is not None
+        costs = dict(worker.draft_worker.step_costs)
         told = [f"{1000 * costs[count]:.2f} ms for {count}" for count in (1, 32)]
         said.append(f"{'without graphs' if eager else 'with graphs'} {', '.join(told)} at once")
-        let_go()
+        free_engine_memory()
     return "; ".join(said)
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.flight.finding import Finding, Say, tried
-from quire.engine.worker.ranks.processes import visible_gpus
+from quire.engine.worker.ranks.rank_processes import visible_gpus
 from quire.kernels.collective import RankEnded
 from quire.kernels.distributed import DistributedCollective, join_ranks
 
@@ -80,11 +80,11 @@ def _rank(rank: int, count: int, port: int, visible: str | None, out: Connection
 def _seconds(group: DistributedCollective, x: torch.Tensor) -> float:
     """Of a sum in a graph of many."""
     for _ in range(3):
-        group.sum(x.clone())
+        group.all_reduce(x.clone())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(_SUMS):
-            found = group.sum(x)
+            found = group.all_reduce(x)
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     x.fill_(0.0)  # an all-reduce sums in place, again and again
     graph.replay()
@@ -92,7 +92,7 @@ def _seconds(group: DistributedCollective, x: torch.Tensor) -> float:
     graph.replay()
     ended.record()
     torch.cuda.synchronize()
-    group.check()
+    group.raise_if_failed()
     assert not found.any()
     return began.elapsed_time(ended) / 1e3 / _SUMS
 
@@ -102,13 +102,13 @@ def _left(group: DistributedCollective) -> str:
     x, done = torch.ones(4096, dtype=torch.bfloat16, device="cuda"), torch.cuda.Event()
     threading.Timer(_DEAD_SECONDS, group.close).start()
     began = time.monotonic()
-    group.sum(x)
+    group.all_reduce(x)
     done.record()
     while not done.query() and time.monotonic() < began + _PATIENCE / 2:
         time.sleep(0.001)
     waited = time.monotonic() - began
     try:
-        group.check()
+        group.raise_if_failed()
     except RankEnded:
         return f"without the last rank it was given up after {waited:.2f} s, {_DEAD_SECONDS:g} s of which nobody knew"
     return "a sum without the last rank came, or NCCL made it"

@@ -15,8 +15,8 @@ from benchmarks.common.engines import Answered, answer, at_once
 from benchmarks.common.servers import post_all, served
 from benchmarks.flight.finding import Finding, Say, tried
 from benchmarks.gpu import asked, limits, measure, model_directory, start
-from quire.engine.engine_core import EngineCore, let_go
-from quire.server.cli.bench.stats import arrivals, distribution
+from quire.engine.engine_core import EngineCore, free_engine_memory
+from quire.server.cli.bench.latency_stats import arrival_times, distribution
 
 _BIRDS = ["hen", "cock", "chick"]
 
@@ -38,10 +38,10 @@ def large(device: torch.device, say: Say) -> None:
 
         # Before `measure`, which ends with a profiler: launches are slower in a process that had one.
         tried(say, "256 streams that keep arriving", lambda: _arrivals(start(path, args), 8 if small else 256))
-        let_go()
+        free_engine_memory()
         tried(say, "shares of the copy's bytes and the product's operations", alone)
         if not small:
-            let_go()
+            free_engine_memory()
             tried(
                 say, "8 GiB of layers in the host's memory", lambda: _offloaded(start(path, args, cpu_offload_gb=8.0))
             )
@@ -51,7 +51,7 @@ def _offloaded(engine: EngineCore) -> str:
     """One stream, whose time should be that of the bus."""
     one = at_once(engine, [asked("one", 64, 32)])["one"]
     note = next(each for each in engine.info.notes if each.startswith("layers:"))
-    engine.close()
+    engine.shut_down()
     return f"{1000 * statistics.median(one.gaps):.1f} ms a token; {note}"
 
 
@@ -62,7 +62,10 @@ def _arrivals(engine: EngineCore, streams: int) -> str:
     began = time.perf_counter()
     found = answer(
         engine,
-        [(when, asked(f"arrival{index}", length, tokens)) for index, when in enumerate(arrivals(2 * streams, 40.0, 0))],
+        [
+            (when, asked(f"arrival{index}", length, tokens))
+            for index, when in enumerate(arrival_times(2 * streams, 40.0, 0))
+        ],
     )
     seconds = time.perf_counter() - began
     return _told(list(found.values()), seconds)

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.common.engines import dummy, folder_of, request
 from benchmarks.common.options import options
 from quire.engine.engine_core import EngineCore
-from quire.kernels.cpu.decoder.mapped import MappedExperts
+from quire.kernels.cpu.decoder.mapped_experts import MappedDiskExperts
 
 SHAPE: dict[str, Any] = {
     **{"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], "torch_dtype": "bfloat16", "vocab_size": 4096},
@@ -30,11 +30,11 @@ STEPS = 24
 def decode(made: EngineCore, *, drop: bool) -> tuple[float, list[int]]:
     """Milliseconds of a token, the median of STEPS; and the tokens."""
     made.reset_prefix_cache()
-    made.add(request("a", range(10, 26), STEPS + 1))
-    store, took, ids = made.runner.model.offload, [], []  # type: ignore[attr-defined]
-    while made.busy:
-        if drop and isinstance(store, MappedExperts):
-            store.forget()
+    made.add_request(request("a", range(10, 26), STEPS + 1))
+    store, took, ids = made.executor.model.offload, [], []  # type: ignore[attr-defined]
+    while made.has_work:
+        if drop and isinstance(store, MappedDiskExperts):
+            store.drop_cached_pages()
         began = time.perf_counter()
         outputs = made.step()
         took.append(1000 * (time.perf_counter() - began))
@@ -43,12 +43,12 @@ def decode(made: EngineCore, *, drop: bool) -> tuple[float, list[int]]:
 
 
 def told(name: str, made: EngineCore, *, drop: bool, guesses: bool = True) -> list[int]:
-    store = made.runner.model.offload  # type: ignore[attr-defined]
-    if isinstance(store, MappedExperts):
-        store.guess(guesses)
-    before = made.stats
+    store = made.executor.model.offload  # type: ignore[attr-defined]
+    if isinstance(store, MappedDiskExperts):
+        store.set_prefetching(guesses)
+    before = made.engine_stats
     took, ids = decode(made, drop=drop)
-    now = made.stats
+    now = made.engine_stats
     read, kept = now.experts_read - before.experts_read, now.experts_kept - before.experts_kept
     guessed, right = (
         now.experts_guessed - before.experts_guessed,
@@ -75,7 +75,7 @@ def main() -> None:
         found.append(told("on disk, dropped", made, drop=True))
         found.append(told("on disk, the system keeps what it reads", made, drop=False))
         found.append(told("the same again", made, drop=False))
-        size = made.runner.model.offload.size  # type: ignore[attr-defined]
+        size = made.executor.model.offload.total_bytes  # type: ignore[attr-defined]
         del made
         gc.collect()
         for share in (0.25, 0.75):

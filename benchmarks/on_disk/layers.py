@@ -46,9 +46,9 @@ def measured(model: Path, folder: Path | None, bound: float | None, queue: Any) 
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     made = dummy(model, **settings)
     note = next((each for each in made.info.notes if each.startswith("layers:")), "layers: all are in memory")
-    before = made.stats.disk_bytes
+    before = made.engine_stats.disk_bytes
     alone = at_once(made, [request("a", range(10, 26), STEPS + 1)])["a"]
-    read = (made.stats.disk_bytes - before) / 2**30 / (STEPS + 1)
+    read = (made.engine_stats.disk_bytes - before) / 2**30 / (STEPS + 1)
     many = [request(f"m{each}", random_prompt(16, each, range(1, 8000)), STEPS) for each in range(16)]
     began = time.perf_counter()
     batch = at_once(made, many)

@@ -82,7 +82,7 @@ def main() -> None:
             tier = {"kv_offload_memory": 4.0} if way.host else {}
             engine = dummy(folder, num_kv_blocks=3 * args.tokens // 16 + 24, **tier)
             found = measure(engine, way, args.tokens, args.rounds)
-            engine.close()
+            engine.shut_down()
             wanted = wanted or found
             at_once, later = (statistics.median(each) * 1000 for each in (found.at_once, found.later))
             hint = f"{statistics.median(found.hint) * 1000:.0f}" if found.hint else ""

@@ -13,7 +13,7 @@ from deploy.ray.journal import Journal
 from deploy.ray.replica import Replica
 from deploy.ray.routing import PrefixRouter
 from quire.engine.errors import ConfigError
-from quire.engine.settings.reader import load
+from quire.engine.settings.settings_reader import load_settings
 from quire.server.config import ServerConfig
 
 REFUSED = {
@@ -33,7 +33,7 @@ def build(args: dict[str, Any]) -> Application:
     Raises ConfigError.
     """
     settings = {name: value for name, value in args.items() if name != "config"}
-    config = load(ServerConfig, settings, args.get("config"), origin="argument {key}")
+    config = load_settings(ServerConfig, settings, args.get("config"), origin="argument {key}")
     for name, why in REFUSED.items():
         if name in args or (name not in IMAGES and getattr(config, name)):
             raise ConfigError(f"{name}: is not for replicas on Ray Serve: {why}")
@@ -74,7 +74,7 @@ def _journal(config: ServerConfig) -> Application:
 def _resources(config: ServerConfig) -> dict[str, Any]:
     """What Ray sets aside for a replica: a core for each of its threads. Ranks share memory, so all of a replica's are
     on one machine."""
-    ranks = config.ranks
+    ranks = config.world_size
     cores = max(1, (config.threads or 1) // ranks)
     told: dict[str, Any] = {"ray_actor_options": {"num_cpus": cores}}
     if ranks > 1:

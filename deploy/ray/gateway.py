@@ -23,21 +23,21 @@ from deploy.ray.call import Call, Head, make_call
 from deploy.ray.resume import KeptStream, ResumableStream
 from quire.engine.errors import EngineError, Overloaded, QuireError
 from quire.server.access.authentication import AuthenticationMiddleware
-from quire.server.access.bodies import Bodies
-from quire.server.access.gateways import Gateways
-from quire.server.access.paths import ADMIN_PATHS, ADMIN_PREFIX, OPEN_PATHS
+from quire.server.access.body_reader import BodyReader
+from quire.server.access.gateway_headers import Gateways
+from quire.server.access.path_rules import ADMIN_PATHS, ADMIN_PREFIX, PUBLIC_PATHS
 from quire.server.access.tenants import Tenants
-from quire.server.app import with_cors
+from quire.server.app import add_cors
 from quire.server.config import ServerConfig
-from quire.server.errors import (
+from quire.server.error_responses import (
     RETRY_AFTER_SECONDS,
     UnexpectedErrorMiddleware,
-    answer,
-    failure,
-    http_failure,
-    stream_error,
+    encode_stream_error,
+    error_info,
+    error_response,
+    http_error_info,
 )
-from quire.server.observe.summed import Together
+from quire.server.observe.metric_sums import LabelingCollector
 
 log = logging.getLogger("quire.server")
 
@@ -47,7 +47,7 @@ ATTEMPTS = 3
 """A request that ended this many replicas is given up: it may be what ends them."""
 LOST = (RayActorError, ReplicaUnavailableError)
 """What Ray raises for a replica that ended, or cannot be reached."""
-OF_ALL_REPLICAS = OPEN_PATHS | {"/metrics"}
+OF_ALL_REPLICAS = PUBLIC_PATHS | {"/metrics"}
 _OF_ONE_REPLICA = (ADMIN_PREFIX, "/v1/requests/")
 FILES = "/v1/files"
 """Whose bodies are forms."""
@@ -62,10 +62,10 @@ class Gateway:
         """replica: handle of the deployment of replicas."""
         self._replica = replica.options(stream=True)
         self._keeps = config.data_dir is not None
-        self._bodies = Bodies(int(config.max_body_size * 2**20), BODIES_BYTES)
+        self._bodies = BodyReader(int(config.max_body_size * 2**20), BODIES_BYTES)
         app: ASGIApp = AuthenticationMiddleware(self._answer, Tenants(config), Gateways(config))
         app = UnexpectedErrorMiddleware(app)
-        self._app = with_cors(app, config) if config.allowed_origins else app
+        self._app = add_cors(app, config) if config.allowed_origins else app
 
     async def __call__(self, request: Request) -> Response:
         return _FromApp(self._app)
@@ -83,10 +83,10 @@ class Gateway:
                         return await _send(parts, call, send)
                 response = _together(path, await self._ask_all(call))
         except HTTPException as error:
-            response = answer(path, http_failure(error))
+            response = error_response(path, http_error_info(error))
         except (QuireError, BackPressureError, DeploymentUnavailableError, TimeoutError, *LOST) as error:
-            told = failure(_told(error))
-            response = answer(path, told, {"Retry-After": RETRY_AFTER_SECONDS} if told.status == 503 else {})
+            told = error_info(_told(error))
+            response = error_response(path, told, {"Retry-After": RETRY_AFTER_SECONDS} if told.status == 503 else {})
         except ClientDisconnect:
             return
         await response(scope, receive, send)
@@ -97,9 +97,9 @@ class Gateway:
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             yield make_call(scope, scope["headers"], b"", seeds=False)
             return
-        async with self._bodies.read(Request(scope, receive), json=scope["path"] != FILES) as body:
-            whole = b"".join(body.pieces)
-            body.pieces.clear()
+        async with self._bodies.read_body(Request(scope, receive), json=scope["path"] != FILES) as body:
+            whole = b"".join(body.chunks)
+            body.chunks.clear()
             yield make_call(scope, scope["headers"], whole, seeds=not self._keeps)
 
     async def _parts(self, call: Call) -> AsyncGenerator[Head | bytes]:
@@ -157,7 +157,9 @@ def _together(path: str, answers: list[tuple[str, Head, bytes]]) -> Response:
     texts = {name: body.decode() for name, head, body in answers if head.status == 200}
     all_of = CollectorRegistry()
     all_of.register(
-        Together("replica", {name: partial(text_string_to_metric_families, text) for name, text in texts.items()})
+        LabelingCollector(
+            "replica", {name: partial(text_string_to_metric_families, text) for name, text in texts.items()}
+        )
     )
     return Response(generate_latest(all_of), media_type="text/plain")
 
@@ -180,8 +182,8 @@ async def _send(parts: AsyncGenerator[Head | bytes], call: Call, send: Send) -> 
         if not head.is_stream:
             raise RuntimeError("the answer was cut off") from error  # as the connection then is
         told = _told(error)
-        anthropic = b"event: error\ndata: %b\n\n" % failure(told).anthropic()
-        last = anthropic if call.path == "/v1/messages" else stream_error(told)
+        anthropic = b"event: error\ndata: %b\n\n" % error_info(told).encode_anthropic()
+        last = anthropic if call.path == "/v1/messages" else encode_stream_error(told)
     await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

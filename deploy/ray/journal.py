@@ -15,16 +15,16 @@ from deploy.ray.link import Call, JournalLink
 from deploy.ray.members import Members
 from quire.engine.errors import Overloaded
 from quire.server.config import ServerConfig
-from quire.server.observe import logs
-from quire.server.store.sweeper import DAY
+from quire.server.observe import log_setup
+from quire.server.store.sweeper import SECONDS_PER_DAY
 
 
 class Journal(Members):
     async def __init__(self, config: ServerConfig) -> None:  # type: ignore[misc]
-        """Raises what open_data raises: while the one before it has not ended, too, and then Serve tries again."""
-        logs.set_up(config)
+        """Raises what open_data_dir raises: while the one before it has not ended, too, and then Serve tries again."""
+        log_setup.set_up_logging(config)
         assert config.data_dir is not None
-        retention = config.response_retention_days * DAY
+        retention = config.response_retention_days * SECONDS_PER_DAY
         super().__init__(config.data_dir, int(config.max_stored_size * 2**30), living, retention)
 
     async def __del__(self) -> None:

@@ -13,7 +13,7 @@ from quire.engine.errors import ConfigError, Overloaded
 from quire.engine.link.answering import Answering
 from quire.engine.link.hub_messages import HUB
 from quire.engine.link.tasks import Tasks
-from quire.server.durable import STANDING
+from quire.server.persistence import STATUS_TOPIC
 
 log = logging.getLogger("quire.server")
 Call = Callable[..., Awaitable[Any]]
@@ -64,7 +64,7 @@ class JournalLink:
         async with self._joining:
             if self._life != left:
                 return
-            say = self.answering.find(STANDING)
+            say = self.answering.find(STATUS_TOPIC)
             self._life = await self._call("join", self._identity, None if say is None else await say(b""))
 
     async def _answer_others(self) -> None:

@@ -18,10 +18,10 @@ import msgspec
 
 from quire.engine import random_source
 from quire.engine.link.hub_messages import HUB
-from quire.server.store.data import Standing, open_data
-from quire.server.store.database import Connect
-from quire.server.store.shared import answer_in_thread
-from quire.server.store.tail import PREFIX
+from quire.server.store.data_dir import ProcessStatus, open_data_dir
+from quire.server.store.data_dir_rpc import serve_data_dir_call_in_thread
+from quire.server.store.database import SQLiteConnect
+from quire.server.store.write_ahead_log import LOG_FILE_PREFIX
 
 log = logging.getLogger("quire.server")
 LIFE = "journal-life"
@@ -64,16 +64,16 @@ class Members:
         max_bytes: int,
         living: Callable[[], Set[str]],
         retention: float = 0,
-        connect: Connect | None = None,
+        connect: SQLiteConnect | None = None,
     ) -> None:
-        """`max_bytes`, `retention`, `connect`: see open_data, whose errors it raises; `living`: the names of the
+        """`max_bytes`, `retention`, `connect`: see open_data_dir, whose errors it raises; `living`: the names of the
         replicas that have not ended, which takes a while."""
         self._living = living
-        self._data = open_data(folder, max_bytes, there := living(), retention=retention, connect=connect)
+        self._data = open_data_dir(folder, max_bytes, there := living(), retention_seconds=retention, connect=connect)
         self.life = random_source.token_hex(8)
         """Another one's is another."""
         (folder / LIFE).write_text(self.life)
-        tails = {path.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*")}
+        tails = {path.name.removeprefix(LOG_FILE_PREFIX) for path in folder.glob(f"{LOG_FILE_PREFIX}*")}
         self._awaited = tails & there
         """Replicas that had another one before this, and have not joined this one yet."""
         self._members: dict[str, _Member] = {}
@@ -94,8 +94,8 @@ class Members:
         not begun. Returns this one's `life`."""
         if process not in self._members:
             self._members[process] = _Member()
-            told = Standing() if standing is None else msgspec.msgpack.decode(standing, type=Standing)
-            self._data.processes.join(process, told)
+            told = ProcessStatus() if standing is None else msgspec.msgpack.decode(standing, type=ProcessStatus)
+            self._data.processes.join_process(process, told)
             self._awaited.discard(process)
         return self.life
 
@@ -106,7 +106,7 @@ class Members:
             return None
         await self._all_there.wait()
         if to == HUB:
-            return [await answer_in_thread(self._data, body)]
+            return [await serve_data_dir_call_in_thread(self._data, body)]
         said = await self._said(to, topic, body)
         return [] if said is None else [said]
 
@@ -162,7 +162,7 @@ class Members:
 
     async def _end(self, process: str) -> None:
         """First its tail, then the answers that are awaited: who waits for them finds all that it had."""
-        await asyncio.to_thread(self._data.processes.gone, process)
+        await asyncio.to_thread(self._data.processes.remove_process, process)
         self._awaited.discard(process)
         if (member := self._members.pop(process, None)) is not None:
             for each in member.answers.values():

@@ -16,10 +16,10 @@ from deploy.ray.call import Call, Head
 from deploy.ray.journal import journal_link
 from quire.engine.errors import EngineError
 from quire.engine.replicas.replicas import processes
-from quire.server.cli.hosting import running_app
+from quire.server.cli.http_server import open_engine_app
 from quire.server.config import ServerConfig
-from quire.server.observe import logs
-from quire.server.runtime import Runtime
+from quire.server.observe import log_setup
+from quire.server.runtime import ModelRuntime
 
 _UNREAD = 64
 """How many pieces of an answer may wait before the application waits too."""
@@ -30,10 +30,10 @@ class Replica:
 
     async def __init__(self, config: ServerConfig, journal: DeploymentHandle | None) -> None:  # type: ignore[misc]
         """`journal`: of the deployment that has data_dir. Raises what the engine's start raises, and JournalLink."""
-        logs.set_up(config)
+        log_setup.set_up_logging(config)
         if config.threads is None:
             cores = max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1)))
-            config = config.model_copy(update={"threads": cores * config.ranks})
+            config = config.model_copy(update={"threads": cores * config.world_size})
         self._running, link = AsyncExitStack(), None
         if journal is not None and config.data_dir is not None:
             link = journal_link(journal)
@@ -42,9 +42,9 @@ class Replica:
         client = processes(config)
         client.link.launch()
         self._client = client
-        self._app = await self._running.enter_async_context(running_app(config, client, link))
-        runtime: Runtime = self._app.state.server.models.loaded[0]
-        runtime.workers.start()  # so that the first large request does not wait for it
+        self._app = await self._running.enter_async_context(open_engine_app(config, client, link))
+        runtime: ModelRuntime = self._app.state.server.models.loaded_runtimes[0]
+        runtime.workers.start_fork_server()  # so that the first large request does not wait for it
 
     async def __del__(self) -> None:
         await self._running.aclose()

@@ -14,7 +14,7 @@ import msgspec
 
 from deploy.ray.call import Call, Head, continued
 from quire.engine.errors import EngineError
-from quire.server.encoding import DATA, DONE, END, encode_json
+from quire.server.encoding import DONE_EVENT, EVENT_END, EVENT_PREFIX, encode_json
 
 _TEXTS = frozenset({"arguments", "content", "reasoning", "reasoning_content", "refusal", "text"})
 """Fields whose values a client joins."""
@@ -67,7 +67,7 @@ class ResumableStream:
     @property
     def ended(self) -> bool:
         """Whether the client has all of it."""
-        return bool(self._sent) and self._sent[-1].endswith(DONE)
+        return bool(self._sent) and self._sent[-1].endswith(DONE_EVENT)
 
     def restart(self) -> None:
         """From now on `next` gets another run's events, from the first one on."""
@@ -94,9 +94,9 @@ class ResumableStream:
             return event
         same = {name: had[name,] for name in ("id", "created") if (name,) in had}
         if not chunk["choices"]:  # the usage at the end
-            return DATA + encode_json(chunk | same) + END
+            return EVENT_PREFIX + encode_json(chunk | same) + EVENT_END
         rest, is_new = self._rest(chunk, (), had)
-        return DATA + encode_json(rest | same) + END if is_new else b""
+        return EVENT_PREFIX + encode_json(rest | same) + EVENT_END if is_new else b""
 
     def _rest(self, value: Any, path: Path, had: dict[Path, Any]) -> tuple[Any, bool]:
         """A value without what the client has of it (_MISSING if it has to be left out), and whether the client misses
@@ -124,14 +124,14 @@ class ResumableStream:
 
 def _events(data: bytes) -> Iterator[bytes]:
     """The events with their ends."""
-    return (event + END for event in data.split(END) if event)
+    return (event + EVENT_END for event in data.split(EVENT_END) if event)
 
 
 def _chunk(event: bytes) -> dict[str, Any] | None:
     """An event's chunk; None for comments, errors and the end."""
-    if not event.startswith(DATA) or event == DONE:
+    if not event.startswith(EVENT_PREFIX) or event == DONE_EVENT:
         return None
-    chunk = msgspec.json.decode(event.removeprefix(DATA))
+    chunk = msgspec.json.decode(event.removeprefix(EVENT_PREFIX))
     return chunk if "choices" in chunk else None
 
 

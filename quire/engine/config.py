@@ -1,4 +1,4 @@
-"""How an engine is set up: one frozen model, which `quire.engine.settings.reader` fills."""
+"""How an engine is set up: one frozen model, which `quire.engine.settings.settings_reader` fills."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import Annotated, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from quire.engine.config_types import (
-    AtLoad,
+    CheckpointQuantization,
     Dtype,
     JsonObject,
+    OnlineQuantization,
     SpeculativeConfig,
-    Stored,
-    plain_quantization,
-    why_no_device,
+    normalize_quantization,
+    unsupported_device_reason,
 )
 from quire.engine.types import EngineInfo
 
-PRESETS = Path(__file__).resolve().parent.parent / "configs"
-DEMO_MODEL = str(PRESETS / "demo")
+PRESETS_FOLDER = Path(__file__).resolve().parent.parent / "configs"
+DEMO_MODEL = str(PRESETS_FOLDER / "demo")
 """The embedded model."""
-DISK_GIB = 10
+DEFAULT_DISK_GIB = 10
 """What --kv-offload-dir may take where nothing is said."""
 
-STEP_TOKENS, LARGE_STEP_TOKENS = 2048, 8192
+DEFAULT_STEP_TOKENS, LARGE_GPU_STEP_TOKENS = 2048, 8192
 """Most in one step, where nothing is said; the latter on large cards:"""
-LARGE_CARD = 40 * 10**9
+LARGE_GPU_BYTES = 40 * 10**9
 """Bytes."""
 
-MOST_SEQUENCES = 4096
-_MOST_GIB = 1_000_000
-_BYTES = {"g": 10**9, "G": 2**30, "m": 10**6, "M": 2**20, "t": 10**12, "T": 2**40}
-_UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
+MAX_SEQUENCES = 4096
+_MAX_GIB = 1_000_000
+_BYTE_UNITS = {"g": 10**9, "G": 2**30, "m": 10**6, "M": 2**20, "t": 10**12, "T": 2**40}
+_TOKEN_UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
 
 
-def fitted(info: EngineInfo) -> dict[str, int]:
+def capacity_settings(info: EngineInfo) -> dict[str, int]:
     """What an engine that is built anew is to have as this one, whatever memory is free then, by setting."""
-    found = {"max_model_len": info.max_model_len, "num_kv_blocks": info.num_blocks}
-    return found if info.rope_context is None else found | {"rope_context": info.rope_context}
+    settings = {"max_model_len": info.max_model_len, "num_kv_blocks": info.num_blocks}
+    return settings if info.rope_context is None else settings | {"rope_context": info.rope_context}
 
 
 class EngineConfig(BaseModel):
@@ -85,7 +85,9 @@ class EngineConfig(BaseModel):
         "auto",
         description="Type of weights and KV cache; auto: the checkpoint's, bfloat16 for float16 on CPU, float32 on GPU",
     )
-    quantization: Annotated[Literal[AtLoad, Stored] | None, BeforeValidator(plain_quantization)] = Field(
+    quantization: Annotated[
+        Literal[OnlineQuantization, CheckpointQuantization] | None, BeforeValidator(normalize_quantization)
+    ] = Field(
         None,
         description="int8, int4, fp8: quantize the weights while they are loaded; other names are checked against what "
         "the checkpoint says of its own",
@@ -156,7 +158,7 @@ class EngineConfig(BaseModel):
         None, min_length=1, description="Directory for KV of earlier prompts, which survives a restart"
     )
     kv_offload_disk: float | None = Field(
-        None, gt=0, description=f"GiB that --kv-offload-dir may take; default: {DISK_GIB}"
+        None, gt=0, description=f"GiB that --kv-offload-dir may take; default: {DEFAULT_DISK_GIB}"
     )
     kv_offload_tier: str | None = Field(
         None, pattern=r"^[\w.]+:\w+$", description="MODULE:FUNCTION that makes a tier of your own for such KV"
@@ -252,66 +254,66 @@ class EngineConfig(BaseModel):
     seed: int = Field(0, description="Seed of dummy weights")
 
     @property
-    def at_load(self) -> AtLoad | None:
+    def online_quantization(self) -> OnlineQuantization | None:
         """What the weights are quantized to while they are loaded."""
-        return self.quantization if self.quantization in get_args(AtLoad) else None  # type: ignore[return-value]
+        return self.quantization if self.quantization in get_args(OnlineQuantization) else None  # type: ignore[return-value]
 
     @property
-    def stored_as(self) -> str | None:
+    def checkpoint_quantization(self) -> str | None:
         """What config.json must say as quant_method; None: nothing was asked for."""
-        asked = None if self.at_load else self.quantization
-        return asked and asked.removesuffix("_marlin")
+        quantization = None if self.online_quantization else self.quantization
+        return quantization and quantization.removesuffix("_marlin")
 
     @property
-    def has_drafts(self) -> bool:
+    def has_draft_weights(self) -> bool:
         """Whether something with weights of its own guesses tokens."""
         return self.speculative_config is not None and self.speculative_config.has_weights
 
-    def of_checkpoint(self, method: str | None) -> EngineConfig:
+    def without_redundant_quantization(self, quant_method: str | None) -> EngineConfig:
         """The same for a checkpoint with this quant_method: fp8 of one that is fp8 is what it is, not another time."""
-        if method is None or method != self.at_load or self.load_format == "dummy":
+        if quant_method is None or quant_method != self.online_quantization or self.load_format == "dummy":
             return self
         return self.model_copy(update={"quantization": None})
 
     @property
-    def divides_tokens(self) -> bool:
+    def uses_context_parallel(self) -> bool:
         """Whether the ranks divide sequences' tokens."""
         return self.decode_context_parallel_size > 1
 
     @property
-    def step_tokens(self) -> int:
+    def max_step_tokens(self) -> int:
         """Most tokens in one step."""
-        return self.max_num_batched_tokens or STEP_TOKENS
+        return self.max_num_batched_tokens or DEFAULT_STEP_TOKENS
 
-    def of_card(self, memory: int) -> EngineConfig:
+    def with_gpu_defaults(self, memory: int) -> EngineConfig:
         """The same for a GPU of so many bytes: large ones compute long steps fastest, and have the memory for them."""
-        if self.max_num_batched_tokens is not None or memory < LARGE_CARD:
+        if self.max_num_batched_tokens is not None or memory < LARGE_GPU_BYTES:
             return self
-        return self.model_copy(update={"max_num_batched_tokens": LARGE_STEP_TOKENS})
+        return self.model_copy(update={"max_num_batched_tokens": LARGE_GPU_STEP_TOKENS})
 
     @property
-    def ranks(self) -> int:
+    def world_size(self) -> int:
         """Processes that compute one engine's model together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
-    def ranks_here(self) -> int:
+    def local_world_size(self) -> int:
         """Those of them that are on one machine."""
-        return self.ranks // self.nnodes
+        return self.world_size // self.nnodes
 
     @property
-    def most_running(self) -> int:
+    def max_running_requests(self) -> int:
         """Most sequences that all engines compute at a time."""
         return self.max_num_seqs * self.data_parallel_size
 
     @property
-    def disk_gib(self) -> float:
+    def kv_disk_gib(self) -> float:
         """What --kv-offload-dir may take."""
-        return DISK_GIB if self.kv_offload_disk is None else self.kv_offload_disk
+        return DEFAULT_DISK_GIB if self.kv_offload_disk is None else self.kv_offload_disk
 
     @field_validator("speculative_config", mode="before")
     @classmethod
-    def with_method(cls, value: object) -> object:
+    def parse_speculative_config(cls, value: object) -> object:
         """A method's name alone, or JSON text."""
         if not isinstance(value, str):
             return value
@@ -324,7 +326,7 @@ class EngineConfig(BaseModel):
 
     @field_validator("speculative_config")
     @classmethod
-    def without_own_model(cls, value: SpeculativeConfig | None, info: ValidationInfo) -> SpeculativeConfig | None:
+    def drop_served_model(cls, value: SpeculativeConfig | None, info: ValidationInfo) -> SpeculativeConfig | None:
         """vLLM's recipes name the served model as the one that has the layer for mtp."""
         if value is None or value.method != "mtp" or value.model is None:
             return value
@@ -334,39 +336,39 @@ class EngineConfig(BaseModel):
 
     @field_validator("device", mode="before")
     @classmethod
-    def without_others(cls, value: object) -> object:
-        if (why := why_no_device(value)) is not None:
+    def check_device(cls, value: object) -> object:
+        if (why := unsupported_device_reason(value)) is not None:
             raise ValueError(f"{why}: it is not served; cpu, cuda, mps and xpu are")
         return value
 
     @field_validator("max_num_seqs")
     @classmethod
-    def at_most(cls, value: int) -> int:
-        return min(value, MOST_SEQUENCES)
+    def cap_max_num_seqs(cls, value: int) -> int:
+        return min(value, MAX_SEQUENCES)
 
     @field_validator("kv_cache_memory", mode="before")
     @classmethod
-    def with_bytes(cls, value: object) -> object:
+    def parse_gib(cls, value: object) -> object:
         """Bytes as vLLM's kv_cache_memory_bytes has them, 10000000000 or 10G: no machine has a million GiB."""
-        if isinstance(value, str) and value[:-1].replace(".", "", 1).isdecimal() and value[-1] in _BYTES:
-            return float(value[:-1]) * _BYTES[value[-1]] / 2**30
+        if isinstance(value, str) and value[:-1].replace(".", "", 1).isdecimal() and value[-1] in _BYTE_UNITS:
+            return float(value[:-1]) * _BYTE_UNITS[value[-1]] / 2**30
         try:
             number = float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError):
             return value
-        return number / 2**30 if number > _MOST_GIB else value
+        return number / 2**30 if number > _MAX_GIB else value
 
     @field_validator("max_model_len", "rope_context", "max_num_batched_tokens", mode="before")
     @classmethod
-    def with_unit(cls, value: object) -> object:
+    def parse_token_count(cls, value: object) -> object:
         """As vLLM reads them: 32k is 32,000 and 32K is 32,768."""
-        if isinstance(value, str) and value[:-1].isdecimal() and value[-1] in _UNITS:
-            return int(value[:-1]) * _UNITS[value[-1]]
+        if isinstance(value, str) and value[:-1].isdecimal() and value[-1] in _TOKEN_UNITS:
+            return int(value[:-1]) * _TOKEN_UNITS[value[-1]]
         return value
 
     @model_validator(mode="after")
-    def with_nodes(self) -> EngineConfig:
-        if self.divides_tokens and self.decode_context_parallel_size != self.tensor_parallel_size:
+    def check_parallel_sizes(self) -> EngineConfig:
+        if self.uses_context_parallel and self.decode_context_parallel_size != self.tensor_parallel_size:
             raise ValueError(
                 f"decode_context_parallel_size: all ranks of tensor_parallel_size, {self.tensor_parallel_size}, divide "
                 f"the tokens, or none (1), not {self.decode_context_parallel_size} of them"

@@ -25,36 +25,43 @@ JsonObject = Annotated[dict[str, Any], BeforeValidator(_parse_object)]
 """An object, or JSON text of one."""
 
 
-def _plain_dtype(given: Any) -> Any:
+def _normalize_dtype(value: Any) -> Any:
     """vLLM's other names."""
-    return {"half": "float16", "float": "float32"}.get(given, given) if isinstance(given, str) else given
+    return {"half": "float16", "float": "float32"}.get(value, value) if isinstance(value, str) else value
 
 
-def plain_quantization(given: Any) -> Any:
+def normalize_quantization(value: Any) -> Any:
     """vLLM's other names. Raises ValueError for those of other devices."""
-    if (why := why_no_device(given)) is not None:
+    if (why := unsupported_device_reason(value)) is not None:
         raise ValueError(f"{why}: name a checkpoint in another format")
-    return _OTHER_QUANTIZATIONS.get(given, given) if isinstance(given, str) else given
+    return _QUANTIZATION_ALIASES.get(value, value) if isinstance(value, str) else value
 
 
-_OTHER_QUANTIZATIONS = {
+_QUANTIZATION_ALIASES = {
     **{"int8_per_channel_weight_only": "int8", "int8_per_channel": "int8", "fp8_per_tensor": "fp8"},
     **{"fp8_per_block": "fp8", "modelopt_fp4": "modelopt", "modelopt_mxfp8": "modelopt", "modelopt_mixed": "modelopt"},
     **{"gpt_oss_mxfp4": "mxfp4", "auto_gptq": "gptq", "auto_awq": "awq", "fp8_per_channel": "fp8"},
 }
-Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], BeforeValidator(_plain_dtype)]
+Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], BeforeValidator(_normalize_dtype)]
 
 
-AtLoad = Literal["int8", "int4", "fp8"]
-Stored = Literal[
+OnlineQuantization = Literal["int8", "int4", "fp8"]
+CheckpointQuantization = Literal[
     "gptq", "gptq_marlin", "awq", "awq_marlin", "compressed-tensors", "bitsandbytes", "mxfp4", "modelopt", "gguf"
 ]
 """vLLM's names of the ways in which checkpoints are quantized, and of its kernels for them."""
 
 
-NOT_DRAFTED = ("dflash", "dspark", "mlp_speculator", "p-eagle", "gemma4_mtp_assistant", "extract_hidden_states")
+UNSUPPORTED_DRAFT_METHODS = (
+    "dflash",
+    "dspark",
+    "mlp_speculator",
+    "p-eagle",
+    "gemma4_mtp_assistant",
+    "extract_hidden_states",
+)
 """Methods of vLLM's that Quire lacks. No method changes an answer, so a model that names one is served without."""
-_OF_VLLM = {
+_IGNORED_VLLM_KEYS = {
     *("attention_backend", "moe_backend", "enforce_eager", "max_model_len", "quantization", "revision"),
     *("code_revision", "draft_tensor_parallel_size", "draft_sample_method", "rejection_sample_method"),
     "draft_load_config",
@@ -85,35 +92,35 @@ class SpeculativeConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def of_vllm(cls, value: object) -> object:
+    def normalize_vllm_keys(cls, value: object) -> object:
         """Without what says only how fast vLLM guesses, and with the method that vLLM would choose for a model."""
         if not isinstance(value, dict):
             return value
-        settings = {name: each for name, each in value.items() if name not in _OF_VLLM}
+        settings = {name: each for name, each in value.items() if name not in _IGNORED_VLLM_KEYS}
         method = settings.get("method")
         if method is None and settings.get("model") is not None:
-            settings["method"] = method_of_draft(str(settings["model"]))
-        if method in NOT_DRAFTED:
+            settings["method"] = infer_draft_method(str(settings["model"]))
+        if method in UNSUPPORTED_DRAFT_METHODS:
             return {"method": "none"}
         return settings
 
     @field_validator("method", mode="before")
     @classmethod
-    def of_any_family(cls, value: object) -> object:
+    def normalize_mtp_method(cls, value: object) -> object:
         return "mtp" if isinstance(value, str) and value.endswith("_mtp") else value
 
     @property
-    def hidden_states(self) -> bool:
+    def uses_hidden_states(self) -> bool:
         """Whether heads guess from the served model's hidden states."""
         return self.method in ("eagle", "eagle3", "medusa", "mtp")
 
     @property
     def has_weights(self) -> bool:
         """Whether what guesses has weights of its own."""
-        return self.method == "draft_model" or self.hidden_states
+        return self.method == "draft_model" or self.uses_hidden_states
 
     @model_validator(mode="after")
-    def with_model(self) -> SpeculativeConfig:
+    def check_model(self) -> SpeculativeConfig:
         if self.method == "mtp":
             return self  # EngineConfig compares its model with the served one
         if self.has_weights != (self.model is not None):
@@ -121,7 +128,7 @@ class SpeculativeConfig(BaseModel):
         return self
 
 
-def needless_parts(value: object) -> str:
+def ignored_keys_reason(value: object) -> str:
     """What of a speculative_config changes nothing here, and why; "" where all of it counts."""
     if isinstance(value, str):
         try:
@@ -130,19 +137,19 @@ def needless_parts(value: object) -> str:
             return ""
     if not isinstance(value, dict):
         return ""
-    if value.get("method") in NOT_DRAFTED:
+    if value.get("method") in UNSUPPORTED_DRAFT_METHODS:
         return f"nothing guesses as {value['method']} does, and no guess changes an answer"
-    names = sorted(value.keys() & _OF_VLLM)
+    names = sorted(value.keys() & _IGNORED_VLLM_KEYS)
     return f"{', '.join(names)}: guesses are made with the served model's settings" if names else ""
 
 
-def method_of_draft(model: str) -> str:
+def infer_draft_method(model: str) -> str:
     """The method for a draft that comes without one, by its name, as vLLM chooses it."""
     name = model.lower()
     return next((method for method in ("eagle3", "eagle", "medusa") if method in name), "draft_model")
 
 
-_DEVICES = {
+_UNSUPPORTED_DEVICES = {
     "xla": "xla compiles each shape of a step anew, and a server's steps have no end of shapes",
     "tpu": "TPUs compute through xla, which compiles each shape of a step anew, and steps have no end of shapes",
     "npu": "Ascend's NPUs need a PyTorch of their own, for which there are no kernels here",
@@ -154,6 +161,6 @@ _DEVICES = {
 }
 
 
-def why_no_device(name: object) -> str | None:
+def unsupported_device_reason(name: object) -> str | None:
     """Why a device of PyTorch's or vLLM's is not served; None if it is, or nobody knows of it."""
-    return _DEVICES.get(name.partition(":")[0]) if isinstance(name, str) else None
+    return _UNSUPPORTED_DEVICES.get(name.partition(":")[0]) if isinstance(name, str) else None

@@ -1,4 +1,4 @@
-"""The errors that Quire raises on purpose, as one class tree. server/errors.py maps them to HTTP statuses.
+"""The errors that Quire raises on purpose, as one class tree. server/error_responses.py maps them to HTTP statuses.
 
 QuireError
 ├── InvalidRequest            the caller's mistake: names the parameter
@@ -119,7 +119,7 @@ def may_succeed_later(error: Exception) -> bool:
     return isinstance(error, EngineGone | Overloaded) and not isinstance(error, QueueTimeout | ModelUnloadable)
 
 
-def refuse(param: str, *reasons: str | bool | None) -> None:
+def refuse_setting(param: str, *reasons: str | bool | None) -> None:
     """Raise ConfigError for a setting with the first of the reasons that is one; each is a text, or the condition that
     does not hold under which it would be one."""
     for why in reasons:
@@ -127,7 +127,7 @@ def refuse(param: str, *reasons: str | bool | None) -> None:
             raise ConfigError(f"{param}: {why}", param=param)
 
 
-def check_serves(task: str, tasks: Collection[str]) -> None:
+def check_task(task: str, tasks: Collection[str]) -> None:
     """Raise InvalidRequest for a task that is not one of the model's."""
     if task not in tasks:
         hint = "; with pooling_type='last' it makes vectors" if task == "embed" and "generate" in tasks else ""

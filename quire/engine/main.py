@@ -35,7 +35,7 @@ def block_fault_signals() -> None:
 def report_fault_signals(heartbeat: Heartbeat) -> None:
     """Start a thread that waits for one of FAULT_SIGNALS, reports its sender to the parent, and lets it end us."""
 
-    def wait() -> None:
+    def report_signal() -> None:
         info = signal.sigwaitinfo(FAULT_SIGNALS)
         # si_code is above 0 when the kernel sent the signal, and 0 or below when a process did (man 2 sigaction).
         if info.si_code <= 0 and info.si_pid != os.getpid():
@@ -44,15 +44,15 @@ def report_fault_signals(heartbeat: Heartbeat) -> None:
         os.kill(os.getpid(), info.si_signo)
 
     if hasattr(signal, "sigwaitinfo"):
-        threading.Thread(target=wait, name="fault-signal-reporter", daemon=True).start()
+        threading.Thread(target=report_signal, name="fault-signal-reporter", daemon=True).start()
 
 
-def join(config: EngineConfig) -> int:
-    """Compute with the first of several machines, in this process; see engine/member.py."""
+def run_node(config: EngineConfig) -> int:
+    """Compute with the first of several machines, in this process; see engine/worker_node.py."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns, a page long, each time that the first one ends
-    from quire.engine.member import run
+    from quire.engine.worker_node import run_worker_node
 
-    return run(config)
+    return run_worker_node(config)
 
 
 def main() -> None:
@@ -69,9 +69,9 @@ def main() -> None:
     config = EngineConfig.model_validate_json(line)
     os.nice(config.niceness)  # of this thread, and those that it starts from here on: all that compute
 
-    from quire.engine.engine_core import serve
+    from quire.engine.engine_core import run_engine_core
 
-    sys.exit(serve(config, address, heartbeat))
+    sys.exit(run_engine_core(config, address, heartbeat))
 
 
 if __name__ == "__main__":

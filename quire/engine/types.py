@@ -16,18 +16,18 @@ from quire.engine import random_source
 from quire.engine.errors import InvalidRequest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-Cause = Literal["engine", "grammar", "constraints", "busy"]
+ErrorCause = Literal["engine", "grammar", "constraints", "busy"]
 """Of an error: the engine; a grammar that cannot be followed; constraints that leave no token; too much at a time."""
-KEEP_SECONDS = 600.0
+DEFAULT_KEEP_SECONDS = 600.0
 """How long pages are kept for a conversation's next turn where nothing else is said."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
 """In all stop strings together: text that is held back is compared with each."""
-_MOST_TOKENS = 2**31 - 1
+_MAX_TOKENS = 2**31 - 1
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What the whole text of an answer must match; engine/text/grammar.py makes them."""
+    """What the whole text of an answer must match; engine/text/grammar_compiler.py makes them."""
 
     kind: Literal["json", "regex", "lark"]
     text: str
@@ -44,25 +44,25 @@ class ThinkingBudget(msgspec.Struct, frozen=True):
     the thinking."""
 
 
-_BOUNDS: Mapping[str, tuple[float, float]] = {
+_PARAM_BOUNDS: Mapping[str, tuple[float, float]] = {
     "n": (1, 128),
     "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0),
-    "top_k": (-1, _MOST_TOKENS),
+    "top_k": (-1, _MAX_TOKENS),
     "min_p": (0.0, 1.0),
     "repetition_penalty": (1e-6, 1e6),
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
-    "max_tokens": (1, _MOST_TOKENS),
-    "min_tokens": (0, _MOST_TOKENS),
+    "max_tokens": (1, _MAX_TOKENS),
+    "min_tokens": (0, _MAX_TOKENS),
     "seed": (-(2**63), 2**63 - 1),
-    "logprobs": (0, _MOST_TOKENS),
-    "prompt_logprobs": (0, _MOST_TOKENS),
+    "logprobs": (0, _MAX_TOKENS),
+    "prompt_logprobs": (0, _MAX_TOKENS),
 }
 """What fields of SamplingParams must be, at least and at most. Logits that are divided or multiplied stay finite;"""
-_ABOVE = ("top_p",)
+_EXCLUSIVE_BOUNDS = ("top_p",)
 """what must be above that;"""
-_LEAST_TEMPERATURE = 1e-5
+_MIN_TEMPERATURE = 1e-5
 """and below what temperature, as in vLLM, nothing is drawn: divided by less, logits may be infinite."""
 
 
@@ -109,8 +109,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             msgspec.structs.force_setattr(self, "stop", stop)
         if self.seed == -1:  # as vLLM and Ollama write "none"
             msgspec.structs.force_setattr(self, "seed", None)
-        for name, (low, high) in _BOUNDS.items():
-            _within(name, getattr(self, name), low, high, above=name in _ABOVE)
+        for name, (low, high) in _PARAM_BOUNDS.items():
+            _check_bounds(name, getattr(self, name), low, high, is_exclusive=name in _EXCLUSIVE_BOUNDS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens must not exceed max_tokens ({self.max_tokens}), got {self.min_tokens}", param="min_tokens"
@@ -123,7 +123,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             message = f"stop must not contain more than {MAX_STOP_CHARACTERS} characters in all"
             raise InvalidRequest(message, param="stop")
         for bias in (self.logit_bias or {}).values():
-            _within("logit_bias", bias, -100.0, 100.0)
+            _check_bounds("logit_bias", bias, -100.0, 100.0)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids must not be empty", param="allowed_token_ids")
         if not all(self.bad_words_ids):
@@ -131,7 +131,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < _LEAST_TEMPERATURE
+        return self.temperature < _MIN_TEMPERATURE
 
     def choice_seed(self, choice: int) -> int:
         """The seed of one of n choices, 63 bits; random if the request has none. The first choice takes the request's
@@ -164,18 +164,18 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Where the second of two texts begins in the prompt, for encoders that tell them apart."""
 
     def __post_init__(self) -> None:
-        _within("dimensions", self.dimensions, 1, _MOST_TOKENS)
+        _check_bounds("dimensions", self.dimensions, 1, _MAX_TOKENS)
 
 
-def _within(name: str, value: float | None, low: float, high: float, *, above: bool = False) -> None:
+def _check_bounds(name: str, value: float | None, low: float, high: float, *, is_exclusive: bool = False) -> None:
     """Raise InvalidRequest unless low <= value <= high; above=True leaves `low` itself out. NaN fails every bound."""
     if value is None:
         return
-    if not ((value > low if above else value >= low) and value <= high):
+    if not ((value > low if is_exclusive else value >= low) and value <= high):
         if isinstance(low, int):
             bounds = f"at least {low} and at most {high}"
         else:
-            bounds = f"in {'(' if above else '['}{low:g}, {high:g}]"  # vLLM's words, which programs look for
+            bounds = f"in {'(' if is_exclusive else '['}{low:g}, {high:g}]"  # vLLM's words, which programs look for
         raise InvalidRequest(f"{name} must be {bounds}, got {value}", param=name)
 
 
@@ -198,7 +198,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     digest: bytes
     """Of the content that the features are made of; another content has another."""
     kind: Literal["image"] = "image"
-    whole: bool = False
+    is_bidirectional: bool = False
     """Whether its tokens see each other, those behind them too: no step may end within it."""
     offset: int = 0
     """The features of so many of the content's tokens stand in spans before it."""
@@ -215,11 +215,11 @@ class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """uint8 [height, width, 3], RGB."""
     original: tuple[int, int] | None = None
     """Height and width before it was resized, where the number of features depends on them."""
-    work: int = 1
-    """What reading it takes of steps' budgets, in tokens: Vision.work of the model's."""
+    encoder_cost: int = 1
+    """What reading it takes of steps' budgets, in tokens: VisionSpec.encoder_cost of the model's."""
 
     @classmethod
-    def of(cls, height: int, width: int, pixels: bytes, original: tuple[int, int] | None = None) -> Image:
+    def from_pixels(cls, height: int, width: int, pixels: bytes, original: tuple[int, int] | None = None) -> Image:
         size = f"{height}x{width}".encode()
         salt = b"" if original is None else b"".join(each.to_bytes(8, "little") for each in original)
         digest = blake2b(pixels, digest_size=16, person=size[:16], salt=salt).digest()
@@ -255,12 +255,12 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """The content of each span, once."""
 
     @property
-    def contents(self) -> tuple[tuple[Span, ...], tuple[Image, ...], str]:
+    def encoder_inputs(self) -> tuple[tuple[Span, ...], tuple[Image, ...], str]:
         """What the device needs to make its spans' features; those of other salts are made anew."""
         return self.spans, self.images, self.cache_salt
 
     @property
-    def sampling(self) -> SamplingParams | None:
+    def sampling_params(self) -> SamplingParams | None:
         """Its parameters; None where it asks for a vector."""
         return self.params if isinstance(self.params, SamplingParams) else None
 
@@ -268,13 +268,13 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     def task(self) -> Task:
         return "generate" if isinstance(self.params, SamplingParams) else self.params.task
 
-    def limit(self, room: int) -> int | None:
-        """The most tokens to generate, where the context has room for `room` after the prompt; 0 for a vector. None:
-        the prompt is too long."""
-        if self.sampling is None:
-            return None if room < 0 else 0
-        most = self.sampling.max_tokens
-        return None if room < 1 else room if most is None else min(most, room)
+    def output_token_limit(self, context_room: int) -> int | None:
+        """The most tokens to generate, where the context has room for `context_room` after the prompt; 0 for a vector.
+        None: the prompt is too long."""
+        if self.sampling_params is None:
+            return None if context_room < 0 else 0
+        max_tokens = self.sampling_params.max_tokens
+        return None if context_room < 1 else context_room if max_tokens is None else min(max_tokens, context_room)
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -293,30 +293,30 @@ MissReason = (
     Literal["evicted", "computing", "restarted", "replica", "cache_salt", "adapter", "weights", "prompt_logprobs"]
     | Literal["diverged", "rewritten"]
 )
-"""Why tokens that were computed before were not found in the prefix cache: engine/prefixes/misses.py."""
+"""Why tokens that were computed before were not found in the prefix cache: engine/prefixes/miss_tracker.py."""
 
 
-class Nearest(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class PrefixDivergence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a prompt goes on otherwise than the nearest earlier sequence of its tenant."""
 
-    common: int
+    num_common: int
     """Tokens that both begin with."""
-    within: Literal["prompt", "answer"]
+    diverges_in: Literal["prompt", "answer"]
     """In what of the earlier request they differ."""
-    before: list[int]
+    common_ids: list[int]
     """The last tokens that both have."""
-    was: list[int]
+    earlier_ids: list[int]
     """The earlier sequence's tokens from there."""
-    now: list[int]
+    prompt_ids: list[int]
     """The prompt's."""
 
 
 class PrefixReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a prompt could have found in the prefix cache, and did not."""
 
-    missed: list[tuple[MissReason, int]]
+    tokens_by_reason: list[tuple[MissReason, int]]
     """Tokens by reason, the most first."""
-    seconds: float
+    compute_seconds: float
     """What computing these took, as their share of the steps that computed the prompt."""
     conversation: str
     """The id of the request with which its conversation began."""
@@ -324,11 +324,11 @@ class PrefixReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Its number in that, from 1."""
     own_load: bool = False
     """Whether what its tenant had computed since would have filled the cache alone, where something was evicted."""
-    nearest: Nearest | None = None
+    nearest: PrefixDivergence | None = None
 
     @property
-    def missed_tokens(self) -> int:
-        return sum(tokens for _, tokens in self.missed)
+    def num_missed_tokens(self) -> int:
+        return sum(tokens for _, tokens in self.tokens_by_reason)
 
 
 class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -348,13 +348,13 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     error: str | None = None
     vector: bytes | None = None
     """What PoolingParams ask for, with the finish_reason "stop": float32, little-endian."""
-    cause: Cause = "engine"
+    cause: ErrorCause = "engine"
     """Of the error."""
     prefix: PrefixReport | None = None
     """With the first output, where the prefix cache was asked."""
 
 
-TEXT_ALONE = "this model reads no images"
+NO_IMAGES_REASON = "this model reads no images"
 """Why a request may not bring images, where the model is made for none."""
 
 
@@ -390,15 +390,16 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Of what layers keep of sequences beside pages, in every slot."""
     kv_cache_dtype: str = "auto"
     """What keys and values are kept in, by the setting's names; auto: `dtype`."""
-    no_images: str = TEXT_ALONE
+    no_images: str = NO_IMAGES_REASON
     """Why requests may not bring images; "" where they may."""
     step_tokens: int = 0
     """Most tokens in one step."""
     content: str = ""
     code: str = ""
-    """Digests of the model's files, wherever they lie (see content_of), and of the code that computes."""
+    """Digests of the model's files, wherever they lie (see content_digest), and of the code that computes."""
     adaptable: dict[str, tuple[int, int]] = {}
-    """(in, out) of linears that may have adapters, where transformers' class has them; {}: as lora/modules.py says."""
+    """(in, out) of linears that may have adapters, where transformers' class has them; {}: as lora/target_modules.py
+    says."""
 
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of this module's

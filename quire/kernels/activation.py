@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-KINDS = ("gelu", "gelu_tanh", "relu", "relu2", "xielu", "times")
+ACTIVATION_KINDS = ("gelu", "gelu_tanh", "relu", "relu2", "xielu", "times")
 """By the numbers that kernels/cpu/norm.cpp gives them."""
 
 
@@ -19,9 +19,9 @@ class Activation:
     kind: Literal["gelu", "gelu_tanh", "relu", "relu2", "xielu", "times"]
     """GELU (Hendrycks and Gimpel, 2016), as it is and in its tanh approximation; ReLU and its square (So et al., 2021);
     xIELU (Huang and Schlag, 2024); a factor."""
-    positive: float = 0.0
+    positive_alpha: float = 0.0
     """Of xIELU, which is a x^2 + b x above 0: a."""
-    negative: float = 0.0
+    negative_alpha: float = 0.0
     """Below, where it is c (e^x - 1 - x) + b x: c."""
     slope: float = 0.0
     """b; or the factor."""
@@ -65,7 +65,7 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def activate(x: Tensor, activation: Activation) -> Tensor:
+def apply_activation(x: Tensor, activation: Activation) -> Tensor:
     """Of each number in x ([..., width])."""
     match activation.kind:
         case "gelu":
@@ -81,12 +81,14 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
         case "xielu":
             wide = _wide(x)
             above, below = wide.clamp(min=0), wide.clamp(max=0)
-            curved = activation.positive * above.square() + activation.negative * (torch.expm1(below) - below)
+            curved = activation.positive_alpha * above.square() + activation.negative_alpha * (
+                torch.expm1(below) - below
+            )
             return (curved + activation.slope * wide).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class Clamp:
+class ClampedSwiGLU:
     """A gated product with limits (gpt-oss, 2025): g * sigmoid(alpha * g) * (u + 1), where g, the gate, is at most
     `limit`, and u, what it is multiplied with, is from -limit to limit."""
 

@@ -1,6 +1,6 @@
 """The contract that every backend keeps: its methods, and the types they take. `Reference` (kernels/reference.py)
 computes all of it in plain PyTorch and is the judge in tests; the other backends override what they compute faster.
-kernels/select.py chooses one."""
+kernels/backend_selection.py chooses one."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from quire.kernels.activation import Activation, Clamp
+from quire.kernels.activation import Activation, ClampedSwiGLU
+from quire.kernels.attention_params import AttentionParams
 from quire.kernels.collective import Collective
-from quire.kernels.kv_codes import UNSCALED, KVScales
-from quire.kernels.latents.latent import Latent
-from quire.kernels.quantized import Given, QuantizedWeight
-from quire.kernels.recurrent.recurrence import Guesses, Matrices, Recurrence, Sequences
-from quire.kernels.recurrent.short_conv import Columns, ShortConv
-from quire.kernels.rotation import Rope
-from quire.kernels.routing import Experts, Mixture
-from quire.kernels.softmax import Softmax
+from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
+from quire.kernels.latents.mla_latent import LatentParams
+from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.quantized_tensors import Activations, QuantizedWeight
+from quire.kernels.recurrent.recurrence import DraftStateLengths, Recurrence, RecurrentStates, StateSequences
+from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
+from quire.kernels.routing import Experts, MoE
 
 CachePair = tuple[Tensor, Tensor]
-InGraphs = Literal["steps", "decodes", "nothing"]  # what a CUDA graph can hold: what does not look at the host
-Pages = tuple[Tensor, ...]
+CudaGraphSupport = Literal["steps", "decodes", "nothing"]  # what a CUDA graph can hold: what does not look at the host
+LayerCache = tuple[Tensor, ...]
 """What a layer keeps of sequences, as its part asked for it: by page, then by the sequence's slot (the first axis)."""
 
 
@@ -33,17 +33,17 @@ Pages = tuple[Tensor, ...]
 class LinearContext:
     """What a linear must know of the rows that it multiplies."""
 
-    adapters: Tensor | None = None  # [rows] int64: the slot of each row's adapter; None: no row has one
-    order: Tensor | None = None  # [rows] int64, on a GPU: the rows' numbers, those of an adapter side by side
+    adapter_slots: Tensor | None = None  # [rows] int64: the slot of each row's adapter; None: no row has one
+    row_order: Tensor | None = None  # [rows] int64, on a GPU: the rows' numbers, those of an adapter side by side
 
     @classmethod
-    def of(cls, adapters: Tensor) -> LinearContext:
+    def from_adapter_slots(cls, adapter_slots: Tensor) -> LinearContext:
         """Of the rows that have these adapters. It makes no host wait, and a CUDA graph can hold it."""
-        return cls(adapters, torch.argsort(adapters, stable=True) if adapters.is_cuda else None)
+        return cls(adapter_slots, torch.argsort(adapter_slots, stable=True) if adapter_slots.is_cuda else None)
 
-    def at(self, rows: Tensor) -> LinearContext:
+    def select_rows(self, rows: Tensor) -> LinearContext:
         """The context of these rows alone."""
-        return self if self.adapters is None else self.of(self.adapters[rows])
+        return self if self.adapter_slots is None else self.from_adapter_slots(self.adapter_slots[rows])
 
 
 NO_ADAPTERS = LinearContext()
@@ -52,10 +52,10 @@ Linear = Callable[[Tensor, LinearContext], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class LoraDelta:
     """What an adapter (LoRA: Hu et al., 2021) adds to some outputs of a linear: x @ down.T @ up.T."""
 
-    first: int
+    first_output: int
     """The first of these outputs, which are those of one of the joined linears; no two deltas are of the same."""
     down: Tensor
     """[rank, in_features] of the model's dtype."""
@@ -67,20 +67,20 @@ class Delta:
 class AdapterSlots:
     """How many adapters a linear has room for at once, the linear's shape, and a Delta's largest rank."""
 
-    count: int
+    num_slots: int
     """Slots 1 to this; slot 0 is no adapter."""
     in_features: int
-    parts: tuple[int, ...]
+    output_sizes: tuple[int, ...]
     """Outputs of the linears that are joined in it, in their order; a Delta is of one of them."""
     max_rank: int
     dtype: torch.dtype
     """Of its inputs."""
-    wide: bool
+    has_float32_output: bool
     """Whether its outputs are float32, whatever the dtype."""
     device: torch.device
 
 
-class AdaptedLinear(ABC):
+class LinearWithLora(ABC):
     """A linear, and what adapters add to rows: those without have the linear's own bits, and none depends on others."""
 
     @abstractmethod
@@ -88,21 +88,21 @@ class AdaptedLinear(ABC):
         """As every Linear."""
 
     @abstractmethod
-    def pack(self, deltas: Sequence[Delta]) -> Any:
-        """One adapter's deltas in the form that `put` takes. May be called by any thread, at any time."""
+    def pack_deltas(self, deltas: Sequence[LoraDelta]) -> Any:
+        """One adapter's deltas in the form that `put_adapter` takes. May be called by any thread, at any time."""
 
     @abstractmethod
-    def put(self, slot: int, packed: Any) -> None:
+    def put_adapter(self, slot: int, packed: Any) -> None:
         """Let the rows of this slot have these deltas from the next call on; None: none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class QuantizedEmbedding:
     """A quantized embedding."""
 
-    look_up: Callable[[Tensor], Tensor]
+    embed_tokens: Callable[[Tensor], Tensor]
     """Token ids [T] to its rows, [T, hidden] in the model's dtype."""
-    project: Linear | None
+    lm_head: Linear | None
     """[R, hidden] to [R, vocab] float32, by the same weight; None: it is not the head as well."""
 
 
@@ -118,67 +118,79 @@ class AttentionMetadata:
     key_start: Tensor  # [S + 1] int32, cumulative context_lens
     block_table: Tensor  # [S, most pages of a row] int32, padded with any valid page id
     positions: Tensor  # [T] int64, absolute position of each token
-    slots: Tensor  # [T] int64, page id * block size + offset: where each token's KV is stored
+    slot_mapping: Tensor  # [T] int64, page id * block size + offset: where each token's KV is stored
     max_query_len: int
     max_context_len: int
-    linear: LinearContext = NO_ADAPTERS  # of the T tokens
-    whole: bool = False  # whether all keys are this step's own: whole prompts of which nothing was cached
-    others: tuple[AttentionMetadata, ...] = ()
+    linear_context: LinearContext = NO_ADAPTERS  # of the T tokens
+    is_full_prefill: bool = False  # whether all keys are this step's own: whole prompts of which nothing was cached
+    other_groups: tuple[AttentionMetadata, ...] = ()
     """The same with the block tables and slots of the other groups of layers, from the second on, where layers of
     different windows have pages of their own. What a table names before a window's tokens is of no sequence."""
     state_slots: Tensor | None = None  # [S] int64: where each sequence keeps what is not in pages; None: no layer does
-    guesses: Guesses | None = None  # None: no token is one, or was one in the step before
-    turns: Tensor | None = None  # [T] int64, the position that each token is rotated by; None: its position
-    axes: Tensor | None = None  # [T, 3] int64, the same by time, row and column of an image; None: all are alike
-    together: Together | None = None  # None: every token sees what is before it, and no more
-    beside: Tensor | None = None  # [T, W], what layers read of tokens beside the stream; None: no layer does
-    sequences: Sequences | None = None  # None: of matrices too a sequence is what it is of attention
-    parts: tuple[AttentionMetadata, ...] = ()  # of decodes and prompts, these two for attention: kernels/gpu/mixed.py
-    shapes: tuple[tuple[int, int], ...] = ()  # (queries, keys) of each sequence; (): the host was not told
+    draft_state_lengths: DraftStateLengths | None = None  # None: no token is one, or was one in the step before
+    rope_position_override: Tensor | None = (
+        None  # [T] int64, the position that each token is rotated by; None: its position
+    )
+    mrope_positions: Tensor | None = (
+        None  # [T, 3] int64, the same by time, row and column of an image; None: all are alike
+    )
+    bidirectional_spans: BidirectionalSpans | None = None  # None: every token sees what is before it, and no more
+    per_layer_inputs: Tensor | None = None  # [T, W], what layers read of tokens beside the stream; None: no layer does
+    state_sequences: StateSequences | None = None  # None: of matrices too a sequence is what it is of attention
+    decode_prefill_parts: tuple[
+        AttentionMetadata, ...
+    ] = ()  # of decodes and prompts, these two for attention: kernels/gpu/prefill_decode_split.py
+    query_key_lens: tuple[tuple[int, int], ...] = ()  # (queries, keys) of each sequence; (): the host was not told
 
-    def grouped(self, tables: Sequence[Tensor], slots: Sequence[Tensor]) -> AttentionMetadata:
+    def with_block_tables(self, tables: Sequence[Tensor], slot_mappings: Sequence[Tensor]) -> AttentionMetadata:
         """With these block tables and slots, by group, of which the first are its own."""
         if len(tables) == 1:
             return self
-        pairs = list(zip(tables, slots, strict=True))
-        return replace(self, others=tuple(replace(self, block_table=table, slots=at) for table, at in pairs[1:]))
+        pairs = list(zip(tables, slot_mappings, strict=True))
+        return replace(
+            self,
+            other_groups=tuple(
+                replace(self, block_table=table, slot_mapping=slot_mapping) for table, slot_mapping in pairs[1:]
+            ),
+        )
 
     @property
-    def turned(self) -> Tensor:
+    def rope_positions(self) -> Tensor:
         """[T] int64: the position that each token is rotated by."""
-        return self.positions if self.turns is None else self.turns
+        return self.positions if self.rope_position_override is None else self.rope_position_override
 
     @property
-    def of_text(self) -> bool:
+    def is_text_only(self) -> bool:
         """Whether all tokens are computed as those of text are."""
-        return self.axes is None and self.together is None
+        return self.mrope_positions is None and self.bidirectional_spans is None
 
-    def of(self, group: int) -> AttentionMetadata:
-        return self.others[group - 1] if group else self
+    def group_metadata(self, group: int) -> AttentionMetadata:
+        return self.other_groups[group - 1] if group else self
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class BidirectionalSpans:
     """Tokens that see each other, those behind them too: parts of prompts, each of which ends in this step."""
 
-    rows: Tensor  # [P] int64, their places among the step's tokens
+    token_indices: Tensor  # [P] int64, their places among the step's tokens
     metadata: AttentionMetadata  # of these P alone, a sequence for each part, which ends where the part does
 
 
 class Operations(ABC):
     """What the parts of a decoder's layers are made of, for T tokens, H query heads, K key-value heads, D head_dim: a
-    backend computes each at once, or notes it, to compute a whole list of them at once later (`Backend.recorded`)."""
+    backend computes each at once, or notes it, to compute a whole list of them at once later
+    (`Backend.record_layers`)."""
 
     @abstractmethod
-    def apply(self, linear: Linear, x: Given, context: LinearContext) -> Tensor:
+    def apply_linear(self, linear: Linear, x: Activations, context: LinearContext) -> Tensor:
         """What a linear gives. x stays."""
 
     @abstractmethod
-    def mix(self, mixture: Mixture, x: Tensor, routed: Tensor) -> Tensor:
+    def run_moe(self, moe: MoE, x: Tensor, router_input: Tensor) -> Tensor:
         """What a mixture of experts gives. x and routed, which may be the same, stay."""
 
     @abstractmethod
-    def sum(self, x: Tensor, group: Collective | None) -> Tensor:
+    def all_reduce(self, x: Tensor, group: Collective | None) -> Tensor:
         """The sum of the ranks' x, where the model has some (None: x). May overwrite x."""
 
     @abstractmethod
@@ -200,7 +212,7 @@ class Operations(ABC):
         """The same with layer_norm."""
 
     @abstractmethod
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+    def add_residual(self, x: Tensor, residual: Tensor) -> Tensor:
         """x + residual. May overwrite residual."""
 
     @abstractmethod
@@ -208,7 +220,7 @@ class Operations(ABC):
         """x * sigmoid(gate) + residual for x [T, F] and a gate of each token [T, 1]. May overwrite residual."""
 
     @abstractmethod
-    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+    def apply_activation(self, x: Tensor, activation: Activation) -> Tensor:
         """The activation of each number. May overwrite x."""
 
     @abstractmethod
@@ -220,52 +232,63 @@ class Operations(ABC):
         """The same with GELU in the tanh approximation (Hendrycks and Gimpel, 2016)."""
 
     @abstractmethod
-    def mul_columns(self, x: Tensor, beside: Tensor, first: int) -> Tensor:
-        """x [T, F] times the columns of `beside` [T, W] from `first` on. May overwrite x."""
+    def mul_columns(self, x: Tensor, per_layer_inputs: Tensor, first: int) -> Tensor:
+        """x [T, F] times the columns of `per_layer_inputs` [T, W] from `first` on. May overwrite x."""
 
     @abstractmethod
-    def rope_store(
+    def rope_and_store_kv(
         self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v. Returns q [T, H, D]. K follows from the
-        caches' shape. With `Rope.given` K or 2K heads are not there. May overwrite qkv."""
+        caches' shape. With `Rope.projections` K or 2K heads are not there. May overwrite qkv."""
 
     @abstractmethod
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        """Causal attention of q [T, H, D] over its sequences' pages, [T, H, D], or [T, H, Softmax.values]. The query at
-        position p sees keys from Softmax.first_seen(p), or 0, to p. What is read is what the pages hold: of codes the
-        rounded numbers, of the step's own tokens too. H is a multiple of K; query head h reads key-value head
-        h // (H / K). Scores and sums are float32. A row's result depends on its own query and keys alone: batch,
-        chunks and page ids change no bit of it (but on a GPU, where the backend was not made deterministic)."""
+        """Causal attention of q [T, H, D] over its sequences' pages, [T, H, D], or [T, H, AttentionParams.value_dim].
+        The query at position p sees keys from AttentionParams.first_visible_key(p), or 0, to p. What is read is what
+        the pages hold: of codes the rounded numbers, of the step's own tokens too. H is a multiple of K; query head h
+        reads key-value head h // (H / K). Scores and sums are float32. A row's result depends on its own query and keys
+        alone: batch, chunks and page ids change no bit of it (but on a GPU, where the backend was not made
+        deterministic)."""
 
-    def divided_attention(
-        self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: Softmax, group: Collective
+    def context_parallel_attention(
+        self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, group: Collective
     ) -> Tensor:
-        """The same of ranks that divide every sequence's tokens (`Backend.divided`): q [T, H / ranks, D] of this rank's
-        heads, caches of all K heads for its tokens. `softmax.bias` is of all heads, `softmax.sinks` of this rank's. A
-        row's bits follow from the number of ranks; the CPU's kernels give those of one process. Raises RankEnded."""
+        """The same of ranks that divide every sequence's tokens (`Backend.make_context_parallel`): q [T, H / ranks, D]
+        of this rank's heads, caches of all K heads for its tokens. `softmax.bias` is of all heads, `softmax.sinks` of
+        this rank's. A row's bits follow from the number of ranks; the CPU's kernels give those of one process. Raises
+        RankEnded."""
         raise NotImplementedError
 
     @abstractmethod
-    def latent_store(self, q: Tensor, kv: Tensor, latent: Latent, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Norm, rotate, store kv [T, L + R]: kernels/latents/latent.py. Returns q [T, H, any + R], turned in place."""
+    def store_latent_kv(
+        self, q: Tensor, kv: Tensor, latent: LatentParams, cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Norm, rotate, store kv [T, L + R]: kernels/latents/mla_latent.py. Returns q [T, H, any + R], turned in
+        place."""
 
     @abstractmethod
-    def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
+    def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvColumns, metadata: AttentionMetadata) -> Tensor:
         """What kernels/recurrent/short_conv.py says of bcx [T, 3 * channels], b, c and x side by side, or of x alone:
         [T, channels]. Keeps the columns of all T tokens. A row may begin with what an earlier one stores in a page."""
 
     @abstractmethod
-    def recur(
-        self, given: Tensor, z: Tensor, beside: Tensor, rule: Recurrence, states: Matrices, metadata: AttentionMetadata
+    def run_recurrence(
+        self,
+        inputs: Tensor,
+        z: Tensor,
+        head_inputs: Tensor,
+        rule: Recurrence,
+        states: RecurrentStates,
+        metadata: AttentionMetadata,
     ) -> Tensor:
         """What kernels/recurrent/recurrence.py says of what tokens give [T, rule.inputs], their gates z [T, heads *
         value], and numbers of each head [T, rule.beside]: [T, heads * value]. Keeps the states of all sequences."""
 
     @abstractmethod
-    def join(self, x: Tensor, y: Tensor) -> Tensor:
+    def concat_columns(self, x: Tensor, y: Tensor) -> Tensor:
         """[T, A] and [T, B] side by side: [T, A + B]."""
 
     @abstractmethod
@@ -277,8 +300,8 @@ class Operations(ABC):
         """x [T, F] * sigmoid(gate), gate [T, G]: each of F / G numbers side by side. May overwrite x."""
 
 
-Layer = Callable[[Operations, Tensor, Tensor | None, AttentionMetadata], tuple[Tensor, Tensor]]
-Recorded = Callable[[Tensor, Tensor | None, AttentionMetadata, range], tuple[Tensor, Tensor]]
+LayerFunction = Callable[[Operations, Tensor, Tensor | None, AttentionMetadata], tuple[Tensor, Tensor]]
+RecordedLayers = Callable[[Tensor, Tensor | None, AttentionMetadata, range], tuple[Tensor, Tensor]]
 """The operations of a layer, and of some consecutive ones. x [T, hidden] is what the layer before gives, not yet added
 to the stream `residual` (None: x is the embeddings); so is what it returns. It may overwrite both."""
 
@@ -287,13 +310,15 @@ class Backend(Operations):
     name: str
     block_size: int
     """Tokens in a page."""
-    passes_over = False
+    skips_negative_slots = False
     """Whether slots below 0, of tokens that other ranks keep, store nothing; else these have a page of nobody's."""
-    keeps_bits: bool
+    keeps_weights_quantized: bool
     """Whether quantized weights stay as small as they are; else they are dequantized while they are loaded."""
-    in_graphs: InGraphs  # "decodes": of one token each, without mixtures of experts and states of whole sequences
+    cuda_graph_support: (
+        CudaGraphSupport  # "decodes": of one token each, without mixtures of experts and states of whole sequences
+    )
 
-    def divided(self, ranks: int) -> Backend | None:
+    def make_context_parallel(self, ranks: int) -> Backend | None:
         """The same for ranks that divide every sequence's tokens, as many of each page for each; None: it cannot."""
         return None
 
@@ -302,39 +327,39 @@ class Backend(Operations):
         """What computes, for the log: the library and its version, the instruction set."""
 
     @abstractmethod
-    def cannot_serve(
+    def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
         """Why it cannot serve such a model there, in one line that says what would help; None where it can, and only
         then other methods may be called. softcap: the model caps its attention scores."""
 
-    def cannot_hold(self, kv_dtype: torch.dtype) -> str | None:
+    def unsupported_kv_dtype_reason(self, kv_dtype: torch.dtype) -> str | None:
         """Why its pages cannot hold one of KV_CODES, in one line that says what would help; None where they can."""
         return None
 
-    def cannot_attend(self, *, sinks: bool, latents: bool, chunks: bool) -> str | None:
-        """Why its attention takes no Softmax.sinks, .values or .chunked, if these are asked for, likewise."""
+    def unsupported_attention_reason(self, *, sinks: bool, latents: bool, chunks: bool) -> str | None:
+        """Why its attention takes no AttentionParams.sinks, .values or .chunked, if these are asked for, likewise."""
         return None
 
     @abstractmethod
-    def keeps_rows_apart(self, device: torch.device, dtype: torch.dtype) -> bool:
+    def is_batch_invariant(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether a row has the same bits in every batch, as far as tests show it."""
 
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
         """Shape of one layer's key cache and of its value cache; the first axis is the page. dtype: what pages hold:
         that of q, k and v, or one of KV_CODES. The layout inside a page is the backend's own, of block_size * K * D
-        elements, or for codes block_size * K * (D + scale_elements). Pages of more than 16 tokens are [tokens, ...], so
-        that a page's beginning can be copied. All methods tell by the dtype of the caches what these hold."""
+        elements, or for codes block_size * K * (D + num_scale_elements). Pages of more than 16 tokens are [tokens,
+        ...], so that a page's beginning can be copied. All methods tell by the dtype of the caches what these hold."""
 
     @abstractmethod
     def store_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: KVScales = UNSCALED
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: KVScales = UNIT_KV_SCALES
     ) -> None:
         """Write k, v [T, K, D] to the pages at slots [T], rounded where the pages hold codes."""
 
     @abstractmethod
-    def clamped_mul(self, gate_up: Tensor, clamp: Clamp) -> Tensor:
+    def clamp_silu_mul(self, gate_up: Tensor, clamp: ClampedSwiGLU) -> Tensor:
         """silu_mul as Clamp says it."""
 
     @abstractmethod
@@ -342,8 +367,9 @@ class Backend(Operations):
         """x @ weight.T + bias, weight [out, in]; `weight` may be dropped afterwards. wide: the result is float32."""
 
     @abstractmethod
-    def pack_blocks(self, weights: Sequence[Tensor], passed: int) -> Linear:
-        """[T, B * (in + passed)] to [T, B * (out + passed)] by B weights [out, in]: kernels/latents/blocks.py."""
+    def pack_per_head_linear(self, weights: Sequence[Tensor], passed: int) -> Linear:
+        """[T, B * (in + passed)] to [T, B * (out + passed)] by B weights [out, in]:
+        kernels/latents/per_head_linear.py."""
 
     @abstractmethod
     def pack_quantized(
@@ -353,38 +379,38 @@ class Backend(Operations):
         dropped afterwards. How x is rounded to integers, if it is, depends on its row alone. wide: as above."""
 
     @abstractmethod
-    def pack_table(self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool) -> Table:
+    def pack_embedding(self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool) -> QuantizedEmbedding:
         """An embedding [vocab, hidden], which may be dropped afterwards; tied: it is the head as well."""
 
     @abstractmethod
-    def mixture(self, experts: Experts) -> Mixture:
+    def make_moe(self, experts: Experts) -> MoE:
         """The experts as one call: the weighed sum of what each token's experts give."""
 
     @abstractmethod
-    def adapted(self, linear: Linear, slots: AdapterSlots) -> AdaptedLinear:
+    def add_adapter_slots(self, linear: Linear, slots: AdapterSlots) -> LinearWithLora:
         """The linear with room for adapters. Raises ValueError where this backend cannot serve any; it says why."""
 
     @abstractmethod
     def fit_int4(self, groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Floating-point weights [n, 32] in 4 bits, each group with a scale and an offset, as kernels/fit.py finds
+        """Floating-point weights [n, 32] in 4 bits, each group with a scale and an offset, as kernels/int4_fit.py finds
         them: codes [n, 16] uint8 as in GroupedWeight, scales [n] and offsets [n] float32; a weight is
         scale * (code - 8) + offset. With zero points, whole ones from 0 to 15 in the offsets' place, it is
         scale * (code - zero), and scales have the 8 bits of bfloat16."""
 
-    def recorded(
-        self, layers: Sequence[Layer], hidden: int, dtype: torch.dtype, *, starts: bool, groups: int
-    ) -> Recorded | None:
+    def record_layers(
+        self, layers: Sequence[LayerFunction], hidden: int, dtype: torch.dtype, *, starts: bool, groups: int
+    ) -> RecordedLayers | None:
         """Consecutive layers as one call, with the bits of their operations one by one; None where there is no such.
         hidden, dtype: of the stream. starts: it begins in the first of them. groups: their metadata's block tables."""
         return None
 
-    def ranks_memory(self, count: int, row_bytes: int) -> int | None:
+    def create_rank_memory(self, count: int, row_bytes: int) -> int | None:
         """What so many processes on one machine need to compute together: a descriptor that each must get. row_bytes:
         of the longest row that they will put side by side. None where the backend has no such way."""
         return None
 
     @abstractmethod
-    def collective(self, descriptor: int, rank: int, count: int, parent: int = 0) -> Collective:
+    def make_collective(self, descriptor: int, rank: int, count: int, parent: int = 0) -> Collective:
         """One such process' view of all; `descriptor` may then be closed. parent: what it ends with; 0: nothing."""
 
     @abstractmethod
@@ -392,7 +418,7 @@ class Backend(Operations):
         """The first of the largest values of each row, [R, vocab] to [R] int64."""
 
     @abstractmethod
-    def draw(self, logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
+    def sample_tokens(self, logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
         """A token for each row of logits [R, vocab] float32: [R] int64. filters [R, 4] float64: temperature (above 0),
         top_k (from 1 to vocab), top_p, min_p. Top-k, then top-p of what it left (Holtzman et al., 2020), and min-p keep
         what is at or above a threshold value, so equal logits are kept or dropped together. The result is the first

@@ -19,41 +19,41 @@ class Collective(ABC):
     with tensors of the same number of rows. No row's bits depend on other rows. Raises RankEnded."""
 
     rank: int
-    count: int
+    world_size: int
 
     @abstractmethod
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' x, with the same bits on each of them. May overwrite x."""
 
     @abstractmethod
-    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+    def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """The ranks' [R, widths[rank]] float32 side by side on the first rank; on others x itself, or the same."""
 
     @abstractmethod
-    def share(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         """The first rank's x, on each of them. May overwrite x, whose content on the others does not matter."""
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Of a step that has been computed: raises RankEnded where it has no numbers, for some sum did not come."""
         return None
 
-    def every(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' x in their order, on each of them: [ranks, *x.shape]. Of ranks that meet at a store."""
         raise NotImplementedError
 
-    def exchange(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor) -> Tensor:
         """x [ranks, ...] has something for each rank; what the ranks have for this one, in their order: of the same
         shape. Likewise."""
         raise NotImplementedError
 
-    def agree(self, well: bool, device: device) -> bool:
+    def all_ranks_succeeded(self, succeeded: bool, device: device) -> bool:
         """Whether all ranks say that it went well, the same on each of them; the host waits for them. device: the
         ranks' tensors are on it. Likewise."""
         raise NotImplementedError
 
-    def apart(self) -> AbstractContextManager[None]:
+    def suspend_communication(self) -> AbstractContextManager[None]:
         """Meanwhile this rank meets no other, and what a method gives has the right shape and no meaning. It is for
-        `recorded` (kernels/gpu/kinds.py), under which no kernel runs, not even one that sums. Likewise."""
+        `recorded` (kernels/gpu/kernel_variant.py), under which no kernel runs, not even one that sums. Likewise."""
         raise NotImplementedError
 
     @abstractmethod

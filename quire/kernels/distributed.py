@@ -15,140 +15,145 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quire.kernels.collective import Collective, RankEnded
-from quire.kernels.sockets import SocketGroup
+from quire.kernels.socket_group import SocketGroup
 
-Group = Any
+ProcessGroup = Any
 """A dist.ProcessGroup, or what it consists of, whose methods PyTorch's stubs lack."""
 _TIMEOUT = timedelta(minutes=10)
 """How long one waits for the others. That one has ended is noticed otherwise, and earlier."""
 
 
-class NearSums(Protocol):
+class SmallAllReduce(Protocol):
     """Sums of few numbers by another way than the group's, in float32 and in the order of the ranks."""
 
-    def takes(self, x: Tensor) -> bool:
+    def can_reduce(self, x: Tensor) -> bool:
         """The same on all ranks."""
 
-    def sum(self, x: Tensor) -> Tensor:
-        """As `Collective.sum`; x stays."""
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """As `Collective.all_reduce`; x stays."""
 
-    def check(self) -> None:
-        """As `Collective.check`."""
+    def raise_if_failed(self) -> None:
+        """As `Collective.raise_if_failed`."""
 
-    def stop(self) -> None:
+    def stop_waiting(self) -> None:
         """Let none wait any longer."""
 
 
 class DistributedCollective(Collective):
-    """`gather` gives all ranks the whole. On GPUs a CUDA graph can hold every call, and none waits for the host."""
+    """`gather_columns` gives all ranks the whole. On GPUs a CUDA graph can hold every call, and none waits for the
+    host."""
 
     def __init__(
         self,
-        join: Callable[[], Group],
+        join: Callable[[], ProcessGroup],
         rank: int,
         count: int,
         *,
         in_order: bool,
-        near: Callable[[], NearSums | None] | None = None,
+        make_small_all_reduce: Callable[[], SmallAllReduce | None] | None = None,
     ) -> None:
         """`join`: makes the group of `count` processes, at the first call of a method, so that a rank that fails before
         keeps nobody waiting. It need not be known to torch.distributed; its timeout bounds how long one waits for
         another. `in_order`: numbers are added in float32, in the order of the ranks. Else an all-reduce adds them,
         which is faster with more than two ranks; NCCL gives all ranks the same bits, but chooses an order by the size
         of x, and a place's order by where in x it is (https://github.com/NVIDIA/nccl/issues/157), or none (NVLS, issue
-        1497). `near`: finds, once all have joined, what sums few numbers instead, if anything does."""
-        self.rank, self.count = rank, count
-        self._join, self._find_near = join, near
-        self._group: Group = None
-        self._near: NearSums | None = None
+        1497). `make_small_all_reduce`: finds, once all have joined, what sums few numbers instead, if anything does."""
+        self.rank, self.world_size = rank, count
+        self._join, self._make_small_all_reduce = join, make_small_all_reduce
+        self._group: ProcessGroup = None
+        self._small_all_reduce: SmallAllReduce | None = None
         self._in_order = in_order
-        self._apart = False
+        self._is_suspended = False
         self._closed = threading.Event()
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         if not x.numel():
             return x
         x = x.contiguous()
-        if self._find_near is not None and (near := self._nearby(x)) is not None and near.takes(x):
-            return near.sum(x)
+        if (
+            self._make_small_all_reduce is not None
+            and (small_all_reduce := self._get_small_all_reduce(x)) is not None
+            and small_all_reduce.can_reduce(x)
+        ):
+            return small_all_reduce.all_reduce(x)
         if not self._in_order:
-            self._do(lambda: self._group.allreduce([x]), x.is_cuda)
+            self._run_collective(lambda: self._group.allreduce([x]), x.is_cuda)
             return x
-        total, *others = self.every(x)
+        total, *others = self.all_gather(x)
         total = total.float()
         for part in others:
             total += part
         return total.to(x.dtype)
 
-    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+    def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         if x.dtype != torch.float32 or x.shape[1] != widths[self.rank]:
             raise TypeError(f"{list(x.shape)} of {x.dtype} is not rank {self.rank}'s part of {widths}")
         even = pad(x, (0, max(widths) - x.shape[1])).contiguous()  # all parts of a gather have one size
-        parts = list(self.every(even)) if even.numel() else [even] * self.count
+        parts = list(self.all_gather(even)) if even.numel() else [even] * self.world_size
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
 
-    def share(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         if x.numel():
-            self._do(lambda: self._group.broadcast([x], dist.BroadcastOptions()), x.is_cuda)  # from rank 0
+            self._run_collective(lambda: self._group.broadcast([x], dist.BroadcastOptions()), x.is_cuda)  # from rank 0
         return x
 
-    def every(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        parts = x.new_empty((self.count, *x.shape))
-        self._do(lambda: self._group._allgather_base(parts.flatten(), x.flatten()), x.is_cuda)
+        parts = x.new_empty((self.world_size, *x.shape))
+        self._run_collective(lambda: self._group._allgather_base(parts.flatten(), x.flatten()), x.is_cuda)
         return parts
 
-    def exchange(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        found = torch.empty_like(x)
-        self._do(lambda: self._group.alltoall_base(found.flatten(), x.flatten(), [], []), x.is_cuda)
-        return found
+        received = torch.empty_like(x)
+        self._run_collective(lambda: self._group.alltoall_base(received.flatten(), x.flatten(), [], []), x.is_cuda)
+        return received
 
-    def agree(self, well: bool, device: torch.device) -> bool:
-        return bool(self.every(torch.tensor([well], dtype=torch.int64, device=device)).all())
+    def all_ranks_succeeded(self, succeeded: bool, device: torch.device) -> bool:
+        return bool(self.all_gather(torch.tensor([succeeded], dtype=torch.int64, device=device)).all())
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        self._apart = True
+    def suspend_communication(self) -> Iterator[None]:
+        self._is_suspended = True
         try:
             yield
         finally:
-            self._apart = False
+            self._is_suspended = False
 
-    def send(self, x: Tensor, rank: int) -> None:
-        """To that rank, which must `receive` as much. May wait for it. Raises RankEnded."""
-        self._do(lambda: self._group.send([x.contiguous()], rank, 0), x.is_cuda)
+    def send_tensor(self, x: Tensor, rank: int) -> None:
+        """To that rank, which must `receive_tensor` as much. May wait for it. Raises RankEnded."""
+        self._run_collective(lambda: self._group.send([x.contiguous()], rank, 0), x.is_cuda)
 
-    def receive(self, x: Tensor, rank: int) -> None:
+    def receive_tensor(self, x: Tensor, rank: int) -> None:
         """Fill x, which is contiguous, with what that rank sends. Raises RankEnded."""
-        self._do(lambda: self._group.recv([x], rank, 0), x.is_cuda)
+        self._run_collective(lambda: self._group.recv([x], rank, 0), x.is_cuda)
 
-    def check(self) -> None:
-        if self._near is not None:
-            self._near.check()
+    def raise_if_failed(self) -> None:
+        if self._small_all_reduce is not None:
+            self._small_all_reduce.raise_if_failed()
 
     def close(self) -> None:
         self._closed.set()
-        if self._near is not None:
-            self._near.stop()
+        if self._small_all_reduce is not None:
+            self._small_all_reduce.stop_waiting()
         if self._group is not None:
             self._group.abort()  # frees those that wait
 
-    def _nearby(self, x: Tensor) -> NearSums | None:
-        self._do(None, x.is_cuda)
-        return self._near
+    def _get_small_all_reduce(self, x: Tensor) -> SmallAllReduce | None:
+        self._run_collective(None, x.is_cuda)
+        return self._small_all_reduce
 
-    def _do(self, begin: Callable[[], dist.Work] | None, on_gpu: bool) -> None:
+    def _run_collective(self, begin: Callable[[], dist.Work] | None, on_gpu: bool) -> None:
         """begin: what to do once all have joined; None: nothing."""
         if self._closed.is_set():
             raise RankEnded
-        if self._apart:
+        if self._is_suspended:
             return
         try:
             if self._group is None:
                 self._group = self._join()
-                self._near = None if self._find_near is None else self._find_near()
+                self._small_all_reduce = None if self._make_small_all_reduce is None else self._make_small_all_reduce()
                 if self._closed.is_set():  # by another thread, which saw none of them yet
                     raise RankEnded
             if begin is not None:
@@ -172,16 +177,22 @@ def join_ranks(
     """`store`: of the first rank, where all find each other; `address`: this machine's, at which the others reach
     it. one_shot: GPUs of one machine sum few numbers by a kernel of ours, where they can."""
 
-    def join() -> Group:
+    def create_group() -> ProcessGroup:
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _TIMEOUT
             return dist.ProcessGroupNCCL(store, rank, count, options)
         return SocketGroup(store, rank, count, address)
 
-    def near() -> NearSums | None:
-        from quire.kernels.gpu.ranks.one_shot import meet
+    def create_small_all_reduce() -> SmallAllReduce | None:
+        from quire.kernels.gpu.ranks.one_shot_all_reduce import connect_one_shot
 
-        return meet(store, rank, count, device)
+        return connect_one_shot(store, rank, count, device)
 
-    return DistributedCollective(join, rank, count, in_order=in_order, near=near if one_shot else None)
+    return DistributedCollective(
+        create_group,
+        rank,
+        count,
+        in_order=in_order,
+        make_small_all_reduce=create_small_all_reduce if one_shot else None,
+    )

@@ -7,37 +7,39 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AdaptedLinear, Delta, Linear, LinearContext
+from quire.kernels.backend import Linear, LinearContext, LinearWithLora, LoraDelta
 
 
-class ReferenceAdaptedLinear(AdaptedLinear):
+class ReferenceLinearWithLora(LinearWithLora):
     """Row by row: a product of one shape gives a row the same bits whatever the others are."""
 
     def __init__(self, linear: Linear) -> None:
         self._linear = linear
-        self._slots: dict[int, Sequence[Delta]] = {}
+        self._slots: dict[int, Sequence[LoraDelta]] = {}
 
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
         out = self._linear(x, context)
-        if context.adapters is not None:
-            for row, slot in enumerate(context.adapters.tolist()):
+        if context.adapter_slots is not None:
+            for row, slot in enumerate(context.adapter_slots.tolist()):
                 for delta in self._slots.get(slot, ()):
-                    columns = slice(delta.first, delta.first + len(delta.up))
-                    out[row, columns] = (out[row, columns].to(_wide(x)) + _product(delta, x[row])).to(out.dtype)
+                    columns = slice(delta.first_output, delta.first_output + len(delta.up))
+                    out[row, columns] = (out[row, columns].to(_compute_dtype(x)) + _lora_product(delta, x[row])).to(
+                        out.dtype
+                    )
         return out
 
-    def pack(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
+    def pack_deltas(self, deltas: Sequence[LoraDelta]) -> Sequence[LoraDelta]:
         return deltas
 
-    def put(self, slot: int, packed: Sequence[Delta] | None) -> None:
+    def put_adapter(self, slot: int, packed: Sequence[LoraDelta] | None) -> None:
         self._slots[slot] = packed or ()
 
 
-def _product(delta: Delta, row: Tensor) -> Tensor:
+def _lora_product(delta: LoraDelta, row: Tensor) -> Tensor:
     """[in] to [outs], in float32 or what is wider."""
-    wide = _wide(row)
+    wide = _compute_dtype(row)
     return delta.up.to(wide) @ (delta.down.to(wide) @ row.to(wide))
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _compute_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if x.dtype == torch.float64 else torch.float32

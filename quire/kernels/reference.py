@@ -1,8 +1,8 @@
 """The reference backend: every kernel in plain PyTorch, on any device. The judge of the others, and what serves where
 nothing was compiled. Signatures and shapes are documented in kernels/backend.py.
 
-Results do not depend on the batch: rows never share a reduction (of attention: kernels/attention/tiles.py).
-"""
+Results do not depend on the batch: rows never share a reduction (of attention:
+kernels/attention/reference_attention.py)."""
 
 from __future__ import annotations
 
@@ -14,109 +14,122 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import lora
-from quire.kernels.activation import Activation, Clamp, activate, gelu_tanh, sigmoid, silu
-from quire.kernels.attention.own import Own, whole
-from quire.kernels.attention.tiles import merged, sums
+from quire.kernels.activation import Activation, ClampedSwiGLU, apply_activation, gelu_tanh, sigmoid, silu
+from quire.kernels.attention.context_shard import ContextShard, single_shard
+from quire.kernels.attention.reference_attention import compute_partial_softmax, merge_partial_softmax
+from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import (
-    AdaptedLinear,
     AdapterSlots,
     AttentionMetadata,
     Backend,
     CachePair,
-    InGraphs,
+    CudaGraphSupport,
     Linear,
     LinearContext,
-    Table,
+    LinearWithLora,
+    QuantizedEmbedding,
 )
 from quire.kernels.collective import Collective
-from quire.kernels.experts import ReferenceMixture
-from quire.kernels.fit import fit_int4
-from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, scale_elements, store_codes
-from quire.kernels.latents.blocks import ReferenceBlocks
-from quire.kernels.latents.latent import Latent, latent_key, rotated_queries
-from quire.kernels.quantized import Given, QuantizedWeight, read_by
-from quire.kernels.recurrent.recurrence import Matrices, Recurrence, Sequences, recur
-from quire.kernels.recurrent.short_conv import Columns, ShortConv, short_conv
-from quire.kernels.rotation import Rope, normed_and_rotated, rms_norm
-from quire.kernels.routing import Experts, Mixture
-from quire.kernels.softmax import Softmax
+from quire.kernels.experts import ReferenceMoE
+from quire.kernels.int4_fit import fit_int4
+from quire.kernels.kv_quantization import (
+    QUANTIZED_KV_DTYPES,
+    UNIT_KV_SCALES,
+    KVScales,
+    num_scale_elements,
+    store_quantized_kv,
+)
+from quire.kernels.latents.mla_latent import LatentParams, compute_latent_key, rotate_queries
+from quire.kernels.latents.per_head_linear import ReferencePerHeadLinear
+from quire.kernels.qk_norm_rope import Rope, norm_and_rotate, rms_norm
+from quire.kernels.quantized_tensors import Activations, QuantizedWeight, linear_input
+from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates, StateSequences, run_recurrence
+from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv, short_conv
+from quire.kernels.routing import Experts, MoE
 
-_FIRST_CANDIDATES = 1024
+_INITIAL_CANDIDATES = 1024
 """Top-p looks at this many most likely tokens first; a flatter distribution is sorted whole."""
 
 
-class Reference(Backend):
+class ReferenceBackend(Backend):
     name = "reference"
     block_size = 16
-    keeps_bits = False
-    in_graphs: InGraphs = "nothing"
-    ranks = 1
+    keeps_weights_quantized = False
+    cuda_graph_support: CudaGraphSupport = "nothing"
+    context_parallel_ranks = 1
     """That divide the tokens of a page among them."""
 
     def __init__(self, *, deterministic: bool = False) -> None:
         """deterministic: on a GPU, no row's bits depend on the batch; it costs speed and needs Triton. What holds on
-        the CPU, `keeps_rows_apart` says."""
+        the CPU, `is_batch_invariant` says."""
         self.deterministic = deterministic
 
     def description(self) -> str:
         return "plain PyTorch, slower"
 
-    def cannot_serve(
+    def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
         return None
 
-    def keeps_rows_apart(self, device: torch.device, dtype: torch.dtype) -> bool:
-        return self.deterministic if device.type == "cuda" else _onednn_packs(device, dtype)
+    def is_batch_invariant(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return self.deterministic if device.type == "cuda" else _can_pack_onednn(device, dtype)
 
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """[pages, tokens, K, D]; of codes as kernels/kv_codes.py says. Of tokens those that a rank keeps."""
-        return (num_blocks, self.block_size // self.ranks, kv_heads, head_dim + scale_elements(dtype))
+        """[pages, tokens, K, D]; of codes as kernels/kv_quantization.py says. Of tokens those that a rank keeps."""
+        return (
+            num_blocks,
+            self.block_size // self.context_parallel_ranks,
+            kv_heads,
+            head_dim + num_scale_elements(dtype),
+        )
 
     def store_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: KVScales = UNSCALED
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: KVScales = UNIT_KV_SCALES
     ) -> None:
-        _store(k, k_cache, slots, scales.key)
-        _store(v, v_cache, slots, scales.value)
+        _store_cache(k, k_cache, slots, scales.key)
+        _store_cache(v, v_cache, slots, scales.value)
 
-    def apply(self, linear: Linear, x: Given, context: LinearContext) -> Tensor:
-        return linear(read_by(linear, x), context)
+    def apply_linear(self, linear: Linear, x: Activations, context: LinearContext) -> Tensor:
+        return linear(linear_input(linear, x), context)
 
-    def mix(self, mixture: Mixture, x: Tensor, routed: Tensor) -> Tensor:
-        return mixture(x, routed)
+    def run_moe(self, moe: MoE, x: Tensor, router_input: Tensor) -> Tensor:
+        return moe(x, router_input)
 
-    def sum(self, x: Tensor, group: Collective | None) -> Tensor:
-        return x if group is None else group.sum(x)
+    def all_reduce(self, x: Tensor, group: Collective | None) -> Tensor:
+        return x if group is None else group.all_reduce(x)
 
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        found = sums(q, (k_cache, v_cache), metadata, softmax, whole(k_cache.shape[1]))
-        return found.finished(softmax.sinks).to(q.dtype)
+        partial_softmax = compute_partial_softmax(
+            q, (k_cache, v_cache), metadata, softmax, single_shard(k_cache.shape[1])
+        )
+        return partial_softmax.normalize(softmax.sinks).to(q.dtype)
 
-    def divided(self, ranks: int) -> Backend | None:
-        made = type(self)(deterministic=self.deterministic)
-        made.ranks, made.block_size = ranks, self.block_size * ranks
-        return made
+    def make_context_parallel(self, ranks: int) -> Backend | None:
+        backend = type(self)(deterministic=self.deterministic)
+        backend.context_parallel_ranks, backend.block_size = ranks, self.block_size * ranks
+        return backend
 
-    def divided_attention(
-        self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: Softmax, group: Collective
+    def context_parallel_attention(
+        self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, group: Collective
     ) -> Tensor:
-        own = Own(group.rank, group.count, caches[0].shape[1])
-        every = group.every(q).transpose(0, 1).flatten(1, 2)
-        found = self.packed_sums(every, caches, metadata, replace(softmax, sinks=None), own)
-        parts = group.exchange(found.unflatten(1, (group.count, -1)).transpose(0, 1))
-        return self.merged_sums(parts, softmax.sinks, q.dtype)
+        shard = ContextShard(group.rank, group.world_size, caches[0].shape[1])
+        all_queries = group.all_gather(q).transpose(0, 1).flatten(1, 2)
+        packed = self.compute_packed_softmax(all_queries, caches, metadata, replace(softmax, sinks=None), shard)
+        parts = group.all_to_all(packed.unflatten(1, (group.world_size, -1)).transpose(0, 1))
+        return self.merge_packed_softmax(parts, softmax.sinks, q.dtype)
 
-    def packed_sums(
-        self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: Softmax, own: Own
+    def compute_packed_softmax(
+        self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, shard: ContextShard
     ) -> Tensor:
-        """What attention of q [T, H, D] finds over this rank's tokens, as `Sums.packed` has it."""
-        return sums(q, caches, metadata, softmax, own).packed()
+        """What attention of q [T, H, D] finds over this rank's tokens, as `PartialSoftmax.to_packed_tensor` has it."""
+        return compute_partial_softmax(q, caches, metadata, softmax, shard).to_packed_tensor()
 
-    def merged_sums(self, parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """As `merged`, in this type."""
-        return merged(parts, sinks).to(dtype)
+    def merge_packed_softmax(self, parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """As `merge_partial_softmax`, in this type."""
+        return merge_partial_softmax(parts, sinks).to(dtype)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         wide = x.float() if x.dtype != torch.float64 else x
@@ -128,14 +141,14 @@ class Reference(Backend):
         total = x + residual
         return self.layer_norm(total, weight, bias, eps), total
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+    def add_residual(self, x: Tensor, residual: Tensor) -> Tensor:
         return x + residual
 
     def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
         return x * sigmoid(gate) + residual
 
-    def activate(self, x: Tensor, activation: Activation) -> Tensor:
-        return activate(x, activation)
+    def apply_activation(self, x: Tensor, activation: Activation) -> Tensor:
+        return apply_activation(x, activation)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
@@ -152,48 +165,58 @@ class Reference(Backend):
         gate, up = gate_up.chunk(2, dim=-1)
         return gelu_tanh(gate) * up
 
-    def mul_columns(self, x: Tensor, beside: Tensor, first: int) -> Tensor:
-        return x * beside[:, first : first + x.shape[1]]
+    def mul_columns(self, x: Tensor, per_layer_inputs: Tensor, first: int) -> Tensor:
+        return x * per_layer_inputs[:, first : first + x.shape[1]]
 
-    def clamped_mul(self, gate_up: Tensor, clamp: Clamp) -> Tensor:
+    def clamp_silu_mul(self, gate_up: Tensor, clamp: ClampedSwiGLU) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         gate = gate.clamp(max=clamp.limit)
         return gate * sigmoid(clamp.alpha * gate) * (up.clamp(-clamp.limit, clamp.limit) + 1)
 
-    def rope_store(
+    def rope_and_store_kv(
         self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         kv_heads = k_cache.shape[2]
-        sizes = (rope.heads(qkv.shape[1], kv_heads), *[kv_heads] * rope.projected)
+        sizes = (rope.num_query_heads(qkv.shape[1], kv_heads), *[kv_heads] * rope.num_projected_kv)
         q, *kv = qkv.view(len(qkv), -1, rope.head_dim).split(sizes, dim=1)
-        q = normed_and_rotated(q, rope.q_norm, rope, metadata.turned)
+        q = norm_and_rotate(q, rope.q_norm, rope, metadata.rope_positions)
         if rope.q_scale is not None:
-            q = (q * rope.q_scale[metadata.turned][:, None, None]).to(q.dtype)
+            q = (q * rope.q_scale[metadata.rope_positions][:, None, None]).to(q.dtype)
         if kv:
             v = kv[-1] if rope.v_norm is None else rms_norm(kv[-1], rope.v_norm, rope.eps)
-            k = normed_and_rotated(kv[0], rope.k_norm, rope, metadata.turned)
-            self.store_kv(k, v, k_cache, v_cache, metadata.slots, rope.kv_scales)
+            k = norm_and_rotate(kv[0], rope.k_norm, rope, metadata.rope_positions)
+            self.store_kv(k, v, k_cache, v_cache, metadata.slot_mapping, rope.kv_scales)
         return q.contiguous()
 
-    def latent_store(self, q: Tensor, kv: Tensor, latent: Latent, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        key = latent_key(kv, latent, metadata.positions)
-        _store(key, cache, metadata.slots, latent.kv_scales.key)
+    def store_latent_kv(
+        self, q: Tensor, kv: Tensor, latent: LatentParams, cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        key = compute_latent_key(kv, latent, metadata.positions)
+        _store_cache(key, cache, metadata.slot_mapping, latent.kv_scales.key)
         heads = q.view(len(q), -1, key.shape[2]) if q.ndim == 2 else q
-        return rotated_queries(heads, latent, metadata.positions)
+        return rotate_queries(heads, latent, metadata.positions)
 
-    def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
+    def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvColumns, metadata: AttentionMetadata) -> Tensor:
         assert metadata.state_slots is not None
         where = (metadata.query_start, metadata.context_lens, metadata.state_slots)
         return short_conv(bcx, conv, columns, where, metadata.block_table)
 
-    def recur(
-        self, given: Tensor, z: Tensor, beside: Tensor, rule: Recurrence, states: Matrices, metadata: AttentionMetadata
+    def run_recurrence(
+        self,
+        inputs: Tensor,
+        z: Tensor,
+        head_inputs: Tensor,
+        rule: Recurrence,
+        states: RecurrentStates,
+        metadata: AttentionMetadata,
     ) -> Tensor:
         assert metadata.state_slots is not None
-        own = Sequences(metadata.query_start, metadata.context_lens, metadata.guesses)
-        return recur(given, z, beside, rule, states, metadata.sequences or own, metadata.state_slots)
+        sequences = StateSequences(metadata.query_start, metadata.context_lens, metadata.draft_state_lengths)
+        return run_recurrence(
+            inputs, z, head_inputs, rule, states, metadata.state_sequences or sequences, metadata.state_slots
+        )
 
-    def join(self, x: Tensor, y: Tensor) -> Tensor:
+    def concat_columns(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.cat((x, y), dim=1)
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -209,48 +232,50 @@ class Reference(Backend):
             return pack_linear(weight, bias, wide=wide)
         return _pack_linear(weight, bias, wide=wide)
 
-    def pack_blocks(self, weights: Sequence[Tensor], passed: int) -> Linear:
-        return ReferenceBlocks([self.pack_linear(each, None) for each in weights], passed)
+    def pack_per_head_linear(self, weights: Sequence[Tensor], passed: int) -> Linear:
+        return ReferencePerHeadLinear([self.pack_linear(each, None) for each in weights], passed)
 
     def pack_quantized(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
     ) -> Linear:
-        whole = torch.cat([each.dequantized() for each in weights])
+        whole = torch.cat([each.dequantize() for each in weights])
         return self.pack_linear(whole.to(dtype), bias, wide=wide)
 
-    def pack_table(self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool) -> Table:
-        whole = weight.dequantized().to(dtype)
-        return Table(lambda ids: F.embedding(ids, whole), self.pack_linear(whole, None, wide=True) if tied else None)
+    def pack_embedding(self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool) -> QuantizedEmbedding:
+        whole = weight.dequantize().to(dtype)
+        return QuantizedEmbedding(
+            lambda ids: F.embedding(ids, whole), self.pack_linear(whole, None, wide=True) if tied else None
+        )
 
-    def mixture(self, experts: Experts) -> Mixture:
-        return ReferenceMixture(self, experts)
+    def make_moe(self, experts: Experts) -> MoE:
+        return ReferenceMoE(self, experts)
 
-    def adapted(self, linear: Linear, slots: AdapterSlots) -> AdaptedLinear:
+    def add_adapter_slots(self, linear: Linear, slots: AdapterSlots) -> LinearWithLora:
         if slots.device.type == "cpu":
-            return lora.ReferenceAdaptedLinear(linear)
+            return lora.ReferenceLinearWithLora(linear)
         try:
-            from quire.kernels.gpu.triton_lora import TritonAdaptedLinear
+            from quire.kernels.gpu.triton_lora import TritonLinearWithLora
         except ModuleNotFoundError:  # there is no Triton for this platform
             raise ValueError("on a GPU adapters need Triton (pip install triton)") from None
-        return TritonAdaptedLinear(linear, slots)
+        return TritonLinearWithLora(linear, slots)
 
     def fit_int4(self, groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
         return fit_int4(groups, zero_points=zero_points)
 
-    def collective(self, descriptor: int, rank: int, count: int, parent: int = 0) -> Collective:
+    def make_collective(self, descriptor: int, rank: int, count: int, parent: int = 0) -> Collective:
         raise NotImplementedError
 
     def argmax(self, logits: Tensor) -> Tensor:
         return argmax(logits)
 
-    def draw(self, logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
-        return draw(logits, filters, u)
+    def sample_tokens(self, logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
+        return sample_tokens(logits, filters, u)
 
 
-def _store(x: Tensor, cache: Tensor, slots: Tensor, scale: float) -> None:
+def _store_cache(x: Tensor, cache: Tensor, slots: Tensor, scale: float) -> None:
     """Keys or values [T, K, D]."""
-    if cache.dtype in KV_CODES:
-        store_codes(x, cache, slots, scale)
+    if cache.dtype in QUANTIZED_KV_DTYPES:
+        store_quantized_kv(x, cache, slots, scale)
     else:
         cache.view(-1, *x.shape[1:])[slots] = x
 
@@ -259,24 +284,24 @@ def argmax(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-def draw(logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
-    return inverse_cdf(filtered_probs(logits, filters), u)
+def sample_tokens(logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
+    return sample_inverse_cdf(filter_probs(logits, filters), u)
 
 
-def filtered_probs(logits: Tensor, filters: Tensor) -> Tensor:
-    """Probabilities [R, vocab] after `draw`'s filters; what is left out is 0, sums are below 1."""
+def filter_probs(logits: Tensor, filters: Tensor) -> Tensor:
+    """Probabilities [R, vocab] after `sample_tokens`'s filters; what is left out is 0, sums are below 1."""
     temperature, top_k, top_p, min_p = filters[:, :, None].unbind(1)
     probs = torch.softmax(logits / temperature.float(), dim=-1)
     if (top_k < logits.shape[1]).any() or (top_p < 1).any():
-        probs = probs.masked_fill(probs < _threshold(probs, top_k.long(), top_p), 0.0)
+        probs = probs.masked_fill(probs < _min_kept_prob(probs, top_k.long(), top_p), 0.0)
     return probs.masked_fill(probs < min_p.float() * probs.amax(-1, keepdim=True), 0.0)
 
 
-def _threshold(probs: Tensor, k: Tensor, nucleus: Tensor) -> Tensor:
+def _min_kept_prob(probs: Tensor, k: Tensor, nucleus: Tensor) -> Tensor:
     """The least probability [R, 1] that top-k, then top-p of what top-k left, keep."""
     vocab = probs.shape[-1]
     limited = int(torch.where(k < vocab, k, 0).max())
-    width = min(vocab, max(limited, _FIRST_CANDIDATES))
+    width = min(vocab, max(limited, _INITIAL_CANDIDATES))
     while True:
         values = torch.topk(probs, width).values
         mass = values.cumsum(-1, dtype=torch.float64)
@@ -292,7 +317,7 @@ def _threshold(probs: Tensor, k: Tensor, nucleus: Tensor) -> Tensor:
     return torch.where(unfiltered, torch.zeros_like(probs[:, :1]), values.gather(-1, rank))
 
 
-def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
+def sample_inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     """The first token whose cumulative probability exceeds u [R] times the whole: [R] int64."""
     mass = probs.cumsum(-1, dtype=torch.float64)
     picks = torch.searchsorted(mass, u[:, None] * mass[:, -1:], right=True).squeeze(-1)
@@ -302,34 +327,39 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def _pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
-    if not _onednn_packs(weight.device, weight.dtype):
-        return _Whole(weight, bias, wide)
+    if not _can_pack_onednn(weight.device, weight.dtype):
+        return _TorchLinear(weight, bias, wide)
     linear = _pack_onednn(weight, bias)
     return (lambda x, context: linear(x, context).float()) if wide else linear
 
 
 @dataclass(frozen=True, slots=True)
-class _Whole:
+class _TorchLinear:
     """A linear as PyTorch multiplies it."""
 
     weight: Tensor
     bias: Tensor | None
-    wide: bool
+    has_float32_output: bool
 
     @property
-    def movable(self) -> tuple[Tensor, ...]:
-        """As kernels/streaming/from_host.py has it."""
+    def offloadable_tensors(self) -> tuple[Tensor, ...]:
+        """As kernels/streaming/host_layers.py has it."""
         return (self.weight,)
 
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
         weight = self.weight
-        if self.wide and self.bias is None and weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16):
+        if (
+            self.has_float32_output
+            and self.bias is None
+            and weight.is_cuda
+            and weight.dtype in (torch.bfloat16, torch.float16)
+        ):
             return torch.mm(x, weight.t(), out_dtype=torch.float32)
         out = F.linear(x, weight, self.bias)
-        return out.float() if self.wide else out
+        return out.float() if self.has_float32_output else out
 
 
-def _onednn_packs(device: torch.device, dtype: torch.dtype) -> bool:
+def _can_pack_onednn(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether oneDNN packs linears of this type. What it does not pack F.linear multiplies, which picks an algorithm by
     the number of rows, so that a row's bits may depend on it."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # PyTorch for Apple's CPUs lacks it

@@ -1,5 +1,5 @@
 """vLLM's module of this name."""
 
-from quire.engine.lora.offline import LoRARequest
+from quire.engine.lora.local_adapters import LoRARequest
 
 __all__ = ["LoRARequest"]

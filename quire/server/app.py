@@ -13,159 +13,184 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.engine import VERSION
-from quire.engine.core.history import History
+from quire.engine.core.request_history import RequestHistory
 from quire.engine.link.client import EngineClient
 from quire.engine.link.hub_link import HubLink
-from quire.engine.lora.modules import Modules
+from quire.engine.lora.target_modules import ModuleShapes
 from quire.engine.processes.child import Child
-from quire.server import errors
+from quire.server import error_responses
+from quire.server.access.allowed_hosts import AllowedHosts, AllowedHostsMiddleware
 from quire.server.access.authentication import AuthenticationMiddleware
-from quire.server.access.bodies import Bodies
-from quire.server.access.gateways import Gateways
-from quire.server.access.held import HELD_BYTES, IMAGE_BYTES, HeldMiddleware
-from quire.server.access.hosts import HostMiddleware, Hosts
-from quire.server.access.origins import with_cors
-from quire.server.access.prefix import PrefixMiddleware
+from quire.server.access.body_reader import BodyReader
+from quire.server.access.cors import add_cors
+from quire.server.access.gateway_headers import Gateways
+from quire.server.access.memory_lease import MAX_LEASED_BYTES, MAX_LEASED_IMAGE_BYTES, MemoryLeaseMiddleware
+from quire.server.access.root_path import RootPathMiddleware
 from quire.server.access.tenants import Tenants
-from quire.server.budget import Budget
 from quire.server.config import ServerConfig
-from quire.server.durable import durable, go_on
 from quire.server.generation.background import Background
-from quire.server.observe.collectors import ReadCollector, kept_metrics
 from quire.server.observe.http_metrics import HttpMetrics
-from quire.server.observe.logs import log_request
-from quire.server.observe.opentelemetry import OpenTelemetrySpans, otlp_exporter
+from quire.server.observe.log_setup import log_request
+from quire.server.observe.metric_collectors import CallbackCollector, data_dir_metrics
 from quire.server.observe.request_log import RequestLogMiddleware, RequestRecord
-from quire.server.peers import FromThread, Link, Peers, asking
+from quire.server.observe.request_spans import OpenTelemetrySpans, create_otlp_exporter
+from quire.server.owner_budget import OwnerBudget
+from quire.server.peers import PeerLink, Peers, RunFromThread, make_blocking_ask
+from quire.server.persistence import open_persistence, recover_unfinished
 from quire.server.routes import (
     endpoints,
-    engine,
-    failures,
+    engine_admin,
+    error_handlers,
     models,
-    page,
     requests,
     responses,
     sessions,
     status,
+    web_pages,
 )
 from quire.server.routes.bodies import describe_bodies
-from quire.server.routes.ollama import endpoints as ollama
+from quire.server.routes.ollama import model_info as ollama
 from quire.server.routes.ollama import pull
 from quire.server.routes.stored import batches, conversations, files, streams
-from quire.server.runtime import Models, Runtime, Server, serving
+from quire.server.runtime import ModelDispatcher, ModelRuntime, ServerContext, open_runtime
 from quire.server.served_model import ModelSource
-from quire.server.store.data import Data, open_data
-from quire.server.store.database import Connect
-from quire.server.store.shared import shared_data
-from quire.server.store.sweeper import DAY
-from quire.server.workers.pool import LaunchWorkers
+from quire.server.store.data_dir import DataDir, open_data_dir
+from quire.server.store.data_dir_rpc import remote_data_dir
+from quire.server.store.database import SQLiteConnect
+from quire.server.store.sweeper import SECONDS_PER_DAY
+from quire.server.workers.pool import LaunchProcess
 
-BODIES_BYTES = 48 << 20
+BODY_BUDGET_BYTES = 48 << 20
 """Memory for the bodies of requests that are received and resolved at the same time."""
 ROUTERS = (
-    *(endpoints.router, responses.creating, responses.counting, responses.router, conversations.router),
-    *(ollama.router, pull.router, batches.router, files.router, streams.router, models.router, models.counted),
-    *(sessions.router, requests.router, engine.router, engine.asleep, status.router, page.router),
+    *(endpoints.router, responses.generation_router, responses.counting_router, responses.router, conversations.router),
+    *(
+        ollama.router,
+        pull.router,
+        batches.router,
+        files.router,
+        streams.router,
+        models.router,
+        models.rate_limited_router,
+    ),
+    *(
+        sessions.router,
+        requests.router,
+        engine_admin.router,
+        engine_admin.sleep_router,
+        status.router,
+        web_pages.router,
+    ),
 )
 
 
-class OnlyModel:
+class SingleModelDispatcher:
     """The Models of a server of one."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.loaded = (runtime,)
+    def __init__(self, runtime: ModelRuntime) -> None:
+        self.loaded_runtimes = (runtime,)
 
-    async def give(
-        self, answer: ASGIApp, scope: Scope, receive: Receive, send: Send, *, awake: bool, named: bool
+    async def dispatch_request(
+        self, handler: ASGIApp, scope: Scope, receive: Receive, send: Send, *, needs_awake: bool, names_model: bool
     ) -> None:
-        scope["runtime"] = self.loaded[0]
-        await answer(scope, receive, send)
+        scope["runtime"] = self.loaded_runtimes[0]
+        await handler(scope, receive, send)
 
 
 def create_app(
     client: EngineClient,
     source: ModelSource,
-    modules: Modules | None = None,
-    link: Link | None = None,
-    launch: LaunchWorkers = Child,
+    modules: ModuleShapes | None = None,
+    link: PeerLink | None = None,
+    launch_process: LaunchProcess = Child,
 ) -> FastAPI:
-    """An ASGI application that serves one model; its lifespan starts the client and stops it, and raises what `serving`
-    raises. `modules`, `launch`: see there; `link`: see `application`; of a client with a HubLink it is that one.
-    Raises what `application` raises."""
+    """An ASGI application that serves one model; its lifespan starts the client and stops it, and raises what
+    `open_runtime` raises. `modules`, `launch_process`: see there; `link`: see `build_app`; of a client with a HubLink
+    it is that one. Raises what `build_app` raises."""
     config, tenants = source.config, Tenants(source.config)
 
     @asynccontextmanager
-    async def opened() -> AsyncIterator[Models]:
+    async def open_models() -> AsyncIterator[ModelDispatcher]:
         folder = config.data_dir
-        async with serving(source, modules, client, keyed=tenants.closed, folder=folder, launch=launch) as runtime:
-            yield OnlyModel(runtime)
+        async with open_runtime(
+            source, modules, client, has_api_keys=tenants.requires_key, folder=folder, launch_process=launch_process
+        ) as runtime:
+            yield SingleModelDispatcher(runtime)
 
-    held = HELD_BYTES + (0 if source.images is None else IMAGE_BYTES)
-    shared = client.link if isinstance(client.link, HubLink) else link
-    return application(config, tenants, opened, held=held, link=shared)
+    budget_bytes = MAX_LEASED_BYTES + (0 if source.image_reader is None else MAX_LEASED_IMAGE_BYTES)
+    data_link = client.link if isinstance(client.link, HubLink) else link
+    return build_app(config, tenants, open_models, budget_bytes=budget_bytes, link=data_link)
 
 
-def kept_data(
+def open_configured_data_dir(
     config: ServerConfig,
-    link: Link | None,
+    link: PeerLink | None,
     *,
-    connect: Connect | None = None,
-    from_thread: FromThread = asyncio.run_coroutine_threadsafe,
-) -> Data | None:
+    connect: SQLiteConnect | None = None,
+    from_thread: RunFromThread = asyncio.run_coroutine_threadsafe,
+) -> DataDir | None:
     """What is kept: of this process, or of the one that the link leads to; None without data_dir. `connect`: see
-    Database; `from_thread`: see `asking`. Raises ConfigError."""
+    Database; `from_thread`: see `make_blocking_ask`. Raises ConfigError."""
     if config.data_dir is None:
         return None
     if link is not None:
-        return shared_data(config.data_dir, asking(link, from_thread))
-    retention = config.response_retention_days * DAY
-    return open_data(config.data_dir, int(config.max_stored_size * 2**30), retention=retention, connect=connect)
+        return remote_data_dir(config.data_dir, make_blocking_ask(link, from_thread))
+    retention = config.response_retention_days * SECONDS_PER_DAY
+    return open_data_dir(
+        config.data_dir, int(config.max_stored_size * 2**30), retention_seconds=retention, connect=connect
+    )
 
 
-def application(
+def build_app(
     config: ServerConfig,
     tenants: Tenants,
-    opened: Callable[[], AbstractAsyncContextManager[Models]],
+    open_models: Callable[[], AbstractAsyncContextManager[ModelDispatcher]],
     routers: Sequence[APIRouter] = (),
     *,
-    held: int = HELD_BYTES + IMAGE_BYTES,
-    link: Link | None = None,
-    open_kept: Callable[[ServerConfig, Link | None], Data | None] = kept_data,
+    budget_bytes: int = MAX_LEASED_BYTES + MAX_LEASED_IMAGE_BYTES,
+    link: PeerLink | None = None,
+    open_stored_data: Callable[[ServerConfig, PeerLink | None], DataDir | None] = open_configured_data_dir,
 ) -> FastAPI:
-    """An ASGI application of the models that are `opened` as long as its lifespan lasts. `routers`: routes that go
+    """An ASGI application of the models that are `open_models` as long as its lifespan lasts. `routers`: routes that go
     before its own. Raises ConfigError for API keys, gateways and hosts that cannot be used; the lifespan what
-    `opened` and `open_kept` raise. `held`: bytes that all requests may hold. `link`: to the process that has what is
-    kept, where others share it. `open_kept`: gives what is kept."""
+    `open_models` and `open_stored_data` raise. `budget_bytes`: bytes that all requests may hold. `link`: to the process
+    that has what is kept, where others share it. `open_stored_data`: gives what is kept."""
     gateways = Gateways(config)
 
-    def histories() -> list[History]:
-        return [each.client.history for each in app.state.server.models.loaded]
+    def histories() -> list[RequestHistory]:
+        return [each.client.history for each in app.state.server.models.loaded_runtimes]
 
     endpoint = config.otlp_traces_endpoint
-    spans = None if endpoint is None else OpenTelemetrySpans(otlp_exporter(endpoint), histories)
+    span_exporter = None if endpoint is None else OpenTelemetrySpans(create_otlp_exporter(endpoint), histories)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with AsyncExitStack() as ending:  # the last one that began ends first
-            if spans is not None:
-                ending.push_async_callback(asyncio.to_thread, spans.close)
-            if (data := open_kept(config, link)) is not None:
-                ending.callback(data.close)
-            served = await ending.enter_async_context(opened())
+        async with AsyncExitStack() as exit_stack:  # the last one that began ends first
+            if span_exporter is not None:
+                exit_stack.push_async_callback(asyncio.to_thread, span_exporter.flush_and_close)
+            if (data := open_stored_data(config, link)) is not None:
+                exit_stack.callback(data.close)
+            models = await exit_stack.enter_async_context(open_models())
             peers = Peers(link, None if data is None else data.calls)
-            ending.push_async_callback((background := Background(peers)).close)
-            parts, registry = None, CollectorRegistry()
+            exit_stack.push_async_callback((background := Background(peers)).close)
+            persistence, registry = None, CollectorRegistry()
             if data is not None:
-                shared = durable(data, app, tenants, config, partial(_clients, served), peers)
-                parts = await ending.enter_async_context(shared)
-                name, results = served.loaded[0].model.names[0], parts.batches.results
-                registry.register(ReadCollector(partial(kept_metrics, partial(getattr, parts, "seen"), results, name)))
-            bodies = Bodies(int(config.max_body_size * 2**20), BODIES_BYTES)
-            app.state.server = Server(config, served, gateways, background, parts, registry, http, bodies)
-            for each in served.loaded:
-                each.others.http = http
-            if parts is not None:
-                ending.callback(asyncio.create_task(go_on(parts, app, tenants)).cancel)
+                persistence_context = open_persistence(
+                    data, app, tenants, config, partial(_engine_clients, models), peers
+                )
+                persistence = await exit_stack.enter_async_context(persistence_context)
+                name, results = models.loaded_runtimes[0].model.names[0], persistence.batch_runner.result_counts
+                registry.register(
+                    CallbackCollector(
+                        partial(data_dir_metrics, partial(getattr, persistence, "data_dir_status"), results, name)
+                    )
+                )
+            bodies = BodyReader(int(config.max_body_size * 2**20), BODY_BUDGET_BYTES)
+            app.state.server = ServerContext(config, models, gateways, background, persistence, registry, http, bodies)
+            for each in models.loaded_runtimes:
+                each.cross_process_observer.http_metrics = http
+            if persistence is not None:
+                exit_stack.callback(asyncio.create_task(recover_unfinished(persistence, app, tenants)).cancel)
             yield
 
     app = FastAPI(
@@ -174,12 +199,12 @@ def application(
         lifespan=lifespan,
         redirect_slashes=False,
         strict_content_type=False,
-        docs_url=None,  # server/routes/page.py has it; FastAPI's own pages load what they show from elsewhere
+        docs_url=None,  # server/routes/web_pages.py has it; FastAPI's own pages load what they show from elsewhere
         redoc_url=None,
     )
-    failures.install(app)
+    error_handlers.install_error_handlers(app)
     http = _add_routes(app, (*routers, *ROUTERS))
-    _add_middleware(app, config, tenants, gateways, spans, held, http)
+    _add_middleware(app, config, tenants, gateways, span_exporter, budget_bytes, http)
     return app
 
 
@@ -191,8 +216,8 @@ def _add_routes(app: FastAPI, routers: Sequence[APIRouter]) -> HttpMetrics:
     return HttpMetrics([*chain.from_iterable(router.routes for router in routers), *app.routes])
 
 
-def _clients(models: Models) -> list[EngineClient]:
-    return [each.client for each in models.loaded]
+def _engine_clients(models: ModelDispatcher) -> list[EngineClient]:
+    return [each.client for each in models.loaded_runtimes]
 
 
 def _add_middleware(
@@ -200,23 +225,23 @@ def _add_middleware(
     config: ServerConfig,
     tenants: Tenants,
     gateways: Gateways,
-    spans: OpenTelemetrySpans | None,
-    held: int,
+    span_exporter: OpenTelemetrySpans | None,
+    budget_bytes: int,
     http: HttpMetrics,
 ) -> None:
-    """Add the middleware, the innermost first: a request meets the one added last first. `held`: bytes that all
+    """Add the middleware, the innermost first: a request meets the one added last first. `budget_bytes`: bytes that all
     requests may hold. Raises ConfigError for allowed hosts that cannot be used."""
-    app.state.hosts = Hosts(config)
-    ended: list[Callable[[RequestRecord], None]] = [] if config.disable_access_log else [log_request]
-    if spans is not None:
-        ended.append(spans.ended)
+    app.state.hosts = AllowedHosts(config)
+    record_sinks: list[Callable[[RequestRecord], None]] = [] if config.disable_access_log else [log_request]
+    if span_exporter is not None:
+        record_sinks.append(span_exporter.export_request)
     if config.data_dir is not None:
         app.add_middleware(streams.ResumptionMiddleware)
-    app.add_middleware(HeldMiddleware, budget=Budget(held))
+    app.add_middleware(MemoryLeaseMiddleware, budget=OwnerBudget(budget_bytes))
     app.add_middleware(AuthenticationMiddleware, tenants=tenants, gateways=gateways)
-    app.add_middleware(errors.UnexpectedErrorMiddleware)
-    app.add_middleware(with_cors, config)
-    app.add_middleware(HostMiddleware, hosts=app.state.hosts)
-    app.add_middleware(RequestLogMiddleware, ended=ended, http=http)
+    app.add_middleware(error_responses.UnexpectedErrorMiddleware)
+    app.add_middleware(add_cors, config)
+    app.add_middleware(AllowedHostsMiddleware, hosts=app.state.hosts)
+    app.add_middleware(RequestLogMiddleware, end_listeners=record_sinks, counter=http)
     if config.root_path.strip("/"):
-        app.add_middleware(PrefixMiddleware, prefix=config.root_path)
+        app.add_middleware(RootPathMiddleware, prefix=config.root_path)

@@ -8,23 +8,23 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from quire.engine.advice import needless_value
 from quire.engine.checkpoint.names import hub_name
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.config_types import JsonObject
 from quire.engine.errors import ModelError
-from quire.engine.folder import read_json
-from quire.engine.gguf.files import SUFFIX, without_part
-from quire.engine.text.parts import RESERVED
+from quire.engine.folder_reader import read_json
+from quire.engine.gguf.model_files import GGUF_SUFFIX, model_stem
+from quire.engine.text.chat_messages import RESERVED_VARIABLES
+from quire.engine.unsupported_options import redundant_value_reason
 
-_JsonCalls = Literal["hermes", "llama3_json", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31"]
-ToolCallParser = Literal["auto", "none", _JsonCalls, "granite", "openai", "pythonic", "qwen3_coder", "seed_oss"]
+_JsonToolParser = Literal["hermes", "llama3_json", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31"]
+ToolCallParser = Literal["auto", "none", _JsonToolParser, "granite", "openai", "pythonic", "qwen3_coder", "seed_oss"]
 ReasoningParser = Literal["auto", "none", "think", "mistral", "seed_oss", "cohere"]
 DEMO_NAME = "quire-demo"
-_NO_NAME = re.compile(r"hf|models?|main|weights|checkpoint|snapshot|huggingface|[0-9a-f]{40}")
+_UNINFORMATIVE_NAME = re.compile(r"hf|models?|main|weights|checkpoint|snapshot|huggingface|[0-9a-f]{40}")
 """Names of directories that say nothing of the model in them."""
-_LONGEST_NAME = 200
-_CACHED = re.compile(r"models--(.+?)--(.+)")
+_MAX_NAME_LENGTH = 200
+_HUB_CACHE_FOLDER = re.compile(r"models--(.+?)--(.+)")
 
 
 class ServerConfig(EngineConfig):
@@ -194,14 +194,14 @@ class ServerConfig(EngineConfig):
 
     @field_validator("tool_call_parser", "reasoning_parser", mode="before")
     @classmethod
-    def as_template_shows(cls, value: object, info: ValidationInfo) -> object:
+    def replace_redundant_parser(cls, value: object, info: ValidationInfo) -> object:
         """auto, for vLLM's names of formats that are read from the chat template."""
-        return "auto" if needless_value(str(info.field_name), value) else value
+        return "auto" if redundant_value_reason(str(info.field_name), value) else value
 
     @field_validator("default_chat_template_kwargs")
     @classmethod
-    def of_the_template(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if taken := sorted(RESERVED & value.keys()):
+    def reject_reserved_kwargs(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(RESERVED_VARIABLES & value.keys()):
             raise ValueError(f"{taken[0]} is what requests say, not a variable with a default")
         return value
 
@@ -220,24 +220,26 @@ class ServerConfig(EngineConfig):
         if self.model == DEMO_MODEL:
             return (DEMO_NAME,)
         path = Path(self.model)
-        if path.suffix == SUFFIX and path.is_file():
-            return (without_part(path),)
+        if path.suffix == GGUF_SUFFIX and path.is_file():
+            return (model_stem(path),)
         if path.is_dir():
-            return (_folder_name(path.resolve()),)
+            return (_name_from_folder(path.resolve()),)
         hub = hub_name(self.model)
         return (self.model if hub is None else hub.shown,)
 
 
-def _folder_name(path: Path) -> str:
+def _name_from_folder(path: Path) -> str:
     """The name of the model in a directory."""
-    if not _NO_NAME.fullmatch(path.name.lower()):
+    if not _UNINFORMATIVE_NAME.fullmatch(path.name.lower()):
         return path.name
-    if cached := _CACHED.fullmatch(path.parent.parent.name):  # the hub's cache: models--OWNER--NAME/snapshots/COMMIT
+    if cached := _HUB_CACHE_FOLDER.fullmatch(
+        path.parent.parent.name
+    ):  # the hub's cache: models--OWNER--NAME/snapshots/COMMIT
         return "/".join(cached.groups())
     try:
         known = (read_json(path / "config.json") or {}).get("_name_or_path")
     except ModelError:  # which the start will report
         known = None
-    if not isinstance(known, str) or not known.isprintable() or len(known) > _LONGEST_NAME:
+    if not isinstance(known, str) or not known.isprintable() or len(known) > _MAX_NAME_LENGTH:
         return path.name
     return Path(known).name if known.startswith((".", "/", "~")) else known or path.name

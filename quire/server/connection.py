@@ -18,8 +18,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from quire.engine.link.client import EngineClient
-from quire.server.bursts import TRANSPORT, Bursts, BurstTransport
-from quire.server.errors import INVALID, Failure
+from quire.server.error_responses import INVALID_REQUEST_TYPE, ErrorInfo
+from quire.server.write_batching import TRANSPORT_SCOPE_KEY, BatchingTransport, WriteBatcher
 
 log = logging.getLogger("quire.server")
 
@@ -30,20 +30,20 @@ MAX_HEADERS = 256
 """Headers and trailers of a request. Each look for a header passes over all of them."""
 MAX_FRAMING_BYTES = 1 << 20
 """Bytes of a request that are not its body's: the head, the lines before chunks with their extensions, the trailers."""
-_FRAMING_PART = 4
+_BODY_BYTES_PER_FRAMING_BYTE = 4
 """A body may have one more byte of framing for so many bytes: chunks of 24 bytes and more may come without end."""
-MAX_PIPELINED = 100
+MAX_PIPELINED_REQUESTS = 100
 """Requests that may wait behind one that is being answered. While some wait nothing more is read, but a single read
 could bring thousands."""
-BODY_PIECE = 16 * 1024
+BODY_PIECE_BYTES = 16 * 1024
 """Bytes of a body that must arrive in each read timeout."""
-_LARGE_HEAD = 431, f"The headers are larger than {MAX_HEAD_BYTES} bytes"
-_LARGE_TRAILERS = 431, f"The trailers, or the line before a chunk, are larger than {MAX_HEAD_BYTES} bytes"
-_LARGE_FRAMING = 431, f"The lines between the body's chunks are larger than {MAX_FRAMING_BYTES} bytes"
+_HEAD_TOO_LARGE = 431, f"The headers are larger than {MAX_HEAD_BYTES} bytes"
+_TRAILERS_TOO_LARGE = 431, f"The trailers, or the line before a chunk, are larger than {MAX_HEAD_BYTES} bytes"
+_FRAMING_TOO_LARGE = 431, f"The lines between the body's chunks are larger than {MAX_FRAMING_BYTES} bytes"
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class ConnectionLimits:
     read_timeout: float
     """Seconds for a request's head, and for each piece of its body."""
     write_timeout: float
@@ -52,14 +52,14 @@ class Bounds:
     """Its `slow_readers` counts clients that exceeded the write timeout."""
 
 
-class Parser(httptools.HttpRequestParser):
+class RequestParser(httptools.HttpRequestParser):
     """Ignores the header Upgrade, which a server may: Java's client and `curl --http2` send it with every request.
 
     The base class would take all that follows the head, a body first of all, for another protocol's. Here the head is
     read once more, without the header.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: HttpConnection) -> None:
         super().__init__(connection)
         self.set_dangerous_leniencies(lenient_data_after_close=True)  # as the base class of connections
         self._connection = connection
@@ -74,10 +74,10 @@ class Parser(httptools.HttpRequestParser):
                     raise
                 data = self._connection.head_without_upgrade() + bytes(data)[upgrade.args[0] :]
                 # Another parser reads on: this one ignores what follows a head that also says `Connection: close`.
-                parser = self._connection.parser = Parser(self._connection)
+                parser = self._connection.parser = RequestParser(self._connection)
 
 
-class Unchunked:
+class UnchunkedResponse:
     """Sends an answer to a client of HTTP/1.0 (nginx by default, `ab`), which knows no chunks: one whose length is not
     known ends with the connection.
 
@@ -88,19 +88,21 @@ class Unchunked:
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
         self._send = cast(Send, cycle.send)
-        self._open_end = False
+        self._ends_with_connection = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._open_end = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
-            if self._open_end:
+            self._ends_with_connection = all(
+                name.lower() != b"content-length" for name, _ in message.get("headers", ())
+            )
+            if self._ends_with_connection:
                 self._cycle.chunked_encoding = False
-        elif message["type"] == "http.response.body" and self._open_end:
+        elif message["type"] == "http.response.body" and self._ends_with_connection:
             self._cycle.expected_content_length += len(message.get("body", b""))
         await self._send(message)
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """Adds bounds to uvicorn's connection, and deadlines by timers instead of tasks, which would cost more.
 
     uvicorn has no deadline for a request that arrives slowly, no limit on the size of headers and trailers, and waits
@@ -108,70 +110,70 @@ class Connection(HttpToolsProtocol):
     until it turns out to be a body's, whatever the parser is about to meet.
     """
 
-    transport: BurstTransport
+    transport: BatchingTransport
 
     def __init__(
         self,
-        bounds: Bounds,
-        bursts: Bursts,
+        limits: ConnectionLimits,
+        write_batcher: WriteBatcher,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.parser = Parser(self)
-        self._bounds = bounds
-        self._bursts = bursts
+        self.parser = RequestParser(self)
+        self._limits = limits
+        self._write_batcher = write_batcher
         self._in_head = False
-        self._received = 0
+        self._received_bytes = 0
         """Bytes of the head, or of the body since the timer was set."""
-        self._framing = 0
+        self._framing_bytes = 0
         """Bytes of the request that are not its body's. Those that come in one piece with the end of the request before
         it are not counted."""
         self._body_bytes = 0
-        self._bodiless = 0
+        self._bytes_without_body = 0
         """Bytes in pieces that brought no byte of a body, since the last piece that did."""
         self._num_headers = 0
         """Of the request, with its trailers."""
-        self._chunks: list[bytes] = []
+        self._body_chunks: list[bytes] = []
         """Of a body, as they came with the data of the moment."""
-        self._reading: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
         """Runs while a request is being received."""
-        self._unread: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
         """Runs while what was sent is not read."""
         self._refusal = (400, "Invalid HTTP request")
-        self._running: RequestResponseCycle | None = None
+        self._running_cycle: RequestResponseCycle | None = None
         """The request that the application answers or has answered last; `cycle` is the one that came last."""
-        self._refused = False
+        self._is_refused = False
         """Whether nothing more is read, and the refusal is sent once the requests before it are answered."""
 
     # Receiving
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.transport = BurstTransport(transport, self.loop, self._bursts, self._receiving)
+        self.transport = BatchingTransport(transport, self.loop, self._write_batcher, self._is_receiving)
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
-        if self._refused or self.transport.is_closing():
+        if self._is_refused or self.transport.is_closing():
             return
         if self._in_head:
-            self._received += len(data)
-        self._framing += len(data)
-        self._bodiless += len(data)
+            self._received_bytes += len(data)
+        self._framing_bytes += len(data)
+        self._bytes_without_body += len(data)
         super().data_received(data)
-        self._pass_chunks_on()
-        self._framing = max(self._framing, 0)
-        if self.transport.is_closing() or self._refused:
+        self._flush_body_chunks()
+        self._framing_bytes = max(self._framing_bytes, 0)
+        if self.transport.is_closing() or self._is_refused:
             return
-        if self._in_head and self._received > MAX_HEAD_BYTES:
-            self._refuse(*_LARGE_HEAD)
-        elif self._bodiless > MAX_HEAD_BYTES:
-            self._refuse(*_LARGE_TRAILERS)
-        elif self._framing > MAX_FRAMING_BYTES + self._body_bytes // _FRAMING_PART:
-            self._refuse(*_LARGE_FRAMING)
-        elif self._reading is None and not self._answering:
+        if self._in_head and self._received_bytes > MAX_HEAD_BYTES:
+            self._refuse_request(*_HEAD_TOO_LARGE)
+        elif self._bytes_without_body > MAX_HEAD_BYTES:
+            self._refuse_request(*_TRAILERS_TOO_LARGE)
+        elif self._framing_bytes > MAX_FRAMING_BYTES + self._body_bytes // _BODY_BYTES_PER_FRAMING_BYTE:
+            self._refuse_request(*_FRAMING_TOO_LARGE)
+        elif self._read_timer is None and not self._is_answering:
             self._expect_head()  # such as blank lines before a request that may never begin
 
     def on_message_begin(self) -> None:
@@ -185,53 +187,53 @@ class Connection(HttpToolsProtocol):
         """Trailers are dropped: ASGI has no place for them, and as headers they could say what no proxy has checked."""
         self._num_headers += 1
         if self._num_headers > MAX_HEADERS:
-            self._stop(431, f"The request has more than {MAX_HEADERS} headers")
+            self._abort_parsing(431, f"The request has more than {MAX_HEADERS} headers")
         if self._in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
-            self._stop(*_LARGE_HEAD)
-        if self._upgrading:
+            self._abort_parsing(*_HEAD_TOO_LARGE)
+        if self._is_upgrading:
             return
-        if len(self.pipeline) >= MAX_PIPELINED:
-            self._stop(400, f"More than {MAX_PIPELINED} requests wait in this connection")
+        if len(self.pipeline) >= MAX_PIPELINED_REQUESTS:
+            self._abort_parsing(400, f"More than {MAX_PIPELINED_REQUESTS} requests wait in this connection")
         if not self.url.startswith(b"/") and b"://" in self.url:
             # The host of an absolute target stands for the header's (RFC 9112, 3.2.2).
             authority = re.split(rb"[/?#]", self.url.partition(b"://")[2], maxsplit=1)[0].rpartition(b"@")[2]
             self.headers[:] = [(b"host", authority), *(each for each in self.headers if each[0] != b"host")]
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
-            self.cycle.send = Unchunked(self.cycle)  # type: ignore[assignment]
+            self.cycle.send = UnchunkedResponse(self.cycle)  # type: ignore[assignment]
         else:
-            cast(dict[str, Any], self.scope)[TRANSPORT] = self.transport
+            cast(dict[str, Any], self.scope)[TRANSPORT_SCOPE_KEY] = self.transport
         self._in_head = False
-        self._set_reading_timer()
+        self._set_read_timer()
 
     def on_body(self, body: bytes) -> None:
-        self._chunks.append(body)
-        self._received += len(body)
-        self._framing -= len(body)
-        self._bodiless = 0
+        self._body_chunks.append(body)
+        self._received_bytes += len(body)
+        self._framing_bytes -= len(body)
+        self._bytes_without_body = 0
         self._body_bytes += len(body)
 
-    def _pass_chunks_on(self) -> None:
+    def _flush_body_chunks(self) -> None:
         """All at once: the base class copies what it has with each chunk, of which one byte each may come."""
-        if self._chunks:
-            super().on_body(b"".join(self._chunks))
-            self._chunks.clear()
+        if self._body_chunks:
+            super().on_body(b"".join(self._body_chunks))
+            self._body_chunks.clear()
 
     def on_message_complete(self) -> None:
-        if self._upgrading:
+        if self._is_upgrading:
             return
-        self._pass_chunks_on()
+        self._flush_body_chunks()
         super().on_message_complete()
-        self._framing = 0
-        self._bodiless = 0
-        self._stop_reading_timer()
+        self._framing_bytes = 0
+        self._bytes_without_body = 0
+        self._stop_read_timer()
 
     @property
-    def _upgrading(self) -> bool:
+    def _is_upgrading(self) -> bool:
         """Whether the parser has met a head that it will meet once more."""
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
@@ -243,43 +245,43 @@ class Connection(HttpToolsProtocol):
 
     def _expect_head(self) -> None:
         self._in_head = True
-        self._set_reading_timer()
+        self._set_read_timer()
 
-    def _set_reading_timer(self) -> None:
-        self._stop_reading_timer()
-        self._received = 0
-        self._reading = self.loop.call_later(self._bounds.read_timeout, self._late)
+    def _set_read_timer(self) -> None:
+        self._stop_read_timer()
+        self._received_bytes = 0
+        self._read_timer = self.loop.call_later(self._limits.read_timeout, self._on_read_timeout)
 
-    def _stop_reading_timer(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
+    def _stop_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
 
-    def _receiving(self) -> bool:
+    def _is_receiving(self) -> bool:
         """Whether a part of a request has come, and more of it may come."""
-        return self._refused or (self._reading is not None and (self._received > 0 or not self._in_head))
+        return self._is_refused or (self._read_timer is not None and (self._received_bytes > 0 or not self._in_head))
 
     @property
-    def _answering(self) -> bool:
+    def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _late(self) -> None:
-        self._reading = None
+    def _on_read_timeout(self) -> None:
+        self._read_timer = None
         if self.transport.is_closing():
             return
-        ours_to_wait = bool(self.pipeline) or (self._in_head and self._answering)
-        moving = not self._in_head and self._answering and self._received >= BODY_PIECE
-        if ours_to_wait or moving:
-            self._set_reading_timer()
+        is_waiting_for_server = bool(self.pipeline) or (self._in_head and self._is_answering)
+        is_body_arriving = not self._in_head and self._is_answering and self._received_bytes >= BODY_PIECE_BYTES
+        if is_waiting_for_server or is_body_arriving:
+            self._set_read_timer()
         else:
-            self._refuse(408, f"The request did not come within {self._bounds.read_timeout:g} seconds")
+            self._refuse_request(408, f"The request did not come within {self._limits.read_timeout:g} seconds")
 
-    def _stop(self, status: int, message: str) -> None:
+    def _abort_parsing(self, status: int, message: str) -> None:
         """Stop the parser, which calls this in the middle of what came: uvicorn then calls send_400_response."""
         self._refusal = (status, message)
         raise ValueError(self._refusal)
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _refuse_request(self, status: int, message: str) -> None:
         self._refusal = (status, message)
         self.send_400_response(message)
 
@@ -288,30 +290,30 @@ class Connection(HttpToolsProtocol):
         request is told after the answers to those before it."""
         if not self._in_head and self.pipeline and self.pipeline[0][0] is self.cycle:
             self.pipeline.popleft()
-            self.cycle = self.pipeline[0][0] if self.pipeline else cast(RequestResponseCycle, self._running)
+            self.cycle = self.pipeline[0][0] if self.pipeline else cast(RequestResponseCycle, self._running_cycle)
             self._in_head = True
-        if self._in_head and self._answering:
-            self._refused = True
-            self._stop_reading_timer()
+        if self._in_head and self._is_answering:
+            self._is_refused = True
+            self._stop_read_timer()
             self.flow.pause_reading()
             return
         status, message = self._refusal
-        if self._in_head or (self._answering and not self.cycle.response_started):
-            body = Failure(status, message, INVALID).openai()
+        if self._in_head or (self._is_answering and not self.cycle.response_started):
+            body = ErrorInfo(status, message, INVALID_REQUEST_TYPE).encode_openai()
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
-        self._disconnect()  # nothing that the application still does would be sent
+        self._notify_disconnect()  # nothing that the application still does would be sent
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._running = cycle
+        self._running_cycle = cycle
         super()._start_asgi_task(cycle, app)
 
-    def _disconnect(self) -> None:
+    def _notify_disconnect(self) -> None:
         """Tell the application that its client has left, also where other requests have come since."""
-        if self._running is not None and not self._running.response_complete:
-            self._running.disconnected = True
-            self._running.message_event.set()
+        if self._running_cycle is not None and not self._running_cycle.response_complete:
+            self._running_cycle.disconnected = True
+            self._running_cycle.message_event.set()
 
     # Sending
 
@@ -319,40 +321,40 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing():
             return
-        if self.pipeline or (self._refused and self._answering):
+        if self.pipeline or (self._is_refused and self._is_answering):
             self.flow.pause_reading()
-        elif self._refused:
+        elif self._is_refused:
             self.send_400_response(self._refusal[1])
 
     def pause_writing(self) -> None:
         """The transport's buffer is full. The application waits, and tokens gather in its OutputStream."""
         super().pause_writing()
         self.transport.writable = False
-        self._unread = self.loop.call_later(self._bounds.write_timeout, self._cut_off)
+        self._write_timer = self.loop.call_later(self._limits.write_timeout, self._on_write_timeout)
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self.transport.writable = True
-        self._stop_unread_timer()
+        self._stop_write_timer()
 
-    def _stop_unread_timer(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
-    def _cut_off(self) -> None:
-        log.warning("a client left its answer unread for %g s and was cut off", self._bounds.write_timeout)
-        self._bounds.client.slow_readers += 1
+    def _on_write_timeout(self) -> None:
+        log.warning("a client left its answer unread for %g s and was cut off", self._limits.write_timeout)
+        self._limits.client.slow_readers += 1
         self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_reading_timer()
-        self._stop_unread_timer()
+        self._stop_read_timer()
+        self._stop_write_timer()
         self._unset_keepalive_if_required()
-        self.transport.end()
+        self.transport.release_references()
         super().connection_lost(exc)
-        self._disconnect()
+        self._notify_disconnect()
         # Without these circles the connection is freed now. Python looks for circles rarely here.
         self.pipeline.clear()
-        self._running = None
+        self._running_cycle = None
         self.cycle = None  # type: ignore[assignment]

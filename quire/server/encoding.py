@@ -14,13 +14,13 @@ import msgspec
 encode_json = msgspec.json.Encoder().encode
 """Compact JSON in UTF-8. Raises UnicodeEncodeError for text with half of a surrogate pair."""
 
-DATA, END = b"data: ", b"\n\n"
+EVENT_PREFIX, EVENT_END = b"data: ", b"\n\n"
 """What stands before and behind the data of an event."""
-DONE = b"data: [DONE]\n\n"
+DONE_EVENT = b"data: [DONE]\n\n"
 """The last event of OpenAI's streams."""
 
 
-PING = b": ping\n\n"
+PING_EVENT = b": ping\n\n"
 """Keeps a silent stream alive; clients skip it."""
 
 
@@ -44,41 +44,41 @@ def encode_ascii(value: object) -> bytes:
     return json.dumps(value).encode()
 
 
-def one_line(text: str) -> str:
+def escape_log_text(text: str) -> str:
     """The text as a line of a log may have it: an address may spell line breaks and codes that move a cursor, and
     these are written as its percent signs had them."""
     return "".join(char if char.isprintable() else quote(char, errors="replace") for char in text)
 
 
-pack = msgspec.msgpack.Encoder().encode
+encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
-class Form(NamedTuple):
+class MethodCodec(NamedTuple):
     """How a process calls a method of another one: its arguments pass as a tuple, each of the type that it has."""
 
     signature: inspect.Signature
     """Without `self`."""
-    given: msgspec.msgpack.Decoder[tuple[Any, ...]]
-    result: msgspec.msgpack.Decoder[Any]
+    arguments_decoder: msgspec.msgpack.Decoder[tuple[Any, ...]]
+    result_decoder: msgspec.msgpack.Decoder[Any]
 
 
 @cache
-def form_of(method: Callable[..., Any]) -> Form:
+def method_codec(method: Callable[..., Any]) -> MethodCodec:
     """Of a method as its class has it."""
     parameters = list(inspect.signature(method).parameters.values())[1:]
     hints = get_type_hints(method)
-    given: Any = tuple.__class_getitem__(tuple(hints[each.name] for each in parameters))
-    decode = msgspec.msgpack.Decoder(given), msgspec.msgpack.Decoder(hints["return"])
-    return Form(inspect.Signature(parameters), *decode)
+    arguments_type: Any = tuple.__class_getitem__(tuple(hints[each.name] for each in parameters))
+    decode = msgspec.msgpack.Decoder(arguments_type), msgspec.msgpack.Decoder(hints["return"])
+    return MethodCodec(inspect.Signature(parameters), *decode)
 
 
-def answering(owner: object, method: Callable[..., Any]) -> Callable[[bytes], Awaitable[bytes | None]]:
+def method_handler(owner: object, method: Callable[..., Any]) -> Callable[[bytes], Awaitable[bytes | None]]:
     """What answers another process that calls this method of `owner`: None, where the method returns None. No body
     stands for no arguments."""
 
-    async def answer(body: bytes) -> bytes | None:
-        found = method(owner, *(form_of(method).given.decode(body) if body else ()))
-        found = await found if isinstance(found, Awaitable) else found
-        return None if found is None else pack(found)
+    async def handle_call(body: bytes) -> bytes | None:
+        result = method(owner, *(method_codec(method).arguments_decoder.decode(body) if body else ()))
+        result = await result if isinstance(result, Awaitable) else result
+        return None if result is None else encode_msgpack(result)
 
-    return answer
+    return handle_call

@@ -11,19 +11,19 @@ from typing import Any, Protocol
 from quire.engine.errors import QuireError
 from quire.engine.link.answering import Answer, Answering
 from quire.engine.link.hub_messages import HUB
-from quire.server.store.calls import Calls
-from quire.server.store.shared import TOPIC
+from quire.server.store.data_dir_rpc import DATA_DIR_TOPIC
+from quire.server.store.journal import Calls
 
-ALONE = "0"
+SINGLE_PROCESS_NAME = "0"
 """The name of a process that has no others beside it."""
 
 
-class Unanswered(sqlite3.OperationalError):
+class StoreUnreachable(sqlite3.OperationalError):
     """The process that has what is kept does not answer, and whether it did what it was asked is not known. What waits
     for a full disk waits for it, too."""
 
 
-class Link(Protocol):
+class PeerLink(Protocol):
     """The way to the process that has what is kept, and through it to the others that share it: a HubLink, or
     deploy/ray's."""
 
@@ -41,58 +41,60 @@ class Link(Protocol):
 class Peers:
     """Of one API process. All methods are the event loop's."""
 
-    def __init__(self, link: Link | None, calls: Calls | None) -> None:
+    def __init__(self, link: PeerLink | None, calls: Calls | None) -> None:
         """`link`: None where there are no others; `calls`: None where nothing is kept."""
         self._link = link
         self._calls = calls
 
     @property
-    def process(self) -> str:
+    def process_name(self) -> str:
         """This one's name."""
-        return ALONE if self._link is None else self._link.identity
+        return SINGLE_PROCESS_NAME if self._link is None else self._link.identity
 
     @property
-    def alone(self) -> bool:
+    def is_alone(self) -> bool:
         return self._link is None
 
-    async def holder(self, owner: str, id: str) -> str | None:
+    async def find_holder(self, owner: str, id: str) -> str | None:
         """The other process that answers a call; None: none of them does."""
         if self._link is None or self._calls is None:
             return None
-        found = await asyncio.to_thread(self._calls.holder, owner, id)
-        return None if found == self.process else found
+        process = await asyncio.to_thread(self._calls.holder, owner, id)
+        return None if process == self.process_name else process
 
-    async def ask(self, process: str, topic: str, body: bytes) -> bytes | None:
+    async def ask_peer(self, process: str, topic: str, body: bytes) -> bytes | None:
         """What that process says; None where it says nothing, or has ended."""
         assert self._link is not None, "nobody else answers anything"
-        said = await self._link.ask(topic, body, to=process)
-        return said[0] if said else None
+        answers = await self._link.ask(topic, body, to=process)
+        return answers[0] if answers else None
 
-    def answering(self, topic: str, answer: Answer) -> None:
+    def register_handler(self, topic: str, handler: Answer) -> None:
         """How this process answers what others ask."""
         if self._link is not None:
-            self._link.answering.add(topic, answer)
+            self._link.answering.add(topic, handler)
 
 
-FromThread = Callable[[Coroutine[Any, Any, bytes], asyncio.AbstractEventLoop], "Future[bytes]"]
+RunFromThread = Callable[[Coroutine[Any, Any, bytes], asyncio.AbstractEventLoop], "Future[bytes]"]
 
 
-def asking(link: Link, from_thread: FromThread = asyncio.run_coroutine_threadsafe) -> Callable[[bytes], bytes]:
+def make_blocking_ask(
+    link: PeerLink, from_thread: RunFromThread = asyncio.run_coroutine_threadsafe
+) -> Callable[[bytes], bytes]:
     """How threads ask the process that has the data. The function raises Unanswered. `from_thread`: has the event loop
     run a coroutine for a thread."""
     loop = asyncio.get_running_loop()
 
-    async def ask(body: bytes) -> bytes:
+    async def ask_hub(body: bytes) -> bytes:
         try:
-            (said,) = await link.ask(TOPIC, body, to=HUB)
+            (answer,) = await link.ask(DATA_DIR_TOPIC, body, to=HUB)
         except QuireError as error:
-            raise Unanswered(error.message) from None
-        return said
+            raise StoreUnreachable(error.message) from None
+        return answer
 
-    def in_thread(body: bytes) -> bytes:
+    def ask_from_thread(body: bytes) -> bytes:
         try:
-            return from_thread(ask(body), loop).result()
+            return from_thread(ask_hub(body), loop).result()
         except CancelledError:  # the event loop ends, and the answer may be on its way
-            raise Unanswered("this process ended before it was answered") from None
+            raise StoreUnreachable("this process ended before it was answered") from None
 
-    return in_thread
+    return ask_from_thread

@@ -19,39 +19,39 @@ from quire.engine.link.broadcast import WeightsGroup
 from quire.engine.link.client import EngineClient
 from quire.engine.link.hub_link import HubLink, NoWeightsGroup
 from quire.engine.link.weights import WeightChanges, Weights
-from quire.engine.lora.modules import Modules
+from quire.engine.lora.target_modules import ModuleShapes
 from quire.engine.processes.child import Child
-from quire.engine.receipts.hashes import ModelHashes
-from quire.engine.types import TEXT_ALONE, EngineInfo
+from quire.engine.receipts.model_hasher import ModelHasher
+from quire.engine.types import NO_IMAGES_REASON, EngineInfo
 from quire.server.access.admission import Admission
-from quire.server.access.bodies import Bodies
-from quire.server.access.gateways import Gateways
-from quire.server.access.turns import FairTurns
-from quire.server.adapters import Adapters, adapters_of
+from quire.server.access.body_reader import BodyReader
+from quire.server.access.fair_semaphore import FairSemaphore
+from quire.server.access.gateway_headers import Gateways
+from quire.server.adapter_registry import AdapterRegistry, open_adapter_registry
 from quire.server.batches.runner import BatchRunner
 from quire.server.config import ServerConfig
-from quire.server.durable import Durable
 from quire.server.generation.background import Background
-from quire.server.generation.fold import LogprobBudget
-from quire.server.generation.loop_turns import LoopTurns
-from quire.server.images.fetch import MOST_FETCHING, Fetcher
+from quire.server.generation.event_loop_turns import EventLoopTurns
+from quire.server.generation.output_parts import LogprobBudget
+from quire.server.images.image_fetcher import MAX_FETCHING_REQUESTS, ImageFetcher
+from quire.server.observe.cross_process import CrossProcessObserver
 from quire.server.observe.http_metrics import HttpMetrics
 from quire.server.observe.live_view import LiveView
 from quire.server.observe.metrics import Metrics
-from quire.server.observe.other_processes import OtherProcesses
 from quire.server.observe.request_log import RequestLog
-from quire.server.observe.throughput import tell_throughput
-from quire.server.receipts import ReceiptLog, Receipts
-from quire.server.served_model import ModelSource, ServedModel, fingerprint
-from quire.server.store.data import Data
-from quire.server.store.store import Store
-from quire.server.streams import Streams
-from quire.server.workers.grammars import GrammarChecker
-from quire.server.workers.pool import LaunchWorkers, WorkerPool
+from quire.server.observe.throughput_log import log_throughput
+from quire.server.persistence import Persistence
+from quire.server.receipt_log import ReceiptLog, ReceiptWriter
+from quire.server.resumable_calls import ResumableCalls
+from quire.server.served_model import ModelSource, ServedModel, system_fingerprint
+from quire.server.store.data_dir import DataDir
+from quire.server.store.response_store import Store
+from quire.server.workers.grammar_checker import GrammarChecker
+from quire.server.workers.pool import LaunchProcess, WorkerPool
 
 
 @dataclass(slots=True)
-class Runtime:
+class ModelRuntime:
     """A model that is loaded, and what runs beside it. It is in the scope of each request for it, as `runtime`."""
 
     model: ServedModel
@@ -59,7 +59,7 @@ class Runtime:
     admission: Admission
     config: ServerConfig
     client: EngineClient
-    weights: WeightChanges
+    weight_changes: WeightChanges
     weights_group: WeightsGroup
     info: EngineInfo
     """What the engine said when it was ready."""
@@ -68,180 +68,200 @@ class Runtime:
     metrics: Metrics
     live_view: LiveView
     request_log: RequestLog
-    others: OtherProcesses
+    cross_process_observer: CrossProcessObserver
     workers: WorkerPool
-    fetcher: Fetcher
-    fetch_turns: FairTurns
+    image_fetcher: ImageFetcher
+    fetch_semaphore: FairSemaphore
     """Of requests whose images are fetched."""
-    grammars: GrammarChecker
-    turns: LoopTurns
-    kept: LogprobBudget
-    adapters: Adapters | None
+    grammar_checker: GrammarChecker
+    loop_turns: EventLoopTurns
+    logprob_budget: LogprobBudget
+    adapter_registry: AdapterRegistry | None
     """None where none are served."""
-    receipts: Receipts
+    receipts: ReceiptWriter
 
 
-class Models(Protocol):
+class ModelDispatcher(Protocol):
     """The models of a server."""
 
     @property
-    def loaded(self) -> Sequence[Runtime]:
+    def loaded_runtimes(self) -> Sequence[ModelRuntime]:
         """Those that can answer."""
 
-    async def give(
-        self, answer: ASGIApp, scope: Scope, receive: Receive, send: Send, *, awake: bool, named: bool
+    async def dispatch_request(
+        self, handler: ASGIApp, scope: Scope, receive: Receive, send: Send, *, needs_awake: bool, names_model: bool
     ) -> None:
-        """Put the request's model into its scope and let `answer` handle it. awake: whether the model's engine must be
+        """Put the request's model into its scope and let `handler` handle it. awake: whether the model's engine must be
         awake for it. named: whether the request may name its model; else any loaded model will do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerContext:
     """What all models have together."""
 
     config: ServerConfig
-    models: Models
+    models: ModelDispatcher
     gateways: Gateways
     background: Background
-    durable: Durable | None
+    persistence: Persistence | None
     """None without --data-dir."""
     registry: CollectorRegistry
     """Metrics that belong to no model."""
-    http: HttpMetrics
-    bodies: Bodies
-    pulling: asyncio.Lock = field(default_factory=asyncio.Lock)
+    http_metrics: HttpMetrics
+    body_reader: BodyReader
+    pull_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a model is downloaded: one at a time."""
 
     @property
     def store(self) -> Store | None:
-        return None if self.durable is None else self.durable.store
+        return None if self.persistence is None else self.persistence.store
 
     @property
-    def data(self) -> Data | None:
-        return None if self.durable is None else self.durable.data
+    def data_dir(self) -> DataDir | None:
+        return None if self.persistence is None else self.persistence.data_dir
 
     @property
-    def batches(self) -> BatchRunner | None:
-        return None if self.durable is None else self.durable.batches
+    def batch_runner(self) -> BatchRunner | None:
+        return None if self.persistence is None else self.persistence.batch_runner
 
     @property
-    def streams(self) -> Streams | None:
-        return None if self.durable is None else self.durable.streams
+    def resumable_calls(self) -> ResumableCalls | None:
+        return None if self.persistence is None else self.persistence.resumable_calls
 
 
-def runtime_of(request: Request) -> Runtime:
+def get_runtime(request: Request) -> ModelRuntime:
     """Of the request's model."""
     runtime = request.scope["runtime"]
-    assert isinstance(runtime, Runtime)
+    assert isinstance(runtime, ModelRuntime)
     return runtime
 
 
-def server_of(request: Request) -> Server:
+def get_server_context(request: Request) -> ServerContext:
     server = request.app.state.server
-    assert isinstance(server, Server)
+    assert isinstance(server, ServerContext)
     return server
 
 
 @asynccontextmanager
-async def serving(
+async def open_runtime(
     source: ModelSource,
-    modules: Modules | None,
+    modules: ModuleShapes | None,
     client: EngineClient,
     *,
-    keyed: bool,
+    has_api_keys: bool,
     folder: Path | None,
-    launch: LaunchWorkers = Child,
-) -> AsyncIterator[Runtime]:
+    launch_process: LaunchProcess = Child,
+) -> AsyncIterator[ModelRuntime]:
     """A model that is ready to answer until the block ends; then its engine ends too. client: launched, not started.
     modules: those that may have adapters. folder: where adapters are kept. keyed: see Admission.
     launch: see WorkerPool.
 
-    Raises what client.link.start(), adapters_of and ModelSource.model raise.
+    Raises what client.link.start(), open_adapter_registry and ModelSource.build_served_model raise.
     """
-    config, unstarted = source.config, await asyncio.to_thread(source.model)
-    client.history.keep = config.request_history
-    async with AsyncExitStack() as ending:  # the last one that began ends first
-        group = NoWeightsGroup(client.link) if isinstance(client.link, HubLink) else WeightsGroup(Weights(client))
-        ending.push_async_callback(group.close)
-        ending.push_async_callback(client.link.stop)
-        hashes = ModelHashes(config, source.tokenizer, client.link.weights_paths, config.data_dir)
+    config, model_before_start = source.config, await asyncio.to_thread(source.build_served_model)
+    client.history.max_ended = config.request_history
+    async with AsyncExitStack() as exit_stack:  # the last one that began ends first
+        weights_group = (
+            NoWeightsGroup(client.link) if isinstance(client.link, HubLink) else WeightsGroup(Weights(client))
+        )
+        exit_stack.push_async_callback(weights_group.close)
+        exit_stack.push_async_callback(client.link.stop)
+        hashes = ModelHasher(config, source.tokenizer, client.link.weights_paths, config.data_dir)
         info = await client.link.start()
-        adapters = ending.enter_context(
-            adapters_of(config, info.adaptable or modules, lambda: in_use(client), folder, device=info.device)
+        adapter_registry = exit_stack.enter_context(
+            open_adapter_registry(
+                config, info.adaptable or modules, lambda: adapter_digests_in_use(client), folder, device=info.device
+            )
         )
         model = replace(
-            unstarted,
+            model_before_start,
             created=int(clock.time()),
-            fingerprint=fingerprint(info, client.link.weights_version, config),
+            fingerprint=system_fingerprint(info, client.link.weights_version, config),
             context_length=info.max_model_len,
             tasks=info.tasks,
-            images=None if info.no_images else unstarted.images,
-            no_images=info.no_images if info.no_images or unstarted.images is not None else TEXT_ALONE,
-            adapters=() if adapters is None else adapters.names,
+            image_reader=None if info.no_images else model_before_start.image_reader,
+            no_images_reason=info.no_images
+            if info.no_images or model_before_start.image_reader is not None
+            else NO_IMAGES_REASON,
+            adapters=() if adapter_registry is None else adapter_registry.adapters_by_name,
         )
-        ending.push_async_callback((workers := WorkerPool(source.started(model), model.adapters, launch)).close)
-        ending.callback((turns := LoopTurns()).close)
-        ending.callback((fetcher := Fetcher(config.allowed_media_domains)).close)
-        admission = Admission(client, config, info.max_model_len, keyed=keyed)
-        runtime = _runtime(config, info, model, admission, client, group, workers, fetcher, turns, adapters, hashes)
-        ending.push_async_callback(runtime.receipts.close)
+        exit_stack.push_async_callback(
+            (workers := WorkerPool(source.with_engine_limits(model), model.adapters, launch_process)).close
+        )
+        exit_stack.callback((loop_turns := EventLoopTurns()).close)
+        exit_stack.callback((image_fetcher := ImageFetcher(config.allowed_media_domains)).close)
+        admission = Admission(client, config, info.max_model_len, has_api_keys=has_api_keys)
+        runtime = _build_runtime(
+            config,
+            info,
+            model,
+            admission,
+            client,
+            weights_group,
+            workers,
+            image_fetcher,
+            loop_turns,
+            adapter_registry,
+            hashes,
+        )
+        exit_stack.push_async_callback(runtime.receipts.close)
         if isinstance(client.link, HubLink):  # then another API process may have the weights changed
-            client.link.on_version.append(partial(tell_version, runtime))
+            client.link.on_version.append(partial(set_weights_version, runtime))
         elif not config.disable_log_stats:
-            ending.callback(asyncio.create_task(tell_throughput(client)).cancel)
+            exit_stack.callback(asyncio.create_task(log_throughput(client)).cancel)
         yield runtime
 
 
-def tell_version(runtime: Runtime, version: str) -> None:
+def set_weights_version(runtime: ModelRuntime, version: str) -> None:
     """Its weights have been replaced."""
-    runtime.receipts.hashes.note(version)
-    runtime.model = replace(runtime.model, fingerprint=fingerprint(runtime.info, version, runtime.config))
+    runtime.receipts.hashes.register_version(version)
+    runtime.model = replace(runtime.model, fingerprint=system_fingerprint(runtime.info, version, runtime.config))
 
 
-def _runtime(
+def _build_runtime(
     config: ServerConfig,
     info: EngineInfo,
     model: ServedModel,
     admission: Admission,
     client: EngineClient,
-    group: WeightsGroup,
+    weights_group: WeightsGroup,
     workers: WorkerPool,
-    fetcher: Fetcher,
-    turns: LoopTurns,
-    adapters: Adapters | None,
-    hashes: ModelHashes,
-) -> Runtime:
+    image_fetcher: ImageFetcher,
+    loop_turns: EventLoopTurns,
+    adapter_registry: AdapterRegistry | None,
+    hashes: ModelHasher,
+) -> ModelRuntime:
     path = config.receipt_log
-    kept = None if path is None else ReceiptLog(path, int(config.receipt_log_size * 2**30))
+    receipt_log = None if path is None else ReceiptLog(path, int(config.receipt_log_size * 2**30))
     metrics = Metrics(client, model.names[0], info.max_model_len, admission.rejections)
-    log = RequestLog(config.request_history)
-    metrics.tell_cache(info, config)
-    if adapters is not None:
-        metrics.tell_adapters(client, config.max_loras)
-    return Runtime(
+    request_log = RequestLog(config.request_history)
+    metrics.register_cache_info(info, config)
+    if adapter_registry is not None:
+        metrics.register_adapter_metrics(client, config.max_loras)
+    return ModelRuntime(
         model=model,
         admission=admission,
         config=config,
         client=client,
-        weights=group.weights,
-        weights_group=group,
+        weight_changes=weights_group.weights,
+        weights_group=weights_group,
         info=info,
         started=model.created,
         metrics=metrics,
-        live_view=LiveView(client, metrics.rolling),
-        request_log=log,
-        others=OtherProcesses(client, metrics, log, model.tokenizer.decode),
+        live_view=LiveView(client, metrics.rolling_stats),
+        request_log=request_log,
+        cross_process_observer=CrossProcessObserver(client, metrics, request_log, model.tokenizer.decode),
         workers=workers,
-        fetcher=fetcher,
-        fetch_turns=FairTurns(MOST_FETCHING, reserves=True),
-        grammars=GrammarChecker(workers),
-        turns=turns,
-        kept=LogprobBudget(),
-        adapters=adapters,
-        receipts=Receipts(hashes, info, metrics, kept),
+        image_fetcher=image_fetcher,
+        fetch_semaphore=FairSemaphore(MAX_FETCHING_REQUESTS, leaves_room=True),
+        grammar_checker=GrammarChecker(workers),
+        loop_turns=loop_turns,
+        logprob_budget=LogprobBudget(),
+        adapter_registry=adapter_registry,
+        receipts=ReceiptWriter(hashes, info, metrics, receipt_log),
     )
 
 
-def in_use(client: EngineClient) -> set[str]:
+def adapter_digests_in_use(client: EngineClient) -> set[str]:
     """Digests of the adapters that open requests need."""
     return {each.digest for each in (*client.adapters(queued=False), *client.adapters(queued=True))}

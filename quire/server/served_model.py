@@ -11,25 +11,31 @@ from functools import cached_property
 from starlette.requests import Request
 
 from quire.engine import VERSION
-from quire.engine.advice import nearest
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.config import EngineConfig
 from quire.engine.errors import InvalidRequest, ModelNotFound
-from quire.engine.images.reader import ImageReader
+from quire.engine.images.image_reader import ImageReader
 from quire.engine.text.chat_template import ChatRenderer
-from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
+from quire.engine.text.grammar_compiler import GrammarCompiler, make_grammar_vocabulary
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import TEXT_ALONE, EngineInfo, Task
+from quire.engine.types import NO_IMAGES_REASON, EngineInfo, Task
+from quire.engine.unsupported_options import suggest_nearest
 from quire.server.config import ServerConfig
 from quire.server.formats.chat_formats import ChatFormats
 
-MADE: dict[Task, str] = {"generate": "text", "embed": "embeddings", "classify": "scores"}
+TASK_OUTPUTS: dict[Task, str] = {"generate": "text", "embed": "embeddings", "classify": "scores"}
 """What each task makes, for messages."""
 
 
-PLAIN: Mapping[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+NEUTRAL_SAMPLING: Mapping[str, float] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
 """What a request samples with where neither it nor the model's generation_config.json says."""
-_SHOWN, _COMPARED = 20, 200
+_MAX_LISTED_NAMES, _MAX_COMPARED_NAMES = 20, 200
 """Names that an error lists, and that it compares with the one asked for."""
 
 
@@ -50,27 +56,27 @@ class ModelSource:
     """The kinds of requests that it can answer."""
     pooling: Pooling | None = None
     """How it makes vectors."""
-    images: ImageReader | None = None
+    image_reader: ImageReader | None = None
     """How it reads images; None where requests may not bring any."""
-    no_images: str = TEXT_ALONE
+    no_images_reason: str = NO_IMAGES_REASON
     """Why they may not."""
 
-    def started(self, model: ServedModel) -> ModelSource:
+    def with_engine_limits(self, model: ServedModel) -> ModelSource:
         """With what the engine says of the model."""
         return replace(
             self,
             context_length=model.context_length,
             tasks=model.tasks,
-            images=model.images,
-            no_images=model.no_images,
+            image_reader=model.image_reader,
+            no_images_reason=model.no_images_reason,
         )
 
-    def model(self, *, expendable: bool = False, adapters: Collection[str] = ()) -> ServedModel:
+    def build_served_model(self, *, expendable: bool = False, adapters: Collection[str] = ()) -> ServedModel:
         """Raises ModelError for a chat template that is not valid Jinja."""
         return ServedModel(
             **{each.name: getattr(self, each.name) for each in fields(ModelSource)},
             names=self.config.model_names,
-            formats=ChatFormats.chosen(self.config, self.tokenizer),
+            chat_formats=ChatFormats.from_config(self.config, self.tokenizer),
             media_domains=tuple(self.config.allowed_media_domains),
             adapters=adapters,
             expendable=expendable,
@@ -81,10 +87,10 @@ class ModelSource:
 class ServedModel(ModelSource):
     names: tuple[str, ...]
     """Names that requests may use, at least one; the first is the model's own."""
-    formats: ChatFormats
+    chat_formats: ChatFormats
     media_domains: tuple[str, ...] = ()
     """Hosts from which images are fetched."""
-    fetched: Mapping[str, bytes] = field(default_factory=dict)
+    fetched_images: Mapping[str, bytes] = field(default_factory=dict)
     """The images of the request that is being resolved, by address."""
     adapters: Collection[str] = ()
     """Names of the adapters beside it, which requests may use too; they come and go."""
@@ -97,52 +103,54 @@ class ServedModel(ModelSource):
 
     @cached_property
     def grammar_compiler(self) -> GrammarCompiler:
-        return GrammarCompiler(vocabulary_of(self.tokenizer, self.vocab_size, self.tokenizer.eos_token_ids))
+        return GrammarCompiler(make_grammar_vocabulary(self.tokenizer, self.vocab_size, self.tokenizer.eos_token_ids))
 
     @property
-    def defaults(self) -> Mapping[str, float]:
+    def default_sampling(self) -> Mapping[str, float]:
         """What a request samples with where it does not say."""
-        return {name: self.sampling_defaults.get(name, plain) for name, plain in PLAIN.items()}
+        return {name: self.sampling_defaults.get(name, plain) for name, plain in NEUTRAL_SAMPLING.items()}
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_output_tokens(self) -> int | None:
         """The most that a request may generate; None: what its context holds."""
         most = self.sampling_defaults.get("max_tokens")
         return None if most is None else int(most)
 
     @property
-    def pairs(self) -> bool:
+    def is_dual_encoder(self) -> bool:
         """Whether an image has a vector of its own, and is in no prompt with text."""
-        return self.images is not None and self.images.vision.apart
+        return self.image_reader is not None and self.image_reader.vision.is_dual_encoder
 
     @property
-    def renderer(self) -> ChatRenderer:
-        return self.formats.renderer
+    def chat_renderer(self) -> ChatRenderer:
+        return self.chat_formats.renderer
 
-    def answer_name(self, asked: str | None) -> str:
+    def response_model_name(self, requested_name: str | None) -> str:
         """The name that an answer gives: the one asked for, by default the first. Raises ModelNotFound."""
-        if asked is None:
+        if requested_name is None:
             return self.names[0]
-        if asked not in self.names and asked not in self.adapters:
-            raise not_served(asked, [*self.names, *sorted(self.adapters)])
-        return asked
+        if requested_name not in self.names and requested_name not in self.adapters:
+            raise model_not_found(requested_name, [*self.names, *sorted(self.adapters)])
+        return requested_name
 
     def check_task(self, task: Task) -> None:
         """Raises InvalidRequest where the model is not made for it."""
         if task not in self.tasks:
-            made = " and ".join(MADE[each] for each in self.tasks)
-            way = ": serve it with --pooling-type last" if (self.tasks, task) == (("generate",), "embed") else ""
-            raise InvalidRequest(f"The model `{self.names[0]}` makes {made}, not {MADE[task]}{way}", param="model")
+            task_outputs = " and ".join(TASK_OUTPUTS[each] for each in self.tasks)
+            hint = ": serve it with --pooling-type last" if (self.tasks, task) == (("generate",), "embed") else ""
+            raise InvalidRequest(
+                f"The model `{self.names[0]}` makes {task_outputs}, not {TASK_OUTPUTS[task]}{hint}", param="model"
+            )
 
 
-def fingerprint(info: EngineInfo, weights_version: str, config: EngineConfig) -> str:
+def system_fingerprint(info: EngineInfo, weights_version: str, config: EngineConfig) -> str:
     """A name of all that decides a seed's tokens: Quire's version and code, the model and its weights, wherever they
     lie, its type, the device, the backend, the bits of what is computed with, and the ranks, whose sums round
     differently. The end says whether the batch decides them too (see `quire verify`)."""
     model = info.content or info.model
-    parts = (VERSION, info.code, model, info.dtype, info.device, info.backend, weights_version)
-    asked = (
-        config.at_load,
+    identity_parts = (VERSION, info.code, model, info.dtype, info.device, info.backend, weights_version)
+    setting_values = (
+        config.online_quantization,
         config.quantize_embedding,
         info.kv_cache_dtype,
         config.activation_bits,
@@ -151,20 +159,22 @@ def fingerprint(info: EngineInfo, weights_version: str, config: EngineConfig) ->
     context = "" if info.rope_context is None else f"\n{info.rope_context}"
     if config.hf_overrides:
         context += f"\n{json.dumps(config.hf_overrides, sort_keys=True)}"
-    digest = hashlib.blake2b(("\n".join((*parts, repr(asked))) + context).encode(), digest_size=6).hexdigest()
+    digest = hashlib.blake2b(
+        ("\n".join((*identity_parts, repr(setting_values))) + context).encode(), digest_size=6
+    ).hexdigest()
     return f"fp_{digest}_{'deterministic' if info.deterministic else 'batch-dependent'}"
 
 
-def not_served(asked: str, served: Sequence[str]) -> ModelNotFound:
-    """The error for a name that is none of those `served`."""
-    shown = asked if len(asked) <= 100 else f"{asked[:100]}…"
-    more = f" and {len(served) - _SHOWN} more" if len(served) > _SHOWN else ""
-    meant = nearest(asked[:100], served[:_COMPARED])
-    message = f"The model `{shown}` does not exist; served here: {', '.join(served[:_SHOWN])}{more}"
-    return ModelNotFound(f"{message}; {meant}" if meant else message, param="model")
+def model_not_found(requested_name: str, served_names: Sequence[str]) -> ModelNotFound:
+    """The error for a name that is none of those `served_names`."""
+    shown = requested_name if len(requested_name) <= 100 else f"{requested_name[:100]}…"
+    more = f" and {len(served_names) - _MAX_LISTED_NAMES} more" if len(served_names) > _MAX_LISTED_NAMES else ""
+    suggestion = suggest_nearest(requested_name[:100], served_names[:_MAX_COMPARED_NAMES])
+    message = f"The model `{shown}` does not exist; served here: {', '.join(served_names[:_MAX_LISTED_NAMES])}{more}"
+    return ModelNotFound(f"{message}; {suggestion}" if suggestion else message, param="model")
 
 
-def model_of(request: Request) -> ServedModel:
+def get_model(request: Request) -> ServedModel:
     model = request.scope["runtime"].model
     assert isinstance(model, ServedModel)
     return model

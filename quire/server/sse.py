@@ -12,16 +12,16 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from quire.engine import clock
-from quire.server.bursts import BurstTransport
 from quire.server.config import ServerConfig
-from quire.server.encoding import PING
-from quire.server.errors import stream_error
+from quire.server.encoding import PING_EVENT
+from quire.server.error_responses import encode_stream_error
+from quire.server.write_batching import BatchingTransport
 
 Result = TypeVar("Result")
 CLIENT_CLOSED_REQUEST = 499
 """The status of a request whose client has left: nobody but the log reads it."""
-MEDIA = b"text/event-stream; charset=utf-8"
-HEADERS = (
+EVENT_STREAM_TYPE = b"text/event-stream; charset=utf-8"
+EVENT_STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold events back to fill its buffers
 )
@@ -47,33 +47,40 @@ class EventStream(EventSourceResponse):
         headers: Mapping[str, str],
         config: ServerConfig,
         *,
-        media: bytes = MEDIA,
-        ping: bytes = PING,
-        failed: Callable[[Exception], bytes] = stream_error,
-        transport: BurstTransport | None = None,
+        content_type: bytes = EVENT_STREAM_TYPE,
+        ping: bytes = PING_EVENT,
+        encode_error: Callable[[Exception], bytes] = encode_stream_error,
+        transport: BatchingTransport | None = None,
     ) -> None:
-        """`media`: the type of the content. `ping` is sent after a silence, `failed` writes the last event of a stream
-        that an error ends. The generator of the chunks may write some to `transport` itself, while it is asked for the
-        next one."""
+        """`content_type`: the type of the content. `ping` is sent after a silence, `encode_error` writes the last event
+        of a stream that an error ends. The generator of the chunks may write some to `transport` itself, while it is
+        asked for the next one."""
         super().__init__(chunks, ping=config.sse_ping)
-        own = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        self.raw_headers = [(b"content-type", media), *HEADERS, *own]
+        extra_headers = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        self.raw_headers = [(b"content-type", content_type), *EVENT_STREAM_HEADERS, *extra_headers]
         self._chunks = chunks
         self._close = close
         self._ping_event = ping
-        self._failed = failed
-        self._begun = False
+        self._encode_error = encode_error
+        self._status_sent = False
         """Whether the status was sent."""
-        self._sent = clock.monotonic()
+        self._last_send_time = clock.monotonic()
         self._transport = transport
-        self._sending = asyncio.Lock()
+        self._status_lock = asyncio.Lock()
 
     @property
-    def _last_sent(self) -> float:
-        return self._sent if self._transport is None else max(self._sent, self._transport.chunk_written)
+    def _last_activity(self) -> float:
+        return (
+            self._last_send_time
+            if self._transport is None
+            else max(self._last_send_time, self._transport.last_chunk_time)
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tasks = [asyncio.create_task(self._send_chunks(send)), asyncio.create_task(_watch(receive, self._close))]
+        tasks = [
+            asyncio.create_task(self._send_chunks(send)),
+            asyncio.create_task(_wait_for_disconnect(receive, self._close)),
+        ]
         if self.ping_interval:
             tasks.append(asyncio.create_task(self._ping(send)))
         try:
@@ -86,49 +93,49 @@ class EventStream(EventSourceResponse):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._chunks.aclose()
-        await self._begin(send)  # for the log of requests, where the client left before the status
+        await self._send_status(send)  # for the log of requests, where the client left before the status
 
-    async def _begin(self, send: Send) -> None:
-        async with self._sending:
-            if not self._begun:
+    async def _send_status(self, send: Send) -> None:
+        async with self._status_lock:
+            if not self._status_sent:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                self._begun = True
+                self._status_sent = True
 
     async def _send_chunks(self, send: Send) -> None:
-        last = b""
+        last_event = b""
         try:
             async for chunk in self._chunks:
-                if not self._begun:
-                    await self._begin(send)
+                if not self._status_sent:
+                    await self._send_status(send)
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                self._sent = clock.monotonic()
+                self._last_send_time = clock.monotonic()
         except Exception as error:
-            async with self._sending:  # a ping may be sending the status
-                if not self._begun:
+            async with self._status_lock:  # a ping may be sending the status
+                if not self._status_sent:
                     raise
-            last = self._failed(error)
-        await self._begin(send)
-        async with self._sending:
+            last_event = self._encode_error(error)
+        await self._send_status(send)
+        async with self._status_lock:
             self.active = False
-            await send({"type": "http.response.body", "body": last, "more_body": False})
+            await send({"type": "http.response.body", "body": last_event, "more_body": False})
 
     async def _ping(self, send: Send) -> None:
         while True:
-            silent = clock.monotonic() - self._last_sent
+            silent = clock.monotonic() - self._last_activity
             if silent < self.ping_interval:
                 await asyncio.sleep(self.ping_interval - silent)
                 continue
-            await self._begin(send)
-            async with self._sending:
+            await self._send_status(send)
+            async with self._status_lock:
                 if self.active:
                     await send({"type": "http.response.body", "body": self._ping_event, "more_body": True})
-            self._sent = clock.monotonic()
+            self._last_send_time = clock.monotonic()
 
 
 @asynccontextmanager
 async def closing_on_disconnect(receive: Receive, close: Callable[[], None]) -> AsyncIterator[None]:
     """Calls `close` as soon as the client is gone, and in any case at the end."""
-    watcher = asyncio.create_task(_watch(receive, close))
+    watcher = asyncio.create_task(_wait_for_disconnect(receive, close))
     try:
         yield
     finally:
@@ -136,21 +143,21 @@ async def closing_on_disconnect(receive: Receive, close: Callable[[], None]) -> 
         close()
 
 
-async def unless_left(receive: Receive, working: Coroutine[Any, Any, Result]) -> Result:
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """The result of some work, which is cancelled when the client leaves. Raises HTTPException then."""
-    task = asyncio.create_task(working)
+    task = asyncio.create_task(work)
 
-    def left() -> None:
+    def cancel_task() -> None:
         task.cancel()
 
-    async with closing_on_disconnect(receive, left):
+    async with closing_on_disconnect(receive, cancel_task):
         await asyncio.wait([task])
     if task.cancelled():
         raise HTTPException(CLIENT_CLOSED_REQUEST)
     return task.result()
 
 
-async def _watch(receive: Receive, close: Callable[[], None]) -> None:
+async def _wait_for_disconnect(receive: Receive, close: Callable[[], None]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     close()

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.engine.config import DEMO_MODEL
 from quire.server.fleet.added_models import AddedModels
-from quire.server.fleet.config import read_fleet
+from quire.server.fleet.models_config import read_models_file
 from tests.e2e.server import Server
 from tests.tiny_models import save_tiny_model
 
@@ -175,15 +175,15 @@ async def test_a_model_is_added_and_forgotten_while_the_server_runs(server: Serv
 
 def test_added_models_are_there_at_the_next_start(tmp_path: Path) -> None:
     (tmp_path / "models.toml").write_text(f'[one]\nmodel = "{DEMO_MODEL}"\n')
-    fleet = read_fleet(tmp_path / "models.toml", {})
+    fleet = read_models_file(tmp_path / "models.toml", {})
     before = AddedModels(fleet, tmp_path)
-    before.add("two", {"model": DEMO_MODEL, "num_kv_blocks": 8})
-    before.add("old", {"model": DEMO_MODEL, "a_setting_of_before": 8})
+    before.add_model("two", {"model": DEMO_MODEL, "num_kv_blocks": 8})
+    before.add_model("old", {"model": DEMO_MODEL, "a_setting_of_before": 8})
     after = AddedModels(fleet, tmp_path)
-    assert [(entry.name, entry.config.num_kv_blocks) for entry in after.start()] == [("two", 8)]
+    assert [(entry.name, entry.config.num_kv_blocks) for entry in after.load_entries()] == [("two", 8)]
     assert ("two" in after, "old" in after) == (True, False)
     (tmp_path / "models.json").write_text("[1]")
-    assert AddedModels(fleet, tmp_path).start() == []
+    assert AddedModels(fleet, tmp_path).load_entries() == []
 
 
 async def test_operators_sleep_wake_unload_and_load(server: Server) -> None:

@@ -20,15 +20,15 @@ import httpx
 import pytest
 
 from quire.engine.config import DEMO_MODEL
-from quire.engine.member import Member
-from quire.kernels.cpu.backend import Cpu
+from quire.engine.worker_node import WorkerNode
+from quire.kernels.cpu.backend import CpuBackend
 from tests.e2e.server import Server, free_port
 from tests.e2e.streams import KINDS, answer, ask_until
 from tests.e2e.test_ranks import marked, ranks_of, wait_until
 from tests.engine.nodes import gathering, member_config, told
 from tests.tiers import slow
 
-MISSING = Cpu().missing
+MISSING = CpuBackend().missing_reason
 pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
@@ -233,10 +233,10 @@ def test_a_rank_for_want_of_memory_is_not_taken_for_one_that_somebody_has_killed
 ) -> None:
     """Machine 0 cannot count what the kernel of another machine kills."""
     kills = count()
-    monkeypatch.setattr("quire.engine.member.oom_kills", lambda: next(kills) if kernel_kills else 3)
+    monkeypatch.setattr("quire.engine.worker_node.oom_kills", lambda: next(kills) if kernel_kills else 3)
     settings = told()
-    member = Member(member_config(settings))
-    keeping = threading.Thread(target=member.keep, args=(0,), daemon=True)
+    member = WorkerNode(member_config(settings))
+    keeping = threading.Thread(target=member.keep_rank, args=(0,), daemon=True)
     keeping.start()
     pids = set()
     for _ in range(2):  # the next one may be killed as well while it waits, and another waits then
@@ -251,7 +251,7 @@ def test_a_rank_for_want_of_memory_is_not_taken_for_one_that_somebody_has_killed
         for pid in waiting:
             os.kill(pid, signal.SIGKILL)
     assert len(pids) == 2
-    member.ending.set()
+    member.stop_event.set()
     keeping.join(30)
     assert not keeping.is_alive()
     assert member.failure is None

@@ -88,7 +88,7 @@ def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
 
 
 def test_every_form_of_prompt(client: openai.OpenAI) -> None:
-    tokenizer = Tokenizer.load(DEMO_MODEL)
+    tokenizer = Tokenizer.from_pretrained(DEMO_MODEL)
     texts = ["The cat", "The dog ran"]
     ids = [tokenizer.encode(text) for text in texts]
 

@@ -18,17 +18,17 @@ import httpx
 import pytest
 
 from quire.engine.config import DEMO_MODEL, EngineConfig
-from quire.engine.engine_core import EngineCore, let_go
+from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.errors import EngineError
 from quire.engine.worker.ranks.pipeline import PipelineRunner
 from quire.engine.worker.ranks.spmd import SpmdRunner
-from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu.backend import CpuBackend
 from tests.e2e.server import Server
 from tests.e2e.streams import KINDS, answer, ask_until
 from tests.engine.harness import request, run
 from tests.tiers import slow
 
-MISSING = Cpu().missing
+MISSING = CpuBackend().missing_reason
 pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
@@ -91,14 +91,14 @@ def test_an_engine_in_this_process_says_which_rank_has_ended(dividing: int) -> N
     made = EngineCore(EngineConfig(model=DEMO_MODEL, **ranks, **settings))
     expected = run(EngineCore(EngineConfig(model=DEMO_MODEL, dtype="float32", **settings)), [request("a", [435, 1029])])
     assert len(run(made, [request("a", [435, 1029])])["a"].ids) == len(expected["a"].ids)
-    assert isinstance(made.runner, SpmdRunner)
-    (pid,) = made.runner._ranks.pids
-    made.add(request("b", [435, 1029]))
+    assert isinstance(made.executor, SpmdRunner)
+    (pid,) = made.executor._ranks.pids
+    made.add_request(request("b", [435, 1029]))
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineError, match=f"rank 1 of 2 .process {pid}. was killed by SIGKILL"):
         run(made, [])
     del made
-    let_go()
+    free_engine_memory()
     assert not Path(f"/proc/{pid}").exists()
 
 
@@ -110,15 +110,15 @@ def test_an_engine_in_this_process_says_which_stage_has_ended() -> None:
     alone = EngineCore(EngineConfig(model=DEMO_MODEL, **settings))
     asked = [request(str(i), [435, 1029 + i], seed=i, temperature=0.8, logprobs=0) for i in range(4)]
     assert run(made, asked) == run(alone, asked)
-    assert isinstance(made.runner, PipelineRunner)
-    pids = made.runner._stages.pids
-    made.add(request("b", [435, 1029]))
+    assert isinstance(made.executor, PipelineRunner)
+    pids = made.executor._stages.pids
+    made.add_request(request("b", [435, 1029]))
     os.kill(pids[0], signal.SIGKILL)
     with pytest.raises(EngineError, match=f"rank 1 of 3 .process {pids[0]}. was killed by SIGKILL"):
         run(made, [])
     assert Path(f"/proc/{pids[1]}").exists()
     del made
-    let_go()
+    free_engine_memory()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from quire.engine.config import DEMO_MODEL, EngineConfig
-from quire.engine.engine_core import EngineCore, let_go
+from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.errors import EngineError
 from quire.engine.worker.ranks.spmd import SpmdRunner
 from tests.e2e.server import Server
@@ -36,15 +36,15 @@ def test_an_engine_in_this_process_says_which_rank_has_ended() -> None:
     settings = {"max_model_len": 256, "num_kv_blocks": 64, "threads": 2, "attention_backend": "reference"}
     made = EngineCore(EngineConfig(model=DEMO_MODEL, tensor_parallel_size=2, **settings))
     assert len(run(made, [request("a", [435, 1029], max_tokens=8)])["a"].ids) == 8
-    assert isinstance(made.runner, SpmdRunner)
-    (pid,) = made.runner._ranks.pids
-    made.add(request("b", [435, 1029]))
+    assert isinstance(made.executor, SpmdRunner)
+    (pid,) = made.executor._ranks.pids
+    made.add_request(request("b", [435, 1029]))
     made.step()
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineError, match=f"rank 1 of 2 .process {pid}. was killed by SIGKILL"):
         run(made, [])
     del made
-    let_go()
+    free_engine_memory()
     assert not Path(f"/proc/{pid}").exists()
 
 

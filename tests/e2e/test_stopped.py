@@ -15,12 +15,12 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu.backend import CpuBackend
 from tests.e2e.server import Server
 from tests.e2e.streams import KINDS, answer
 from tests.tiers import slow
 
-MISSING = Cpu().missing
+MISSING = CpuBackend().missing_reason
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),

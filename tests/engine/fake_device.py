@@ -7,7 +7,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
-from quire.engine.core.drafter import Draft, Drafter, DraftRequests
+from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.core.request import Request
 from quire.engine.core.scheduler_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire.engine.types import PoolingParams, TokenLogprob
@@ -33,7 +33,7 @@ class FakeDrafter(Drafter):
     right: int
     wrong: int
 
-    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
+    def propose(self, asked: RequestsToDraft, tokens: int) -> list[Draft]:
         return [Draft(self._propose(seq)) for seq, _ in asked]
 
     def _propose(self, seq: Request) -> list[int]:
@@ -72,9 +72,9 @@ class FakeDevice:
             self.tables[admission.slot] = []
             self.owners[admission.slot] = admission
         for copy in batch.block_copies:
-            assert 0 < copy.tokens < self.block
-            assert None not in self.pages[copy.source][: copy.tokens], "a copy of what is not there yet"
-            self.pages[copy.target][: copy.tokens] = self.pages[copy.source][: copy.tokens]
+            assert 0 < copy.num_tokens < self.block
+            assert None not in self.pages[copy.source][: copy.num_tokens], "a copy of what is not there yet"
+            self.pages[copy.target][: copy.num_tokens] = self.pages[copy.source][: copy.num_tokens]
         assert len({row.slot for row in batch.scheduled_requests}) == len(batch.scheduled_requests), (
             "two rows in one slot"
         )
@@ -83,7 +83,7 @@ class FakeDevice:
             table, tokens = self.tables[row.slot], self.tokens[row.slot]
             table += row.new_block_ids
             if row.draft_token_ids:
-                assert row.sample
+                assert row.should_sample
                 assert row.start + row.num_tokens == len(tokens) + len(row.draft_token_ids), (
                     "drafts after a token not computed"
                 )
@@ -102,16 +102,16 @@ class FakeDevice:
                     assert there == (group, *tokens[: position + 1]), f"{row.request_id}: wrong KV at {position}"
             prompt_logprobs[row.request_id] = [
                 TokenLogprob(token, 0.0, 1, [])
-                for token in tokens[row.start + 1 : min(end + 1, self.owners[row.slot].num_prompt)]
+                for token in tokens[row.start + 1 : min(end + 1, self.owners[row.slot].num_prompt_tokens)]
             ]
-            if row.sample:
+            if row.should_sample:
                 assert end == len(tokens), "sampling before the last token"
                 known = len(tokens) - len(row.draft_token_ids)
                 picks = [next_token(tokens[:length]) for length in range(known, end + 1)]
                 picked[row.request_id] = accepted(row.draft_token_ids, picks)
                 tokens[known:] = picked[row.request_id]
             if isinstance(self.owners[row.slot].params, PoolingParams):
-                assert not row.sample
+                assert not row.should_sample
                 if end == len(tokens):
                     vectors[row.request_id] = fake_vector(tokens)
         return ModelRunnerOutput(picked, {}, prompt_logprobs, {}, vectors)

@@ -29,8 +29,8 @@ def run(engine: EngineCore, requests: Sequence[EngineCoreRequest]) -> dict[str, 
     """Submit all at once and step until every one has ended."""
     answers = {each.id: Answer() for each in requests}
     for each in requests:
-        engine.add(each)
-    while engine.busy:
+        engine.add_request(each)
+    while engine.has_work:
         for output in engine.step():
             answer = answers[output.id]
             assert answer.finish_reason is None, "an output after the terminal one"
@@ -39,6 +39,6 @@ def run(engine: EngineCore, requests: Sequence[EngineCoreRequest]) -> dict[str, 
             answer.prompt_logprobs = output.prompt_logprobs or answer.prompt_logprobs
             answer.finish_reason = output.finish_reason
             answer.cached_tokens = output.cached_tokens
-    engine.scheduler.pool.audit()
-    assert engine.stats.used_blocks == 0
+    engine.scheduler.pool.check_invariants()
+    assert engine.engine_stats.used_blocks == 0
     return answers

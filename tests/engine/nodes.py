@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from quire.engine.config import DEMO_MODEL, EngineConfig
-from quire.engine.member import Life, Member
-from quire.engine.worker.ranks.follower import follow, store_of
-from quire.engine.worker.ranks.remote import SILENCE, Gathering, Remote
+from quire.engine.worker.ranks.follower import open_store_channel, run_follower
+from quire.engine.worker.ranks.remote_ranks import SILENCE_TIMEOUT, NodeRendezvous, RemoteRank
+from quire.engine.worker_node import NodeHeartbeat, WorkerNode
 from tests.e2e.server import free_port
 
 Nodes = Callable[..., dict[str, Any]]
@@ -29,16 +29,16 @@ class _Running:
         return None
 
 
-class ThreadMember(Member):
+class ThreadMember(WorkerNode):
     """A machine whose ranks are threads."""
 
-    def _live(self, place: int) -> None:
+    def _run_rank(self, place: int) -> None:
         process: Any = _Running()
         with tempfile.TemporaryDirectory() as copies:
-            if (joined := self._join(place, process, copies)) is None:
+            if (joined := self._join_engine(place, process, copies)) is None:
                 return
-            life = Life(joined)
-            life.end(follow(*store_of(joined), joined))
+            life = NodeHeartbeat(joined)
+            life.report_exit(run_follower(*open_store_channel(joined), joined))
 
 
 @pytest.fixture
@@ -52,14 +52,14 @@ def nodes() -> Iterator[Nodes]:
         for node in range(1, count):
             config = EngineConfig(model=model, **told | {"node_rank": node} | settings)
             members.append(ThreadMember(config))
-            for place in range(config.ranks_here):
-                threads.append(threading.Thread(target=members[-1].keep, args=(place,), daemon=True))
+            for place in range(config.local_world_size):
+                threads.append(threading.Thread(target=members[-1].keep_rank, args=(place,), daemon=True))
                 threads[-1].start()
         return told
 
     yield start
     for member in members:
-        member.ending.set()
+        member.stop_event.set()
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive(), "a rank does not end"
@@ -74,11 +74,11 @@ def told() -> dict[str, Any]:
 
 
 def gathering(
-    settings: dict[str, Any], silence: timedelta = SILENCE
-) -> tuple[Gathering, threading.Thread, list[Remote]]:
+    settings: dict[str, Any], silence: timedelta = SILENCE_TIMEOUT
+) -> tuple[NodeRendezvous, threading.Thread, list[RemoteRank]]:
     """One that waits in a thread, and what it finds."""
-    found: list[Remote] = []
-    made = Gathering(EngineConfig(model=DEMO_MODEL, **settings), silence)
-    thread = threading.Thread(target=lambda: found.extend(made.wait()), daemon=True)
+    found: list[RemoteRank] = []
+    made = NodeRendezvous(EngineConfig(model=DEMO_MODEL, **settings), silence)
+    thread = threading.Thread(target=lambda: found.extend(made.wait_for_ranks()), daemon=True)
     thread.start()
     return made, thread, found

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.engine.worker.ranks import processes
-from quire.engine.worker.ranks.follower import follow, teller
-from quire.engine.worker.ranks.messages import Start, decode_to_rank, frame, read_frame
+from quire.engine.worker.ranks import rank_processes
+from quire.engine.worker.ranks.follower import make_pipe_sender, run_follower
+from quire.engine.worker.ranks.rank_messages import StartCommand, decode_command, encode_frame, read_frame
 
 
 class ThreadProcess:
@@ -33,7 +33,7 @@ class ThreadProcess:
 
         def run() -> None:
             with ends[0] as orders, ends[1] as answers:
-                follow(partial(read_frame, orders), teller(answers))
+                run_follower(partial(read_frame, orders), make_pipe_sender(answers))
 
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
@@ -46,9 +46,9 @@ class ThreadProcess:
 
     def send(self, content: bytes) -> None:
         if self._owned is not None:
-            start = decode_to_rank(content[8:])
-            assert isinstance(start, Start)
-            content, self._owned = frame(msgspec.structs.replace(start, descriptors=self._owned)), None
+            start = decode_command(content[8:])
+            assert isinstance(start, StartCommand)
+            content, self._owned = encode_frame(msgspec.structs.replace(start, descriptors=self._owned)), None
         self._orders.write(content)
         self._orders.flush()
 
@@ -62,4 +62,4 @@ class ThreadProcess:
 
 @pytest.fixture
 def thread_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "Child", ThreadProcess)
+    monkeypatch.setattr(rank_processes, "Child", ThreadProcess)

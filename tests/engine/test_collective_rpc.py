@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine.core.executor import METHODS
+from quire.engine.core.executor import RPC_METHODS
 from quire.engine.errors import EngineError, InvalidRequest
-from quire.engine.worker.ranks.calls import RankWorker
+from quire.engine.worker.ranks.rank_rpc import RankWorker
 from tests.server.api import open_api
 from tests.server.fake import FakeEngine, hashed
 
@@ -41,7 +41,9 @@ def test_a_function_runs_on_the_rank_and_errors_say_where() -> None:
         llm.collective_rpc(leaves)
     with pytest.raises(InvalidRequest, match=r"method: there is no 'model', but describe and parameters"):
         llm.collective_rpc("model")
-    assert {name for name in vars(RankWorker) if callable(getattr(RankWorker, name)) and name[0] != "_"} == set(METHODS)
+    assert {name for name in vars(RankWorker) if callable(getattr(RankWorker, name)) and name[0] != "_"} == set(
+        RPC_METHODS
+    )
     with pytest.raises(InvalidRequest, match="a function must be one of a module's"):
         llm.collective_rpc(lambda worker: None)
     llm.sleep()

@@ -10,7 +10,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
 from quire.engine.types import EngineCoreRequest, PoolingParams, ThinkingBudget
-from quire.kernels.select import select_backend
+from quire.kernels.backend_selection import select_backend
 from tests.engine.harness import request, run
 from tests.tiers import slow
 from tests.tiny_models import VOCAB, save_tiny_model
@@ -84,9 +84,9 @@ def test_tokens_do_not_depend_on_what_else_runs(
 
     together = engine()
     assert tokens(together, requests) == alone, "all in one batch"
-    hits = together.stats.prefix_hits
+    hits = together.engine_stats.prefix_hits
     assert tokens(together, requests) == alone, "with a warm prefix cache"
-    assert together.stats.prefix_hits > hits + (500 if together.info.block_size == 16 else 0)
+    assert together.engine_stats.prefix_hits > hits + (500 if together.info.block_size == 16 else 0)
 
     assert tokens(engine(max_num_batched_tokens=5), requests) == alone, "prompts in chunks of 5 tokens"
     assert tokens(engine(max_num_batched_tokens=33, max_num_seqs=3), requests) == alone, "few at a time"
@@ -94,7 +94,7 @@ def test_tokens_do_not_depend_on_what_else_runs(
     if together.info.block_size == 16:  # on large pages none of these needs a second one
         small = engine(num_kv_blocks=13, max_model_len=200)
         assert tokens(small, requests) == alone, "preempted"
-        assert small.stats.preemptions > 2
+        assert small.engine_stats.preemptions > 2
 
     half = [
         EngineCoreRequest(
@@ -141,8 +141,8 @@ def test_a_common_prefix_is_computed_once(tmp_path: Path) -> None:
     prefix = torch.randint(3, VOCAB, (800,), generator=generator).tolist()
     owns = [torch.randint(3, VOCAB, (10,), generator=generator).tolist() for _ in range(100)]
     answers = run(engine, [request(str(i), prefix + own, max_tokens=2) for i, own in enumerate(owns)])
-    assert engine.stats.prompt_tokens == 800 + 100 * 10
-    assert engine.stats.prefix_hits == 99 * 800
+    assert engine.engine_stats.prompt_tokens == 800 + 100 * 10
+    assert engine.engine_stats.prefix_hits == 99 * 800
     assert sorted(answer.cached_tokens for answer in answers.values()) == [0] + [800] * 99
 
 
@@ -162,11 +162,11 @@ def test_a_request_for_a_vector_is_refused_by_name_and_the_others_go_on(tmp_path
     engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=100, max_num_batched_tokens=32, runner="generate"))
     tokens = request("tokens", range(3, 60), max_tokens=6)
     alone = run(engine, [tokens])["tokens"].ids
-    engine.add(EngineCoreRequest(id="vector", prompt_ids=list(range(3, 90)), params=PoolingParams(), seed=0))
-    engine.add(EngineCoreRequest(id="short", prompt_ids=[5], params=PoolingParams(), seed=0))
-    engine.add(tokens)
+    engine.add_request(EngineCoreRequest(id="vector", prompt_ids=list(range(3, 90)), params=PoolingParams(), seed=0))
+    engine.add_request(EngineCoreRequest(id="short", prompt_ids=[5], params=PoolingParams(), seed=0))
+    engine.add_request(tokens)
     outputs = []
-    while engine.busy:
+    while engine.has_work:
         outputs += engine.step()
     assert [token for output in outputs for token in output.new_ids] == alone
     errors = {output.id: output.error or "" for output in outputs if output.finish_reason == "error"}

@@ -11,9 +11,9 @@ import torch
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.text.grammar import json_grammar
+from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.types import EngineCoreRequest
-from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu.backend import CpuBackend
 from tests.engine.harness import Answer, request, run
 from tests.engine.images.test_families import about
 from tests.engine.ranks import thread_ranks
@@ -22,7 +22,7 @@ from tests.tiny_models import VOCAB, save_tiny_model
 from tests.vision_families import save_family
 
 __all__ = ["one_thread", "thread_ranks"]
-MISSING = Cpu().missing
+MISSING = CpuBackend().missing_reason
 pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
     pytest.mark.usefixtures("thread_ranks", "one_thread"),
@@ -94,7 +94,7 @@ def test_with_every_other_setting(setting: str, tmp_path: Path) -> None:
     expected = run(engine(path, 2, divides=False, **whole), asked())
     divided = engine(path, 2, divides=True, **given)
     equal(run(divided, asked()), expected)
-    assert divided.stats.preemptions > 0 or setting != "preempted"
+    assert divided.engine_stats.preemptions > 0 or setting != "preempted"
 
 
 def test_a_grammar_behind_a_long_prompt(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from quire.engine.core.scheduler_output import SchedulerOutput
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
 from quire.engine.types import EngineCoreRequest, SamplingParams
+from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.ranks.single_process import SingleProcess
-from quire.engine.worker.runner import ModelRunner
 from tests.tiny_models import save_tiny_model
 
 launched: list[int] = []
@@ -38,10 +38,10 @@ def engine_of(path: Path, name: str) -> EngineCore:
 def test_an_executor_of_ones_own_runs_the_batches(tmp_path: Path) -> None:
     engine = engine_of(save_tiny_model(tmp_path, "llama"), f"{__name__}:Noting")
     launched.clear()
-    engine.add(
+    engine.add_request(
         EngineCoreRequest(id="a", prompt_ids=[5] * 8, params=SamplingParams(max_tokens=3, ignore_eos=True), seed=0)
     )
-    while engine.busy:
+    while engine.has_work:
         engine.step()
     assert launched == [1, 1, 1]
 

@@ -14,13 +14,13 @@ from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.layers.shard import Shard
-from quire.engine.worker.device import choose
-from quire.engine.worker.loading.model import load_model
-from quire.kernels.cpu.backend import Cpu
-from quire.kernels.reference import Reference
+from quire.engine.layers.shard import ModelShard
+from quire.engine.worker.device_plan import choose_device_plan
+from quire.engine.worker.loading.model_loader import load_model
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import request, run
-from tests.engine.models.test_experts import row
+from tests.engine.models.test_moe_fields import row
 from tests.engine.models.test_sparse import theirs
 from tests.engine.ranks import thread_ranks
 from tests.engine.test_ranks import BASE, QUANTIZED, SMALL, asked, assert_same, one_thread, prompts
@@ -29,7 +29,7 @@ from tests.quantized_models import quantize_checkpoint, stack_mxfp4
 from tests.tiny_models import save_tiny_model
 
 __all__ = ["one_thread", "thread_ranks"]
-MISSING = Cpu().missing
+MISSING = CpuBackend().missing_reason
 pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
     pytest.mark.usefixtures("thread_ranks", "one_thread"),
@@ -53,7 +53,7 @@ def test_families_say_what_one_process_says(family: str, ranks: int, tmp_path: P
     divided = engine(path, ranks, **SMALL)
     found = run(divided, asked())
     assert_same(found, expected)
-    assert divided.stats.preemptions > 0
+    assert divided.engine_stats.preemptions > 0
     for each in asked():  # promise 2, at this number of ranks
         divided.reset_prefix_cache()
         (alone,) = run(divided, [each]).values()
@@ -79,8 +79,8 @@ UNEVEN = {"moe_intermediate_size": 96, "intermediate_size": 128, "hidden_size": 
 def test_weights_in_few_bits(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen without integer products: see the same of tests/engine/test_ranks.py. The experts' groups are torn apart
     where each is divided, and are not where each is whole."""
-    monkeypatch.setattr(Cpu, "pack_quantized", Reference.pack_quantized)
-    monkeypatch.setattr(Cpu, "pack_table", Reference.pack_table)
+    monkeypatch.setattr(CpuBackend, "pack_quantized", ReferenceBackend.pack_quantized)
+    monkeypatch.setattr(CpuBackend, "pack_embedding", ReferenceBackend.pack_embedding)
     if way == "mxfp4":
         path, settings = stack_mxfp4(save_tiny_model(tmp_path / "model", "gpt_oss"), tmp_path / "few"), {}
     else:
@@ -103,13 +103,16 @@ def test_each_rank_holds_its_experts(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "gpt_oss", num_hidden_layers=1, intermediate_size=33)
     config = EngineConfig(model=str(path), enable_expert_parallel=True, tensor_parallel_size=2, **BASE)
     model = read_model_config(path)
-    chosen = choose(config, model)
-    assert chosen.spec.indivisible(2) is None
+    chosen = choose_device_plan(config, model)
+    assert chosen.spec.tensor_parallel_error(2) is None
     whole = load_model(config, path, model, chosen, lambda: None)
-    parts = [load_model(config, path, model, chosen, lambda: None, shard=Shard(rank, 2)) for rank in range(2)]
-    assert [part.checkpoint.table.keys() for part in parts] == [whole.checkpoint.table.keys()] * 2
+    parts = [load_model(config, path, model, chosen, lambda: None, shard=ModelShard(rank, 2)) for rank in range(2)]
+    assert [part.expected_weights.parameter_table.keys() for part in parts] == [
+        whole.expected_weights.parameter_table.keys()
+    ] * 2
     held = [
-        [len(each._down) for layer in part.model._layers for each in layer if hasattr(each, "_here")] for part in parts
+        [len(each._down) for layer in part.model._layers for each in layer if hasattr(each, "_local_experts")]
+        for part in parts
     ]
     assert held == [[2], [3]]
     assert max(part.read_bytes for part in parts) < 0.75 * whole.read_bytes

@@ -16,13 +16,13 @@ from quire.engine.checkpoint.files import read_raw_config
 from quire.engine.checkpoint.safetensors import ROUTED, read_stored_weights
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
-from quire.engine.engine_core import EngineCore, let_go
+from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.errors import ConfigError
-from quire.engine.worker.loading.on_disk import IN_MEMORY, filesystem
-from quire.kernels.cpu.backend import Cpu
-from quire.kernels.cpu.decoder import mapped
+from quire.engine.worker.loading.weight_offload import MEMORY_FILESYSTEMS, filesystem_type
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.cpu.decoder import mapped_experts
 from tests.engine.harness import request, run
-from tests.engine.models.test_experts import prompts, told
+from tests.engine.models.test_moe_fields import prompts, told
 from tests.engine.ranks import thread_ranks
 from tests.engine.test_ranks import QUANTIZED, one_thread
 from tests.gguf_models import write_gguf
@@ -31,7 +31,7 @@ from tests.tiers import slow
 from tests.tiny_models import save_tiny_model
 
 __all__ = ["one_thread", "thread_ranks"]
-MISSING = Cpu().missing
+MISSING = CpuBackend().missing_reason
 pytestmark = [
     pytest.mark.skipif(MISSING is not None or not hasattr(os, "posix_fallocate"), reason=str(MISSING)),
     pytest.mark.usefixtures("thread_ranks", "one_thread"),
@@ -43,7 +43,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 1
 @pytest.fixture
 def tmp_path(tmp_path: Path) -> Iterator[Path]:
     """On a disk: the tests' folder may be in memory."""
-    if filesystem(tmp_path) not in IN_MEMORY:
+    if filesystem_type(tmp_path) not in MEMORY_FILESYSTEMS:
         yield tmp_path
         return
     with tempfile.TemporaryDirectory(dir="/var/tmp", ignore_cleanup_errors=True) as folder:
@@ -80,28 +80,30 @@ WAYS = ["bfloat16", "float32", "int8", "int4", "fp8", "mxfp4", "gptq", "float8",
 def test_it_says_the_same_bit_for_bit(way: str, tmp_path: Path) -> None:
     """With none kept, with some, which change as uses do, and with all; a step at a time and layers in one call."""
     path, settings = written(way, tmp_path)
-    if settings["dtype"] == "float32" and not Cpu().multiplies(torch.float32):
+    if settings["dtype"] == "float32" and not CpuBackend().has_linear_kernel(torch.float32):
         pytest.skip("oneDNN multiplies here")
     expected = answers(engine(path, **settings))
     on_disk = settings | {"weights_on_disk": str(tmp_path / "disk")}
     plain = engine(path, **on_disk)
     assert answers(plain) == expected
-    assert plain.stats.experts_read > plain.stats.experts_kept == 0
-    assert plain.stats.experts_guessed_right <= plain.stats.experts_guessed
-    assert plain.stats.experts_guessed_right or way == "mxfp4"  # of five experts three are chosen, mostly of few rows
-    store = plain.runner.model.offload
-    assert isinstance(store, mapped.MappedExperts)
+    assert plain.engine_stats.experts_read > plain.engine_stats.experts_kept == 0
+    assert plain.engine_stats.experts_guessed_right <= plain.engine_stats.experts_guessed
+    assert (
+        plain.engine_stats.experts_guessed_right or way == "mxfp4"
+    )  # of five experts three are chosen, mostly of few rows
+    store = plain.executor.model.offload
+    assert isinstance(store, mapped_experts.MappedDiskExperts)
     some = engine(path, **on_disk, weights_in_memory=5 * store._slot_bytes / 2**30)
-    some.runner.model.offload.every = 2
-    first = {*some.runner.model.offload._slot_of}
+    some.executor.model.offload.rebalance_interval = 2
+    first = {*some.executor.model.offload._slot_of}
     assert answers(some) == expected
     assert answers(some) == expected  # with prefixes cached
     assert len(first) == 5
-    assert first != {*some.runner.model.offload._slot_of}
-    assert 0 < some.stats.experts_kept < some.stats.experts_read
+    assert first != {*some.executor.model.offload._slot_of}
+    assert 0 < some.engine_stats.experts_kept < some.engine_stats.experts_read
     every = engine(path, **on_disk, weights_in_memory=1.0)
     assert answers(every) == expected
-    assert every.stats.experts_kept == every.stats.experts_read
+    assert every.engine_stats.experts_kept == every.engine_stats.experts_read
     assert not list((tmp_path / "disk").iterdir())  # the file has no name
 
 
@@ -111,16 +113,16 @@ def test_what_is_used_most_is_kept(tmp_path: Path) -> None:
     for memory in (None, 3):
         kept = None if memory is None else memory * stores[0]._slot_bytes / 2**30
         made = engine(path, dtype="bfloat16", weights_on_disk=str(tmp_path), weights_in_memory=kept)
-        stores.append(made.runner.model.offload)
+        stores.append(made.executor.model.offload)
     store, total = stores[1], len(stores[1]._experts)
-    store.every = 1
+    store.rebalance_interval = 1
     assert {*store._slot_of} == {0, 8, 16}  # of the first three layers the first expert
     used = {7, 11, total - 1}
-    store._noted.uses[[*used]] = 9
-    store.step()
-    assert {*store._slot_of} == {*store._noted.kept.nonzero().flatten().tolist()} == used
-    store._noted.uses[[1, 2, 3]] = 5  # not so much more than half of 9
-    store.step()
+    store._tables.uses[[*used]] = 9
+    store.begin_offload_step()
+    assert {*store._slot_of} == {*store._tables.pinned.nonzero().flatten().tolist()} == used
+    store._tables.uses[[1, 2, 3]] = 5  # not so much more than half of 9
+    store.begin_offload_step()
     assert {*store._slot_of} == used
 
 
@@ -142,7 +144,7 @@ def test_ranks_stages_guesses_and_preemption(family: str, settings: dict[str, An
     expected = answers(engine(path, **settings))
     made = engine(path, **settings, weights_on_disk=str(tmp_path / "disk"), weights_in_memory=0.0002)
     assert answers(made) == expected
-    assert made.stats.experts_read > 0
+    assert made.engine_stats.experts_read > 0
     assert any("in a file on disk" in note for note in made.info.notes)
 
 
@@ -201,5 +203,5 @@ def test_a_model_that_sleeps_has_no_file(tmp_path: Path) -> None:
     answers(made)
     assert files() > 0
     del made
-    let_go()
+    free_engine_memory()
     assert files() == 0

@@ -16,16 +16,16 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.train_head import story_requests, train_head
 from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
-from quire.engine.core.drafter import Draft, Drafter, DraftRequests
-from quire.engine.core.scheduler_output import DraftRequest
-from quire.engine.drafting.adaptive import Adaptive, StepCosts
-from quire.engine.drafting.heads import HeadDrafter
-from quire.engine.engine_core import EngineCore, model_drafter
+from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
+from quire.engine.core.scheduler_output import HeadDraftRequest
+from quire.engine.drafting.draft_length import AdaptiveLengthDrafter, StepCosts
+from quire.engine.drafting.head_drafter import HeadDrafter
+from quire.engine.engine_core import EngineCore, make_model_drafter
 from quire.engine.errors import ConfigError
-from quire.engine.text.grammar import json_grammar
+from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.types import EngineCoreRequest, PoolingParams, SamplingParams
-from quire.engine.worker.heads import Heads
-from quire.engine.worker.startup import Worker
+from quire.engine.worker.draft_head_runner import DraftHeadRunner
+from quire.engine.worker.startup import StartedWorker
 from tests.engine.harness import run
 from tests.engine.test_speculation import KINDS, always, known
 from tests.tiny_heads import (
@@ -62,7 +62,7 @@ def started(
     head: Path | None,
     method: str = "",
     tokens: int = 4,
-    make_drafter: Callable[[Worker, EngineConfig], Drafter | None] | None = None,
+    make_drafter: Callable[[StartedWorker, EngineConfig], Drafter | None] | None = None,
     **options: Any,
 ) -> EngineCore:
     speculative = None
@@ -73,9 +73,9 @@ def started(
     return EngineCore(config, make_drafter=make_drafter)
 
 
-def heads_of(worker: Worker, config: EngineConfig) -> HeadDrafter:
+def heads_of(worker: StartedWorker, config: EngineConfig) -> HeadDrafter:
     """What asks the heads, without what decides which of their guesses pay."""
-    found = model_drafter(worker, config)
+    found = make_model_drafter(worker, config)
     assert found is not None
     assert isinstance(found[0], HeadDrafter)
     return found[0]
@@ -90,25 +90,25 @@ class Recorded(Drafter):
     guesses: list[tuple[list[int], list[int]]] = field(default_factory=list)
     states: list[torch.Tensor] = field(default_factory=list)
 
-    def make(self, worker: Worker, config: EngineConfig) -> Drafter:
+    def make(self, worker: StartedWorker, config: EngineConfig) -> Drafter:
         """For the engine whose heads it records."""
         self.drafter = heads_of(worker, config)
         return self
 
-    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
+    def propose(self, asked: RequestsToDraft, tokens: int) -> list[Draft]:
         found = self.drafter.propose([(seq, min(most, self.most)) for seq, most in asked], tokens)
         heads = self.drafter._heads
-        assert isinstance(heads, Heads)
+        assert isinstance(heads, DraftHeadRunner)
         for (seq, _), guess in zip(asked, found, strict=True):
             assert seq.slot is not None
-            place = heads._place(DraftRequest(seq.slot, len(seq.token_ids), 1, []))
+            place = heads._state_index(HeadDraftRequest(seq.slot, len(seq.token_ids), 1, []))
             assert (place is None) == (seq.num_output_tokens == 0), (
                 "before its first pick there is nothing to go on from"
             )
             if place is None:
                 assert not guess.token_ids
             else:
-                self.states.append(heads._states[seq.slot, place].clone())
+                self.states.append(heads._hidden_by_slot[seq.slot, place].clone())
                 self.guesses.append((list(seq.token_ids), guess.token_ids))
         return found
 
@@ -138,7 +138,7 @@ def test_heads_guess_what_a_plain_computation_guesses(method: str, budget: int, 
     one = SamplingParams(allowed_token_ids=(40,), max_tokens=40)
     requests = [EngineCoreRequest(id="one", prompt_ids=[7, 9, 11], params=one, seed=0), *traffic(GREEDY * 5)]
     run(made, requests)
-    assert sum(made.stats.accepted_drafts) >= 10
+    assert sum(made.engine_stats.accepted_drafts) >= 10
     served = AutoModelForCausalLM.from_pretrained(model).double()
     exact = {name: each.double() if each.is_floating_point() else each for name, each in tensors.items()}
     reference = Reference(exact, served.get_input_embeddings().weight.data, served.lm_head.weight.data)
@@ -174,9 +174,9 @@ def test_heads_change_no_token(method: str, shape: dict[str, int], dtype: str, t
     made = started(model, head, method, make_drafter=always, **options)
     for _ in range(2):  # the second time prompts are cached
         assert known(run(made, requests)) == wanted
-    assert made.stats.draft_tokens > 50
-    assert sum(made.stats.accepted_drafts) > 0
-    assert made.stats.preemptions > 0 or "num_kv_blocks" not in shape
+    assert made.engine_stats.draft_tokens > 50
+    assert sum(made.engine_stats.accepted_drafts) > 0
+    assert made.engine_stats.preemptions > 0 or "num_kv_blocks" not in shape
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -190,9 +190,9 @@ def test_a_prompt_for_a_vector_passes_a_head_by(method: str, tmp_path: Path) -> 
     ]
     vectors = []
     for made in (started(model, None, pooling_type="last"), started(model, head, method, pooling_type="last")):
-        made.runner._slots.token_ids.fill_(2**31 - 1)
+        made.executor._input_batch.token_ids.fill_(2**31 - 1)
         for each in asked:
-            made.add(each)
+            made.add_request(each)
         outputs = [output for _ in range(3) for output in made.step()]
         vectors.append({output.id: output.vector for output in outputs})
     assert vectors[0] == vectors[1]
@@ -209,7 +209,7 @@ def test_heads_in_eight_bits_change_no_token_either(method: str, tmp_path: Path)
     wanted = known(run(started(model, None, **options), requests))
     made = started(model, head, method, make_drafter=always, **options)
     assert known(run(made, requests)) == wanted
-    assert made.stats.draft_tokens > 20
+    assert made.engine_stats.draft_tokens > 20
 
 
 @pytest.mark.few(1)
@@ -230,7 +230,7 @@ def test_a_request_that_is_replayed_goes_on_as_it_would_have(method: str, tmp_pa
         assert {name: (answer.ids, answer.finish_reason) for name, answer in rest.items()} == {
             name: (answer.ids[cut:], answer.finish_reason) for name, answer in whole.items()
         }
-    assert again.stats.draft_tokens > 0
+    assert again.engine_stats.draft_tokens > 0
 
 
 @pytest.mark.slow
@@ -245,13 +245,13 @@ def test_a_small_head_learns_to_guess_the_embedded_model_s_stories(tmp_path: Pat
     # As if a step of the model took ten times as long as one of the head: where both are so small, none would pay.
     costs, own = StepCosts((1, 64), (1.0, 3.0)), StepCosts((1, 64), (0.1, 0.2))
 
-    def drafter(worker: Worker, config: EngineConfig) -> Drafter:
-        return Adaptive(heads_of(worker, config), 4, costs, own)
+    def drafter(worker: StartedWorker, config: EngineConfig) -> Drafter:
+        return AdaptiveLengthDrafter(heads_of(worker, config), 4, costs, own)
 
     made = EngineCore(EngineConfig(speculative_config=speculative, **options), make_drafter=drafter)
     assert known(run(made, requests)) == wanted
-    assert made.stats.draft_tokens > 200
-    assert sum(made.stats.accepted_drafts) > made.stats.draft_tokens / 3
+    assert made.engine_stats.draft_tokens > 200
+    assert sum(made.engine_stats.accepted_drafts) > made.engine_stats.draft_tokens / 3
 
 
 def test_the_layouts_of_others_hold_the_same_heads(tmp_path: Path) -> None:

@@ -13,16 +13,16 @@ from quire import LLM, SamplingParams
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError, ModelError
-from quire.engine.worker.loading.kv_scales import calibrated_scales
-from quire.kernels.cpu.backend import Cpu
-from quire.kernels.gpu.libraries.flash import Flash
-from quire.kernels.kv_codes import KVScales
-from quire.kernels.select import select_backend
+from quire.engine.worker.loading.kv_scales import read_kv_scales
+from quire.kernels.backend_selection import select_backend
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.gpu.libraries.flash2 import Flash2Backend
+from quire.kernels.kv_quantization import KVScales
 from tests.engine.harness import Answer, request, run
 from tests.quantized_models import compressed_config, int8, quantize_checkpoint
 from tests.tiny_models import VOCAB, save_tiny_model
 
-MISSING = Cpu().missing
+MISSING = CpuBackend().missing_reason
 compiled = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 held = pytest.mark.parametrize("kv", ["int8", "fp8", "bfloat16"])
 BACKENDS = ["reference", pytest.param("cpu", marks=compiled)]
@@ -55,7 +55,9 @@ def test_alone_together_chunked_cached_and_preempted_are_the_same(
     asked = [request(str(i), prompt, max_tokens=24, logprobs=0) for i, prompt in enumerate(prompts())]
     together = engine(path, kv, dtype=dtype)
     wanted = tokens(run(together, asked))
-    assert (together.runner._model._recording[1] is not None) == Cpu().multiplies(getattr(torch, dtype))
+    assert (together.executor._model._recorded_layers[1] is not None) == CpuBackend().has_linear_kernel(
+        getattr(torch, dtype)
+    )
     alone = engine(path, kv, dtype=dtype, enable_prefix_caching=False)
     for each in asked:
         assert tokens(run(alone, [each]))[each.id] == wanted[each.id]
@@ -65,7 +67,7 @@ def test_alone_together_chunked_cached_and_preempted_are_the_same(
     assert tokens(again) == wanted
     few = engine(path, kv, dtype=dtype, num_kv_blocks=12, max_model_len=128)
     assert tokens(run(few, asked)) == wanted
-    assert few.stats.preemptions > 0
+    assert few.engine_stats.preemptions > 0
     guessing = engine(path, kv, dtype=dtype, speculative_config="ngram")
     assert tokens(run(guessing, asked)) == wanted
 
@@ -76,7 +78,7 @@ def test_fused_layers_give_the_same_bits(kv: str, tmp_path: Path, monkeypatch: p
     path = save_tiny_model(tmp_path, "qwen3")
     asked = [request(str(i), prompt, max_tokens=8, logprobs=0) for i, prompt in enumerate(prompts() * 3)]
     together = tokens(run(engine(path, kv), asked))
-    monkeypatch.setattr(Cpu, "recorded", lambda *_, **__: None)
+    monkeypatch.setattr(CpuBackend, "record_layers", lambda *_, **__: None)
     assert tokens(run(engine(path, kv), asked)) == together
 
 
@@ -102,7 +104,7 @@ def test_the_arithmetic_is_that_of_the_pages(backend: str, kv: str, head: int, t
     path = save_tiny_model(tmp_path, "llama", head_dim=32)
     made = engine(path, kv, dtype="bfloat16", attention_backend=backend, num_kv_blocks=None, kv_cache_memory=0.001)
     page = 2 * 16 * 2 * head * 3
-    assert made.runner._pages[0].nbytes == made.info.num_blocks * page
+    assert made.executor._kv_tensors[0].nbytes == made.info.num_blocks * page
     assert f"{page / 1024:,.0f} KiB a page" in made.info.arithmetic
     if kv == "int8":
         assert "x (32 + 2) x 1 B" in made.info.arithmetic
@@ -139,14 +141,14 @@ def test_a_checkpoint_s_scales_are_those_of_its_pages(tmp_path: Path) -> None:
     }
     path = scaled(tmp_path, scales)
     made = engine(path, "fp8")
-    found = [layer[0].rope.kv_scales for layer in made.runner._model._layers]
+    found = [layer[0].rope.kv_scales for layer in made.executor._model._layers]
     assert found == [KVScales(0.5, 0.25), KVScales(), KVScales(2.0, 1.0)]
     prompt = request("a", prompts()[3], max_tokens=8, logprobs=0)
     # A power of two moves no 8-bit float of ordinary size, so that the numbers say whether both ends use it.
     plain = scaled(tmp_path / "plain", {})
     ours, theirs = (run(each, [prompt])["a"].logprobs for each in (made, engine(plain, "fp8")))
     assert [a.logprob for a in ours] == pytest.approx([b.logprob for b in theirs], abs=0.1)
-    assert calibrated_scales(plain) == {}
+    assert read_kv_scales(plain) == {}
 
 
 def test_a_checkpoint_may_scale_keys_and_values_alone(tmp_path: Path) -> None:
@@ -158,7 +160,7 @@ def test_a_checkpoint_may_scale_keys_and_values_alone(tmp_path: Path) -> None:
     given = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": kv}
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": given}))
     made = engine(path, "fp8")
-    assert made.runner._model._layers[1][0].rope.kv_scales == KVScales(0.5, 1.0)
+    assert made.executor._model._layers[1][0].rope.kv_scales == KVScales(0.5, 1.0)
     assert run(made, [request("a", prompts()[3], max_tokens=8)])["a"].ids
 
 
@@ -171,8 +173,8 @@ def test_a_scale_that_is_none_is_named(scale: float, tmp_path: Path) -> None:
 
 def test_what_cannot_hold_codes_is_passed_over_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(Flash, "cannot_serve", lambda *_: None)
-    monkeypatch.setattr(Flash, "description", lambda _: "flash-attn")
+    monkeypatch.setattr(Flash2Backend, "unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(Flash2Backend, "description", lambda _: "flash-attn")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     gpu = torch.device("cuda")
     with pytest.raises(ValueError, match=r"flash: keeps keys and values .*; --attention-backend triton"):

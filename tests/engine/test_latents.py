@@ -18,16 +18,16 @@ from transformers import AutoModelForCausalLM
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.config import EngineConfig
-from quire.engine.core.drafter import NoDrafts
-from quire.engine.drafting.adaptive import Adaptive
+from quire.engine.core.drafter import NullDrafter
+from quire.engine.drafting.draft_length import AdaptiveLengthDrafter
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import AdapterError, ConfigError
-from quire.engine.lora.files import read_adapter
-from quire.engine.lora.modules import adaptable_modules
+from quire.engine.lora.adapter_files import read_adapter
+from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.models import decoder_spec
-from quire.engine.worker.device import check_attention
-from quire.server.cli.plan.configured import predicted_tokens
+from quire.engine.worker.device_plan import check_attention_support
 from quire.server.cli.plan.machine import Machine
+from quire.server.cli.plan.model_plan import predict_kv_tokens
 from tests.adapters import save_adapter
 from tests.engine.harness import Answer, request, run
 from tests.engine.test_speculation import CHEAP, Garbage, Replaceable
@@ -76,7 +76,9 @@ def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
     for each in requests:
         wanted |= known(run(alone, [each]))
     made, drafts = engine(folder, family, dtype, kv, shape)
-    drafts.drafter = NoDrafts() if guesses is None else Adaptive(Garbage(random.Random(guesses)), 8, CHEAP)
+    drafts.drafter = (
+        NullDrafter() if guesses is None else AdaptiveLengthDrafter(Garbage(random.Random(guesses)), 8, CHEAP)
+    )
     for _ in range(2):
         assert known(run(made, requests)) == wanted
 
@@ -134,7 +136,7 @@ def test_a_page_holds_one_latent_and_one_key_of_each_token(dtype: str, kv: str, 
     assert made.info.kv_bytes == made.info.num_blocks * page
     assert made.info.num_blocks == min(300 * 2**10 // page, 12 * 8)
     assert "32 latent + 16 rotated" in made.info.arithmetic
-    assert predicted_tokens(config, Machine("here", 2**34, None, None)) == made.info.num_blocks * 16
+    assert predict_kv_tokens(config, Machine("here", 2**34, None, None)) == made.info.num_blocks * 16
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])
@@ -145,16 +147,16 @@ def test_latents_come_back_from_tiers(kv: str, tmp_path: Path) -> None:
     wanted = converse(plain)
     made = EngineCore(EngineConfig(**options, **HOST, **disk(tmp_path)), make_tiers=always)
     assert converse(made) == wanted
-    assert made.stats.tiers[0].fetched_pages > 0
-    made.close()
+    assert made.engine_stats.tiers[0].fetched_pages > 0
+    made.shut_down()
     again = EngineCore(EngineConfig(**options, **disk(tmp_path)), make_tiers=always)
     assert converse(again) == wanted
-    assert again.stats.prompt_tokens < CONVERSATIONS * TURNS * 40
-    again.close()
+    assert again.engine_stats.prompt_tokens < CONVERSATIONS * TURNS * 40
+    again.shut_down()
 
 
 def test_apples_gpus_are_refused(folder: Path) -> None:
     config = read_model_config(model(folder, "deepseek_v2"))
-    check_attention(torch.device("cuda"), config, decoder_spec(config))
+    check_attention_support(torch.device("cuda"), config, decoder_spec(config))
     with pytest.raises(ConfigError, match=r"latent attention .* GPUs of CUDA's alone so far: --device cpu"):
-        check_attention(torch.device("mps"), config, decoder_spec(config))
+        check_attention_support(torch.device("mps"), config, decoder_spec(config))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from quire.engine.errors import ConfigError
-from quire.engine.worker.loading import on_disk
-from quire.kernels.streaming.from_host import LayersFromHost
+from quire.engine.worker.loading import weight_offload
+from quire.kernels.streaming.host_layers import HostLayerStreamer
 from tests.engine.harness import run
 from tests.engine.ranks import thread_ranks
 from tests.engine.test_experts_on_disk import answers, engine
@@ -30,7 +30,7 @@ SHAPE: dict[str, Any] = {"num_hidden_layers": 5}
 def stands_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linears are PyTorch's own products of their weights, as on a GPU, and may be elsewhere."""
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    monkeypatch.setattr(on_disk, "check_offload", lambda *_: None)
+    monkeypatch.setattr(weight_offload, "check_offload", lambda *_: None)
 
 
 @pytest.mark.few(1)
@@ -41,9 +41,9 @@ def test_it_says_the_same_bit_for_bit(family: str, settings: dict[str, Any], tmp
     settings = REFERENCE | settings
     expected = answers(engine(path, **settings))
     made = engine(path, **settings, cpu_offload_gb=1.0)
-    streamed: Any = made.runner.model.offload  # type: ignore[attr-defined]
-    assert isinstance(streamed, LayersFromHost)
-    assert len(streamed.order) == len(made.runner.model.layers)  # type: ignore[attr-defined]
+    streamed: Any = made.executor.model.offload  # type: ignore[attr-defined]
+    assert isinstance(streamed, HostLayerStreamer)
+    assert len(streamed.streamed_layers) == len(made.executor.model.layers)  # type: ignore[attr-defined]
     assert answers(made) == expected  # the same steps: PyTorch's products may differ with the number of rows
     assert any("lie in the host's memory" in note for note in made.info.notes)
 
@@ -55,16 +55,16 @@ def test_graphs_have_the_copies_too(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = picked(run(start(monkeypatch, None), traffic()))
     capture = FakeCapture()
     made = start(monkeypatch, capture, cpu_offload_gb=1.0)
-    streamed: Any = made.runner.model.offload  # type: ignore[attr-defined]
-    assert len(streamed.order) > 2
-    begin = streamed.begin
+    streamed: Any = made.executor.model.offload  # type: ignore[attr-defined]
+    assert len(streamed.streamed_layers) > 2
+    begin = streamed.begin_pass
 
     def begun() -> None:
         for slot in streamed._slots:
             slot.zero_()
         begin()
 
-    monkeypatch.setattr(streamed, "begin", begun)
+    monkeypatch.setattr(streamed, "begin_pass", begun)
     assert picked(run(made, traffic())) == wanted
     assert capture.replays > len(capture.recordings) > 2
 

@@ -13,13 +13,13 @@ import torch
 
 from quire.engine.checkpoint.safetensors import LAYERS, read_stored_weights
 from quire.engine.checkpoint.stages import STREAM_SLOTS, most_kept, most_streamed, spread
-from quire.engine.engine_core import EngineCore, let_go
+from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.errors import ConfigError
-from quire.engine.worker.loading import on_disk
-from quire.kernels.cpu.backend import Cpu
-from quire.kernels.cpu.decoder.from_disk import LayersFromDisk
+from quire.engine.worker.loading import weight_offload
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.cpu.decoder.disk_layers import DiskLayerStreamer
 from tests.engine.harness import run
-from tests.engine.models.test_experts import told
+from tests.engine.models.test_moe_fields import told
 from tests.engine.ranks import thread_ranks
 from tests.engine.test_experts_on_disk import MISSING, answers, engine, tmp_path
 from tests.engine.test_ranks import QUANTIZED, asked_with_adapters, one_thread
@@ -48,12 +48,12 @@ def written(way: str, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
 def all_but(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
     """So many layers are kept, whatever they take."""
     chosen = lambda sizes, _: spread(len(sizes), max(len(sizes) - kept, 0))  # noqa: E731
-    monkeypatch.setattr(on_disk, "most_kept", chosen)
+    monkeypatch.setattr(weight_offload, "most_kept", chosen)
 
 
-def layers_of(some: EngineCore) -> LayersFromDisk:
-    streamed: Any = some.runner.model.offload  # type: ignore[attr-defined]
-    assert isinstance(streamed, LayersFromDisk)
+def layers_of(some: EngineCore) -> DiskLayerStreamer:
+    streamed: Any = some.executor.model.offload  # type: ignore[attr-defined]
+    assert isinstance(streamed, DiskLayerStreamer)
     return streamed
 
 
@@ -62,17 +62,17 @@ def layers_of(some: EngineCore) -> LayersFromDisk:
 def test_it_says_the_same_bit_for_bit(way: str, tmp_path: Path) -> None:
     """With none kept, and with some; a step at a time, and with prefixes cached."""
     path, settings = written(way, tmp_path)
-    if settings["dtype"] == "float32" and not Cpu().multiplies(torch.float32):
+    if settings["dtype"] == "float32" and not CpuBackend().has_linear_kernel(torch.float32):
         pytest.skip("oneDNN multiplies here")
     expected = answers(engine(path, **settings))
     elsewhere = settings | {"weights_on_disk": str(tmp_path / "disk")}
     whole = engine(path, **elsewhere, weights_in_memory=1.0)
-    sizes = layers_of(whole)._sizes
-    assert not layers_of(whole).order
+    sizes = layers_of(whole)._layer_bytes
+    assert not layers_of(whole).streamed_layers
     assert answers(whole) == expected
     for count, memory in ((5, STREAM_SLOTS * max(sizes)), (3, sum(sizes[:2]) + STREAM_SLOTS * max(sizes))):
         some = engine(path, **elsewhere, weights_in_memory=(memory + 4096) / 2**30)
-        assert len(layers_of(some).order) == count
+        assert len(layers_of(some).streamed_layers) == count
         assert answers(some) == expected
         assert answers(some) == expected
         assert any(f"{5 - count} of 5 are kept in memory" in note for note in some.info.notes)
@@ -98,7 +98,7 @@ def test_ranks_stages_guesses_and_preemption(
     expected = answers(engine(path, **settings))
     all_but(monkeypatch, 0)
     made = engine(path, **settings, weights_on_disk=str(tmp_path / "disk"))
-    assert layers_of(made).order
+    assert layers_of(made).streamed_layers
     assert answers(made) == expected
 
 
@@ -109,7 +109,7 @@ def test_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = {name: told(each) for name, each in run(engine(path, **lora), requests).items()}
     all_but(monkeypatch, 0)
     made = engine(path, **lora, weights_on_disk=str(tmp_path / "disk"))
-    assert layers_of(made).order
+    assert layers_of(made).streamed_layers
     assert {name: told(each) for name, each in run(made, requests).items()} == expected
 
 
@@ -122,10 +122,10 @@ def test_what_the_slots_have_no_step_can_confuse(tmp_path: Path, monkeypatch: py
     made = engine(path, weights_on_disk=str(tmp_path / "disk"))
     streamed = layers_of(made)
     for stop in range(5):
-        streamed.begin()
+        streamed.begin_pass()
         for layer in range(stop):
-            streamed.enter(layer)
-            streamed.leave(layer)
+            streamed.enter_layer(layer)
+            streamed.leave_layer(layer)
         made.reset_prefix_cache()
         assert answers(made) == expected
 
@@ -141,10 +141,10 @@ def test_a_disk_that_fails_ends_the_step_and_is_asked_again(tmp_path: Path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", broken)
-        streamed.leave(4)
+        streamed.leave_layer(4)
         for layer in (2, 3, 4):
             with pytest.raises(OSError, match="Input/output error"):
-                streamed.enter(layer)
+                streamed.enter_layer(layer)
     made.reset_prefix_cache()
     assert answers(made) == expected
 
@@ -185,7 +185,7 @@ def test_what_must_have_room_in_memory_is_all_else(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "llama")
     rest = read_stored_weights(path, without=LAYERS)
     assert rest is not None
-    config = engine(path).runner.model.spec  # type: ignore[attr-defined]
+    config = engine(path).executor.model.spec  # type: ignore[attr-defined]
     ends = 1 if config.tie_embeddings else 2
     assert rest.floats == (ends * config.vocab_size + 1) * config.hidden_size
     packed = write_gguf(path, tmp_path / "model.gguf", lambda _: "F32")
@@ -196,10 +196,10 @@ def test_what_must_have_room_in_memory_is_all_else(tmp_path: Path) -> None:
 
 def test_without_a_bound_half_of_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_tiny_model(tmp_path / "model", "llama", **WIDE, dtype=torch.bfloat16)
-    monkeypatch.setattr(on_disk, "available_host_bytes", lambda: 4 * 300_000)
-    assert len(layers_of(engine(path, weights_on_disk=str(tmp_path))).order) == 5
-    monkeypatch.setattr(on_disk, "available_host_bytes", lambda: 12 * 300_000)
-    assert not layers_of(engine(path, weights_on_disk=str(tmp_path))).order
+    monkeypatch.setattr(weight_offload, "available_host_bytes", lambda: 4 * 300_000)
+    assert len(layers_of(engine(path, weights_on_disk=str(tmp_path))).streamed_layers) == 5
+    monkeypatch.setattr(weight_offload, "available_host_bytes", lambda: 12 * 300_000)
+    assert not layers_of(engine(path, weights_on_disk=str(tmp_path))).streamed_layers
 
 
 def test_a_model_that_is_let_go_has_no_file_and_no_thread(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_model_that_is_let_go_has_no_file_and_no_thread(tmp_path: Path) -> Non
     (thread,) = layers_of(made)._reader._threads
     assert files() > 0
     del made
-    let_go()
+    free_engine_memory()
     assert files() == 0
     thread.join(10)
     assert not thread.is_alive()

@@ -7,7 +7,7 @@ from typing import cast
 import zmq
 
 from quire.engine.core.stats import EngineStats, EngineView
-from quire.engine.engine_core import EngineCore, _receive
+from quire.engine.engine_core import EngineCore, _handle_messages
 from quire.engine.link.engine_messages import SnapshotRequest, Submit, ToEngine, encode
 from quire.engine.types import EngineCoreRequest, SamplingParams
 
@@ -15,22 +15,22 @@ from quire.engine.types import EngineCoreRequest, SamplingParams
 class Idle:
     """An engine with `left` things to prepare and nothing to compute."""
 
-    busy = False
+    has_work = False
 
     def __init__(self, left: int) -> None:
         self.left = left
         self.done: list[str] = []
 
-    def prepare(self) -> bool:
+    def warm_up_once(self) -> bool:
         self.done.append("prepare")
         self.left = max(0, self.left - 1)
         return self.left > 0
 
-    def snapshot(self) -> EngineView:
+    def take_view(self) -> EngineView:
         self.done.append("view")
         return EngineView(EngineStats(), [], b"", 0, 0.0)
 
-    def add(self, request: EngineCoreRequest) -> None:
+    def add_request(self, request: EngineCoreRequest) -> None:
         self.done.append("add")
 
 
@@ -58,7 +58,7 @@ class Script:
 def receive(left: int, messages: list[tuple[int, ToEngine]]) -> list[str]:
     engine = Idle(left)
     socket = Script(engine, messages)
-    _receive(cast(EngineCore, engine), cast("zmq.Socket[bytes]", socket))
+    _handle_messages(cast(EngineCore, engine), cast("zmq.Socket[bytes]", socket))
     assert not socket.messages
     assert socket.sent == sum(each == "view" for each in engine.done)
     return engine.done

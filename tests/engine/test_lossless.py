@@ -18,14 +18,14 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
-from quire.engine.core.drafter import Drafter, NoDrafts
-from quire.engine.drafting.adaptive import Adaptive, StepCosts
-from quire.engine.drafting.choose import choose_drafter
-from quire.engine.drafting.forced import ForcedTokens
-from quire.engine.drafting.lookup import PromptLookup, SharedLookup
-from quire.engine.drafting.selective import SelectiveDrafter
+from quire.engine.core.drafter import Drafter, NullDrafter
+from quire.engine.drafting.draft_length import AdaptiveLengthDrafter, StepCosts
+from quire.engine.drafting.drafter_factory import choose_drafter
+from quire.engine.drafting.grammar_drafter import GrammarDrafter
+from quire.engine.drafting.ngram_drafter import NgramDrafter, SuffixDrafter
+from quire.engine.drafting.selective_drafter import SelectiveDrafter
 from quire.engine.engine_core import EngineCore
-from quire.engine.text.grammar import json_grammar
+from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.types import EngineCoreRequest, Grammar, SamplingParams, ThinkingBudget
 from tests.engine.harness import Answer, run
 from tests.engine.test_heads import made_head
@@ -140,20 +140,20 @@ def engine(
 
 
 def plain_answers(made: EngineCore, drafts: Replaceable, requests: list[EngineCoreRequest]) -> dict[str, Answer]:
-    drafts.drafter = NoDrafts()
+    drafts.drafter = NullDrafter()
     return run(made, requests)
 
 
 def looking(name: str, seed: int, wanted: dict[str, Answer], made: EngineCore) -> Drafter:
-    compiler = made.runner._grammars.prepare().result
+    compiler = made.executor._grammars.load_compiler().result
     drafters: dict[str, Drafter] = {
         "right": Right(wanted),
-        "grammar": choose_drafter(None, (), None, compiler) or NoDrafts(),
-        "seldom": Adaptive(SelectiveDrafter(ForcedTokens(PromptLookup(1), compiler), DEAR), 8, CHEAP),
-        "grammar and garbage": ForcedTokens(Garbage(random.Random(seed)), compiler),
-        "grammar and right": ForcedTokens(Right(wanted), compiler),
-        "ngram": Adaptive(PromptLookup(2), 8, CHEAP),
-        "suffix": Adaptive(SharedLookup(1), 5, CHEAP),
+        "grammar": choose_drafter(None, (), None, compiler) or NullDrafter(),
+        "seldom": AdaptiveLengthDrafter(SelectiveDrafter(GrammarDrafter(NgramDrafter(1), compiler), DEAR), 8, CHEAP),
+        "grammar and garbage": GrammarDrafter(Garbage(random.Random(seed)), compiler),
+        "grammar and right": GrammarDrafter(Right(wanted), compiler),
+        "ngram": AdaptiveLengthDrafter(NgramDrafter(2), 8, CHEAP),
+        "suffix": AdaptiveLengthDrafter(SuffixDrafter(1), 5, CHEAP),
         "garbage": Garbage(random.Random(seed)),
     }
     return drafters[name]
@@ -195,12 +195,12 @@ def test_no_parameter_and_no_neighbour_lets_a_guess_change_a_token(
         made, _ = engine(folder, *shape, dtype, name, served)
     else:
         drafts.drafter = looking(name, len(requests), wanted, plain)
-    before = made.stats
+    before = made.engine_stats
     for _ in range(2):  # the second time prompts are cached and others' answers known
         assert known(run(made, requests)) == known(wanted)
-    event(f"{served}, {name}: {'some' if made.stats.draft_tokens > before.draft_tokens else 'no'} guesses")
-    event(f"{sum(made.stats.accepted_drafts) > sum(before.accepted_drafts)} that one was right")
-    event(f"{made.stats.preemptions > before.preemptions} that one was preempted")
+    event(f"{served}, {name}: {'some' if made.engine_stats.draft_tokens > before.draft_tokens else 'no'} guesses")
+    event(f"{sum(made.engine_stats.accepted_drafts) > sum(before.accepted_drafts)} that one was right")
+    event(f"{made.engine_stats.preemptions > before.preemptions} that one was preempted")
 
 
 @settings(max_examples=max(EXAMPLES // 10, 1), suppress_health_check=[HealthCheck.too_slow])

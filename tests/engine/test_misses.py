@@ -33,7 +33,7 @@ async def ask(client: EngineClient, name: str, prompt: list[int], **more: object
             found = output.prefix or found
             cached = output.cached_tokens
     assert found is not None
-    assert client.history.find(name).prefix == found
+    assert client.history.find_timeline(name).prefix_report == found
     return cached, found
 
 
@@ -41,17 +41,17 @@ async def test_evicted_prefixes_are_told_and_cost_what_computing_them_took(model
     client = EngineClient(InProcessLink(EngineConfig(model=str(model), num_kv_blocks=24, threads=1, max_model_len=384)))
     await client.link.start()
     prompt = [3 + place % 90 for place in range(200)]
-    assert (await ask(client, "a", prompt))[1].missed == []
+    assert (await ask(client, "a", prompt))[1].tokens_by_reason == []
     assert (await ask(client, "b", prompt))[0] == 192
     other = [5 + place * 7 % 80 for place in range(350)]
-    assert (await ask(client, "c", other))[1].missed == []
+    assert (await ask(client, "c", other))[1].tokens_by_reason == []
     cached, report = await ask(client, "d", prompt)
-    assert report.missed == [("evicted", 192 - cached)]
-    assert report.seconds > 0
+    assert report.tokens_by_reason == [("evicted", 192 - cached)]
+    assert report.compute_seconds > 0
     client.reset_prefix_cache()
-    assert (await ask(client, "e", prompt))[1].missed == [("restarted", 192)]
+    assert (await ask(client, "e", prompt))[1].tokens_by_reason == [("restarted", 192)]
     cached, report = await ask(client, "f", [*prompt[:100], 1, *prompt[100:]])
-    assert (cached, report.missed, report.nearest.common) == (96, [("rewritten", 92)], 100)
+    assert (cached, report.tokens_by_reason, report.nearest.num_common) == (96, [("rewritten", 92)], 100)
     await client.link.stop()
 
 
@@ -63,8 +63,8 @@ async def test_a_new_engine_has_an_empty_cache_and_says_so(model: Path) -> None:
     await ask(client, "a", prompt)
     os.kill(client.link.pid, signal.SIGKILL)
     cached, report = await ask(client, "b", prompt)
-    assert (cached, report.missed) == (0, [("restarted", 192)])
-    assert (await ask(client, "c", prompt))[1].missed == []
+    assert (cached, report.tokens_by_reason) == (0, [("restarted", 192)])
+    assert (await ask(client, "c", prompt))[1].tokens_by_reason == []
     await client.link.stop()
 
 
@@ -75,5 +75,5 @@ async def test_two_replicas_do_not_share_pages(model: Path) -> None:
     await client.link.start()
     prompt = [3 + place % 90 for place in range(200)]
     told = await asyncio.gather(*(ask(client, f"a{number}", prompt) for number in range(12)))
-    assert {reason for _, report in told for reason, _ in report.missed} <= {"computing", "replica"}
+    assert {reason for _, report in told for reason, _ in report.tokens_by_reason} <= {"computing", "replica"}
     await client.link.stop()

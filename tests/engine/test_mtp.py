@@ -21,13 +21,13 @@ from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
 from quire.engine.core.drafter import Drafter
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.tiers.tiers import Tiers
+from quire.engine.tiers.tiered_offloader import TieredKVOffloader
 from quire.engine.types import EngineCoreRequest, SamplingParams
-from quire.engine.worker.startup import Worker
+from quire.engine.worker.startup import StartedWorker
 from quire.server.cli import main as cli
-from quire.server.cli.plan.configured import predicted_tokens
-from quire.server.cli.plan.drafts import planned_draft
+from quire.server.cli.plan.draft_plan import plan_draft
 from quire.server.cli.plan.machine import Machine
+from quire.server.cli.plan.model_plan import predict_kv_tokens
 from tests.engine.harness import run
 from tests.engine.test_heads import GREEDY, Recorded, traffic
 from tests.engine.test_speculation import KINDS, always, known
@@ -57,8 +57,8 @@ def started(
     path: Path,
     method: str | None = "mtp",
     tokens: int = 4,
-    make_drafter: Callable[[Worker, EngineConfig], Drafter | None] | None = None,
-    make_tiers: Callable[..., Tiers] = Tiers,
+    make_drafter: Callable[[StartedWorker, EngineConfig], Drafter | None] | None = None,
+    make_tiers: Callable[..., TieredKVOffloader] = TieredKVOffloader,
     **options: Any,
 ) -> EngineCore:
     asked = None if method is None else SpeculativeConfig(method=method, num_speculative_tokens=tokens)
@@ -77,7 +77,7 @@ def test_it_guesses_what_the_published_rule_says(family: str, budget: int, folde
     made = started(path, make_drafter=recorded.make, **options)
     one = SamplingParams(allowed_token_ids=(40,), max_tokens=24)
     run(made, [EngineCoreRequest(id="one", prompt_ids=[7, 9, 11], params=one, seed=0), *traffic(GREEDY * 3)])
-    assert sum(made.stats.accepted_drafts) >= 6
+    assert sum(made.engine_stats.accepted_drafts) >= 6
     reference, compared = MtpReference(path), 0
     for (tokens, guesses), state in list(zip(recorded.guesses, recorded.states, strict=True))[::5]:
         wanted_state, wanted = reference.guesses(tokens, len(guesses) or 1)
@@ -113,9 +113,9 @@ def test_it_changes_no_token(family: str, shape: dict[str, int], dtype: str, fol
     made = started(path, make_drafter=always, **options)
     for _ in range(2):  # the second time prompts are cached
         assert known(run(made, requests)) == wanted
-    assert made.stats.draft_tokens > 50
-    assert 0 < sum(made.stats.accepted_drafts) < made.stats.draft_tokens
-    assert made.stats.preemptions > 0 or "num_kv_blocks" not in shape
+    assert made.engine_stats.draft_tokens > 50
+    assert 0 < sum(made.engine_stats.accepted_drafts) < made.engine_stats.draft_tokens
+    assert made.engine_stats.preemptions > 0 or "num_kv_blocks" not in shape
 
 
 @pytest.mark.few(1)
@@ -129,7 +129,7 @@ def test_a_request_that_is_replayed_goes_on_as_it_would_have(family: str, folder
         again = started(path, make_drafter=always)
         rest = run(again, [msgspec.structs.replace(each, emitted_ids=whole[each.id].ids[:cut]) for each in requests])
         assert {name: each.ids for name, each in rest.items()} == {n: each.ids[cut:] for n, each in whole.items()}
-        assert again.stats.draft_tokens > 0
+        assert again.engine_stats.draft_tokens > 0
 
 
 @pytest.mark.slow
@@ -141,9 +141,9 @@ def test_a_conversation_with_tiers_has_the_tokens_of_one_that_is_computed_afresh
     tiers = {"make_tiers": of_tiers, **HOST, **disk(tmp_path)}
     made = started(path, make_drafter=always, num_kv_blocks=14, **options, **tiers)
     assert converse(made) == wanted
-    assert made.stats.tiers[0].fetched_pages > 0
-    assert made.stats.draft_tokens > 0
-    made.close()
+    assert made.engine_stats.tiers[0].fetched_pages > 0
+    assert made.engine_stats.draft_tokens > 0
+    made.shut_down()
 
 
 @pytest.mark.few(1)
@@ -186,7 +186,7 @@ def test_its_weights_are_quantized_with_the_model_s(folder: Path) -> None:
     wanted = known(run(started(path, None, **options), requests))
     made = started(path, make_drafter=always, **options)
     assert known(run(made, requests)) == wanted
-    assert made.stats.draft_tokens > 20
+    assert made.engine_stats.draft_tokens > 20
     loaded = started(path, dtype="bfloat16")
     assert made.info.weight_bytes < 0.8 * loaded.info.weight_bytes
 
@@ -221,16 +221,16 @@ def test_a_plan_counts_it(family: str, folder: Path, capsys: pytest.CaptureFixtu
     ]
     plain, info = (EngineCore(config).info for config in configs)
     machine = Machine("test", memory=4 * GIB, gpu=False)
-    assert predicted_tokens(configs[1], machine) == info.num_blocks * info.block_size
+    assert predict_kv_tokens(configs[1], machine) == info.num_blocks * info.block_size
     assert "x 1 layers" in info.arithmetic
     args = ["plan", str(path), "--memory", "4", "--json", "--dtype", "bfloat16"]
     assert cli.main([*args, "--speculative-config", "qwen3_next_mtp"]) == 0
     drafts = json.loads(capsys.readouterr().out)["draft_bytes"]
     assert drafts == pytest.approx(info.weight_bytes - plain.weight_bytes, rel=0.01)
     raw = json.loads((path / "config.json").read_text())
-    unread = planned_draft(SpeculativeConfig(method="mtp"), raw, None)  # from config.json alone
+    unread = plan_draft(SpeculativeConfig(method="mtp"), raw, None)  # from config.json alone
     assert unread is not None
-    assert unread.weight_bytes(2) == drafts
+    assert unread.draft_weight_bytes(2) == drafts
 
 
 def test_what_it_does_not_go_with_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
@@ -264,5 +264,5 @@ def test_it_learns_to_guess_the_embedded_model_s_stories(tmp_path: Path) -> None
     wanted = known(run(started(Path(DEMO_MODEL), None, **options), requests))
     made = started(path, make_drafter=always, **options)
     assert known(run(made, requests)) == wanted
-    assert made.stats.draft_tokens > 200
-    assert sum(made.stats.accepted_drafts) > made.stats.draft_tokens / 8
+    assert made.engine_stats.draft_tokens > 200
+    assert sum(made.engine_stats.accepted_drafts) > made.engine_stats.draft_tokens / 8

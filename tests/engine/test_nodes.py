@@ -20,15 +20,23 @@ from msgspec.structs import replace
 from pydantic import ValidationError
 
 from quire.engine.config import DEMO_MODEL, EngineConfig
-from quire.engine.engine_core import EngineCore, let_go
+from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.errors import ConfigError, EngineError
-from quire.engine.member import Life
-from quire.engine.worker.ranks.meeting import find_store
-from quire.engine.worker.ranks.messages import encode
-from quire.engine.worker.ranks.remote import JOINS, SILENCE, Answer, Join, Joined, Remote, join_of
+from quire.engine.worker.ranks.rank_messages import encode_message
+from quire.engine.worker.ranks.remote_ranks import (
+    JOIN_QUEUE,
+    SILENCE_TIMEOUT,
+    JoinReply,
+    JoinRequest,
+    RankAssignment,
+    RemoteRank,
+    make_join_request,
+)
+from quire.engine.worker.ranks.rendezvous import connect_store
 from quire.engine.worker.ranks.spmd import SpmdRanks, SpmdRunner
-from quire.kernels.cpu.backend import Cpu
-from quire.kernels.reference import Reference
+from quire.engine.worker_node import NodeHeartbeat
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import run
 from tests.engine.nodes import Nodes, ThreadMember, gathering, member_config, nodes, told
 from tests.engine.ranks import thread_ranks
@@ -37,7 +45,7 @@ from tests.quantized_models import quantize_checkpoint
 from tests.tiny_models import save_tiny_model
 
 __all__ = ["nodes", "thread_ranks"]
-MISSING = Cpu().missing
+MISSING = CpuBackend().missing_reason
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
@@ -50,7 +58,7 @@ def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-    let_go()
+    free_engine_memory()
 
 
 def engine(path: Path | str, **settings: Any) -> EngineCore:
@@ -58,8 +66,8 @@ def engine(path: Path | str, **settings: Any) -> EngineCore:
 
 
 def ranks_of(made: EngineCore) -> SpmdRanks:
-    assert isinstance(made.runner, SpmdRunner)
-    return made.runner._ranks
+    assert isinstance(made.executor, SpmdRunner)
+    return made.executor._ranks
 
 
 @pytest.mark.parametrize(("family", "ranks", "count"), [("llama", 2, 2), ("gemma3", 4, 2), ("qwen3", 4, 4)])
@@ -68,7 +76,7 @@ def test_families_say_what_one_process_says(family: str, ranks: int, count: int,
     divided = engine(path, **nodes(str(path), ranks, count), **SMALL)
     found = run(divided, asked())
     assert_same(found, run(engine(path, **SMALL), asked()))
-    assert sum(isinstance(each, Remote) for each in ranks_of(divided)._processes) == ranks - ranks // count
+    assert sum(isinstance(each, RemoteRank) for each in ranks_of(divided)._processes) == ranks - ranks // count
     assert "on 127.0.0.1" in divided.info.notes[0]
     for each in asked():
         divided.reset_prefix_cache()
@@ -79,8 +87,8 @@ def test_families_say_what_one_process_says(family: str, ranks: int, count: int,
 @pytest.mark.parametrize("way", [*QUANTIZED, "int8", "int4", "fp8"])
 def test_weights_in_few_bits(way: str, nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen without integer products: see test_ranks.py."""
-    monkeypatch.setattr(Cpu, "pack_quantized", Reference.pack_quantized)
-    monkeypatch.setattr(Cpu, "pack_table", Reference.pack_table)
+    monkeypatch.setattr(CpuBackend, "pack_quantized", ReferenceBackend.pack_quantized)
+    monkeypatch.setattr(CpuBackend, "pack_embedding", ReferenceBackend.pack_embedding)
     path, settings = save_tiny_model(tmp_path / "model", "llama", **WIDE), {}
     if way in QUANTIZED:
         path = quantize_checkpoint(path, tmp_path / "few", *QUANTIZED[way])
@@ -109,7 +117,7 @@ def test_adapters_come_with_the_orders(nodes: Nodes, tmp_path: Path) -> None:
     assert_same(run(divided, requests), expected)
     divided.reset_prefix_cache()
     assert_same(run(divided, requests), expected)
-    assert len(ranks_of(divided)._sent) == 3
+    assert len(ranks_of(divided)._sent_adapters) == 3
 
 
 def test_an_adapter_that_cannot_be_read_ends_its_own_requests_alone(nodes: Nodes, tmp_path: Path) -> None:
@@ -122,7 +130,7 @@ def test_an_adapter_that_cannot_be_read_ends_its_own_requests_alone(nodes: Nodes
     reasons = {key: each.finish_reason for key, each in found.items()}
     assert reasons == {key: each.finish_reason for key, each in expected.items()}
     assert len(set(reasons.values())) == 2
-    assert not ranks_of(divided)._sent
+    assert not ranks_of(divided)._sent_adapters
 
 
 def test_a_machine_with_other_weights_is_refused(nodes: Nodes, tmp_path: Path) -> None:
@@ -142,14 +150,14 @@ def test_each_machine_has_a_path_and_an_engine_after_another(nodes: Nodes, tmp_p
     expected = run(engine(here), asked())
     for _ in range(2):
         assert_same(run(engine(here, **told), asked()), expected)
-        let_go()
+        free_engine_memory()
 
 
 def test_the_machine_with_the_least_room_decides(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    monkeypatch.setattr("quire.engine.worker.ranks.rank.available_bytes", lambda *_: 300_000)
+    monkeypatch.setattr("quire.engine.worker.ranks.follower_rank.available_bytes", lambda *_: 300_000)
     made = engine(path, **nodes(str(path), 4), max_model_len=64)
-    each = sum(tensor.nbytes for layer in made.runner._model.pages(1) for tensor in layer)
+    each = sum(tensor.nbytes for layer in made.executor._model.block_tensors(1) for tensor in layer)
     assert made.info.num_blocks == 300_000 // (2 * each)
     given = engine(path, **nodes(str(path), 2), max_model_len=64, kv_cache_memory=0.01)
     assert given.info.num_blocks > made.info.num_blocks
@@ -159,7 +167,7 @@ def test_a_machine_that_goes_ends_the_engine(nodes: Nodes, tmp_path: Path) -> No
     path = save_tiny_model(tmp_path, "llama")
     made = engine(path, **nodes(str(path), 2))
     for each in asked():
-        made.add(each)
+        made.add_request(each)
     made.step()
     (remote,) = ranks_of(made)._processes
     remote.destroy()
@@ -167,17 +175,19 @@ def test_a_machine_that_goes_ends_the_engine(nodes: Nodes, tmp_path: Path) -> No
         run(made, [])
 
 
-def ask(settings: dict[str, Any], join: Join) -> Answer:
+def ask(settings: dict[str, Any], join: JoinRequest) -> JoinReply:
     """What one that wants to join is told."""
-    store = find_store((settings.get("master_addr", "127.0.0.1"), settings["master_port"]))
+    store = connect_store((settings.get("master_addr", "127.0.0.1"), settings["master_port"]))
     store.set_timeout(timedelta(seconds=30))
-    store.queue_push(JOINS, encode(replace(join, host="127.0.0.1", reply=(reply := uuid.uuid4().hex))))
-    return msgspec.msgpack.decode(store.queue_pop(reply), type=Answer)
+    store.queue_push(JOIN_QUEUE, encode_message(replace(join, host="127.0.0.1", reply=(reply := uuid.uuid4().hex))))
+    return msgspec.msgpack.decode(store.queue_pop(reply), type=JoinReply)
 
 
-def alive(settings: dict[str, Any], rank: int, silence: timedelta = SILENCE) -> Life:
+def alive(settings: dict[str, Any], rank: int, silence: timedelta = SILENCE_TIMEOUT) -> NodeHeartbeat:
     """What says that a rank is there."""
-    return Life(Joined(("127.0.0.1", settings["master_port"]), rank, {}, [], 0, "127.0.0.1", ""), silence)
+    return NodeHeartbeat(
+        RankAssignment(("127.0.0.1", settings["master_port"]), rank, {}, [], 0, "127.0.0.1", ""), silence
+    )
 
 
 def test_strangers_at_the_port_keep_nobody_out(capfd: pytest.CaptureFixture[str]) -> None:
@@ -189,8 +199,8 @@ def test_strangers_at_the_port_keep_nobody_out(capfd: pytest.CaptureFixture[str]
             one.sendall(rng.randbytes(size))
     for _ in range(80):
         idle.append(socket.create_connection(place, 30))
-    find_store(place).queue_push(JOINS, b"\xff" * 40)
-    assert ask(settings, join_of(member_config(settings), 1, 0, 77)) == Answer("", final=False)
+    connect_store(place).queue_push(JOIN_QUEUE, b"\xff" * 40)
+    assert ask(settings, make_join_request(member_config(settings), 1, 0, 77)) == JoinReply("", final=False)
     thread.join(30)
     assert [each.pid for each in found] == [77]
     for one in idle:
@@ -212,13 +222,13 @@ def test_who_would_compute_something_else_is_refused(changed: dict[str, Any], wr
     if "model" in changed:
         changed = {"model": str(save_tiny_model(tmp_path, "llama"))}
     other = EngineConfig(**{"model": DEMO_MODEL} | settings | {"node_rank": 1} | changed)
-    refused = ask(settings, join_of(other, 1, 0, 5))
+    refused = ask(settings, make_join_request(other, 1, 0, 5))
     assert wrong in refused.refused
     assert refused.final
     config = member_config(settings)
     for node, place in ((0, 0), (1, 1), (1, -1)):
-        assert "there is no rank" in ask(settings, join_of(config, node, place, 5)).refused
-    assert not ask(settings, join_of(config, 1, 0, 6)).refused
+        assert "there is no rank" in ask(settings, make_join_request(config, node, place, 5)).refused
+    assert not ask(settings, make_join_request(config, 1, 0, 6)).refused
     thread.join(30)
     assert [each.pid for each in found] == [6]
 
@@ -228,13 +238,13 @@ def test_a_machine_whose_kernels_are_others_is_refused_in_a_line_that_names_both
 ) -> None:
     settings = told()
     _, thread, found = gathering(settings)
-    own = join_of(member_config(settings), 1, 0)
+    own = make_join_request(member_config(settings), 1, 0)
     member, ours = ThreadMember(member_config(settings), replace(own, kernels="NEON, PyTorch 9")), own.kernels
-    member.keep(0)
+    member.keep_rank(0)
     wrong = f"machine 1 cannot join: what computes is {ours} on machine 0 and NEON, PyTorch 9 there"
     assert str(member.failure) == f"node_rank: 127.0.0.1:{settings['master_port']} refused: {wrong}"
     assert f"quire: {wrong}\n" in capfd.readouterr().err
-    assert not ask(settings, join_of(member_config(settings), 1, 0, 6)).refused
+    assert not ask(settings, make_join_request(member_config(settings), 1, 0, 6)).refused
     thread.join(30)
     assert [each.pid for each in found] == [6]
 
@@ -243,19 +253,19 @@ def test_one_place_is_taken_once_until_its_machine_is_silent() -> None:
     settings, silence = told() | {"tensor_parallel_size": 4}, timedelta(seconds=2)
     _, thread, found = gathering(settings, silence)
     config = member_config(settings)
-    assert not ask(settings, join_of(config, 1, 0, 5)).refused
-    assert ask(settings, join_of(config, 1, 0, 6)) == Answer("machine 1 has joined already", final=False)
-    while ask(settings, join_of(config, 1, 0, 7)).refused:  # until it is noticed that the first has gone
+    assert not ask(settings, make_join_request(config, 1, 0, 5)).refused
+    assert ask(settings, make_join_request(config, 1, 0, 6)) == JoinReply("machine 1 has joined already", final=False)
+    while ask(settings, make_join_request(config, 1, 0, 7)).refused:  # until it is noticed that the first has gone
         time.sleep(0.05)
     lives = [alive(settings, 2, silence)]
-    assert not ask(settings, join_of(config, 1, 1, 8)).refused
+    assert not ask(settings, make_join_request(config, 1, 1, 8)).refused
     lives.append(alive(settings, 3, silence))
     thread.join(30)
     assert [each.pid for each in found] == [7, 8]
     for life, remote, code in zip(lives, found, (3, -signal.SIGSEGV), strict=True):
-        life.end(code)
+        life.report_exit(code)
         assert remote.wait(30) == code
-        assert not remote.lost
+        assert not remote.is_lost
 
 
 def test_who_never_comes_ends_the_start() -> None:

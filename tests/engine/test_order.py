@@ -27,12 +27,12 @@ def answered(path: Path, **options: object) -> tuple[list[str], dict[str, list[i
         id="first", prompt_ids=[9] * 8, params=SamplingParams(max_tokens=3, ignore_eos=True), seed=0
     )
     outputs: list[EngineCoreOutput] = []
-    engine.add(first)
+    engine.add_request(first)
     outputs += engine.step()
     for priority, (name, ids) in enumerate(PROMPTS.items()):
         params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=1.0)
-        engine.add(EngineCoreRequest(id=name, prompt_ids=ids, params=params, seed=7, priority=-priority))
-    while engine.busy:
+        engine.add_request(EngineCoreRequest(id=name, prompt_ids=ids, params=params, seed=7, priority=-priority))
+    while engine.has_work:
         outputs += engine.step()
     tokens: dict[str, list[int]] = {}
     for each in outputs:
@@ -63,9 +63,9 @@ def test_a_place_that_is_none_ends_its_request_alone(tmp_path: Path) -> None:
     )
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     for name, ids in (PROMPTS | {"first": [9]}).items():
-        engine.add(EngineCoreRequest(id=name, prompt_ids=ids, params=params, seed=0))
+        engine.add_request(EngineCoreRequest(id=name, prompt_ids=ids, params=params, seed=0))
     outputs: list[EngineCoreOutput] = []
-    while engine.busy or not outputs:
+    while engine.has_work or not outputs:
         outputs += engine.step()
     ended = {each.id: each.error or each.finish_reason for each in outputs if each.finish_reason}
     said = "scheduler_cls: Broken.place "

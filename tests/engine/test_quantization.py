@@ -11,13 +11,13 @@ import torch
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.layers.quantize import float8, int4, int8
-from quire.kernels.cpu.backend import Cpu
-from quire.kernels.reference import Reference
+from quire.engine.layers.online_quantization import quantize_float8, quantize_int4, quantize_int8
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import Answer, request, run
 from tests.tiny_models import FAMILIES, VOCAB, save_tiny_model
 
-MISSING = Cpu().missing
+MISSING = CpuBackend().missing_reason
 compiled = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
@@ -46,7 +46,7 @@ def test_alone_together_chunked_cached_and_preempted_are_the_same(
     asked = [request(str(i), prompt, max_tokens=24, logprobs=0) for i, prompt in enumerate(prompts())]
     together = engine(path, **options)
     wanted = tokens(run(together, asked))
-    assert together.runner._model._recording[1] is not None
+    assert together.executor._model._recorded_layers[1] is not None
     alone = engine(path, **options, enable_prefix_caching=False)
     for each in asked:
         assert tokens(run(alone, [each]))[each.id] == wanted[each.id]
@@ -56,7 +56,7 @@ def test_alone_together_chunked_cached_and_preempted_are_the_same(
     assert tokens(again) == wanted
     few = engine(path, **options, num_kv_blocks=12, max_model_len=128)
     assert tokens(run(few, asked)) == wanted
-    assert few.stats.preemptions > 0
+    assert few.engine_stats.preemptions > 0
 
 
 @pytest.mark.few(5)
@@ -69,7 +69,7 @@ def test_fused_layers_give_the_same_bits(
     path = save_tiny_model(tmp_path, family)
     asked = [request(str(i), prompt, max_tokens=8, logprobs=0) for i, prompt in enumerate(prompts() * 3)]
     together = tokens(run(engine(path, quantization=quantization), asked))
-    monkeypatch.setattr(Cpu, "recorded", lambda *_, **__: None)
+    monkeypatch.setattr(CpuBackend, "record_layers", lambda *_, **__: None)
     assert tokens(run(engine(path, quantization=quantization), asked)) == together
 
 
@@ -106,16 +106,16 @@ def test_the_start_says_what_it_did(backend: str, tmp_path: Path) -> None:
 def test_8_bits_are_the_nearest_ones() -> None:
     weight = torch.randn((70, 96), generator=torch.Generator().manual_seed(1)).bfloat16()
     weight[3] = 0
-    made = int8(weight)
+    made = quantize_int8(weight)
     step = weight.float().abs().amax(1, keepdim=True) / 127
-    assert ((made.dequantized() - weight.float()).abs() <= step * 0.501).all()
+    assert ((made.dequantize() - weight.float()).abs() <= step * 0.501).all()
 
 
 def test_8_bit_floats_are_the_nearest_ones() -> None:
     weight = torch.randn((70, 96), generator=torch.Generator().manual_seed(1)).bfloat16()
     weight[3] = 0
     weight[4] *= 1e-3
-    made = float8(weight).dequantized()
+    made = quantize_float8(weight).dequantize()
     peak = weight.float().abs().amax(1, keepdim=True)
     # Half of a step of 3 bits, or of the steps of the subnormal numbers.
     allowed = (weight.float().abs() / 16).clamp_min(peak / 448 * 2.0**-10)
@@ -158,10 +158,10 @@ def test_4_bits_are_better_than_round_to_nearest(heavy: bool, scale: float) -> N
     low, high = groups.aminmax(dim=2, keepdim=True)
     step = (high - low) / 15
     nearest = ((groups - low) / step).round() * step + low
-    made = int4(weight, Reference())
-    error = (made.dequantized() - weight).square().sum()
+    made = quantize_int4(weight, ReferenceBackend())
+    error = (made.dequantize() - weight).square().sum()
     assert error < 0.95 * (nearest - groups).square().sum()
-    by_group = (made.dequantized().view_as(groups) - groups).square().sum(2)
+    by_group = (made.dequantize().view_as(groups) - groups).square().sum(2)
     assert (by_group <= (nearest - groups).square().sum(2) * 1.01 + 1e-12).all()
 
 
@@ -171,8 +171,8 @@ def test_4_bits_of_what_has_few_values_is_exact() -> None:
     weight = codes * 0.25 - 1.5
     weight[0] = 0.0
     weight[1] = 0.375
-    assert torch.equal(int4(weight, Reference()).dequantized(), weight)
-    assert int4(weight[:, :30], Reference()).bits == 8
+    assert torch.equal(quantize_int4(weight, ReferenceBackend()).dequantize(), weight)
+    assert quantize_int4(weight[:, :30], ReferenceBackend()).bits == 8
 
 
 def test_what_is_quantized_already_is_refused(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_name_of_vllm_s_is_checked_against_the_checkpoint_s_own(tmp_path: Path
     path = save_tiny_model(tmp_path, "llama")
     with pytest.raises(ConfigError, match=r"quantization: gptq_marlin is asked for, but .* are not quantized"):
         engine(path, quantization="gptq_marlin")
-    assert EngineConfig(quantization="fp8").of_checkpoint("fp8").quantization is None
-    assert EngineConfig(quantization="fp8").of_checkpoint("gptq").quantization == "fp8"
-    assert EngineConfig(quantization="gptq_marlin").stored_as == "gptq"
-    assert EngineConfig(quantization="int4").stored_as is None
+    assert EngineConfig(quantization="fp8").without_redundant_quantization("fp8").quantization is None
+    assert EngineConfig(quantization="fp8").without_redundant_quantization("gptq").quantization == "fp8"
+    assert EngineConfig(quantization="gptq_marlin").checkpoint_quantization == "gptq"
+    assert EngineConfig(quantization="int4").checkpoint_quantization is None

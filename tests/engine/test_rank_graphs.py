@@ -18,12 +18,12 @@ from torch import Tensor
 from quire.engine.config import DEMO_MODEL
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.worker.graphs.capture import Captured
-from quire.engine.worker.loading import room
-from quire.engine.worker.ranks import meeting, processes
-from quire.engine.worker.runner import ModelRunner
+from quire.engine.worker.graphs.graph_capture import GraphSet
+from quire.engine.worker.loading import kv_allocation
+from quire.engine.worker.model_runner import ModelRunner
+from quire.engine.worker.ranks import rank_processes, rendezvous
+from quire.kernels.backend_probe import GraphCapture
 from quire.kernels.distributed import DistributedCollective, join_ranks
-from quire.kernels.probe import Capture
 from tests.engine.harness import run
 from tests.engine.ranks import thread_ranks
 from tests.engine.test_ranks import one_thread
@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 
 
 def captured(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """As CudaCapture: it runs once before it is recorded. Here ranks meet in both."""
+    """As CudaGraphCapture: it runs once before it is recorded. Here ranks meet in both."""
     function()
     return (lambda: None), function()
 
@@ -52,17 +52,17 @@ def refused(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_what_one_rank_cannot_capture_runs_without_on_all(failing: int, caplog: pytest.LogCaptureFixture) -> None:
-    def rank(group: DistributedCollective) -> Captured[str]:
+    def rank(group: DistributedCollective) -> GraphSet[str]:
         ways, x = iter([refused if group.rank == failing else captured, captured]), torch.ones(2)
-        made: Captured[str] = Captured(lambda function: next(ways)(function), CPU, group)
+        made: GraphSet[str] = GraphSet(lambda function: next(ways)(function), CPU, group)
         for kind in ("first", "second"):
-            made.add(kind, 4, lambda: group.sum(x.clone()))
+            made.capture_graph(kind, 4, lambda: group.all_reduce(x.clone()))
         return made
 
     found = together(2, rank)
     assert [list(each.graphs) for each in found] == [["second"]] * 2
-    assert "out of memory" in found[failing].eager["first"]
-    assert found[1 - failing].eager == {"first": "another rank cannot capture it"}
+    assert "out of memory" in found[failing].eager_reasons["first"]
+    assert found[1 - failing].eager_reasons == {"first": "another rank cannot capture it"}
     assert "steps of 4 rows run without a graph" in caplog.text
 
 
@@ -77,14 +77,14 @@ def test_a_graph_that_is_not_used_keeps_the_pool_for_others() -> None:
         kept.append(weakref.ref(replay))
         return replay, function()
 
-    def rank(group: DistributedCollective) -> Captured[str]:
-        made: Captured[str] = Captured(capture if group.rank == 0 else refused, CPU, group)
-        made.add("kind", 4, lambda: torch.zeros(1))
+    def rank(group: DistributedCollective) -> GraphSet[str]:
+        made: GraphSet[str] = GraphSet(capture if group.rank == 0 else refused, CPU, group)
+        made.capture_graph("kind", 4, lambda: torch.zeros(1))
         return made
 
     found = together(2, rank)
     gc.collect()
-    assert found[0].eager
+    assert found[0].eager_reasons
     assert kept[0]() is not None
 
 
@@ -95,12 +95,12 @@ def test_a_step_of_which_a_part_has_run_ends_the_engine() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     group = join_ranks(dist.HashStore(), 0, 2, CPU, in_order=True)  # the other one never comes
-    made: Captured[str] = Captured(captured, CPU, group)
+    made: GraphSet[str] = GraphSet(captured, CPU, group)
     with pytest.raises(ConfigError, match=r"enforce_eager: a step of 4 rows failed on one of several ranks.*of memory"):
-        made.add("kind", 4, broken)
-    alone: Captured[str] = Captured(captured, CPU)
-    alone.add("kind", 4, broken)
-    assert "out of memory" in alone.eager["kind"]
+        made.capture_graph("kind", 4, broken)
+    alone: GraphSet[str] = GraphSet(captured, CPU)
+    alone.capture_graph("kind", 4, broken)
+    assert "out of memory" in alone.eager_reasons["kind"]
 
 
 class Forgetful(FakeCapture):
@@ -128,16 +128,16 @@ def forgetful(monkeypatch: pytest.MonkeyPatch, failing: int | None, every: int =
         made[number] = Forgetful(every if number == failing else None)
         return made[number]
 
-    monkeypatch.setattr(room, "choose_capture", capture)
+    monkeypatch.setattr(kv_allocation, "choose_capture", capture)
     return made
 
 
 @pytest.mark.usefixtures("thread_ranks")
 def test_a_graph_that_cannot_be_captured_ends_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def capture(*_: object) -> Capture:
+    def capture(*_: object) -> GraphCapture:
         return captured if threading.current_thread() is threading.main_thread() else refused
 
-    monkeypatch.setattr(room, "choose_capture", capture)
+    monkeypatch.setattr(kv_allocation, "choose_capture", capture)
     started = engine(save_tiny_model(tmp_path, "llama"), 2, warmup_seconds=60.0, max_num_seqs=1, max_model_len=64)
     told = [each for each in started.info.notes if "graphs" in each][-2:]
     assert told[0].startswith("0 of 2 decode graphs captured in ")
@@ -152,30 +152,30 @@ def test_small_steps_with_prompts_hold_the_sums(
 ) -> None:
     """In the same order on all ranks, some at the start, some in idle moments and some when a step needs them; and with
     the same numbers as without."""
-    for module in (processes, meeting):
-        monkeypatch.setattr(module, "in_order", lambda *_: ordered)
+    for module in (rank_processes, rendezvous):
+        monkeypatch.setattr(module, "needs_ordered_sums", lambda *_: ordered)
     settings: dict[str, Any] = {"attention_backend": "flash", "dtype": "bfloat16", "num_kv_blocks": 40}
     settings |= {"max_num_seqs": 6, "max_model_len": 1024, "max_num_batched_tokens": 48, "warmup_seconds": 0.0}
-    monkeypatch.setattr(room, "choose_capture", lambda *_: None)
+    monkeypatch.setattr(kv_allocation, "choose_capture", lambda *_: None)
     expected = picked(run(engine(DEMO_MODEL, 2, **settings), traffic()))
     made = forgetful(monkeypatch, failing)
     graphed = engine(DEMO_MODEL, 2, **settings)
     for _ in range(2):
         assert picked(run(graphed, traffic())) == expected
-        assert graphed.prepare()
-    while graphed.prepare():
+        assert graphed.warm_up_once()
+    while graphed.warm_up_once():
         pass
     assert picked(run(graphed, traffic())) == expected
-    assert graphed.stats.captured_prompt_steps > 5
+    assert graphed.engine_stats.captured_prompt_steps > 5
     check_alike(graphed, made, failing)
 
 
 def check_alike(graphed: EngineCore, made: dict[int, Forgetful], failing: int | None) -> None:
-    assert isinstance(graphed.runner, ModelRunner)
-    assert graphed.runner.graphs is not None
-    assert graphed.runner.prompt_graphs is not None
-    captured = [each.captured for each in (graphed.runner.graphs, graphed.runner.prompt_graphs)]
-    kept, lost = (sum(len(getattr(each, name)) for each in captured) for name in ("graphs", "eager"))
+    assert isinstance(graphed.executor, ModelRunner)
+    assert graphed.executor.decode_graphs is not None
+    assert graphed.executor.mixed_batch_graphs is not None
+    captured = [each.graph_set for each in (graphed.executor.decode_graphs, graphed.executor.mixed_batch_graphs)]
+    kept, lost = (sum(len(getattr(each, name)) for each in captured) for name in ("graphs", "eager_reasons"))
     assert made[0].attempts == made[1].attempts == kept + lost
     assert made[0].replays == made[1].replays > 10
     assert (lost > 0) == (failing is not None)

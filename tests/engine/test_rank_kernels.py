@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from quire.engine.errors import EngineError
+from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.ranks import spmd
 from quire.engine.worker.ranks.spmd import SpmdRunner
-from quire.engine.worker.runner import ModelRunner
-from quire.engine.worker.warmup import compile_ahead
+from quire.engine.worker.warmup import precompile_kernels
 from quire.kernels.collective import RankEnded
 from quire.kernels.distributed import DistributedCollective
 from tests.engine.ranks import thread_ranks
@@ -22,24 +22,24 @@ from tests.engine.test_spmd import engine
 from tests.tiny_models import save_tiny_model
 
 if TYPE_CHECKING:
-    from quire.kernels.gpu.kinds import Kind
+    from quire.kernels.gpu.kernel_variant import KernelVariant
 
 __all__ = ["one_thread", "thread_ranks"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 pytest.importorskip("triton.backends.nvidia", reason="there is no Triton for this platform")
 
 
-def kind(name: str) -> Kind:
-    from quire.kernels.gpu.kinds import Kind
+def kind(name: str) -> KernelVariant:
+    from quire.kernels.gpu.kernel_variant import KernelVariant
 
-    return Kind("module", name, "{}", ("cuda", 90, 32))
+    return KernelVariant("module", name, "{}", ("cuda", 90, 32))
 
 
 @pytest.fixture
 def two(thread_ranks: None, tmp_path: Path) -> SpmdRunner:
     made = engine(save_tiny_model(tmp_path, "llama"), 2, max_model_len=64)
-    assert isinstance(made.runner, SpmdRunner)
-    return made.runner
+    assert isinstance(made.executor, SpmdRunner)
+    return made.executor
 
 
 def first() -> bool:
@@ -50,13 +50,13 @@ def first() -> bool:
 def test_the_first_rank_knows_those_of_all_once(two: SpmdRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[int]()
 
-    def kinds(runner: ModelRunner, step_tokens: int) -> list[Kind]:
+    def kinds(runner: ModelRunner, step_tokens: int) -> list[KernelVariant]:
         asked.append(step_tokens)
         return [kind("of both"), kind("of the first" if first() else "of the second")]
 
-    monkeypatch.setattr(ModelRunner, "kinds", kinds)
-    assert [each.name for each in two.kinds(600)] == ["of both", "of the first", "of the second"]
-    assert two.kinds(600)[0] == kind("of both"), "as it was sent"
+    monkeypatch.setattr(ModelRunner, "kernel_variants", kinds)
+    assert [each.name for each in two.kernel_variants(600)] == ["of both", "of the first", "of the second"]
+    assert two.kernel_variants(600)[0] == kind("of both"), "as it was sent"
     assert asked == [600] * 4
 
 
@@ -64,45 +64,45 @@ def test_the_first_rank_knows_those_of_all_once(two: SpmdRunner, monkeypatch: py
 def test_a_rank_that_fails_to_find_them_leaves_no_answer_behind(
     two: SpmdRunner, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def kinds(runner: ModelRunner, step_tokens: int) -> list[Kind]:
+    def kinds(runner: ModelRunner, step_tokens: int) -> list[KernelVariant]:
         if first() == (failing == 0):
             raise RuntimeError("no such shape")
         return [kind("of the other")]
 
-    monkeypatch.setattr(ModelRunner, "kinds", kinds)
-    (note,) = compile_ahead(two, 600, None, lambda: 0.0)
+    monkeypatch.setattr(ModelRunner, "kernel_variants", kinds)
+    (note,) = precompile_kernels(two, 600, None, lambda: 0.0)
     where = "" if failing == 0 else "rank 1: RuntimeError: "
     assert note == f"kernels are compiled when steps first need them: RuntimeError: {where}no such shape"
-    monkeypatch.setattr(ModelRunner, "kinds", lambda *_: [])
-    assert two.kinds(600) == []
+    monkeypatch.setattr(ModelRunner, "kernel_variants", lambda *_: [])
+    assert two.kernel_variants(600) == []
 
 
 def test_a_rank_that_does_not_answer_is_not_waited_for(two: SpmdRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
 
-    def kinds(runner: ModelRunner, step_tokens: int) -> list[Kind]:
+    def kinds(runner: ModelRunner, step_tokens: int) -> list[KernelVariant]:
         assert first() or over.wait(60)
         return []
 
-    monkeypatch.setattr(ModelRunner, "kinds", kinds)
-    monkeypatch.setattr(spmd, "KINDS_SECONDS", 0.05)
+    monkeypatch.setattr(ModelRunner, "kernel_variants", kinds)
+    monkeypatch.setattr(spmd, "VARIANTS_TIMEOUT_SECONDS", 0.05)
     try:
         with pytest.raises(EngineError, match=r"rank 1 of 2 has not answered for 0\.05 s"):
-            compile_ahead(two, 600, None, lambda: 0.0)
+            precompile_kernels(two, 600, None, lambda: 0.0)
     finally:
         over.set()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_rank_that_ends_meanwhile_is_the_engine_s_end(two: SpmdRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    def kinds(runner: ModelRunner, step_tokens: int) -> list[Kind]:
+    def kinds(runner: ModelRunner, step_tokens: int) -> list[KernelVariant]:
         if first():
             return []
         raise SystemExit  # which nothing of ours catches
 
-    monkeypatch.setattr(ModelRunner, "kinds", kinds)
+    monkeypatch.setattr(ModelRunner, "kernel_variants", kinds)
     with pytest.raises(EngineError, match="rank 1 of 2"):
-        compile_ahead(two, 600, None, lambda: 0.0)
+        precompile_kernels(two, 600, None, lambda: 0.0)
 
 
 class Unreachable:
@@ -115,11 +115,17 @@ class Unreachable:
 def test_a_rank_apart_meets_no_other() -> None:
     group = DistributedCollective(Unreachable, 1, 2, in_order=True)
     x = torch.ones(3, 4)
-    with group.apart():
-        found = [group.sum(x), group.gather(x, [4, 4]), group.share(x), group.every(x), group.exchange(x[:2])]
+    with group.suspend_communication():
+        found = [
+            group.all_reduce(x),
+            group.gather_columns(x, [4, 4]),
+            group.broadcast(x),
+            group.all_gather(x),
+            group.all_to_all(x[:2]),
+        ]
     assert [list(each.shape) for each in found] == [[3, 4], [3, 8], [3, 4], [2, 3, 4], [2, 4]]
     with pytest.raises(AttributeError):
-        group.every(x)
+        group.all_gather(x)
     group.close()
-    with pytest.raises(RankEnded), group.apart():
-        group.sum(x)
+    with pytest.raises(RankEnded), group.suspend_communication():
+        group.all_reduce(x)

@@ -15,20 +15,20 @@ from transformers import AutoModelForCausalLM
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import DEMO_MODEL, EngineConfig
-from quire.engine.engine_core import EngineCore, let_go
+from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.errors import ConfigError
-from quire.engine.layers.shard import Shard
-from quire.engine.lora.modules import adaptable_modules
-from quire.engine.lora.spool import Spool
+from quire.engine.layers.shard import ModelShard
+from quire.engine.lora.adapter_store import AdapterStore
+from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.models.decoder import Decoder
-from quire.engine.text.grammar import json_grammar
+from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.types import EngineCoreRequest, PoolingParams
-from quire.engine.worker import memory
-from quire.engine.worker.device import choose
-from quire.engine.worker.loading.model import load_model
+from quire.engine.worker import device_memory
+from quire.engine.worker.device_plan import choose_device_plan
+from quire.engine.worker.loading.model_loader import load_model
 from quire.engine.worker.ranks.spmd import SpmdRunner
-from quire.kernels.cpu.backend import Cpu
-from quire.kernels.reference import Reference
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.reference import ReferenceBackend
 from tests.adapters import ALL, save_adapter
 from tests.engine.harness import Answer, request, run
 from tests.engine.ranks import thread_ranks
@@ -41,7 +41,7 @@ from tests.tiny_models import VOCAB, save_tiny_model
 from tests.tiny_mtp import save_tiny_mtp
 
 __all__ = ["thread_ranks"]
-MISSING = Cpu().missing
+MISSING = CpuBackend().missing_reason
 pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
     pytest.mark.usefixtures("thread_ranks", "one_thread"),
@@ -141,7 +141,7 @@ def test_families_say_what_one_process_says(family: str, ranks: int, tmp_path: P
     divided = engine(path, ranks, **SMALL)
     found = run(divided, asked())
     assert_same(found, expected)
-    assert divided.stats.preemptions > 0
+    assert divided.engine_stats.preemptions > 0
     assert_same_alone(divided, found)
 
 
@@ -167,8 +167,8 @@ WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, 
 def test_weights_in_few_bits(way: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks' parts are those of the weights that one process has. Seen without integer products, which round x to
     8 bits: there the last bit of a sum can change a code."""
-    monkeypatch.setattr(Cpu, "pack_quantized", Reference.pack_quantized)
-    monkeypatch.setattr(Cpu, "pack_table", Reference.pack_table)
+    monkeypatch.setattr(CpuBackend, "pack_quantized", ReferenceBackend.pack_quantized)
+    monkeypatch.setattr(CpuBackend, "pack_embedding", ReferenceBackend.pack_embedding)
     wide = WIDE | ({"hidden_size": 256, "intermediate_size": 1024} if "_K" in way else {})
     path, settings = save_tiny_model(tmp_path / "model", "llama", **wide), {}
     if way in QUANTIZED:
@@ -212,8 +212,8 @@ def asked_with_adapters(tmp_path: Path) -> tuple[Path, list[EngineCoreRequest]]:
     both = (*ALL, "embed_tokens", "lm_head")
     folders.append(save_adapter(tmp_path / "head", base, 8, targets=both, seed=8, size=0.3))
     (tmp_path / "spool").mkdir()
-    kept = Spool(tmp_path / "spool", adaptable_modules(read_model_config(path)), 64)
-    adapters = [None, *(kept.add(folder.name, str(folder)) for folder in folders)]
+    kept = AdapterStore(tmp_path / "spool", adaptable_modules(read_model_config(path)), 64)
+    adapters = [None, *(kept.add_adapter(folder.name, str(folder)) for folder in folders)]
     return path, [replace_struct(each, adapter=adapters[index % len(adapters)]) for index, each in enumerate(asked())]
 
 
@@ -240,7 +240,7 @@ def test_guessed_tokens(method: str, tmp_path: Path) -> None:
     make = None if method == "ngram" else always
     guessing = engine(path, 2, make, num_kv_blocks=96, max_model_len=128, speculative_config=told)
     assert_same(run(guessing, asked()), expected)
-    assert method == "ngram" or guessing.stats.drafts > 0
+    assert method == "ngram" or guessing.engine_stats.drafts > 0
 
 
 @pytest.mark.parametrize("kind", ["mean", "last"])
@@ -253,8 +253,8 @@ def test_vectors(kind: str, tmp_path: Path) -> None:
     def vectors(ranks: int) -> dict[str, np.ndarray]:
         made, found = engine(path, ranks, runner="pooling", pooling_type=kind), {}
         for each in wanted:
-            made.add(each)
-        while made.busy:
+            made.add_request(each)
+        while made.has_work:
             found |= {each.id: np.frombuffer(each.vector, "<f4") for each in made.step() if each.vector is not None}
         return found
 
@@ -290,14 +290,18 @@ def test_each_rank_holds_its_part(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama", vocab_size=3001, num_hidden_layers=6)
     config = EngineConfig(model=str(path), **BASE)
     model = read_model_config(path)
-    chosen = choose(config, model)
+    chosen = choose_device_plan(config, model)
     whole = load_model(config, path, model, chosen, lambda: None)
-    parts = [load_model(config, path, model, chosen, lambda: None, shard=Shard(rank, 4)) for rank in range(4)]
-    norms = sum(4 * math.prod(each.shape) for each in whole.checkpoint.table.values() if len(each.shape) == 1)
+    parts = [load_model(config, path, model, chosen, lambda: None, shard=ModelShard(rank, 4)) for rank in range(4)]
+    norms = sum(
+        4 * math.prod(each.shape) for each in whole.expected_weights.parameter_table.values() if len(each.shape) == 1
+    )
     twice = 6 * 2 * (2 * 16 * 64) * 4  # keys and values of two heads on four ranks
     assert sum(each.read_bytes for each in parts) == whole.read_bytes + 3 * norms + twice
     assert max(each.read_bytes for each in parts) < 0.3 * whole.read_bytes
-    pages = [sum(tensor.nbytes for layer in each.model.pages(1) for tensor in layer) for each in (whole, parts[0])]
+    pages = [
+        sum(tensor.nbytes for layer in each.model.block_tensors(1) for tensor in layer) for each in (whole, parts[0])
+    ]
     assert pages[0] == 2 * pages[1]
 
 
@@ -340,14 +344,14 @@ def test_other_refusals(tmp_path: Path) -> None:
 
 def test_a_rank_without_memory_for_its_pages_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only on its standard error, while the engine says that a rank has ended."""
-    plain = memory.allocate_pages
+    plain = device_memory.allocate_kv_blocks
 
     def allocated(model: Decoder, blocks: int) -> list[torch.Tensor]:
         if model.shard.rank:
             raise torch.OutOfMemoryError("out of memory")
         return plain(model, blocks)
 
-    monkeypatch.setattr(memory, "allocate_pages", allocated)
+    monkeypatch.setattr(device_memory, "allocate_kv_blocks", allocated)
     path = save_tiny_model(tmp_path, "llama")
     wanted = r"kv_cache_memory: out of memory for 20 pages of KV cache\. Lower it, or --max-model-len \(rank 1 of 2\)"
     with pytest.raises(ConfigError, match=wanted):
@@ -356,9 +360,9 @@ def test_a_rank_without_memory_for_its_pages_says_so(tmp_path: Path, monkeypatch
 
 def test_ranks_end_with_their_engine(tmp_path: Path) -> None:
     made = engine(save_tiny_model(tmp_path, "llama"), 4)
-    assert isinstance(made.runner, SpmdRunner)
-    running = [process._thread for process in made.runner._ranks._processes]
+    assert isinstance(made.executor, SpmdRunner)
+    running = [process._thread for process in made.executor._ranks._processes]
     assert all(each.is_alive() for each in running)
     del made
-    let_go()
+    free_engine_memory()
     assert not any(each.is_alive() for each in running)

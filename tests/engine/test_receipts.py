@@ -22,12 +22,12 @@ from quire.engine.link.weights import Weights
 from quire.engine.offline.in_process import InProcessLink
 from quire.engine.receipts.receipt import (
     ChoiceReceipt,
-    Computed,
+    ComputeInfo,
     PromptReceipt,
     Receipt,
     decode_receipt,
     encode_receipt,
-    first_tokens,
+    truncate_versions,
 )
 from quire.engine.types import EngineCoreRequest
 from quire.engine.types import SamplingParams as Sent
@@ -159,12 +159,12 @@ async def test_each_version_of_the_weights_answers_for_its_own_tokens(
     updated = False
     async for outputs in stream:
         for output in outputs:
-            record.take(output, len(output.new_ids))
+            record.add_output(output, len(output.new_ids))
         if len(record.token_ids) >= 12 and not updated:
             updated = True
             assert await Weights(client).update(str(second)) == "2"
     await client.link.stop()
-    record.versions = first_tokens(stream.versions["a"], len(record.token_ids))
+    record.versions = truncate_versions(stream.versions["a"], len(record.token_ids))
     (one, before), (two, behind) = record.versions
     assert (one, two, before + behind) == ("1", "2", 40)
     assert min(before, behind) > 5
@@ -247,6 +247,6 @@ def test_choices_must_fit(llm: LLM) -> None:
 
 def test_what_computes_is_told(llm: LLM) -> None:
     computed = receipt_of(llm).computed
-    assert isinstance(computed, Computed)
+    assert isinstance(computed, ComputeInfo)
     assert (computed.dtype, computed.device, computed.deterministic) == ("float32", "cpu", True)
     assert len(computed.kernels) == 32

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config import EngineConfig, fitted
+from quire.engine.config import EngineConfig, capacity_settings
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.server.served_model import fingerprint
+from quire.server.served_model import system_fingerprint
 from tests.engine.harness import Answer, request, run
 from tests.engine.tiers.fakes import always
 from tests.tiny_models import save_tiny_model
@@ -42,7 +42,7 @@ def test_tokens_do_not_depend_on_the_context_that_fits(impl: str, path: Path) ->
     first = EngineCore(small)
     assert (first.info.max_model_len, first.info.rope_context) == (OLD, MOST)
     assert answer(first) == long == answer(engine(path, model_impl=impl))
-    anew = small.model_copy(update=fitted(first.info))
+    anew = small.model_copy(update=capacity_settings(first.info))
     assert answer(EngineCore(anew)) == long, "in the place of one that has died"
     assert answer(engine(path, model_impl=impl, max_model_len=OLD, rope_context=MOST)) == long
     by_short = engine(path, model_impl=impl, rope_context=OLD)
@@ -63,14 +63,14 @@ def test_pages_on_disk_are_those_of_one_context(path: Path, tmp_path: Path) -> N
         found = answer(made)
         assert found.logprobs == answer(engine(path, max_model_len=most)).logprobs
         cached.append(found.cached_tokens)
-        made.close()
+        made.shut_down()
     assert cached == [0, 0, 0, 48]
 
 
 def test_the_fingerprint_says_it_where_it_counts(path: Path, tmp_path: Path) -> None:
     def told(folder: Path, **options: Any) -> str:
         made = engine(folder, **options)
-        return fingerprint(made.info, "1", EngineConfig(model=str(path)))
+        return system_fingerprint(made.info, "1", EngineConfig(model=str(path)))
 
     assert told(path, max_model_len=OLD) != told(path, max_model_len=OLD + 16)
     llama = save_tiny_model(tmp_path, "llama")

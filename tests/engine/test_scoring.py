@@ -48,7 +48,7 @@ def test_decodes_prompts_and_forward_passes_agree_to_the_bit(family: str, dtype:
     decoded = run(engine, asked)
     wholes = {each.id: each.prompt_ids + decoded[each.id].ids for each in asked}
     read = run(engine, [request(f"{id}+", ids, max_tokens=1, prompt_logprobs=0) for id, ids in wholes.items()])
-    engine.close()
+    engine.shut_down()
     forward = Forward(path, dtype=dtype, threads=1, max_model_len=256)
     for each in asked:
         whole, start = wholes[each.id], len(each.prompt_ids)

@@ -66,13 +66,13 @@ def test_tokens_are_those_of_an_engine_that_caches_nothing(
         assert {name: each.ids for name, each in found.items()} == {name: each.ids for name, each in wanted.items()}
         for each in asked:
             answers[each.id.split(".")[0]] += wanted[each.id].ids
-    stats = small.stats
+    stats = small.engine_stats
     assert stats.preemptions > 0
     assert stats.session_returns > 0
     assert 0 < stats.kept_blocks <= 13
     small.reset_prefix_cache()
-    assert small.stats.kept_blocks == 0
-    small.close()
+    assert small.engine_stats.kept_blocks == 0
+    small.shut_down()
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -97,13 +97,13 @@ def test_snapshots_of_states_are_kept_with_their_pages(tmp_path: Path, kept: boo
     said += turn("0", said, "talk" if kept else "")
     for other in range(12):
         turn(f"other {other}", new(160))
-    before = made.stats
+    before = made.engine_stats
     turn("1", said + new(20), "talk" if kept else "")
-    computed = made.stats.prompt_tokens - before.prompt_tokens
+    computed = made.engine_stats.prompt_tokens - before.prompt_tokens
     assert computed == (200 - 128 if kept else 200)
     assert (before.kept_blocks > 0) == kept
     made.reset_prefix_cache()
-    assert made.stats.kept_blocks == 0
+    assert made.engine_stats.kept_blocks == 0
 
 
 @pytest.mark.parametrize("family", ["mamba2", *slow("qwen3_5", "falcon_h1", "jamba", "lfm2", "zamba2")])
@@ -129,13 +129,13 @@ def test_a_kept_conversation_with_states_comes_back_from_tiers(family: str, tmp_
     first = turn(made, new(170), "first")
     for other in range(5):
         turn(made, new(170), f"other {other}")
-    before = made.stats
+    before = made.engine_stats
     second = turn(made, first + new(20), "first")
-    assert made.stats.prompt_tokens - before.prompt_tokens <= 20 + 10 + 64, "what is behind the last snapshot"
-    assert made.stats.tiers[0].fetched_pages > before.tiers[0].fetched_pages
-    made.close()
+    assert made.engine_stats.prompt_tokens - before.prompt_tokens <= 20 + 10 + 64, "what is behind the last snapshot"
+    assert made.engine_stats.tiers[0].fetched_pages > before.tiers[0].fetched_pages
+    made.shut_down()
     again = EngineCore(EngineConfig(**options, **disk(tmp_path)), make_tiers=always)
     turn(again, second + new(20), "first")
-    assert again.stats.prompt_tokens <= 20 + 10 + 64
-    assert again.stats.tiers[0].fetched_pages > 0
-    again.close()
+    assert again.engine_stats.prompt_tokens <= 20 + 10 + 64
+    assert again.engine_stats.tiers[0].fetched_pages > 0
+    again.shut_down()

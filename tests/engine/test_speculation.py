@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from quire.engine.config import EngineConfig, SpeculativeConfig
-from quire.engine.core.drafter import Draft, Drafter, DraftRequests, NoDrafts
+from quire.engine.core.drafter import Draft, Drafter, NullDrafter, RequestsToDraft
 from quire.engine.core.request import Request
-from quire.engine.drafting.adaptive import Adaptive, StepCosts
-from quire.engine.drafting.lookup import PromptLookup, SharedLookup
-from quire.engine.engine_core import EngineCore, drafter_of
+from quire.engine.drafting.draft_length import AdaptiveLengthDrafter, StepCosts
+from quire.engine.drafting.ngram_drafter import NgramDrafter, SuffixDrafter
+from quire.engine.engine_core import EngineCore, make_default_drafter
 from quire.engine.errors import ConfigError
-from quire.engine.text.grammar import json_grammar
+from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.types import EngineCoreRequest, SamplingParams, ThinkingBudget
-from quire.engine.worker.startup import Worker
+from quire.engine.worker.startup import StartedWorker
 from tests.engine.harness import Answer, run
 from tests.tiny_models import VOCAB, save_tiny_model
 
@@ -30,7 +30,7 @@ PHRASES = ["Once upon a time ", "there was a little dog. ", "The king said: ", "
 class Garbage(Drafter):
     rng: random.Random
 
-    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
+    def propose(self, asked: RequestsToDraft, tokens: int) -> list[Draft]:
         return [
             Draft([self.rng.randrange(3, 300) for _ in range(min(most, self.rng.randrange(6)))]) for _, most in asked
         ]
@@ -42,7 +42,7 @@ class Right(Drafter):
 
     answers: dict[str, Answer]
 
-    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
+    def propose(self, asked: RequestsToDraft, tokens: int) -> list[Draft]:
         return [
             Draft(([*self.answers[seq.engine_request.id].ids, 40, 41])[seq.num_output_tokens :][:6]) for seq, _ in asked
         ]
@@ -52,25 +52,25 @@ class Right(Drafter):
 class Replaceable(Drafter):
     """Asks the drafter that a test puts here between runs of one engine."""
 
-    drafter: Drafter = field(default_factory=NoDrafts)
+    drafter: Drafter = field(default_factory=NullDrafter)
 
     def can_draft(self, request: EngineCoreRequest) -> bool:
         return self.drafter.can_draft(request)
 
-    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
+    def propose(self, asked: RequestsToDraft, tokens: int) -> list[Draft]:
         return self.drafter.propose(asked, tokens)
 
     def record_acceptance(self, seq: Request, drafts: int, accepted: int) -> None:
         self.drafter.record_acceptance(seq, drafts, accepted)
 
-    def on_finished(self, seq: Request) -> None:
-        self.drafter.on_finished(seq)
+    def forget_request(self, seq: Request) -> None:
+        self.drafter.forget_request(seq)
 
 
-def always(worker: Worker, config: EngineConfig) -> Drafter | None:
+def always(worker: StartedWorker, config: EngineConfig) -> Drafter | None:
     """Makes the drafter that the configuration asks for, without regard to what its guesses cost."""
-    draft = None if worker.draft is None else replace(worker.draft, step_costs=[(1, 1e-6), (64, 1e-6)])
-    return drafter_of(replace(worker, step_costs=[(1, 1.0), (64, 1.001)], draft=draft), config)
+    draft = None if worker.draft_worker is None else replace(worker.draft_worker, step_costs=[(1, 1e-6), (64, 1e-6)])
+    return make_default_drafter(replace(worker, step_costs=[(1, 1.0), (64, 1.001)], draft_worker=draft), config)
 
 
 def traffic(prompts: list[str], params: list[dict[str, object]]) -> list[EngineCoreRequest]:
@@ -88,18 +88,18 @@ def known(found: dict[str, Answer]) -> dict[str, object]:
     return {name: (a.ids, a.logprobs, a.prompt_logprobs, a.finish_reason) for name, a in found.items()}
 
 
-@pytest.mark.parametrize("lookup", [PromptLookup(2), SharedLookup(1)], ids=["ngram", "suffix"])
+@pytest.mark.parametrize("lookup", [NgramDrafter(2), SuffixDrafter(1)], ids=["ngram", "suffix"])
 def test_repetition_is_guessed(lookup: Drafter) -> None:
     drafts = Replaceable()
     options = {"max_model_len": 192, "num_kv_blocks": 100, "max_num_batched_tokens": 512}
     made = EngineCore(EngineConfig(threads=1, **options), make_drafter=lambda *_: drafts)
     requests = traffic([PHRASES[0] * 6, PHRASES[3] * 6], [{"allowed_token_ids": (40,)}, {"allowed_token_ids": (41,)}])
-    begun, wanted = made.stats, run(made, requests)
-    plain = made.stats.steps - begun.steps
-    drafts.drafter, begun = Adaptive(lookup, 5, CHEAP), made.stats
+    begun, wanted = made.engine_stats, run(made, requests)
+    plain = made.engine_stats.steps - begun.steps
+    drafts.drafter, begun = AdaptiveLengthDrafter(lookup, 5, CHEAP), made.engine_stats
     for _ in range(2):
         assert known(run(made, requests)) == known(wanted)
-    after = made.stats
+    after = made.engine_stats
     assert after.steps - begun.steps < 1.5 * plain
     right = sum(after.accepted_drafts) - sum(begun.accepted_drafts)
     assert 10 < right <= after.draft_tokens - begun.draft_tokens
@@ -110,7 +110,7 @@ def test_a_configured_engine_guesses() -> None:
     made = EngineCore(EngineConfig(speculative_config=SpeculativeConfig(method="ngram"), threads=1, num_kv_blocks=100))
     found = run(made, traffic([PHRASES[0] * 6], [{"temperature": 0.0, "ignore_eos": True, "max_tokens": 60}]))
     assert len(found["0"].ids) == 60
-    assert made.stats.drafts > 0
+    assert made.engine_stats.drafts > 0
 
 
 def test_what_a_grammar_forces_is_guessed_unasked() -> None:
@@ -127,8 +127,8 @@ def test_what_a_grammar_forces_is_guessed_unasked() -> None:
         made = EngineCore(EngineConfig(threads=1, num_kv_blocks=100, speculative_config=speculative))
         for each in requests:
             found[method, each.id] = known(run(made, [each]))
-            steps[method, each.id] = made.stats.steps
-        assert (made.stats.draft_tokens > 20) == (method is None)
+            steps[method, each.id] = made.engine_stats.steps
+        assert (made.engine_stats.draft_tokens > 20) == (method is None)
     assert [found[None, each.id] for each in requests] == [found["none", each.id] for each in requests]
     assert steps[None, "1"] < 0.7 * steps["none", "1"], "those with a grammar"
     assert steps[None, "2"] - steps[None, "1"] == steps["none", "2"] - steps["none", "1"]
@@ -169,7 +169,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(shape: dict[str, int], t
     made = drafted(path, path, **options)
     for _ in range(2):
         assert known(run(made, requests)) == wanted
-    stats = made.stats
+    stats = made.engine_stats
     assert stats.preemptions > 0 or "num_kv_blocks" not in shape
     assert sum(stats.accepted_drafts) == stats.draft_tokens
     assert stats.draft_tokens > 100
@@ -188,7 +188,7 @@ def test_another_model_changes_no_token(tmp_path: Path) -> None:
     wanted = known(run(EngineCore(EngineConfig(model=str(path), threads=1, dtype="float32", **options)), requests))
     made = drafted(path, other, **options)
     assert known(run(made, requests)) == wanted
-    assert made.stats.draft_tokens > 0
+    assert made.engine_stats.draft_tokens > 0
 
 
 def test_a_model_that_cannot_draft_is_refused(tmp_path: Path) -> None:

@@ -24,31 +24,31 @@ from torch import Tensor
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.core.scheduler_output import BlockCopy, NewRequestData, ScheduledRequest, SchedulerOutput
-from quire.engine.drafting.adaptive import Adaptive
-from quire.engine.drafting.lookup import PromptLookup, SharedLookup
-from quire.engine.engine_core import EngineCore, let_go
+from quire.engine.drafting.draft_length import AdaptiveLengthDrafter
+from quire.engine.drafting.ngram_drafter import NgramDrafter, SuffixDrafter
+from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.errors import ConfigError, EngineError
-from quire.engine.layers.shard import Shard
-from quire.engine.text.grammar import json_grammar
+from quire.engine.layers.shard import ModelShard
+from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.types import EngineCoreRequest, Grammar, PoolingParams, SamplingParams
 from quire.engine.worker import startup
-from quire.engine.worker.device import choose
-from quire.engine.worker.graphs import decodes
-from quire.engine.worker.loading import room
-from quire.engine.worker.ranks import meeting, processes, rank
-from quire.engine.worker.ranks.follower import follow, teller
-from quire.engine.worker.ranks.meeting import check_connection, in_order
-from quire.engine.worker.ranks.messages import Failed, Start, decode_from_rank, frame, read_frame
-from quire.engine.worker.ranks.processes import STOP_SECONDS, end_all, visible_gpus
-from quire.engine.worker.ranks.spmd import SpmdRunner, for_others
-from quire.kernels import select
-from quire.kernels.attention.own import Own
-from quire.kernels.attention.tiles import Sums
+from quire.engine.worker.device_plan import choose_device_plan
+from quire.engine.worker.graphs import decode_graphs
+from quire.engine.worker.loading import kv_allocation
+from quire.engine.worker.ranks import follower_rank, rank_processes, rendezvous
+from quire.engine.worker.ranks.follower import make_pipe_sender, run_follower
+from quire.engine.worker.ranks.rank_messages import FailureReply, StartCommand, decode_reply, encode_frame, read_frame
+from quire.engine.worker.ranks.rank_processes import STOP_SECONDS, end_processes, visible_gpus
+from quire.engine.worker.ranks.rendezvous import check_connection, needs_ordered_sums
+from quire.engine.worker.ranks.spmd import SpmdRunner, redact_for_followers
+from quire.kernels import backend_selection
+from quire.kernels.attention.context_shard import ContextShard
+from quire.kernels.attention.reference_attention import PartialSoftmax
+from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata, CachePair
 from quire.kernels.collective import RankEnded
 from quire.kernels.distributed import DistributedCollective, join_ranks
-from quire.kernels.reference import Reference
-from quire.kernels.softmax import Softmax
+from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import request, run
 from tests.engine.ranks import thread_ranks
 from tests.engine.test_ranks import (
@@ -90,10 +90,10 @@ def test_families_say_what_one_process_says(family: str, ranks: int, tmp_path: P
     path = save_tiny_model(tmp_path, family)
     expected = run(engine(path, 1, **SMALL), asked())
     divided = engine(path, ranks, **SMALL)
-    assert isinstance(divided.runner, SpmdRunner)
+    assert isinstance(divided.executor, SpmdRunner)
     found = run(divided, asked())
     assert_same(found, expected)
-    assert divided.stats.preemptions > 0
+    assert divided.engine_stats.preemptions > 0
     assert_same_alone(divided, found)
 
 
@@ -152,11 +152,11 @@ def test_guessed_tokens(method: str, tmp_path: Path) -> None:
     told: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
     if method == "draft_model":
         told["model"] = str(path)
-    lookup = PromptLookup(2) if method == "ngram" else SharedLookup(1)
-    make = always if method == "draft_model" else lambda *_: Adaptive(lookup, 3, CHEAP)
+    lookup = NgramDrafter(2) if method == "ngram" else SuffixDrafter(1)
+    make = always if method == "draft_model" else lambda *_: AdaptiveLengthDrafter(lookup, 3, CHEAP)
     guessing = engine(path, 2, make, speculative_config=told, **settings)
     assert_same(run(guessing, asked()), run(engine(path, 1, **settings), asked()))
-    assert guessing.stats.drafts > 0
+    assert guessing.engine_stats.drafts > 0
 
 
 @pytest.mark.usefixtures("thread_ranks")
@@ -167,8 +167,8 @@ def test_vectors(kind: str, tmp_path: Path) -> None:
     def vectors(ranks: int) -> dict[str, np.ndarray]:
         made, found = engine(path, ranks, runner="pooling", pooling_type=kind), {}
         for at, ids in enumerate(prompts()):
-            made.add(EngineCoreRequest(id=str(at), prompt_ids=ids, params=PoolingParams(), seed=0))
-        while made.busy:
+            made.add_request(EngineCoreRequest(id=str(at), prompt_ids=ids, params=PoolingParams(), seed=0))
+        while made.has_work:
             found |= {each.id: np.frombuffer(each.vector, "<f4") for each in made.step() if each.vector is not None}
         return found
 
@@ -195,26 +195,26 @@ def test_ranks_that_divide_tokens_say_what_one_process_says(family: str, ranks: 
     assert divided.info.block_size == 16 * ranks
     found = run(divided, asked())
     assert_same(found, expected)
-    assert divided.stats.preemptions > 0
+    assert divided.engine_stats.preemptions > 0
     assert_same_alone(divided, found)
 
 
-class Dense(Reference):
+class Dense(ReferenceBackend):
     """The reference, whose decodes a graph can hold."""
 
-    def packed_sums(
-        self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: Softmax, own: Own
+    def compute_packed_softmax(
+        self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, shard: ContextShard
     ) -> Tensor:
         if metadata.max_query_len > 1:
-            return super().packed_sums(q, caches, metadata, softmax, own)
+            return super().compute_packed_softmax(q, caches, metadata, softmax, shard)
         k, v = (each[metadata.block_table.long()].flatten(1, 2).float() for each in caches)
-        unseen = own.positions(torch.arange(k.shape[1])) > metadata.positions[:, None]
+        unseen = shard.global_positions(torch.arange(k.shape[1])) > metadata.positions[:, None]
         k, v = (each.masked_fill(unseen[:, :, None, None], 0).repeat_interleave(2, 2) for each in (k, v))
         scores = torch.einsum("shd,skhd->shk", q.float(), k) * softmax.scale
         scores = scores.masked_fill(unseen[:, None], -torch.inf)
         peaks = scores.amax(2)
         weights = torch.exp(scores - peaks.masked_fill(peaks == -torch.inf, 0)[:, :, None])
-        return Sums(torch.einsum("shk,skhd->shd", weights, v), peaks, weights.sum(2)).packed()
+        return PartialSoftmax(torch.einsum("shk,skhd->shd", weights, v), peaks, weights.sum(2)).to_packed_tensor()
 
 
 class Operators:
@@ -268,7 +268,7 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         made = join_ranks(store, rank, count, *parts, **settings)
         return DistributedCollective(lambda: Operators(made._join()), rank, count, in_order=settings["in_order"])
 
-    for module in (processes, meeting):
+    for module in (rank_processes, rendezvous):
         monkeypatch.setattr(module, "join_ranks", join)
     yield
     Operators.groups.clear()
@@ -281,9 +281,9 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_decode_graphs_hold_the_sums(ranks: int, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank captures the same graphs in the same order, some at the start and some when a step needs them; and they
     compute what steps without graphs do, bit by bit."""
-    monkeypatch.setattr(decodes, "FIRST_CONTEXT", 256)
-    for module in (processes, meeting):
-        monkeypatch.setattr(module, "in_order", lambda *_: ordered)
+    monkeypatch.setattr(decode_graphs, "FIRST_GRAPH_CONTEXT", 256)
+    for module in (rank_processes, rendezvous):
+        monkeypatch.setattr(module, "needs_ordered_sums", lambda *_: ordered)
     settings: dict[str, Any] = {"attention_backend": "flash", "dtype": "bfloat16", "num_kv_blocks": 40}
     settings |= {"max_num_seqs": 6, "max_model_len": 1024, "max_num_batched_tokens": 256, "warmup_seconds": 0.0}
     requests = traffic()[:6]
@@ -295,21 +295,21 @@ def test_decode_graphs_hold_the_sums(ranks: int, ordered: bool, monkeypatch: pyt
             made.append(FakeCapture())
             return made[-1]
 
-    monkeypatch.setattr(room, "choose_capture", lambda *_: None)
+    monkeypatch.setattr(kv_allocation, "choose_capture", lambda *_: None)
     expected, greedy = (
         picked(run(engine(DEMO_MODEL, ranks, **settings), each)) for each in (requests, all_greedy(requests))
     )
-    monkeypatch.setattr(room, "choose_capture", capture)
+    monkeypatch.setattr(kv_allocation, "choose_capture", capture)
     graphed = engine(DEMO_MODEL, ranks, **settings)
-    graphed.runner.warm_sampler()
-    graphed.runner.warm_prompts()
-    assert graphed.prepare()
+    graphed.executor.warm_sampler()
+    graphed.executor.warm_prompts()
+    assert graphed.warm_up_once()
     assert picked(run(graphed, requests)) == expected
     assert len(made) == ranks
-    assert {len(each.recordings) for each in made} == {len(graphed.runner.graphs.captured.graphs)}
+    assert {len(each.recordings) for each in made} == {len(graphed.executor.decode_graphs.graph_set.graphs)}
     assert {each.replays for each in made} == {made[0].replays}
     assert made[0].replays > 10
-    while graphed.prepare():
+    while graphed.warm_up_once():
         pass
     assert picked(run(graphed, requests)) == expected
     assert picked(run(graphed, all_greedy(requests))) == greedy
@@ -318,8 +318,8 @@ def test_decode_graphs_hold_the_sums(ranks: int, ordered: bool, monkeypatch: pyt
 @pytest.mark.slow
 @pytest.mark.usefixtures("thread_ranks", "operators")
 def test_decode_graphs_hold_what_ranks_merge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decodes, "FIRST_CONTEXT", 256)
-    monkeypatch.setitem(select._MADE_BY, "reference", Dense)
+    monkeypatch.setattr(decode_graphs, "FIRST_GRAPH_CONTEXT", 256)
+    monkeypatch.setitem(backend_selection._BACKEND_FACTORIES, "reference", Dense)
     settings: dict[str, Any] = {"num_kv_blocks": 40, "max_num_seqs": 6, "max_model_len": 1024}
     settings |= {"max_num_batched_tokens": 256, "warmup_seconds": 0.0, "decode_context_parallel_size": 2}
     requests = traffic()[:6]
@@ -330,11 +330,11 @@ def test_decode_graphs_hold_what_ranks_merge(monkeypatch: pytest.MonkeyPatch) ->
         made.append(FakeCapture())
         return made[-1]
 
-    monkeypatch.setattr(room, "choose_capture", capture)
+    monkeypatch.setattr(kv_allocation, "choose_capture", capture)
     graphed = engine(DEMO_MODEL, 2, **settings)
-    graphed.runner.warm_sampler()
-    graphed.runner.warm_prompts()
-    assert graphed.prepare()
+    graphed.executor.warm_sampler()
+    graphed.executor.warm_prompts()
+    assert graphed.warm_up_once()
     assert picked(run(graphed, requests)) == expected
     assert {each.replays for each in made} == {made[0].replays}
     assert made[0].replays > 10
@@ -346,7 +346,7 @@ def test_all_ranks_have_as_many_pages_as_the_smallest_has_room_for(
 ) -> None:
     path = save_tiny_model(tmp_path, "llama")
     monkeypatch.setattr(startup, "available_bytes", lambda *_: 2**30)
-    monkeypatch.setattr(rank, "available_bytes", lambda *_: 2**20)
+    monkeypatch.setattr(follower_rank, "available_bytes", lambda *_: 2**20)
     made = engine(path, 2, max_model_len=128)
     assert made.info.kv_bytes <= 2**20 < made.info.kv_bytes + 4 * made.info.kv_bytes // made.info.num_blocks
     assert "x 2 ranks" in made.info.arithmetic
@@ -354,7 +354,7 @@ def test_all_ranks_have_as_many_pages_as_the_smallest_has_room_for(
     def nothing(*_: object) -> int:
         raise ConfigError("gpu_memory_utilization: leaves nothing", param="gpu_memory_utilization")
 
-    monkeypatch.setattr(rank, "available_bytes", nothing)
+    monkeypatch.setattr(follower_rank, "available_bytes", nothing)
     with pytest.raises(ConfigError, match="gpu_memory_utilization: leaves nothing"):
         engine(path, 2)
 
@@ -363,14 +363,14 @@ def test_all_ranks_have_as_many_pages_as_the_smallest_has_room_for(
 def test_nothing_is_taken_from_a_step_in_which_a_rank_has_ended(tmp_path: Path) -> None:
     """A GPU that waits for it no longer goes on with what it has, and what it computed looks like any result."""
     made = engine(save_tiny_model(tmp_path, "llama"), 2)
-    assert isinstance(made.runner, SpmdRunner)
-    made.add(request("a", [3, 4, 5]))
+    assert isinstance(made.executor, SpmdRunner)
+    made.add_request(request("a", [3, 4, 5]))
     made.step()
-    ranks = made.runner._ranks
+    ranks = made.executor._ranks
     ranks.failure = "rank 1 of 2 (process 7) was killed by SIGKILL"
     with pytest.raises(EngineError, match="was killed by SIGKILL"):
         made.step()
-    with pytest.raises(EngineError, match="was killed by SIGKILL"), ranks.watched():
+    with pytest.raises(EngineError, match="was killed by SIGKILL"), ranks.raise_rank_failures():
         raise RuntimeError("NCCL communicator was aborted on rank 0")
 
 
@@ -380,7 +380,7 @@ class Apart(DistributedCollective):
     def __init__(self, said: str) -> None:
         self._said = said
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         try:
             raise RuntimeError(self._said)
         except RuntimeError as error:
@@ -418,9 +418,9 @@ class Wrong(DistributedCollective):
     """Ranks of which one reads what another has not written."""
 
     def __init__(self, place: int | None) -> None:
-        self.count, self._place = 2, place
+        self.world_size, self._place = 2, place
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         x *= 2
         if self._place is not None:
             x[self._place] = 0
@@ -450,17 +450,17 @@ def test_a_rank_that_cannot_load_stays_until_that_is_read(tmp_path: Path) -> Non
 
     def run() -> None:
         with os.fdopen(orders, "rb") as told, os.fdopen(answers, "wb") as said:
-            codes.append(follow(partial(read_frame, told), teller(said)))
+            codes.append(run_follower(partial(read_frame, told), make_pipe_sender(said)))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     with os.fdopen(tell, "wb") as pipe, os.fdopen(hear, "rb") as heard:
-        pipe.write(frame(Start(config.model_dump_json(), 1, [], [])))
+        pipe.write(encode_frame(StartCommand(config.model_dump_json(), 1, [], [])))
         pipe.flush()
         content = read_frame(heard)
         assert content is not None
-        failed = decode_from_rank(content)
-        assert isinstance(failed, Failed)
+        failed = decode_reply(content)
+        assert isinstance(failed, FailureReply)
         assert "nowhere" in failed.message
         thread.join(0.3)
         assert thread.is_alive()
@@ -471,11 +471,11 @@ def test_a_rank_that_cannot_load_stays_until_that_is_read(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("thread_ranks")
 def test_ranks_end_with_their_engine(tmp_path: Path) -> None:
     made = engine(save_tiny_model(tmp_path, "llama"), 2)
-    assert isinstance(made.runner, SpmdRunner)
-    running = [process._thread for process in made.runner._ranks._processes]
+    assert isinstance(made.executor, SpmdRunner)
+    running = [process._thread for process in made.executor._ranks._processes]
     assert all(each.is_alive() for each in running)
     del made
-    let_go()
+    free_engine_memory()
     assert not any(each.is_alive() for each in running)
 
 
@@ -501,18 +501,18 @@ class Stuck:
 def test_ranks_that_do_not_end_are_waited_for_together() -> None:
     clock = [100.0]
     stuck = [Stuck(clock) for _ in range(7)]
-    end_all(stuck, threading.Event(), set(), monotonic=lambda: clock[0])
+    end_processes(stuck, threading.Event(), set(), monotonic=lambda: clock[0])
     assert all(each.destroyed for each in stuck)
     assert clock[0] - 100 == STOP_SECONDS
 
 
 def test_heads_beside_several_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "lacking_gpus", lambda *_: None)
+    monkeypatch.setattr(startup, "missing_gpus_reason", lambda *_: None)
     asked: Any = {"method": "eagle", "model": "x"}
     config = EngineConfig(model=str(save_tiny_model(tmp_path, "llama")), speculative_config=asked, **BASE)
-    chosen = replace(choose(config, read_model_config(tmp_path)), device=torch.device("cuda"))
+    chosen = replace(choose_device_plan(config, read_model_config(tmp_path)), device=torch.device("cuda"))
     with pytest.raises(ConfigError, match="speculative_config: 'eagle' does not go with"):
-        startup.check_division(config, chosen, given=False)
+        startup.check_tensor_parallel(config, chosen, weights_are_tensors=False)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -529,9 +529,9 @@ def test_a_sum_that_was_given_up_ends_the_engine(tmp_path: Path, monkeypatch: py
     def given_up(group: DistributedCollective) -> None:
         raise RankEnded
 
-    assert isinstance(made.runner, SpmdRunner)
-    made.runner._ranks.stop_seconds = 0.01
-    monkeypatch.setattr(DistributedCollective, "check", given_up)
+    assert isinstance(made.executor, SpmdRunner)
+    made.executor._ranks.stop_seconds = 0.01
+    monkeypatch.setattr(DistributedCollective, "raise_if_failed", given_up)
     with pytest.raises(EngineError, match="a rank has closed its pipe"):
         run(made, [request("0", [5, 6, 7])])
 
@@ -539,13 +539,13 @@ def test_a_sum_that_was_given_up_ends_the_engine(tmp_path: Path, monkeypatch: py
 def test_gpus_and_nccl_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert "2 ranks need 2 GPUs, and 1 can be seen here" in str(startup.lacking_gpus(2, cuda))
-    assert startup.lacking_gpus(2, torch.device("cpu")) is None
+    assert "2 ranks need 2 GPUs, and 1 can be seen here" in str(startup.missing_gpus_reason(2, cuda))
+    assert startup.missing_gpus_reason(2, torch.device("cpu")) is None
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert "without NCCL" in str(startup.lacking_gpus(2, cuda))
+    assert "without NCCL" in str(startup.missing_gpus_reason(2, cuda))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    assert startup.lacking_gpus(2, cuda) is None
+    assert startup.missing_gpus_reason(2, cuda) is None
 
 
 def test_each_rank_sees_its_own_gpu() -> None:
@@ -556,22 +556,22 @@ def test_each_rank_sees_its_own_gpu() -> None:
 
 def test_sums_have_an_order_where_tokens_must_not_depend_on_the_batch() -> None:
     cuda = torch.device("cuda")
-    assert in_order(EngineConfig(deterministic=True), cuda)
-    assert not in_order(EngineConfig(), cuda)
+    assert needs_ordered_sums(EngineConfig(deterministic=True), cuda)
+    assert not needs_ordered_sums(EngineConfig(), cuda)
 
 
 def test_other_ranks_are_told_what_they_compute_alone() -> None:
     params = SamplingParams(grammar=Grammar("regex", "a"), logprobs=2, prompt_logprobs=1, logit_bias={1: 2.0})
     vector = NewRequestData(1, [5], 1, PoolingParams(), 0)
-    rows = [ScheduledRequest("a", 0, 0, 3, [4], sample=True)]
+    rows = [ScheduledRequest("a", 0, 0, 3, [4], should_sample=True)]
     batch = SchedulerOutput(
-        rows, [NewRequestData(0, [1, 2, 3], 3, params, 7, adapter=2), vector], [BlockCopy(1, 2, 3)], ["b"]
+        rows, [NewRequestData(0, [1, 2, 3], 3, params, 7, adapter_slot=2), vector], [BlockCopy(1, 2, 3)], ["b"]
     )
-    sent = for_others(batch)
+    sent = redact_for_followers(batch)
     assert sent.scheduled_requests == rows
     assert sent.block_copies == batch.block_copies
     assert sent.new_requests == [
-        NewRequestData(0, [1, 2, 3], 3, SamplingParams(prompt_logprobs=1), 7, adapter=2),
+        NewRequestData(0, [1, 2, 3], 3, SamplingParams(prompt_logprobs=1), 7, adapter_slot=2),
         vector,
     ]
 
@@ -582,11 +582,11 @@ class Gathered:
     def __init__(self, sent: list[Tensor]) -> None:
         self.sent = sent
 
-    def gather(self, x: Tensor, widths: list[int]) -> Tensor:
+    def gather_columns(self, x: Tensor, widths: list[int]) -> Tensor:
         assert widths == [x.shape[1]] * len(self.sent)
         return torch.cat(self.sent, 1)
 
-    def share(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         return x
 
 
@@ -595,14 +595,14 @@ def test_the_largest_of_all_ranks_is_the_first_of_the_whole(ranks: int, vocab: i
     """Ties within a rank and between ranks, and rows of nothing but -inf."""
     logits = torch.randint(0, 3, (40, vocab), generator=torch.Generator().manual_seed(ranks)).float()
     logits[3], logits[4, : vocab // 2] = -torch.inf, -torch.inf
-    shards = [Shard(rank, ranks) for rank in range(ranks)]
-    parts = [logits[:, shard.span(vocab).start : shard.span(vocab).stop] for shard in shards]
+    shards = [ModelShard(rank, ranks) for rank in range(ranks)]
+    parts = [logits[:, shard.rank_span(vocab).start : shard.rank_span(vocab).stop] for shard in shards]
     sent = [
-        torch.stack((part.amax(1), (part.argmax(1) + shard.span(vocab).start).float()), 1)
+        torch.stack((part.amax(1), (part.argmax(1) + shard.rank_span(vocab).start).float()), 1)
         for part, shard in zip(parts, shards, strict=True)
     ]
     first = replace(shards[0], group=Gathered(sent))
-    assert torch.equal(first.first(parts[0].amax(1), parts[0].argmax(1), vocab), logits.argmax(1))
+    assert torch.equal(first.gather_argmax(parts[0].amax(1), parts[0].argmax(1), vocab), logits.argmax(1))
 
 
 def all_greedy(requests: list[EngineCoreRequest]) -> list[EngineCoreRequest]:
@@ -614,13 +614,13 @@ def all_greedy(requests: list[EngineCoreRequest]) -> list[EngineCoreRequest]:
 @pytest.mark.usefixtures("thread_ranks")
 def test_greedy_picks_gather_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two numbers of a row and rank; the same tokens as of one process, beside drawn rows too."""
-    widths, gather = list[int](), DistributedCollective.gather
+    widths, gather = list[int](), DistributedCollective.gather_columns
 
     def gathered(group: DistributedCollective, x: Tensor, own: list[int]) -> Tensor:
         widths.append(max(own))
         return gather(group, x, own)
 
-    monkeypatch.setattr(DistributedCollective, "gather", gathered)
+    monkeypatch.setattr(DistributedCollective, "gather_columns", gathered)
     settings: dict[str, Any] = {"max_model_len": 256, "num_kv_blocks": 100}
     greedy = all_greedy(asked())
     expected = [run(engine(DEMO_MODEL, 1, **settings), each) for each in (greedy, [*greedy[:3], *asked()[3:]])]
@@ -647,7 +647,7 @@ def test_two_gpus_say_what_one_says(eager: bool) -> None:
         request(str(at), list(range(300, 340 - at)), seed=at, logprobs=1, temperature=at % 2) for at in range(6)
     ]
     expected = run(engine(DEMO_MODEL, 1, **settings), requests)
-    let_go()
+    free_engine_memory()
     divided = engine(DEMO_MODEL, 2, **settings)
     found = run(divided, requests)
     assert_same(found, expected, 1e-4)
@@ -655,9 +655,9 @@ def test_two_gpus_say_what_one_says(eager: bool) -> None:
         divided.reset_prefix_cache()
         (alone,) = run(divided, [each]).values()
         assert (alone.ids, alone.logprobs) == (found[each.id].ids, found[each.id].logprobs)
-    assert isinstance(divided.runner, SpmdRunner)
-    (pid,) = divided.runner._ranks.pids
-    divided.add(requests[0])
+    assert isinstance(divided.executor, SpmdRunner)
+    (pid,) = divided.executor._ranks.pids
+    divided.add_request(requests[0])
     divided.step()
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineError, match=f"rank 1 of 2 .process {pid}. was killed by SIGKILL"):

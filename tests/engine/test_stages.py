@@ -21,18 +21,18 @@ from quire.engine.checkpoint.stages import groups_of_stage, places_of_stages, st
 from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
 from quire.engine.core.drafter import Drafter
 from quire.engine.core.scheduler_output import SchedulerOutput
-from quire.engine.drafting.choose import choose_drafter
-from quire.engine.engine_core import EngineCore, let_go
+from quire.engine.drafting.drafter_factory import choose_drafter
+from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.errors import ConfigError
-from quire.engine.layers.attention import AttentionSpec
+from quire.engine.layers.attention import AttentionLayerSpec
 from quire.engine.processes.heartbeat import NoHeartbeat
-from quire.engine.text.grammar import json_grammar
+from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.types import EngineCoreRequest, PoolingParams
-from quire.engine.worker import device
-from quire.engine.worker.device import choose
-from quire.engine.worker.loading.model import load_model
+from quire.engine.worker import device_plan
+from quire.engine.worker.device_plan import choose_device_plan
+from quire.engine.worker.loading.model_loader import load_model
 from quire.engine.worker.ranks.pipeline import PipelineRunner
-from quire.engine.worker.startup import Worker
+from quire.engine.worker.startup import StartedWorker
 from tests.engine.harness import Answer, request, run
 from tests.engine.ranks import thread_ranks
 from tests.engine.test_ranks import MISSING, QUANTIZED, SMALL, WIDE, asked, asked_with_adapters, one_thread, prompts
@@ -69,7 +69,7 @@ def test_families_say_what_one_process_says(family: str, stages: int, tmp_path: 
     expected = said(run(engine(path, 1, **SMALL), asked()))
     divided = engine(path, stages, **SMALL)
     assert said(run(divided, asked())) == expected
-    assert divided.stats.preemptions > 0
+    assert divided.engine_stats.preemptions > 0
     for each in asked():  # promise 2
         divided.reset_prefix_cache()
         assert said(run(divided, [each])) == {each.id: expected[each.id]}
@@ -115,13 +115,13 @@ def test_the_embedded_model_with_grammars(dtype: str, kv: str) -> None:
     assert said(run(divided, requests)) == said(run(one, requests))
     assert divided.info.kv_bytes == one.info.kv_bytes
     assert divided.info.weight_bytes == one.info.weight_bytes + read_head_bytes(DEMO_MODEL, dtype)
-    assert divided.stats.drafts > 0, "what grammars force is not guessed"
+    assert divided.engine_stats.drafts > 0, "what grammars force is not guessed"
 
 
-def forced(worker: Worker, _: EngineConfig) -> Drafter | None:
+def forced(worker: StartedWorker, _: EngineConfig) -> Drafter | None:
     """What grammars force, without regard to what it costs."""
     costs = [(1, 1.0), (64, 1.001)]
-    return choose_drafter(SpeculativeConfig(method="grammar"), costs, None, worker.compiler)
+    return choose_drafter(SpeculativeConfig(method="grammar"), costs, None, worker.get_grammar_compiler)
 
 
 def read_head_bytes(path: str, dtype: str) -> int:
@@ -133,8 +133,10 @@ def read_head_bytes(path: str, dtype: str) -> int:
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 def test_windows(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stage has layers of some groups of pages alone."""
-    plain = device.decoder_spec
-    monkeypatch.setattr(device, "decoder_spec", lambda config: plain(config).having(AttentionSpec, window=[*FOUR]))
+    plain = device_plan.decoder_spec
+    monkeypatch.setattr(
+        device_plan, "decoder_spec", lambda config: plain(config).replace_sublayers(AttentionLayerSpec, window=[*FOUR])
+    )
     path = save_tiny_model(tmp_path, "gemma2")
     settings: dict[str, Any] = {"kv_cache_dtype": kv, "num_kv_blocks": 20, "max_model_len": 280}
     settings |= {"max_num_batched_tokens": 16}
@@ -174,8 +176,8 @@ def test_vectors(kind: str, tmp_path: Path) -> None:
     def vectors(stages: int) -> dict[str, list[float]]:
         made, found = engine(path, stages, runner="pooling", pooling_type=kind), {}
         for each in wanted:
-            made.add(each)
-        while made.busy:
+            made.add_request(each)
+        while made.has_work:
             outputs = [each for each in made.step() if each.vector is not None]
             found |= {each.id: np.frombuffer(each.vector, "<f4").tolist() for each in outputs}
         return found
@@ -185,12 +187,12 @@ def test_vectors(kind: str, tmp_path: Path) -> None:
 
 def under_way(made: EngineCore, each: Callable[[SchedulerOutput, list[SchedulerOutput]], None]) -> PipelineRunner:
     """Before every launch `each` is called with the batch and those that are still under way."""
-    runner = made.runner
+    runner = made.executor
     assert isinstance(runner, PipelineRunner)
     launch = runner.launch
 
     def seen(batch: SchedulerOutput) -> Any:
-        each(batch, [step.begun.batch for step in runner._under_way])
+        each(batch, [step.prepared.scheduler_output for step in runner._in_flight])
         return launch(batch)
 
     runner.launch = seen  # type: ignore[method-assign]
@@ -207,7 +209,7 @@ def test_a_prompt_is_in_both_stages_and_sequences_take_turns() -> None:
         names = {row.request_id for row in batch.scheduled_requests}
         for row in before[0].scheduled_requests if before else ():
             if row.request_id in names:
-                assert not row.sample, "what follows it is not known"
+                assert not row.should_sample, "what follows it is not known"
                 together.add(row.request_id)
         widths.extend([len(names)] * len(before))
 
@@ -238,9 +240,9 @@ def test_who_gets_a_slot_changes_no_token_under_way() -> None:
     under_way(made, look)
     found = {each.id: Answer() for each in long + urgent}
     for each in long:
-        made.add(replace_struct(each, priority=5))
+        made.add_request(replace_struct(each, priority=5))
     steps = 0
-    while made.busy:
+    while made.has_work:
         for output in made.step():
             found[output.id].ids += output.new_ids
             found[output.id].logprobs += output.logprobs or []
@@ -248,7 +250,7 @@ def test_who_gets_a_slot_changes_no_token_under_way() -> None:
         steps += 1
         if steps == 10:
             for each in urgent:
-                made.add(each)
+                made.add_request(each)
     assert said(found) == expected
     assert changed > 0
 
@@ -257,19 +259,21 @@ def test_each_stage_holds_its_part(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama", vocab_size=3001, num_hidden_layers=7)
     config = EngineConfig(model=str(path), **BASE)
     model = read_model_config(path)
-    chosen = choose(config, model)
+    chosen = choose_device_plan(config, model)
     whole = load_model(config, path, model, chosen, lambda: None)
     stages = stage_layers(7, 3)
     assert [len(each) for each in stages] == [3, 2, 2]
     config = EngineConfig(model=str(path), pipeline_parallel_size=3, **BASE)
     parts = [load_model(config, path, model, chosen, lambda: None, stage=stage) for stage in range(3)]
     assert sum(each.read_bytes for each in parts) == whole.read_bytes
-    names = [set(each.checkpoint.table) for each in parts]
-    assert set.union(*names) == set(whole.checkpoint.table)
-    assert sum(map(len, names)) == len(whole.checkpoint.table)
+    names = [set(each.expected_weights.parameter_table) for each in parts]
+    assert set.union(*names) == set(whole.expected_weights.parameter_table)
+    assert sum(map(len, names)) == len(whole.expected_weights.parameter_table)
     assert ["model.embed_tokens.weight" in each for each in names] == [True, False, False]
     assert ["lm_head.weight" in each for each in names] == [False, False, True]
-    pages = [sum(tensor.nbytes for layer in each.model.pages(1) for tensor in layer) for each in (whole, *parts)]
+    pages = [
+        sum(tensor.nbytes for layer in each.model.block_tensors(1) for tensor in layer) for each in (whole, *parts)
+    ]
     assert [7 * each // pages[0] for each in pages] == [7, 3, 2, 2]
 
 
@@ -356,9 +360,9 @@ def test_what_other_stages_do_is_progress() -> None:
 
 def test_stages_end_with_their_engine(tmp_path: Path) -> None:
     made = engine(save_tiny_model(tmp_path, "llama"), 3)
-    assert isinstance(made.runner, PipelineRunner)
-    running = [process._thread for process in made.runner._stages._processes]
+    assert isinstance(made.executor, PipelineRunner)
+    running = [process._thread for process in made.executor._stages._processes]
     assert all(each.is_alive() for each in running)
     del made
-    let_go()
+    free_engine_memory()
     assert not any(each.is_alive() for each in running)

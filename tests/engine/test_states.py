@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.checkpoint.parts.states import MatrixState
 from quire.engine.config import EngineConfig
-from quire.engine.core.drafter import NoDrafts
-from quire.engine.drafting.adaptive import Adaptive
+from quire.engine.core.drafter import NullDrafter
+from quire.engine.drafting.draft_length import AdaptiveLengthDrafter
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
 from quire.engine.types import EngineCoreRequest
 from quire.server.cli import main as cli
-from quire.server.cli.plan.configured import predicted_tokens
 from quire.server.cli.plan.machine import Machine
+from quire.server.cli.plan.model_plan import predict_kv_tokens
 from tests.engine.harness import Answer, request, run
 from tests.engine.ranks import thread_ranks
 from tests.engine.test_ranks import MISSING, one_thread
@@ -124,12 +124,15 @@ def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
     for each in requests:
         wanted |= known(run(alone, [each]))
     made, drafts = engine(folder, family, dtype, shape)
-    before, garbage = made.stats, Garbage(random.Random(guesses))
-    drafts.drafter = NoDrafts() if guesses is None else Adaptive(garbage, 8, CHEAP)
+    before, garbage = made.engine_stats, Garbage(random.Random(guesses))
+    drafts.drafter = NullDrafter() if guesses is None else AdaptiveLengthDrafter(garbage, 8, CHEAP)
     for _ in range(2):
         assert known(run(made, requests)) == wanted
-    event(f"drafts {made.stats.draft_tokens > before.draft_tokens}, hits {made.stats.prefix_hits > before.prefix_hits}")
-    event(f"preempted {made.stats.preemptions > before.preemptions}")
+    event(
+        f"drafts {made.engine_stats.draft_tokens > before.draft_tokens}, "
+        f"hits {made.engine_stats.prefix_hits > before.prefix_hits}"
+    )
+    event(f"preempted {made.engine_stats.preemptions > before.preemptions}")
 
 
 @pytest.mark.few(3)
@@ -153,15 +156,15 @@ def test_a_conversation_computes_its_new_tokens_alone(family: str, distance: int
     rng, history = random.Random(3), [random.Random(4).randrange(3, VOCAB) for _ in range(45)]
     for turn in range(6):
         said = [rng.randrange(3, VOCAB) for _ in range(11)]
-        before, known_before = made.stats.prompt_tokens, len(history) if turn else 0
+        before, known_before = made.engine_stats.prompt_tokens, len(history) if turn else 0
         each = request(str(turn), history + said, max_tokens=24, logprobs=1, frequency_penalty=0.2)
         (answer,) = run(made, [each]).values()
         assert (answer.ids, answer.logprobs) == (lambda one: (one.ids, one.logprobs))(run(fresh, [each])[each.id])
-        computed, new = made.stats.prompt_tokens - before, len(each.prompt_ids) - known_before
+        computed, new = made.engine_stats.prompt_tokens - before, len(each.prompt_ids) - known_before
         assert computed <= new + distance, "what is behind the last full page, or snapshot, is computed again"
         history = each.prompt_ids + answer.ids
-    assert made.stats.draft_tokens > 20
-    assert fresh.stats.prompt_tokens > (3 if distance == 16 else 2) * made.stats.prompt_tokens
+    assert made.engine_stats.draft_tokens > 20
+    assert fresh.engine_stats.prompt_tokens > (3 if distance == 16 else 2) * made.engine_stats.prompt_tokens
 
 
 def test_a_prompt_that_comes_again_begins_at_its_last_page(folder: Path) -> None:
@@ -171,12 +174,12 @@ def test_a_prompt_that_comes_again_begins_at_its_last_page(folder: Path) -> None
     each = request("0", prompt, max_tokens=5, logprobs=0)
     wanted = known(run(made, [each]))
     for _ in range(2):
-        before = made.stats.prompt_tokens
+        before = made.engine_stats.prompt_tokens
         assert known(run(made, [each])) == wanted
-        assert made.stats.prompt_tokens - before == 150 - 144
+        assert made.engine_stats.prompt_tokens - before == 150 - 144
     made.reset_prefix_cache()
     assert known(run(made, [each])) == wanted
-    assert made.stats.prompt_tokens - before == 6 + 150
+    assert made.engine_stats.prompt_tokens - before == 6 + 150
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -194,10 +197,10 @@ def test_large_states_share_their_memory(cached: bool, folder: Path) -> None:
     )
     made = EngineCore(config)
     assert made.info.state_bytes == (20 if cached else 13) * slot
-    assert made.info.state_bytes == sum(t.nbytes for each in made.runner._slots.states for t in each)
+    assert made.info.state_bytes == sum(t.nbytes for each in made.executor._input_batch.recurrent_states for t in each)
     assert ("states of 9 sequences and 10 snapshots" in made.info.arithmetic) == cached
     assert any("9 sequences run at a time" in note for note in made.info.notes) == cached
-    assert predicted_tokens(config, Machine("here", 2**34, None, None)) == made.info.num_blocks * 16
+    assert predict_kv_tokens(config, Machine("here", 2**34, None, None)) == made.info.num_blocks * 16
 
 
 @pytest.mark.parametrize(
@@ -235,13 +238,13 @@ def test_states_come_back_from_tiers_with_their_pages(family: str, kv: str, tmp_
     wanted = converse(plain)
     made = EngineCore(EngineConfig(**options, **HOST, **disk(tmp_path)), make_tiers=of_tiers)
     assert converse(made) == wanted
-    assert made.stats.prompt_tokens < plain.stats.prompt_tokens * 0.75
-    assert made.stats.tiers[0].fetched_pages > 0
-    made.close()
+    assert made.engine_stats.prompt_tokens < plain.engine_stats.prompt_tokens * 0.75
+    assert made.engine_stats.tiers[0].fetched_pages > 0
+    made.shut_down()
     again = EngineCore(EngineConfig(**options, **disk(tmp_path)), make_tiers=of_tiers)
     assert converse(again) == wanted
-    assert again.stats.prompt_tokens < CONVERSATIONS * TURNS * 40
-    again.close()
+    assert again.engine_stats.prompt_tokens < CONVERSATIONS * TURNS * 40
+    again.shut_down()
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])
@@ -252,7 +255,7 @@ def test_states_come_back_however_late_their_copies_are(family: str, folder: Pat
     made = EngineCore(EngineConfig(**options, num_kv_blocks=14, **HOST))
     for _ in range(2):
         assert converse(made) == wanted
-    made.close()
+    made.shut_down()
 
 
 @pytest.mark.parametrize("what", ["damaged", "gone"])
@@ -263,13 +266,13 @@ def test_pages_without_their_snapshot_are_no_hit(what: str, tmp_path: Path) -> N
     each = request("0", [3 + at % 200 for at in range(170)], max_tokens=4, logprobs=0)
     first = EngineCore(EngineConfig(**options), make_tiers=always_late)
     wanted = known(run(first, [each]))
-    first.close()
+    first.shut_down()
 
     def again() -> int:
         made = EngineCore(EngineConfig(**options), make_tiers=always_late)
         assert known(run(made, [each])) == wanted
-        made.close()
-        return made.stats.prompt_tokens
+        made.shut_down()
+        return made.engine_stats.prompt_tokens
 
     assert again() == 170 - 144
     files = [file for file in tmp_path.rglob("*") if file.is_file() and "model" not in file.parts]
@@ -302,11 +305,15 @@ def test_the_plan_counts_what_is_kept(dtype: str, method: str, folder: Path) -> 
     made = EngineCore(config)
     width, columns = {"float32": 4, "bfloat16": 2}[dtype], 2 + (4 if method == "ngram" else 0)
     slots = 13 * 2 * columns * 64 * width
-    assert made.info.state_bytes == slots == sum(t.nbytes for each in made.runner._slots.states for t in each)
+    assert (
+        made.info.state_bytes
+        == slots
+        == sum(t.nbytes for each in made.executor._input_batch.recurrent_states for t in each)
+    )
     page = (2 * 16 * 2 * 16 + 2 * 2 * 64) * width
     assert made.info.kv_bytes == made.info.num_blocks * page
     assert made.info.num_blocks == min((300 * 2**10 - slots) // page, 12 * 8)
-    assert predicted_tokens(config, Machine("here", 2**34, None, None)) == made.info.num_blocks * 16
+    assert predict_kv_tokens(config, Machine("here", 2**34, None, None)) == made.info.num_blocks * 16
     assert "states of 12 sequences: " in made.info.arithmetic
 
 
@@ -317,7 +324,7 @@ def test_the_plan_counts_what_state_spaces_keep(family: str, folder: Path) -> No
     )
     info = EngineCore(config).info
     assert info.state_bytes > 0
-    assert predicted_tokens(config, Machine("here", 2**34, None, None)) == info.num_blocks * 16
+    assert predict_kv_tokens(config, Machine("here", 2**34, None, None)) == info.num_blocks * 16
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -337,7 +344,7 @@ def test_the_plan_counts_pages_of_unlike_layers(family: str, asked: dict[str, An
     options = {"dtype": "bfloat16", "kv_cache_memory": 2 / 1024, "max_model_len": 128, "max_num_seqs": 99, "threads": 2}
     config = EngineConfig(model=str(path), attention_backend="cpu", **options, **asked)
     info = EngineCore(config).info
-    assert predicted_tokens(config, Machine("here", 2**34, None, None)) == info.num_blocks * info.block_size
+    assert predict_kv_tokens(config, Machine("here", 2**34, None, None)) == info.num_blocks * info.block_size
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -364,9 +371,9 @@ def test_every_rank_begins_with_its_part_of_a_snapshot(family: str, parts: dict[
     made = EngineCore(EngineConfig(model=str(model(folder, family)), attention_backend="cpu", **options, **parts))
     asked = [request(str(at), [3 + (at + 7 * each) % 300 for each in range(40)], max_tokens=3) for at in range(2)]
     wanted = known(run(made, asked))
-    assert made.stats.prefix_hits == 0
+    assert made.engine_stats.prefix_hits == 0
     assert known(run(made, asked)) == wanted
-    assert made.stats.prefix_hits >= 2 * 32
+    assert made.engine_stats.prefix_hits >= 2 * 32
 
 
 @pytest.mark.few(1)
@@ -383,11 +390,11 @@ def test_a_model_with_states_drafts(served: str, shape: dict[str, int], folder: 
     wanted = known(run(plain, asked))
     for _ in range(2):
         assert known(run(made, asked)) == wanted
-    right, drafts = sum(made.stats.accepted_drafts), made.stats.draft_tokens
+    right, drafts = sum(made.engine_stats.accepted_drafts), made.engine_stats.draft_tokens
     assert drafts > 50
     if served == "lfm2":
         assert right > 0.98 * drafts
-    assert (made.stats.preemptions > 0) == ("num_kv_blocks" in shape)
+    assert (made.engine_stats.preemptions > 0) == ("num_kv_blocks" in shape)
 
 
 def written(tensors: list[torch.Tensor]) -> set[int]:
@@ -419,9 +426,9 @@ def test_sequences_take_the_memory_that_the_plan_says(
     assert cli.main(["plan", path, "--memory", "4", "--json", *flags]) == 0
     planned = json.loads(capsys.readouterr().out)
     made = EngineCore(EngineConfig(model=path, speculative_config=guesses, snapshot_tokens=32, **asked))
-    states = [each for layer in made.runner._slots.states for each in layer]
+    states = [each for layer in made.executor._input_batch.recurrent_states for each in layer]
     assert planned["state_bytes"] == sum(each.nbytes for each in states) == made.info.state_bytes
-    pages = made.runner._pages
+    pages = made.executor._kv_tensors
     held = sum(each.nbytes for each in pages)
     token = planned["kv"]["page_bytes"] // planned["kv"]["block_size"]
     tokens = made.info.num_blocks * made.info.block_size
@@ -430,7 +437,7 @@ def test_sequences_take_the_memory_that_the_plan_says(
         each.zero_()
     prompts = [[3 + (7 * at + each) % 300 for each in range(100)] for at in range(2)]
     run(made, [request(str(at), prompt, max_tokens=3) for at, prompt in enumerate(prompts)])
-    large = any(isinstance(each, MatrixState) for each in made.runner._model.spec.states)
+    large = any(isinstance(each, MatrixState) for each in made.executor._model.spec.kv_cache_specs)
     snapshots = 2 * 3 if large else 0  # at 32, 64 and 96 tokens
     assert len(written(states)) == 2 + snapshots
     assert len(written([each.transpose(0, 1) for each in pages])) == (0 if family == "mamba2" else 2 * 7)

@@ -21,14 +21,14 @@ from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.core.block_pool import BlockPool
 from quire.engine.core.scheduler_output import SlotCopy
-from quire.engine.core.state_snapshots import SnapshotPlan, Snapshots
-from quire.engine.drafting.adaptive import Adaptive
+from quire.engine.core.state_snapshots import PooledStateSnapshots, SnapshotPlan
+from quire.engine.drafting.draft_length import AdaptiveLengthDrafter
 from quire.engine.engine_core import EngineCore
 from quire.engine.link.client import EngineClient
 from quire.engine.link.weights import Weights
 from quire.engine.models import decoder_spec
 from quire.engine.offline.in_process import InProcessLink
-from quire.engine.text.grammar import json_grammar
+from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.types import EngineCoreRequest
 from tests.engine.harness import request, run
 from tests.engine.test_speculation import CHEAP, Garbage
@@ -86,13 +86,13 @@ def test_few_bits(family: str, quantization: str, tmp_path: Path) -> None:
     wanted = alone(path, requests, **few)
     assert wanted != alone(path, requests), "weights are rounded"
     for shape in SHAPES:
-        made = engine(path, lambda *_: Adaptive(Garbage(random.Random(4)), 8, CHEAP), **few | shape)
+        made = engine(path, lambda *_: AdaptiveLengthDrafter(Garbage(random.Random(4)), 8, CHEAP), **few | shape)
         for _ in range(2):
             assert known(run(made, requests)) == wanted, shape
-        assert made.stats.prefix_hits > 0 or family in IDLE
-        assert made.stats.draft_tokens > 0
-        assert made.stats.preemptions > 0 or "state_memory" not in shape or family in IDLE
-        made.close()
+        assert made.engine_stats.prefix_hits > 0 or family in IDLE
+        assert made.engine_stats.draft_tokens > 0
+        assert made.engine_stats.preemptions > 0 or "state_memory" not in shape or family in IDLE
+        made.shut_down()
 
 
 @pytest.mark.few(1)
@@ -116,16 +116,16 @@ def test_a_snapshot_that_is_about_to_be_used_makes_no_room() -> None:
     pages, digest = BlockPool(2), b"page"
     (page,) = pages.allocate(1)
     pages.cache_block(page, digest)
-    snapshots = Snapshots(pages, 16, SnapshotPlan(1, 16), first_slot=3)
-    slot = snapshots.room()
+    snapshots = PooledStateSnapshots(pages, 16, SnapshotPlan(1, 16), first_slot=3)
+    slot = snapshots.reserve_slot()
     assert slot == 3
-    snapshots.came(slot, digest, whole=True)
-    snapshots._copies.append(SlotCopy(slot, 0))
-    assert snapshots.room() is None
-    assert snapshots.usable([digest]) == 1
-    snapshots.take_copies()
-    assert snapshots.room() == slot
-    assert snapshots.usable([digest]) == 0
+    snapshots.finish_load(slot, digest, is_complete=True)
+    snapshots._slot_copies.append(SlotCopy(slot, 0))
+    assert snapshots.reserve_slot() is None
+    assert snapshots.num_usable_blocks([digest]) == 1
+    snapshots.take_slot_copies()
+    assert snapshots.reserve_slot() == slot
+    assert snapshots.num_usable_blocks([digest]) == 0
 
 
 def with_tokenizer(folder: Path, family: str) -> Path:
@@ -154,7 +154,7 @@ def test_grammars_with_what_they_force(family: str, tmp_path: Path) -> None:
         made = engine(path, speculative_config={"method": "grammar", "num_speculative_tokens": 16}, **shape)
         for _ in range(2):
             assert known(run(made, requests)) == wanted, shape
-        assert sum(made.stats.accepted_drafts) > 0
+        assert sum(made.engine_stats.accepted_drafts) > 0
 
 
 @pytest.mark.slow
@@ -243,7 +243,7 @@ def test_a_vector_does_not_depend_on_what_else_runs(family: str, mode: str, dtyp
         made = engine(path, **options | shape)
         for _ in range(2):
             assert same(vectors(made, texts(), others=others), wanted), shape
-        made.close()
+        made.shut_down()
 
 
 ODD: list[tuple[str, dict[str, Any]]] = [
@@ -300,7 +300,7 @@ def test_shapes_that_no_published_model_has(family: str, fields: dict[str, Any],
         wanted = every[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
         listed = [*(answer.prompt_logprobs or [None])[1:], *answer.logprobs]
         assert [one.logprob for one in listed if one is not None] == pytest.approx(wanted, abs=1e-4)
-    drafts = {"speculative_config": "ngram"} if decoder_spec(read_model_config(path)).needs_snapshots else {}
+    drafts = {"speculative_config": "ngram"} if decoder_spec(read_model_config(path)).needs_state_snapshots else {}
     for shape in ({}, drafts, *SHAPES[1:2], {"num_kv_blocks": 14, "state_memory": 3e-3}):
         made = engine(path, dtype="float32", **shape)
         for _ in range(2):

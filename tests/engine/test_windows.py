@@ -15,13 +15,13 @@ from quire.engine.checkpoint.parts.states import PagedState
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
-from quire.engine.layers.attention import AttentionSpec
+from quire.engine.layers.attention import AttentionLayerSpec
 from quire.engine.models import decoder_spec
 from quire.engine.types import EngineCoreRequest
-from quire.engine.worker import device
-from quire.engine.worker.loading import model as loading
-from quire.server.cli.plan.configured import predicted_tokens
+from quire.engine.worker import device_plan
+from quire.engine.worker.loading import model_loader as loading
 from quire.server.cli.plan.machine import Machine
+from quire.server.cli.plan.model_plan import predict_kv_tokens
 from tests.engine.harness import Answer, request, run
 from tests.tiny_models import FAMILIES, VOCAB, save_tiny_model
 
@@ -31,8 +31,10 @@ FOUR = (16, 40, 100, None)
 @pytest.fixture
 def four_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer of a model of four has a window of its own, or none."""
-    plain = device.decoder_spec
-    monkeypatch.setattr(device, "decoder_spec", lambda config: plain(config).having(AttentionSpec, window=[*FOUR]))
+    plain = device_plan.decoder_spec
+    monkeypatch.setattr(
+        device_plan, "decoder_spec", lambda config: plain(config).replace_sublayers(AttentionLayerSpec, window=[*FOUR])
+    )
 
 
 @pytest.fixture
@@ -98,7 +100,7 @@ def test_tokens_are_those_of_a_model_that_keeps_everything(
             assert {key: ids for key, (ids, _) in found.items()} == {key: ids for key, (ids, _) in wanted.items()}
         else:
             assert found == wanted, name
-        assert (other.stats.preemptions > 0) == (name == "preempted")
+        assert (other.engine_stats.preemptions > 0) == (name == "preempted")
         assert other.info.page_groups == (1 if name == "tiers" else 4)
         assert ("keep all tokens, for kv_offload_memory" in " ".join(other.info.notes)) == (name == "tiers")
 
@@ -113,12 +115,12 @@ def test_at_8k_tokens_it_holds_less_than_60_percent(tmp_path: Path, as_one: pyte
         """Its tokens; and the most pages of all layers that it held once it had the first, without and with those that
         were saved."""
         found, held, whole = list[int](), 0.0, 0.0
-        each.add(prompt)
-        while each.busy:
+        each.add_request(prompt)
+        while each.has_work:
             found += [token for output in each.step() for token in output.new_ids]
             if found:
-                used, groups = each.stats.used_blocks, each.info.page_groups
-                held, whole = max(held, used / groups), max(whole, (used + each.stats.saved_blocks) / groups)
+                used, groups = each.engine_stats.used_blocks, each.info.page_groups
+                held, whole = max(held, used / groups), max(whole, (used + each.engine_stats.saved_blocks) / groups)
         return found, held, whole
 
     options = {"num_kv_blocks": 540, "max_num_batched_tokens": 512, "max_num_seqs": 2}
@@ -135,7 +137,7 @@ def test_at_8k_tokens_it_holds_less_than_60_percent(tmp_path: Path, as_one: pyte
 def test_the_plan_reads_the_windows_that_the_engine_has(family: str, tmp_path: Path) -> None:
     config = read_model_config(save_tiny_model(tmp_path, family))
     sizes, spec = read_sizes(config.raw), decoder_spec(config)
-    assert list(sizes.layer_states) == spec.layer_states
+    assert list(sizes.layer_states) == spec.layer_cache_specs
 
 
 @pytest.mark.parametrize(
@@ -183,9 +185,9 @@ def test_the_plan_is_what_the_engine_allocates(tmp_path: Path) -> None:
     config = EngineConfig(model=str(path), kv_cache_memory=0.004, max_num_seqs=4, max_num_batched_tokens=32)
     made = EngineCore(config)
     assert made.info.page_groups == 3
-    assert sum(each.nbytes for each in made.runner._pages) == made.info.kv_bytes
-    assert made.stats.total_blocks == 3 * made.info.num_blocks
-    assert predicted_tokens(config, Machine("test", memory=4 * GIB, gpu=False)) == made.info.num_blocks * 16
+    assert sum(each.nbytes for each in made.executor._kv_tensors) == made.info.kv_bytes
+    assert made.engine_stats.total_blocks == 3 * made.info.num_blocks
+    assert predict_kv_tokens(config, Machine("test", memory=4 * GIB, gpu=False)) == made.info.num_blocks * 16
     assert "windows (3 page tables: 2 of 24 tokens, 1 of all tokens) save" in made.info.arithmetic
     longest = PageNeeds((24, 24, None), 16, 32)
     assert made.info.context_pages == longest.most(made.info.max_model_len)

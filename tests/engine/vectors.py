@@ -24,17 +24,17 @@ def vectors(
     """The vector of each prompt, all submitted at once, and after `others`. Bits are kept: compare with `same`."""
     given = [params or PoolingParams()] * len(prompts) if not isinstance(params, Sequence) else params
     for request in others:
-        engine.add(request)
+        engine.add_request(request)
     for index, prompt in enumerate(prompts):
-        engine.add(EngineCoreRequest(id=f"v{index}", prompt_ids=prompt, params=given[index], seed=0))
+        engine.add_request(EngineCoreRequest(id=f"v{index}", prompt_ids=prompt, params=given[index], seed=0))
     found: dict[str, bytes] = {}
-    while engine.busy:
+    while engine.has_work:
         for output in engine.step():
             assert output.error is None, output.error
             if output.vector is not None:
                 assert output.finish_reason == "stop"
                 found[output.id] = output.vector
-    engine.scheduler.pool.audit()
+    engine.scheduler.pool.check_invariants()
     return [np.frombuffer(found[f"v{index}"], dtype="<f4") for index in range(len(prompts))]
 
 

@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from quire.server.store.data import Data, open_data
-from quire.server.store.database import ROW
-from quire.server.store.garbage import BATCH_ROWS
-from tests.server.store.test_calls import LATER, call
-from tests.server.store.test_store import BIG, conversation, opened, response
+from quire.server.store.data_dir import DataDir, open_data_dir
+from quire.server.store.database import ROW_OVERHEAD_BYTES
+from quire.server.store.garbage import MAX_TRANSACTION_ROWS
+from tests.server.store.test_journal import LATER, call
+from tests.server.store.test_response_store import BIG, conversation, opened, response
 
 ROOM = 6_000
 """Rows in the full store."""
-MOST = 250 * BATCH_ROWS
+MOST = 250 * MAX_TRANSACTION_ROWS
 """Instructions of a transaction: a row takes some 30 to put and as many to delete, and so do its entries in indexes."""
 
 
@@ -49,27 +49,27 @@ class Transactions(sqlite3.Connection):
 
 
 @pytest.fixture
-def full(tmp_path: Path) -> Iterator[Data]:
+def full(tmp_path: Path) -> Iterator[DataDir]:
     """A store that is full of one key's empty conversations, and a journal that is full of its calls."""
-    data = open_data(tmp_path, BIG)
+    data = open_data_dir(tmp_path, BIG)
     for number in range(ROOM):
         data.store.put("attacker", conversation(str(number)))
     for number in range(ROOM):
         data.calls.put("attacker", call(str(number)), LATER + number, "0")
-        data.calls.release("attacker", str(number), "0")
-    size = data.store.size
+        data.calls.release_call("attacker", str(number), "0")
+    size = data.store.stored_bytes
     data.close()
-    data = open_data(tmp_path, size, connect=partial(sqlite3.connect, factory=Transactions))
+    data = open_data_dir(tmp_path, size, connect=partial(sqlite3.connect, factory=Transactions))
     Transactions.most = 0
     yield data
     data.close()
 
 
 @pytest.mark.slow
-def test_no_transaction_takes_more_than_a_batch_of_rows(full: Data) -> None:
-    size = full.store.size
+def test_no_transaction_takes_more_than_a_batch_of_rows(full: DataDir) -> None:
+    size = full.store.stored_bytes
     full.store.put("attacker", conversation("many", *map(str, range(5_000))))
-    assert full.store.size <= size
+    assert full.store.stored_bytes <= size
     full.store.put("attacker", conversation("large", data=b"x" * 1_000_000))
     full.store.delete("attacker", "many")
     for number in range(300):
@@ -79,16 +79,16 @@ def test_no_transaction_takes_more_than_a_batch_of_rows(full: Data) -> None:
     assert 0 < Transactions.most < MOST
     assert full.store.known("attacker", "conversation", "0") is None, "the oldest made room"
     assert full.store.known("attacker", "conversation", "large") is not None
-    assert full.store.size <= 0.95 * size, "room is made ahead of need"
+    assert full.store.stored_bytes <= 0.95 * size, "room is made ahead of need"
 
 
 def test_an_object_that_is_deleted_is_not_seen_while_its_rows_still_are(tmp_path: Path) -> None:
-    data = open_data(tmp_path, BIG)
-    many = [str(number) for number in range(4 * BATCH_ROWS)]
+    data = open_data_dir(tmp_path, BIG)
+    many = [str(number) for number in range(4 * MAX_TRANSACTION_ROWS)]
     data.store.put("a", conversation("long", *many))
-    size = data.store.size
+    size = data.store.stored_bytes
     assert data.store.delete("a", "long")
-    assert data.store.size > size - 2 * ROW, "its rows are still there"
+    assert data.store.stored_bytes > size - 2 * ROW_OVERHEAD_BYTES, "its rows are still there"
     assert data.store.known("a", "conversation", "long") is None
     assert data.store.item("a", "long", "1") is None
     page = data.store.page("a", "long", 9, newest_first=False, after=None)
@@ -99,14 +99,14 @@ def test_an_object_that_is_deleted_is_not_seen_while_its_rows_still_are(tmp_path
     assert page is not None
     assert [each.id for each in page.items] == ["1", "2"], "another one of this id has its own items"
     data.close()
-    data = open_data(tmp_path, BIG)  # the server ended meanwhile
-    assert data.store.size > size - 2 * ROW
+    data = open_data_dir(tmp_path, BIG)  # the server ended meanwhile
+    assert data.store.stored_bytes > size - 2 * ROW_OVERHEAD_BYTES
     while data.processes.sweep():
         pass
     page = data.store.page("a", "long", 9, newest_first=False, after=None)
     assert page is not None
     assert [each.id for each in page.items] == ["1", "2"]
-    assert data.store.size < 10 * ROW
+    assert data.store.stored_bytes < 10 * ROW_OVERHEAD_BYTES
     data.close()
 
 
@@ -123,27 +123,27 @@ def test_an_object_of_many_rows_is_there_whole_or_not_at_all(tmp_path: Path) -> 
                     raise sqlite3.OperationalError("database or disk is full")
             return super().executemany(statement, *values)
 
-    data = open_data(tmp_path, BIG, connect=partial(sqlite3.connect, factory=Full))
+    data = open_data_dir(tmp_path, BIG, connect=partial(sqlite3.connect, factory=Full))
     data.store.put("a", response("r", "i"))
-    before = data.store.size
+    before = data.store.stored_bytes
     Full.room = 2
     with pytest.raises(sqlite3.OperationalError):
-        data.store.put("a", response("r", *map(str, range(4 * BATCH_ROWS))))
-    assert data.store.size > before, "what was put of it counts until it is deleted"
+        data.store.put("a", response("r", *map(str, range(4 * MAX_TRANSACTION_ROWS))))
+    assert data.store.stored_bytes > before, "what was put of it counts until it is deleted"
     Full.room = BIG
     page = data.store.page("a", "r", 9, newest_first=False, after=None)
     assert page is not None
     assert [each.id for each in page.items] == ["i"]
     data.close()
-    data = open_data(tmp_path, BIG)
+    data = open_data_dir(tmp_path, BIG)
     while data.processes.sweep():
         pass
-    assert data.store.size == before
+    assert data.store.stored_bytes == before
     data.close()
 
 
 def test_the_key_with_most_gives_first_in_each_batch(tmp_path: Path) -> None:
-    most = 45 * ROW
+    most = 45 * ROW_OVERHEAD_BYTES
     database, store = opened(tmp_path, most)
     for number in range(20):
         store.put("large", conversation(f"l{number}"))
@@ -153,5 +153,5 @@ def test_the_key_with_most_gives_first_in_each_batch(tmp_path: Path) -> None:
     assert kept == [0, 1, 2, 3, 4], "a key with less loses nothing"
     assert store.known("large", "conversation", "l0") is None
     assert store.known("large", "conversation", "l19") is not None
-    assert store.size <= most
+    assert store.stored_bytes <= most
     database.close()

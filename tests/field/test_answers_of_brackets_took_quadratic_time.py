@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.server.formats.reasoning import ReasoningFormat, ReasoningParser
-from quire.server.formats.tools import known
-from quire.server.formats.tools.format import Tool, ToolParser
-from quire.server.formats.tools.mended_json import mended
-from quire.server.formats.tools.trial import CallTrial
+from quire.server.formats.reasoning_parser import ReasoningFormat, ReasoningParser
+from quire.server.formats.tools import known_forms
+from quire.server.formats.tools.call_trial import CallTrial
+from quire.server.formats.tools.json_repair import repair_json
+from quire.server.formats.tools.tool_parser import Tool, ToolParser
 
 TOOLS = {"weather": Tool("weather", {"type": "object", "properties": {}})}
 COUNT = 150_000
@@ -21,28 +21,30 @@ COUNT = 150_000
 
 def test_brackets_that_close_nothing() -> None:
     nested = "{" + "a{" * COUNT
-    assert mended(nested + "]" * COUNT + "}" * (COUNT + 1)) is not None
+    assert repair_json(nested + "]" * COUNT + "}" * (COUNT + 1)) is not None
 
 
 def in_tools(text: str) -> str:
-    parser = ToolParser(known.DEEPSEEK, TOOLS)
-    return "".join(parser.push(text[start : start + 100])[0] for start in range(0, len(text), 100))
+    parser = ToolParser(known_forms.DEEPSEEK, TOOLS)
+    return "".join(parser.extract_tool_calls(text[start : start + 100])[0] for start in range(0, len(text), 100))
 
 
 def in_thinking(text: str) -> str:
     parser = ReasoningParser(
         ReasoningFormat("think", "<think>", "</think>"),
         True,
-        tuple(known.DEEPSEEK.markers),
-        lambda: CallTrial(known.DEEPSEEK, TOOLS),
+        tuple(known_forms.DEEPSEEK.markers),
+        lambda: CallTrial(known_forms.DEEPSEEK, TOOLS),
     )
-    pushed = [parser.push(text[start : start + 100], [start]) for start in range(0, len(text), 100)]
+    pushed = [parser.extract_reasoning(text[start : start + 100], [start]) for start in range(0, len(text), 100)]
     return "".join(content for _, content in pushed)
 
 
 @pytest.mark.parametrize("read", [in_tools, in_thinking])
 @pytest.mark.parametrize("repeated", ["\n", "x"])
 def test_what_is_repeated_behind_a_call_s_beginning(read: Callable[[str], str], repeated: str) -> None:
-    beginning = f"{known.CALLS_BEGIN}{known.CALL_BEGIN}function" if repeated == "\n" else known.CALLS_BEGIN
+    beginning = (
+        f"{known_forms.CALLS_BEGIN}{known_forms.CALL_BEGIN}function" if repeated == "\n" else known_forms.CALLS_BEGIN
+    )
     text = beginning + repeated * 30_000
     assert read(text).strip() in ("", text.strip())

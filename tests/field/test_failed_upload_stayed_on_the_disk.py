@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from quire.engine.errors import InvalidRequest
-from quire.server.store.data import open_data
+from quire.server.store.data_dir import open_data_dir
+from quire.server.store.data_dir_rpc import remote_data_dir, serve_data_dir_call
 from quire.server.store.files import new_file
-from quire.server.store.shared import answer, shared_data
 from tests.server.api import Api
 from tests.server.routes.test_batches import keeping
 
@@ -161,14 +161,14 @@ async def test_uploads_at_the_same_time_stay_below_the_limit(tmp_path: Path, ann
 
 
 def test_room_is_held_for_each_process_until_it_ends(tmp_path: Path) -> None:
-    data = open_data(tmp_path, 10_000)
-    asked = shared_data(tmp_path, partial(answer, data))
+    data = open_data_dir(tmp_path, 10_000)
+    asked = remote_data_dir(tmp_path, partial(serve_data_dir_call, data))
     assert asked.files.reserve("", "one", 6000, "0.1")
     assert not asked.files.reserve("", "two", 6000, "0.2")
     assert asked.files.reserve("", "one", 7000, "0.1"), "its own room is no other's"
     assert not asked.files.reserve("", "one", 12_000, "0.1")
     assert not asked.files.reserve("", "two", 3000, "0.2"), "a refusal gives nothing back"
-    data.processes.gone("0.1")
+    data.processes.remove_process("0.1")
     assert asked.files.reserve("", "two", 6000, "0.2")
     asked.files.release("two")
     assert asked.files.reserve("", "three", 9000, "0.1")
@@ -182,9 +182,9 @@ def test_room_is_held_for_each_process_until_it_ends(tmp_path: Path) -> None:
 
 def test_a_file_whose_room_was_forgotten_is_counted_again(tmp_path: Path) -> None:
     """The process that has the data was replaced while the upload came."""
-    data = open_data(tmp_path, 10_000)
+    data = open_data_dir(tmp_path, 10_000)
     file = new_file("in.jsonl", "batch", 6000, keep_seconds=None)
-    data.contents.write(file.id, BytesIO(b"x" * 6000))
+    data.contents.write_content(file.id, BytesIO(b"x" * 6000))
     assert data.files.reserve(A, "other", 4500, "0.1")
     with pytest.raises(InvalidRequest, match="max-stored-size"):
         data.files.add(A, file)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.engine.schemas.closing import closed
-from quire.server.access.encodings import Decoder, in_thread
+from quire.engine.schemas.object_closing import close_objects
+from quire.server.access.content_encoding import BodyDecoder, decode_in_thread
 
 EMPTY_BLOCK = b"\x00\x00\x00\xff\xff"
 HEAD = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03"
@@ -23,7 +23,7 @@ def test_steps_that_give_nothing_end(layers: int) -> None:
     body = HEAD + EMPTY_BLOCK * blocks + END
     for _ in range(layers - 1):
         body = gzip.compress(body)
-    parts = list(Decoder(["gzip"] * layers, 1 << 24).feed(body))
+    parts = list(BodyDecoder(["gzip"] * layers, 1 << 24).decode_chunk(body))
     assert b"".join(parts) == b""
     assert len(parts) >= blocks * len(EMPTY_BLOCK) >> 14
 
@@ -38,7 +38,7 @@ async def test_the_event_loop_goes_on_while_a_body_is_decoded() -> None:
         yield b"b"
 
     asyncio.get_running_loop().call_soon(turn.set)
-    assert [part async for part in in_thread(parts())] == [b"a", b"b"]
+    assert [part async for part in decode_in_thread(parts())] == [b"a", b"b"]
 
 
 async def test_what_a_thread_raises_is_the_sender_s() -> None:
@@ -47,13 +47,13 @@ async def test_what_a_thread_raises_is_the_sender_s() -> None:
         raise ValueError("wrong")
 
     with pytest.raises(ValueError, match="wrong"):
-        [part async for part in in_thread(parts())]
+        [part async for part in decode_in_thread(parts())]
 
 
 def test_members_that_hold_for_each_other_s_properties_count() -> None:
     """220 KB of such members took 19 s, of the event loop where a grammar was to be made weaker."""
     members = [{"properties": {f"p{number}": {}}, "additionalProperties": {"type": "string"}} for number in range(60)]
     schema = {"type": "object", "properties": {"a": {"allOf": members}}}
-    assert closed(schema) == (schema, ("",))
+    assert close_objects(schema) == (schema, ("",))
     schema = {"type": "object", "properties": {"a": {"allOf": members[:10]}}}
-    assert not closed(schema).open
+    assert not close_objects(schema).open_objects

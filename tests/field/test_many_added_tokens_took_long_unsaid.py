@@ -8,14 +8,14 @@ import logging
 
 import pytest
 
-from quire.engine.text.tokenizer import MANY_ADDED_TOKENS, warn_of_added_tokens
+from quire.engine.text.tokenizer import ADDED_TOKENS_WARNING_THRESHOLD, warn_if_many_added_tokens
 
 TOKEN = json.dumps({"id": 5, "content": "a", "single_word": False, "special": False}).encode()
 
 
-@pytest.mark.parametrize(("count", "warns"), [(MANY_ADDED_TOKENS, True), (1000, False)])
+@pytest.mark.parametrize(("count", "warns"), [(ADDED_TOKENS_WARNING_THRESHOLD, True), (1000, False)])
 def test_the_log_says_how_long_it_takes(caplog: pytest.LogCaptureFixture, count: int, warns: bool) -> None:
     content = b'{"added_tokens": [%s]}' % b",".join([TOKEN] * count)
     with caplog.at_level(logging.WARNING, "quire.engine"):
-        warn_of_added_tokens(content, "tokenizer.json")
-    assert (f"{MANY_ADDED_TOKENS:,} added tokens" in caplog.text) == warns
+        warn_if_many_added_tokens(content, "tokenizer.json")
+    assert (f"{ADDED_TOKENS_WARNING_THRESHOLD:,} added tokens" in caplog.text) == warns

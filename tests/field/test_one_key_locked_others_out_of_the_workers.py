@@ -12,9 +12,9 @@ import pytest
 
 from quire.engine.errors import Overloaded
 from quire.server.access.admission import Admission
+from quire.server.access.fair_semaphore import FairSemaphore
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
-from quire.server.access.turns import FairTurns
 from quire.server.config import ServerConfig
 from quire.server.workers import pool as pools
 from tests.server.workers import works
@@ -27,9 +27,9 @@ def tenant(name: str) -> Tenant:
 
 async def waiting(pool: pools.WorkerPool, name: str, count: int) -> list[asyncio.Task[Any]]:
     """Jobs of a tenant that sleep, or wait for a worker."""
-    limits = pools.Limits(seconds=5, memory=pools.MEMORY)
+    limits = pools.JobLimits(cpu_seconds=5, memory_bytes=pools.WORKER_MEMORY_BYTES)
     wrong = pools.InvalidRequest("too much")
-    jobs = [pool.within(limits, works.asleep, [b""], tenant(name), wrong, slow=False) for _ in range(count)]
+    jobs = [pool.run_limited_job(limits, works.asleep, [b""], tenant(name), wrong, is_slow=False) for _ in range(count)]
     tasks = [asyncio.create_task(each) for each in jobs]
     await asyncio.sleep(0.05)
     return tasks
@@ -42,17 +42,17 @@ def num_refused(tasks: list[asyncio.Task[Any]]) -> int:
 @pytest.mark.parametrize(("crowd", "room"), [("a", 6), ("", 12)])
 async def test_the_workers_queue_has_shares(monkeypatch: pytest.MonkeyPatch, crowd: str, room: int) -> None:
     """Without keys all callers are one."""
-    monkeypatch.setattr(pools, "MAX_WAITING", 12)
+    monkeypatch.setattr(pools, "MAX_WAITING_JOBS", 12)
     async with open_pool() as pool:
         first = await waiting(pool, crowd, 40)
-        assert num_refused(first) == 40 - room - pool.slots
+        assert num_refused(first) == 40 - room - pool.max_workers
         others = [await waiting(pool, name, 2) for name in ("b", "c")] if crowd else []
         assert not any(map(num_refused, others))
         every = [*first, *(each for some in others for each in some)]
         for each in every:
             each.cancel()
         await asyncio.gather(*every, return_exceptions=True)
-        again = await waiting(pool, crowd, 5 + pool.slots)
+        again = await waiting(pool, crowd, 5 + pool.max_workers)
         assert num_refused(again) == 0, "who has left takes no place"
         for each in again:
             each.cancel()
@@ -63,10 +63,10 @@ def test_the_queue_of_prompt_tokens_has_shares() -> None:
     """A key whose prompts take half of it gets no more, and others do."""
     client: Any = SimpleNamespace(refusing=False, queued_tokens=0, num_open=0, num_open_of=lambda name: 0)
     config = ServerConfig(max_num_seqs=2, max_queued_tokens=1000)
-    admission = Admission(client, config, context_length=10_000, keyed=True)
+    admission = Admission(client, config, context_length=10_000, has_api_keys=True)
 
     def admit(name: str, tokens: int) -> None:
-        admission.admit(tenant(name), prompts=1, prompt_tokens=tokens, n=1, max_tokens=1, priority=0)
+        admission.admit_generation(tenant(name), num_prompts=1, prompt_tokens=tokens, n=1, max_tokens=1, priority=0)
         client.queued_tokens += tokens
 
     for _ in range(5):
@@ -80,14 +80,14 @@ def test_the_queue_of_prompt_tokens_has_shares() -> None:
 
 
 async def test_turns_go_to_who_has_the_fewest() -> None:
-    turns, order = FairTurns(1), list[str]()
+    turns, order = FairSemaphore(1), list[str]()
 
     async def job(owner: str) -> None:
-        async with turns.turn(owner):
+        async with turns.hold_slot(owner):
             order.append(owner)
             await asyncio.sleep(0)
 
-    async with turns.turn("a"):
+    async with turns.hold_slot("a"):
         crowd = [asyncio.create_task(job("a")) for _ in range(50)]
         await asyncio.sleep(0)
         late = asyncio.create_task(job("b"))
@@ -99,27 +99,27 @@ async def test_turns_go_to_who_has_the_fewest() -> None:
 
 
 async def test_turns_that_take_long_are_left_to_others() -> None:
-    turns = FairTurns(8, reserves=True)
-    crowd = [asyncio.create_task(turns.acquire("a")) for _ in range(20)]
+    turns = FairSemaphore(8, leaves_room=True)
+    crowd = [asyncio.create_task(turns.acquire_slot("a")) for _ in range(20)]
     await asyncio.sleep(0)
     assert sum(each.done() for each in crowd) == 4
-    await asyncio.wait_for(turns.acquire("b"), 1)
+    await asyncio.wait_for(turns.acquire_slot("b"), 1)
     for each in crowd[4:]:
         each.cancel()
     await asyncio.gather(*crowd, return_exceptions=True)
     for _ in range(4):
-        turns.release("a")
-    everybody = FairTurns(8, reserves=True)
-    await asyncio.wait_for(asyncio.gather(*(everybody.acquire("") for _ in range(8))), 1)
+        turns.release_slot("a")
+    everybody = FairSemaphore(8, leaves_room=True)
+    await asyncio.wait_for(asyncio.gather(*(everybody.acquire_slot("") for _ in range(8))), 1)
 
 
 async def test_who_gives_up_a_turn_leaves_it_to_the_next() -> None:
-    turns = FairTurns(1)
-    await turns.acquire("a")
-    leaving, staying = asyncio.create_task(turns.acquire("b")), asyncio.create_task(turns.acquire("c"))
+    turns = FairSemaphore(1)
+    await turns.acquire_slot("a")
+    leaving, staying = asyncio.create_task(turns.acquire_slot("b")), asyncio.create_task(turns.acquire_slot("c"))
     await asyncio.sleep(0)
     leaving.cancel()
-    turns.release("a")
+    turns.release_slot("a")
     await asyncio.wait_for(staying, 1)
-    turns.release("c")
-    await asyncio.wait_for(turns.acquire("a"), 1)
+    turns.release_slot("c")
+    await asyncio.wait_for(turns.acquire_slot("a"), 1)

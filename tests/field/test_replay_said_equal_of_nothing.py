@@ -14,7 +14,7 @@ from quire import LLM, SamplingParams
 from quire.engine.errors import InvalidRequest
 from quire.engine.receipts.receipt import decode_receipt, encode_receipt
 from quire.server.cli import main as cli
-from quire.server.cli.replay import printable
+from quire.server.cli.replay import escape_unprintable
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_what_no_engine_could_take_refuses_its_receipt(llm: LLM, receipt: Any) -
 
 def test_control_characters_are_printed_as_escapes() -> None:
     wild = "a\x1b[2J\r\n\x00\x7f\x9b\u202eb\u2028c\ud800é日"
-    assert printable(wild) == "a\\x1b[2J\\r\\n\\x00\\x7f\\x9b\\u202eb\\u2028c\\ud800é日"
+    assert escape_unprintable(wild) == "a\\x1b[2J\\r\\n\\x00\\x7f\\x9b\\u202eb\\u2028c\\ud800é日"
 
 
 @pytest.mark.slow

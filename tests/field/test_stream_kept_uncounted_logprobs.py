@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.server.generation import fold
+from quire.server.generation import output_parts
 from tests.server.api import NAME, open_api
 from tests.server.fake import FakeEngine, hashed
 
@@ -29,7 +29,7 @@ def last_event(text: str) -> Any:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_too_many_of_a_call_are_refused_in_either_form(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     async with open_api(FakeEngine(LETTERS)) as api:
-        monkeypatch.setattr(fold, "MAX_LOGPROBS", 100)
+        monkeypatch.setattr(output_parts, "MAX_LOGPROBS", 100)
         answer = await api.http.post("/v1/responses", json=BODY | {"stream": stream})
         assert (answer.status_code, "log probabilities" in answer.text) == (200 if stream else 400, True)
         if stream:
@@ -42,7 +42,7 @@ async def test_too_many_of_a_call_are_refused_in_either_form(monkeypatch: pytest
 
 async def test_a_stream_that_does_not_repeat_them_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_api(FakeEngine(LETTERS)) as api:
-        monkeypatch.setattr(fold, "MAX_LOGPROBS", 100)
+        monkeypatch.setattr(output_parts, "MAX_LOGPROBS", 100)
         messages = [{"role": "user", "content": "Hi"}]
         body = {"messages": messages, "max_tokens": 60, "logprobs": True, "top_logprobs": 4}
         assert len(await api.events("/v1/chat/completions", body)) > 40
@@ -50,7 +50,7 @@ async def test_a_stream_that_does_not_repeat_them_is_not_counted(monkeypatch: py
 
 async def test_all_streams_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_api(FakeEngine(LETTERS, step_seconds=0.002)) as api:
-        monkeypatch.setattr(fold, "MAX_LOGPROBS_IN_ALL", 400)
+        monkeypatch.setattr(output_parts, "MAX_LOGPROBS_IN_ALL", 400)
         posts = (api.http.post("/v1/responses", json=BODY | {"stream": True}) for _ in range(6))
         kinds = [last_event(answer.text)["type"] for answer in await asyncio.gather(*posts)]
         assert set(kinds) == {"response.failed", "response.completed"} or kinds.count("response.incomplete") > 0

@@ -7,7 +7,7 @@ import pytest
 
 from quire.engine.errors import InvalidRequest, ModelError
 from quire.engine.text.chat_template import ChatRenderer
-from quire.engine.text.template_bounds import BoundedEnvironment
+from quire.engine.text.template_sandbox import BoundedEnvironment
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 NAMES = ("_quire_budget", "_quire_bounded", "_quire_joined", "environment", "budget", "bounded_loop", "join_parts")
@@ -61,6 +61,6 @@ def test_a_long_body_costs_more_each_time(name: str) -> None:
 def test_the_count_begins_anew_with_each_rendering() -> None:
     environment = BoundedEnvironment({})
     template = environment.from_string("{% for a in range(99999) %}{% endfor %}" * 15)
-    assert [environment.render(template, {}) for _ in range(3)] == ["", "", ""]
+    assert [environment.render_template(template, {}) for _ in range(3)] == ["", "", ""]
     with pytest.raises(LookupError):
         template.render({})

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from quire.engine.errors import ConfigError
-from quire.server.access.addresses import is_own_host
-from quire.server.access.hosts import Hosts
-from quire.server.cli.serve import bind, warn_if_open
+from quire.server.access.allowed_hosts import AllowedHosts
+from quire.server.access.host_addresses import is_local_host
+from quire.server.cli.serve import bind_socket, warn_if_unprotected
 from quire.server.config import ServerConfig
 from tests.server.fake import FakeEngine, hashed
 from tests.server.hosted import Port, serving
@@ -56,12 +56,12 @@ OTHERS = (
 
 @pytest.mark.parametrize("host", OWN)
 def test_this_machines_names(host: str) -> None:
-    assert is_own_host(host)
+    assert is_local_host(host)
 
 
 @pytest.mark.parametrize("host", OTHERS)
 def test_names_of_others(host: str) -> None:
-    assert not is_own_host(host)
+    assert not is_local_host(host)
 
 
 @pytest.fixture(scope="module")
@@ -162,10 +162,10 @@ async def test_with_keys_any_name_may_be_asked() -> None:
 @pytest.mark.parametrize("host", ["quire:8000", "quire.example.com", "10.2.3.4:8000", "my-service.my-namespace.svc"])
 def test_bound_elsewhere_any_name_may_be_asked(address: str, host: str) -> None:
     """As in containers, whose callers use names of Compose and of Kubernetes."""
-    hosts = Hosts(ServerConfig())
-    with bind(address, 0) as listener:
-        hosts.listen([listener])
-    assert hosts.refused({"headers": [(b"host", host.encode())]}) is None
+    hosts = AllowedHosts(ServerConfig())
+    with bind_socket(address, 0) as listener:
+        hosts.set_listeners([listener])
+    assert hosts.find_refused_host({"headers": [(b"host", host.encode())]}) is None
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_bound_elsewhere_any_name_may_be_asked(address: str, host: str) -> None:
 def test_the_start_warns_where_others_reach_a_server_without_keys(
     caplog: pytest.LogCaptureFixture, address: str, options: dict[str, Any], warns: bool
 ) -> None:
-    with bind(address, 0) as listener:
-        warn_if_open(ServerConfig(host=address, **options), listener)
+    with bind_socket(address, 0) as listener:
+        warn_if_unprotected(ServerConfig(host=address, **options), listener)
     assert ("--api-key" in caplog.text) == warns
 
 
@@ -193,7 +193,7 @@ def test_the_start_warns_where_others_reach_a_server_without_keys(
 )
 def test_what_is_no_name_cannot_be_allowed(name: str) -> None:
     with pytest.raises(ConfigError, match="allowed_hosts"):
-        Hosts(ServerConfig(allowed_hosts=[name]))
+        AllowedHosts(ServerConfig(allowed_hosts=[name]))
 
 
 async def test_the_log_names_the_flag_once(caplog: pytest.LogCaptureFixture) -> None:

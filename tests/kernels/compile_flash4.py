@@ -16,19 +16,21 @@ from pathlib import Path
 import torch
 from torch._subclasses import FakeTensorMode
 
+from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.libraries.flash4 import Flash4
-from quire.kernels.reference import Reference
-from quire.kernels.softmax import Softmax
+from quire.kernels.gpu.libraries.flash4 import Flash4Backend
+from quire.kernels.reference import ReferenceBackend
 from tests.engine.worker.fake_cuda import DEVICE, load_guard
 
 HEADS, KV_HEADS = 32, 8
 CASES = ((3, 1, 4000), (300, 1, 500), (3, 80, 700), (3, 5, 700))
 """Sequences, queries of each, the longest context."""
-RULES = (Softmax(0.1), Softmax(0.1, window=300), Softmax(0.1, softcap=30.0))
+RULES = (AttentionParams(0.1), AttentionParams(0.1, window=300), AttentionParams(0.1, softcap=30.0))
 
 
-def call(backend: Flash4, dim: int, softmax: Softmax, seqs: int, queries: int, longest: int) -> torch.Size:
+def call(
+    backend: Flash4Backend, dim: int, softmax: AttentionParams, seqs: int, queries: int, longest: int
+) -> torch.Size:
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
@@ -39,7 +41,7 @@ def call(backend: Flash4, dim: int, softmax: Softmax, seqs: int, queries: int, l
         key_start=new(seqs + 1),
         block_table=new(seqs, -(-longest // page)),
         positions=new(tokens, dtype=torch.int64),
-        slots=new(tokens, dtype=torch.int64),
+        slot_mapping=new(tokens, dtype=torch.int64),
         max_query_len=queries,
         max_context_len=longest,
     )
@@ -52,9 +54,9 @@ def main() -> None:
     major = int(os.environ["FLASH_ATTENTION_ARCH"].removeprefix("sm_").rstrip("a")) // 10
     load_guard(Path(sys.argv[1]))
     torch.cuda.get_device_capability = lambda device=None: (major, 0)
-    backend = Flash4()
-    backend.fused = Reference()  # so that decodes are flash-attn's everywhere
-    assert backend.cannot_serve(DEVICE, torch.bfloat16, 64) is None
+    backend = Flash4Backend()
+    backend.fused_ops = ReferenceBackend()  # so that decodes are flash-attn's everywhere
+    assert backend.unsupported_reason(DEVICE, torch.bfloat16, 64) is None
     assert backend.can_split_keys(DEVICE) == (major == 10)
     for dim, softmax, case in product((64, 128), RULES, CASES):
         error = None

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from quire.kernels.cpu import native
-from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu import native_library
+from quire.kernels.cpu.backend import CpuBackend
 from tests.kernels import trapped
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cpu" in metafunc.fixturenames:
-        missing = pytest.param("", marks=pytest.mark.skip(reason=str(native.load())))
-        isas = native.runnable()
+        missing = pytest.param("", marks=pytest.mark.skip(reason=str(native_library.load_library())))
+        isas = native_library.runnable_isas()
         slow = dict.fromkeys([*isas[1:-1], TILES], pytest.mark.slow)
         isas += [TILES] if trapped.can_trap() else []
         metafunc.parametrize(
@@ -25,17 +25,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def cpu(request: pytest.FixtureRequest) -> Cpu:
+def cpu(request: pytest.FixtureRequest) -> CpuBackend:
     """The backend on this instruction set."""
-    return Cpu(_library(request.param))
+    return CpuBackend(_library(request.param))
 
 
-_loaded: dict[str, native.Native] = {}
+_loaded: dict[str, native_library.NativeLibrary] = {}
 
 
-def _library(isa: str) -> native.Native:
+def _library(isa: str) -> native_library.NativeLibrary:
     if isa not in _loaded:
-        _loaded[isa] = trapped.tiles() if isa == TILES else native.Native(isa)
+        _loaded[isa] = trapped.tiles() if isa == TILES else native_library.NativeLibrary(isa)
     return _loaded[isa]
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata, Backend
-from quire.kernels.gpu.mixed import Division
-from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales
-from quire.kernels.softmax import Softmax
+from quire.kernels.gpu.prefill_decode_split import PrefillDecodeSplit
+from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, UNIT_KV_SCALES, KVScales
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def page(
     seed: int = 0,
     spare: int = 3,
     kv_dtype: torch.dtype | None = None,
-    scales: KVScales = UNSCALED,
+    scales: KVScales = UNIT_KV_SCALES,
 ) -> tuple[Tensor, Tensor, AttentionMetadata]:
     """Caches and metadata for a step of these parts, on pages in random order. What nobody wrote is NaN, as are the
     scales of codes."""
@@ -77,22 +77,24 @@ def page(
         key_start=torch.tensor([0, *contexts]).cumsum(0).to(torch.int32),
         block_table=table,
         positions=torch.cat(positions),
-        slots=torch.cat(slots),
+        slot_mapping=torch.cat(slots),
         max_query_len=max(lengths),
         max_context_len=max(contexts),
-        whole=lengths == contexts,
+        is_full_prefill=lengths == contexts,
     )
     counts = (torch.tensor(lengths).numpy(), torch.tensor(contexts).numpy(), metadata.key_start.numpy())
-    if (division := Division.of(*counts)) is not None:
+    if (division := PrefillDecodeSplit.from_lengths(*counts)) is not None:
         begins = [torch.from_numpy(each.copy()) for each in (division.query_start, division.key_start)]
-        metadata = division.divide(metadata, *begins, size)
+        metadata = division.split_metadata(metadata, *begins, size)
     return k_cache, v_cache, metadata
 
 
 def to_device(metadata: AttentionMetadata, device: str | torch.device) -> AttentionMetadata:
     fields = {name: getattr(metadata, name) for name in AttentionMetadata.__slots__}
     there = {name: each.to(device) for name, each in fields.items() if isinstance(each, Tensor)}
-    return replace(metadata, **there, parts=tuple(to_device(part, device) for part in metadata.parts))
+    return replace(
+        metadata, **there, decode_prefill_parts=tuple(to_device(part, device) for part in metadata.decode_prefill_parts)
+    )
 
 
 def attended_on(
@@ -100,7 +102,7 @@ def attended_on(
     attention: Callable[..., Tensor],
     given: tuple[Tensor, ...],
     metadata: AttentionMetadata,
-    softmax: Softmax,
+    softmax: AttentionParams,
 ) -> Tensor:
     """Attention of q and two caches of the CPU by that of a device; on the CPU again."""
     if softmax.sinks is not None:
@@ -110,7 +112,7 @@ def attended_on(
 
 def empty_cache(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A cache that nobody wrote to: NaN, and of codes bytes that are NaN as scales and as 8-bit floats."""
-    if dtype in KV_CODES:
+    if dtype in QUANTIZED_KV_DTYPES:
         return torch.full(shape, 255, dtype=torch.uint8).view(dtype)
     return torch.full(shape, torch.nan, dtype=dtype)
 
@@ -126,7 +128,7 @@ def attend(
     ahead: int | None = 0,
     bias: Tensor | None = None,
     kv_dtype: torch.dtype | None = None,
-    scales: KVScales = UNSCALED,
+    scales: KVScales = UNIT_KV_SCALES,
     sinks: Tensor | None = None,
     values: int | None = None,
     chunked: bool = False,
@@ -135,7 +137,7 @@ def attend(
     k_cache, v_cache, metadata = page(backend, parts, seed=seed, kv_dtype=kv_dtype, scales=scales)
     q = torch.cat([part.q for part in parts])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    softmax = Softmax(scale, window, softcap, ahead, bias, scales, sinks, values, chunked)
+    softmax = AttentionParams(scale, window, softcap, ahead, bias, scales, sinks, values, chunked)
     out = backend.paged_attention(q, k_cache, v_cache if values is None else k_cache, metadata, softmax)
     return list(out.split([len(part.q) for part in parts]))
 

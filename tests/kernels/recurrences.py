@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata, Backend
-from quire.kernels.recurrent.recurrence import Guesses, Matrices, Recurrence
+from quire.kernels.recurrent.recurrence import DraftStateLengths, Recurrence, RecurrentStates
 
 SLOTS = 5
 CPU = torch.device("cpu")
@@ -37,13 +37,13 @@ class Shape(NamedTuple):
 def given(shape: Shape, tokens: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
     """What tokens give side by side: to the matrices, their gates, and beside."""
     rule = shape.rule
-    width = rule.inputs + shape.heads * shape.value + rule.beside
+    width = rule.input_dim + shape.heads * shape.value + rule.head_input_dim
     return torch.randn((tokens, width), generator=generator).to(dtype)
 
 
 def parts(shape: Shape, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rule = shape.rule
-    inputs, z, beside = numbers.split([rule.inputs, shape.heads * shape.value, rule.beside], dim=1)
+    inputs, z, beside = numbers.split([rule.input_dim, shape.heads * shape.value, rule.head_input_dim], dim=1)
     return inputs, z, beside
 
 
@@ -60,8 +60,8 @@ class Kept:
     def __post_init__(self) -> None:
         rule, wide = self.shape.rule, torch.float64 if self.dtype == torch.float64 else torch.float32
         matrices = torch.full((SLOTS, *self.shape[1:]), torch.nan, dtype=wide, device=self.device)
-        kept = torch.full((SLOTS, self.drafts, rule.kept), torch.nan, dtype=self.dtype, device=self.device)
-        self.states = Matrices(matrices, kept)
+        kept = torch.full((SLOTS, self.drafts, rule.draft_dim), torch.nan, dtype=self.dtype, device=self.device)
+        self.states = RecurrentStates(matrices, kept)
 
     def step(self, rows: list[Row]) -> list[Tensor]:
         counts = [len(row.numbers) - row.first for row in rows]
@@ -71,11 +71,11 @@ class Kept:
         unused = torch.zeros((len(rows), 1), dtype=torch.int32)
         starts, *lens, unused, slots = (each.to(self.device) for each in (starts, *lens, unused, slots))
         where = (starts, lens[0], starts, unused, slots, slots, max(counts), max(len(row.numbers) for row in rows))
-        metadata = AttentionMetadata(*where, state_slots=slots, guesses=Guesses(lens[1], lens[2]))
+        metadata = AttentionMetadata(*where, state_slots=slots, draft_state_lengths=DraftStateLengths(lens[1], lens[2]))
         if all(row.seen == row.first and row.known == len(row.numbers) for row in rows):
-            metadata = replace(metadata, guesses=None)
+            metadata = replace(metadata, draft_state_lengths=None)
         numbers = torch.cat([row.numbers[row.first :] for row in rows]).to(self.device)
-        found = self.backend.recur(*parts(self.shape, numbers), self.shape.rule, self.states, metadata)
+        found = self.backend.run_recurrence(*parts(self.shape, numbers), self.shape.rule, self.states, metadata)
         return list(found.cpu().split(counts))
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.backend import Cpu
-from quire.kernels.reference import Reference
-from quire.kernels.softmax import Softmax
+from quire.kernels.attention_params import AttentionParams
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import Part, attend, error, page, random_part
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2}
@@ -33,11 +33,11 @@ def case(
     generator = torch.Generator().manual_seed(20)
     parts = [random_part(c, q, heads, kv_heads, dim, dtype, generator) for c, q in mix]
     wide = [part.to(torch.float64) for part in parts]
-    return parts, attend(Reference(), wide, window=window, softcap=softcap, scale=scale, chunked=chunked)
+    return parts, attend(ReferenceBackend(), wide, window=window, softcap=softcap, scale=scale, chunked=chunked)
 
 
 def check(
-    cpu: Cpu,
+    cpu: CpuBackend,
     mix: tuple[tuple[int, int], ...],
     heads: int,
     kv_heads: int,
@@ -58,32 +58,32 @@ def check(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [2, 8, 64, 80, 96, 128, 256])
-def test_head_dims(cpu: Cpu, dim: int, dtype: torch.dtype) -> None:
+def test_head_dims(cpu: CpuBackend, dim: int, dtype: torch.dtype) -> None:
     check(cpu, MIX, 4, 2, dim, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3), (8, 1), (3, 3), (20, 4), (71, 1)])
-def test_grouped_heads(cpu: Cpu, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+def test_grouped_heads(cpu: CpuBackend, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
     check(cpu, MIX[:6], heads, kv_heads, 32, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("window", [None, 1, 16, 37, 260, 4096])
-def test_window_and_softcap(cpu: Cpu, window: int | None, softcap: float | None, dtype: torch.dtype) -> None:
+def test_window_and_softcap(cpu: CpuBackend, window: int | None, softcap: float | None, dtype: torch.dtype) -> None:
     check(cpu, (*MIX, (1030, 3)), 6, 2, 16, dtype, window=window, softcap=softcap)
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 16, 37, 260])
-def test_chunks(cpu: Cpu, size: int, dtype: torch.dtype) -> None:
+def test_chunks(cpu: CpuBackend, size: int, dtype: torch.dtype) -> None:
     check(cpu, (*MIX, (1030, 3), (530, 300)), 6, 2, 16, dtype, window=size, chunked=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_long_contexts(cpu: Cpu, dtype: torch.dtype) -> None:
+def test_long_contexts(cpu: CpuBackend, dtype: torch.dtype) -> None:
     check(cpu, ((2500, 1),), 2, 1, 64, dtype)
     check(cpu, ((1100, 700), (1030, 1)), 2, 1, 64, dtype)
 
@@ -96,12 +96,12 @@ WHOLE = ((1, 1), (17, 17), (40, 40), (256, 256), (300, 300), (530, 530))
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("ahead", "window"), [(None, None), (16, 17), (270, 30), (1, None)])
 def test_keys_that_come_after(
-    cpu: Cpu, ahead: int | None, window: int | None, biased: bool, dtype: torch.dtype, generator: torch.Generator
+    cpu: CpuBackend, ahead: int | None, window: int | None, biased: bool, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     parts = [random_part(c, q, 6, 3, 32, dtype, generator) for c, q in WHOLE]
     bias = torch.randn((6, 2 * 530 + 15), generator=generator) if biased else None
     wide = [part.to(torch.float64) for part in parts]
-    expected = attend(Reference(), wide, window=window, ahead=ahead, bias=bias)
+    expected = attend(ReferenceBackend(), wide, window=window, ahead=ahead, bias=bias)
     got = attend(cpu, parts, window=window, ahead=ahead, bias=bias)
     alone = [attend(cpu, [part], window=window, ahead=ahead, bias=bias, seed=4)[0] for part in parts]
     for row, (mine, judge) in enumerate(zip(got, expected, strict=True)):
@@ -111,12 +111,12 @@ def test_keys_that_come_after(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 20, 300])
-def test_sinks(cpu: Cpu, window: int | None, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_sinks(cpu: CpuBackend, window: int | None, dtype: torch.dtype, generator: torch.Generator) -> None:
     """Against a softmax with one more column, which is then left out."""
     parts = [random_part(c, q, 6, 2, 32, dtype, generator) for c, q in (*MIX, (1030, 3))]
     sinks = torch.tensor([-200.0, -1.0, 0.0, 1.0, 4.0, 200.0])
     got = attend(cpu, parts, window=window, sinks=sinks)
-    judged = attend(Reference(), [part.to(torch.float64) for part in parts], window=window, sinks=sinks)
+    judged = attend(ReferenceBackend(), [part.to(torch.float64) for part in parts], window=window, sinks=sinks)
     for part, mine, judge in zip(parts, got, judged, strict=True):
         q, k, v = (each.double() for each in (part.q, part.k, part.v))
         behind = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
@@ -131,40 +131,40 @@ def test_sinks(cpu: Cpu, window: int | None, dtype: torch.dtype, generator: torc
         assert torch.equal(attend(cpu, [part], window=window, sinks=sinks, seed=4)[0], mine)
 
 
-def test_large_scores(cpu: Cpu) -> None:
+def test_large_scores(cpu: CpuBackend) -> None:
     """Scores in the hundreds, where float32 itself knows them to about 1e-5: the weights stay finite."""
     check(cpu, MIX, 2, 1, 64, torch.float32, tolerance=2e-4, scale=20.0)
 
 
-def test_scores_far_below_zero(cpu: Cpu) -> None:
+def test_scores_far_below_zero(cpu: CpuBackend) -> None:
     """The peak of a tile, not 0, anchors its exponentials."""
     q, k = torch.full((1, 1, 16), 30.0), torch.full((300, 1, 16), -30.0)
     v = torch.arange(300.0)[:, None, None].expand(300, 1, 16).contiguous()
     assert torch.allclose(attend(cpu, [Part(q, k, v)])[0], torch.tensor(149.5))
 
 
-def test_pages_outside_the_cache_are_refused(cpu: Cpu, generator: torch.Generator) -> None:
+def test_pages_outside_the_cache_are_refused(cpu: CpuBackend, generator: torch.Generator) -> None:
     part = random_part(40, 1, 2, 1, 16, torch.float32, generator)
     k_cache, v_cache, metadata = page(cpu, [part])
     metadata.block_table[0, 1] = k_cache.shape[0]
     with pytest.raises(IndexError, match="block table"):
-        cpu.paged_attention(part.q, k_cache, v_cache, metadata, Softmax(1.0))
+        cpu.paged_attention(part.q, k_cache, v_cache, metadata, AttentionParams(1.0))
 
 
-def test_other_dtypes_are_refused(cpu: Cpu, generator: torch.Generator) -> None:
+def test_other_dtypes_are_refused(cpu: CpuBackend, generator: torch.Generator) -> None:
     with pytest.raises(TypeError, match="float32, bfloat16 or 8 bits"):
         cpu.kv_cache_shape(4, 1, 16, torch.float16)
     part = random_part(4, 1, 2, 1, 16, torch.float32, generator)
     k_cache, v_cache, metadata = page(cpu, [part])
     with pytest.raises(TypeError, match="cannot serve"):
-        cpu.paged_attention(part.q.half(), k_cache, v_cache, metadata, Softmax(1.0))
+        cpu.paged_attention(part.q.half(), k_cache, v_cache, metadata, AttentionParams(1.0))
 
 
-def test_strided_layers(cpu: Cpu, generator: torch.Generator) -> None:
+def test_strided_layers(cpu: CpuBackend, generator: torch.Generator) -> None:
     """A layer's cache may be a slice of one tensor for all layers, pages outermost."""
     part = random_part(70, 5, 4, 2, 32, torch.bfloat16, generator)
     k_cache, v_cache, metadata = page(cpu, [part])
     k_layers, v_layers = (torch.stack([c, torch.zeros_like(c)], dim=1) for c in (k_cache, v_cache))
-    straight = cpu.paged_attention(part.q, k_cache, v_cache, metadata, Softmax(0.2))
-    strided = cpu.paged_attention(part.q, k_layers[:, 0], v_layers[:, 0], metadata, Softmax(0.2))
+    straight = cpu.paged_attention(part.q, k_cache, v_cache, metadata, AttentionParams(0.2))
+    strided = cpu.paged_attention(part.q, k_layers[:, 0], v_layers[:, 0], metadata, AttentionParams(0.2))
     assert torch.equal(straight, strided)

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.kernels.cpu import native
-from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu import native_library
+from quire.kernels.cpu.backend import CpuBackend
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 ARM_COMPILER, ARM = "aarch64-linux-gnu-g++", "qemu-aarch64"
 
-needs_kernels = pytest.mark.skipif(Cpu().missing is not None, reason=str(Cpu().missing))
+needs_kernels = pytest.mark.skipif(CpuBackend().missing_reason is not None, reason=str(CpuBackend().missing_reason))
 
 
 def python(code: str, where: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -51,12 +51,12 @@ def test_without_a_compiler_the_install_succeeds_and_says_so(tree: Path) -> None
     done = build(tree, PATH="/nowhere", CXX="")
     assert done.returncode == 0, done.stderr
     assert "no C++ compiler" in done.stderr
-    code = "from quire.kernels.cpu.backend import Cpu; print(Cpu().missing)"
+    code = "from quire.kernels.cpu.backend import CpuBackend; print(CpuBackend().missing_reason)"
     said = python(code, tree).stdout.strip()
     assert "C++ compiler" in said
     assert "\n" not in said
     chosen = python(
-        "import torch; from quire.kernels.select import select_backend;"
+        "import torch; from quire.kernels.backend_selection import select_backend;"
         "backend, why = select_backend(torch.device('cpu'), torch.bfloat16, 64); print(backend.name, why)",
         tree,
     )
@@ -84,7 +84,7 @@ def test_only_stale_libraries_are_built(tree: Path) -> None:
 @pytest.mark.slow
 @needs_kernels
 def test_libraries_of_other_sources_are_not_used(tree: Path) -> None:
-    code = "from quire.kernels.cpu.backend import Cpu; print(Cpu().missing)"
+    code = "from quire.kernels.cpu.backend import CpuBackend; print(CpuBackend().missing_reason)"
     assert python(code, tree).stdout.startswith("None")
     with (tree / "quire/kernels/cpu/decoder/recorded.cpp").open("a") as source:
         source.write("// A field more, say.\n")
@@ -95,8 +95,8 @@ def test_libraries_of_other_sources_are_not_used(tree: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
 def test_one_openmp_runtime_in_the_process() -> None:
     code = (
-        "import re, torch; from quire.kernels.cpu.backend import Cpu; x = torch.ones(500, 2000);"
-        "Cpu().rms_norm(x, x[0], 1e-5); x @ x.T;"
+        "import re, torch; from quire.kernels.cpu.backend import CpuBackend; x = torch.ones(500, 2000);"
+        "CpuBackend().rms_norm(x, x[0], 1e-5); x @ x.T;"
         "maps = open('/proc/self/maps').read(); print(len(set(re.findall(r'\\S*lib(?:g|i)?omp\\S*', maps))))"
     )
     done = python(code)
@@ -106,8 +106,8 @@ def test_one_openmp_runtime_in_the_process() -> None:
 @pytest.mark.slow
 @needs_kernels
 def test_the_environment_chooses_the_instruction_set() -> None:
-    code = "from quire.kernels.cpu.backend import Cpu; print(Cpu().isa)"
-    assert python(code, QUIRE_CPU_ISA="plain").stdout.strip() == native.ISAS["plain"]
+    code = "from quire.kernels.cpu.backend import CpuBackend; print(CpuBackend().isa)"
+    assert python(code, QUIRE_CPU_ISA="plain").stdout.strip() == native_library.ISAS["plain"]
     refused = python(code, QUIRE_CPU_ISA="mmx")
     assert refused.returncode != 0
     assert "QUIRE_CPU_ISA='mmx' is not one of plain, avx2" in refused.stderr
@@ -125,7 +125,7 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
         "avx512_vnni": ["-march=cascadelake"],
         "avx512_bf16": ["-march=cooperlake"],
         "avx512_amx": ["-march=sapphirerapids"],
-    }[(native.runnable() or ["plain"])[-1]]
+    }[(native_library.runnable_isas() or ["plain"])[-1]]
     sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     sources = [Path(__file__).with_name("sanitize.cpp"), *sorted((ROOT / "quire/kernels/cpu").rglob("*.cpp"))]
     objects = [tmp_path / f"{source.stem}.o" for source in sources]
@@ -217,9 +217,9 @@ def test_a_system_without_room_for_threads_is_served_by_those_there_are() -> Non
 @needs_kernels
 def test_a_set_that_is_not_built_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a checkout came from another machine."""
-    cpu, best = Cpu(), native.runnable()[-1]
-    assert native.unbuilt() is None
+    cpu, best = CpuBackend(), native_library.runnable_isas()[-1]
+    assert native_library.best_unbuilt_isa() is None
     shutil.copy(ROOT / "quire/kernels/cpu/plain.so", tmp_path)
-    monkeypatch.setattr(native, "HERE", tmp_path)
-    assert native.unbuilt() == (None if best == "plain" else best)
+    monkeypatch.setattr(native_library, "HERE", tmp_path)
+    assert native_library.best_unbuilt_isa() == (None if best == "plain" else best)
     assert ("`make install` compiles it" in cpu.description()) == (best != "plain")

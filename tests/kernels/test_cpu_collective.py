@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from quire.kernels.collective import Collective, RankEnded
-from quire.kernels.cpu.backend import Cpu
-from quire.kernels.reference import Reference
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.reference import ReferenceBackend
 
-MISSING = Cpu().missing
+MISSING = CpuBackend().missing_reason
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
 def together(count: int, work: Callable[[Collective], Any], row_bytes: int = 0) -> list[Any]:
     """What `work` gives on each of so many ranks."""
-    backend = Cpu()
-    descriptor = backend.ranks_memory(count, row_bytes)
-    groups = [backend.collective(descriptor, rank, count) for rank in range(count)]
+    backend = CpuBackend()
+    descriptor = backend.create_rank_memory(count, row_bytes)
+    groups = [backend.make_collective(descriptor, rank, count) for rank in range(count)]
     os.close(descriptor)
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(work, groups))
@@ -48,7 +48,7 @@ def test_sums_are_those_of_the_ranks_in_order(count: int, dtype: torch.dtype) ->
     """Of all sizes, one after another: shorter than a vector, and longer than a buffer."""
     shapes = [(1, 1), (3, 7), (5, 64), (1, 1000), (600, 1031), (2, 16)]
     given = [parts(count, shape, dtype) for shape in shapes]
-    found = together(count, lambda group: [group.sum(each[group.rank].clone()) for each in given])
+    found = together(count, lambda group: [group.all_reduce(each[group.rank].clone()) for each in given])
     for index, each in enumerate(given):
         for rank in range(count):
             assert torch.equal(found[rank][index], in_order(each))
@@ -56,8 +56,8 @@ def test_sums_are_those_of_the_ranks_in_order(count: int, dtype: torch.dtype) ->
 
 def test_a_rows_sum_does_not_depend_on_other_rows() -> None:
     given = parts(3, (700, 513), torch.float32)
-    (whole, *_) = together(3, lambda group: group.sum(given[group.rank].clone()))
-    (some, *_) = together(3, lambda group: group.sum(given[group.rank][650:651].clone()))
+    (whole, *_) = together(3, lambda group: group.all_reduce(given[group.rank].clone()))
+    (some, *_) = together(3, lambda group: group.all_reduce(given[group.rank][650:651].clone()))
     assert torch.equal(whole[650:651], some)
 
 
@@ -67,7 +67,7 @@ def test_columns_side_by_side(widths: list[int], rows: int) -> None:
     if rows * sum(widths) > 2_000_000:
         rows = 6
     given = [torch.randn(rows, width) for width in widths]
-    first, *others = together(len(widths), lambda g: g.gather(given[g.rank], widths), 4 * max(widths))
+    first, *others = together(len(widths), lambda g: g.gather_columns(given[g.rank], widths), 4 * max(widths))
     assert torch.equal(first, torch.cat(given, dim=1))
     assert all(torch.equal(each, own) for each, own in zip(others, given[1:], strict=True))
 
@@ -80,7 +80,7 @@ def test_many_steps_with_ranks_that_lag() -> None:
         for step in range(2000):
             if step % 97 == group.rank:
                 threading.Event().wait(0.0005)
-            found.append(float(group.sum(torch.full((3,), float(step * (group.rank + 1))))[2]))
+            found.append(float(group.all_reduce(torch.full((3,), float(step * (group.rank + 1))))[2]))
         return found
 
     expected = [float(step * 10) for step in range(2000)]
@@ -88,30 +88,30 @@ def test_many_steps_with_ranks_that_lag() -> None:
 
 
 def test_nobody_waits_for_a_rank_that_has_ended() -> None:
-    backend = Cpu()
-    descriptor = backend.ranks_memory(2, 0)
-    first = backend.collective(descriptor, 0, 2)
+    backend = CpuBackend()
+    descriptor = backend.create_rank_memory(2, 0)
+    first = backend.make_collective(descriptor, 0, 2)
     os.close(descriptor)
     threading.Timer(0.05, first.close).start()
     with pytest.raises(RankEnded):
-        first.sum(torch.ones(3))
+        first.all_reduce(torch.ones(3))
     with pytest.raises(RankEnded):
-        first.gather(torch.ones(2, 3), [3, 3])
+        first.gather_columns(torch.ones(2, 3), [3, 3])
     with pytest.raises(RankEnded):
-        first.share(torch.ones(3))
+        first.broadcast(torch.ones(3))
 
 
 def test_a_rank_ends_with_its_parent() -> None:
-    backend = Cpu()
-    descriptor = backend.ranks_memory(2, 0)
-    orphan = backend.collective(descriptor, 1, 2, parent=os.getppid() + 1)  # whoever ours is, it is not that one
+    backend = CpuBackend()
+    descriptor = backend.create_rank_memory(2, 0)
+    orphan = backend.make_collective(descriptor, 1, 2, parent=os.getppid() + 1)  # whoever ours is, it is not that one
     os.close(descriptor)
     with pytest.raises(RankEnded):
-        orphan.sum(torch.ones(3))
+        orphan.all_reduce(torch.ones(3))
 
 
 def test_plain_pytorch_has_no_such_memory() -> None:
-    assert Reference().ranks_memory(2, 0) is None
+    assert ReferenceBackend().create_rank_memory(2, 0) is None
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -120,7 +120,9 @@ def test_what_the_first_rank_shares(count: int) -> None:
     sizes = [1, 0, 7, 300_001]
 
     def work(group: Collective) -> list[Tensor]:
-        return [group.share(torch.arange(size) if group.rank == 0 else torch.empty(size, dtype=int)) for size in sizes]
+        return [
+            group.broadcast(torch.arange(size) if group.rank == 0 else torch.empty(size, dtype=int)) for size in sizes
+        ]
 
     for found in together(count, work):
         assert all(torch.equal(each, torch.arange(size)) for each, size in zip(found, sizes, strict=True))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu.backend import CpuBackend
 from tests.kernels.ragged import attend, random_part
 from tests.tiers import examples
 
@@ -20,7 +20,12 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("window", "softcap", "sunk"), [(None, None, False), (100, None, True), (20, 9.0, False)])
 def test_chunking(
-    cpu: Cpu, dtype: torch.dtype, window: int | None, softcap: float | None, sunk: bool, generator: torch.Generator
+    cpu: CpuBackend,
+    dtype: torch.dtype,
+    window: int | None,
+    softcap: float | None,
+    sunk: bool,
+    generator: torch.Generator,
 ) -> None:
     part = random_part(530, 530, 6, 2, 64, dtype, generator)
     sinks = torch.linspace(-2, 2, 6) if sunk else None
@@ -37,7 +42,7 @@ def test_chunking(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_batching_and_pages(cpu: Cpu, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_batching_and_pages(cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator) -> None:
     mix = [(1, 1), (700, 1), (33, 33), (512, 1), (300, 200), (2000, 1), (16, 1)]
     parts = [random_part(c, q, 9, 3, 64, dtype, generator) for c, q in mix]
     together = attend(cpu, parts)
@@ -50,7 +55,7 @@ def test_batching_and_pages(cpu: Cpu, dtype: torch.dtype, generator: torch.Gener
 @pytest.mark.few(1)
 @pytest.mark.usefixtures("keep_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_threads(cpu: Cpu, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_threads(cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator) -> None:
     """Many pieces, and few long ones whose tiles are spread over the threads."""
     batches = [[(2300, 1)], [(1000, 300)], [(400, 1)] * 20, [(1500, 4), (90, 90)]]
     for mix, sinks in itertools.product(batches, (None, torch.linspace(-2, 2, 6))):
@@ -86,9 +91,9 @@ def test_any_mix(
     chunked: bool,
 ) -> None:
     """Chunks of several sequences, mixed into steps at random, give what each sequence gives alone and whole."""
-    cpu = Cpu()
-    if cpu.missing:
-        pytest.skip(cpu.missing)
+    cpu = CpuBackend()
+    if cpu.missing_reason:
+        pytest.skip(cpu.missing_reason)
     generator = torch.Generator().manual_seed(seed)
     parts = [random_part(n, n, *heads, dim, dtype, generator) for n in lengths]
     rules: dict[str, Any] = {"window": window, "softcap": softcap, "chunked": chunked}
@@ -107,7 +112,7 @@ def test_any_mix(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rowwise_kernels(cpu: Cpu, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_rowwise_kernels(cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator) -> None:
     """Norms and gates: a row alone gives what it gives among others."""
     x, weight = torch.randn((300, 576), generator=generator).to(dtype), torch.ones(576)
     normed, gated, bent = cpu.rms_norm(x, weight, 1e-5), cpu.silu_mul(x), cpu.gelu_mul(x)

@@ -8,22 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.activation import KINDS, Activation
+from quire.kernels.activation import ACTIVATION_KINDS, Activation
+from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.cpu.backend import Cpu
-from quire.kernels.reference import Reference
-from quire.kernels.rotation import Rope
-from quire.kernels.softmax import Softmax
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import attend, error, page, random_part
 
-reference = Reference()
+reference = ReferenceBackend()
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 576), (7, 256), (3, 50), (200, 2048), (2, 3, 64)])
-def test_rms_norm(cpu: Cpu, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_rms_norm(cpu: CpuBackend, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> None:
     x, weight = torch.randn(shape, generator=generator).to(dtype), torch.randn(shape[-1:], generator=generator)
     expected = reference.rms_norm(x.double(), weight.double(), 1e-5)
     assert error(cpu.rms_norm(x, weight, 1e-5), expected) < TOLERANCE[dtype]
@@ -32,7 +32,7 @@ def test_rms_norm(cpu: Cpu, shape: tuple[int, ...], dtype: torch.dtype, generato
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 576), (7, 50), (200, 2048)])
-def test_add_rms_norm(cpu: Cpu, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_add_rms_norm(cpu: CpuBackend, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> None:
     x, residual = torch.randn((2, *shape), generator=generator).to(dtype)
     weight = torch.randn(shape[1:], generator=generator)
     total = x + residual
@@ -44,7 +44,7 @@ def test_add_rms_norm(cpu: Cpu, shape: tuple[int, int], dtype: torch.dtype, gene
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 384), (7, 50), (200, 2048), (3, 5)])
-def test_layer_norm(cpu: Cpu, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_layer_norm(cpu: CpuBackend, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> None:
     x, residual = (torch.randn((2, *shape), generator=generator) * 2 + 3).to(dtype)
     weight, bias = torch.randn((2, shape[1]), generator=generator)
     expected = reference.layer_norm(x.double(), weight.double(), bias.double(), 1e-5)
@@ -56,27 +56,33 @@ def test_layer_norm(cpu: Cpu, shape: tuple[int, int], dtype: torch.dtype, genera
     assert error(normed, expected) < 3 * TOLERANCE[dtype]
 
 
-ACTIVATIONS = [*(Activation(kind, slope=0.7) for kind in KINDS if kind != "xielu"), Activation("xielu", 0.8, 1.3, 0.5)]
+ACTIVATIONS = [
+    *(Activation(kind, slope=0.7) for kind in ACTIVATION_KINDS if kind != "xielu"),
+    Activation("xielu", 0.8, 1.3, 0.5),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1536), (7, 37), (300, 704)])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda each: each.kind)
 def test_activations(
-    cpu: Cpu, activation: Activation, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
+    cpu: CpuBackend, activation: Activation, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     x = (torch.randn(shape, generator=generator) * 4).to(dtype)
-    assert error(cpu.activate(x.clone(), activation), reference.activate(x.double(), activation)) < TOLERANCE[dtype]
-    rows = torch.cat([cpu.activate(row.clone()[None], activation) for row in x])
-    assert torch.equal(rows, cpu.activate(x.clone(), activation)), "a row's bits do not depend on the others"
-    assert torch.equal(cpu.add(x, rows.clone()), x + rows)
+    assert (
+        error(cpu.apply_activation(x.clone(), activation), reference.apply_activation(x.double(), activation))
+        < TOLERANCE[dtype]
+    )
+    rows = torch.cat([cpu.apply_activation(row.clone()[None], activation) for row in x])
+    assert torch.equal(rows, cpu.apply_activation(x.clone(), activation)), "a row's bits do not depend on the others"
+    assert torch.equal(cpu.add_residual(x, rows.clone()), x + rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("each", [1, 5, 64])
 @pytest.mark.parametrize("shape", [(1, 6), (7, 1), (300, 16)])
 def test_sigmoids_of_gates(
-    cpu: Cpu, shape: tuple[int, int], each: int, dtype: torch.dtype, generator: torch.Generator
+    cpu: CpuBackend, shape: tuple[int, int], each: int, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     """A gate for each number, or for several side by side."""
     gate = (torch.randn(shape, generator=generator) * 4).to(dtype)
@@ -90,13 +96,15 @@ def test_sigmoids_of_gates(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gate", ["silu_mul", "gelu_mul"])
 @pytest.mark.parametrize("shape", [(1, 3072), (7, 36), (300, 704)])
-def test_gates(cpu: Cpu, shape: tuple[int, int], gate: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_gates(
+    cpu: CpuBackend, shape: tuple[int, int], gate: str, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     x = (torch.randn(shape, generator=generator) * 8).to(dtype)
     assert error(getattr(cpu, gate)(x), getattr(reference, gate)(x.double())) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("gate", ["silu_mul", "gelu_mul"])
-def test_small_results_of_gates_are_as_exact(cpu: Cpu, gate: str) -> None:
+def test_small_results_of_gates_are_as_exact(cpu: CpuBackend, gate: str) -> None:
     """Relative to each value, not to the largest: down the tails, where 1 + tanh would cancel."""
     x = torch.linspace(-6, 6, 1000)[None]
     both = torch.cat([x, torch.ones_like(x)], dim=1)
@@ -108,7 +116,7 @@ def test_small_results_of_gates_are_as_exact(cpu: Cpu, gate: str) -> None:
 
 
 @pytest.mark.parametrize(("gate", "small"), [("silu_mul", -20 / (1 + 485165195.4)), ("gelu_mul", 0.0)])
-def test_gates_at_the_ends(cpu: Cpu, gate: str, small: float) -> None:
+def test_gates_at_the_ends(cpu: CpuBackend, gate: str, small: float) -> None:
     ends = torch.tensor([[0.0, 100.0, 1e30, torch.inf, -20.0, -100.0, -1e30, torch.nan]])
     got = getattr(cpu, gate)(torch.cat([ends, torch.ones_like(ends)], dim=1))[0]
     assert got[:4].tolist() == [0.0, 100.0, float(ends[0, 2]), torch.inf]
@@ -117,7 +125,7 @@ def test_gates_at_the_ends(cpu: Cpu, gate: str, small: float) -> None:
     assert got[7].isnan()
 
 
-def test_other_dtypes_use_the_reference(cpu: Cpu) -> None:
+def test_other_dtypes_use_the_reference(cpu: CpuBackend) -> None:
     x = torch.randn(3, 8, dtype=torch.float64)
     weight = torch.ones(8, dtype=torch.float64)
     assert torch.equal(cpu.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
@@ -141,7 +149,7 @@ def empty_cache(metadata: AttentionMetadata, kv_heads: int, dim: int, dtype: tor
 @pytest.mark.parametrize("dim", [8, 64, 80, 96, 1030])
 @pytest.mark.parametrize(("normed", "rotate"), [(False, True), (True, True), (True, False)])
 def test_rope_store(
-    cpu: Cpu, dim: int, normed: bool, rotate: bool, dtype: torch.dtype, generator: torch.Generator
+    cpu: CpuBackend, dim: int, normed: bool, rotate: bool, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     """Queries are returned, keys and values are found again by attention, in a mixed step."""
     heads, kv_heads = 6, 2
@@ -149,16 +157,16 @@ def test_rope_store(
     k_cache, v_cache, metadata = page(cpu, parts)
     wide = [part.to(torch.float64) for part in parts]
     k_wide, v_wide, _ = page(reference, wide)
-    tokens = len(metadata.slots)
+    tokens = len(metadata.slot_mapping)
     qkv = torch.randn((tokens, (heads + 2 * kv_heads) * dim), generator=generator).to(dtype)
     norms = [1 + torch.randn(dim, generator=generator) / 4 if normed else None for _ in range(2)]
     rope = Rope(dim, tables(300, dim).float() if rotate else None, *norms, 1e-5)
-    expected = reference.rope_store(qkv.double(), rope, k_wide, v_wide, metadata)
-    got = cpu.rope_store(qkv, rope, k_cache, v_cache, metadata)
+    expected = reference.rope_and_store_kv(qkv.double(), rope, k_wide, v_wide, metadata)
+    got = cpu.rope_and_store_kv(qkv, rope, k_cache, v_cache, metadata)
     assert got.shape == (tokens, heads, dim)
     assert error(got, expected) < TOLERANCE[dtype]
-    out = cpu.paged_attention(got, k_cache, v_cache, metadata, Softmax(dim**-0.5))
-    judge = reference.paged_attention(expected, k_wide, v_wide, metadata, Softmax(dim**-0.5))
+    out = cpu.paged_attention(got, k_cache, v_cache, metadata, AttentionParams(dim**-0.5))
+    judge = reference.paged_attention(expected, k_wide, v_wide, metadata, AttentionParams(dim**-0.5))
     assert error(out, judge) < 3 * TOLERANCE[dtype]
 
 
@@ -166,29 +174,31 @@ def test_rope_store(
 @pytest.mark.parametrize("dim", [8, 50, 96])
 @pytest.mark.parametrize("norm", ["whole", "centred", "after", "heads"])
 def test_norms_of_heads_and_scales_of_queries(
-    cpu: Cpu, norm: Any, dim: int, dtype: torch.dtype, generator: torch.Generator
+    cpu: CpuBackend, norm: Any, dim: int, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     heads, kv_heads = 6, 2
     parts = [random_part(c, q, heads, kv_heads, dim, dtype, generator) for c, q in [(1, 1), (300, 12)]]
     k_cache, v_cache, metadata = page(cpu, parts)
     k_wide, v_wide, _ = page(reference, [part.to(torch.float64) for part in parts])
-    qkv = (torch.randn((len(metadata.slots), (heads + 2 * kv_heads) * dim), generator=generator) * 2 + 1).to(dtype)
+    qkv = (torch.randn((len(metadata.slot_mapping), (heads + 2 * kv_heads) * dim), generator=generator) * 2 + 1).to(
+        dtype
+    )
     sizes = (heads, kv_heads) if norm in ("whole", "centred") else (1, 1)
     norms = [1 + torch.randn(count * dim, generator=generator) / 4 for count in sizes]
     scales = 1 + torch.rand(300, generator=generator) if norm == "heads" else None
-    rope = Rope(dim, tables(300, dim).float(), *norms, 1e-5, norm=norm, q_scale=scales)
-    expected = reference.rope_store(qkv.double(), rope, k_wide, v_wide, metadata)
-    got = cpu.rope_store(qkv, rope, k_cache, v_cache, metadata)
+    rope = Rope(dim, tables(300, dim).float(), *norms, 1e-5, norm_kind=norm, q_scale=scales)
+    expected = reference.rope_and_store_kv(qkv.double(), rope, k_wide, v_wide, metadata)
+    got = cpu.rope_and_store_kv(qkv, rope, k_cache, v_cache, metadata)
     assert error(got, expected) < TOLERANCE[dtype]
-    out = cpu.paged_attention(got, k_cache, v_cache, metadata, Softmax(dim**-0.5))
-    judge = reference.paged_attention(expected, k_wide, v_wide, metadata, Softmax(dim**-0.5))
+    out = cpu.paged_attention(got, k_cache, v_cache, metadata, AttentionParams(dim**-0.5))
+    judge = reference.paged_attention(expected, k_wide, v_wide, metadata, AttentionParams(dim**-0.5))
     assert error(out, judge) < 3 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("given", ["all", "keys", "queries"])
 def test_what_is_not_projected_is_a_key_or_another_layers(
-    cpu: Cpu, given: Any, dtype: torch.dtype, generator: torch.Generator
+    cpu: CpuBackend, given: Any, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     """By hand: values are normed without weights; of keys alone they are what these are before norm and rotation;
     queries alone leave the pages as they are."""
@@ -199,8 +209,8 @@ def test_what_is_not_projected_is_a_key_or_another_layers(
     q_norm, k_norm = (1 + torch.randn(dim, generator=generator) / 4 for _ in range(2))
     projected = {"all": 2, "keys": 1, "queries": 0}[given]
     qkv = torch.randn((70, (heads + projected * kv_heads) * dim), generator=generator).to(dtype)
-    rope = Rope(dim, tables(70, dim).float(), q_norm, k_norm, 1e-5, v_norm=torch.ones(dim), given=given)
-    got = cpu.rope_store(qkv.clone(), rope, k_cache, v_cache, metadata)
+    rope = Rope(dim, tables(70, dim).float(), q_norm, k_norm, 1e-5, v_norm=torch.ones(dim), projections=given)
+    got = cpu.rope_and_store_kv(qkv.clone(), rope, k_cache, v_cache, metadata)
     if given == "queries":
         pairs = zip((k_cache, v_cache), before, strict=True)
         assert all(torch.equal(each.view(torch.uint8), was.view(torch.uint8)) for each, was in pairs)
@@ -213,14 +223,14 @@ def test_what_is_not_projected_is_a_key_or_another_layers(
         first, second = k.chunk(2, dim=-1)
         k = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
     judged = [torch.zeros(reference.kv_cache_shape(len(k_cache), kv_heads, dim, torch.float64)).double() for _ in "kv"]
-    reference.store_kv(k, v, *judged, metadata.slots)
-    out = cpu.paged_attention(got, k_cache, v_cache, metadata, Softmax(dim**-0.5))
-    judge = reference.paged_attention(got.double(), *judged, metadata, Softmax(dim**-0.5))
+    reference.store_kv(k, v, *judged, metadata.slot_mapping)
+    out = cpu.paged_attention(got, k_cache, v_cache, metadata, AttentionParams(dim**-0.5))
+    judge = reference.paged_attention(got.double(), *judged, metadata, AttentionParams(dim**-0.5))
     assert error(out, judge) < 3 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_columns_of_another_tensor_multiply(cpu: Cpu, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_columns_of_another_tensor_multiply(cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator) -> None:
     x, beside = (torch.randn((33, width), generator=generator).to(dtype) for width in (37, 90))
     expected = x.double() * beside[:, 21:58].double()
     for backend in (cpu, reference):
@@ -228,26 +238,28 @@ def test_columns_of_another_tensor_multiply(cpu: Cpu, dtype: torch.dtype, genera
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_store_kv_keeps_the_neighbours(cpu: Cpu, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_store_kv_keeps_the_neighbours(cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator) -> None:
     """Writing the second half of a sequence does not touch the first, to the bit."""
     part = random_part(90, 90, 2, 2, 48, dtype, generator)
     k_cache, v_cache, metadata = page(cpu, [part])
     again = [torch.full_like(cache, torch.nan) for cache in (k_cache, v_cache)]
     for begin, end in ((45, 90), (0, 13), (13, 45)):
-        cpu.store_kv(part.k[begin:end], part.v[begin:end], *again, metadata.slots[begin:end])
+        cpu.store_kv(part.k[begin:end], part.v[begin:end], *again, metadata.slot_mapping[begin:end])
     assert torch.equal(again[0].view(torch.uint8), k_cache.view(torch.uint8))
     assert torch.equal(again[1].view(torch.uint8), v_cache.view(torch.uint8))
-    assert torch.equal(attend(cpu, [part])[0][-1], cpu.paged_attention(part.q, *again, metadata, Softmax(48**-0.5))[-1])
+    assert torch.equal(
+        attend(cpu, [part])[0][-1], cpu.paged_attention(part.q, *again, metadata, AttentionParams(48**-0.5))[-1]
+    )
 
 
-def test_slots_outside_the_cache_are_refused(cpu: Cpu, generator: torch.Generator) -> None:
+def test_slots_outside_the_cache_are_refused(cpu: CpuBackend, generator: torch.Generator) -> None:
     part = random_part(20, 20, 2, 2, 16, torch.float32, generator)
     k_cache, v_cache, metadata = page(cpu, [part])
-    metadata.slots[3] = k_cache.shape[0] * cpu.block_size
+    metadata.slot_mapping[3] = k_cache.shape[0] * cpu.block_size
     before = k_cache.clone()
     with pytest.raises(IndexError, match="slots"):
-        cpu.store_kv(part.k, part.v, k_cache, v_cache, metadata.slots)
+        cpu.store_kv(part.k, part.v, k_cache, v_cache, metadata.slot_mapping)
     qkv = torch.ones(20, 6 * 16)
     with pytest.raises(IndexError, match="slots"):
-        cpu.rope_store(qkv, Rope(16, tables(20, 16).float()), k_cache, v_cache, metadata)
+        cpu.rope_and_store_kv(qkv, Rope(16, tables(20, 16).float()), k_cache, v_cache, metadata)
     assert torch.equal(before.nan_to_num(7), k_cache.nan_to_num(7))

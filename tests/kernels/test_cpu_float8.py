@@ -10,14 +10,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.kernels.backend import NO_ADAPTERS
-from quire.kernels.cpu import native
-from quire.kernels.cpu.backend import Cpu
-from quire.kernels.cpu.quantization.float8 import Float8Linear
-from quire.kernels.quantized import Float8Weight, GroupedWeight
+from quire.kernels.cpu import native_library
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.cpu.quantization.float8_linear import Float8Linear
+from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight
 from tests.tiers import examples
 
-_LIBRARIES = [] if isinstance(native.load(), str) else [Cpu(native.Native(isa)) for isa in native.runnable()]
-compiled = pytest.mark.skipif(not _LIBRARIES, reason=str(native.load()))
+_LIBRARIES = (
+    []
+    if isinstance(native_library.load_library(), str)
+    else [CpuBackend(native_library.NativeLibrary(isa)) for isa in native_library.runnable_isas()]
+)
+compiled = pytest.mark.skipif(not _LIBRARIES, reason=str(native_library.load_library()))
 
 
 def made(outs: int, inner: int, block: tuple[int, int], generator: torch.Generator) -> Float8Weight:
@@ -30,7 +34,7 @@ def made(outs: int, inner: int, block: tuple[int, int], generator: torch.Generat
 
 
 def packed(
-    cpu: Cpu, weights: list[Float8Weight], bias: Tensor | None = None, *, dtype: torch.dtype, wide: bool = True
+    cpu: CpuBackend, weights: list[Float8Weight], bias: Tensor | None = None, *, dtype: torch.dtype, wide: bool = True
 ) -> Float8Linear:
     linear = cpu.pack_quantized(weights, bias, dtype=dtype, wide=wide)
     assert isinstance(linear, Float8Linear)
@@ -69,8 +73,8 @@ def test_any_shape_on_every_instruction_set(
     weight = made(outs, inner, (of_outs, inputs or inner), generator)
     bias = torch.randn(outs, generator=generator).to(dtype)
     x = torch.randn((rows, inner), generator=generator).to(dtype)
-    wanted = x.double() @ weight.dequantized().double().T + bias.double()
-    size = x.double().abs() @ weight.dequantized().double().abs().T + bias.double().abs()
+    wanted = x.double() @ weight.dequantize().double().T + bias.double()
+    size = x.double().abs() @ weight.dequantize().double().abs().T + bias.double().abs()
     for cpu in _LIBRARIES:
         got = packed(cpu, [weight], bias, dtype=dtype)(x, NO_ADAPTERS)
         assert ((got.double() - wanted).abs() <= 2e-6 * size).all(), cpu.isa
@@ -82,7 +86,7 @@ def test_any_shape_on_every_instruction_set(
 
 @pytest.mark.usefixtures("keep_threads")
 @pytest.mark.parametrize("inputs", [576, 128])
-def test_a_row_has_the_same_bits_in_every_batch(cpu: Cpu, inputs: int, generator: torch.Generator) -> None:
+def test_a_row_has_the_same_bits_in_every_batch(cpu: CpuBackend, inputs: int, generator: torch.Generator) -> None:
     linear = packed(cpu, [made(320, 576, (1, inputs), generator)], dtype=torch.bfloat16)
     x = torch.randn((400, 576), generator=generator).bfloat16()
     whole = linear(x, NO_ADAPTERS)
@@ -93,27 +97,27 @@ def test_a_row_has_the_same_bits_in_every_batch(cpu: Cpu, inputs: int, generator
         assert torch.equal(linear(x, NO_ADAPTERS), whole), threads
 
 
-def test_parts_with_scales_of_their_own_are_one_linear(cpu: Cpu, generator: torch.Generator) -> None:
+def test_parts_with_scales_of_their_own_are_one_linear(cpu: CpuBackend, generator: torch.Generator) -> None:
     parts = [made(130, 192, block, generator) for block in ((130, 192), (1, 192), (64, 192))]
     x = torch.randn((7, 192), generator=generator)
     got = packed(cpu, parts, dtype=torch.float32)(x, NO_ADAPTERS)
-    wanted = torch.cat([x.double() @ part.dequantized().double().T for part in parts], 1)
+    wanted = torch.cat([x.double() @ part.dequantize().double().T for part in parts], 1)
     assert (got - wanted).abs().max() < 1e-4 * wanted.abs().max()
 
 
-def test_weights_keep_their_8_bits(cpu: Cpu, generator: torch.Generator) -> None:
+def test_weights_keep_their_8_bits(cpu: CpuBackend, generator: torch.Generator) -> None:
     assert packed(cpu, [made(128, 512, (1, 512), generator)], dtype=torch.bfloat16).nbytes == 128 * 512 + 128 * 4
     linear = packed(cpu, [made(128, 512, (128, 128), generator)], dtype=torch.bfloat16)
     assert linear.nbytes < 128 * 512 * 1.04
 
 
-def test_what_the_kernel_does_not_compute_is_dequantized(cpu: Cpu, generator: torch.Generator) -> None:
+def test_what_the_kernel_does_not_compute_is_dequantized(cpu: CpuBackend, generator: torch.Generator) -> None:
     inner = 60
     whole, grouped = made(20, inner, (1, inner), generator), torch.randint(-9, 9, (20, inner), dtype=torch.int8)
     others = [made(20, inner, (1, 12), generator), GroupedWeight(grouped, torch.ones(20, 1))]
     for weights in ([made(20, 62, (1, 62), generator)], [whole, others[0]], [whole, others[1]]):
         linear = cpu.pack_quantized(weights, None, dtype=torch.float32)
         x = torch.randn((3, weights[0].shape[1]), generator=generator)
-        wanted = x.double() @ torch.cat([each.dequantized() for each in weights]).double().T
+        wanted = x.double() @ torch.cat([each.dequantize() for each in weights]).double().T
         assert not isinstance(linear, Float8Linear)
         assert (linear(x, NO_ADAPTERS) - wanted).abs().max() < 1e-5 * wanted.abs().max()

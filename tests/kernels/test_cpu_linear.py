@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.backend import NO_ADAPTERS
-from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.cpu.linear import PackedLinear
-from quire.kernels.reference import Reference
+from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import error
 
 SHAPES = [(2, 1), (30, 17), (64, 64), (256, 130), (704, 256), (1536, 65)]
@@ -21,7 +21,9 @@ COMPRESS = ("avx512_bf16", "avx512_amx")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("inner", "outs"), SHAPES)
-def test_linear(cpu: Cpu, inner: int, outs: int, biased: bool, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_linear(
+    cpu: CpuBackend, inner: int, outs: int, biased: bool, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     weight, bias = (torch.randn(s, generator=generator).to(dtype) for s in ((outs, inner), (outs,)))
     linear = cpu.pack_linear(weight, bias if biased else None)
     for rows in (0, 1, 2, 5, 6, 7, 33, 200):
@@ -33,22 +35,22 @@ def test_linear(cpu: Cpu, inner: int, outs: int, biased: bool, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_pytorch_without_onednn(cpu: Cpu, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pytorch_without_onednn(cpu: CpuBackend, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for Apple's CPUs: its operators do not exist there."""
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setattr(torch.ops, "mkldnn", None)
     x, weight = torch.ones((3, 8), dtype=dtype), torch.eye(8, dtype=dtype)
     assert isinstance(cpu.pack_linear(weight, None), PackedLinear)
-    assert torch.equal(Reference().pack_linear(weight, None)(x, NO_ADAPTERS), x)
+    assert torch.equal(ReferenceBackend().pack_linear(weight, None)(x, NO_ADAPTERS), x)
 
 
-def test_rounded_once(cpu: Cpu, generator: torch.Generator) -> None:
+def test_rounded_once(cpu: CpuBackend, generator: torch.Generator) -> None:
     """Whole numbers whose sums float32 holds: the result is the rounded exact one, to the bit."""
     x, weight = (torch.randint(-8, 9, s, generator=generator).bfloat16() for s in ((9, 300), (70, 300)))
     assert torch.equal(cpu.pack_linear(weight, None)(x, NO_ADAPTERS), F.linear(x.double(), weight.double()).bfloat16())
 
 
-def test_wide_results_are_the_sums_before_rounding(cpu: Cpu, generator: torch.Generator) -> None:
+def test_wide_results_are_the_sums_before_rounding(cpu: CpuBackend, generator: torch.Generator) -> None:
     x, weight, bias = (torch.randn(s, generator=generator).bfloat16() for s in ((9, 300), (70, 300), (70,)))
     wide = cpu.pack_linear(weight, bias, wide=True)(x, NO_ADAPTERS)
     assert wide.dtype == torch.float32
@@ -57,7 +59,7 @@ def test_wide_results_are_the_sums_before_rounding(cpu: Cpu, generator: torch.Ge
 
 
 @pytest.mark.parametrize("size", [1, 7, 16, 17, 511, 512, 513, 5000])
-def test_argmax_is_the_first_of_the_largest(cpu: Cpu, size: int, generator: torch.Generator) -> None:
+def test_argmax_is_the_first_of_the_largest(cpu: CpuBackend, size: int, generator: torch.Generator) -> None:
     logits = torch.randint(-50, 50, (33, size), generator=generator).float()  # many ties
     logits[3] = -torch.inf
     logits[4, size // 2] = torch.inf
@@ -71,7 +73,7 @@ def test_argmax_is_the_first_of_the_largest(cpu: Cpu, size: int, generator: torc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inner", "outs"), [(256, 512), (576, 200), (576, 320)])
 def test_a_row_has_the_same_bits_in_every_batch(
-    cpu: Cpu, inner: int, outs: int, dtype: torch.dtype, generator: torch.Generator
+    cpu: CpuBackend, inner: int, outs: int, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     weight, bias = (torch.randn(s, generator=generator).to(dtype) for s in ((outs, inner), (outs,)))
     linear = cpu.pack_linear(weight, bias)
@@ -109,7 +111,7 @@ def _outliers(kind: str, generator: torch.Generator) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["normal", "tiny and huge", "zeros", "subnormal, infinite, not a number", "any bits"])
 @pytest.mark.parametrize("wide", [False, True])
 def test_compressed_weights_give_the_same_bits(
-    cpu: Cpu, kind: str, wide: bool, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    cpu: CpuBackend, kind: str, wide: bool, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, bias = _outliers(kind, generator), torch.randn(200, generator=generator).bfloat16()
     compressed = cpu.pack_linear(weight, bias, wide=wide)
@@ -125,7 +127,7 @@ def test_compressed_weights_give_the_same_bits(
         assert torch.equal(compressed(x, NO_ADAPTERS).view(bits), plain(x, NO_ADAPTERS).view(bits)), rows
 
 
-def test_a_few_odd_exponents_are_kept_whole(cpu: Cpu, generator: torch.Generator) -> None:
+def test_a_few_odd_exponents_are_kept_whole(cpu: CpuBackend, generator: torch.Generator) -> None:
     weight = torch.randn((130, 640), generator=generator).bfloat16()
     weight[3, ::200] *= 2.0**-70
     weight[129, 639] = 2.0**100
@@ -135,7 +137,7 @@ def test_a_few_odd_exponents_are_kept_whole(cpu: Cpu, generator: torch.Generator
     assert error(linear(torch.eye(640).bfloat16(), NO_ADAPTERS), weight.double().T) == 0.0
 
 
-def test_the_weight_may_be_dropped(cpu: Cpu, generator: torch.Generator) -> None:
+def test_the_weight_may_be_dropped(cpu: CpuBackend, generator: torch.Generator) -> None:
     weight, bias = (torch.randn(s, generator=generator).bfloat16() for s in ((100, 64), (100,)))
     x = torch.ones((3, 64), dtype=torch.bfloat16)
     linear = cpu.pack_linear(weight, bias)
@@ -144,7 +146,7 @@ def test_the_weight_may_be_dropped(cpu: Cpu, generator: torch.Generator) -> None
     assert torch.equal(linear(x, NO_ADAPTERS), before)
 
 
-def test_what_does_not_fit_is_refused(cpu: Cpu) -> None:
+def test_what_does_not_fit_is_refused(cpu: CpuBackend) -> None:
     linear = cpu.pack_linear(torch.ones((8, 6), dtype=torch.bfloat16), None)
     with pytest.raises(TypeError, match="from 6 to 8"):
         linear(torch.ones((2, 4), dtype=torch.bfloat16), NO_ADAPTERS)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.kernels.backend import NO_ADAPTERS
-from quire.kernels.cpu import native
-from quire.kernels.cpu.backend import Cpu
-from quire.kernels.cpu.quantized import QuantizedLinear
-from quire.kernels.quantized import GroupedWeight
-from quire.kernels.reference import Reference
+from quire.kernels.cpu import native_library
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.cpu.quantized_linear import CompiledQuantizedLinear
+from quire.kernels.quantized_tensors import GroupedWeight
+from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import error
 from tests.tiers import examples
 
@@ -55,13 +55,15 @@ def rounded(x: Tensor, block: int, bits: str = "auto") -> Tensor:
 
 
 def expected(x: Tensor, weight: GroupedWeight, block: int, bits: str = "auto") -> Tensor:
-    order = torch.arange(x.shape[1]) if weight.order is None else weight.order
-    return rounded(x[:, order], block, bits) @ replace(weight, order=None).dequantized().double().T
+    order = torch.arange(x.shape[1]) if weight.input_order is None else weight.input_order
+    return rounded(x[:, order], block, bits) @ replace(weight, input_order=None).dequantize().double().T
 
 
-def packed(cpu: Cpu, weights: list[GroupedWeight], bias: Tensor | None = None, *, wide: bool = True) -> QuantizedLinear:
+def packed(
+    cpu: CpuBackend, weights: list[GroupedWeight], bias: Tensor | None = None, *, wide: bool = True
+) -> CompiledQuantizedLinear:
     linear = cpu.pack_quantized(weights, bias, dtype=torch.bfloat16, wide=wide)
-    assert isinstance(linear, QuantizedLinear)
+    assert isinstance(linear, CompiledQuantizedLinear)
     return linear
 
 
@@ -69,34 +71,34 @@ def packed(cpu: Cpu, weights: list[GroupedWeight], bias: Tensor | None = None, *
 @pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize(("outs", "inner", "group"), SHAPES)
 def test_integer_products(
-    cpu: Cpu, outs: int, inner: int, group: int, offsets: bool, bits: int, generator: torch.Generator
+    cpu: CpuBackend, outs: int, inner: int, group: int, offsets: bool, bits: int, generator: torch.Generator
 ) -> None:
     weight = made(outs, inner, group, bits=bits, generator=generator, offsets=offsets)
     bias = torch.randn(outs, generator=generator).bfloat16()
     linear = packed(cpu, [weight], bias)
     for rows in (0, 1, 2, 5, 6, 7, 33, 200):
         x = torch.randn((rows, inner), generator=generator).bfloat16()
-        got, wanted = linear(x, NO_ADAPTERS), expected(x, weight, linear.block) + bias.double()
+        got, wanted = linear(x, NO_ADAPTERS), expected(x, weight, linear.scale_block) + bias.double()
         assert got.shape == (rows, outs)
         assert rows == 0 or error(got, wanted) < 2e-5
-        assert rows == 0 or error(got, F.linear(x.double(), weight.dequantized().double(), bias.double())) < 2e-2
+        assert rows == 0 or error(got, F.linear(x.double(), weight.dequantize().double(), bias.double())) < 2e-2
         narrow = packed(cpu, [weight], bias, wide=False)(x, NO_ADAPTERS)
         assert torch.equal(narrow, got.bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("group", [16, 32, 64])
-def test_table_and_order(cpu: Cpu, group: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_table_and_order(cpu: CpuBackend, group: int, dtype: torch.dtype, generator: torch.Generator) -> None:
     weight = made(70, 192, group, bits=4, generator=generator)
-    weight = replace(weight, values=TABLE, order=torch.randperm(192, generator=generator))
+    weight = replace(weight, code_values=TABLE, input_order=torch.randperm(192, generator=generator))
     linear = cpu.pack_quantized([weight], None, dtype=dtype)
-    assert isinstance(linear, QuantizedLinear)
+    assert isinstance(linear, CompiledQuantizedLinear)
     x = torch.randn((9, 192), generator=generator).to(dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 5e-3
-    assert error(linear(x, NO_ADAPTERS), expected(x, weight, linear.block)) < tolerance
+    assert error(linear(x, NO_ADAPTERS), expected(x, weight, linear.scale_block)) < tolerance
 
 
-def test_parts_of_different_forms_are_one_linear(cpu: Cpu, generator: torch.Generator) -> None:
+def test_parts_of_different_forms_are_one_linear(cpu: CpuBackend, generator: torch.Generator) -> None:
     """As query, key and value of one file may be: two of 4 bits, one of 8."""
     parts = [
         made(130, 192, 32, bits=4, generator=generator),
@@ -115,7 +117,7 @@ def test_parts_of_different_forms_are_one_linear(cpu: Cpu, generator: torch.Gene
 @pytest.mark.usefixtures("keep_threads")
 @pytest.mark.parametrize(("bits", "inner", "group", "outs"), [(8, 576, 576, 320), (4, 576, 32, 512), (8, 256, 16, 200)])
 def test_a_row_has_the_same_bits_in_every_batch(
-    cpu: Cpu, bits: int, inner: int, group: int, outs: int, generator: torch.Generator
+    cpu: CpuBackend, bits: int, inner: int, group: int, outs: int, generator: torch.Generator
 ) -> None:
     linear = packed(cpu, [made(outs, inner, group, bits=bits, generator=generator, offsets=bits == 4)])
     x = torch.randn((400, inner), generator=generator).bfloat16()
@@ -128,10 +130,14 @@ def test_a_row_has_the_same_bits_in_every_batch(
         assert torch.equal(linear(x[:90], NO_ADAPTERS), whole[:90]), threads
 
 
-_LIBRARIES = [] if isinstance(native.load(), str) else [Cpu(native.Native(isa)) for isa in native.runnable()]
+_LIBRARIES = (
+    []
+    if isinstance(native_library.load_library(), str)
+    else [CpuBackend(native_library.NativeLibrary(isa)) for isa in native_library.runnable_isas()]
+)
 
 
-@pytest.mark.skipif(not _LIBRARIES, reason=str(native.load()))
+@pytest.mark.skipif(not _LIBRARIES, reason=str(native_library.load_library()))
 @settings(max_examples=examples(60), deadline=None)
 @given(
     bits=st.sampled_from([4, 8]),
@@ -152,10 +158,10 @@ def test_any_shape_on_every_instruction_set(
     weight = made(outs, inner, group or inner, bits=bits, generator=generator, offsets=offsets)
     x = (torch.randn((rows, inner), generator=generator) * torch.randn(inner, generator=generator).exp()).bfloat16()
     for cpu in _LIBRARIES:
-        linear = packed(Cpu(cpu.library, activation_bits=activation_bits), [weight])
+        linear = packed(CpuBackend(cpu.library, activation_bits=activation_bits), [weight])
         got = linear(x, NO_ADAPTERS)
-        wanted = expected(x, weight, linear.block, activation_bits)
-        size = x.double().abs() @ weight.dequantized().double().abs().T
+        wanted = expected(x, weight, linear.scale_block, activation_bits)
+        size = x.double().abs() @ weight.dequantize().double().abs().T
         assert ((got.double() - wanted).abs() <= 1e-5 * size + 1e-9).all(), cpu.isa
         row = seed % rows
         assert torch.equal(linear(x[row : row + 1], NO_ADAPTERS)[0], got[row])
@@ -164,24 +170,24 @@ def test_any_shape_on_every_instruction_set(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_table_gives_its_rows_as_they_are(
-    cpu: Cpu, tied: bool, dtype: torch.dtype, generator: torch.Generator
+    cpu: CpuBackend, tied: bool, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     for weight in (
         made(150, 30, 30, bits=8, generator=generator),
         made(150, 64, 16, bits=4, generator=generator, offsets=True),
-        replace(made(150, 64, 32, bits=4, generator=generator), order=torch.randperm(64, generator=generator)),
+        replace(made(150, 64, 32, bits=4, generator=generator), input_order=torch.randperm(64, generator=generator)),
     ):
-        table = cpu.pack_table(weight, dtype=dtype, tied=tied)
+        table = cpu.pack_embedding(weight, dtype=dtype, tied=tied)
         ids = torch.tensor([149, 0, 64, 63, 64], dtype=torch.int32)
-        assert torch.equal(table.look_up(ids), weight.dequantized()[ids].to(dtype))
-        assert (table.project is not None) == tied
-        if table.project is not None:
-            logits = table.project(torch.ones((2, weight.shape[1]), dtype=dtype), NO_ADAPTERS)
+        assert torch.equal(table.embed_tokens(ids), weight.dequantize()[ids].to(dtype))
+        assert (table.lm_head is not None) == tied
+        if table.lm_head is not None:
+            logits = table.lm_head(torch.ones((2, weight.shape[1]), dtype=dtype), NO_ADAPTERS)
             assert logits.dtype == torch.float32
-            assert error(logits[0], weight.dequantized().double().sum(1)) < 1e-2
+            assert error(logits[0], weight.dequantize().double().sum(1)) < 1e-2
 
 
-def test_rows_that_are_zero_tiny_or_not_finite(cpu: Cpu, generator: torch.Generator) -> None:
+def test_rows_that_are_zero_tiny_or_not_finite(cpu: CpuBackend, generator: torch.Generator) -> None:
     linear = packed(cpu, [made(70, 96, 96, bits=8, generator=generator)])
     x = torch.randn((5, 96), generator=generator).bfloat16()
     x[0] = 0
@@ -194,7 +200,7 @@ def test_rows_that_are_zero_tiny_or_not_finite(cpu: Cpu, generator: torch.Genera
     assert torch.equal(got[4], linear(x[4:], NO_ADAPTERS)[0])
 
 
-def test_weights_may_be_dropped_and_take_their_bits(cpu: Cpu, generator: torch.Generator) -> None:
+def test_weights_may_be_dropped_and_take_their_bits(cpu: CpuBackend, generator: torch.Generator) -> None:
     weight = made(128, 512, 32, bits=4, generator=generator)
     linear = packed(cpu, [weight])
     assert linear.nbytes == 128 * 512 * 4.5 / 8 + 128 * 4
@@ -205,24 +211,27 @@ def test_weights_may_be_dropped_and_take_their_bits(cpu: Cpu, generator: torch.G
     assert torch.equal(linear(x, NO_ADAPTERS), before)
 
 
-def test_what_has_no_integer_kernel_is_dequantized(cpu: Cpu, generator: torch.Generator) -> None:
+def test_what_has_no_integer_kernel_is_dequantized(cpu: CpuBackend, generator: torch.Generator) -> None:
     odd = made(20, 60, 12, bits=8, generator=generator)
     one, other = (
-        replace(made(20, 64, 32, bits=4, generator=generator), order=torch.randperm(64, generator=generator))
+        replace(made(20, 64, 32, bits=4, generator=generator), input_order=torch.randperm(64, generator=generator))
         for _ in range(2)
     )
     for weights in ([odd], [one, other]):
         linear = cpu.pack_quantized(weights, None, dtype=torch.float32)
         x = torch.randn((7, weights[0].shape[1]), generator=generator)
-        wanted = F.linear(x.double(), torch.cat([each.dequantized() for each in weights]).double())
+        wanted = F.linear(x.double(), torch.cat([each.dequantize() for each in weights]).double())
         assert error(linear(x, NO_ADAPTERS), wanted) < 2e-6
-        assert not isinstance(linear, QuantizedLinear)
+        assert not isinstance(linear, CompiledQuantizedLinear)
 
 
-def test_the_reference_agrees(cpu: Cpu, generator: torch.Generator) -> None:
+def test_the_reference_agrees(cpu: CpuBackend, generator: torch.Generator) -> None:
     weight = made(70, 192, 32, bits=4, generator=generator, offsets=True)
     x = torch.randn((5, 192), generator=generator)
     ours = cpu.pack_quantized([weight], None, dtype=torch.float32)(x, NO_ADAPTERS)
-    assert error(ours, Reference().pack_quantized([weight], None, dtype=torch.float32)(x, NO_ADAPTERS).double()) < 2e-2
+    assert (
+        error(ours, ReferenceBackend().pack_quantized([weight], None, dtype=torch.float32)(x, NO_ADAPTERS).double())
+        < 2e-2
+    )
     with pytest.raises(TypeError, match="from 192 to 70"):
         cpu.pack_quantized([weight], None, dtype=torch.float32)(x[:, 1:], NO_ADAPTERS)

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from quire.kernels.backend import NO_ADAPTERS, Linear
-from quire.kernels.cpu.backend import Cpu
-from quire.kernels.quantized import Float8Weight, GroupedWeight
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight
 
 INNER = 4096
 KINDS = ["bfloat16", "8 bits", "8-bit floats"]
 
 
-def made(cpu: Cpu, kind: str, outs: int, generator: torch.Generator) -> Linear:
+def made(cpu: CpuBackend, kind: str, outs: int, generator: torch.Generator) -> Linear:
     match kind:
         case "8 bits":
             codes = torch.randint(-128, 128, (outs, INNER), generator=generator, dtype=torch.int8)
@@ -33,7 +33,7 @@ def made(cpu: Cpu, kind: str, outs: int, generator: torch.Generator) -> Linear:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_has_the_same_bits_whatever_part_it_is_in(cpu: Cpu, kind: str, generator: torch.Generator) -> None:
+def test_a_row_has_the_same_bits_whatever_part_it_is_in(cpu: CpuBackend, kind: str, generator: torch.Generator) -> None:
     linear = made(cpu, kind, 10, generator)
     x = torch.randn((900, INNER), generator=generator).bfloat16()
     whole = linear(x, NO_ADAPTERS)
@@ -49,7 +49,7 @@ def resident() -> int:
 @pytest.mark.few(2)
 @pytest.mark.skipif(sys.platform != "linux", reason="asks how much memory there is as Linux tells it")
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_rows_take_no_more_memory_than_some(cpu: Cpu, kind: str, generator: torch.Generator) -> None:
+def test_many_rows_take_no_more_memory_than_some(cpu: CpuBackend, kind: str, generator: torch.Generator) -> None:
     """`quire plan` does not count it: 4,096 rows as float32 would be 64 MB, in codes 36."""
     linear, x, grown = made(cpu, kind, 10, generator), torch.ones((4096, INNER), dtype=torch.bfloat16), []
 

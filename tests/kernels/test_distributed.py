@@ -33,7 +33,7 @@ def parts(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor
 
 def collective(store: dist.Store, rank: int, count: int) -> DistributedCollective:
     group = join_ranks(store, rank, count, torch.device("cpu"), in_order=True)
-    assert group.sum(torch.ones(1)) == count
+    assert group.all_reduce(torch.ones(1)) == count
     return group
 
 
@@ -41,22 +41,22 @@ def compute(group: DistributedCollective) -> list[Tensor]:
     found = []
     with torch.inference_mode():
         for dtype in (torch.float32, torch.bfloat16):
-            found += [group.sum(parts(group.count, shape, dtype)[group.rank]) for shape in SHAPES]
-        widths = WIDTHS[group.count]
-        if group.count > 1:
-            given = torch.arange(group.count * 40_000).view(group.count, -1) + 10_000_000 * group.rank
-            found += [group.every(given[0, :7]), group.exchange(given)]
+            found += [group.all_reduce(parts(group.world_size, shape, dtype)[group.rank]) for shape in SHAPES]
+        widths = WIDTHS[group.world_size]
+        if group.world_size > 1:
+            given = torch.arange(group.world_size * 40_000).view(group.world_size, -1) + 10_000_000 * group.rank
+            found += [group.all_gather(given[0, :7]), group.all_to_all(given)]
         for rows in (0, 1, 300):
-            found.append(group.gather(torch.full((rows, widths[group.rank]), float(group.rank)), widths))
+            found.append(group.gather_columns(torch.full((rows, widths[group.rank]), float(group.rank)), widths))
     return [each.clone() for each in found]
 
 
 def wait(group: DistributedCollective) -> str:
     """For the last rank, which never comes to this sum."""
-    if group.rank and group.rank == group.count - 1:
+    if group.rank and group.rank == group.world_size - 1:
         sleep(group)
     try:
-        group.sum(torch.ones(3))
+        group.all_reduce(torch.ones(3))
     except RankEnded:
         return "ended"
     return "summed"
@@ -145,7 +145,7 @@ def test_nobody_waits_once_it_is_closed() -> None:
         assert wait(group) == "ended"
         assert wait(group) == "ended"
         with pytest.raises(RankEnded):
-            group.gather(torch.ones(2, 3), [3, 3])
+            group.gather_columns(torch.ones(2, 3), [3, 3])
 
 
 def sleep(group: DistributedCollective) -> None:
@@ -167,18 +167,18 @@ def test_what_a_gpus_library_says_is_not_taken_for_the_end_of_another_rank(monke
     monkeypatch.setattr(Tensor, "is_cuda", True)
     group = DistributedCollective(_Broken, 0, 2, in_order=False)
     with pytest.raises(RuntimeError, match="unhandled system error"):
-        group.sum(torch.ones(3))
+        group.all_reduce(torch.ones(3))
     group.close()
     with pytest.raises(RankEnded):
-        group.sum(torch.ones(3))
+        group.all_reduce(torch.ones(3))
 
 
 def test_parts_of_another_width_or_type_are_refused() -> None:
     with ranks(1, compute) as (group, _, _):
         with pytest.raises(TypeError, match="not rank 0's part"):
-            group.gather(torch.ones(2, 3), [4])
+            group.gather_columns(torch.ones(2, 3), [4])
         with pytest.raises(TypeError, match="not rank 0's part"):
-            group.gather(torch.ones(2, 3, dtype=torch.bfloat16), [3])
+            group.gather_columns(torch.ones(2, 3, dtype=torch.bfloat16), [3])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -192,7 +192,7 @@ def test_what_one_rank_sends_another_receives(dtype: torch.dtype) -> None:
     def receive(rank: int) -> None:
         for each in sent:
             found[rank].append(torch.empty_like(each[rank]))
-            groups[rank].receive(found[rank][-1], 0)
+            groups[rank].receive_tensor(found[rank][-1], 0)
         groups[rank].close()
 
     threads = [threading.Thread(target=receive, args=(rank,), daemon=True) for rank in found]
@@ -200,13 +200,13 @@ def test_what_one_rank_sends_another_receives(dtype: torch.dtype) -> None:
         thread.start()
     for each in sent:
         for rank in found:
-            groups[0].send(each[rank], rank)
+            groups[0].send_tensor(each[rank], rank)
     for thread in threads:
         thread.join(30)
     for rank, got in found.items():
         assert all(torch.equal(one, each[rank]) for one, each in zip(got, sent, strict=True))
     with pytest.raises(RankEnded):
-        groups[0].receive(torch.empty(1), 1)
+        groups[0].receive_tensor(torch.empty(1), 1)
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo")
@@ -217,7 +217,7 @@ def test_a_group_of_pytorchs_own_takes_the_same_calls() -> None:
     def work(rank: int) -> tuple[Tensor, ...]:
         group = DistributedCollective(lambda: dist.ProcessGroupGloo(store, rank, 2), rank, 2, in_order=True)
         x = given[rank]
-        return group.sum(x.clone()), group.every(x), group.exchange(x)
+        return group.all_reduce(x.clone()), group.all_gather(x), group.all_to_all(x)
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(work, range(2)))

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from quire.kernels.attention.in_turn import InTurn
-from quire.kernels.attention.own import Own
-from quire.kernels.reference import Reference
+from quire.kernels.attention.context_shard import ContextShard
+from quire.kernels.attention.serial_context_parallel import SerialContextParallel
+from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import attend, error, random_part
 
-reference = Reference()
+reference = ReferenceBackend()
 MIX = [(1, 1), (5, 5), (47, 1), (33, 33), (300, 20)]
 
 
@@ -22,18 +22,18 @@ def test_own_tokens_are_counted_placed_and_stored(ranks: int) -> None:
     page, pages = 4 * ranks, torch.tensor([7, 2, 5])
     at, stored = torch.arange(3 * page), set()
     for rank in range(ranks):
-        own = Own(rank, ranks, 4, elsewhere=99)
+        own = ContextShard(rank, ranks, 4, remote_slot=99)
         mine = [position for position in at.tolist() if position // 4 % ranks == rank]
-        assert own.positions(torch.arange(len(mine))).tolist() == mine
-        assert [own.before(end) for end in range(3 * page + 1)] == [
+        assert own.global_positions(torch.arange(len(mine))).tolist() == mine
+        assert [own.num_tokens_before(end) for end in range(3 * page + 1)] == [
             sum(each < end for each in mine) for end in range(3 * page + 1)
         ]
-        assert all(own.before(end) <= own.most(end) for end in range(3 * page))
-        slots = own.slots(pages[at // page], at)
+        assert all(own.num_tokens_before(end) <= own.max_tokens_per_rank(end) for end in range(3 * page))
+        slots = own.slot_mapping(pages[at // page], at)
         assert (slots[[each not in mine for each in at.tolist()]] == 99).all()
         kept = slots[mine].tolist()
         assert kept == [int(pages[each // page]) * 4 + each % 4 for each in mine]
-        assert [each % page in own.of_page for each in at.tolist()] == [each in mine for each in at.tolist()]
+        assert [each % page in own.page_range for each in at.tolist()] == [each in mine for each in at.tolist()]
         stored |= {(rank, each) for each in kept}
     assert len(stored) == 3 * page
 
@@ -47,7 +47,7 @@ def test_own_tokens_are_counted_placed_and_stored(ranks: int) -> None:
 def test_what_one_process_gives(ranks: int, rules: dict[str, Any], generator: torch.Generator) -> None:
     parts = [random_part(c, q, 4, 2, 16, torch.float64, generator) for c, q in MIX]
     expected = attend(reference, parts, **rules)
-    for out, judge in zip(attend(InTurn(reference, ranks), parts, **rules), expected, strict=True):
+    for out, judge in zip(attend(SerialContextParallel(reference, ranks), parts, **rules), expected, strict=True):
         assert error(out, judge) < 1e-13
 
 
@@ -56,13 +56,13 @@ def test_distances(generator: torch.Generator) -> None:
     bias = torch.randn((4, 2 * 300 + 15), generator=generator)
     parts = [random_part(c, q, 4, 2, 16, torch.float64, generator) for c, q in MIX]
     expected = attend(reference, parts, bias=bias)
-    for out, judge in zip(attend(InTurn(reference, 2), parts, bias=bias), expected, strict=True):
+    for out, judge in zip(attend(SerialContextParallel(reference, 2), parts, bias=bias), expected, strict=True):
         assert error(out, judge) < 1e-13
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype, generator: torch.Generator) -> None:
-    backend = InTurn(reference, 2)
+    backend = SerialContextParallel(reference, 2)
     part, other = (random_part(300, count, 4, 2, 16, dtype, generator) for count in (40, 3))
     (whole,) = attend(backend, [part])
     for begin, end in ((0, 1), (5, 31), (39, 40)):

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.layers.quantize import int4, int8
-from quire.kernels.activation import Clamp
+from quire.engine.layers.online_quantization import quantize_int4, quantize_int8
+from quire.kernels.activation import ClampedSwiGLU
 from quire.kernels.backend import NO_ADAPTERS, Backend, Linear
-from quire.kernels.cpu.backend import Cpu
-from quire.kernels.cpu.decoder.experts import CompiledMixture
-from quire.kernels.quantized import GroupedWeight
-from quire.kernels.reference import Reference
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.cpu.decoder.compiled_moe import CompiledMoE
+from quire.kernels.quantized_tensors import GroupedWeight
+from quire.kernels.reference import ReferenceBackend
 from quire.kernels.routing import Experts, Routing
 from tests.kernels.ragged import error
 
 HIDDEN, INNER, COUNT, CHOSEN = 64, 96, 7, 3
-CLAMP = Clamp(1.702, 1.5)
+CLAMP = ClampedSwiGLU(1.702, 1.5)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
 
 
@@ -43,7 +43,7 @@ def experts(
     given: dict[str, Tensor],
     *,
     normalized: bool = True,
-    clamp: Clamp | None = CLAMP,
+    clamp: ClampedSwiGLU | None = CLAMP,
     form: Callable[[Tensor], GroupedWeight] | None = None,
 ) -> Experts:
     def linear(name: str, expert: int) -> Linear:
@@ -54,10 +54,10 @@ def experts(
 
     router = backend.pack_linear(given["router"], given["router_bias"], wide=True)
     parts = [[linear(name, expert) for expert in range(COUNT)] for name in ("gate_up", "down")]
-    return Experts(router, *parts, Routing(CHOSEN, normalized=normalized), clamp)
+    return Experts(router, *parts, Routing(CHOSEN, is_normalized=normalized), clamp)
 
 
-def wanted(x: Tensor, given: dict[str, Tensor], *, normalized: bool, clamp: Clamp | None) -> Tensor:
+def wanted(x: Tensor, given: dict[str, Tensor], *, normalized: bool, clamp: ClampedSwiGLU | None) -> Tensor:
     """Every expert of every token in float64, token by token."""
     w = {name: tensor.double() for name, tensor in given.items()}
     rows = []
@@ -81,18 +81,18 @@ def wanted(x: Tensor, given: dict[str, Tensor], *, normalized: bool, clamp: Clam
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("normalized", "clamp"), [(True, CLAMP), (False, None)])
 def test_every_row_is_the_weighed_sum_of_its_experts(
-    cpu: Cpu, normalized: bool, clamp: Clamp | None, dtype: torch.dtype, generator: torch.Generator
+    cpu: CpuBackend, normalized: bool, clamp: ClampedSwiGLU | None, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     given, x = weights(dtype, generator), torch.randn((50, HIDDEN), generator=generator).to(dtype)
     judge = wanted(x, given, normalized=normalized, clamp=clamp)
-    for backend in (cpu, Reference()):
-        mixture = backend.mixture(experts(backend, given, normalized=normalized, clamp=clamp))
+    for backend in (cpu, ReferenceBackend()):
+        mixture = backend.make_moe(experts(backend, given, normalized=normalized, clamp=clamp))
         assert error(mixture(x), judge) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_router_that_reads_something_else_and_factors(
-    cpu: Cpu, dtype: torch.dtype, generator: torch.Generator
+    cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     """By hand, with GELU in the gates: of two experts of a token, each has its share times its own factor."""
     given = weights(dtype, generator)
@@ -107,20 +107,20 @@ def test_a_router_that_reads_something_else_and_factors(
             gated = torch.nn.functional.gelu(gate, approximate="tanh") * up
             total += share * factors[expert].double() * (w["down"][expert] @ gated + w["down_bias"][expert])
         rows.append(total)
-    for backend in (cpu, Reference()):
-        made = replace(experts(backend, given, clamp=None), factors=factors, gelu=True)
-        assert error(backend.mixture(made)(x, routed), torch.stack(rows)) < TOLERANCE[dtype]
+    for backend in (cpu, ReferenceBackend()):
+        made = replace(experts(backend, given, clamp=None), expert_scales=factors, has_gelu_gates=True)
+        assert error(backend.make_moe(made)(x, routed), torch.stack(rows)) < TOLERANCE[dtype]
 
 
 @pytest.mark.usefixtures("keep_threads")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("form", ["whole", "int8", "int4"])
 def test_a_row_has_the_same_bits_in_every_batch(
-    cpu: Cpu, form: str, dtype: torch.dtype, generator: torch.Generator
+    cpu: CpuBackend, form: str, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    forms = {"whole": None, "int8": int8, "int4": lambda weight: int4(weight, cpu)}
+    forms = {"whole": None, "int8": quantize_int8, "int4": lambda weight: quantize_int4(weight, cpu)}
     given, x = weights(dtype, generator), torch.randn((300, HIDDEN), generator=generator).to(dtype)
-    mixture = cpu.mixture(experts(cpu, given, form=forms[form]))
+    mixture = cpu.make_moe(experts(cpu, given, form=forms[form]))
     whole = mixture(x)
     for rows in ([0], [299], [17, 4], list(range(30, 61)), list(range(299, -1, -1))):
         assert torch.equal(mixture(x[rows]), whole[rows])
@@ -130,35 +130,37 @@ def test_a_row_has_the_same_bits_in_every_batch(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_experts_that_nobody_chose_are_not_read(cpu: Cpu, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_experts_that_nobody_chose_are_not_read(
+    cpu: CpuBackend, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     given, x = weights(dtype, generator), torch.randn((4, HIDDEN), generator=generator).to(dtype)
     given["router_bias"][:] = torch.tensor([9.0, 0.0, 9.0, 0.0, 9.0, 0.0, 0.0])
     for expert in (1, 3, 5, 6):
         given["gate_up"][expert] = given["down"][expert] = torch.nan
-    for backend in (cpu, Reference()):
-        assert backend.mixture(experts(backend, given))(x).isfinite().all()
+    for backend in (cpu, ReferenceBackend()):
+        assert backend.make_moe(experts(backend, given))(x).isfinite().all()
 
 
-def test_of_equal_scores_the_first_are_chosen_and_nan_stays_inside(cpu: Cpu, generator: torch.Generator) -> None:
+def test_of_equal_scores_the_first_are_chosen_and_nan_stays_inside(cpu: CpuBackend, generator: torch.Generator) -> None:
     given, x = weights(torch.float32, generator), torch.randn((3, HIDDEN), generator=generator)
     given["router"][:] = given["router_bias"][:] = 0
     first = {name: tensor.clone() for name, tensor in given.items()}
     for name in ("gate_up", "down"):
         first[name][CHOSEN:] = torch.nan
-    for backend in (cpu, Reference()):
-        assert torch.equal(backend.mixture(experts(backend, first))(x), backend.mixture(experts(backend, given))(x))
+    for backend in (cpu, ReferenceBackend()):
+        assert torch.equal(backend.make_moe(experts(backend, first))(x), backend.make_moe(experts(backend, given))(x))
     given["router"][2] = torch.nan
-    assert cpu.mixture(experts(cpu, given))(x).isnan().all()
+    assert cpu.make_moe(experts(cpu, given))(x).isnan().all()
 
 
-def test_other_shapes_and_linears_are_told_apart(cpu: Cpu, generator: torch.Generator) -> None:
-    mixture = cpu.mixture(experts(cpu, weights(torch.bfloat16, generator)))
-    assert isinstance(mixture, CompiledMixture)
+def test_other_shapes_and_linears_are_told_apart(cpu: CpuBackend, generator: torch.Generator) -> None:
+    mixture = cpu.make_moe(experts(cpu, weights(torch.bfloat16, generator)))
+    assert isinstance(mixture, CompiledMoE)
     for x in (torch.zeros(2, HIDDEN + 2, dtype=torch.bfloat16), torch.zeros(2, HIDDEN)):
         with pytest.raises(TypeError, match="cannot take"):
             mixture(x)
     made = experts(cpu, given := weights(torch.bfloat16, generator))
     plain = Experts(lambda x, context: made.router(x, NO_ADAPTERS), made.gate_up, made.down, Routing(CHOSEN), CLAMP)
     x = torch.randn((9, HIDDEN), generator=generator).bfloat16()
-    assert not isinstance(cpu.mixture(plain), CompiledMixture)
-    assert error(cpu.mixture(plain)(x), wanted(x, given, normalized=True, clamp=CLAMP)) < TOLERANCE[torch.bfloat16]
+    assert not isinstance(cpu.make_moe(plain), CompiledMoE)
+    assert error(cpu.make_moe(plain)(x), wanted(x, given, normalized=True, clamp=CLAMP)) < TOLERANCE[torch.bfloat16]

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import Backend
-from quire.kernels.gpu.libraries import flash
-from quire.kernels.gpu.libraries.flash import Flash
-from quire.kernels.gpu.libraries.paged import FlashPages, built_for
-from quire.kernels.gpu.libraries.torch_varlen import TorchVarlen
-from quire.kernels.reference import Reference
-from quire.kernels.rotation import Rope
-from quire.kernels.select import select_backend
-from quire.kernels.softmax import Softmax
+from quire.kernels.backend_selection import select_backend
+from quire.kernels.gpu.libraries import flash2
+from quire.kernels.gpu.libraries.flash2 import Flash2Backend
+from quire.kernels.gpu.libraries.flash_backend import FlashPagedBackend, has_code_for
+from quire.kernels.gpu.libraries.torch_varlen import TorchVarlenBackend
+from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.reference import ReferenceBackend
 from tests.kernels.fake_flash import FakeFlashAttn, fake_varlen_attn
 from tests.kernels.installed import PAGED, install_flash, install_varlen
 from tests.kernels.ragged import Part, error, page, random_part, to_device
@@ -58,7 +58,7 @@ def check(
     generator = torch.Generator().manual_seed(20)
     parts = [random_part(c, q, heads, kv_heads, dim, dtype, generator) for c, q in mix]
     got = attend(backend, parts, device, window, softcap, scale)
-    expected = attend(Reference(), [part.to(torch.float64) for part in parts], "cpu", window, softcap, scale)
+    expected = attend(ReferenceBackend(), [part.to(torch.float64) for part in parts], "cpu", window, softcap, scale)
     first = 0
     for row, part in enumerate(parts):
         rows = slice(first, first := first + len(part.q))
@@ -71,7 +71,7 @@ def attend(
     k_cache, v_cache, metadata = page(backend, parts)
     q = torch.cat([part.q for part in parts]).to(device)
     there = to_device(metadata, device)
-    softmax = Softmax(scale, window, softcap)
+    softmax = AttentionParams(scale, window, softcap)
     out: torch.Tensor = backend.paged_attention(q, k_cache.to(device), v_cache.to(device), there, softmax)
     return out
 
@@ -93,10 +93,10 @@ CASES = [
 @pytest.mark.few(6)
 @pytest.mark.parametrize("mix", [DECODES, BOTH, MIXED, WHOLE], ids=["decode", "both", "mixed", "prefill"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("made_by", [Flash, TorchVarlen], ids=lambda made_by: made_by.name)
-def test_arguments(library: FakeFlashAttn, made_by: type[FlashPages], case: dict, mix: tuple) -> None:
+@pytest.mark.parametrize("made_by", [Flash2Backend, TorchVarlenBackend], ids=lambda made_by: made_by.name)
+def test_arguments(library: FakeFlashAttn, made_by: type[FlashPagedBackend], case: dict, mix: tuple) -> None:
     backend = made_by()
-    if made_by is TorchVarlen and case.get("softcap"):
+    if made_by is TorchVarlenBackend and case.get("softcap"):
         with pytest.raises(NotImplementedError, match="softcap"):
             check(backend, "cpu", mix, **case)
     else:
@@ -106,20 +106,20 @@ def test_arguments(library: FakeFlashAttn, made_by: type[FlashPages], case: dict
 @pytest.mark.gpu
 @pytest.mark.parametrize("mix", [DECODES, BOTH, MIXED, WHOLE], ids=["decode", "both", "mixed", "prefill"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("made_by", [Flash, TorchVarlen], ids=lambda made_by: made_by.name)
-def test_on_a_gpu(made_by: type[FlashPages], case: dict, mix: tuple) -> None:
+@pytest.mark.parametrize("made_by", [Flash2Backend, TorchVarlenBackend], ids=lambda made_by: made_by.name)
+def test_on_a_gpu(made_by: type[FlashPagedBackend], case: dict, mix: tuple) -> None:
     backend = made_by()
-    reason = backend.cannot_serve(torch.device("cuda"), case.get("dtype", torch.bfloat16), case.get("dim", 64))
-    if reason is not None or (made_by is TorchVarlen and case.get("softcap")):
+    reason = backend.unsupported_reason(torch.device("cuda"), case.get("dtype", torch.bfloat16), case.get("dim", 64))
+    if reason is not None or (made_by is TorchVarlenBackend and case.get("softcap")):
         pytest.skip(reason or "no softcap")
     check(backend, "cuda", mix, **case)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("made_by", [Flash, TorchVarlen], ids=lambda made_by: made_by.name)
-def test_deterministic_attention_does_not_depend_on_the_batch(made_by: type[FlashPages]) -> None:
+@pytest.mark.parametrize("made_by", [Flash2Backend, TorchVarlenBackend], ids=lambda made_by: made_by.name)
+def test_deterministic_attention_does_not_depend_on_the_batch(made_by: type[FlashPagedBackend]) -> None:
     backend = made_by(deterministic=True)
-    if (reason := backend.cannot_serve(torch.device("cuda"), torch.bfloat16, 64)) is not None:
+    if (reason := backend.unsupported_reason(torch.device("cuda"), torch.bfloat16, 64)) is not None:
         pytest.skip(reason)
     generator = torch.Generator().manual_seed(20)
     whole = random_part(1500, 1500, 8, 2, 64, torch.bfloat16, generator)
@@ -128,7 +128,7 @@ def test_deterministic_attention_does_not_depend_on_the_batch(made_by: type[Flas
         k_cache, v_cache, metadata = page(backend, [whole.rows(begin, end), *others])
         q = torch.cat([part.q for part in (whole.rows(begin, end), *others)]).cuda()
         out: torch.Tensor = backend.paged_attention(
-            q, k_cache.cuda(), v_cache.cuda(), to_device(metadata, "cuda"), Softmax(0.125)
+            q, k_cache.cuda(), v_cache.cuda(), to_device(metadata, "cuda"), AttentionParams(0.125)
         )
         return out[: end - begin]
 
@@ -141,8 +141,8 @@ def test_deterministic_attention_does_not_depend_on_the_batch(made_by: type[Flas
 
 
 def test_decodes_use_the_split_kernel_and_all_else_the_ragged_one(library: FakeFlashAttn) -> None:
-    check(Flash(), "cpu", DECODES)
-    check(Flash(), "cpu", MIXED)
+    check(Flash2Backend(), "cpu", DECODES)
+    check(Flash2Backend(), "cpu", MIXED)
     everything = {"window_size": (-1, -1)}
     assert library.calls == [
         ("kvcache", {"num_splits": 0} | everything),
@@ -150,15 +150,15 @@ def test_decodes_use_the_split_kernel_and_all_else_the_ragged_one(library: FakeF
     ]
     generator = torch.Generator().manual_seed(20)
     parts = [random_part(c, q, 4, 2, 64, torch.bfloat16, generator) for c, q in DECODES]
-    backend = Flash(deterministic=True)
+    backend = Flash2Backend(deterministic=True)
     k_cache, v_cache, metadata = page(backend, parts)
-    backend.paged_attention(torch.cat([part.q for part in parts]), k_cache, v_cache, metadata, Softmax(0.1))
+    backend.paged_attention(torch.cat([part.q for part in parts]), k_cache, v_cache, metadata, AttentionParams(0.1))
     assert library.calls[-1] == ("kvcache", {"num_splits": 1} | everything)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_decodes_beside_prompts_are_a_call_of_their_own(library: FakeFlashAttn, deterministic: bool) -> None:
-    check(Flash(deterministic=deterministic), "cpu", BOTH[:4])
+    check(Flash2Backend(deterministic=deterministic), "cpu", BOTH[:4])
     assert library.calls == [
         ("kvcache", {"num_splits": int(deterministic), "window_size": (-1, -1)}),
         ("varlen", {"max_seqlen_q": 5, "max_seqlen_k": 5, "paged": deterministic}),
@@ -168,8 +168,8 @@ def test_decodes_beside_prompts_are_a_call_of_their_own(library: FakeFlashAttn, 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_whole_prompts_need_no_pages(library: FakeFlashAttn, deterministic: bool) -> None:
     """The kernel without is faster; but a prompt in chunks would have other bits."""
-    check(Flash(deterministic=deterministic), "cpu", WHOLE)
-    check(Flash(deterministic=deterministic), "cpu", (*WHOLE, (300, 299)))
+    check(Flash2Backend(deterministic=deterministic), "cpu", WHOLE)
+    check(Flash2Backend(deterministic=deterministic), "cpu", (*WHOLE, (300, 299)))
     assert [asked["paged"] for _, asked in library.calls] == [deterministic, True]
 
 
@@ -178,19 +178,19 @@ def test_a_window_over_all_keys_is_none(
     library: FakeFlashAttn, window: int, deterministic: bool, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """flash-attn packs the heads of a group only without one. Where bits may not depend on the batch it stays."""
-    backend = Flash(deterministic=deterministic)
+    backend = Flash2Backend(deterministic=deterministic)
     check(backend, "cpu", DECODES, window=window)
     assert library.calls[-1][1]["window_size"][0] == asked
 
 
 def test_store_and_rope_on_large_pages(library: FakeFlashAttn) -> None:
-    """What rope_store writes, attention finds."""
+    """What rope_and_store_kv writes, attention finds."""
     generator = torch.Generator().manual_seed(3)
-    part, backend = random_part(300, 300, 4, 2, 64, torch.bfloat16, generator), Flash()
+    part, backend = random_part(300, 300, 4, 2, 64, torch.bfloat16, generator), Flash2Backend()
     k_cache, v_cache, metadata = page(backend, [part])
     empty = [torch.full_like(cache, torch.nan) for cache in (k_cache, v_cache)]
     qkv = torch.cat([part.q.flatten(1), part.k.flatten(1), part.v.flatten(1)], dim=1)
-    q = backend.rope_store(qkv, Rope(64, None), *empty, metadata)
+    q = backend.rope_and_store_kv(qkv, Rope(64, None), *empty, metadata)
     assert torch.equal(q, part.q)
     assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(empty, (k_cache, v_cache), strict=True))
 
@@ -207,7 +207,7 @@ def test_the_choice_says_why(library: FakeFlashAttn, monkeypatch: pytest.MonkeyP
     install_flash(monkeypatch, None)
     backend, why = select_backend(device, torch.bfloat16, 128)
     assert backend.name == "torch_varlen"
-    assert f"flash: flash-attn is not installed ({flash.INSTALL})" in why
+    assert f"flash: flash-attn is not installed ({flash2.INSTALL})" in why
     with pytest.raises(ValueError, match=r"flash: flash-attn is not installed \(pip install --no-build-isolation"):
         select_backend(device, torch.bfloat16, 128, "flash")
     assert select_backend(device, torch.bfloat16, 128, "torch_varlen")[1].endswith("asked for")
@@ -279,9 +279,9 @@ def test_flash_attn_4_alone_is_not_taken_for_flash_attn_2(monkeypatch: pytest.Mo
 
 def test_the_extra_and_the_advice_ask_for_the_same_flash_attn() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["optional-dependencies"]["flash"] == [flash.REQUIREMENT]
-    assert flash.REQUIREMENT in flash.INSTALL
-    assert "--no-build-isolation" in flash.INSTALL
+    assert project["optional-dependencies"]["flash"] == [flash2.REQUIREMENT]
+    assert flash2.REQUIREMENT in flash2.INSTALL
+    assert "--no-build-isolation" in flash2.INSTALL
 
 
 INSTALLED = tuple(int(number) for number in torch.__version__.split(".")[:2])
@@ -291,7 +291,7 @@ def test_the_pytorch_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 2.13 on it has paged attention, with the arguments that are asked for. `make torch-matrix` tries others."""
     device = gpu(monkeypatch, (9, 0))
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: [])
-    reason = TorchVarlen().cannot_serve(device, torch.bfloat16, 64)
+    reason = TorchVarlenBackend().unsupported_reason(device, torch.bfloat16, 64)
     assert (reason is None) == (INSTALLED >= PAGED), reason
     if reason is not None:
         return
@@ -307,7 +307,7 @@ def test_the_pytorch_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     install_varlen(monkeypatch, bound)
     generator = torch.Generator().manual_seed(20)
     parts = [random_part(c, q, 4, 2, 64, torch.bfloat16, generator) for c, q in MIXED]
-    attend(TorchVarlen(deterministic=True), parts, "cpu", 37, None, 0.1)
+    attend(TorchVarlenBackend(deterministic=True), parts, "cpu", 37, None, 0.1)
     assert asked
 
 
@@ -319,7 +319,7 @@ def test_pytorch_before_2_13_refuses_what_its_signature_takes(
     """The signature that is installed has block_table, as that of 2.12 has; there it depends on the version alone."""
     monkeypatch.setattr(torch, "__version__", version)
     device = gpu(monkeypatch, (9, 0))
-    reason = TorchVarlen().cannot_serve(device, torch.bfloat16, 64)
+    reason = TorchVarlenBackend().unsupported_reason(device, torch.bfloat16, 64)
     assert reason == (None if paged else f"PyTorch {version} has no paged attention, 2.13 has")
 
 
@@ -343,7 +343,7 @@ def test_pytorch_before_2_13_refuses_what_its_signature_takes(
 )
 def test_what_code_runs_where(capability: tuple[int, int], architectures: list[str], runs: bool) -> None:
     """As CUDA's programming guide says of binary and PTX compatibility."""
-    assert built_for(capability, architectures) == runs
+    assert has_code_for(capability, architectures) == runs
 
 
 def test_pytorchs_kernels_are_not_chosen_where_its_build_has_none(
@@ -351,12 +351,12 @@ def test_pytorchs_kernels_are_not_chosen_where_its_build_has_none(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
     device = gpu(monkeypatch, (12, 0))
-    reason = TorchVarlen().cannot_serve(device, torch.bfloat16, 64)
+    reason = TorchVarlenBackend().unsupported_reason(device, torch.bfloat16, 64)
     assert reason == "this build of PyTorch has no kernels for compute capability 12.0"
-    assert TorchVarlen().cannot_serve(gpu(monkeypatch, (9, 0)), torch.bfloat16, 64) is None
+    assert TorchVarlenBackend().unsupported_reason(gpu(monkeypatch, (9, 0)), torch.bfloat16, 64) is None
 
 
-class Spy(Reference):
+class Spy(ReferenceBackend):
     name = "triton"
 
     def __init__(self) -> None:
@@ -374,8 +374,8 @@ def test_pytorchs_kernels_leave_steps_of_one_query_each_to_triton(
     library: FakeFlashAttn, deterministic: bool, window: int | None
 ) -> None:
     """PyTorch's neither pack grouped heads under a causal window nor split keys."""
-    backend = TorchVarlen(deterministic=deterministic)
-    backend.plain = spy = Spy()
+    backend = TorchVarlenBackend(deterministic=deterministic)
+    backend.reference = spy = Spy()
     check(backend, "cpu", DECODES, window=window)
     check(backend, "cpu", MIXED, window=window)
     assert spy.queries == ([] if deterministic else [1])

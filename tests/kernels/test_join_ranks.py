@@ -46,7 +46,7 @@ def part(rank: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) 
 def test_sums_in_order_do_not_depend_on_the_other_rows(count: int, dtype: torch.dtype) -> None:
     def work(group: DistributedCollective) -> tuple[Tensor, Tensor]:
         x = part(group.rank, (300, 33), dtype)
-        return group.sum(x.clone()), group.sum(x[120:121].clone())
+        return group.all_reduce(x.clone()), group.all_reduce(x[120:121].clone())
 
     expected = part(0, (300, 33), dtype).float()
     for rank in range(1, count):
@@ -58,7 +58,7 @@ def test_sums_in_order_do_not_depend_on_the_other_rows(count: int, dtype: torch.
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_other_sums_are_the_same_on_all_ranks(count: int) -> None:
-    found = together(count, lambda group: group.sum(part(group.rank, (40, 7))), in_order=False)
+    found = together(count, lambda group: group.all_reduce(part(group.rank, (40, 7))), in_order=False)
     expected = sum(part(rank, (40, 7)).double() for rank in range(count))
     for each in found:
         assert torch.equal(each, found[0])
@@ -70,10 +70,14 @@ def test_all_have_what_is_gathered_and_shared(count: int) -> None:
     widths = WIDTHS[count]
 
     def work(group: DistributedCollective) -> list[Tensor]:
-        gathered = [group.gather(part(group.rank, (rows, widths[group.rank])), widths) for rows in (0, 1, 70)]
+        gathered = [group.gather_columns(part(group.rank, (rows, widths[group.rank])), widths) for rows in (0, 1, 70)]
         with pytest.raises(TypeError, match="is not rank"):
-            group.gather(torch.ones(2, 99), widths)
-        return [*gathered, group.share(torch.full((5,), group.rank)), group.share(torch.empty(0, dtype=torch.int64))]
+            group.gather_columns(torch.ones(2, 99), widths)
+        return [
+            *gathered,
+            group.broadcast(torch.full((5,), group.rank)),
+            group.broadcast(torch.empty(0, dtype=torch.int64)),
+        ]
 
     for *gathered, shared, nothing in together(count, work):
         for rows, each in zip((0, 1, 70), gathered, strict=True):
@@ -86,11 +90,11 @@ def test_nobody_waits_once_it_is_closed() -> None:
     done = threading.Event()
 
     def work(group: DistributedCollective) -> bool:
-        group.sum(torch.ones(1))
+        group.all_reduce(torch.ones(1))
         if group.rank == 1:  # it is there, and does nothing
             return done.wait(60)
         threading.Timer(0.2, group.close).start()
-        for call in (group.sum, group.share):
+        for call in (group.all_reduce, group.broadcast):
             with pytest.raises(RankEnded):
                 call(torch.ones(3))
         done.set()
@@ -107,7 +111,7 @@ def test_many_sums_with_ranks_that_lag() -> None:
         for step in range(100):
             if step % 29 == group.rank:
                 threading.Event().wait(0.005)
-            found.append(float(group.sum(torch.full((50_000,), float(step * (group.rank + 1))))[49_999]))
+            found.append(float(group.all_reduce(torch.full((50_000,), float(step * (group.rank + 1))))[49_999]))
         return found
 
     assert together(4, work) == [[float(step * 10) for step in range(100)]] * 4
@@ -119,7 +123,7 @@ def test_a_stranger_at_the_door_is_no_rank(said: bytes) -> None:
     store, found = dist.HashStore(), list[Tensor]()
 
     def rank(number: int) -> None:
-        found.append(join_ranks(store, number, 2, CPU, in_order=True).sum(torch.full((3,), 1.0 + number)))
+        found.append(join_ranks(store, number, 2, CPU, in_order=True).all_reduce(torch.full((3,), 1.0 + number)))
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
     threads[0].start()

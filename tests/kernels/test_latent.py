@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend
-from quire.kernels.cpu.backend import Cpu
-from quire.kernels.kv_codes import UNSCALED, KVScales
-from quire.kernels.latents.latent import Latent
-from quire.kernels.reference import Reference
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
+from quire.kernels.latents.mla_latent import LatentParams
+from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import Part, attend, empty_cache, error, random_part
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -38,10 +38,10 @@ def expected(part: Part, values: int, scale: float) -> Tensor:
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_are_the_beginnings_of_keys(
-    cpu: Cpu, dtype: torch.dtype, sizes: tuple[int, int], generator: torch.Generator
+    cpu: CpuBackend, dtype: torch.dtype, sizes: tuple[int, int], generator: torch.Generator
 ) -> None:
     some = parts(sizes, 5, dtype, generator)
-    for backend in (cpu, Reference()):
+    for backend in (cpu, ReferenceBackend()):
         found = attend(backend, some, scale=0.1, values=sizes[0])
         for part, out in zip(some, found, strict=True):
             assert out.shape == (*part.q.shape[:2], sizes[0])
@@ -51,7 +51,7 @@ def test_values_are_the_beginnings_of_keys(
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_they_are_what_a_cache_of_values_would_hold(
-    cpu: Cpu, dtype: torch.dtype, kv_dtype: torch.dtype | None, generator: torch.Generator
+    cpu: CpuBackend, dtype: torch.dtype, kv_dtype: torch.dtype | None, generator: torch.Generator
 ) -> None:
     """With keys that are whole values, bit for bit; of 8-bit floats with the keys' scale."""
     some = [Part(each.q, each.k, each.k) for each in parts((56, 8), 20, dtype, generator)]
@@ -62,12 +62,12 @@ def test_they_are_what_a_cache_of_values_would_hold(
 
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_codes(cpu: Cpu, sizes: tuple[int, int], kv_dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_codes(cpu: CpuBackend, sizes: tuple[int, int], kv_dtype: torch.dtype, generator: torch.Generator) -> None:
     """As the reference reads what it has rounded alike."""
     some = parts(sizes, 3, torch.float32, generator)
-    scales = UNSCALED if kv_dtype == torch.int8 else KVScales(0.7, 9.0)
+    scales = UNIT_KV_SCALES if kv_dtype == torch.int8 else KVScales(0.7, 9.0)
     given = {"scale": 0.1, "kv_dtype": kv_dtype, "scales": scales, "values": sizes[0]}
-    for out, wanted in zip(attend(cpu, some, **given), attend(Reference(), some, **given), strict=True):
+    for out, wanted in zip(attend(cpu, some, **given), attend(ReferenceBackend(), some, **given), strict=True):
         assert error(out, wanted) < 1e-5
 
 
@@ -77,7 +77,7 @@ def test_codes(cpu: Cpu, sizes: tuple[int, int], kv_dtype: torch.dtype, generato
 @pytest.mark.parametrize("heads", [1, 16, 70])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_batch_any_chunks_any_threads(
-    cpu: Cpu, dtype: torch.dtype, heads: int, kv_dtype: torch.dtype | None, generator: torch.Generator
+    cpu: CpuBackend, dtype: torch.dtype, heads: int, kv_dtype: torch.dtype | None, generator: torch.Generator
 ) -> None:
     some = parts((64, 16), heads, dtype, generator)
     given = {"scale": 0.1, "values": 64, "kv_dtype": kv_dtype}
@@ -92,26 +92,26 @@ def test_any_batch_any_chunks_any_threads(
 
 
 def store(
-    backend: Backend, q: Tensor, kv: Tensor, latent: Latent, kv_dtype: torch.dtype
+    backend: Backend, q: Tensor, kv: Tensor, latent: LatentParams, kv_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The queries, the cache, and the tokens' slots in it."""
-    shape = backend.kv_cache_shape(4, 1, sum(latent.sizes), kv_dtype)
+    shape = backend.kv_cache_shape(4, 1, sum(latent.latent_and_rope_dims), kv_dtype)
     cache, slots = empty_cache(shape, kv_dtype), torch.tensor([3, 17, 63, 40, 18])
     nothing, positions = torch.zeros(2, dtype=torch.int32), torch.tensor([5, 0, 1, 30, 7])
     where = (nothing, nothing, nothing, nothing.view(1, 2), positions, slots, 0, 0)
-    return backend.latent_store(q.clone(), kv, latent, cache, AttentionMetadata(*where)), cache, slots
+    return backend.store_latent_kv(q.clone(), kv, latent, cache, AttentionMetadata(*where)), cache, slots
 
 
 @pytest.mark.parametrize("neighbours", [True, False])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_latents_are_normed_and_ends_rotated(
-    cpu: Cpu, dtype: torch.dtype, sizes: tuple[int, int], neighbours: bool, generator: torch.Generator
+    cpu: CpuBackend, dtype: torch.dtype, sizes: tuple[int, int], neighbours: bool, generator: torch.Generator
 ) -> None:
     size, rotated = sizes
     angles = torch.rand((40, rotated // 2), generator=generator)
     table = torch.cat((angles.cos(), angles.sin()), dim=1)
-    latent = Latent(torch.rand(size, generator=generator), 1e-6, table, neighbours)
+    latent = LatentParams(torch.rand(size, generator=generator), 1e-6, table, neighbours)
     q, kv = (torch.randn((5, count), generator=generator).to(dtype) for count in (3 * sum(sizes), sum(sizes)))
     positions = torch.tensor([5, 0, 1, 30, 7])
 
@@ -123,9 +123,11 @@ def test_latents_are_normed_and_ends_rotated(
         return torch.cat((pairs.real, pairs.imag), -1)
 
     heads, keys = q.view(5, 3, -1), kv.double()
-    normed = keys[:, :size] * (keys[:, :size].square().mean(1, keepdim=True) + 1e-6).rsqrt() * latent.norm.double()
+    normed = (
+        keys[:, :size] * (keys[:, :size].square().mean(1, keepdim=True) + 1e-6).rsqrt() * latent.norm_weight.double()
+    )
     key = torch.cat((normed, turned(kv[:, None, size:])[:, 0]), 1)
-    for backend in (cpu, Reference()):
+    for backend in (cpu, ReferenceBackend()):
         found, cache, slots = store(backend, q, kv, latent, dtype)
         assert torch.equal(found[..., :size], heads[..., :size])
         assert error(found[..., size:], turned(heads[..., size:])) < TOLERANCE[dtype]
@@ -140,13 +142,13 @@ def test_latents_are_normed_and_ends_rotated(
 @pytest.mark.parametrize(("blocks", "inner", "outs", "passed"), [(16, 128, 512, 64), (3, 24, 30, 6), (5, 512, 128, 0)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_blocks(
-    cpu: Cpu, dtype: torch.dtype, blocks: int, inner: int, outs: int, passed: int, generator: torch.Generator
+    cpu: CpuBackend, dtype: torch.dtype, blocks: int, inner: int, outs: int, passed: int, generator: torch.Generator
 ) -> None:
     weights = (torch.randn((blocks, outs, inner), generator=generator) / inner**0.5).to(dtype)
     x = torch.randn((200, blocks, inner + passed), generator=generator).to(dtype)
     wanted = torch.einsum("tbi,boi->tbo", x[..., :inner].double(), weights.double())
-    for backend in (cpu, Reference()):
-        linear = backend.pack_blocks(list(weights), passed)
+    for backend in (cpu, ReferenceBackend()):
+        linear = backend.pack_per_head_linear(list(weights), passed)
         found = linear(x.flatten(1), NO_ADAPTERS)
         made = found.view(200, blocks, -1)
         assert error(made[..., :outs], wanted) < 10 * TOLERANCE[dtype] / (1 if dtype == torch.float32 else 10)

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from quire.kernels.backend import Backend
+from quire.kernels.backend_probe import PagedAttentionProbe
+from quire.kernels.backend_selection import select_backend
 from quire.kernels.gpu.libraries import flash3, flash4
-from quire.kernels.gpu.libraries.flash3 import Flash3
-from quire.kernels.gpu.libraries.flash4 import Flash4
-from quire.kernels.gpu.libraries.paged import loaded
-from quire.kernels.probe import Probe
-from quire.kernels.select import select_backend
+from quire.kernels.gpu.libraries.flash3 import Flash3Backend
+from quire.kernels.gpu.libraries.flash4 import Flash4Backend
+from quire.kernels.gpu.libraries.flash_backend import import_library
 from tests.kernels.fake_capture import FakeCapture
 from tests.kernels.fake_flash import FakeFlashAttn, fake_varlen_attn
 from tests.kernels.fake_later_flash import FakeFlash3, FakeFlash4
@@ -35,7 +35,7 @@ Made = tuple[Backend, FakeFlash3 | FakeFlash4]
 KINDS = {"flash3": 9, "flash4": 9, "flash4 on Blackwell": 10}
 
 
-class OnBlackwell(Flash4):
+class OnBlackwell(Flash4Backend):
     def can_split_keys(self, device: torch.device) -> bool:
         return True
 
@@ -48,8 +48,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Made]:
         install_flash3(monkeypatch, three)
         install_flash4(monkeypatch, four.flash_attn_varlen_func)
         if kind == "flash3":
-            return Flash3(), three
-        return (OnBlackwell() if major == 10 else Flash4()), four
+            return Flash3Backend(), three
+        return (OnBlackwell() if major == 10 else Flash4Backend()), four
 
     return made
 
@@ -80,8 +80,8 @@ def test_splits(make: Callable[[str], Made]) -> None:
 @pytest.mark.parametrize("kind", ["flash4", "flash4 on Blackwell"])
 def test_without_splits_steps_of_one_query_each_are_triton_s(make: Callable[[str], Made], kind: str) -> None:
     backend, library = make(kind)
-    assert isinstance(backend, Flash4)
-    backend.plain = spy = Spy()
+    assert isinstance(backend, Flash4Backend)
+    backend.reference = spy = Spy()
     check(backend, "cpu", DECODES)
     check(backend, "cpu", MIXED)
     assert spy.queries == ([1] if kind == "flash4" else [])
@@ -91,10 +91,10 @@ def test_without_splits_steps_of_one_query_each_are_triton_s(make: Callable[[str
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_trial_passes(make: Callable[[str], Made], kind: str) -> None:
-    probe = Probe(torch.device("cpu"), torch.bfloat16, 8, 2, 64, 30.0)
+    probe = PagedAttentionProbe(torch.device("cpu"), torch.bfloat16, 8, 2, 64, 30.0)
     assert probe(make(kind)[0]) is None
     assert replace(probe, capture=FakeCapture())(make(kind)[0]) is None
-    assert replace(probe, capture=FakeCapture(), prompts=True, windowed=True)(make(kind)[0]) is None
+    assert replace(probe, capture=FakeCapture(), only_prefill_graph=True, has_windows=True)(make(kind)[0]) is None
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_they_promise_no_bits(make: Callable[[str], Made], name: str, monkeypatc
 @pytest.mark.parametrize(("architecture", "processors"), [("sm_90a", "132"), ("sm_100a", "148")])
 def test_flash_attn_4_itself_compiles_what_is_asked_of_it(architecture: str, processors: str, tmp_path: Path) -> None:
     """Its compiler needs no GPU, but for few queries on Blackwell: there it asks the driver for one."""
-    if isinstance(reason := loaded("flash_attn.cute", "flash-attn 4", flash4.INSTALL), str):
+    if isinstance(reason := import_library("flash_attn.cute", "flash-attn 4", flash4.INSTALL), str):
         pytest.skip(reason)
     asked = {"FLASH_ATTENTION_ARCH": architecture, "CUTE_DSL_ARCH": architecture, "FLASH_ATTENTION_NUM_SMS": processors}
     done = subprocess.run(

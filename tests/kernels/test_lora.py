@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import NO_ADAPTERS, AdaptedLinear, AdapterSlots, Backend, Delta, LinearContext
-from quire.kernels.cpu.backend import Cpu
-from quire.kernels.cpu.lora import CompiledAdaptedLinear
-from quire.kernels.reference import Reference
+from quire.kernels.backend import NO_ADAPTERS, AdapterSlots, Backend, LinearContext, LinearWithLora, LoraDelta
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.cpu.lora import CompiledLinearWithLora
+from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import error
 
 IN, PARTS = 70, (48, 16, 33)
@@ -20,52 +20,52 @@ SLOTS = len(RANKS) + 1
 CPU = torch.device("cpu")
 
 
-def deltas(rank: int, dtype: torch.dtype, generator: torch.Generator) -> list[Delta]:
+def deltas(rank: int, dtype: torch.dtype, generator: torch.Generator) -> list[LoraDelta]:
     """Of the first part and the last; the one between has none."""
     found = []
     for first, outs in ((0, PARTS[0]), (PARTS[0] + PARTS[1], PARTS[2])):
         down, up = (torch.randn(s, generator=generator) * s[1] ** -0.5 for s in ((rank, IN), (outs, rank)))
-        found.append(Delta(first, down.to(dtype), up.to(dtype)))
+        found.append(LoraDelta(first, down.to(dtype), up.to(dtype)))
     return found
 
 
 def made(
     backend: Backend, dtype: torch.dtype, generator: torch.Generator, *, wide: bool = False
-) -> tuple[AdaptedLinear, Tensor, list[list[Delta]]]:
+) -> tuple[LinearWithLora, Tensor, list[list[LoraDelta]]]:
     weight = torch.randn((sum(PARTS), IN), generator=generator).to(dtype)
     slots = AdapterSlots(SLOTS, IN, PARTS, max(RANKS), dtype, wide, CPU)
-    linear = backend.adapted(backend.pack_linear(weight, None, wide=wide), slots)
+    linear = backend.add_adapter_slots(backend.pack_linear(weight, None, wide=wide), slots)
     each = [deltas(rank, dtype, generator) for rank in RANKS]
     for slot, own in enumerate(each, 1):
-        linear.put(slot, linear.pack(own))
+        linear.put_adapter(slot, linear.pack_deltas(own))
     return linear, weight, each
 
 
-def expected(x: Tensor, weight: Tensor, each: list[list[Delta]], adapters: Tensor) -> Tensor:
+def expected(x: Tensor, weight: Tensor, each: list[list[LoraDelta]], adapters: Tensor) -> Tensor:
     """float64, with the weights merged."""
     out = []
     for row, slot in zip(x.double(), adapters.tolist(), strict=True):
         merged = weight.double().clone()
         for delta in each[slot - 1] if 0 < slot <= len(each) else []:
-            merged[delta.first : delta.first + len(delta.up)] += delta.up.double() @ delta.down.double()
+            merged[delta.first_output : delta.first_output + len(delta.up)] += delta.up.double() @ delta.down.double()
         out.append(merged @ row)
     return torch.stack(out)
 
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_merged(cpu: Cpu, dtype: torch.dtype, wide: bool, generator: torch.Generator) -> None:
+def test_merged(cpu: CpuBackend, dtype: torch.dtype, wide: bool, generator: torch.Generator) -> None:
     linear, weight, each = made(cpu, dtype, generator, wide=wide)
     x = torch.randn((53, IN), generator=generator).to(dtype)
     adapters = torch.randint(0, SLOTS + 1, (53,), generator=generator)
     got = linear(x, LinearContext(adapters))
-    assert isinstance(linear, CompiledAdaptedLinear)
+    assert isinstance(linear, CompiledLinearWithLora)
     assert got.dtype == (torch.float32 if wide else dtype)
     assert error(got, expected(x, weight, each, adapters)) < (8e-3 if got.dtype == torch.bfloat16 else 2e-6)
 
 
 def test_the_reference(generator: torch.Generator) -> None:
-    linear, weight, each = made(Reference(), torch.float32, generator)
+    linear, weight, each = made(ReferenceBackend(), torch.float32, generator)
     x = torch.randn((21, IN), generator=generator)
     adapters = torch.randint(0, SLOTS + 1, (21,), generator=generator)
     assert error(linear(x, LinearContext(adapters)), expected(x, weight, each, adapters)) < 2e-6
@@ -74,7 +74,7 @@ def test_the_reference(generator: torch.Generator) -> None:
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_alone(
-    cpu: Cpu, dtype: torch.dtype, threads: int, generator: torch.Generator, keep_threads: None
+    cpu: CpuBackend, dtype: torch.dtype, threads: int, generator: torch.Generator, keep_threads: None
 ) -> None:
     """Bit by bit: in a batch, in another order, alone; and rows without an adapter as the linear itself."""
     linear, weight, _ = made(cpu, dtype, generator)
@@ -94,11 +94,11 @@ def test_a_row_alone(
     assert torch.equal(linear(x, NO_ADAPTERS), plain)
 
 
-def test_slots_are_filled_again(cpu: Cpu, generator: torch.Generator) -> None:
+def test_slots_are_filled_again(cpu: CpuBackend, generator: torch.Generator) -> None:
     linear, weight, each = made(cpu, torch.float32, generator)
     x = torch.randn((4, IN), generator=generator)
     adapters = torch.tensor([1, 2, 1, 0])
-    linear.put(1, linear.pack(each[3]))
-    linear.put(2, None)
+    linear.put_adapter(1, linear.pack_deltas(each[3]))
+    linear.put_adapter(2, None)
     got = linear(x, LinearContext(adapters))
     assert error(got, expected(x, weight, each, torch.tensor([4, 0, 4, 0]))) < 2e-6

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.activation import Activation, Clamp
+from quire.kernels.activation import Activation, ClampedSwiGLU
 from quire.kernels.backend import NO_ADAPTERS
-from quire.kernels.reference import Reference
-from quire.kernels.routing import Routing, route
+from quire.kernels.reference import ReferenceBackend
+from quire.kernels.routing import Routing, choose_experts
 from tests.kernels.ragged import Part, attend, error, random_part
 
-reference = Reference()
+reference = ReferenceBackend()
 MIX = [(1, 1), (5, 5), (130, 1), (129, 129), (300, 20)]
 
 
@@ -114,8 +114,8 @@ def test_norm_and_gate(generator: torch.Generator) -> None:
     for found, expected in (
         (reference.silu_mul(x), F.silu(gate) * up),
         (reference.gelu_mul(x), F.gelu(gate, approximate="tanh") * up),
-        (reference.activate(x, Activation("gelu")), F.gelu(x)),
-        (reference.activate(x, Activation("gelu_tanh")), F.gelu(x, approximate="tanh")),
+        (reference.apply_activation(x, Activation("gelu")), F.gelu(x)),
+        (reference.apply_activation(x, Activation("gelu_tanh")), F.gelu(x, approximate="tanh")),
         (reference.sigmoid_mul(x, residual), x * residual.sigmoid()),
         (reference.sigmoid_mul(x, weight[:5, None]), x * weight[:5, None].sigmoid()),
         (reference.add_gated(x, weight[:5, None], residual), x * weight[:5, None].sigmoid() + residual),
@@ -126,17 +126,22 @@ def test_norm_and_gate(generator: torch.Generator) -> None:
 ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": reference.silu_mul,
     "gated gelu": reference.gelu_mul,
-    "clamped": lambda x: reference.clamped_mul(x, Clamp(1.702, 7.0)),
+    "clamped": lambda x: reference.clamp_silu_mul(x, ClampedSwiGLU(1.702, 7.0)),
     "add_gated": lambda x: reference.add_gated(x, x[:, :1].contiguous(), x),
     "sigmoid_mul": lambda x: reference.sigmoid_mul(x, x),
     "sigmoid_mul of heads": lambda x: reference.sigmoid_mul(x, x[:, : x.shape[1] // 2].contiguous()),
     "layer_norm": lambda x: reference.layer_norm(x, x.new_ones(x.shape[1]), x.new_ones(x.shape[1]), 1e-5),
     "rms_norm": lambda x: reference.rms_norm(x, x.new_ones(x.shape[1]), 1e-5),
-    "sigmoid router": lambda x: route(x.float(), Routing(8, "sigmoid"), None)[1],
-    "softmax router": lambda x: route(x.float(), Routing(3, groups=2, groups_kept=1, group_best=2), None)[1],
-    "mixer": lambda x: route(x.float(), Routing(2, "mixer", jitter=0.01), None)[1],
-    **{kind: partial(reference.activate, activation=Activation(kind)) for kind in ("gelu", "gelu_tanh", "relu2")},
-    "xielu": lambda x: reference.activate(x, Activation("xielu", 0.8, 0.7, 0.5)),
+    "sigmoid router": lambda x: choose_experts(x.float(), Routing(8, "sigmoid"), None)[1],
+    "softmax router": lambda x: choose_experts(
+        x.float(), Routing(3, num_groups=2, top_k_groups=1, group_score_top_k=2), None
+    )[1],
+    "mixer": lambda x: choose_experts(x.float(), Routing(2, "mixer", jitter=0.01), None)[1],
+    **{
+        kind: partial(reference.apply_activation, activation=Activation(kind))
+        for kind in ("gelu", "gelu_tanh", "relu2")
+    },
+    "xielu": lambda x: reference.apply_activation(x, Activation("xielu", 0.8, 0.7, 0.5)),
 }
 
 

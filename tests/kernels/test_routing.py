@@ -9,21 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.backend import Cpu
-from quire.kernels.cpu.decoder.experts import CompiledMixture
-from quire.kernels.reference import Reference
-from quire.kernels.routing import Experts, Routing, route
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.cpu.decoder.compiled_moe import CompiledMoE
+from quire.kernels.reference import ReferenceBackend
+from quire.kernels.routing import Experts, Routing, choose_experts
 from tests.kernels.ragged import error
 
 COUNT, HIDDEN, INNER = 12, 64, 32
 RULES = {
     "softmax": Routing(3),
-    "of-all": Routing(3, normalized=False, scale=2.5),
-    "sigmoid": Routing(4, "sigmoid", added=1e-20, scale=1.5),
-    "sigmoid-itself": Routing(2, "sigmoid", normalized=False),
-    "inputs": Routing(2, "sigmoid", normalized=False, inputs=True),
-    "best-groups": Routing(3, normalized=False, groups=4, groups_kept=2, scale=16.0),
-    "sums-of-two": Routing(5, "sigmoid", groups=3, groups_kept=2, group_best=2, added=1e-20),
+    "of-all": Routing(3, is_normalized=False, scale=2.5),
+    "sigmoid": Routing(4, "sigmoid", normalizer_eps=1e-20, scale=1.5),
+    "sigmoid-itself": Routing(2, "sigmoid", is_normalized=False),
+    "inputs": Routing(2, "sigmoid", is_normalized=False, weights_inputs=True),
+    "best-groups": Routing(3, is_normalized=False, num_groups=4, top_k_groups=2, scale=16.0),
+    "sums-of-two": Routing(5, "sigmoid", num_groups=3, top_k_groups=2, group_score_top_k=2, normalizer_eps=1e-20),
     "softcapped": Routing(3, "sigmoid", softcap=0.7),
     "mixer": Routing(2, "mixer", jitter=0.2),
 }
@@ -34,23 +34,25 @@ def judge(scores: list[float], rule: Routing, correction: list[float] | None) ->
     """What each expert of a row weighs, by its number."""
     if rule.softcap is not None:
         scores = [rule.softcap * math.tanh(s / rule.softcap) for s in scores]
-    if rule.weights == "mixer":
+    if rule.score_function == "mixer":
         return mixed(scores, rule)
     total = sum(math.exp(s) for s in scores)
-    weights = [1 / (1 + math.exp(-s)) if rule.weights == "sigmoid" else math.exp(s) / total for s in scores]
+    weights = [1 / (1 + math.exp(-s)) if rule.score_function == "sigmoid" else math.exp(s) / total for s in scores]
     wanted = [w + c for w, c in zip(weights, correction or [0.0] * len(weights), strict=True)]
-    size = len(scores) // rule.groups
+    size = len(scores) // rule.num_groups
     groups = [range(first, first + size) for first in range(0, len(scores), size)]
-    best = sorted(groups, key=lambda group: -sum(sorted((wanted[e] for e in group), reverse=True)[: rule.group_best]))
-    among = [e for group in best[: rule.groups_kept] for e in group]
-    chosen = sorted(among, key=lambda e: -wanted[e])[: rule.per_token]
-    divisor = sum(weights[e] for e in chosen) if rule.normalized else 1.0
+    best = sorted(
+        groups, key=lambda group: -sum(sorted((wanted[e] for e in group), reverse=True)[: rule.group_score_top_k])
+    )
+    among = [e for group in best[: rule.top_k_groups] for e in group]
+    chosen = sorted(among, key=lambda e: -wanted[e])[: rule.top_k]
+    divisor = sum(weights[e] for e in chosen) if rule.is_normalized else 1.0
     return {e: weights[e] / divisor * rule.scale for e in chosen}
 
 
 def mixed(scores: list[float], rule: Routing) -> dict[int, float]:
     found: dict[int, float] = {}
-    for _ in range(rule.per_token):
+    for _ in range(rule.top_k):
         left = [e for e in range(len(scores)) if e not in found]
         best = max(left, key=lambda e: scores[e])
         top = scores[best]
@@ -67,17 +69,19 @@ def drawn(generator: torch.Generator, rows: int, name: str) -> tuple[Tensor, Ten
 @pytest.mark.parametrize("name", RULES)
 def test_the_reference_chooses_and_weighs_by_the_rule(name: str, generator: torch.Generator) -> None:
     scores, correction = drawn(generator, 60, name)
-    chosen, weights = route(scores, RULES[name], correction)
+    chosen, weights = choose_experts(scores, RULES[name], correction)
     for row, experts, parts in zip(scores.tolist(), chosen.tolist(), weights.tolist(), strict=True):
         wanted = judge(row, RULES[name], None if correction is None else correction.tolist())
         assert dict(zip(experts, parts, strict=True)) == pytest.approx(wanted, rel=1e-5)
 
 
-def made(backend: Cpu | Reference, rule: Routing, correction: Tensor | None, given: dict[str, Tensor]) -> Experts:
+def made(
+    backend: CpuBackend | ReferenceBackend, rule: Routing, correction: Tensor | None, given: dict[str, Tensor]
+) -> Experts:
     linears = [[backend.pack_linear(each, None) for each in given[name]] for name in ("gate_up", "down")]
     router = backend.pack_linear(given["router"], None, wide=True)
     wide = given["router"].dtype != given["down"].dtype
-    return Experts(router, *linears, rule, correction=correction, float_router=wide)
+    return Experts(router, *linears, rule, score_correction_bias=correction, has_float32_router=wide)
 
 
 @pytest.mark.few(18)
@@ -86,27 +90,29 @@ def made(backend: Cpu | Reference, rule: Routing, correction: Tensor | None, giv
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", RULES)
 def test_compiled_mixtures_do_the_same_for_each_row(
-    cpu: Cpu, name: str, dtype: torch.dtype, float_router: bool, generator: torch.Generator
+    cpu: CpuBackend, name: str, dtype: torch.dtype, float_router: bool, generator: torch.Generator
 ) -> None:
     rule, (_, correction) = RULES[name], drawn(generator, 1, name)
     shapes = {"router": (COUNT, HIDDEN), "gate_up": (COUNT, 2 * INNER, HIDDEN), "down": (COUNT, HIDDEN, INNER)}
     given = {key: torch.randn(shape, generator=generator) * 2 / shape[-1] ** 0.5 for key, shape in shapes.items()}
     given = {key: each if key == "router" and float_router else each.to(dtype) for key, each in given.items()}
     x = torch.randn((70, HIDDEN), generator=generator).to(dtype)
-    mixture = cpu.mixture(made(cpu, rule, correction, given))
-    assert isinstance(mixture, CompiledMixture) or not cpu.multiplies(dtype)
+    mixture = cpu.make_moe(made(cpu, rule, correction, given))
+    assert isinstance(mixture, CompiledMoE) or not cpu.has_linear_kernel(dtype)
     got, w = mixture(x), {key: each.double() for key, each in given.items()}
     total = torch.zeros((70, HIDDEN), dtype=torch.float64)
     for at, row in enumerate(x.double()):
         scores = (w["router"] @ row).tolist()
         for expert, part in judge(scores, rule, None if correction is None else correction.tolist()).items():
-            read, weight = (row * part, 1.0) if rule.inputs else (row, part)
+            read, weight = (row * part, 1.0) if rule.weights_inputs else (row, part)
             gate, up = (w["gate_up"][expert] @ read).chunk(2)
             total[at] += weight * (w["down"][expert] @ (torch.nn.functional.silu(gate) * up))
     tolerance = 3e-6 if dtype == torch.float32 else 1.5e-2
     assert error(got, total) < tolerance
     if dtype == torch.float32:  # the reference rounds bf16 scores on some machines, so that it may choose otherwise
-        assert error(Reference().mixture(made(Reference(), rule, correction, given))(x), total) < tolerance
+        assert (
+            error(ReferenceBackend().make_moe(made(ReferenceBackend(), rule, correction, given))(x), total) < tolerance
+        )
     for rows in ([0], [69, 3], list(range(20, 51))):
         assert torch.equal(mixture(x[rows]), got[rows])
     torch.set_num_threads(3)
@@ -117,24 +123,24 @@ def test_compiled_mixtures_do_the_same_for_each_row(
     ("rule", "says"),
     [
         (Routing(13), "13 of 12 experts"),
-        (Routing(2, groups=5), "12 experts in 5 groups"),
-        (Routing(2, groups=3, groups_kept=4), "4 of 3 groups"),
-        (Routing(2, groups=12, groups_kept=2, group_best=2), "by their 2 best"),
-        (Routing(5, groups=3, groups_kept=1), "5 experts of 1 groups of 4"),
+        (Routing(2, num_groups=5), "12 experts in 5 groups"),
+        (Routing(2, num_groups=3, top_k_groups=4), "4 of 3 groups"),
+        (Routing(2, num_groups=12, top_k_groups=2, group_score_top_k=2), "by their 2 best"),
+        (Routing(5, num_groups=3, top_k_groups=1), "5 experts of 1 groups of 4"),
     ],
 )
 def test_what_cannot_be_chosen_is_said(rule: Routing, says: str) -> None:
-    reason = rule.impossible(COUNT)
+    reason = rule.invalid_reason(COUNT)
     assert reason is not None
     assert says in reason
 
 
-def test_a_gate_of_each_row(cpu: Cpu, generator: torch.Generator) -> None:
+def test_a_gate_of_each_row(cpu: CpuBackend, generator: torch.Generator) -> None:
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
         x, residual = (torch.randn((9, 83), generator=generator).to(dtype) for _ in range(2))
         gate = torch.randn((9, 1), generator=generator).to(dtype)
         wanted = x.double() * gate.double().sigmoid() + residual.double()
         whole = cpu.add_gated(x, gate, residual.clone())
-        for got in (whole, Reference().add_gated(x, gate, residual)):
+        for got in (whole, ReferenceBackend().add_gated(x, gate, residual)):
             assert error(got, wanted) < tolerance
         assert torch.equal(cpu.add_gated(x[3:4], gate[3:4], residual[3:4].clone()), whole[3:4])

@@ -10,11 +10,11 @@ import torch
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.kernels.backend import Backend
-from quire.kernels.gpu.libraries import flash
-from quire.kernels.gpu.libraries.sdpa import Sdpa
-from quire.kernels.probe import Probe
-from quire.kernels.reference import Reference
-from quire.kernels.select import select_backend
+from quire.kernels.backend_probe import PagedAttentionProbe
+from quire.kernels.backend_selection import select_backend
+from quire.kernels.gpu.libraries import flash2
+from quire.kernels.gpu.libraries.sdpa import SdpaBackend
+from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import request, run
 from tests.kernels.fake_flash import FakeFlashAttn
 from tests.kernels.installed import install_flash
@@ -33,8 +33,8 @@ def test_it_computes_what_the_reference_does(
 ) -> None:
     parts = [random_part(c, q, heads, kv_heads, dim, torch.float64, generator) for c, q in mix]
     for chunked in (False, True):
-        wanted = attend(Reference(), parts, window=window, chunked=chunked)
-        for found, judged in zip(attend(Sdpa(), parts, window=window, chunked=chunked), wanted, strict=True):
+        wanted = attend(ReferenceBackend(), parts, window=window, chunked=chunked)
+        for found, judged in zip(attend(SdpaBackend(), parts, window=window, chunked=chunked), wanted, strict=True):
             assert error(found, judged) < 1e-12
 
 
@@ -47,21 +47,28 @@ def test_what_looks_ahead(
     mix = [(300, 20), (40, 40), (40, 40), (40, 40), (5, 5), (130, 130), (77, 1)]
     parts = [random_part(keys, queries, 6, 2, 24, torch.float64, generator) for keys, queries in mix]
     install_flash(monkeypatch, FakeFlashAttn())
-    made: Backend = Sdpa() if backend == "sdpa" else flash.Flash()
-    wanted = attend(Reference(), parts, window=window, ahead=None)
+    made: Backend = SdpaBackend() if backend == "sdpa" else flash2.Flash2Backend()
+    wanted = attend(ReferenceBackend(), parts, window=window, ahead=None)
     for found, judged in zip(attend(made, parts, window=window, ahead=None), wanted, strict=True):
         assert error(found, judged) < 1e-12
 
 
 def test_libraries_without_chunks_say_so() -> None:
     asked = {"sinks": False, "latents": False, "chunks": True}
-    assert Sdpa().cannot_attend(**asked) is None
-    assert "within chunks" in str(flash.Flash.cannot_attend(flash.Flash.__new__(flash.Flash), **asked))
+    assert SdpaBackend().unsupported_attention_reason(**asked) is None
+    assert "within chunks" in str(
+        flash2.Flash2Backend.unsupported_attention_reason(flash2.Flash2Backend.__new__(flash2.Flash2Backend), **asked)
+    )
 
 
 def test_the_trial_passes() -> None:
-    assert Probe(torch.device("cpu"), torch.bfloat16, 8, 2, 64, windowed=True)(Sdpa()) is None
-    assert Probe(torch.device("cpu"), torch.bfloat16, 8, 2, 64, windowed=True, chunked=True)(Sdpa()) is None
+    assert PagedAttentionProbe(torch.device("cpu"), torch.bfloat16, 8, 2, 64, has_windows=True)(SdpaBackend()) is None
+    assert (
+        PagedAttentionProbe(torch.device("cpu"), torch.bfloat16, 8, 2, 64, has_windows=True, has_chunked_windows=True)(
+            SdpaBackend()
+        )
+        is None
+    )
 
 
 def test_a_model_gives_the_references_tokens(tmp_path: Path) -> None:

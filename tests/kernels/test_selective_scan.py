@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers.models.jamba.modeling_jamba import JambaRMSNorm
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
-from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.recurrent.selective_scan import SelectiveScan
-from quire.kernels.reference import Reference
+from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import error
 from tests.kernels.recurrences import SLOTS, Kept, Row, Shape, cut_at_random, given, parts, whole
 from tests.tiers import runs_rest, slow
@@ -35,13 +35,13 @@ def expected(shape: Shape, numbers: Tensor) -> Tensor:
     """Of a whole sequence."""
     rule, (xbc, z, dt) = shape.rule, parts(shape, numbers.double())
     assert isinstance(rule, SelectiveScan)
-    channels = rule.heads * rule.value
-    x, b, c = xbc.split([channels, rule.key, rule.key], dim=1)
-    if rule.write_norm is not None and rule.read_norm is not None:
-        b, c = _normed(b, rule.write_norm, rule.eps), _normed(c, rule.read_norm, rule.eps)
-    rate = rule.rate.transpose(1, 2).reshape(channels, rule.key)
+    channels = rule.num_heads * rule.value_dim
+    x, b, c = xbc.split([channels, rule.key_dim, rule.key_dim], dim=1)
+    if rule.b_norm is not None and rule.c_norm is not None:
+        b, c = _normed(b, rule.b_norm, rule.eps), _normed(c, rule.c_norm, rule.eps)
+    rate = rule.decay_rate.transpose(1, 2).reshape(channels, rule.key_dim)
     x, dt, b, c, z = (each.t()[None] for each in (x, dt, b, c, z))
-    weights: dict[str, Any] = {"D": rule.skip.double(), "delta_bias": rule.shift.double(), "delta_softplus": True}
+    weights: dict[str, Any] = {"D": rule.skip.double(), "delta_bias": rule.dt_bias.double(), "delta_softplus": True}
     found: Tensor = mamba_selective_scan(x, dt, rate, b, c, z=z, **weights)
     return found[0].t()
 
@@ -58,12 +58,14 @@ SIZES = [(2, 12, 80), *slow((2, 12, 32), (1, 16, 64), (3, 34, 16))]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rules", [{}, {"norm": True}, {"far": 12.0}])
 @pytest.mark.parametrize(("heads", "key", "value"), SIZES)
-def test_whole_prompts(cpu: Cpu, heads: int, key: int, value: int, rules: dict[str, Any], dtype: torch.dtype) -> None:
+def test_whole_prompts(
+    cpu: CpuBackend, heads: int, key: int, value: int, rules: dict[str, Any], dtype: torch.dtype
+) -> None:
     """Steps near 0 and large ones too."""
     generator = torch.Generator().manual_seed(4)
     shape = made(heads, key, value, generator, **rules)
     prompts = [given(shape, length, generator, dtype) for length in (1, 2, 33, 70)]
-    for backend in (cpu, Reference()):
+    for backend in (cpu, ReferenceBackend()):
         rows = [Row(each, 0, 0, len(each), at) for at, each in enumerate(prompts)]
         for got, prompt in zip(Kept(backend, shape, dtype).step(rows), prompts, strict=True):
             assert error(got, expected(shape, prompt)) < TOLERANCE[dtype]
@@ -73,18 +75,18 @@ def test_the_reference_in_float64() -> None:
     generator = torch.Generator().manual_seed(4)
     shape = made(4, 12, 16, generator, norm=True)
     prompt = given(shape, 40, generator, torch.float64)
-    assert error(whole(Reference(), shape, prompt), expected(shape, prompt)) < TOLERANCE[torch.float64]
+    assert error(whole(ReferenceBackend(), shape, prompt), expected(shape, prompt)) < TOLERANCE[torch.float64]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_however_it_is_cut_the_bits_are_the_same(cpu: Cpu, dtype: torch.dtype) -> None:
+def test_however_it_is_cut_the_bits_are_the_same(cpu: CpuBackend, dtype: torch.dtype) -> None:
     for seed in range(8 if runs_rest() else 2):
         shape = made(2, 12, 80, torch.Generator().manual_seed(2), norm=bool(seed % 2))
         cut_at_random(cpu, shape, dtype, seed)
-        cut_at_random(Reference(), shape, dtype, seed)
+        cut_at_random(ReferenceBackend(), shape, dtype, seed)
 
 
-def test_what_does_not_fit_is_refused(cpu: Cpu) -> None:
+def test_what_does_not_fit_is_refused(cpu: CpuBackend) -> None:
     generator = torch.Generator().manual_seed(1)
     shape = made(2, 12, 32, generator)
     prompt = given(shape, 20, generator, torch.float32)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata, Backend
-from quire.kernels.cpu.backend import Cpu
-from quire.kernels.recurrent.short_conv import Columns, ShortConv
-from quire.kernels.reference import Reference
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
+from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import error
 from tests.tiers import slow
 
@@ -32,10 +32,10 @@ def on(conv: ShortConv, device: torch.device) -> ShortConv:
 
 def expected(bcx: Tensor, conv: ShortConv) -> Tensor:
     """Of a whole sequence."""
-    b, c, x = bcx.double().chunk(3, -1) if conv.gated else (bcx, None, bcx.double())
+    b, c, x = bcx.double().chunk(3, -1) if conv.is_gated else (bcx, None, bcx.double())
     fresh = x if c is None else (b * x).to(bcx.dtype).double()
-    columns = torch.nn.functional.pad(fresh, (0, 0, conv.width - 1, 0))
-    total = sum(conv.weight[tap].double() * columns[tap : tap + len(bcx)] for tap in range(conv.width))
+    columns = torch.nn.functional.pad(fresh, (0, 0, conv.conv_width - 1, 0))
+    total = sum(conv.weight[tap].double() * columns[tap : tap + len(bcx)] for tap in range(conv.conv_width))
     whole = total if conv.bias is None else total + conv.bias.double()
     return torch.nn.functional.silu(whole) if c is None else c * whole
 
@@ -58,7 +58,7 @@ class Kept:
         kind = {"dtype": self.dtype, "device": self.device}
         ends = torch.full((PAGES, self.pieces, width - 1, channels), torch.nan, **kind)
         recent = torch.full((SLOTS, width - 1 + self.drafts, channels), torch.nan, **kind)
-        self.columns = Columns(ends if self.paged else None, PIECE, recent)
+        self.columns = ConvColumns(ends if self.paged else None, PIECE, recent)
 
     def pages(self, tokens: int) -> list[int]:
         return [self.free.pop() for _ in range(-(-tokens // (PIECE * self.pieces)))]
@@ -83,11 +83,11 @@ class Kept:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("channels", "width", "bias"), [(64, 3, False), (200, 4, True), *slow((7, 2, True))])
-def test_whole_prompts(cpu: Cpu, channels: int, width: int, bias: bool, dtype: torch.dtype) -> None:
+def test_whole_prompts(cpu: CpuBackend, channels: int, width: int, bias: bool, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(4)
     conv = made(channels, width, bias=bias, generator=generator)
     prompts = [torch.randn((length, 3 * channels), generator=generator).to(dtype) for length in (1, 2, 33, 16, 200)]
-    for backend in (cpu, Reference()):
+    for backend in (cpu, ReferenceBackend()):
         kept = Kept(backend, conv, dtype)
         found = kept.step([(each, 0, kept.pages(len(each)), at) for at, each in enumerate(prompts)])
         for got, prompt in zip(found, prompts, strict=True):
@@ -95,12 +95,12 @@ def test_whole_prompts(cpu: Cpu, channels: int, width: int, bias: bool, dtype: t
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_gates_and_pages(cpu: Cpu, dtype: torch.dtype) -> None:
+def test_without_gates_and_pages(cpu: CpuBackend, dtype: torch.dtype) -> None:
     """With wrong guesses, in chunks."""
     generator = torch.Generator().manual_seed(5)
     conv = made(70, 4, bias=False, generator=generator, gated=False)
     prompt = torch.randn((75, 70), generator=generator).to(dtype)
-    for backend in (cpu, Reference()):
+    for backend in (cpu, ReferenceBackend()):
         whole = Kept(backend, conv, dtype, paged=False).step([(prompt, 0, [0], 1)])[0]
         assert error(whole, expected(prompt, conv)) < TOLERANCE[dtype]
         for drafts in (0, 3):
@@ -116,7 +116,7 @@ def test_the_reference_in_float64() -> None:
     generator = torch.Generator().manual_seed(4)
     conv = made(24, 3, bias=True, generator=generator)
     prompt = torch.randn((50, 72), generator=generator, dtype=torch.float64)
-    kept = Kept(Reference(), conv, torch.float64)
+    kept = Kept(ReferenceBackend(), conv, torch.float64)
     (found,) = kept.step([(prompt, 0, kept.pages(50), 0)])
     assert error(found, expected(prompt, conv)) < TOLERANCE[torch.float64]
 
@@ -165,14 +165,14 @@ def cut_at_random(
 @pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [2, 3, 4])
-def test_however_it_is_cut_the_bits_are_the_same(cpu: Cpu, width: int, dtype: torch.dtype) -> None:
+def test_however_it_is_cut_the_bits_are_the_same(cpu: CpuBackend, width: int, dtype: torch.dtype) -> None:
     conv = made(70, width, bias=width == 4, generator=torch.Generator().manual_seed(width))
     for seed in range(12):
         cut_at_random(cpu, conv, dtype, seed)
-        cut_at_random(Reference(), conv, dtype, seed, pieces=1 + seed % 3)
+        cut_at_random(ReferenceBackend(), conv, dtype, seed, pieces=1 + seed % 3)
 
 
-def test_what_lies_outside_is_refused(cpu: Cpu) -> None:
+def test_what_lies_outside_is_refused(cpu: CpuBackend) -> None:
     conv = made(64, 3, bias=False, generator=torch.Generator().manual_seed(1))
     kept, prompt = Kept(cpu, conv, torch.float32), torch.randn((20, 192))
     with pytest.raises(IndexError, match="slot names"):

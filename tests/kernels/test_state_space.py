@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
-from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.recurrent.state_space import StateSpace
-from quire.kernels.reference import Reference
+from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import error
 from tests.kernels.recurrences import SLOTS, Kept, Row, Shape, cut_at_random, given, parts, whole
 from tests.tiers import slow
@@ -35,24 +35,24 @@ def expected(shape: Shape, numbers: Tensor) -> Tensor:
     """Of a whole sequence."""
     rule, (xbc, z, dt) = shape.rule, parts(shape, numbers.double())
     assert isinstance(rule, StateSpace)
-    keys, length = rule.groups * rule.key, len(numbers)
-    x, b, c = xbc.split([rule.heads * rule.value, keys, keys], dim=1)
-    x, b, c = x.view(1, length, rule.heads, -1), *(each.view(1, length, rule.groups, -1) for each in (b, c))
-    weights = {"D": rule.skip, "dt_bias": rule.shift.double(), "dt_softplus": True, "dt_limit": rule.limits}
-    scanned = mamba2_chunk_scan(x, dt[None], rule.rate, b, c, chunk_size=16, **weights)
+    keys, length = rule.num_groups * rule.key_dim, len(numbers)
+    x, b, c = xbc.split([rule.num_heads * rule.value_dim, keys, keys], dim=1)
+    x, b, c = x.view(1, length, rule.num_heads, -1), *(each.view(1, length, rule.num_groups, -1) for each in (b, c))
+    weights = {"D": rule.skip, "dt_bias": rule.dt_bias.double(), "dt_softplus": True, "dt_limit": rule.dt_limits}
+    scanned = mamba2_chunk_scan(x, dt[None], rule.decay_rate, b, c, chunk_size=16, **weights)
     found = scanned.reshape(length, -1).double()
-    if rule.norm is None:
+    if rule.norm_weight is None:
         return found * torch.nn.functional.silu(z)
-    norm = FalconH1RMSNormGated(len(rule.norm), rule.eps, rule.groups, rule.norm_first).double()
-    norm.weight.data = rule.norm.double()
+    norm = FalconH1RMSNormGated(len(rule.norm_weight), rule.eps, rule.num_groups, rule.norm_before_gate).double()
+    norm.weight.data = rule.norm_weight.double()
     return norm(found[None], z[None])[0].detach()
 
 
 RULES: list[dict[str, Any]] = [
     {},
-    {"norm": False, "limits": (0.3, 1.1)},
-    {"norm_first": True},
-    *slow({"norm": False}, {"limits": (0.0, 0.8)}),
+    {"norm": False, "dt_limits": (0.3, 1.1)},
+    {"norm_before_gate": True},
+    *slow({"norm": False}, {"dt_limits": (0.0, 0.8)}),
 ]
 SIZES = [(2, 4, 12, 32), (1, 2, 128, 64), *slow((3, 3, 6, 80), (2, 6, 64, 16))]
 
@@ -61,12 +61,12 @@ SIZES = [(2, 4, 12, 32), (1, 2, 128, 64), *slow((3, 3, 6, 80), (2, 6, 64, 16))]
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize(("groups", "heads", "key", "value"), SIZES)
 def test_whole_prompts(
-    cpu: Cpu, groups: int, heads: int, key: int, value: int, rules: dict[str, Any], dtype: torch.dtype
+    cpu: CpuBackend, groups: int, heads: int, key: int, value: int, rules: dict[str, Any], dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(4)
     shape = made(groups, heads, key, value, generator, **rules)
     prompts = [given(shape, length, generator, dtype) for length in (1, 2, 33, 70)]
-    for backend in (cpu, Reference()):
+    for backend in (cpu, ReferenceBackend()):
         rows = [Row(each, 0, 0, len(each), at) for at, each in enumerate(prompts)]
         for got, prompt in zip(Kept(backend, shape, dtype).step(rows), prompts, strict=True):
             assert error(got, expected(shape, prompt)) < TOLERANCE[dtype]
@@ -76,19 +76,19 @@ def test_the_reference_in_float64() -> None:
     generator = torch.Generator().manual_seed(4)
     shape = made(2, 4, 12, 16, generator)
     prompt = given(shape, 40, generator, torch.float64)
-    assert error(whole(Reference(), shape, prompt), expected(shape, prompt)) < TOLERANCE[torch.float64]
+    assert error(whole(ReferenceBackend(), shape, prompt), expected(shape, prompt)) < TOLERANCE[torch.float64]
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_however_it_is_cut_the_bits_are_the_same(cpu: Cpu, dtype: torch.dtype) -> None:
+def test_however_it_is_cut_the_bits_are_the_same(cpu: CpuBackend, dtype: torch.dtype) -> None:
     for seed in range(12):
         shape = made(2, 4, 12, 48, torch.Generator().manual_seed(2), **RULES[seed % 3])
         cut_at_random(cpu, shape, dtype, seed)
-        cut_at_random(Reference(), shape, dtype, seed)
+        cut_at_random(ReferenceBackend(), shape, dtype, seed)
 
 
-def test_what_does_not_fit_is_refused(cpu: Cpu) -> None:
+def test_what_does_not_fit_is_refused(cpu: CpuBackend) -> None:
     generator = torch.Generator().manual_seed(1)
     shape = made(2, 4, 12, 32, generator)
     prompt = given(shape, 20, generator, torch.float32)

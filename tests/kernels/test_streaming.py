@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.stages import STREAM_SLOTS, spread
-from quire.kernels.reference import Reference
-from quire.kernels.streaming.from_host import LayersFromHost
+from quire.kernels.reference import ReferenceBackend
+from quire.kernels.streaming.host_layers import HostLayerStreamer
 
 _SIZE = 40
 
@@ -102,22 +102,22 @@ class Runtime:
 
 class Whole:
     def __init__(self, weight: Tensor) -> None:
-        self.movable = (weight,)
+        self.offloadable_tensors = (weight,)
 
     def __call__(self, x: Tensor, context: object) -> Tensor:
         return x
 
 
-def loaded(layers: int, streamed: int) -> tuple[LayersFromHost, list[Tensor]]:
+def loaded(layers: int, streamed: int) -> tuple[HostLayerStreamer, list[Tensor]]:
     """Layers of two tensors each, all numbers of which are the layer's own; and the first tensor of each."""
     choice = lambda sizes: spread(len(sizes), streamed)  # noqa: E731
-    made = LayersFromHost(Reference(), torch.device("cuda", 0), choice, STREAM_SLOTS)
-    made.expect([1] * layers)
+    made = HostLayerStreamer(ReferenceBackend(), torch.device("cuda", 0), choice, STREAM_SLOTS)
+    made.expect_sizes([1] * layers)
     weights = [torch.full((_SIZE, 3), float(layer)) for layer in range(layers)]
     for layer, weight in enumerate(weights):
-        made.note(layer, Whole(weight))
-        made.note(layer, Whole(torch.full((layer + 1,), layer, dtype=torch.int8)))
-    made.settle()
+        made.note_packed_linear(layer, Whole(weight))
+        made.note_packed_linear(layer, Whole(torch.full((layer + 1,), layer, dtype=torch.int8)))
+    made.finish_loading()
     return made, weights
 
 
@@ -135,12 +135,12 @@ def test_a_layer_has_its_own_weights_in_any_order(layers: int, streamed: int, mo
                 seen.append(bool((weight == layer).all()))
 
             for _ in range(rng.randrange(1, 4)):
-                made.begin()
+                made.begin_pass()
                 for layer in range(layers if rng.random() < 0.8 else rng.randrange(1, layers)):
-                    made.enter(layer)
+                    made.enter_layer(layer)
                     for _ in range(3):  # computing takes its time
                         runtime.main.do(partial(look, weights[layer], layer))
-                    made.leave(layer)
+                    made.leave_layer(layer)
             runtime.finish(rng)
             assert seen
             assert all(seen)
@@ -150,19 +150,21 @@ def test_a_pass_leaves_nothing_on_its_way(monkeypatch: pytest.MonkeyPatch) -> No
     """Else a capture could not end."""
     runtime = Runtime(monkeypatch)
     made, _ = loaded(9, 4)
-    made.begin()
+    made.begin_pass()
     for layer in range(9):
-        made.enter(layer)
-        made.leave(layer)
-    assert all(event in runtime.waited for event in made._arrived.values())
-    assert {*made._arrived} == {*made.order}
+        made.enter_layer(layer)
+        made.leave_layer(layer)
+    assert all(event in runtime.waited for event in made._copy_events.values())
+    assert {*made._copy_events} == {*made.streamed_layers}
 
 
 def test_linears_that_cannot_be_moved_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     Runtime(monkeypatch)
-    made = LayersFromHost(Reference(), torch.device("cuda", 0), lambda sizes: spread(len(sizes), 3), STREAM_SLOTS)
-    made.expect([1] * 4)
+    made = HostLayerStreamer(
+        ReferenceBackend(), torch.device("cuda", 0), lambda sizes: spread(len(sizes), 3), STREAM_SLOTS
+    )
+    made.expect_sizes([1] * 4)
     for layer in range(4):
-        made.note(layer, lambda x, context: x)
+        made.note_packed_linear(layer, lambda x, context: x)
     with pytest.raises(ValueError, match="the linears of backend 'reference' cannot be moved"):
-        made.settle()
+        made.finish_loading()

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quire.kernels.cpu import native
+from quire.kernels.cpu import native_library
 from tests.e2e.server import Server
 from tests.e2e.test_batches import SMALL
 from tests.kernels import trapped
@@ -33,8 +33,8 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
 def serving(machine: Machine, **environment: str) -> str:
     """What serves there, as the start's line says it."""
     code = (
-        "from quire.kernels.cpu import build; from quire.kernels.cpu.backend import Cpu; "
-        "print(build.__file__, Cpu().description())"
+        "from quire.kernels.cpu import build; from quire.kernels.cpu.backend import CpuBackend; "
+        "print(build.__file__, CpuBackend().description())"
     )
     done = machine.run("-c", code, **environment)
     assert done.returncode == 0, done.stderr
@@ -44,10 +44,10 @@ def serving(machine: Machine, **environment: str) -> str:
 
 
 def test_the_best_set_serves_that_the_system_lets(machine: Machine) -> None:
-    assert serving(machine) == f"compiled kernels, {native.ISAS[trapped.AMX]}"
-    assert serving(machine, **WITHOUT) == f"compiled kernels, {native.ISAS[trapped.BASE]}"
+    assert serving(machine) == f"compiled kernels, {native_library.ISAS[trapped.AMX]}"
+    assert serving(machine, **WITHOUT) == f"compiled kernels, {native_library.ISAS[trapped.BASE]}"
     if not trapped.has_tiles():
-        assert serving(machine, TILES="refused") == f"compiled kernels, {native.ISAS[trapped.BASE]} {REFUSED}"
+        assert serving(machine, TILES="refused") == f"compiled kernels, {native_library.ISAS[trapped.BASE]} {REFUSED}"
 
 
 def test_where_the_system_refuses_no_instruction_of_tiles_runs(machine: Machine) -> None:
@@ -61,9 +61,16 @@ print(len(tokens(Core(EngineConfig(dtype='bfloat16')), mixed_requests())))"
     )
     done = machine.run("-c", code, TILES="refused")
     assert done.stdout.strip() == "24", done.stderr
-    asked = "from quire.kernels.cpu import native; native.load(); from quire.kernels.cpu.native import Native; \
-from quire.kernels.cpu.backend import Cpu; import torch; from quire.kernels.backend import NO_ADAPTERS; \
-Cpu(Native('avx512_amx')).pack_linear(torch.ones(64, 64).bfloat16(), None)(torch.ones(1, 64).bfloat16(), NO_ADAPTERS)"
+    asked = (
+        "from quire.kernels.cpu import native_library; "
+        "native_library.load_library(); "
+        "from quire.kernels.cpu.native_library import NativeLibrary; "
+        "from quire.kernels.cpu.backend import CpuBackend; "
+        "import torch; "
+        "from quire.kernels.backend import NO_ADAPTERS; "
+        "CpuBackend(NativeLibrary('avx512_amx')).pack_linear(torch.ones(64, 64).bfloat16(), None)"
+        "(torch.ones(1, 64).bfloat16(), NO_ADAPTERS)"
+    )
     done = machine.run("-c", asked, TILES="refused")
     assert done.returncode == -signal.SIGILL
     assert "has not asked for tiles, or was refused them" in done.stderr
@@ -98,7 +105,7 @@ def test_an_answer_that_moves_to_another_set_says_so(machine: Machine, tmp_path:
                 if began.count("\n\n") > 8:
                     break
         last = re.findall(r"^id: (.*)$", began[: began.rindex("\n\n")], re.MULTILINE)[-1]
-        assert native.ISAS[trapped.AMX] in first.log.read_text()
+        assert native_library.ISAS[trapped.AMX] in first.log.read_text()
     for environment, log in (({}, "again"), (WITHOUT, "without")):
         with server(machine, tmp_path / f"{log}.log", *data, **environment) as other:
             headers = {"Last-Event-ID": last}
@@ -119,7 +126,7 @@ SUITES = {
     "contract": ["tests/engine/test_contract.py", "-k", "bfloat16-cpu-cpu"],
     "few bits": ["tests/engine/test_quantization.py", "-k", "alone_together and bfloat16"],
     "8-bit KV": ["tests/engine/test_kv_cache.py", "-k", "alone_together and bfloat16"],
-    "experts": ["tests/engine/models/test_experts.py", "-k", "alone_together and bfloat16"],
+    "experts": ["tests/engine/models/test_moe_fields.py", "-k", "alone_together and bfloat16"],
     "recorded layers": ["tests/engine/models/test_fused_layers.py", "-k", "bfloat16"],
     "adapters": ["tests/engine/lora/test_together.py", "-k", "few_bits"],
     "ranks": ["tests/engine/test_ranks.py", "-k", "integer_products and int8"],
@@ -139,7 +146,7 @@ SUITES = {
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("suite", SUITES)
 def test_promise_2(suite: str, machine: Machine) -> None:
-    assert serving(machine) == f"compiled kernels, {native.ISAS[trapped.AMX]}"
+    assert serving(machine) == f"compiled kernels, {native_library.ISAS[trapped.AMX]}"
     chosen = ["-p", "no:cacheprovider", "-m", "not gpu and not slow", *SUITES[suite]]
     done = machine.run("-m", "pytest", *chosen, timeout=1700, QUIRE_LOSSLESS_EXAMPLES="5")
     assert done.returncode == 0, done.stdout + done.stderr

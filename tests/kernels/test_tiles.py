@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import NO_ADAPTERS
-from quire.kernels.cpu import native
-from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu import native_library
+from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.cpu.linear import PackedLinear
-from quire.kernels.quantized import Float8Weight
+from quire.kernels.quantized_tensors import Float8Weight
 from tests.kernels import test_cpu_float8, test_cpu_quantized, trapped
 from tests.kernels.ragged import error
 
@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.slow, trapped.needs_tiles]
 
 
 @pytest.fixture(scope="module", params=[trapped.emulated_tiles, trapped.tiles], ids=["emulated", "instructions"])
-def tiles(request: pytest.FixtureRequest) -> Cpu:
-    return Cpu(request.param())
+def tiles(request: pytest.FixtureRequest) -> CpuBackend:
+    return CpuBackend(request.param())
 
 
 def linear(outs: int, inner: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -34,7 +34,7 @@ def linear(outs: int, inner: int, generator: torch.Generator) -> tuple[Tensor, T
 
 @pytest.mark.parametrize(("outs", "inner"), [(64, 64), (130, 30), (1, 2), (200, 96), (70, 1026)])
 @pytest.mark.parametrize("wide", [True, False])
-def test_products(tiles: Cpu, outs: int, inner: int, wide: bool, generator: torch.Generator) -> None:
+def test_products(tiles: CpuBackend, outs: int, inner: int, wide: bool, generator: torch.Generator) -> None:
     weight, bias = linear(outs, inner, generator)
     packed = tiles.pack_linear(weight, bias, wide=wide)
     assert isinstance(packed, PackedLinear)
@@ -49,7 +49,7 @@ def test_products(tiles: Cpu, outs: int, inner: int, wide: bool, generator: torc
 
 @pytest.mark.parametrize("inner", [96, 70])
 def test_compressed_weights_give_the_same_bits(
-    tiles: Cpu, inner: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    tiles: CpuBackend, inner: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, bias = linear(200, inner, generator)
     weight[3, ::20] *= 2.0**-70  # which is kept whole
@@ -72,7 +72,7 @@ def rounded(number: Fraction) -> Fraction:
     return round(number / size) * size  # round() ties to even
 
 
-def test_the_order_of_sums_is_the_instructions(tiles: Cpu, generator: torch.Generator) -> None:
+def test_the_order_of_sums_is_the_instructions(tiles: CpuBackend, generator: torch.Generator) -> None:
     """In exact numbers: even and odd inputs of 32 apart, each product added with one rounding, then their sum to what
     there was."""
     weight = torch.randn((5, 96), generator=generator).bfloat16()
@@ -93,7 +93,7 @@ def test_the_order_of_sums_is_the_instructions(tiles: Cpu, generator: torch.Gene
             assert Fraction(got[r, o].item()) == total
 
 
-def test_denormals_count_as_zero(tiles: Cpu) -> None:
+def test_denormals_count_as_zero(tiles: CpuBackend) -> None:
     weight = torch.full((1, 32), 2.0**-130).bfloat16()
     packed = tiles.pack_linear(weight, None, wide=True)
     assert packed(torch.full((1, 32), 2.0**100).bfloat16(), NO_ADAPTERS).item() == 0.0
@@ -107,7 +107,7 @@ INTEGERS = [(130, 192, 32), (40, 160, 80), (33, 1600, 1600), (70, 96, 48), (1, 2
 @pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_few_bits_have_the_bits_of_vectors(
-    tiles: Cpu, bits: int, offsets: bool, outs: int, inner: int, group: int, generator: torch.Generator
+    tiles: CpuBackend, bits: int, offsets: bool, outs: int, inner: int, group: int, generator: torch.Generator
 ) -> None:
     """Alone and in tiles of any size, some blocks of x in 16 bits, or all, or none; embeddings too."""
     weight = test_cpu_quantized.made(outs, inner, group, bits=bits, generator=generator, offsets=offsets)
@@ -116,25 +116,28 @@ def test_few_bits_have_the_bits_of_vectors(
     ids = torch.arange(outs)
     for activation_bits, dtype in (("auto", torch.bfloat16), ("auto", torch.float32), ("8", torch.bfloat16)):
         vectors, ours = (
-            Cpu(library, activation_bits=activation_bits) for library in (native.Native(trapped.BASE), tiles.library)
+            CpuBackend(library, activation_bits=activation_bits)
+            for library in (native_library.NativeLibrary(trapped.BASE), tiles.library)
         )
         wanted, made = (each.pack_quantized([weight], bias, dtype=dtype, wide=True) for each in (vectors, ours))
         for rows in (1, 2, 15, 16, 17, 33, 70):
             some = x[:rows].to(dtype)
             assert torch.equal(made(some, NO_ADAPTERS), wanted(some, NO_ADAPTERS)), (activation_bits, rows)
-        found, expected = (each.pack_table(weight, dtype=dtype, tied=False).look_up(ids) for each in (ours, vectors))
+        found, expected = (
+            each.pack_embedding(weight, dtype=dtype, tied=False).embed_tokens(ids) for each in (ours, vectors)
+        )
         assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(("inner", "block"), [(192, 32), (300, 100), (40, 4), (160, 128), (96, 96)])
-def test_floats_of_8_bits(tiles: Cpu, inner: int, block: int, generator: torch.Generator) -> None:
+def test_floats_of_8_bits(tiles: CpuBackend, inner: int, block: int, generator: torch.Generator) -> None:
     """Right, and a row alone as among others, whether its pairs are kept for the next rows or not."""
     weight: Float8Weight = test_cpu_float8.made(130, inner, (1, block), generator)
     bias = torch.randn(130, generator=generator).bfloat16()
     linear = test_cpu_float8.packed(tiles, [weight], bias, dtype=torch.bfloat16)
     x = torch.randn((70, inner), generator=generator).bfloat16()
     alone = torch.cat([linear(row[None], NO_ADAPTERS) for row in x])
-    assert error(alone, x.double() @ weight.dequantized().double().T + bias.double()) < 1e-5
+    assert error(alone, x.double() @ weight.dequantize().double().T + bias.double()) < 1e-5
     for rows in (2, 16, 17, 32, 33, 48, 49, 70):
         assert torch.equal(linear(x[:rows], NO_ADAPTERS), alone[:rows]), rows
         assert torch.equal(linear(x[70 - rows :], NO_ADAPTERS), alone[70 - rows :]), rows

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.gpu.transfer import Download, fill, split, upload
+from quire.kernels.gpu.host_transfer import HostDownload, pack_arrays, unpack_arrays, upload_arrays
 
 ARRAYS = [
     np.arange(5, dtype=np.int32),
@@ -24,17 +24,17 @@ ARRAYS = [
 
 def test_packed_and_unpacked() -> None:
     staged = torch.full((1000,), 77, dtype=torch.uint8)
-    fill(staged, ARRAYS)
-    for tensor, array in zip(split(staged, ARRAYS), ARRAYS, strict=True):
+    pack_arrays(staged, ARRAYS)
+    for tensor, array in zip(unpack_arrays(staged, ARRAYS), ARRAYS, strict=True):
         assert torch.equal(tensor, torch.from_numpy(np.ascontiguousarray(array)))
         assert tensor.data_ptr() % 16 == staged.data_ptr() % 16
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_there_and_back(device: str) -> None:
-    there = upload(ARRAYS, torch.device(device))
+    there = upload_arrays(ARRAYS, torch.device(device))
     assert all(tensor.device.type == device for tensor in there)
-    back = Download(there, torch.cuda.Stream() if device == "cuda" else None).wait()
+    back = HostDownload(there, torch.cuda.Stream() if device == "cuda" else None).wait_for_copy()
     for tensor, array in zip(back, ARRAYS, strict=True):
         assert tensor.device.type == "cpu"
         assert np.array_equal(tensor.numpy(), array)
@@ -92,7 +92,7 @@ def test_what_is_downloaded_is_read_behind_its_event_and_not_overwritten_before(
     is kept from other uses until the copy is done; and nothing waits but who wants the result."""
     runtime = Recorded(monkeypatch)
     given = [torch.arange(5), torch.ones(3)]
-    first, second = (Download(given, runtime) for _ in range(2))  # type: ignore[arg-type]
+    first, second = (HostDownload(given, runtime) for _ in range(2))  # type: ignore[arg-type]
     assert len({each.data_ptr() for each in runtime.pinned}) == 4
     ordered = [
         ("after what is computed", 0),
@@ -112,5 +112,5 @@ def test_what_is_downloaded_is_read_behind_its_event_and_not_overwritten_before(
     assert not written & {place for kind, place in runtime.calls[:half] if kind == "copy"}
     before = len(runtime.calls)
     for each in (first, second):
-        assert all(torch.equal(*pair) for pair in zip(each.wait(), given, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(each.wait_for_copy(), given, strict=True))
     assert [kind for kind, _ in runtime.calls[before:]] == ["wait", "wait"]

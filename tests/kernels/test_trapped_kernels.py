@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quire.kernels.backend import NO_ADAPTERS
-from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu.backend import CpuBackend
 from tests.kernels import trapped
 from tests.kernels.test_cpu_build import results
 from tests.kernels.test_trap import CONFIGURE, RELEASE, function, shapes
@@ -54,7 +54,7 @@ def test_every_kernel_has_the_bits_of_the_emulation(tmp_path: Path) -> None:
 def test_a_thread_that_calls_has_no_tiles_afterwards(threads: int, generator: torch.Generator) -> None:
     """Another library's code, which gives them other shapes and none, may run between two calls."""
     torch.set_num_threads(threads)
-    tiles, trap = Cpu(trapped.tiles()), trapped.trap()
+    tiles, trap = CpuBackend(trapped.tiles()), trapped.trap()
     linear = tiles.pack_linear(torch.randn((1024, 512), generator=generator).bfloat16(), None)
     x = torch.randn((16, 512), generator=generator).bfloat16()
     wanted = linear(x, NO_ADAPTERS)
@@ -77,7 +77,7 @@ def test_what_was_trapped_is_what_multiplies(generator: torch.Generator) -> None
     trap = trapped.trap()
     if trap is None:
         pytest.skip("the processor has tiles")
-    linear = Cpu(trapped.tiles()).pack_linear(torch.randn((64, 320), generator=generator).bfloat16(), None)
+    linear = CpuBackend(trapped.tiles()).pack_linear(torch.randn((64, 320), generator=generator).bfloat16(), None)
     x = torch.randn((16, 320), generator=generator).bfloat16()
     assert done(trap, lambda: linear(x, NO_ADAPTERS)) == {
         "ldtilecfg": 1,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.kernels.cpu import build, native
+from quire.kernels.cpu import build, native_library
 
 ROOT = Path(__file__).resolve().parents[2]
 AMX, BASE = "avx512_amx", "avx512_bf16"
@@ -35,12 +35,12 @@ COPIED = ("quire", "benchmarks", "tests")
 
 
 def has_tiles() -> bool:
-    return AMX in native.runnable()
+    return AMX in native_library.runnable_isas()
 
 
 def can_trap() -> bool:
     """Whether all but the tiles is there."""
-    there = sys.platform == "linux" and BASE in native.runnable() and build.compiler() is not None
+    there = sys.platform == "linux" and BASE in native_library.runnable_isas() and build.find_compiler() is not None
     return there and not has_tiles()
 
 
@@ -56,9 +56,9 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _compile(made: str, *arguments: str | Path) -> Path:
-    command, target = build.compiler(), Path(_folder().name, made)
+    command, target = build.find_compiler(), Path(_folder().name, made)
     assert command is not None
-    subprocess.run([*command, *build.COMPILE, *build.LINK, *arguments, "-o", target], check=True)
+    subprocess.run([*command, *build.COMPILE_FLAGS, *build.LINK_FLAGS, *arguments, "-o", target], check=True)
     return target
 
 
@@ -79,18 +79,18 @@ def trap() -> ctypes.CDLL | None:
     return library
 
 
-def _load(library: Path) -> native.Native:
+def _load(library: Path) -> native_library.NativeLibrary:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "HERE", library.parent)
-        return native.Native(library.stem)
+        patch.setattr(native_library, "HERE", library.parent)
+        return native_library.NativeLibrary(library.stem)
 
 
 def _build(isa: str, folder: str, *flags: str) -> Path:
-    command, target = build.compiler(), Path(_folder().name, folder)
+    command, target = build.find_compiler(), Path(_folder().name, folder)
     assert command is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(build.FLAGS, isa, [*build.FLAGS[isa], *flags])
-        assert build.build(command, [isa], target) == {}
+        patch.setitem(build.ISA_FLAGS, isa, [*build.ISA_FLAGS[isa], *flags])
+        assert build.build_libraries(command, [isa], target) == {}
     return target / f"{isa}.so"
 
 
@@ -104,19 +104,19 @@ def emulation() -> Path:
 def instructions() -> Path:
     """The library with tiles' instructions: the one that `make all-kernels` has built, else compiled now."""
     try:
-        native.Native(AMX)
+        native_library.NativeLibrary(AMX)
     except (OSError, AttributeError):
         return _build(AMX, "instructions")
-    return native.HERE / f"{AMX}.so"
+    return native_library.HERE / f"{AMX}.so"
 
 
 @cache
-def emulated_tiles() -> native.Native:
+def emulated_tiles() -> native_library.NativeLibrary:
     return _load(emulation())
 
 
 @cache
-def tiles() -> native.Native:
+def tiles() -> native_library.NativeLibrary:
     """The library itself, by traps where the processor has no tiles."""
     trap()
     return _load(instructions())
@@ -157,7 +157,7 @@ def machine(folder: Path) -> Machine:
     fake.mkdir()
     (fake / "cpuid.h").write_text(FAKE_CPUID)
     (kernels / "plain.so").rename(kernels / "plain_kernels.so")  # all but what asks the processor
-    sums = zlib.crc32(b"".join(path.read_bytes() for path in build.sources()))
+    sums = zlib.crc32(b"".join(path.read_bytes() for path in build.source_files()))
     asking = _compile(
         "asking.so",
         f"-I{fake}",

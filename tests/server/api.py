@@ -16,7 +16,7 @@ from quire.engine.link.client import EngineClient
 from quire.engine.link.link import Link
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
-from quire.server.runtime import Runtime
+from quire.server.runtime import ModelRuntime
 from quire.server.served_model import ModelSource
 from tests.server.fake import FakeEngine
 from tests.server.forked import FORKED
@@ -34,9 +34,9 @@ class Api:
     openai: AsyncOpenAI
 
     @property
-    def runtime(self) -> Runtime:
-        runtime = self.app.state.server.models.loaded[0]
-        assert isinstance(runtime, Runtime)
+    def runtime(self) -> ModelRuntime:
+        runtime = self.app.state.server.models.loaded_runtimes[0]
+        assert isinstance(runtime, ModelRuntime)
         return runtime
 
     async def post(self, path: str, body: Any, status: int = 200) -> Any:
@@ -67,7 +67,7 @@ def make_app(
 ) -> FastAPI:
     config = ServerConfig(**{"served_model_name": [NAME, "second"], **options})
     client, tokenizer = EngineClient(engine), byte_level_tokenizer(chat_template).tokenizer
-    return create_app(client, ModelSource(config, tokenizer, VOCAB_SIZE, defaults or {}), launch=FORKED)
+    return create_app(client, ModelSource(config, tokenizer, VOCAB_SIZE, defaults or {}), launch_process=FORKED)
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ import msgspec
 from quire.engine.core.stats import EngineStats, EngineView, RequestView, StepRecord
 from quire.engine.link.client import EngineClient
 from quire.engine.link.link import EngineLink
-from quire.engine.types import Cause, EngineCoreOutput, EngineCoreRequest, EngineInfo, FinishReason, TokenLogprob
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, EngineInfo, ErrorCause, FinishReason, TokenLogprob
 
 MODEL = "fake"
 Script = Callable[[EngineCoreRequest, int], int]
@@ -52,7 +52,7 @@ class FakeEngine(EngineLink):
         max_model_len: int = 512,
         step_seconds: float = 0.0,
         fail_at: int | None = None,
-        cause: Cause = "engine",
+        cause: ErrorCause = "engine",
         burst: int = 1,
     ) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class FakeEngine(EngineLink):
         self.max_model_len = max_model_len
         self.step_seconds = step_seconds
         self.fail_at = fail_at
-        self.cause: Cause = cause
+        self.cause: ErrorCause = cause
         self.burst = burst
         self.sent = asyncio.Event()
         self.running: dict[str, EngineCoreRequest] = {}
@@ -177,7 +177,9 @@ class FakeEngine(EngineLink):
             stats = EngineStats(running=len(self.running), used_blocks=25, total_blocks=100)
             self.stats = msgspec.structs.replace(stats, generation_tokens=self.generated)
             times, new = (began, began, monotonic(), monotonic()), sum(len(output.new_ids) for output in outputs)
-            self.owner.deliver(outputs, StepRecord(step, *times, len(outputs), len(outputs), (), (), generated=new))
+            self.owner.deliver(
+                outputs, StepRecord(step, *times, len(outputs), len(outputs), (), (), num_generated_tokens=new)
+            )
             self.sent.set()
             if step % self.burst == 0:
                 await asyncio.sleep(self.step_seconds)

@@ -6,7 +6,7 @@ import re
 import sqlite3
 from typing import Any, ClassVar
 
-from quire.server.store.schema import VERSION
+from quire.server.store.schema import SCHEMA_VERSION
 
 AT_START = {
     "select owner, sum(size) from objects group by owner",
@@ -40,7 +40,7 @@ class Watched(sqlite3.Connection):
         text = " ".join(statement.split())
         if text in self.seen or text in AT_START or not text.lower().startswith(_PLANNED):
             return
-        if super().execute("pragma user_version").fetchone() != (VERSION,):
+        if super().execute("pragma user_version").fetchone() != (SCHEMA_VERSION,):
             return
         self.seen.add(text)
         if values is None:

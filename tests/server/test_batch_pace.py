@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from quire.engine.core.history import History, Step
+from quire.engine.core.request_history import RequestHistory, StepEntry
 from quire.engine.core.stats import StepRecord
-from quire.server.batches.pace import OWN, Pace, StepTimes
+from quire.server.batches.pacer import BATCH_TENANT_SUFFIX, BatchPacer, StepTimes
 from tests.machine import set_clock
 
 APART, LONG = 0.02, 2.0
@@ -21,12 +21,12 @@ class Client:
 
     open_everywhere: dict[str, int] = field(default_factory=dict)
     queued_tokens: int = 0
-    history: History = field(default_factory=History)
+    history: RequestHistory = field(default_factory=RequestHistory)
 
     def step(self, rows: int, seconds: float, tokens: int | None = None) -> None:
         record = StepRecord(1, 0.0, 1.0, 1.0 + seconds, 2.0, rows, tokens or rows, (), ())
         for told in self.history.listeners:
-            told(Step(record, 0, ()))
+            told(StepEntry(record, 0, ()))
 
 
 class Clock:
@@ -42,63 +42,63 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def paced(*clients: Client) -> Pace:
+def paced(*clients: Client) -> BatchPacer:
     given: Any = list(clients)
-    return Pace(lambda: given)
+    return BatchPacer(lambda: given)
 
 
 def test_alone_lines_begin_until_prompts_wait(clock: Clock) -> None:
-    client = Client({f"a{OWN}": 9})
+    client = Client({f"a{BATCH_TENANT_SUFFIX}": 9})
     pace = paced(client)
-    assert not pace.holds(9)
+    assert not pace.must_wait(9)
     client.queued_tokens = 1000
-    assert pace.holds(9)
+    assert pace.must_wait(9)
 
 
 def test_beside_others_lines_begin_apart_and_never_before_a_first_token(clock: Clock) -> None:
     client = Client({"a": 1})
     pace = paced(client)
-    assert not pace.holds(0)
-    pace.begin()
-    assert pace.holds(0)
+    assert not pace.must_wait(0)
+    pace.record_line_start()
+    assert pace.must_wait(0)
     clock.now += APART
-    assert not pace.holds(0)
+    assert not pace.must_wait(0)
     client.queued_tokens = 5
-    assert pace.holds(0), "somebody waits for a first token"
+    assert pace.must_wait(0), "somebody waits for a first token"
     clock.now += LONG
-    assert not pace.holds(0), "but a batch goes on, whoever waits"
+    assert not pace.must_wait(0), "but a batch goes on, whoever waits"
 
 
 def test_others_are_expected_for_a_second(clock: Clock) -> None:
     client = Client({"a": 1})
     pace = paced(client)
-    pace.holds(0)
+    pace.must_wait(0)
     client.open_everywhere.clear()
     clock.now += 0.5
-    assert pace.holds(1)
+    assert pace.must_wait(1)
     clock.now += 1.0
-    assert not pace.holds(1)
+    assert not pace.must_wait(1)
 
 
 def test_more_lines_at_a_time_where_steps_are_not_longer_for_it(clock: Clock) -> None:
     client = Client({"a": 1})
     pace = paced(client)
-    assert pace.holds(1), "nothing is known yet"
+    assert pace.must_wait(1), "nothing is known yet"
     client.step(1, 0.010)
-    assert not pace.holds(0)
-    assert pace.holds(1), "two rows were not seen"
+    assert not pace.must_wait(0)
+    assert pace.must_wait(1), "two rows were not seen"
     client.step(2, 0.011)
-    assert not pace.holds(1), "three were not seen either, but two are as quick as one"
+    assert not pace.must_wait(1), "three were not seen either, but two are as quick as one"
     for _ in range(50):
         client.step(3, 0.020)
-    assert pace.holds(1)
+    assert pace.must_wait(1)
     client.open_everywhere["b"] = 1
     client.step(4, 0.012)
-    assert not pace.holds(1), "with two of others, and one of its own, a fourth row counts beside two"
+    assert not pace.must_wait(1), "with two of others, and one of its own, a fourth row counts beside two"
 
 
 def test_steps_with_prompts_or_guesses_say_nothing() -> None:
     times = StepTimes()
     for tokens in (5, 3):
-        times.learn(Step(StepRecord(1, 0, 0, 1, 1, 2, tokens, (), ()), 0, ()))
-    assert not times.alike(2, 2)
+        times.record_step_time(StepEntry(StepRecord(1, 0, 0, 1, 1, 2, tokens, (), ()), 0, ()))
+    assert not times.is_similarly_fast(2, 2)

@@ -15,9 +15,9 @@ import trustme
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.engine.errors import ConfigError
-from quire.server.cli.hosting import tls_context
+from quire.server.cli.http_server import tls_context
 from quire.server.config import ServerConfig
-from quire.server.connection import MAX_HEAD_BYTES, MAX_PIPELINED
+from quire.server.connection import MAX_HEAD_BYTES, MAX_PIPELINED_REQUESTS
 from tests.server.fake import FakeEngine, hashed
 from tests.server.hosted import Port, idle, serving
 
@@ -184,7 +184,7 @@ async def test_what_waits_is_answered_before_a_request_too_many_ends_the_connect
     async with serving(FakeEngine(LETTERS)) as port:
         found = statuses(await port.send(get * 299 + get.replace(b"Host: localhost", b"Connection: close")))
         assert found in ([200] * (len(found) - 1) + [400], [200] * 300), "those that are read later have room again"
-        assert len(found) >= MAX_PIPELINED + 2
+        assert len(found) >= MAX_PIPELINED_REQUESTS + 2
 
 
 async def test_what_waits_is_answered_before_nonsense_behind_it_ends_the_connection() -> None:
@@ -394,7 +394,7 @@ async def test_thousands_of_requests_in_one_piece_end_the_connection() -> None:
     async with serving(FakeEngine(LETTERS)) as port:
         few = b"GET /version HTTP/1.1\r\n\r\n" * 50 + b"GET /version HTTP/1.1\r\nConnection: close\r\n\r\n"
         assert statuses(await port.send(few)) == [200] * 51
-        assert len(statuses(await port.send(few * 100))) <= MAX_PIPELINED + 2
+        assert len(statuses(await port.send(few * 100))) <= MAX_PIPELINED_REQUESTS + 2
         assert statuses(await port.send(few)) == [200] * 51
 
 

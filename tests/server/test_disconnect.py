@@ -108,7 +108,7 @@ async def test_a_grammar_whose_caller_has_left_is_not_checked_on(monkeypatch: py
             given_up.set()
 
     async with serving(FakeEngine(LETTERS)) as port, httpx.AsyncClient(base_url=port.url) as http:
-        monkeypatch.setattr(port.server._models.loaded[0].grammars, "check", check)
+        monkeypatch.setattr(port.server._models.loaded_runtimes[0].grammar_checker, "check_grammars", check)
         call = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x", "guided_regex": "a"}))
         await began.wait()
         call.cancel()

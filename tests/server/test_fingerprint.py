@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import DEMO_MODEL, EngineConfig
-from quire.engine.tiers.identity import WeightFiles, content_of
+from quire.engine.tiers.kv_identity import WeightFiles, content_digest
 from quire.engine.types import EngineInfo
-from quire.server.served_model import fingerprint
+from quire.server.served_model import system_fingerprint
 
 INFO = EngineInfo("m", "float32", "cpu", "b", 1, 1, 1, 1, 1, 0.0, "a")
 
@@ -26,9 +26,11 @@ def test_each_setting_that_changes_bits_is_told() -> None:
         EngineConfig(kv_cache_dtype="int8"),
         EngineConfig(tensor_parallel_size=2),
     ]
-    told = {fingerprint(replace(INFO, kv_cache_dtype=config.kv_cache_dtype), "1", config) for config in tried}
+    told = {system_fingerprint(replace(INFO, kv_cache_dtype=config.kv_cache_dtype), "1", config) for config in tried}
     assert len(told) == len(tried)
-    assert fingerprint(INFO, "1", EngineConfig()) == fingerprint(INFO, "1", EngineConfig(max_num_batched_tokens=64))
+    assert system_fingerprint(INFO, "1", EngineConfig()) == system_fingerprint(
+        INFO, "1", EngineConfig(max_num_batched_tokens=64)
+    )
 
 
 def test_the_code_and_the_model_are_told_not_where_the_model_lies(tmp_path: Path) -> None:
@@ -36,8 +38,8 @@ def test_the_code_and_the_model_are_told_not_where_the_model_lies(tmp_path: Path
 
     def told(folder: Path) -> str:
         config = EngineConfig(model=str(folder))
-        content = content_of(read_model_config(folder), WeightFiles(config))
-        return fingerprint(replace(INFO, model=config.model, content=content, code="a"), "1", config)
+        content = content_digest(read_model_config(folder), WeightFiles(config))
+        return system_fingerprint(replace(INFO, model=config.model, content=content, code="a"), "1", config)
 
     folders = [tmp_path / name for name in ("here", "moved")]
     for folder in folders:
@@ -48,13 +50,15 @@ def test_the_code_and_the_model_are_told_not_where_the_model_lies(tmp_path: Path
     content[-40_000:] = content[-40_000:][::-1]
     weights.write_bytes(content)
     assert told(folders[0]) != told(folders[1]), "two pieces in a hundred are others"
-    assert fingerprint(replace(INFO, code="a"), "1", EngineConfig()) != fingerprint(INFO, "1", EngineConfig())
+    assert system_fingerprint(replace(INFO, code="a"), "1", EngineConfig()) != system_fingerprint(
+        INFO, "1", EngineConfig()
+    )
 
 
 def test_weights_that_change_while_they_are_loaded_are_not_told(tmp_path: Path) -> None:
     folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
     files, model = WeightFiles(EngineConfig(model=str(folder))), read_model_config(folder)
-    assert content_of(model, files)
+    assert content_digest(model, files)
     (folder / "model.safetensors").write_bytes(b"others")
-    assert content_of(model, files) == ""
-    assert content_of(model, None) == ""
+    assert content_digest(model, files) == ""
+    assert content_digest(model, None) == ""

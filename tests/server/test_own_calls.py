@@ -11,8 +11,8 @@ import pytest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from quire.server.access.hosts import HostMiddleware, Hosts
-from quire.server.batches.calls import Asking
+from quire.server.access.allowed_hosts import AllowedHosts, AllowedHostsMiddleware
+from quire.server.batches.asgi_client import ASGIClient
 from quire.server.config import ServerConfig
 
 
@@ -35,7 +35,7 @@ class Busy:
 
 async def asked(app: Busy, left: asyncio.Event | None = None) -> int | None:
     left = left or asyncio.Event()
-    answer = await Asking(app, {"tenant": "someone"}, left).answer("/v1/responses?model=a", b"{}")
+    answer = await ASGIClient(app, {"tenant": "someone"}, left).post_with_retries("/v1/responses?model=a", b"{}")
     return None if answer is None else answer.status
 
 
@@ -68,7 +68,7 @@ async def test_an_answer_has_its_headers_and_all_of_its_body() -> None:
 
         await StreamingResponse(pieces(), headers={"X-Request-Id": "r1"})(scope, receive, send)
 
-    answer = await Asking(app, {}, asyncio.Event()).answer("/v1/responses", b"{}")
+    answer = await ASGIClient(app, {}, asyncio.Event()).post_with_retries("/v1/responses", b"{}")
     assert answer is not None
     assert (answer.status, answer.headers["x-request-id"], answer.body) == (200, "r1", b"one, two")
 
@@ -82,11 +82,11 @@ async def test_who_leaves_has_no_answer_but_one_that_is_there() -> None:
 
 
 async def test_a_server_s_own_calls_pass_its_check_of_hosts() -> None:
-    hosts = Hosts(ServerConfig())
+    hosts = AllowedHosts(ServerConfig())
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        hosts.listen([listener])
-    app = HostMiddleware(Busy(200), hosts)
-    answer = await Asking(app, {"tenant": "someone"}, asyncio.Event()).answer("/v1/responses", b"{}")
+        hosts.set_listeners([listener])
+    app = AllowedHostsMiddleware(Busy(200), hosts)
+    answer = await ASGIClient(app, {"tenant": "someone"}, asyncio.Event()).post_with_retries("/v1/responses", b"{}")
     assert answer is not None
     assert answer.status == 200

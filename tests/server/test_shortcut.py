@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.server.bursts import BurstTransport
+from quire.server.write_batching import BatchingTransport
 from tests.server.api import parse_events
 from tests.server.fake import FakeEngine, hashed
 from tests.server.generation.test_streams import flat, fold
@@ -35,13 +35,13 @@ OPTIONS = {"include_usage": True, "continuous_usage_stats": True}
 def written(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The chunks that took the shortcut."""
     found: list[bytes] = []
-    write = BurstTransport.write_chunk
+    write = BatchingTransport.write_chunk
 
-    def noted(self: BurstTransport, chunk: bytes) -> None:
+    def noted(self: BatchingTransport, chunk: bytes) -> None:
         found.append(chunk)
         write(self, chunk)
 
-    monkeypatch.setattr(BurstTransport, "write_chunk", noted)
+    monkeypatch.setattr(BatchingTransport, "write_chunk", noted)
     return found
 
 

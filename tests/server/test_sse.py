@@ -14,7 +14,7 @@ from starlette.types import Message
 
 from quire.engine.errors import EngineError, Overloaded
 from quire.server.config import ServerConfig
-from quire.server.encoding import PING
+from quire.server.encoding import PING_EVENT
 from quire.server.sse import EventStream
 from tests.server.api import NAME
 from tests.server.fake import FakeEngine, hashed
@@ -59,9 +59,9 @@ async def test_the_status_waits_for_the_first_chunk_or_ping() -> None:
     quick, slow = Stream(ping=1000), Stream()
     quick.chunks.put_nowait(b"data: 1\n\n")
     assert [await quick.next() for _ in range(2)] == [200, b"data: 1\n\n"]
-    assert [await slow.next() for _ in range(3)] == [200, PING, PING]
+    assert [await slow.next() for _ in range(3)] == [200, PING_EVENT, PING_EVENT]
     slow.chunks.put_nowait(b"data: 1\n\n")
-    while (part := await slow.next()) == PING:
+    while (part := await slow.next()) == PING_EVENT:
         pass
     assert part == b"data: 1\n\n"
     for stream in (quick, slow):
@@ -84,7 +84,7 @@ async def test_zero_means_no_pings() -> None:
 
 async def test_an_error_after_a_ping_is_the_last_event() -> None:
     stream = Stream()
-    assert [await stream.next() for _ in range(2)] == [200, PING]
+    assert [await stream.next() for _ in range(2)] == [200, PING_EVENT]
     stream.chunks.put_nowait(EngineError("the engine tripped"))
     await stream.task
     *_, last = [stream.sent.get_nowait() for _ in range(stream.sent.qsize())]
@@ -210,7 +210,7 @@ async def test_a_drain_lets_streams_end() -> None:
             http.stream("POST", "/v1/completions", json=body) as response,
             http.stream("GET", "/v1/engine/events") as view,
         ):
-            draining = asyncio.create_task(port.server.drain())
+            draining = asyncio.create_task(port.server.drain_requests())
             refused = await http.post("/v1/completions", json=body)
             assert refused.status_code == 503
             engine.go.set()

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quire.server.store.database import FILE
-from quire.server.store.tail import PREFIX
+from quire.server.store.database import DATABASE_FILE
+from quire.server.store.write_ahead_log import LOG_FILE_PREFIX
 from tests.simulation.clock import PROCESS, Owned
 
 FULL = "database or disk is full"
@@ -44,9 +44,9 @@ class Disk:
         torn, too."""
         shutil.copytree(self.folder, folder, ignore=shutil.ignore_patterns("*-shm", "lock"))
         if power:  # the next boot does not trust it
-            for tail in folder.glob(f"{PREFIX}*"):
+            for tail in folder.glob(f"{LOG_FILE_PREFIX}*"):
                 tail.unlink()
-        log = folder / f"{FILE}-wal"
+        log = folder / f"{DATABASE_FILE}-wal"
         if not power or not log.exists():
             return
         size = log.stat().st_size

@@ -20,9 +20,9 @@ from quire.engine.link.client import EngineClient
 from quire.engine.link.process import Launcher
 from quire.engine.link.supervisor import ProcessLink
 from quire.server.access.tenants import Tenants
-from quire.server.app import OnlyModel, application, kept_data
+from quire.server.app import SingleModelDispatcher, build_app, open_configured_data_dir
 from quire.server.config import ServerConfig
-from quire.server.runtime import Models, Runtime, Server, serving
+from quire.server.runtime import ModelDispatcher, ModelRuntime, ServerContext, open_runtime
 from quire.server.served_model import ModelSource
 from tests.server.api import NAME, VOCAB_SIZE
 from tests.simulation.clock import PROCESS, Awaited, Owned
@@ -49,8 +49,8 @@ class Program:
         tokenizer = byte_level_tokenizer(CHATML).tokenizer
         self._source = ModelSource(config, tokenizer, VOCAB_SIZE, {})
         from_thread: Any = Awaited
-        open_kept = partial(kept_data, connect=connect, from_thread=from_thread)
-        self.app = application(config, Tenants(config), self._opened, link=link, open_kept=open_kept)
+        open_kept = partial(open_configured_data_dir, connect=connect, from_thread=from_thread)
+        self.app = build_app(config, Tenants(config), self._opened, link=link, open_stored_data=open_kept)
 
     def begin(self, folder: Path, client: EngineClient) -> None:
         """What is in the folder is what the next process finds."""
@@ -59,9 +59,9 @@ class Program:
         self._client = client
 
     @asynccontextmanager
-    async def _opened(self) -> AsyncIterator[Models]:
-        async with serving(self._source, None, self._client, keyed=False, folder=self.data_dir) as runtime:
-            yield OnlyModel(runtime)
+    async def _opened(self) -> AsyncIterator[ModelDispatcher]:
+        async with open_runtime(self._source, None, self._client, has_api_keys=False, folder=self.data_dir) as runtime:
+            yield SingleModelDispatcher(runtime)
 
 
 class Cut(Exception):
@@ -75,7 +75,7 @@ class AppProcess(Owned):
         super().__init__()
         self.app: FastAPI | None = None
         """None while it does not answer."""
-        self.server: Server
+        self.server: ServerContext
         """Once it answers."""
         self.connections: dict[Connection, None] = {}
         self.ended = asyncio.Event()
@@ -89,8 +89,8 @@ class AppProcess(Owned):
         return self.app is not None and not self.dead
 
     @property
-    def runtime(self) -> Runtime:
-        return self.server.models.loaded[0]
+    def runtime(self) -> ModelRuntime:
+        return self.server.models.loaded_runtimes[0]
 
     async def _live(self, app: FastAPI) -> None:
         async with app.router.lifespan_context(app):

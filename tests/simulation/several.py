@@ -25,9 +25,9 @@ from quire.engine.link.client import EngineClient
 from quire.engine.link.hub_link import HubLink
 from quire.engine.link.process import Launcher
 from quire.engine.link.supervisor import ProcessLink
-from quire.server.cli.api_processes import ApiProcesses, OperatingSystem, Setup
+from quire.server.cli.api_process_manager import ApiProcessManager, ApiProcessSetup, OperatingSystem
 from quire.server.config import ServerConfig
-from quire.server.store.tail import PREFIX
+from quire.server.store.write_ahead_log import LOG_FILE_PREFIX
 from tests.server.api import NAME
 from tests.simulation.clock import PROCESS, Gone
 from tests.simulation.disk import Disk, WithDisk, connect
@@ -59,9 +59,9 @@ def programs(folder: Path, number: int) -> list[Program]:
 class ApiProcess(AppProcess):
     asks = True
 
-    def __init__(self, program: Program, folder: Path, setup: Setup, network: Network) -> None:
+    def __init__(self, program: Program, folder: Path, setup: ApiProcessSetup, network: Network) -> None:
         self.identity = setup.identity
-        self._tail = folder / f"{PREFIX}{setup.identity}"
+        self._tail = folder / f"{LOG_FILE_PREFIX}{setup.identity}"
         self._link = HubLink(EngineConfig(), setup.hub, setup.identity, wires(network))
         self._link.on_failure = partial(self.die, 1)
         program.link.link = self._link
@@ -106,7 +106,7 @@ class _Child:
         assert isinstance(server, SharedServer)
         if server.dead:
             raise Gone
-        self._api = server.begin(msgspec.json.decode(configuration, type=Setup))
+        self._api = server.begin(msgspec.json.decode(configuration, type=ApiProcessSetup))
         self.process = self
         self.pid = os.getpid()
 
@@ -207,14 +207,14 @@ class SharedServer(OfSeveral):
         context.run(PROCESS.set, self)
         self._client = EngineClient(ProcessLink(EngineConfig(), launcher=launcher))
         system = simulated(network, self._client)
-        self._processes = context.run(ApiProcesses, config, _Listener(), 0.0, system)  # type: ignore[arg-type]
+        self._processes = context.run(ApiProcessManager, config, _Listener(), 0.0, system)  # type: ignore[arg-type]
         self.task = context.run(asyncio.create_task, self._live())
 
     async def _live(self) -> None:
         await self._processes.run()
         self.dead = True
 
-    def begin(self, setup: Setup) -> ApiProcess:
+    def begin(self, setup: ApiProcessSetup) -> ApiProcess:
         number = int(setup.identity.partition(".")[0])
         api = self.apis[number] = Context().run(ApiProcess, self._programs[number], self._folder, setup, self.network)
         return api

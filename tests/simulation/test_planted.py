@@ -16,19 +16,19 @@ import pytest
 from quire.engine.link.client import EngineClient
 from quire.engine.link.hub_messages import HUB
 from quire.engine.types import EngineCoreRequest
-from quire.server import again
-from quire.server.budget import OwnerSizes
-from quire.server.generation.answers.numbered import NumberedWriter
-from quire.server.generation.sampling import Sampling
-from quire.server.generation.spec import GenerationSpec
-from quire.server.peers import FromThread, Peers
-from quire.server.store.calls import Calls
-from quire.server.store.data import Processes
+from quire.server import resumption
+from quire.server.generation.answers.event_ids import EventIdWriter
+from quire.server.generation.request_specs import GenerationSpec
+from quire.server.generation.sampling_generation import SamplingGeneration
+from quire.server.owner_budget import BytesByOwner
+from quire.server.peers import Peers, RunFromThread
+from quire.server.store.data_dir import Processes
+from quire.server.store.data_dir_rpc import DATA_DIR_TOPIC
 from quire.server.store.database import Database
 from quire.server.store.files import Files, StoredFile
-from quire.server.store.progress import Progress
-from quire.server.store.shared import TOPIC
-from quire.server.store.store import Store
+from quire.server.store.journal import Calls
+from quire.server.store.progress import CallProgress
+from quire.server.store.response_store import Store
 from tests.simulation.clients import Batching
 from tests.simulation.clock import Gone
 from tests.simulation.replicas import Replicas
@@ -43,11 +43,11 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def no_rollback_of_commits(patch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def writing(self: Database, *sizes: OwnerSizes) -> Iterator[sqlite3.Connection]:
-        with self.reading() as connection:
+    def writing(self: Database, *sizes: BytesByOwner) -> Iterator[sqlite3.Connection]:
+        with self.read_connection() as connection:
             connection.execute("begin immediate")
             for each in sizes:
-                each.begin()
+                each.begin_transaction()
             try:
                 yield connection
             except BaseException:
@@ -59,20 +59,20 @@ def no_rollback_of_commits(patch: pytest.MonkeyPatch) -> None:
             for each in sizes:
                 each.commit()
 
-    patch.setattr(Database, "writing", writing)
+    patch.setattr(Database, "write_transaction", writing)
 
 
 def background_answers_left(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Store, "unfinished", lambda self: [])
+    patch.setattr(Store, "unfinished_responses", lambda self: [])
 
 
 def an_event_twice(patch: pytest.MonkeyPatch) -> None:
-    made = NumberedWriter.__init__
+    made = EventIdWriter.__init__
 
     def init(self: Any, writer: Any, spec: Any, seen: Sequence[int] = (), known: Any = None) -> None:
         made(self, writer, spec, [max(0, each - 1) for each in seen], known)
 
-    patch.setattr(NumberedWriter, "__init__", init)
+    patch.setattr(EventIdWriter, "__init__", init)
 
 
 def tokens_forgotten_at_a_replay(patch: pytest.MonkeyPatch) -> None:
@@ -85,33 +85,33 @@ def tokens_forgotten_at_a_replay(patch: pytest.MonkeyPatch) -> None:
 
 
 def another_seed(patch: pytest.MonkeyPatch) -> None:
-    pinned = again.pinned
+    pinned = resumption.with_pinned_fields
 
     def loose(spec: GenerationSpec, resumed: Any, **more: bool) -> GenerationSpec:
         found = pinned(spec, resumed, **more)
         return replaced(found, params=msgspec.structs.replace(found.params, seed=spec.params.seed))
 
-    patch.setattr("quire.server.routes.bodies.pinned", loose)
+    patch.setattr("quire.server.routes.bodies.with_pinned_fields", loose)
 
 
 def a_token_left_out(patch: pytest.MonkeyPatch) -> None:
-    made = Sampling.__init__
+    made = SamplingGeneration.__init__
 
     def init(self: Any, spec: GenerationSpec, *given: Any) -> None:
         if (had := spec.progress) is not None:
-            spec = replaced(spec, progress=Progress([ids[1:] for ids in had.ids], had.cached, had.ends))
+            spec = replaced(spec, progress=CallProgress([ids[1:] for ids in had.ids], had.cached, had.ends))
         made(self, spec, *given)
 
-    patch.setattr(Sampling, "__init__", init)
+    patch.setattr(SamplingGeneration, "__init__", init)
 
 
 def tails_not_read(patch: pytest.MonkeyPatch) -> None:
     """After a kill and an upgrade a reader has more than the journal."""
-    patch.setattr("quire.server.store.calls.left", lambda path: ())
+    patch.setattr("quire.server.store.journal.read_logged_tokens", lambda path: ())
 
 
 def calls_not_written(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Calls, "put", lambda self, owner, call, ends, process: True)
+    patch.setattr(Calls, "put", lambda self, owner, call, expires_at, process: True)
 
 
 # What the simulation found, once more:
@@ -121,34 +121,34 @@ def ends_not_kept_on_a_full_disk(patch: pytest.MonkeyPatch) -> None:
     async def once(what: str, do: Callable[[], Any], given_up: Any = None) -> Any:
         return await do()
 
-    patch.setattr("quire.server.routes.responses.patiently", once)
+    patch.setattr("quire.server.routes.responses.retry_until_written", once)
 
 
 def sizes_not_set_back(patch: pytest.MonkeyPatch) -> None:
-    writing = Database.writing
-    patch.setattr(Database, "writing", lambda self, *sizes: writing(self))
+    writing = Database.write_transaction
+    patch.setattr(Database, "write_transaction", lambda self, *sizes: writing(self))
 
 
 def asks_that_end_what_asks(patch: pytest.MonkeyPatch) -> None:
     """A hub that was silent ended each process's notes for good."""
 
-    def asking(link: Any, from_thread: FromThread) -> Callable[[bytes], bytes]:
+    def asking(link: Any, from_thread: RunFromThread) -> Callable[[bytes], bytes]:
         loop = asyncio.get_running_loop()
 
         async def ask(body: bytes) -> bytes:
-            (said,) = await link.ask(TOPIC, body, to=HUB)
+            (said,) = await link.ask(DATA_DIR_TOPIC, body, to=HUB)
             return bytes(said)
 
         return lambda body: from_thread(ask(body), loop).result()
 
-    patch.setattr("quire.server.app.asking", asking)
+    patch.setattr("quire.server.app.make_blocking_ask", asking)
 
 
 # Of several API processes:
 
 
 def ends_not_taken_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Processes, "gone", lambda self, process: None)
+    patch.setattr(Processes, "remove_process", lambda self, process: None)
 
 
 def nobody_takes_over(patch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def nobody_takes_over(patch: pytest.MonkeyPatch) -> None:
     async def ask(self: Any, process: str, topic: str, body: bytes) -> None:
         return None
 
-    patch.setattr(Peers, "ask", ask)
+    patch.setattr(Peers, "ask_peer", ask)
 
 
 def empty_answers_of_whom_is_taken_over(patch: pytest.MonkeyPatch) -> None:
@@ -171,23 +171,23 @@ def empty_answers_of_whom_is_taken_over(patch: pytest.MonkeyPatch) -> None:
 
 def streams_that_begin_without_the_journal(patch: pytest.MonkeyPatch) -> None:
     """Nobody tries again what the process that has the journal did not answer."""
-    patch.setattr("quire.server.streams.Unanswered", Gone)
+    patch.setattr("quire.server.resumable_calls.StoreUnreachable", Gone)
 
 
 def nobody_joins_with_what_it_has(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Calls, "hold", lambda self, process, calls: None)
+    patch.setattr(Calls, "register_holder", lambda self, process, calls: None)
 
 
 def files_without_their_contents(patch: pytest.MonkeyPatch) -> None:
     """The next owner of the data deleted what a replica was about to make known."""
-    insert = Files.insert
+    insert = Files.insert_files
 
     def known(self: Any, connection: sqlite3.Connection, owner: str, files: Sequence[StoredFile]) -> None:
         for file in files:
-            self.contents.path(file.id).touch()
+            self.contents.content_path(file.id).touch()
         insert(self, connection, owner, files)
 
-    patch.setattr(Files, "insert", known)
+    patch.setattr(Files, "insert_files", known)
     patch.setattr("tests.simulation.test_simulation.KINDS", (Batching,))  # of all clients it takes 1,400 seeds
 
 

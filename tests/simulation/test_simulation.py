@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from quire.engine.link.process import Launcher
-from quire.server.store.data import open_data
+from quire.server.store.data_dir import open_data_dir
 from tests.server.api import NAME
 from tests.simulation import clients
 from tests.simulation.clock import PROCESS, virtual_time
@@ -93,8 +93,8 @@ class World:
         await asyncio.sleep(3)
         self._check_rest()
         process = self._server.answering[0]
-        assert process.server.durable is not None
-        looked = process.context.copy().run(asyncio.create_task, process.server.durable.look())
+        assert process.server.persistence is not None
+        looked = process.context.copy().run(asyncio.create_task, process.server.persistence.refresh_status())
         self._counted = (await looked).sizes
         await self._server.stop()
         self._check_kept()
@@ -240,24 +240,24 @@ class World:
         if not self.network.late_until:  # who hears nothing for long is not waited for
             assert not self._computing.wrong, f"two processes answered the same: {self._computing.wrong}"
         for process in self._server.answering:
-            assert process.server.batches is not None
-            assert not process.server.batches.num_open
-            assert process.server.streams is not None
-            assert not process.server.streams.num_running, "a stream that has ended is still noted"
+            assert process.server.batch_runner is not None
+            assert not process.server.batch_runner.num_running_batches
+            assert process.server.resumable_calls is not None
+            assert not process.server.resumable_calls.num_running, "a stream that has ended is still noted"
 
     def _check_kept(self) -> None:
         """What the last process counted is what is there."""
         counted = self._counted
-        kept = open_data(self._path, GIGABYTE)
+        kept = open_data_dir(self._path, GIGABYTE)
         try:
             assert counted == kept.processes.look("", {}).sizes
-            assert not kept.store.unfinished()
+            assert not kept.store.unfinished_responses()
             assert not kept.batches.open()
             for owner in kept.files.sizes:
                 page = kept.files.page(owner, 10_000, newest_first=True, after=None, purpose=None)
                 assert page is not None
                 for file in page[0]:
-                    size = kept.contents.path(file.id).stat().st_size
+                    size = kept.contents.content_path(file.id).stat().st_size
                     assert size == file.bytes, "a file is known without its content"
         finally:
             kept.close()

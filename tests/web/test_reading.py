@@ -62,7 +62,7 @@ def url(chromium: Browser) -> Iterator[str]:
         assert thread.is_alive()
         time.sleep(0.01)
     yield f"http://127.0.0.1:{port}"
-    app.state.server.models.loaded[0].live_view.close()
+    app.state.server.models.loaded_runtimes[0].live_view.close_streams()
     running.should_exit = True
     thread.join(30)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.engine.advice import nearest
 from quire.engine.checkpoint.names import HubName
+from quire.engine.unsupported_options import suggest_nearest
 
 _TELLING = 3
 """Letters that may tell which family is meant."""
@@ -37,8 +37,8 @@ def nearest_models(name: str, known: Collection[str]) -> str:
         return f"write it with a size: {' or '.join(sized)}"
     longer = [each for each in known if each.startswith(low)] if len(low) >= _TELLING else []
     family = [each for each in known if each.partition(":")[0] == low.partition(":")[0]]
-    alike = longer or ([] if nearest(low, known) else family)
-    return f"did you mean {' or '.join(alike)}?" if alike else nearest(low, known)
+    alike = longer or ([] if suggest_nearest(low, known) else family)
+    return f"did you mean {' or '.join(alike)}?" if alike else suggest_nearest(low, known)
 
 
 def known_models() -> dict[str, CatalogEntry]:

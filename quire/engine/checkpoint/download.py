@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from quire.engine.checkpoint.failures import check_room, told_apart
 from quire.engine.checkpoint.names import ANY_GGUF, HubName
 from quire.engine.errors import ModelError
-from quire.engine.folder import MIB
-from quire.engine.gguf.choice import PREFERRED, by_tag, chosen
-from quire.engine.gguf.header import header_bytes
+from quire.engine.folder_reader import MIB
+from quire.engine.gguf.file_selection import PREFERRED_TAG, group_by_tag, select_files
+from quire.engine.gguf.header import read_header_bytes
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
@@ -84,9 +84,9 @@ def download_some(name: HubName, revision: str | None, patterns: Sequence[str]) 
 
 def gguf_files(name: HubName, listing: Listing) -> list[str]:
     """The paths of the GGUF model that a name means, in order. Raises ModelError."""
-    models = by_tag(listing.files)
+    models = group_by_tag(listing.files)
     if name.file is None:
-        return chosen(models, None if name.tag in (None, ANY_GGUF) else name.tag, name.repo)
+        return select_files(models, None if name.tag in (None, ANY_GGUF) else name.tag, name.repo)
     for files in (files for several in models.values() for files in several):
         if name.file in files:
             return files
@@ -167,7 +167,7 @@ def _cached_gguf(name: HubName, revision: str | None) -> Path | None:
     if folder is None:
         return None
     paths = [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf") if path.is_file()]
-    exact = HubName(name.repo, PREFERRED) if name.tag == ANY_GGUF else name
+    exact = HubName(name.repo, PREFERRED_TAG) if name.tag == ANY_GGUF else name
     try:
         return folder / gguf_files(exact, Listing(dict.fromkeys(paths), folder.name))[0]
     except ModelError:
@@ -205,7 +205,7 @@ def _fetch_header(name: HubName, listing: Listing, path: str, into: Path) -> Non
         assert folder is not None
         target.symlink_to(folder / path)
         return
-    content = header_bytes(_Ranges(name.repo, path, listing.commit), target, file.size)
+    content = read_header_bytes(_Ranges(name.repo, path, listing.commit), target, file.size)
     with target.open("wb") as out:
         out.write(content)
         out.truncate(file.size)

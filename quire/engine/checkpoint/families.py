@@ -209,7 +209,7 @@ WITH_IMAGES = {
     "smolvlm": "llama",
 }
 """Families with image input whose text part, in text_config, is served; and what that is where it does not say. Those
-of engine/images/config.py read images too."""
+of engine/images/vision_config.py read images too."""
 _LLAMA_SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 _PAIRED_SIZES = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
 TEXT_SIZES: dict[str, dict[str, int]] = {

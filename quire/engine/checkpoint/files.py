@@ -36,9 +36,9 @@ from quire.engine.checkpoint.parts.heads import tied_as_stored
 from quire.engine.checkpoint.quantization import weight_formats
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ModelError
-from quire.engine.folder import checked
-from quire.engine.gguf.files import PACKAGED, SUFFIX, ModelFiles, gguf_of, packaged_model
-from quire.engine.text.tokenizer_files import read_end_tokens
+from quire.engine.folder_reader import validate_json
+from quire.engine.gguf.model_files import GGUF_SUFFIX, PACKAGED_MODELS, ModelFiles, find_gguf_file, find_packaged_model
+from quire.engine.text.tokenizer_files import read_eos_token_ids
 
 _WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """The files of a hub repository that are downloaded."""
@@ -74,7 +74,7 @@ class ModelConfig:
     rope: dict[str, Any]
     """rope_type, rope_theta, and the keys that the rope_type adds to them."""
     eos_token_ids: tuple[int, ...]
-    """All tokens that end an answer, as read_end_tokens finds them."""
+    """All tokens that end an answer, as read_eos_token_ids finds them."""
     raw: ServedFields
     """Each field of its declared type, or None."""
     context: int | None = None
@@ -96,17 +96,17 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
     """
     path = _local_path(name)
     if path.is_file():
-        if path.suffix != SUFFIX:
-            raise ModelError(f"model: {name!r} is a file; give a directory, or a {SUFFIX} file")
+        if path.suffix != GGUF_SUFFIX:
+            raise ModelError(f"model: {name!r} is a file; give a directory, or a {GGUF_SUFFIX} file")
         return path
     if path.is_dir():
-        return gguf_of(path) or path
-    return packaged_model(name) or download(hub_model(name), revision, patterns)
+        return find_gguf_file(path) or path
+    return find_packaged_model(name) or download(hub_model(name), revision, patterns)
 
 
 def must_come(name: str, revision: str | None) -> bool:
     """Whether a model has to be downloaded. Raises ModelError for what is no model's name."""
-    if _local_path(name).exists() or name in PACKAGED:
+    if _local_path(name).exists() or name in PACKAGED_MODELS:
         return False
     return not is_cached(hub_model(name), revision)
 
@@ -114,7 +114,7 @@ def must_come(name: str, revision: str | None) -> bool:
 def pull_model(name: str, revision: str | None) -> Path:
     """The directory of a model, or its GGUF file, as the hub has it now. What Quire does not serve is refused before
     anything large is downloaded. Raises ModelError."""
-    if _local_path(name).exists() or name in PACKAGED:
+    if _local_path(name).exists() or name in PACKAGED_MODELS:
         return resolve_model(name)
     hub = hub_model(name)
     if reasons := why_not_served(read_raw_config(name, revision)[0]):
@@ -146,10 +146,10 @@ def stored_at(config: EngineConfig) -> Path:
         return resolve_model(config.model, config.revision)
     path = _local_path(config.weights)
     if path.is_dir():
-        return gguf_of(path) or path
-    if path.is_file() and path.suffix == SUFFIX:
+        return find_gguf_file(path) or path
+    if path.is_file() and path.suffix == GGUF_SUFFIX:
         return path
-    raise ModelError(f"weights: {config.weights!r} is neither a directory nor a {SUFFIX} file")
+    raise ModelError(f"weights: {config.weights!r} is neither a directory nor a {GGUF_SUFFIX} file")
 
 
 def _local_path(name: str) -> Path:
@@ -167,7 +167,7 @@ def hub_model(name: str) -> HubName:
         return known[name.lower()].hub
     found = hub_name(name)
     if found is None:
-        advice = nearest_models(name, [*PACKAGED, *known])
+        advice = nearest_models(name, [*PACKAGED_MODELS, *known])
         raise ModelError(
             f"model: there is no directory {name!r}, and it is not a hub id (OWNER/REPO or OWNER/REPO:TAG), nor in "
             "`quire models`"
@@ -187,25 +187,25 @@ def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, A
     if path.suffix == ".json":
         path, file = path.parent, path.name
         folder = path
-    elif path.exists() or packaged_model(name) is not None:
+    elif path.exists() or find_packaged_model(name) is not None:
         path = folder = resolve_model(name)
     else:
         path = fetch_config(hub_model(name), revision, file, _scratch())
         folder = None if path.is_dir() else path
     files = ModelFiles(path)
-    raw = files.json(file)
+    raw = files.read_json_file(file)
     if raw is None:
         raise ModelError(f"model: there is no {file} in {name if folder is None else path.absolute().name}")
     if folder is not None:
-        raw = tied_as_stored(raw, _text_config(raw, files.label(file)), folder)
-    check_planned(raw, files.label(file))
+        raw = tied_as_stored(raw, _text_config(raw, files.file_label(file)), folder)
+    check_planned(raw, files.file_label(file))
     return raw, folder
 
 
 def check_planned(raw: dict[str, Any], label: str) -> None:
     """Raise ModelError, naming the field, for a config.json that nothing can be planned from."""
     with told_as_in_file(names_in_file(raw)):
-        checked(_text_config(raw, label), PlannedFields, label)
+        validate_json(_text_config(raw, label), PlannedFields, label)
 
 
 def _scratch() -> Path:
@@ -226,18 +226,18 @@ def read_model_config(
     who is to compute it, as the setting `model_impl` says it; `tokenizer`, `chat_template` and `weights` where they are
     not the model's own. Raises ModelError, naming a wrong field."""
     files = ModelFiles(path)
-    content, label = files.json("config.json"), files.label("config.json")
+    content, label = files.read_json_file("config.json"), files.file_label("config.json")
     if content is None:
         raise ModelError(f"model: {path.absolute().name or path} has no config.json")
     content = tied_as_stored(content, _text_config(content, label), weights or path)
     others = None if tokenizer is None else ModelFiles(tokenizer)
-    ends = read_end_tokens(files, tokenizer=others, chat_template=chat_template)
+    ends = read_eos_token_ids(files, tokenizer=others, chat_template=chat_template)
     if by_class(content, impl):
         return _class_config(files, content, label, ends, forced=impl == "transformers")
     if str(content.get("model_type")) in WITH_IMAGES:
         content = _text_config(content, label)
     with told_as_in_file(names := names_in_file(content)):
-        raw = checked(named_alike(content), ServedFields, label)
+        raw = validate_json(named_alike(content), ServedFields, label)
         if (quantized := raw.get("quantization_config")) and files.folder is not None:
             weight_formats(quantized)
         _read_generation_config(files)
@@ -286,7 +286,7 @@ def _class_config(
     if not forced and (reason := family_not_served(content)) is not None:
         raise ModelError(f"model: {label}: model_type: {reason}")
     given = class_config(content)
-    raw = checked(text_fields(given), AdaptedFields, label)
+    raw = validate_json(text_fields(given), AdaptedFields, label)
     stored: Mapping[str, Any] = {**raw}
     if quantized := raw.get("quantization_config"):
         weight_formats(quantized)
@@ -367,7 +367,7 @@ def _text_config(raw: dict[str, Any], file: str) -> dict[str, Any]:
 
 def _read_generation_config(files: ModelFiles) -> GenerationFields:
     name = "generation_config.json"
-    return checked(files.json(name) or {}, GenerationFields, files.label(name))
+    return validate_json(files.read_json_file(name) or {}, GenerationFields, files.file_label(name))
 
 
 def read_generation_defaults(path: Path) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The folder where KV pages outlive an engine (engine/tiers/disk.py): its owner's alone, and forgotten at once."""
+"""The folder where KV pages outlive an engine (engine/tiers/disk_tier.py): its owner's alone, and forgotten at once."""
 
 from __future__ import annotations
 

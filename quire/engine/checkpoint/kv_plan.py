@@ -19,11 +19,12 @@ from quire.engine.errors import ConfigError
 GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZED_BITS = {"int8": 8.0, "int4": 5.0, "fp8": 8.0}
-"""Bits of a weight that is quantized at load (engine/layers/quantize.py), its scale's and offset's included."""
+"""Bits of a weight that is quantized at load (engine/layers/online_quantization.py), its scale's and offset's
+included."""
 TABLE_BITS = 8.0
 """The same for the embedding and the head, where they are quantized."""
 KV_CODE_SCALE_BYTES = {"int8": 2, "fp8": 0, "fp8_e4m3": 0}
-"""By kv_cache_dtype: bytes that a head of a token takes beside a byte for each number (kernels/kv_codes.py)."""
+"""By kv_cache_dtype: bytes that a head of a token takes beside a byte for each number (kernels/kv_quantization.py)."""
 CPU_KV_BYTES = 4 * GIB
 """The largest KV cache that is allocated on a CPU unasked: the machine needs its memory for other things too."""
 _HOST_SHARE = 0.5
@@ -37,8 +38,8 @@ LEAST_PAGE_BYTES = 256
 CUDA_CONTEXT_BYTES = 600 * 2**20
 """Estimate for `quire plan`, which has no GPU to ask: what CUDA, its libraries and PyTorch take before any tensor."""
 GRAPH_ROWS = (4, 8, 16, 32, 64, 96, 128, 192, 256)
-"""For decodes, in CUDA graphs of small steps with prompts (engine/worker/graphs/prompts.py). A product of up to some
-300 rows reads its weights for longer than it multiplies, on an H100."""
+"""For decodes, in CUDA graphs of small steps with prompts (engine/worker/graphs/mixed_batch_graphs.py). A product of up
+to some 300 rows reads its weights for longer than it multiplies, on an H100."""
 GRAPH_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 """Of prompts. Longer steps take a GPU longer than it takes the host to start their kernels, even of small models."""
 MOST_GRAPHS = 32

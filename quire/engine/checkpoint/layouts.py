@@ -48,7 +48,7 @@ class Layout:
 
 
 JOINED = {"self_attn.qkv_proj": _QKV, "mlp.gate_up_proj": _GATE_UP, "conv.in_proj": _BCX}
-"""What GGUF files of any family may have in one, by the names of engine/gguf/names.py."""
+"""What GGUF files of any family may have in one, by the names of engine/gguf/tensor_names.py."""
 _GPT2_NAMES = {"wte": "embed_tokens", "wpe": "embed_positions", "ln_f": "norm"}
 _GPT2_BUFFERS = ("attn.bias", "attn.masked_bias")
 _GPT2_INSIDE: _Inside = {

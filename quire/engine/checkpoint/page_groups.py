@@ -19,7 +19,7 @@ from quire.engine.checkpoint.fields import LONGROPE
 from quire.engine.checkpoint.files import ModelConfig, text_config
 from quire.engine.checkpoint.parts.states import LayerStates, SharedState
 from quire.engine.config import EngineConfig, SpeculativeConfig
-from quire.engine.errors import refuse
+from quire.engine.errors import refuse_setting
 
 _MOST_GROUPS = 8
 """Each has a page table, which every step carries."""
@@ -54,7 +54,7 @@ def keeps_all(config: EngineConfig) -> str | None:
     for key in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier"):  # which keep pages of all layers
         if getattr(config, key):
             return key
-    return "speculative_config" if config.has_drafts else None  # what drafts has pages of the same numbers
+    return "speculative_config" if config.has_draft_weights else None  # what drafts has pages of the same numbers
 
 
 def as_configured(model: ModelConfig, config: EngineConfig) -> ModelConfig:
@@ -78,7 +78,7 @@ def rope_context(config: EngineConfig, max_position: int, *, decides: bool) -> i
     """The context by which a model of so many positions rotates; None where none `decides`. Raises ConfigError for one
     that is asked for then."""
     if not decides:
-        refuse("rope_context", config.rope_context is not None and "the model's rotations depend on no context")
+        refuse_setting("rope_context", config.rope_context is not None and "the model's rotations depend on no context")
         return None
     # Not the context that the memory allows: tokens would depend on it, and change when an engine is built anew.
     return config.rope_context or config.max_model_len or max_position

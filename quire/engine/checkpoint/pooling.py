@@ -21,7 +21,7 @@ from quire.engine.checkpoint.parts.inner_fields import Text, Width
 from quire.engine.checkpoint.safetensors import read_tensor_headers
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
-from quire.engine.folder import JSON_BYTES, checked, decoded, read_bytes, read_json
+from quire.engine.folder_reader import MAX_JSON_BYTES, decode_json, read_bytes, read_json, validate_json
 from quire.engine.types import PoolingType, Task
 
 Activation = Literal["identity", "sigmoid", "softmax", "tanh"]
@@ -253,10 +253,10 @@ def _embedding(path: Path, config: ModelConfig, encoder: bool) -> Pooling:
 def _modules(path: Path) -> list[_Module]:
     if not path.is_dir():  # a GGUF file has no such module
         return []
-    content = read_bytes(path / "modules.json", JSON_BYTES)
+    content = read_bytes(path / "modules.json", MAX_JSON_BYTES)
     if content is None:
         return []
-    modules = decoded(content, list[_Module], "modules.json")
+    modules = decode_json(content, list[_Module], "modules.json")
     for module in modules:
         folder = PurePosixPath(module["path"])
         if folder.is_absolute() or ".." in folder.parts or not module["path"].isprintable():
@@ -282,7 +282,7 @@ def _dense(path: Path, folder: str) -> DenseModule:
     content = read_json(path / file)
     if content is None:
         raise ModelError(f"model: there is no {file}")
-    fields = checked(content, _DenseFields, file)
+    fields = validate_json(content, _DenseFields, file)
     name = fields["activation_function"].rpartition(".")[2]
     if name not in ("Identity", "Tanh"):
         raise ModelError(f"model: {file}: activation_function: {name} is not supported (Identity, Tanh)")
@@ -292,4 +292,4 @@ def _dense(path: Path, folder: str) -> DenseModule:
 
 def _read(path: Path, file: str, kind: type[Fields]) -> Fields:
     content = read_json(path / file) if path.is_dir() else None
-    return checked(content or {}, kind, file)
+    return validate_json(content or {}, kind, file)

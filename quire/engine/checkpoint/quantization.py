@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.engine.checkpoint.parts.quantized import Quantization, WeightsArgs
 from quire.engine.errors import ModelError
-from quire.engine.text.patterns import suspicious
+from quire.engine.text.tokenizer_safety import is_suspicious_regex
 
 _FIELD = "model: config.json: quantization_config"
 _EXPRESSION = "re:"
@@ -163,7 +163,7 @@ def _bitsandbytes(given: Quantization) -> Groups:
 
 
 def _mxfp4(given: Quantization) -> Groups:
-    """gpt-oss' experts alone, as engine/worker/loading/experts.py names their tensors."""
+    """gpt-oss' experts alone, as engine/worker/loading/stacked_experts.py names their tensors."""
     return [(("mlp.experts",), WeightFormat("float4", 4, 32, strategy="group"))]
 
 
@@ -239,7 +239,7 @@ def _check_expression(pattern: str) -> None:
         re.compile(expression)
     except (re.error, RecursionError, OverflowError):
         raise ModelError(f"{_FIELD}: {pattern[:80]!r} is no regular expression") from None
-    if suspicious(expression.removeprefix(".*").removesuffix("$").removesuffix(".*")):
+    if is_suspicious_regex(expression.removeprefix(".*").removesuffix("$").removesuffix(".*")):
         raise ModelError(f"{_FIELD}: {pattern[:80]!r} might take too long to match")
 
 

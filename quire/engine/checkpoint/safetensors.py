@@ -19,10 +19,10 @@ from msgspec import Meta
 
 from quire.engine.checkpoint import pickled
 from quire.engine.errors import ModelError
-from quire.engine.folder import MIB, decoded, open_file, read_bytes
-from quire.engine.gguf.config import EMBEDDING
-from quire.engine.gguf.files import read_gguf
-from quire.engine.gguf.types import FLOATS
+from quire.engine.folder_reader import MIB, decode_json, open_file, read_bytes
+from quire.engine.gguf.hf_config import EMBEDDING_TENSOR
+from quire.engine.gguf.model_files import read_gguf_header
+from quire.engine.gguf.tensor_types import FLOAT_TYPES
 
 INDEX = "model.safetensors.index.json"
 """The file that says which shard has which tensor."""
@@ -123,7 +123,7 @@ def weight_files(path: Path) -> list[Path]:
         single = path / pickled.SINGLE if os.path.lexists(path / pickled.SINGLE) else single
     if content is None:
         return [single]
-    shards = sorted(set(decoded(content, _Index, name).weight_map.values()))
+    shards = sorted(set(decode_json(content, _Index, name).weight_map.values()))
     if not 0 < len(shards) <= _MOST_SHARDS:
         raise ModelError(f"model: {name}: weight_map: names {len(shards)} files")
     for shard in shards:
@@ -201,16 +201,18 @@ def tensor_places(file: Path) -> dict[str, tuple[str, int, int]]:
 def _stored_in_gguf(path: Path, counts: Callable[[str], bool], without: re.Pattern[str] | None) -> StoredWeights:
     """What has few bits stays as it is stored."""
     floats = other = 0
-    tensors = {name: tensor for name, tensor in read_gguf(path).tensors.items() if counts(name)}
+    tensors = {name: tensor for name, tensor in read_gguf_header(path).tensors.items() if counts(name)}
     for name, tensor in tensors.items():
         if without is not None and without.search(name):
             continue
-        if tensor.type.name in FLOATS:
-            floats += tensor.numbers
+        if tensor.type.name in FLOAT_TYPES:
+            floats += tensor.num_elements
         else:
             other += tensor.nbytes
-    table = tensors.get(EMBEDDING)
-    return StoredWeights(floats, other, None if table is None or table.type.name in FLOATS else table.type.bits)
+    table = tensors.get(EMBEDDING_TENSOR)
+    return StoredWeights(
+        floats, other, None if table is None or table.type.name in FLOAT_TYPES else table.type.bits_per_weight
+    )
 
 
 def _read_header(shard: Path) -> dict[str, _Tensor] | None:
@@ -229,11 +231,11 @@ def _read_header(shard: Path) -> dict[str, _Tensor] | None:
         length = int.from_bytes(file.read(8), "little")
         if total < 8 or length > min(total - 8, _HEADER_BYTES):
             raise ModelError(f"model: {shard.name} cannot be read: its header is cut off, or it is no safetensors file")
-        header = decoded(file.read(length), dict[str, msgspec.Raw], shard.name)
+        header = decode_json(file.read(length), dict[str, msgspec.Raw], shard.name)
     header.pop("__metadata__", None)
     if len(header) > _MOST_TENSORS:
         raise ModelError(f"model: {shard.name}: its header has {len(header)} tensors, more than {_MOST_TENSORS}")
-    tensors = {name: decoded(bytes(raw), _Tensor, f"{shard.name}: {name[:_SHOWN]}") for name, raw in header.items()}
+    tensors = {name: decode_json(bytes(raw), _Tensor, f"{shard.name}: {name[:_SHOWN]}") for name, raw in header.items()}
     for name, tensor in tensors.items():
         begin, end = tensor.data_offsets
         if not begin <= end <= total - 8 - length:

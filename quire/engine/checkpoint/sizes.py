@@ -54,7 +54,7 @@ from quire.engine.checkpoint.parts.states import (
     state_of,
 )
 from quire.engine.errors import ModelError
-from quire.engine.images.config import tower_numbers
+from quire.engine.images.vision_config import count_vision_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ def _sizes_of_equal_layers(raw: Mapping[str, Any]) -> ModelSizes:
     text = _text_to_plan(raw)
     kind, wanted = str(text.get("model_type", "")), ("hidden_size", "num_hidden_layers", "vocab_size")
     hidden, layers, vocab = (given_size(text, name) for name in wanted)
-    notes = _notes(raw, kind, (tower := tower_numbers(raw, hidden))[0])
+    notes = _notes(raw, kind, (tower := count_vision_parameters(raw, hidden))[0])
     windows, states = layer_windows(text, layers), state_of(text, hidden)
     attending, parts = len(windows), layer_parts(text, layers)
     notes += _of_states(text, layers - attending) if states is None else []

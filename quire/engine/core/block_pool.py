@@ -3,7 +3,7 @@
 A block is found by a hash of the tokens before and in it, so equal prefixes share blocks (automatic prefix caching).
 Blocks may be larger than `hash_block_size`; then a block is also found by the hash of each of its beginnings. A block
 with no references keeps its content and hashes until it is allocated again: blocks without hashes go first, then the
-least recently freed, and last those that are pinned (engine/core/sessions.py), as their owner unpins them.
+least recently freed, and last those that are pinned (engine/core/pinned_sessions.py), as their owner unpins them.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ def root_hash(salt: str, adapter: str = "") -> bytes:
     return blake2b(salt.encode(), digest_size=16, person=bytes.fromhex(adapter)[:16]).digest()
 
 
-def block_hash(parent: bytes, token_ids: Sequence[int], contents: bytes = b"") -> bytes:
-    """16 bytes for these tokens and all before them. `contents`: their `extra_keys`."""
-    return blake2b(parent + array("q", token_ids).tobytes() + contents, digest_size=16).digest()
+def block_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> bytes:
+    """16 bytes for these tokens and all before them. `extra`: their `extra_keys`."""
+    return blake2b(parent + array("q", token_ids).tobytes() + extra, digest_size=16).digest()
 
 
 def extra_keys(spans: Sequence[Span], begin: int, end: int) -> bytes:
     """Extra hash input for tokens [begin, end): the digests of the media spans that overlap them, each with the offset
     into the span."""
-    found = [span for span in spans if span.start < end and begin < span.start + span.count]
-    firsts = ((span.start - span.offset - begin).to_bytes(8, "little", signed=True) for span in found)
-    return b"".join(span.digest + first for span, first in zip(found, firsts, strict=True))
+    overlapping_spans = [span for span in spans if span.start < end and begin < span.start + span.count]
+    offsets = ((span.start - span.offset - begin).to_bytes(8, "little", signed=True) for span in overlapping_spans)
+    return b"".join(span.digest + first for span, first in zip(overlapping_spans, offsets, strict=True))
 
 
 def block_hash_with_group_id(digest: bytes, group: int) -> bytes:
@@ -50,7 +50,8 @@ class BlockPool:
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self.ref_counts = array("i", [0]) * num_blocks
-        """Of each block: how many requests use it. An array of C ints, which NumPy reads (engine/core/snapshot.py)."""
+        """Of each block: how many requests use it. An array of C ints, which NumPy reads
+        (engine/core/engine_view.py)."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._pin_counts: dict[int, int] = {}
         """Of each pinned block: by how many."""
@@ -58,8 +59,8 @@ class BlockPool:
         """Pinned blocks without references."""
         self.unpin_some: Callable[[int], None] | None = None
         """Callback that unpins at least `count` of the free pinned blocks, when an allocation needs them."""
-        self._hashes_of: dict[int, list[bytes]] = {}
-        self._block_of: dict[bytes, int] = {}
+        self._block_hashes: dict[int, list[bytes]] = {}
+        self._block_by_hash: dict[bytes, int] = {}
         self.before_reuse: Callable[[Sequence[int]], None] | None = None
         """Callback with the blocks that are about to be reused, while they still have their old content."""
 
@@ -88,7 +89,7 @@ class BlockPool:
     @property
     def cached_blocks(self) -> Collection[int]:
         """Blocks that have a hash, used or free."""
-        return self._hashes_of.keys()
+        return self._block_hashes.keys()
 
     def allocate(self, count: int) -> list[int]:
         """`count` blocks of undefined content, one reference each. The caller has checked num_free."""
@@ -107,21 +108,21 @@ class BlockPool:
         return blocks
 
     def has_hash(self, digest: bytes) -> bool:
-        return digest in self._block_of
+        return digest in self._block_by_hash
 
     def get_cached_block(self, digest: bytes) -> int | None:
         """The block with this hash, if there is one. Takes no reference: see `ref`."""
-        return self._block_of.get(digest)
+        return self._block_by_hash.get(digest)
 
     def get_cached_prefix(self, digests: Iterable[bytes]) -> list[int]:
         """Blocks of the longest cached prefix of `digests`. Takes no references: see `ref`."""
-        found = []
+        blocks = []
         for digest in digests:
-            block = self._block_of.get(digest)
+            block = self._block_by_hash.get(digest)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def count_unreferenced(self, blocks: Iterable[int]) -> int:
         """How many of these blocks have no references: `ref` lowers num_free by this."""
@@ -161,9 +162,9 @@ class BlockPool:
         """Let a block be found by a hash of its content up to some token. If another block already has this hash,
         lookups go on finding that one."""
         assert self.ref_counts[block] > 0, "registering a page that nobody holds"
-        if digest not in self._block_of:
-            self._block_of[digest] = block
-            self._hashes_of.setdefault(block, []).append(digest)
+        if digest not in self._block_by_hash:
+            self._block_by_hash[digest] = block
+            self._block_hashes.setdefault(block, []).append(digest)
 
     def unref(self, blocks: Sequence[int]) -> None:
         """Drop a reference to each block. Blocks at the end of a prefix are reused before those at its beginning."""
@@ -174,7 +175,7 @@ class BlockPool:
                 self._free_pinned.add(block)
             elif self.ref_counts[block] == 0:
                 self._free[block] = None
-                if block not in self._hashes_of:
+                if block not in self._block_hashes:
                     self._free.move_to_end(block, last=False)
 
     def evict(self, block: int) -> None:
@@ -184,21 +185,21 @@ class BlockPool:
         self._evict_hashes(block)
         self._free.move_to_end(block, last=False)
 
-    def reset(self) -> None:
+    def clear_hashes(self) -> None:
         """Forget all hashes. Blocks in use keep their content."""
-        self._hashes_of.clear()
-        self._block_of.clear()
+        self._block_hashes.clear()
+        self._block_by_hash.clear()
 
-    def audit(self) -> None:
+    def check_invariants(self) -> None:
         """Assert the invariants that hold between any two calls."""
         for block, count in enumerate(self.ref_counts):
             assert (count == 0) == (block in self._free or block in self._free_pinned)
             assert (block in self._free_pinned) == (count == 0 and block in self._pin_counts)
             assert not (block in self._free and block in self._free_pinned)
         assert all(count > 0 for count in self._pin_counts.values())
-        known = {digest: block for block, digests in self._hashes_of.items() for digest in digests}
-        assert known == self._block_of
+        known = {digest: block for block, digests in self._block_hashes.items() for digest in digests}
+        assert known == self._block_by_hash
 
     def _evict_hashes(self, block: int) -> None:
-        for digest in self._hashes_of.pop(block, ()):
-            del self._block_of[digest]
+        for digest in self._block_hashes.pop(block, ()):
+            del self._block_by_hash[digest]

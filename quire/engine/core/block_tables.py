@@ -43,10 +43,10 @@ class BlockTables:
         """How many free blocks a waiting request needs until all its tokens are computed, starting with the `cached`
         ones from `find_cached_blocks`. It frees some of these on its way."""
         tokens = len(request.token_ids)
-        beside = self.needs.most(tokens, len(cached) // self.num_groups) + self.pool.count_unreferenced(
+        num_to_allocate = self.needs.most(tokens, len(cached) // self.num_groups) + self.pool.count_unreferenced(
             without_null_blocks(cached)
         )
-        return min(beside, self.needs.most(tokens))
+        return min(num_to_allocate, self.needs.most(tokens))
 
     def num_tokens_with_room(self, request: Request) -> int:
         """Tokens for which the request's blocks and the free ones suffice."""
@@ -54,7 +54,7 @@ class BlockTables:
 
     def num_exclusive_blocks(self, request: Request) -> int:
         """Blocks that become free when this request alone frees its blocks."""
-        return sum(self.pool.ref_counts[page] == 1 for page in without_null_blocks(request.block_ids))
+        return sum(self.pool.ref_counts[block] == 1 for block in without_null_blocks(request.block_ids))
 
     def free_behind_window(self, request: Request) -> None:
         """Free the blocks that neither the request's next token nor any later one attends to.
@@ -67,9 +67,9 @@ class BlockTables:
                 self.needs.first_seen(window, at) for at in (request.num_trimmed_tokens, request.num_computed_tokens)
             )
             if first < last:
-                places = slice(first * self.num_groups + group, last * self.num_groups, self.num_groups)
-                self.pool.unref(request.block_ids[places])
-                request.block_ids[places] = [NULL_BLOCK] * (last - first)
+                block_slice = slice(first * self.num_groups + group, last * self.num_groups, self.num_groups)
+                self.pool.unref(request.block_ids[block_slice])
+                request.block_ids[block_slice] = [NULL_BLOCK] * (last - first)
                 self.num_blocks_saved += last - first
         request.num_trimmed_tokens = request.num_computed_tokens
 
@@ -80,7 +80,7 @@ class BlockTables:
         request.num_computed_tokens = request.num_trimmed_tokens = len(cached) // self.num_groups * self._block_size
         self.num_blocks_saved += cached.count(NULL_BLOCK)
 
-    def free(self, request: Request) -> None:
+    def free_blocks(self, request: Request) -> None:
         """Free all blocks of a request."""
         self.num_blocks_saved -= request.block_ids.count(NULL_BLOCK)
         self.pool.unref(without_null_blocks(request.block_ids))
@@ -102,22 +102,22 @@ class BlockTables:
             shortened = len(digests) < before
         if self.num_groups == 1:
             return tables[0]
-        return [page for row in zip(*(table[: len(digests)] for table in tables), strict=True) for page in row]
+        return [block for row in zip(*(table[: len(digests)] for table in tables), strict=True) for block in row]
 
     def _find_in_window(self, digests: Sequence[bytes], group: int, window: int) -> list[int]:
         """The same for one group with a window, from the end backwards: if a block in the window is missing, the prefix
         ends before it."""
-        count, pages = len(digests), [NULL_BLOCK] * len(digests)
+        count, blocks = len(digests), [NULL_BLOCK] * len(digests)
         index = count - 1
         while index >= self.needs.first_seen(window, count * self._block_size):
-            page = self.pool.get_cached_block(block_hash_with_group_id(digests[index], group))
-            if page is None:
+            block = self.pool.get_cached_block(block_hash_with_group_id(digests[index], group))
+            if block is None:
                 count = index
             else:
-                pages[index] = page
+                blocks[index] = block
             index -= 1
-        return pages[:count]
+        return blocks[:count]
 
 
-def without_null_blocks(pages: Iterable[int]) -> list[int]:
-    return [page for page in pages if page != NULL_BLOCK]
+def without_null_blocks(blocks: Iterable[int]) -> list[int]:
+    return [block for block in blocks if block != NULL_BLOCK]

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from quire.engine.core.block_pool import NULL_BLOCK, block_hash_with_group_id
 from quire.engine.core.block_tables import BlockTables, without_null_blocks
+from quire.engine.core.pinned_sessions import PinnedSessions
 from quire.engine.core.request import Request
 from quire.engine.core.scheduler_output import BlockCopy
-from quire.engine.core.sessions import Sessions
-from quire.engine.core.state_snapshots import NoSnapshots
-from quire.engine.core.stats import Counts
+from quire.engine.core.state_snapshots import StateSnapshots
+from quire.engine.core.stats import LiveCounters
 
 
 class PrefixCache:
@@ -20,41 +20,41 @@ class PrefixCache:
         self,
         tables: BlockTables,
         hash_block_size: int,
-        counts: Counts,
+        counts: LiveCounters,
         *,
         enabled: bool,
-        snapshots: NoSnapshots | None = None,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
         """`hash_block_size`: tokens per hash; a divisor of the block size. If not `enabled`, nothing is found.
         `snapshots`: the state snapshots that a request needs in addition to blocks; by default none."""
         self.block_size = block_size = tables.needs.block_size
         assert block_size % hash_block_size == 0
-        self.enabled = enabled
-        self.snapshots = snapshots or NoSnapshots()
-        self._sessions = Sessions(tables.pool, snapshots=self.snapshots, counts=counts)
+        self.is_enabled = enabled
+        self.snapshots = snapshots or StateSnapshots()
+        self._sessions = PinnedSessions(tables.pool, snapshots=self.snapshots, counts=counts)
         self._counts = counts
-        self._tables = tables
+        self._block_tables = tables
         self._pool = tables.pool
-        self._groups = tables.num_groups
+        self._num_groups = tables.num_groups
         self._hash_block_size = hash_block_size
         self._hashes_per_block = block_size // hash_block_size
-        self._written: dict[int, int] = {}
+        self._first_written: dict[int, int] = {}
         """For each block that the step being scheduled writes to, the first of its tokens that it writes."""
 
     @property
-    def unit(self) -> int:
+    def match_unit(self) -> int:
         """Cached prefixes are multiples of this many tokens; 0 if the cache is off."""
-        return max(self._hash_block_size, self.snapshots.every) if self.enabled else 0
+        return max(self._hash_block_size, self.snapshots.interval_tokens) if self.is_enabled else 0
 
     def begin_step(self) -> None:
-        self._written.clear()
-        self._sessions.begin_step()
-        self.snapshots.begin_step()
+        self._first_written.clear()
+        self._sessions.unpin_expired()
+        self.snapshots.publish_snapshots()
 
     def block_hashes(self, request: Request) -> list[Sequence[bytes]]:
         """For each full block of the request's tokens but the last, which must be computed: the hashes of its
         beginnings. The last of these is the hash of the whole block."""
-        if not self.enabled or request.needs_every_token:
+        if not self.is_enabled or request.needs_every_token:
             return []
         digests = request.block_hashes((len(request.token_ids) - 1) // self._hash_block_size, self._hash_block_size)
         return [
@@ -64,16 +64,20 @@ class PrefixCache:
 
     def get_computed_blocks(self, request: Request) -> list[int]:
         """Cached blocks for a waiting request's tokens but the last, as BlockTables.find_cached_blocks gives them."""
-        digests = [pieces[-1] for pieces in self.block_hashes(request)]
-        pages = self._tables.find_cached_blocks(digests)
-        usable = self.snapshots.usable(digests[: len(pages) // self._groups])
-        return pages if usable * self._groups == len(pages) else self._tables.find_cached_blocks(digests[:usable])
+        digests = [hashes[-1] for hashes in self.block_hashes(request)]
+        blocks = self._block_tables.find_cached_blocks(digests)
+        num_usable = self.snapshots.num_usable_blocks(digests[: len(blocks) // self._num_groups])
+        return (
+            blocks
+            if num_usable * self._num_groups == len(blocks)
+            else self._block_tables.find_cached_blocks(digests[:num_usable])
+        )
 
     def use_computed_blocks(self, request: Request, cached: list[int]) -> None:
         """Let a request that has a slot and no blocks start with these."""
-        self._tables.set_cached_blocks(request, cached)
-        request.num_cached_hashes = len(cached) // self._groups * self._hashes_per_block
-        self.snapshots.begin(request)
+        self._block_tables.set_cached_blocks(request, cached)
+        request.num_cached_hashes = len(cached) // self._num_groups * self._hashes_per_block
+        self.snapshots.restore_state(request)
 
     def count_hits(self, request: Request) -> None:
         """Count the hits of a request that starts, the first time that it does."""
@@ -81,27 +85,29 @@ class PrefixCache:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             self._counts.prefix_queries += request.num_prompt_tokens
             self._counts.prefix_hits += request.num_cached_tokens
-            if self.enabled and request.engine_request.sampling is not None:
-                self._sessions.began(
+            if self.is_enabled and request.engine_request.sampling_params is not None:
+                self._sessions.resume_session(
                     request,
                     request.block_hashes(len(request.token_ids) // self._hash_block_size, self._hash_block_size),
                 )
 
-    def free(self, request: Request) -> None:
+    def free_request(self, request: Request) -> None:
         """Free all blocks of a request; some are pinned for the next turn of its conversation."""
-        if self.enabled and request.engine_request.sampling is not None:
-            pages = without_null_blocks(
-                request.block_ids[: request.num_cached_hashes // self._hashes_per_block * self._groups]
+        if self.is_enabled and request.engine_request.sampling_params is not None:
+            blocks = without_null_blocks(
+                request.block_ids[: request.num_cached_hashes // self._hashes_per_block * self._num_groups]
             )
             digests = request.block_hashes(request.num_cached_hashes, self._hash_block_size)
-            self._sessions.left(request, [page for page in pages if page in self._pool.cached_blocks], digests)
-        self._tables.free(request)
+            self._sessions.pause_session(
+                request, [block for block in blocks if block in self._pool.cached_blocks], digests
+            )
+        self._block_tables.free_blocks(request)
 
-    def reset(self) -> None:
+    def clear_prefixes(self) -> None:
         """Forget everything that was computed so far."""
-        self._sessions.forget()
-        self._pool.reset()
-        self.snapshots.forget()
+        self._sessions.clear_sessions()
+        self._pool.clear_hashes()
+        self.snapshots.clear_snapshots()
 
     def copy_partial_blocks(self, request: Request) -> list[BlockCopy]:
         """If each group has a cached block that begins as the request's next block does, allocate blocks for the
@@ -109,63 +115,69 @@ class PrefixCache:
 
         Copies are made before the step computes anything, so what the step itself writes cannot be copied.
         """
-        if self._hashes_per_block == 1 or not self.enabled or request.needs_every_token:
+        if self._hashes_per_block == 1 or not self.is_enabled or request.needs_every_token:
             return []
-        first = len(request.block_ids) // self._groups * self._hashes_per_block
+        first = len(request.block_ids) // self._num_groups * self._hashes_per_block
         digests = request.block_hashes((len(request.token_ids) - 1) // self._hash_block_size, self._hash_block_size)[
             first : first + self._hashes_per_block - 1
         ]
         for count in range(len(digests), 0, -1):
-            found = self._find_partial_blocks(digests[count - 1], count * self._hash_block_size)
-            if len(found) == self._groups:
+            partial_blocks = self._find_partial_blocks(digests[count - 1], count * self._hash_block_size)
+            if len(partial_blocks) == self._num_groups:
                 # A block that was found and has no references may be among those allocated. Then its group goes on in
                 # it: there is nothing to copy, and no other copy overwrites it.
-                new = self._pool.allocate(self._groups)
-                others = iter([page for page in new if page not in found])
-                pages = [page if page in new else next(others) for page in found]
-                request.block_ids += pages
+                new_blocks = self._pool.allocate(self._num_groups)
+                other_blocks = iter([block for block in new_blocks if block not in partial_blocks])
+                blocks = [block if block in new_blocks else next(other_blocks) for block in partial_blocks]
+                request.block_ids += blocks
                 request.num_computed_tokens += count * self._hash_block_size
-                pairs = zip(found, pages, strict=True)
+                pairs = zip(partial_blocks, blocks, strict=True)
                 return [BlockCopy(*pair, count * self._hash_block_size) for pair in pairs if pair[0] != pair[1]]
         return []
 
     def _find_partial_blocks(self, digest: bytes, tokens: int) -> list[int]:
         """The block of each group whose first tokens have this hash and were written before this step, because copies
         are made first."""
-        found = [self._pool.get_cached_block(block_hash_with_group_id(digest, group)) for group in range(self._groups)]
-        return [page for page in found if page is not None and tokens <= self._written.get(page, self.block_size)]
+        candidates = [
+            self._pool.get_cached_block(block_hash_with_group_id(digest, group)) for group in range(self._num_groups)
+        ]
+        return [
+            block
+            for block in candidates
+            if block is not None and tokens <= self._first_written.get(block, self.block_size)
+        ]
 
-    def cache_blocks(self, request: Request, start: int, known: int) -> None:
+    def cache_blocks(self, request: Request, start: int, num_known: int) -> None:
         """Register the hashes of the blocks that are full now, and note what the step writes: it computes the tokens
-        from `start` on, of which the first `known` tokens are known and the rest are drafts."""
-        if not self.enabled or request.num_computed_tokens == start:
+        from `start` on, of which the first `num_known` tokens are known and the rest are drafts."""
+        if not self.is_enabled or request.num_computed_tokens == start:
             return
-        self.snapshots.keep(request, known)
+        self.snapshots.save_state(request, num_known)
         full = min(request.num_computed_tokens, len(request.token_ids)) // self._hash_block_size
         if full > request.num_cached_hashes:
             for index, digest in enumerate(
                 request.block_hashes(full, self._hash_block_size)[request.num_cached_hashes :],
                 request.num_cached_hashes,
             ):
-                first = index // self._hashes_per_block * self._groups
-                for group, page in enumerate(request.block_ids[first : first + self._groups]):
-                    if page != NULL_BLOCK:
-                        self._pool.cache_block(page, block_hash_with_group_id(digest, group))
+                first = index // self._hashes_per_block * self._num_groups
+                for group, block in enumerate(request.block_ids[first : first + self._num_groups]):
+                    if block != NULL_BLOCK:
+                        self._pool.cache_block(block, block_hash_with_group_id(digest, group))
             request.num_cached_hashes = full
         if self._hashes_per_block > 1:  # what is written matters to forks alone
             for index in range(start // self.block_size, -(-request.num_computed_tokens // self.block_size)):
-                for page in request.block_ids[index * self._groups : (index + 1) * self._groups]:
-                    self._written[page] = max(start - index * self.block_size, 0)
+                for block in request.block_ids[index * self._num_groups : (index + 1) * self._num_groups]:
+                    self._first_written[block] = max(start - index * self.block_size, 0)
 
-    def full_pages(self, request: Request) -> list[tuple[int, bytes]]:
+    def full_blocks(self, request: Request) -> list[tuple[int, bytes]]:
         """A sequence's pages that can be found, each with its own hash. Only where all layers are one group."""
-        assert self._groups == 1
+        assert self._num_groups == 1
         count = request.num_cached_hashes // self._hashes_per_block
         digests = request.block_hashes(count * self._hashes_per_block, self._hash_block_size)[
             self._hashes_per_block - 1 :: self._hashes_per_block
         ]
         return [
-            (page, digest)
-            for page, digest in zip(request.block_ids, digests, strict=False)
+            (block, digest)
+            for block, digest in zip(request.block_ids, digests, strict=False)
             if self._pool.has_hash(digest)
         ]

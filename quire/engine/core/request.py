@@ -63,7 +63,7 @@ class Request:
         """Order among requests of the same priority and tenant; the smallest goes first."""
         self.priority_key = (engine_request.priority, *self.sort_key)
         """Order among running requests; the smallest goes first."""
-        self.limit = limit
+        self.max_output_tokens = limit
         """Maximum number of output tokens, bounded by the context length; 0 for a pooling request."""
         self.token_ids = engine_request.prompt_ids + engine_request.emitted_ids
         self.num_prompt_tokens = len(engine_request.prompt_ids)
@@ -86,9 +86,9 @@ class Request:
         self.num_charged_tokens = 0
         """Prompt tokens that were cached or already charged to its tenant: recomputing them after a preemption costs
         it nothing."""
-        sampling = engine_request.sampling
-        asked = sampling is not None and sampling.prompt_logprobs is not None
-        self.prompt_logprobs_pending = asked and not engine_request.emitted_ids
+        sampling = engine_request.sampling_params
+        wants_prompt_logprobs = sampling is not None and sampling.prompt_logprobs is not None
+        self.prompt_logprobs_pending = wants_prompt_logprobs and not engine_request.emitted_ids
         self._pools_all = pools_all and sampling is None
         self.prompt_logprobs: list[TokenLogprob | None] = []
         has_grammar = sampling is not None and sampling.grammar is not None
@@ -101,7 +101,7 @@ class Request:
         self._current_encoder_chunk: EncoderChunk | None = None
         """The last chunk that was scheduled of an image."""
         self._block_hashes: list[bytes] = []
-        self._root = root_hash(
+        self._root_hash = root_hash(
             engine_request.cache_salt, "" if engine_request.adapter is None else engine_request.adapter.digest
         )
 
@@ -109,13 +109,17 @@ class Request:
         """Set the sort key before the request waits. `place`: Scheduler.place, which a user's class may override.
         Returns an error message if it gave something other than a number."""
         try:
-            found = place(self.engine_request)
-            wrong = None if isinstance(found, int | float) and found == found else f"gave {found!r}, which is no number"
+            sort_key = place(self.engine_request)
+            problem = (
+                None
+                if isinstance(sort_key, int | float) and sort_key == sort_key
+                else f"gave {sort_key!r}, which is no number"
+            )
         except Exception as error:  # whatever a user's method raises
-            wrong = f"raised {type(error).__name__}: {error}"
-        if wrong is not None:
-            return f"scheduler_cls: {place.__qualname__} {wrong}"
-        self.sort_key = (found, self.arrival)
+            problem = f"raised {type(error).__name__}: {error}"
+        if problem is not None:
+            return f"scheduler_cls: {place.__qualname__} {problem}"
+        self.sort_key = (sort_key, self.arrival)
         self.priority_key = (self.engine_request.priority, *self.sort_key)
         return None
 
@@ -133,19 +137,19 @@ class Request:
         """Tokens to compute until it is caught up; 0 while all tokens that it may generate are in flight, or while the
         host must first see a token in flight."""
         if self.num_tokens_in_flight and (
-            self.needs_host_tokens or self.num_output_tokens + self.num_tokens_in_flight >= self.limit
+            self.needs_host_tokens or self.num_output_tokens + self.num_tokens_in_flight >= self.max_output_tokens
         ):
             return 0
         return len(self.token_ids) + self.num_tokens_in_flight - self.num_computed_tokens
 
-    def next_chunk(self, count: int, room: int) -> ScheduledChunk:
-        """Its next chunk: at most `count` tokens, and the encoder chunks of the images among them, within `room` tokens
-        of the budget. A large image is encoded over several steps, as a long prompt is prefilled. A span that attends
-        to all of itself is never split: if it does not fit, it waits for the next step, and if it comes first and is
-        encoded, it may exceed `count`."""
-        if self.num_computed_tokens >= self.num_prompt_tokens or count <= 0 or not self.engine_request.spans:
-            return ScheduledChunk(count, count)
-        end, weight, looks = self.num_computed_tokens + min(count, room), 0, list[EncoderChunk]()
+    def next_chunk(self, max_tokens: int, budget: int) -> ScheduledChunk:
+        """Its next chunk: at most `max_tokens` tokens, and the encoder chunks of the images among them, within `budget`
+        tokens of the budget. A large image is encoded over several steps, as a long prompt is prefilled. A span that
+        attends to all of itself is never split: if it does not fit, it waits for the next step, and if it comes first
+        and is encoded, it may exceed `max_tokens`."""
+        if self.num_computed_tokens >= self.num_prompt_tokens or max_tokens <= 0 or not self.engine_request.spans:
+            return ScheduledChunk(max_tokens, max_tokens)
+        end, encoder_cost, chunks = self.num_computed_tokens + min(max_tokens, budget), 0, list[EncoderChunk]()
         last: Span | None = None
         for span in self.engine_request.spans:
             if span.start >= end:
@@ -153,35 +157,35 @@ class Request:
             if span.start + span.count <= self.num_computed_tokens:
                 continue
             begin = max(span.start, self.num_computed_tokens)
-            if span.digest not in self._encoded_digests and all(span.digest != each.digest for each in looks):
-                work = next(each.work for each in self.engine_request.images if each.digest == span.digest)
-                done = self._encoder_progress(span.digest)
-                until = min(work, done + room - weight - (begin - self.num_computed_tokens))
-                if until > done:
-                    looks.append(EncoderChunk(span.digest, until, work))
-                    weight += until - done
-                if until < work:
+            if span.digest not in self._encoded_digests and all(span.digest != each.digest for each in chunks):
+                work = next(each.encoder_cost for each in self.engine_request.images if each.digest == span.digest)
+                progress = self._encoder_progress(span.digest)
+                chunk_end = min(work, progress + budget - encoder_cost - (begin - self.num_computed_tokens))
+                if chunk_end > progress:
+                    chunks.append(EncoderChunk(span.digest, chunk_end, work))
+                    encoder_cost += chunk_end - progress
+                if chunk_end < work:
                     end = begin
                     break
-                end = min(end, self.num_computed_tokens + room - weight)
+                end = min(end, self.num_computed_tokens + budget - encoder_cost)
             last = span
-        if last is not None and last.whole and last.start < end < (behind := last.start + last.count):
-            end = last.start if last.start > self.num_computed_tokens or looks else behind
-        count = max(end - self.num_computed_tokens, 0)
-        return ScheduledChunk(count, count + weight, looks)
+        if last is not None and last.is_bidirectional and last.start < end < (span_end := last.start + last.count):
+            end = last.start if last.start > self.num_computed_tokens or chunks else span_end
+        max_tokens = max(end - self.num_computed_tokens, 0)
+        return ScheduledChunk(max_tokens, max_tokens + encoder_cost, chunks)
 
     def _encoder_progress(self, digest: bytes) -> int:
         """Encoder progress of the image that is being encoded; 0 for any other."""
         return (
-            self._current_encoder_chunk.end
+            self._current_encoder_chunk.end_progress
             if self._current_encoder_chunk is not None and self._current_encoder_chunk.digest == digest
             else 0
         )
 
-    def count_encoded(self, looks: Sequence[EncoderChunk]) -> None:
+    def mark_encoded(self, chunks: Sequence[EncoderChunk]) -> None:
         """Count these chunks as done."""
-        self._encoded_digests.update(each.digest for each in looks if each.is_last)
-        self._current_encoder_chunk = looks[-1] if looks else self._current_encoder_chunk
+        self._encoded_digests.update(each.digest for each in chunks if each.is_last)
+        self._current_encoder_chunk = chunks[-1] if chunks else self._current_encoder_chunk
 
     def block_hashes(self, count: int, size: int) -> Sequence[bytes]:
         """Hashes of the first `count` blocks of `size` tokens, all of which must be known. `size` is the same in all
@@ -189,7 +193,7 @@ class Request:
         assert count * size <= len(self.token_ids), "hashing tokens that are not known yet"
         while len(self._block_hashes) < count:
             begin = len(self._block_hashes) * size
-            parent = self._block_hashes[-1] if self._block_hashes else self._root
+            parent = self._block_hashes[-1] if self._block_hashes else self._root_hash
             contents = extra_keys(self.engine_request.spans, begin, begin + size)
             self._block_hashes.append(block_hash(parent, self.token_ids[begin : begin + size], contents))
         return self._block_hashes[:count]
@@ -205,9 +209,9 @@ class Request:
                 return "stop", None
             if token in params.stop_token_ids:
                 return "stop", token
-        return ("length", None) if self.num_output_tokens >= self.limit else (None, None)
+        return ("length", None) if self.num_output_tokens >= self.max_output_tokens else (None, None)
 
-    def restart(self) -> None:
+    def reset_to_waiting(self) -> None:
         """Back to waiting with nothing computed. Tokens in flight still arrive."""
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0

@@ -15,9 +15,9 @@ from collections.abc import Collection
 from quire.engine.checkpoint.page_groups import PageNeeds
 from quire.engine.core.block_pool import NULL_BLOCK, BlockPool
 from quire.engine.core.block_tables import BlockTables
-from quire.engine.core.drafter import Drafter, NoDrafts
-from quire.engine.core.fairness import FairQueue, TokenBudget
-from quire.engine.core.no_tiers import NoTiers
+from quire.engine.core.drafter import Drafter, NullDrafter
+from quire.engine.core.fair_queue import FairQueue, TokenBudget
+from quire.engine.core.kv_offload import KVOffloader
 from quire.engine.core.prefix_cache import PrefixCache
 from quire.engine.core.request import Request, RequestStatus, ScheduledChunk
 from quire.engine.core.scheduler_output import (
@@ -27,9 +27,9 @@ from quire.engine.core.scheduler_output import (
     ScheduledRequest,
     SchedulerOutput,
 )
-from quire.engine.core.state_snapshots import SnapshotPlan, choose_snapshots
-from quire.engine.core.stats import Counts, EngineStats
-from quire.engine.types import Cause, EngineCoreOutput, EngineCoreRequest, Task
+from quire.engine.core.state_snapshots import SnapshotPlan, make_state_snapshots
+from quire.engine.core.stats import EngineStats, LiveCounters
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, ErrorCause, Task
 
 
 class Scheduler:
@@ -51,7 +51,7 @@ class Scheduler:
         whole_prompts: bool = False,
         pools_all: bool = False,
         tasks: Collection[Task] = ("generate", "embed", "classify"),
-        tiers: NoTiers | None = None,
+        tiers: KVOffloader | None = None,
         micro_batches: int = 1,
         snapshots: SnapshotPlan | None = None,
     ) -> None:
@@ -69,21 +69,21 @@ class Scheduler:
         self._max_tokens, self._max_model_len = max_num_batched_tokens, max_model_len
         self._max_tokens_per_request = long_prefill_token_threshold or max_num_batched_tokens
         self.pool = BlockPool(num_blocks)
-        self._needs = PageNeeds(windows, block_size, self._max_tokens_per_request)
-        self._block_tables = BlockTables(self.pool, self._needs)
-        self._counts = Counts()
-        kept = choose_snapshots(self.pool, block_size, snapshots, max_num_seqs + 1)
-        piece = hash_block_size or block_size
-        self.prefixes = PrefixCache(
-            self._block_tables, piece, self._counts, enabled=enable_prefix_caching, snapshots=kept
+        self._block_needs = PageNeeds(windows, block_size, self._max_tokens_per_request)
+        self._block_tables = BlockTables(self.pool, self._block_needs)
+        self._counts = LiveCounters()
+        state_snapshots = make_state_snapshots(self.pool, block_size, snapshots, max_num_seqs + 1)
+        hash_size = hash_block_size or block_size
+        self.prefix_cache = PrefixCache(
+            self._block_tables, hash_size, self._counts, enabled=enable_prefix_caching, snapshots=state_snapshots
         )
-        self.tiers = tiers or NoTiers()
-        self.tiers.serve(self.pool, self.prefixes)
-        self._eos = frozenset(eos_token_ids)
+        self.kv_offloader = tiers or KVOffloader()
+        self.kv_offloader.attach_cache(self.pool, self.prefix_cache)
+        self._eos_token_ids = frozenset(eos_token_ids)
         self._whole_prompts, self._pools_all = whole_prompts, pools_all
         self._tasks, self._micro_batches = tasks, micro_batches
-        self._drafter = drafter or NoDrafts()
-        self._arrivals = 0
+        self._drafter = drafter or NullDrafter()
+        self._num_arrivals = 0
         self._requests: dict[str, Request] = {}
         self._running: list[Request] = []
         self._waiting = waiting or FairQueue()
@@ -92,15 +92,15 @@ class Scheduler:
         self._outputs: list[EngineCoreOutput] = []
 
     @property
-    def busy(self) -> bool:
-        return bool(self._requests) or self.tiers.busy
+    def has_requests(self) -> bool:
+        return bool(self._requests) or self.kv_offloader.has_open_loads
 
     @property
     def needs_host_tokens(self) -> bool:
         """True if a running request must see its last token on the host before it can be scheduled."""
         return self._micro_batches == 1 and any(request.needs_host_tokens for request in self._running)
 
-    def stats(self) -> EngineStats:
+    def make_stats(self) -> EngineStats:
         return EngineStats(
             running=len(self._running),
             waiting=len(self._requests) - len(self._running),
@@ -108,23 +108,19 @@ class Scheduler:
             total_blocks=self.pool.num_blocks,
             cached_blocks=len(self.pool.cached_blocks),
             saved_blocks=self._block_tables.num_blocks_saved,
-            **self._counts.fields(),
-            tiers=self.tiers.stats(),
-            load_seconds=self.tiers.load_seconds,
-            pages_lost=self.tiers.lost,
-            prefix_unit=self.prefixes.unit,
+            **self._counts.as_dict(),
+            tiers=self.kv_offloader.tier_stats(),
+            load_seconds=self.kv_offloader.load_seconds,
+            pages_lost=self.kv_offloader.num_blocks_lost,
+            prefix_unit=self.prefix_cache.match_unit,
             kept_blocks=self.pool.num_pinned,
             cache_tokens=self._block_tables.num_tokens_in_pool,
         )
 
-    def requests(self) -> tuple[list[Request], list[Request]]:
+    def list_requests(self) -> tuple[list[Request], list[Request]]:
         """The running and the waiting requests, each by priority and arrival."""
-        waiting = [
-            engine_request
-            for engine_request in self._requests.values()
-            if engine_request.status is not RequestStatus.RUNNING
-        ]
-        return sorted(self._running, key=lambda engine_request: engine_request.priority_key), sorted(
+        waiting = [each for each in self._requests.values() if each.status is not RequestStatus.RUNNING]
+        return sorted(self._running, key=lambda each: each.priority_key), sorted(
             waiting, key=lambda request: request.priority_key
         )
 
@@ -133,7 +129,7 @@ class Scheduler:
         the first that arrived. A class given by --scheduler-cls overrides it."""
         return 0.0
 
-    def add(self, engine_request: EngineCoreRequest) -> None:
+    def add_request(self, engine_request: EngineCoreRequest) -> None:
         """Queue a request, or answer it with an error output at once if it can never fit."""
         assert engine_request.id not in self._requests, f"request id {engine_request.id} is in use"
         if engine_request.task not in self._tasks:
@@ -142,40 +138,46 @@ class Scheduler:
             )
             return
         num_prompt = len(engine_request.prompt_ids)
-        limit = engine_request.limit(self._max_model_len - num_prompt)
+        limit = engine_request.output_token_limit(self._max_model_len - num_prompt)
         if limit is None:
             self._output_error(engine_request, f"the prompt has {num_prompt} tokens, the context {self._max_model_len}")
             return
         drafting = self._drafter.can_draft(engine_request)
-        turns = self._micro_batches > 1  # the first stage must know a token before it can compute it
+        is_pipelined = self._micro_batches > 1  # the first stage must know a token before it can compute it
         request = Request(
-            engine_request, self._arrivals, limit, drafting=drafting, pools_all=self._pools_all, needs_host_tokens=turns
+            engine_request,
+            self._num_arrivals,
+            limit,
+            drafting=drafting,
+            pools_all=self._pools_all,
+            needs_host_tokens=is_pipelined,
         )
-        self._arrivals += 1
-        longest = num_prompt + limit
-        if (wrong := request.set_sort_key(self.place)) is not None:
-            self._output_error(engine_request, wrong)
-        elif self._needs.most(longest) > self.pool.num_blocks:
-            fits = self._needs.longest(self.pool.num_blocks, longest)
+        self._num_arrivals += 1
+        max_total_tokens = num_prompt + limit
+        if (problem := request.set_sort_key(self.place)) is not None:
+            self._output_error(engine_request, problem)
+        elif self._block_needs.most(max_total_tokens) > self.pool.num_blocks:
+            num_fitting_tokens = self._block_needs.longest(self.pool.num_blocks, max_total_tokens)
             self._output_error(
-                engine_request, f"prompt and max_tokens need {longest} tokens, the KV cache holds {fits}"
+                engine_request,
+                f"prompt and max_tokens need {max_total_tokens} tokens, the KV cache holds {num_fitting_tokens}",
             )
         elif engine_request.emitted_ids and request.num_output_tokens >= limit:
             self._outputs.append(EngineCoreOutput(engine_request.id, [], finish_reason="length"))
         else:
             self._requests[engine_request.id] = request
-            self._waiting.push(request)
+            self._waiting.push_request(request)
 
-    def abort(self, request_id: str) -> None:
+    def abort_request(self, request_id: str) -> None:
         """End a request now and free its blocks. Does nothing for an unknown id: the request may just have finished."""
         request = self._requests.get(request_id)
         if request is not None:
             self._finish_request(request)
             self._outputs.append(EngineCoreOutput(request_id, [], finish_reason="abort"))
 
-    def wait(self) -> None:
+    def wait_for_loads(self) -> None:
         """Wait briefly for loads that requests wait for. Called only while there is nothing to compute."""
-        (self.tiers if self.tiers.busy else self._waiting).wait()
+        (self.kv_offloader if self.kv_offloader.has_open_loads else self._waiting).wait_for_loads()
 
     def take_outputs(self) -> list[EngineCoreOutput]:
         """The outputs of add, abort and apply since the last call."""
@@ -184,46 +186,60 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """Schedule the next step, and count it as computed from now on. None if there is nothing to compute."""
-        for engine_request, why in self._waiting.advance():
-            self._finish_request(engine_request)
-            self._output_error(engine_request.engine_request, why)
-        for engine_request in self.tiers.arrived():
-            self._waiting.push(engine_request)
-        self.prefixes.begin_step()
+        for waiting_request, why in self._waiting.process_adapter_loads():
+            self._finish_request(waiting_request)
+            self._output_error(waiting_request.engine_request, why)
+        for waiting_request in self.kv_offloader.take_loaded_requests():
+            self._waiting.push_request(waiting_request)
+        self.prefix_cache.begin_step()
         self._preempt_for_fairness()
-        planned, budget = self._schedule_running()
-        drafts = self._propose_drafts(planned, budget)
-        rows = [self._schedule_request(request, share, drafts.get(request, [])) for request, share in planned.items()]
+        chunks, budget = self._schedule_running()
+        drafts = self._propose_drafts(chunks, budget)
+        scheduled_requests = [
+            self._schedule_request(request, chunk, drafts.get(request, [])) for request, chunk in chunks.items()
+        ]
         copies: list[BlockCopy] = []
-        admissions = self._schedule_waiting(rows, copies, budget)
-        if not rows:
+        new_requests = self._schedule_waiting(scheduled_requests, copies, budget)
+        if not scheduled_requests:
             return None
         self._counts.steps += 1
-        preempted, left, self._preempted_ids, self._freed_slots = self._preempted_ids, self._freed_slots, [], []
-        told = self.tiers.take_fetched(), self._waiting.take_adapter_loads()
-        return SchedulerOutput(rows, admissions, copies, preempted, *told, left, self.prefixes.snapshots.take_copies())
+        preempted, freed_slots, self._preempted_ids, self._freed_slots = self._preempted_ids, self._freed_slots, [], []
+        loads = self.kv_offloader.take_loaded_blocks(), self._waiting.take_adapter_loads()
+        return SchedulerOutput(
+            scheduled_requests,
+            new_requests,
+            copies,
+            preempted,
+            *loads,
+            freed_slots,
+            self.prefix_cache.snapshots.take_slot_copies(),
+        )
 
-    def apply(self, batch: SchedulerOutput, output: ModelRunnerOutput) -> None:
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
         """Take in what a step computed. Steps are applied in the order in which they were scheduled."""
-        if output.used_cuda_graph:
-            self._counts.count_captured(prompts=batch.has_prefill)
-        for row in batch.scheduled_requests:
-            request = self._requests.get(row.request_id)
+        if model_output.used_cuda_graph:
+            self._counts.count_cuda_graph_step(has_prefill=scheduler_output.has_prefill)
+        for scheduled_request in scheduler_output.scheduled_requests:
+            request = self._requests.get(scheduled_request.request_id)
             if request is None:
                 continue  # the request finished while the step was in flight
             if request.prompt_logprobs_pending:
                 # A preempted prompt is computed again, perhaps in other chunks: append what is new.
-                have = len(request.prompt_logprobs) - row.start
-                request.prompt_logprobs += output.prompt_logprobs.get(row.request_id, [])[max(have, 0) :]
-            if row.request_id in output.errors:
+                num_known = len(request.prompt_logprobs) - scheduled_request.start
+                request.prompt_logprobs += model_output.prompt_logprobs.get(scheduled_request.request_id, [])[
+                    max(num_known, 0) :
+                ]
+            if scheduled_request.request_id in model_output.errors:
                 self._finish_request(request)
-                self._output_error(request.engine_request, *output.errors[row.request_id])
-            elif row.sample:
-                self._append_tokens(request, row, output)
-            elif (vector := output.vectors.get(row.request_id)) is not None:
+                self._output_error(request.engine_request, *model_output.errors[scheduled_request.request_id])
+            elif scheduled_request.should_sample:
+                self._append_tokens(request, scheduled_request, model_output)
+            elif (vector := model_output.vectors.get(scheduled_request.request_id)) is not None:
                 self._finish_request(request)
                 cached = request.num_cached_tokens or 0
-                answer = EngineCoreOutput(row.request_id, [], finish_reason="stop", cached_tokens=cached, vector=vector)
+                answer = EngineCoreOutput(
+                    scheduled_request.request_id, [], finish_reason="stop", cached_tokens=cached, vector=vector
+                )
                 self._outputs.append(answer)
 
     def _preempt_for_fairness(self) -> None:
@@ -237,7 +253,7 @@ class Scheduler:
         ):
             return
         lacking = (
-            self._block_tables.num_needed_blocks(request, self.prefixes.get_computed_blocks(request))
+            self._block_tables.num_needed_blocks(request, self.prefix_cache.get_computed_blocks(request))
             - self.pool.num_free
         )
         victims: list[Request] = []
@@ -250,132 +266,151 @@ class Scheduler:
 
     def _schedule_running(self) -> tuple[dict[Request, ScheduledChunk], TokenBudget]:
         """The chunk of each running request, and what is left of the budget. Preempts if blocks run out."""
-        budget = self._waiting.budget(self._max_tokens, self._running, whole=self._whole_prompts)
-        planned: dict[Request, ScheduledChunk] = {}
-        pending = {engine_request: engine_request.num_pending_tokens for engine_request in self._running}
-        going = sum(
-            engine_request.num_tokens_in_flight > 0 or pending[engine_request] == 1 for engine_request in self._running
+        budget = self._waiting.next_token_budget(self._max_tokens, self._running, whole_prompts=self._whole_prompts)
+        chunks: dict[Request, ScheduledChunk] = {}
+        pending = {running_request: running_request.num_pending_tokens for running_request in self._running}
+        num_decoding = sum(
+            running_request.num_tokens_in_flight > 0 or pending[running_request] == 1
+            for running_request in self._running
         )
-        share = -(-going // self._micro_batches)
-        for engine_request in sorted(self._running, key=lambda request: (pending[request] > 1, request.priority_key)):
-            room = min(budget.max_tokens(engine_request), self._max_tokens_per_request)
-            part = engine_request.next_chunk(
-                min(pending[engine_request], self.prefixes.snapshots.bound(engine_request, room)), room
+        max_decoding = -(-num_decoding // self._micro_batches)
+        for running_request in sorted(self._running, key=lambda request: (pending[request] > 1, request.priority_key)):
+            max_tokens = min(budget.max_tokens(running_request), self._max_tokens_per_request)
+            chunk = running_request.next_chunk(
+                min(
+                    pending[running_request], self.prefix_cache.snapshots.limit_step_tokens(running_request, max_tokens)
+                ),
+                max_tokens,
             )
             if (
-                not part
-                or engine_request.status is not RequestStatus.RUNNING
-                or (pending[engine_request] == 1 and len(planned) >= share)
+                not chunk
+                or running_request.status is not RequestStatus.RUNNING
+                or (pending[running_request] == 1 and len(chunks) >= max_decoding)
             ):
                 continue
             if self._block_tables.windowed_groups:
-                self._block_tables.free_behind_window(engine_request)
+                self._block_tables.free_behind_window(running_request)
             needed = self._block_tables.num_missing_blocks(
-                engine_request, engine_request.num_computed_tokens + part.num_tokens
+                running_request, running_request.num_computed_tokens + chunk.num_tokens
             )
-            while needed > self.pool.num_free and engine_request.status is RequestStatus.RUNNING:
+            while needed > self.pool.num_free and running_request.status is RequestStatus.RUNNING:
                 victim = max(self._running, key=self._waiting.sort_key)
-                budget.take(victim, -planned.pop(victim, ScheduledChunk(0, 0)).cost)
+                budget.spend(victim, -chunks.pop(victim, ScheduledChunk(0, 0)).cost)
                 self._preempt(victim)
-            if engine_request.status is RequestStatus.RUNNING:
-                self._block_tables.allocate_slots(engine_request, engine_request.num_computed_tokens + part.num_tokens)
-                planned[engine_request] = part
-                budget.take(engine_request, part.cost)
-        return planned, budget
+            if running_request.status is RequestStatus.RUNNING:
+                self._block_tables.allocate_slots(
+                    running_request, running_request.num_computed_tokens + chunk.num_tokens
+                )
+                chunks[running_request] = chunk
+                budget.spend(running_request, chunk.cost)
+        return chunks, budget
 
     def _schedule_waiting(
-        self, rows: list[ScheduledRequest], copies: list[BlockCopy], budget: TokenBudget
+        self, scheduled_requests: list[ScheduledRequest], copies: list[BlockCopy], budget: TokenBudget
     ) -> list[NewRequestData]:
-        """Move waiting requests to free slots while budget and blocks last; preempts nobody. Appends to `rows` what is
-        scheduled of them, and to `copies` the blocks of which they share only the beginning."""
-        admissions = []
+        """Move waiting requests to free slots while budget and blocks last; preempts nobody. Appends to
+        `scheduled_requests` what is scheduled of them, and to `copies` the blocks of which they share only the
+        beginning."""
+        new_requests = []
         while self._free_slots and (request := self._waiting.peek()) is not None:
-            most = budget.left if self._whole_prompts else budget.max_tokens(request)
-            cached = self.prefixes.get_computed_blocks(request)
+            max_tokens = budget.remaining if self._whole_prompts else budget.max_tokens(request)
+            cached = self.prefix_cache.get_computed_blocks(request)
             # Blocks for all its tokens, though this step may compute only some: else it would be preempted half-way.
-            too_long = self._whole_prompts and len(request.token_ids) > most
+            too_long = self._whole_prompts and len(request.token_ids) > max_tokens
             if (
-                most <= 0
+                max_tokens <= 0
                 or too_long
                 or request.num_tokens_in_flight
                 or self._block_tables.num_needed_blocks(request, cached) > self.pool.num_free
             ):
                 break
-            self._waiting.remove(request)
-            if self.tiers.load(request, cached):
+            self._waiting.remove_request(request)
+            if self.kv_offloader.load_blocks(request, cached):
                 continue  # its blocks are being loaded
-            forked = self._start_request(request, cached)
-            room = min(most, self._max_tokens_per_request)
-            part = request.next_chunk(
-                min(request.num_pending_tokens, self.prefixes.snapshots.bound(request, room)), room
+            partial_copies = self._start_request(request, cached)
+            max_chunk = min(max_tokens, self._max_tokens_per_request)
+            chunk = request.next_chunk(
+                min(request.num_pending_tokens, self.prefix_cache.snapshots.limit_step_tokens(request, max_chunk)),
+                max_chunk,
             )
-            self._block_tables.allocate_slots(request, request.num_computed_tokens + part.num_tokens)
-            self.pool.ref(copy.source for copy in forked)  # else a load might fill it before it is copied
-            copies += forked
-            budget.take(request, part.cost)
-            rows.append(self._schedule_request(request, part, []))
-            how = (
+            self._block_tables.allocate_slots(request, request.num_computed_tokens + chunk.num_tokens)
+            self.pool.ref(copy.source for copy in partial_copies)  # else a load might fill it before it is copied
+            copies += partial_copies
+            budget.spend(request, chunk.cost)
+            scheduled_requests.append(self._schedule_request(request, chunk, []))
+            request_data = (
                 request.engine_request.params,
                 request.engine_request.seed,
                 self._waiting.adapter_slot(request),
-                *request.engine_request.contents,
+                *request.engine_request.encoder_inputs,
             )
-            admissions.append(NewRequestData(rows[-1].slot, list(request.token_ids), request.num_prompt_tokens, *how))
+            new_requests.append(
+                NewRequestData(
+                    scheduled_requests[-1].slot, list(request.token_ids), request.num_prompt_tokens, *request_data
+                )
+            )
         self.pool.unref([copy.source for copy in copies])
-        return admissions
+        return new_requests
 
     def _start_request(self, request: Request, cached: list[int]) -> list[BlockCopy]:
         """Give a request a slot and its cached blocks. Returns the block copies that it needs."""
         request.status, request.slot = RequestStatus.RUNNING, self._free_slots.pop()
-        self.prefixes.use_computed_blocks(request, cached)
+        self.prefix_cache.use_computed_blocks(request, cached)
         self._running.append(request)
-        copies = self.prefixes.copy_partial_blocks(request)
+        copies = self.prefix_cache.copy_partial_blocks(request)
         self._block_tables.free_behind_window(request)
-        self.prefixes.count_hits(request)
+        self.prefix_cache.count_hits(request)
         return copies
 
-    def _propose_drafts(self, planned: dict[Request, ScheduledChunk], budget: TokenBudget) -> dict[Request, list[int]]:
+    def _propose_drafts(self, chunks: dict[Request, ScheduledChunk], budget: TokenBudget) -> dict[Request, list[int]]:
         """Draft tokens for the requests all of whose known tokens are planned, as far as their limits, the budget and
         the free blocks allow. The planned chunks have their blocks already, so drafts cause no preemption."""
-        asked = [
-            (engine_request, engine_request.limit - engine_request.num_output_tokens - 1)
-            for engine_request, part in planned.items()
-            if engine_request.can_draft
-            and engine_request.num_computed_tokens + part.num_tokens == len(engine_request.token_ids)
-            and engine_request.limit - engine_request.num_output_tokens > 1
+        draft_requests = [
+            (each, each.max_output_tokens - each.num_output_tokens - 1)
+            for each, chunk in chunks.items()
+            if each.can_draft
+            and each.num_computed_tokens + chunk.num_tokens == len(each.token_ids)
+            and each.max_output_tokens - each.num_output_tokens > 1
         ]
-        found: dict[Request, list[int]] = {}
-        if not asked or budget.left <= 0:
-            return found
-        guesses = self._drafter.propose(asked, sum(part.num_tokens for part in planned.values()))
-        for (request, most), guess in zip(asked, guesses, strict=True):
-            if not guess.token_ids:
+        draft_ids: dict[Request, list[int]] = {}
+        if not draft_requests or budget.remaining <= 0:
+            return draft_ids
+        proposals = self._drafter.propose(draft_requests, sum(chunk.num_tokens for chunk in chunks.values()))
+        for (request, max_drafts), proposal in zip(draft_requests, proposals, strict=True):
+            if not proposal.token_ids:
                 continue
             assert not request.num_tokens_in_flight
-            known = len(request.token_ids)
-            room = self._block_tables.num_tokens_with_room(request) - known
-            most = min(most, budget.max_tokens(request), room, self.prefixes.snapshots.drafts(known, most))
-            found[request] = drafts = guess.token_ids[: max(most, 0)]
-            budget.take(request, len(drafts))
-            self._block_tables.allocate_slots(request, known + len(drafts))
-        return found
+            num_known = len(request.token_ids)
+            room = self._block_tables.num_tokens_with_room(request) - num_known
+            max_drafts = min(
+                max_drafts,
+                budget.max_tokens(request),
+                room,
+                self.prefix_cache.snapshots.limit_draft_tokens(num_known, max_drafts),
+            )
+            draft_ids[request] = drafts = proposal.token_ids[: max(max_drafts, 0)]
+            budget.spend(request, len(drafts))
+            self._block_tables.allocate_slots(request, num_known + len(drafts))
+        return draft_ids
 
-    def _schedule_request(self, request: Request, part: ScheduledChunk, drafts: list[int]) -> ScheduledRequest:
+    def _schedule_request(self, request: Request, chunk: ScheduledChunk, drafts: list[int]) -> ScheduledRequest:
         """Count a chunk and its drafts as computed. Its full blocks can be shared from now on, even within this step:
         every layer stores the step's keys and values before any request attends to them."""
         assert request.slot is not None
-        start, count = request.num_computed_tokens, part.num_tokens
-        sample = request.limit > 0 and start + count == len(request.token_ids) + request.num_tokens_in_flight
+        start, count = request.num_computed_tokens, chunk.num_tokens
+        sample = (
+            request.max_output_tokens > 0 and start + count == len(request.token_ids) + request.num_tokens_in_flight
+        )
         new_blocks = request.block_ids[request.num_sent_blocks :]
         if NULL_BLOCK in new_blocks:  # never read, but it must be a valid block id
-            new_blocks = [max(page, 0) for page in new_blocks]
-        request.count_encoded(part.encoder_chunks)
+            new_blocks = [max(block, 0) for block in new_blocks]
+        request.mark_encoded(chunk.encoder_chunks)
         request.num_computed_tokens += count + len(drafts)
         request.num_tokens_in_flight += sample + len(drafts)
         request.num_sent_blocks = len(request.block_ids)
         if start < request.num_prompt_tokens or request.num_charged_tokens < request.num_prompt_tokens:
             self._count_prompt(request, start)
-        self.prefixes.cache_blocks(request, start, start + count)
+        self.prefix_cache.cache_blocks(request, start, start + count)
         return ScheduledRequest(
             request.engine_request.id,
             request.slot,
@@ -384,7 +419,7 @@ class Scheduler:
             new_blocks,
             sample,
             drafts,
-            list(part.encoder_chunks),
+            list(chunk.encoder_chunks),
         )
 
     def _count_prompt(self, request: Request, start: int) -> None:
@@ -396,24 +431,24 @@ class Scheduler:
         )
         request.num_charged_tokens = max(request.num_charged_tokens, done)
 
-    def _append_tokens(self, request: Request, row: ScheduledRequest, output: ModelRunnerOutput) -> None:
+    def _append_tokens(self, request: Request, scheduled_request: ScheduledRequest, output: ModelRunnerOutput) -> None:
         """Append the tokens that were sampled and accepted, up to one that finishes the request."""
         engine_request = request.engine_request
         new_ids = output.token_ids[engine_request.id]
-        request.num_tokens_in_flight -= 1 + len(row.draft_token_ids)
-        for taken, token in enumerate(new_ids, 1):
+        request.num_tokens_in_flight -= 1 + len(scheduled_request.draft_token_ids)
+        for count, token in enumerate(new_ids, 1):
             request.token_ids.append(token)
-            reason, stop = request.check_stop(token, self._eos)
+            reason, stop_id = request.check_stop(token, self._eos_token_ids)
             if reason is not None:
-                new_ids = new_ids[:taken]
+                new_ids = new_ids[:count]
                 break
         if (
-            row.draft_token_ids
+            scheduled_request.draft_token_ids
         ):  # rejected ones do not count as computed; a sequence preempted meanwhile has nothing computed
             request.num_computed_tokens = min(request.num_computed_tokens, len(request.token_ids) - 1)
-            right = len(output.token_ids[engine_request.id]) - 1
-            self._counts.count_drafts(len(row.draft_token_ids), right)
-            self._drafter.record_acceptance(request, len(row.draft_token_ids), right)
+            num_accepted = len(output.token_ids[engine_request.id]) - 1
+            self._counts.count_drafts(len(scheduled_request.draft_token_ids), num_accepted)
+            self._drafter.record_acceptance(request, len(scheduled_request.draft_token_ids), num_accepted)
         self._counts.generation_tokens += len(new_ids)
         self._waiting.charge(engine_request, output_tokens=len(new_ids))
         logprobs = output.logprobs.get(engine_request.id)
@@ -427,7 +462,7 @@ class Scheduler:
                 logprobs=None if logprobs is None else logprobs[: len(new_ids)],
                 prompt_logprobs=prompt_logprobs,
                 finish_reason=reason,
-                stop_reason=stop,
+                stop_reason=stop_id,
                 cached_tokens=request.num_cached_tokens or 0,
             )
         )
@@ -437,20 +472,20 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Free its blocks and let it wait. Later it is recomputed from what is still cached then."""
         self._free_slot(request)
-        request.restart()
-        self._waiting.push(request)
+        request.reset_to_waiting()
+        self._waiting.push_request(request)
         self._preempted_ids.append(request.engine_request.id)
         self._counts.preemptions += 1
 
     def _finish_request(self, request: Request) -> None:
         del self._requests[request.engine_request.id]
-        self._drafter.on_finished(request)
+        self._drafter.forget_request(request)
         if request.status is RequestStatus.RUNNING:
             self._free_slot(request)
         elif request.status is RequestStatus.WAITING:
-            self._waiting.remove(request)
-        self.tiers.forget(request)
-        self._waiting.on_finished(request)
+            self._waiting.remove_request(request)
+        self.kv_offloader.cancel_load(request)
+        self._waiting.release_adapter(request)
         request.status = RequestStatus.FINISHED
 
     def _free_slot(self, request: Request) -> None:
@@ -458,8 +493,8 @@ class Scheduler:
         self._running.remove(request)
         self._free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
-        self.tiers.keep(request)
-        self.prefixes.free(request)
+        self.kv_offloader.offload_blocks(request)
+        self.prefix_cache.free_request(request)
 
-    def _output_error(self, request: EngineCoreRequest, why: str, cause: Cause = "engine") -> None:
+    def _output_error(self, request: EngineCoreRequest, why: str, cause: ErrorCause = "engine") -> None:
         self._outputs.append(EngineCoreOutput(request.id, [], finish_reason="error", error=why, cause=cause))

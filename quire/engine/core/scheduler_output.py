@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from quire.engine.types import Cause, Image, PoolingParams, SamplingParams, Span, TokenLogprob
+from quire.engine.types import ErrorCause, Image, PoolingParams, SamplingParams, Span, TokenLogprob
 
 
 class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -14,15 +14,15 @@ class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     slot: int
     token_ids: list[int]
-    num_prompt: int
+    num_prompt_tokens: int
     params: SamplingParams | PoolingParams
     seed: int
-    adapter: int = 0
+    adapter_slot: int = 0
     """The slot of its LoRA adapter; 0 for the base model."""
     spans: tuple[Span, ...] = ()
     images: tuple[Image, ...] = ()
     """The content of the spans, each image once."""
-    salt: str = ""
+    cache_salt: str = ""
     """Encoder outputs are shared only among requests of the same cache salt."""
 
 
@@ -30,22 +30,22 @@ class EncoderChunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Part of the encoder's work on one image; it runs before the step's tokens are computed."""
 
     digest: bytes
-    end: int
-    """Progress after this chunk, in units of Image.work."""
-    total: int
-    """Image.work, the whole of it."""
+    end_progress: int
+    """Progress after this chunk, in units of Image.encoder_cost."""
+    total_cost: int
+    """Image.encoder_cost, the whole of it."""
 
     @property
     def is_last(self) -> bool:
-        return self.end == self.total
+        return self.end_progress == self.total_cost
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One request's part in a step: tokens start to start + num_tokens of its slot. The device holds their ids.
 
-    `new_block_ids` extend the slot's block table; a new request starts with an empty one. If `sample` is set, the
-    device samples the token after the last one and writes it to the slot, so that a later step may compute it before
-    the host knows it.
+    `new_block_ids` extend the slot's block table; a new request starts with an empty one. If `should_sample` is set,
+    the device samples the token after the last one and writes it to the slot, so that a later step may compute it
+    before the host knows it.
 
     `draft_token_ids` are the last of the `num_tokens` tokens. The device writes them to the slot, then samples a token
     at the position of each. The step returns the sampled tokens up to and including the first that differs from its
@@ -57,7 +57,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start: int
     num_tokens: int
     new_block_ids: list[int]
-    sample: bool
+    should_sample: bool
     """Whether to sample after the last token. Always False for a pooling request: the device pools in the step that
     computes the prompt's last token."""
     draft_token_ids: list[int] = []
@@ -65,29 +65,29 @@ class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What the encoder computes for it in this step. A request may have these alone, with `num_tokens` 0."""
 
 
-class DraftRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class HeadDraftRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request whose next tokens a head drafts from its hidden states, between two steps."""
 
     slot: int
-    known: int
+    num_tokens: int
     """Its number of tokens; its last step sampled the last of them."""
-    count: int
+    num_drafts: int
     """How many tokens to draft."""
-    blocks: list[int]
+    block_ids: list[int]
     """The head's own blocks, for all its tokens and the drafts."""
 
 
 class DrafterCatchUp(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a draft model has not computed of a request: `count` tokens from `start` on, with the blocks from
-    `first_page` on. A slot keeps what it has until another request enters it."""
+    """What a draft model has not computed of a request: `num_tokens` tokens from `start` on, with the blocks from
+    `first_block` on. A slot keeps what it has until another request enters it."""
 
     slot: int
     start: int
-    count: int
+    num_tokens: int
     token_ids: list[int]
     """Their ids; empty if `new_request` has them."""
-    first_page: int
-    pages: list[int]
+    first_block: int
+    block_ids: list[int]
     new_request: NewRequestData | None
     wants_draft: bool
     """Whether to draft a token after the last one."""
@@ -96,17 +96,17 @@ class DrafterCatchUp(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class DraftToken(NamedTuple):
     """A token that a model drafts."""
 
-    token: int
+    token_id: int
     probability: float
     """As the draft model sees it."""
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Copy the keys and values of the first `tokens` tokens of block `source` to block `target`, in every layer."""
+    """Copy the keys and values of the first `num_tokens` tokens of block `source` to block `target`, in every layer."""
 
     source: int
     target: int
-    tokens: int
+    num_tokens: int
 
 
 class SlotCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -121,9 +121,9 @@ class LoadedBlocks(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     request_id: str
     tier: str
-    tokens: int
-    began: float
-    ended: float
+    num_tokens: int
+    began_at: float
+    ended_at: float
     """Both in seconds of time.monotonic()."""
 
 
@@ -146,7 +146,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Made in this order, before any row is computed."""
 
     @property
-    def with_tokens(self) -> SchedulerOutput:
+    def without_encoder_only(self) -> SchedulerOutput:
         """Without the requests that have encoder chunks alone."""
         rows = [row for row in self.scheduled_requests if row.num_tokens]
         return (
@@ -158,20 +158,22 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def has_prefill(self) -> bool:
         """Whether some request is in prefill; the others decode one token and verify its drafts."""
-        return any(not row.sample or row.num_tokens > 1 + len(row.draft_token_ids) for row in self.scheduled_requests)
+        return any(
+            not row.should_sample or row.num_tokens > 1 + len(row.draft_token_ids) for row in self.scheduled_requests
+        )
 
     @property
     def new_request_ids(self) -> list[str]:
         """Requests that are scheduled for the first time, or again after a preemption."""
-        slots = {admission.slot for admission in self.new_requests}
+        slots = {new_request.slot for new_request in self.new_requests}
         return [row.request_id for row in self.scheduled_requests if row.slot in slots] if slots else []
 
 
-class Failure(NamedTuple):
+class RequestFailure(NamedTuple):
     """Why a request cannot be served any more."""
 
     message: str
-    cause: Cause = "engine"
+    cause: ErrorCause = "engine"
 
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -183,7 +185,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     """One per token, if the request asks for them."""
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
     """For each prompt token of this step's chunk, the log probability of the token after it."""
-    errors: dict[str, Failure] = {}
+    errors: dict[str, RequestFailure] = {}
     """These requests end."""
     vectors: dict[str, bytes] = {}
     """For pooling requests whose prompt is complete: float32, little-endian. These requests end."""

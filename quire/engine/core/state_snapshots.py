@@ -11,237 +11,244 @@ from quire.engine.core.block_pool import BlockPool
 from quire.engine.core.request import Request
 from quire.engine.core.scheduler_output import SlotCopy
 
-_WORTHWHILE = 64
+_MIN_SNAPSHOT_TOKENS = 64
 """Tokens computed since a sequence's last snapshot that make one at its prompt's end worth a step of its own."""
 
 
 class SnapshotPlan(NamedTuple):
-    slots: int
-    every: int
+    num_slots: int
+    interval_tokens: int
     """Tokens, a multiple of a page's."""
 
 
-class Standing(NamedTuple):
+class SnapshotPosition(NamedTuple):
     """A snapshot at the end of a sequence's first pages."""
 
-    snapshot: int
-    pages: int
+    snapshot_id: int
+    num_blocks: int
 
 
-class _Kept(NamedTuple):
+class _PendingSnapshot(NamedTuple):
     """A snapshot that a step is to take."""
 
     snapshot: int
-    digest: bytes
+    block_hash: bytes
     """Of the page at whose end it stands."""
     slot: int
 
 
-class NoSnapshots:
+class StateSnapshots:
     """For models whose pages hold all that a sequence needs."""
 
-    every = 0
+    interval_tokens = 0
     """Tokens in multiples of which snapshots are kept, beside those at prompts' ends."""
-    needed = False
+    is_required = False
     """Whether a sequence needs one to begin behind a page."""
     pool: BlockPool | None = None
     """In which they can be kept for somebody, as pages can."""
 
-    def usable(self, digests: Sequence[bytes]) -> int:
+    def num_usable_blocks(self, digests: Sequence[bytes]) -> int:
         """Of pages with these hashes, behind how many of the first ones a sequence can begin."""
         return len(digests)
 
-    def begin_step(self) -> None:
+    def publish_snapshots(self) -> None:
         """Another step is decided: what the steps before it keep can be used."""
 
-    def bound(self, request: Request, most: int) -> int:
-        """How many of `most` known tokens a sequence may compute in the next step."""
-        return most
+    def limit_step_tokens(self, request: Request, max_tokens: int) -> int:
+        """How many of `max_tokens` known tokens a sequence may compute in the next step."""
+        return max_tokens
 
-    def drafts(self, known: int, most: int) -> int:
-        """How many of `most` guesses may follow a sequence's `known` tokens in the next step."""
-        return most
+    def limit_draft_tokens(self, num_known: int, max_drafts: int) -> int:
+        """How many of `max_drafts` guesses may follow a sequence's `num_known` tokens in the next step."""
+        return max_drafts
 
-    def begin(self, request: Request) -> None:
+    def restore_state(self, request: Request) -> None:
         """A sequence got a slot, and the pages of its first `computed` tokens."""
 
-    def keep(self, request: Request, known: int) -> None:
-        """A step takes a sequence's state to its first `known` tokens, none of them a guess."""
+    def save_state(self, request: Request, num_known: int) -> None:
+        """A step takes a sequence's state to its first `num_known` tokens, none of them a guess."""
 
-    def take_copies(self) -> list[SlotCopy]:
+    def take_slot_copies(self) -> list[SlotCopy]:
         """What is to be copied before the step that is being decided computes anything, in this order."""
         return []
 
-    def forget(self) -> None:
+    def clear_snapshots(self) -> None:
         """Let no snapshot be found."""
 
-    def watch(self, secure: Callable[[Sequence[int]], None]) -> None:
-        """`secure`: called with slots that are about to be overwritten, as ~slot."""
+    def set_before_reuse(self, before_reuse: Callable[[Sequence[int]], None]) -> None:
+        """`before_reuse`: called with slots that are about to be overwritten, as ~slot."""
 
-    def knows(self, digest: bytes) -> bool:
+    def has_snapshot(self, digest: bytes) -> bool:
         """Whether there is one at the end of the page with this hash."""
         return True
 
-    def full_slots(self, request: Request) -> list[tuple[int, bytes]]:
+    def saved_slots(self, request: Request) -> list[tuple[int, bytes]]:
         """Those at the ends of a sequence's pages: their slots, as ~slot, and the pages' hashes."""
         return []
 
-    def standing(self, request: Request, pages: int) -> list[Standing]:
+    def resume_positions(self, request: Request, num_blocks: int) -> list[SnapshotPosition]:
         """Those that a conversation's next turn may begin with, of which so many pages are kept: the last one, and the
         last one within the prompt, for templates may tell an answer otherwise later."""
         return []
 
-    def room(self) -> int | None:
-        """A slot for a snapshot that comes from a tier, which `came` gives back; None: there is none now."""
+    def reserve_slot(self) -> int | None:
+        """A slot for a snapshot that comes from a tier, which `finish_load` gives back; None: there is none now."""
         return None
 
-    def came(self, slot: int, digest: bytes, *, whole: bool) -> None:
-        """It has come, or not: not `whole`. `digest`: of its page."""
+    def finish_load(self, slot: int, digest: bytes, *, is_complete: bool) -> None:
+        """It has come, or not: not `is_complete`. `digest`: of its page."""
 
 
-class Snapshots(NoSnapshots):
+class PooledStateSnapshots(StateSnapshots):
     """They are kept at every so many tokens, counted from a sequence's beginning, and at the last page's end within its
     prompt, so that a conversation's next turn finds one. Steps end there. The least recently used ones make room; those
     whose page is cached no longer go first."""
 
-    needed = True
+    is_required = True
 
-    def __init__(self, pages: BlockPool, block_size: int, plan: SnapshotPlan, first_slot: int) -> None:
+    def __init__(self, block_pool: BlockPool, block_size: int, plan: SnapshotPlan, first_slot: int) -> None:
         """The snapshots are the slots from `first_slot` on."""
-        assert plan.every % block_size == 0
-        self._pages, self._block_size, self.every, self._first_slot = pages, block_size, plan.every, first_slot
-        self.pool = self._pool = BlockPool(plan.slots)
-        self._digests: dict[int, bytes] = {}
-        self._copies: list[SlotCopy] = []
-        self._kept: list[_Kept] = []
+        assert plan.interval_tokens % block_size == 0
+        self._block_pool, self._block_size, self.interval_tokens, self._first_slot = (
+            block_pool,
+            block_size,
+            plan.interval_tokens,
+            first_slot,
+        )
+        self.pool = self._pool = BlockPool(plan.num_slots)
+        self._snapshot_hashes: dict[int, bytes] = {}
+        self._slot_copies: list[SlotCopy] = []
+        self._pending: list[_PendingSnapshot] = []
         """By the step that was decided last: it has to compute them first."""
 
-    def usable(self, digests: Sequence[bytes]) -> int:
+    def num_usable_blocks(self, digests: Sequence[bytes]) -> int:
         return next((count for count in range(len(digests), 0, -1) if self._pool.has_hash(digests[count - 1])), 0)
 
-    def begin_step(self) -> None:
-        for kept, digest, slot in self._kept:
-            self._pool.cache_block(kept, digest)
-            self._pool.unref([kept])
-            self._digests[kept] = digest
-            self._copies.append(SlotCopy(slot, self._first_slot + kept))
-        self._kept = []
+    def publish_snapshots(self) -> None:
+        for snapshot, digest, slot in self._pending:
+            self._pool.cache_block(snapshot, digest)
+            self._pool.unref([snapshot])
+            self._snapshot_hashes[snapshot] = digest
+            self._slot_copies.append(SlotCopy(slot, self._first_slot + snapshot))
+        self._pending = []
 
-    def bound(self, request: Request, most: int) -> int:
-        return min(most, self._next(request) - request.num_computed_tokens)
+    def limit_step_tokens(self, request: Request, max_tokens: int) -> int:
+        return min(max_tokens, self._next_snapshot_end(request) - request.num_computed_tokens)
 
-    def drafts(self, known: int, most: int) -> int:
+    def limit_draft_tokens(self, num_known: int, max_drafts: int) -> int:
         """The next step must be able to end at the next place."""
-        return min(most, self._regular(known) - known - 1)
+        return min(max_drafts, self._next_interval_end(num_known) - num_known - 1)
 
-    def begin(self, request: Request) -> None:
+    def restore_state(self, request: Request) -> None:
         assert request.slot is not None
         request.num_snapshot_tokens = request.num_computed_tokens
         if request.num_computed_tokens:
-            found = self._pool.get_cached_block(self._digest(request, request.num_computed_tokens))
-            assert found is not None, "a sequence begins where no snapshot is"
-            self._pool.ref([found])
-            self._pool.unref([found])  # now it is the most recently used one
-            self._copies.append(SlotCopy(self._first_slot + found, request.slot))
+            snapshot = self._pool.get_cached_block(self._block_hash(request, request.num_computed_tokens))
+            assert snapshot is not None, "a sequence begins where no snapshot is"
+            self._pool.ref([snapshot])
+            self._pool.unref([snapshot])  # now it is the most recently used one
+            self._slot_copies.append(SlotCopy(self._first_slot + snapshot, request.slot))
 
-    def keep(self, request: Request, known: int) -> None:
-        place = known % self.every == 0 or known == self._prompt_end(request)
-        if not place or known > len(request.token_ids):
+    def save_state(self, request: Request, num_known: int) -> None:
+        is_snapshot_end = num_known % self.interval_tokens == 0 or num_known == self._prompt_end(request)
+        if not is_snapshot_end or num_known > len(request.token_ids):
             return
         assert request.slot is not None
-        request.num_snapshot_tokens, digest = known, self._digest(request, known)
+        request.num_snapshot_tokens, digest = num_known, self._block_hash(request, num_known)
         if self._pool.has_hash(digest):
             return
-        self._let_go()
+        self._evict_stale()
         if self._pool.num_free:
-            (kept,) = self._pool.allocate(1)
-            self._digests.pop(kept, None)
-            self._kept.append(_Kept(kept, digest, request.slot))
+            (snapshot,) = self._pool.allocate(1)
+            self._snapshot_hashes.pop(snapshot, None)
+            self._pending.append(_PendingSnapshot(snapshot, digest, request.slot))
 
-    def take_copies(self) -> list[SlotCopy]:
-        copies, self._copies = self._copies, []
+    def take_slot_copies(self) -> list[SlotCopy]:
+        copies, self._slot_copies = self._slot_copies, []
         return copies
 
-    def forget(self) -> None:
-        self._pool.reset()
-        self._digests.clear()
-        self._pool.unref([each.snapshot for each in self._kept])
-        self._kept = []
+    def clear_snapshots(self) -> None:
+        self._pool.clear_hashes()
+        self._snapshot_hashes.clear()
+        self._pool.unref([each.snapshot for each in self._pending])
+        self._pending = []
 
-    def watch(self, secure: Callable[[Sequence[int]], None]) -> None:
-        self._pool.before_reuse = lambda kept: secure([~(self._first_slot + each) for each in kept])
+    def set_before_reuse(self, before_reuse: Callable[[Sequence[int]], None]) -> None:
+        self._pool.before_reuse = lambda snapshots: before_reuse([~(self._first_slot + each) for each in snapshots])
 
-    def knows(self, digest: bytes) -> bool:
+    def has_snapshot(self, digest: bytes) -> bool:
         return self._pool.has_hash(digest)
 
-    def full_slots(self, request: Request) -> list[tuple[int, bytes]]:
+    def saved_slots(self, request: Request) -> list[tuple[int, bytes]]:
         """Those that a copy fills only when the next step begins are left out: they are kept with the next sequence."""
-        filling, found = {copy.target for copy in self._copies}, []
+        filling, slots = {copy.target for copy in self._slot_copies}, []
         for digest in request.block_hashes(
             min(request.num_computed_tokens, len(request.token_ids)) // self._block_size, self._block_size
         ):
-            kept = self._pool.get_cached_block(digest)
-            if kept is not None and (slot := self._first_slot + kept) not in filling:
-                found.append((~slot, digest))
-        return found
+            snapshot = self._pool.get_cached_block(digest)
+            if snapshot is not None and (slot := self._first_slot + snapshot) not in filling:
+                slots.append((~slot, digest))
+        return slots
 
-    def standing(self, request: Request, pages: int) -> list[Standing]:
+    def resume_positions(self, request: Request, num_blocks: int) -> list[SnapshotPosition]:
         full = min(request.num_computed_tokens, len(request.token_ids)) // self._block_size
-        digests, found = request.block_hashes(full, self._block_size)[:pages], list[Standing]()
-        for most in (len(digests), (request.num_prompt_tokens - 1) // self._block_size):
-            if count := self.usable(digests[:most]):
-                kept = self._pool.get_cached_block(digests[count - 1])
-                assert kept is not None
-                found.append(Standing(kept, count))
-        return list(dict.fromkeys(found))
+        digests, positions = request.block_hashes(full, self._block_size)[:num_blocks], list[SnapshotPosition]()
+        for max_blocks in (len(digests), (request.num_prompt_tokens - 1) // self._block_size):
+            if count := self.num_usable_blocks(digests[:max_blocks]):
+                snapshot = self._pool.get_cached_block(digests[count - 1])
+                assert snapshot is not None
+                positions.append(SnapshotPosition(snapshot, count))
+        return list(dict.fromkeys(positions))
 
-    def room(self) -> int | None:
-        self._let_go()
+    def reserve_slot(self) -> int | None:
+        self._evict_stale()
         if not self._pool.num_free:
             return None
-        (kept,) = self._pool.allocate(1)
-        digest, slot = self._digests.pop(kept, None), self._first_slot + kept
-        if any(slot in (copy.source, copy.target) for copy in self._copies):  # which the next step makes
+        (snapshot,) = self._pool.allocate(1)
+        digest, slot = self._snapshot_hashes.pop(snapshot, None), self._first_slot + snapshot
+        if any(slot in (copy.source, copy.target) for copy in self._slot_copies):  # which the next step makes
             if digest is not None:  # it stays what it is: the sequence that asks may be about to begin there
-                self._pool.cache_block(kept, digest)
-                self._digests[kept] = digest
-            self._pool.unref([kept])
+                self._pool.cache_block(snapshot, digest)
+                self._snapshot_hashes[snapshot] = digest
+            self._pool.unref([snapshot])
             return None
         return slot
 
-    def came(self, slot: int, digest: bytes, *, whole: bool) -> None:
-        kept = slot - self._first_slot
-        if whole:
-            self._pool.cache_block(kept, digest)
-            self._digests[kept] = digest
-        self._pool.unref([kept])
+    def finish_load(self, slot: int, digest: bytes, *, is_complete: bool) -> None:
+        snapshot = slot - self._first_slot
+        if is_complete:
+            self._pool.cache_block(snapshot, digest)
+            self._snapshot_hashes[snapshot] = digest
+        self._pool.unref([snapshot])
 
-    def _next(self, request: Request) -> int:
+    def _next_snapshot_end(self, request: Request) -> int:
         """The first place behind a sequence's computed tokens."""
-        regular, end = self._regular(request.num_computed_tokens), self._prompt_end(request)
+        regular, end = self._next_interval_end(request.num_computed_tokens), self._prompt_end(request)
         return end if end is not None and request.num_computed_tokens < end < regular else regular
 
-    def _regular(self, tokens: int) -> int:
-        return (tokens // self.every + 1) * self.every
+    def _next_interval_end(self, tokens: int) -> int:
+        return (tokens // self.interval_tokens + 1) * self.interval_tokens
 
     def _prompt_end(self, request: Request) -> int | None:
         """The last page's end within the prompt, whose last token must be computed in any case; None where too little
         is computed up to there."""
         end = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
-        return end if end - request.num_snapshot_tokens >= _WORTHWHILE else None
+        return end if end - request.num_snapshot_tokens >= _MIN_SNAPSHOT_TOKENS else None
 
-    def _digest(self, request: Request, tokens: int) -> bytes:
+    def _block_hash(self, request: Request, tokens: int) -> bytes:
         """Of the page at whose end so many tokens are."""
         return request.block_hashes(tokens // self._block_size, self._block_size)[-1]
 
-    def _let_go(self) -> None:
+    def _evict_stale(self) -> None:
         """Of snapshots whose page is cached no longer."""
-        for kept, digest in list(self._digests.items()):
-            if not self._pages.has_hash(digest) and not self._pool.is_pinned(kept):
-                self._pool.evict(kept)
-                del self._digests[kept]
+        for snapshot, digest in list(self._snapshot_hashes.items()):
+            if not self._block_pool.has_hash(digest) and not self._pool.is_pinned(snapshot):
+                self._pool.evict(snapshot)
+                del self._snapshot_hashes[snapshot]
 
 
-def choose_snapshots(pages: BlockPool, block_size: int, plan: SnapshotPlan | None, first_slot: int) -> NoSnapshots:
+def make_state_snapshots(
+    block_pool: BlockPool, block_size: int, plan: SnapshotPlan | None, first_slot: int
+) -> StateSnapshots:
     """By default none."""
-    return NoSnapshots() if plan is None else Snapshots(pages, block_size, plan, first_slot)
+    return StateSnapshots() if plan is None else PooledStateSnapshots(block_pool, block_size, plan, first_slot)

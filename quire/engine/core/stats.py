@@ -29,13 +29,13 @@ class TierStats(msgspec.Struct, frozen=True, array_like=True):
     off: bool = False
     """Whether it hung, and is not used any more."""
 
-    def after(self, earlier: TierStats) -> TierStats:
+    def add_earlier(self, earlier: TierStats) -> TierStats:
         """With the counters of the engines before."""
         sums = {name: getattr(self, name) + getattr(earlier, name) for name in self.__struct_fields__[3:-1]}
         return msgspec.structs.replace(self, **sums)
 
 
-class _Counted(msgspec.Struct, array_like=True):
+class _Counters(msgspec.Struct, array_like=True):
     """What a scheduler, its prefix cache and its sessions count from their start on."""
 
     preemptions: int = 0
@@ -65,7 +65,7 @@ class _Counted(msgspec.Struct, array_like=True):
     """Times that room was needed, and a conversation lost kept pages."""
 
 
-class EngineStats(_Counted, frozen=True, array_like=True):  # type: ignore[misc]  # a struct can
+class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc]  # a struct can
     """Gauges as they are now, and counters since the engine's start. Saved: pages not held, thanks to windows."""
 
     running: int = 0
@@ -83,11 +83,11 @@ class EngineStats(_Counted, frozen=True, array_like=True):  # type: ignore[misc]
     prefix_unit: int = 0
     """Tokens in multiples of which a cached prefix is found; 0 where none is. It does not change."""
     kept_blocks: int = 0
-    """Pages that are kept for the next turns of conversations, held or free: engine/core/sessions.py."""
+    """Pages that are kept for the next turns of conversations, held or free: engine/core/pinned_sessions.py."""
     cache_tokens: int = 0
     """Tokens for which there are pages. It does not change."""
     experts_read: int = 0
-    """Where experts are on a disk, as kernels/streaming/offload.py counts them, of the first rank."""
+    """Where experts are on a disk, as kernels/streaming/weight_offloader.py counts them, of the first rank."""
     experts_kept: int = 0
     experts_guessed: int = 0
     experts_guessed_right: int = 0
@@ -98,12 +98,14 @@ class EngineStats(_Counted, frozen=True, array_like=True):  # type: ignore[misc]
         tiers = [msgspec.structs.replace(tier, pages=0, bytes=0, off=False) for tier in self.tiers]
         return msgspec.structs.replace(self, tiers=tiers, **dict.fromkeys(_GAUGES, 0))
 
-    def after(self, earlier: EngineStats) -> EngineStats:
+    def add_earlier(self, earlier: EngineStats) -> EngineStats:
         """With the counters increased by those of the engines before."""
         sums = {name: getattr(earlier, name) + getattr(self, name) for name in _COUNTERS}
         places = zip_longest(earlier.accepted_drafts, self.accepted_drafts, fillvalue=0)
         before = {tier.name: tier for tier in earlier.tiers}
-        tiers = [tier.after(before.pop(tier.name, TierStats(tier.name))) for tier in self.tiers] + [*before.values()]
+        tiers = [tier.add_earlier(before.pop(tier.name, TierStats(tier.name))) for tier in self.tiers] + [
+            *before.values()
+        ]
         return msgspec.structs.replace(self, accepted_drafts=list(map(sum, places)), tiers=tiers, **sums)
 
 
@@ -118,16 +120,16 @@ _COUNTERS = (
 """Fields of EngineStats that only ever grow; accepted_drafts holds more of them."""
 
 
-class Counts(_Counted):
+class LiveCounters(_Counters):
     """These, while they grow. The list is replaced, not changed: a snapshot keeps it."""
 
-    def fields(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         return msgspec.structs.asdict(self)
 
-    def count_captured(self, *, prompts: bool) -> None:
+    def count_cuda_graph_step(self, *, has_prefill: bool) -> None:
         """A step that a CUDA graph computed."""
         self.captured_steps += 1
-        self.captured_prompt_steps += prompts
+        self.captured_prompt_steps += has_prefill
 
     def count_drafts(self, drafts: int, accepted: int) -> None:
         """One row's drafts, and how many of them were accepted."""
@@ -156,18 +158,19 @@ class RequestView(msgspec.Struct, frozen=True):
     priority: int
     images: list[tuple[int, int]] = []
     """(first token, tokens) of what stands for images in its prompt, neighbours joined; at most MOST_IMAGES of
-    engine/core/snapshot.py."""
+    engine/core/engine_view.py."""
 
 
 class EngineView(msgspec.Struct, frozen=True):
     """The engine between two steps, for the live view."""
 
     stats: EngineStats
-    sequences: list[RequestView]
-    """Those that run, then those that wait, each in their order; at most engine/core/snapshot.py's MOST_SEQUENCES."""
-    pages: bytes
+    requests: list[RequestView]
+    """Those that run, then those that wait, each in their order; at most engine/core/engine_view.py's
+    MOST_SEQUENCES."""
+    block_codes: bytes
     """zlib-compressed little-endian uint16, one for each page: 0 empty, 1 cached and held by nobody, 0x8000 + n shared
-    by n sequences, 0x7fff held by one that is not listed, otherwise 2 + the index in `sequences` of its owner."""
+    by n sequences, 0x7fff held by one that is not listed, otherwise 2 + the index in `requests` of its owner."""
     resident_bytes: int
     """Memory of the engine process; 0 where the system does not say."""
     seconds: float
@@ -182,45 +185,45 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     number: int
     """The first step of an engine is 1."""
-    began: float
-    decided: float
+    began_at: float
+    scheduled_at: float
     """When the scheduler had decided the batch."""
-    computed: float
+    computed_at: float
     """When the executor's output had arrived."""
-    ended: float
+    applied_at: float
     """When the scheduler had applied it."""
-    rows: int
-    tokens: int
+    num_requests: int
+    num_tokens: int
     chunks: tuple[tuple[str, int, int], ...]
     """(request, first token, tokens) of the rows that are not plain decodes; each plain decode has an output."""
-    preempted: tuple[str, ...]
-    fetched: tuple[tuple[str, str, int, float, float], ...] = ()
+    preempted_ids: tuple[str, ...]
+    tier_loads: tuple[tuple[str, str, int, float, float], ...] = ()
     """(request, tier, tokens, began, ended) of what came back from tiers of KV pages before the step."""
     drafts: tuple[tuple[str, int], ...] = ()
     """(request, tokens) of the rows with guessed tokens; an output has one token more than were right."""
-    loads: tuple[tuple[str, float], ...] = ()
+    adapter_loads: tuple[tuple[str, float], ...] = ()
     """(adapter, seconds) of the adapters that were put into slots before the batch was decided: reading and packing
     them went on beside earlier steps, and this long the step waited."""
-    generated: int = 0
+    num_generated_tokens: int = 0
     """Tokens that it gave to requests."""
-    captured: bool = False
+    used_cuda_graph: bool = False
     """Whether a CUDA graph computed it."""
 
 
 _GAUGES = ("running", "waiting", "used_blocks", "total_blocks", "cached_blocks", "kept_blocks", "kept_sessions")
 
 
-def total(stats: Sequence[EngineStats]) -> EngineStats:
+def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
     """Gauges and counters added up; there is at least one."""
-    found = reduce(lambda all_before, each: each.after(all_before), stats)
-    held = [(tier.name, tier.pages, tier.bytes) for each in stats for tier in each.tiers]
+    summed_stats = reduce(lambda all_before, each: each.add_earlier(all_before), stats)
+    tier_sizes = [(tier.name, tier.pages, tier.bytes) for each in stats for tier in each.tiers]
     tiers = [
         msgspec.structs.replace(
             tier,
-            pages=sum(pages for name, pages, _ in held if name == tier.name),
-            bytes=sum(size for name, _, size in held if name == tier.name),
+            pages=sum(pages for name, pages, _ in tier_sizes if name == tier.name),
+            bytes=sum(size for name, _, size in tier_sizes if name == tier.name),
         )
-        for tier in found.tiers
+        for tier in summed_stats.tiers
     ]
     gauges = {name: sum(getattr(each, name) for each in stats) for name in _GAUGES}
-    return msgspec.structs.replace(found, tiers=tiers, **gauges)
+    return msgspec.structs.replace(summed_stats, tiers=tiers, **gauges)

@@ -1,15 +1,15 @@
 """BERT (Devlin et al., 2019) and the many small models of its shape, such as MiniLM."""
 
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.encoders.encoder import EncoderNames, EncoderSpec, base_spec, two_stages
+from quire.engine.encoders.encoder import EncoderSpec, EncoderWeightNames, base_encoder_spec, two_layer_classifier
 from quire.engine.errors import ModelError
 
-NAMES = EncoderNames(
-    words="embeddings.word_embeddings",
-    positions="embeddings.position_embeddings",
-    segments="embeddings.token_type_embeddings",
+NAMES = EncoderWeightNames(
+    word_embeddings="embeddings.word_embeddings",
+    position_embeddings="embeddings.position_embeddings",
+    token_type_embeddings="embeddings.token_type_embeddings",
     embedding_norm="embeddings.LayerNorm",
-    layer="encoder.layer.{}",
+    layer_template="encoder.layer.{}",
     qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
     out="attention.output.dense",
     attention_norm="attention.output.LayerNorm",
@@ -17,20 +17,20 @@ NAMES = EncoderNames(
     down="output.dense",
     mlp_norm="output.LayerNorm",
 )
-UNUSED = ("embeddings.position_ids", "embeddings.token_type_ids", "cls.", "pooler.", "lm_head.")
+UNUSED_PREFIXES = ("embeddings.position_ids", "embeddings.token_type_ids", "cls.", "pooler.", "lm_head.")
 """What checkpoints keep of the training's own heads."""
-CLASSIFIER = two_stages("pooler.dense", "tanh", "classifier")
+CLASSIFIER = two_layer_classifier("pooler.dense", "tanh", "classifier")
 
 
 def spec(config: ModelConfig) -> EncoderSpec:
     raw = config.raw
     if (kind := raw.get("position_embedding_type") or "absolute") != "absolute":
         raise ModelError(f"model: config.json: position_embedding_type {kind!r} is not supported")
-    return base_spec(
+    return base_encoder_spec(
         config,
         names=NAMES,
         classifier=CLASSIFIER,
         positions=config.max_position,
         segments=raw.get("type_vocab_size") or 2,
-        unused=UNUSED,
+        unused_prefixes=UNUSED_PREFIXES,
     )

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.encoders import bert
-from quire.engine.encoders.encoder import EncoderNames, EncoderSpec, activation_of, two_stages
+from quire.engine.encoders.encoder import EncoderSpec, EncoderWeightNames, parse_activation, two_layer_classifier
 
-NAMES = EncoderNames(
-    words="embeddings.word_embeddings",
-    positions="embeddings.position_embeddings",
+NAMES = EncoderWeightNames(
+    word_embeddings="embeddings.word_embeddings",
+    position_embeddings="embeddings.position_embeddings",
     embedding_norm="embeddings.LayerNorm",
-    layer="transformer.layer.{}",
+    layer_template="transformer.layer.{}",
     qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
     out="attention.out_lin",
     attention_norm="sa_layer_norm",
@@ -24,9 +24,9 @@ def spec(config: ModelConfig) -> EncoderSpec:
     return replace(
         bert.spec(config),
         names=NAMES,
-        classifier=two_stages("pre_classifier", "relu", "classifier"),
+        classifier=two_layer_classifier("pre_classifier", "relu", "classifier"),
         segments=0,
         eps=1e-12,
-        activation=activation_of(config.raw.get("activation") or "gelu"),
-        unused=(*bert.UNUSED, "vocab_"),
+        activation=parse_activation(config.raw.get("activation") or "gelu"),
+        unused_prefixes=(*bert.UNUSED_PREFIXES, "vocab_"),
     )

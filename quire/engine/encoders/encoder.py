@@ -18,20 +18,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.encoders.pieces import BEFORE, ROWS, finished, pages_of, parts_of, positions_of, weight
+from quire.engine.encoders.encoder_chunks import (
+    MAX_CHUNK_TOKENS,
+    QKV_COST_SHARE,
+    chunk_cost,
+    count_blocks,
+    ragged_positions,
+    run_all_chunks,
+    split_step,
+)
 from quire.engine.errors import ModelError
-from quire.engine.layers.heads import Stage
-from quire.engine.layers.linear import JoinedLinear
+from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import LayerNormWeights
-from quire.engine.layers.parameters import Parameter, ParameterTable, held, parameters_of
+from quire.engine.layers.parameters import Parameter, ParameterTable, make_parameter, merge_parameters
+from quire.engine.layers.pooler_head import HeadLayerSpec
 from quire.engine.layers.rope import rope_table
-from quire.engine.layers.schemes import Scheme
+from quire.engine.layers.schemes import QuantizationScheme
 from quire.kernels.activation import GELU, sigmoid, silu
 from quire.kernels.activation import Activation as Elementwise
+from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS, Backend
-from quire.kernels.gpu.transfer import upload
-from quire.kernels.rotation import Rope
-from quire.kernels.softmax import Softmax
+from quire.kernels.gpu.host_transfer import upload_arrays
+from quire.kernels.qk_norm_rope import Rope
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 _ACTIVATIONS: dict[str, Activation] = {
@@ -43,16 +51,16 @@ _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swiglu": "silu",
 }
-FARTHEST = 128
+MAX_BUCKET_DISTANCE = 128
 """The distance from which on relative positions share one bucket (Raffel et al., 2020)."""
 
 
 @dataclass(frozen=True, slots=True)
-class EncoderNames:
+class EncoderWeightNames:
     """What a checkpoint names its tensors. Those of a layer follow its own name."""
 
-    words: str
-    layer: str
+    word_embeddings: str
+    layer_template: str
     """With {} for the layer's number."""
     qkv: tuple[str, ...]
     out: str
@@ -61,13 +69,13 @@ class EncoderNames:
     """One, or a gate and what it gates."""
     down: str
     mlp_norm: str
-    positions: str | None = None
-    segments: str | None = None
+    position_embeddings: str | None = None
+    token_type_embeddings: str | None = None
     embedding_norm: str | None = None
     final_norm: str | None = None
-    relative: str | None = None
+    relative_attention_bias: str | None = None
     """Of the table of relative positions: [buckets, heads]."""
-    scales: tuple[str, str] | None = None
+    layer_scales: tuple[str, str] | None = None
     """Of what the two parts of a layer give, a factor for each channel."""
     qk_norms: tuple[str, str] | None = None
     """Of queries and keys, each of all heads as one; they are RMSNorms."""
@@ -77,7 +85,7 @@ class EncoderNames:
 class EncoderSpec:
     """An encoder's shape, and the switches by which families differ."""
 
-    names: EncoderNames
+    names: EncoderWeightNames
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -88,7 +96,7 @@ class EncoderSpec:
     """Per layer: how positions are rotated in; None: not at all."""
     windows: tuple[int | None, ...]
     """Per layer: keys a query sees on either side of itself; None: all."""
-    classifier: Callable[[int, int], Sequence[Stage]]
+    classifier: Callable[[int, int], Sequence[HeadLayerSpec]]
     """The linears of ForSequenceClassification, by hidden size and number of labels."""
     activation: Activation
     positions: int = 0
@@ -96,7 +104,7 @@ class EncoderSpec:
     first_position: int = 0
     """The row of a prompt's first token."""
     segments: int = 0
-    buckets: int = 0
+    num_buckets: int = 0
     """Of relative positions, whose table all layers share."""
     bias: bool = True
     """Of linears."""
@@ -113,17 +121,17 @@ class EncoderSpec:
     """Norms stand before the parts of a layer; the first layer lacks the one before its attention, unless"""
     first_norm: bool = False
     """it has that too."""
-    root_mean_square: bool = False
+    has_rms_norms: bool = False
     """Norms are RMSNorm (Zhang and Sennrich, 2019)."""
-    groups: tuple[int, ...] = ()
+    metadata_groups: tuple[int, ...] = ()
     """Per layer: which of the metadata's groups it computes; (): the first."""
     causal: bool = False
     """A token sees what is before it alone."""
-    filled: bool = False
+    pads_prompts: bool = False
     """Prompts are filled up to the longest with padding, which is seen as all else."""
-    projection: tuple[Stage, ...] = ()
+    projection: tuple[HeadLayerSpec, ...] = ()
     """What follows the pooling."""
-    unused: tuple[str, ...] = ()
+    unused_prefixes: tuple[str, ...] = ()
     """How the names of tensors begin that are not needed."""
 
     @property
@@ -131,14 +139,14 @@ class EncoderSpec:
         return len(self.windows)
 
     @property
-    def longest(self) -> int | None:
+    def max_prompt_len(self) -> int | None:
         """Tokens of the longest prompt that the table of positions has room for."""
         return self.positions - self.first_position if self.positions else None
 
 
-def base_spec(config: ModelConfig, **own: Any) -> EncoderSpec:
-    """With the fields that nearly every family reads alike, and the family's `own`."""
-    alike: dict[str, Any] = {
+def base_encoder_spec(config: ModelConfig, **fields: Any) -> EncoderSpec:
+    """With the fields that nearly every family reads alike, and the family's `fields`."""
+    defaults: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -147,39 +155,42 @@ def base_spec(config: ModelConfig, **own: Any) -> EncoderSpec:
         "eps": config.raw.get("layer_norm_eps") or 1e-12,
         "ropes": (None,) * config.num_layers,
         "windows": (None,) * config.num_layers,
-        "activation": activation_of(config.raw.get("hidden_act") or "gelu"),
+        "activation": parse_activation(config.raw.get("hidden_act") or "gelu"),
     }
-    spec = EncoderSpec(**alike | own)
+    spec = EncoderSpec(**defaults | fields)
     if spec.gated and spec.activation in ("quick_gelu", "relu"):
         raise ModelError(f"model: hidden_act {spec.activation!r} is not supported in a {config.model_type!r}")
     return spec
 
 
-def two_stages(first: str, activation: str, last: str) -> Callable[[int, int], list[Stage]]:
+def two_layer_classifier(first: str, activation: str, last: str) -> Callable[[int, int], list[HeadLayerSpec]]:
     """A classifier of two linears of these names, with an activation between them."""
-    return lambda hidden, labels: [Stage(first, hidden, hidden, activation=activation), Stage(last, hidden, labels)]
+    return lambda hidden, labels: [
+        HeadLayerSpec(first, hidden, hidden, activation=activation),
+        HeadLayerSpec(last, hidden, labels),
+    ]
 
 
-def activation_of(name: str) -> Activation:
+def parse_activation(name: str) -> Activation:
     if name not in _ACTIVATIONS:
         raise ModelError(f"model: hidden_act {name!r} is not supported")
     return _ACTIVATIONS[name]
 
 
-class _Layer:
+class _EncoderLayer:
     """Weights of one layer."""
 
-    def __init__(self, spec: EncoderSpec, scheme: Scheme, index: int, cos_sin: Tensor | None) -> None:
-        names, hidden, width = spec.names, spec.hidden_size, spec.num_heads * spec.head_dim
-        self.hidden = hidden
-        name = names.layer.format(index)
+    def __init__(self, spec: EncoderSpec, scheme: QuantizationScheme, index: int, cos_sin: Tensor | None) -> None:
+        names, hidden, attention_size = spec.names, spec.hidden_size, spec.num_heads * spec.head_dim
+        self.hidden_size = hidden
+        name = names.layer_template.format(index)
 
-        def linear(size: int, parts: Sequence[str], out: int, *, bias: bool = True) -> JoinedLinear:
+        def linear(size: int, parts: Sequence[str], out: int, *, bias: bool = True) -> FusedLinear:
             sizes = {f"{name}.{part}": out // len(parts) for part in parts}
-            return JoinedLinear(scheme, size, sizes, bias=spec.bias and bias)
+            return FusedLinear(scheme, size, sizes, bias=spec.bias and bias)
 
-        self.qkv = linear(hidden, names.qkv, 3 * width, bias=spec.qkv_bias)
-        self.out = linear(width, [names.out], hidden)
+        self.qkv = linear(hidden, names.qkv, 3 * attention_size, bias=spec.qkv_bias)
+        self.out = linear(attention_size, [names.out], hidden)
         self.up = linear(hidden, names.up, spec.intermediate_size * (2 if spec.gated else 1), bias=spec.up_bias)
         self.gate_last = spec.gate_last
         self.down = linear(spec.intermediate_size, [names.down], hidden)
@@ -188,13 +199,13 @@ class _Layer:
             self.attention_norm = LayerNormWeights(f"{name}.{names.attention_norm}", hidden, bias=spec.norm_bias)
         self.mlp_norm = LayerNormWeights(f"{name}.{names.mlp_norm}", hidden, bias=spec.norm_bias)
         self.scales: list[Tensor | None] = [None, None]
-        self._scale_names = () if names.scales is None else tuple(f"{name}.{each}" for each in names.scales)
+        self._scale_names = () if names.layer_scales is None else tuple(f"{name}.{each}" for each in names.layer_scales)
         norms = names.qk_norms or ()
-        self._head_norms = [LayerNormWeights(f"{name}.{norm}", width, bias=False) for norm in norms]
-        self._rope = Rope(spec.head_dim, cos_sin, eps=spec.eps, norm="whole")
+        self._head_norms = [LayerNormWeights(f"{name}.{norm}", attention_size, bias=False) for norm in norms]
+        self._rope = Rope(spec.head_dim, cos_sin, eps=spec.eps, norm_kind="whole")
         window = spec.windows[index]
         self.window = None if window is None else window + 1
-        self.ahead = 0 if spec.causal else window
+        self.lookahead = 0 if spec.causal else window
 
     @property
     def rope(self) -> Rope:
@@ -205,21 +216,21 @@ class _Layer:
 
     def parameters(self) -> ParameterTable:
         norms = (self.attention_norm, self.mlp_norm, *self._head_norms)
-        table = parameters_of(self.qkv, self.out, self.down, *norms)
+        table = merge_parameters(self.qkv, self.out, self.down, *norms)
         for place, name in enumerate(self._scale_names):
-            table[name] = held(self.scales, place, (self.hidden,), torch.float32)
+            table[name] = make_parameter(self.scales, place, (self.hidden_size,), torch.float32)
         up = self.up.parameters()
-        return table | ({name: _halves_swapped(each) for name, each in up.items()} if self.gate_last else up)
+        return table | ({name: _swap_halves(each) for name, each in up.items()} if self.gate_last else up)
 
 
-def _halves_swapped(parameter: Parameter) -> Parameter:
+def _swap_halves(parameter: Parameter) -> Parameter:
     """One whose tensor's second half of rows comes first in the checkpoint."""
 
-    def put(tensor: Tensor) -> None:
-        last, first = tensor.chunk(2)
-        parameter.put(torch.cat((first, last)))
+    def load_swapped(tensor: Tensor) -> None:
+        second_half, first_half = tensor.chunk(2)
+        parameter.weight_loader(torch.cat((first_half, second_half)))
 
-    return replace(parameter, put=put)
+    return replace(parameter, weight_loader=load_swapped)
 
 
 class Encoder:
@@ -229,24 +240,24 @@ class Encoder:
         self,
         spec: EncoderSpec,
         backend: Backend,
-        scheme: Scheme,
+        scheme: QuantizationScheme,
         *,
         dtype: torch.dtype,
         device: torch.device,
         max_model_len: int,
-        progress: Callable[[], None],
+        report_progress: Callable[[], None],
     ) -> None:
-        """`progress` is called after every layer."""
+        """`report_progress` is called after every layer."""
         self.spec = spec
         self.dtype = dtype
         self.device = device
         self.max_model_len = max_model_len
         self._backend = backend
-        self._progress = progress
+        self._report_progress = report_progress
         ropes = {str(rope): rope for rope in spec.ropes if rope is not None}
         tables = {key: rope_table(rope, spec.head_dim, max_model_len).to(device) for key, rope in ropes.items()}
-        self._layers = [_Layer(spec, scheme, i, tables.get(str(rope))) for i, rope in enumerate(spec.ropes)]
-        self._tables: dict[str, Tensor] = {}
+        self._layers = [_EncoderLayer(spec, scheme, i, tables.get(str(rope))) for i, rope in enumerate(spec.ropes)]
+        self._embedding_tables: dict[str, Tensor] = {}
         """Embeddings of words, positions and segments, and of relative positions, by their names."""
         names = spec.names
         self._embedding_norm, self._final_norm = (
@@ -257,78 +268,94 @@ class Encoder:
     def parameters(self) -> ParameterTable:
         """Every tensor the model takes, by its name in the checkpoint."""
         spec, names, table = self.spec, self.spec.names, ParameterTable()
-        sizes = ((names.words, spec.vocab_size), (names.positions, spec.positions), (names.segments, spec.segments))
+        sizes = (
+            (names.word_embeddings, spec.vocab_size),
+            (names.position_embeddings, spec.positions),
+            (names.token_type_embeddings, spec.segments),
+        )
         for name, rows in sizes:
             if name is not None and rows:
-                table[f"{name}.weight"] = held(self._tables, name, (rows, spec.hidden_size), self.dtype)
-        if names.relative is not None:
-            shape = (spec.buckets, spec.num_heads)
-            table[f"{names.relative}.weight"] = held(
-                self._tables, names.relative, shape, torch.float32, self._by_distance
+                table[f"{name}.weight"] = make_parameter(
+                    self._embedding_tables, name, (rows, spec.hidden_size), self.dtype
+                )
+        if names.relative_attention_bias is not None:
+            shape = (spec.num_buckets, spec.num_heads)
+            table[f"{names.relative_attention_bias}.weight"] = make_parameter(
+                self._embedding_tables, names.relative_attention_bias, shape, torch.float32, self._bias_by_distance
             )
-        return table | parameters_of(self._embedding_norm, self._final_norm, *self._layers)
+        return table | merge_parameters(self._embedding_norm, self._final_norm, *self._layers)
 
     def forward(self, token_ids: Tensor, segments: Tensor | None, lengths: np.ndarray) -> Tensor:
         """Hidden states [T, hidden] of whole prompts of these lengths [S] int64. segments [T] int64: which of two texts
         a token is of; None: all are of the first."""
-        (positions,) = upload([positions_of(lengths)], self.device)
-        return finished(self.pieces(self._embedded(token_ids, segments, positions), [lengths], cut=False))[0]
+        (positions,) = upload_arrays([ragged_positions(lengths)], self.device)
+        return run_all_chunks(
+            self.forward_chunks(self._embed_tokens(token_ids, segments, positions), [lengths], splits_tokens=False)
+        )[0]
 
-    def pieces(
+    def forward_chunks(
         self,
         x: Tensor,
         lengths: Sequence[np.ndarray],
-        turns: Tensor | None = None,
-        taps: Sequence[int] = (),
+        cos_sin: Tensor | None = None,
+        aux_layers: Sequence[int] = (),
         *,
-        cut: bool = True,
+        splits_tokens: bool = True,
     ) -> Generator[float, None, tuple[Tensor, list[Tensor]]]:
-        """The same of images' patches, in pieces (engine/encoders/pieces.py); and what the layers `taps` give,
-        ascending. lengths: for each group of layers, of the sequences whose tokens see each other. turns [T, head_dim]
-        float32: of each patch, as Rope.cos_sin has it for a position. All pieces together weigh what `weight` says of
-        the patches. cut: a piece may be some of the tokens, all of which see each other then, wherever they stand."""
-        backend, spec, tapped = self._backend, self.spec, list[Tensor]()
-        bias, size = self._tables.get(spec.names.relative or ""), self._backend.block_size
-        pages = max(pages_of(each, size) for each in lengths)
-        shape = backend.kv_cache_shape(pages, spec.num_heads, spec.head_dim, self.dtype)
+        """The same of images' patches, in pieces (engine/encoders/encoder_chunks.py); and what the layers `aux_layers`
+        give, ascending. lengths: for each group of layers, of the sequences whose tokens see each other. turns [T,
+        head_dim] float32: of each patch, as Rope.cos_sin has it for a position. All pieces together weigh what
+        `chunk_cost` says of the patches. cut: a piece may be some of the tokens, all of which see each other then,
+        wherever they stand."""
+        backend, spec, aux_hidden_states = self._backend, self.spec, list[Tensor]()
+        bias, size = self._embedding_tables.get(spec.names.relative_attention_bias or ""), self._backend.block_size
+        num_blocks = max(count_blocks(each, size) for each in lengths)
+        shape = backend.kv_cache_shape(num_blocks, spec.num_heads, spec.head_dim, self.dtype)
         keys, values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
-        most, turned = ROWS if cut else None, turns is not None
-        groups = [(parts_of(each, size, self.device, most, turned=turned), int(each.max())) for each in lengths]
+        max_rows, has_rope = MAX_CHUNK_TOKENS if splits_tokens else None, cos_sin is not None
+        groups = [
+            (split_step(each, size, self.device, max_rows, has_rope_table=has_rope), int(each.max()))
+            for each in lengths
+        ]
         for index, layer in enumerate(self._layers):
-            parts, seen = groups[spec.groups[index] if spec.groups else 0]
-            rope = layer.rope if turns is None else replace(layer.rope, cos_sin=turns)
-            softmax = Softmax(spec.head_dim**-0.5, layer.window, ahead=layer.ahead, bias=bias)
-            queries, found = list[Tensor](), list[Tensor]()
-            for rows, where in parts:
-                queries.append(backend.rope_store(self._projected(layer, x[rows]), rope, keys, values, where))
-                yield BEFORE * len(queries[-1]) / spec.num_layers
-            for (rows, where), q in zip(parts, queries, strict=True):
-                attended = backend.paged_attention(q, keys, values, where, softmax).flatten(1)
-                found.append(self._mlp(layer, layer.out.packed(attended, NO_ADAPTERS), x[rows]))
-                yield (weight(len(q), seen, spec.hidden_size) - BEFORE * len(q)) / spec.num_layers
-            x = found[0] if len(found) == 1 else torch.cat(found)
-            if index in taps:
-                tapped.append(x.clone())  # a backend may overwrite it
-            self._progress()
-        return x if self._final_norm is None else self._normed(x, self._final_norm), tapped
+            chunks, num_visible = groups[spec.metadata_groups[index] if spec.metadata_groups else 0]
+            rope = layer.rope if cos_sin is None else replace(layer.rope, cos_sin=cos_sin)
+            softmax = AttentionParams(spec.head_dim**-0.5, layer.window, lookahead=layer.lookahead, relative_bias=bias)
+            queries, outputs = list[Tensor](), list[Tensor]()
+            for rows, metadata in chunks:
+                queries.append(
+                    backend.rope_and_store_kv(self._project_qkv(layer, x[rows]), rope, keys, values, metadata)
+                )
+                yield QKV_COST_SHARE * len(queries[-1]) / spec.num_layers
+            for (rows, metadata), q in zip(chunks, queries, strict=True):
+                attended = backend.paged_attention(q, keys, values, metadata, softmax).flatten(1)
+                outputs.append(self._finish_layer(layer, layer.out.packed_linear(attended, NO_ADAPTERS), x[rows]))
+                yield (chunk_cost(len(q), num_visible, spec.hidden_size) - QKV_COST_SHARE * len(q)) / spec.num_layers
+            x = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+            if index in aux_layers:
+                aux_hidden_states.append(x.clone())  # a backend may overwrite it
+            self._report_progress()
+        return x if self._final_norm is None else self._apply_norm(x, self._final_norm), aux_hidden_states
 
-    def _projected(self, layer: _Layer, x: Tensor) -> Tensor:
+    def _project_qkv(self, layer: _EncoderLayer, x: Tensor) -> Tensor:
         """Queries, keys and values."""
-        normed = x if layer.attention_norm is None or not self.spec.pre_norm else self._normed(x, layer.attention_norm)
-        return layer.qkv.packed(normed, NO_ADAPTERS)
+        normed = (
+            x if layer.attention_norm is None or not self.spec.pre_norm else self._apply_norm(x, layer.attention_norm)
+        )
+        return layer.qkv.packed_linear(normed, NO_ADAPTERS)
 
-    def _mlp(self, layer: _Layer, attended: Tensor, x: Tensor) -> Tensor:
+    def _finish_layer(self, layer: _EncoderLayer, attended: Tensor, x: Tensor) -> Tensor:
         """The layer's output, for what its attention gives and the stream x that this is added to."""
         if self.spec.pre_norm:
-            first, second = layer.scales
-            normed, x = self._added(_scaled(attended, first), x, layer.mlp_norm)
-            return x + _scaled(self._fed_forward(layer, normed), second)
+            attention_scale, mlp_scale = layer.scales
+            normed, x = self._add_and_norm(_scale_channels(attended, attention_scale), x, layer.mlp_norm)
+            return x + _scale_channels(self._feed_forward(layer, normed), mlp_scale)
         assert layer.attention_norm is not None
-        x, _ = self._added(attended, x, layer.attention_norm)
-        return self._added(self._fed_forward(layer, x), x, layer.mlp_norm)[0]
+        x, _ = self._add_and_norm(attended, x, layer.attention_norm)
+        return self._add_and_norm(self._feed_forward(layer, x), x, layer.mlp_norm)[0]
 
-    def _fed_forward(self, layer: _Layer, x: Tensor) -> Tensor:
-        wide, backend = layer.up.packed(x, NO_ADAPTERS), self._backend
+    def _feed_forward(self, layer: _EncoderLayer, x: Tensor) -> Tensor:
+        wide, backend = layer.up.packed_linear(x, NO_ADAPTERS), self._backend
         match self.spec.activation, self.spec.gated:
             case "silu", True:
                 wide = backend.silu_mul(wide)
@@ -336,54 +363,54 @@ class Encoder:
                 wide = backend.gelu_mul(wide)
             case "gelu", True:
                 gate, up = wide.chunk(2, dim=-1)
-                wide = backend.activate(gate.contiguous(), GELU).mul_(up)
+                wide = backend.apply_activation(gate.contiguous(), GELU).mul_(up)
             case ("gelu" | "gelu_tanh" | "relu") as kind, False:
-                wide = backend.activate(wide, Elementwise(kind))
+                wide = backend.apply_activation(wide, Elementwise(kind))
             case "quick_gelu", False:
                 wide = wide.mul_(sigmoid(1.702 * wide))
             case "silu", False:
                 wide = silu(wide)
             case unknown, _:
-                raise AssertionError(unknown)  # base_spec refuses it
-        return layer.down.packed(wide, NO_ADAPTERS)
+                raise AssertionError(unknown)  # base_encoder_spec refuses it
+        return layer.down.packed_linear(wide, NO_ADAPTERS)
 
-    def _added(self, x: Tensor, residual: Tensor, norm: LayerNormWeights) -> tuple[Tensor, Tensor]:
-        if self.spec.root_mean_square:
+    def _add_and_norm(self, x: Tensor, residual: Tensor, norm: LayerNormWeights) -> tuple[Tensor, Tensor]:
+        if self.spec.has_rms_norms:
             return self._backend.add_rms_norm(x, residual, norm.weight, self.spec.eps)
         return self._backend.add_layer_norm(x, residual, norm.weight, norm.bias, self.spec.eps)
 
-    def _normed(self, x: Tensor, norm: LayerNormWeights) -> Tensor:
-        if self.spec.root_mean_square:
+    def _apply_norm(self, x: Tensor, norm: LayerNormWeights) -> Tensor:
+        if self.spec.has_rms_norms:
             return self._backend.rms_norm(x, norm.weight, self.spec.eps)
         return self._backend.layer_norm(x, norm.weight, norm.bias, self.spec.eps)
 
-    def _embedded(self, token_ids: Tensor, segments: Tensor | None, positions: Tensor) -> Tensor:
-        names, tables = self.spec.names, self._tables
-        x = F.embedding(token_ids, tables[names.words])
-        if names.positions is not None:
-            x += F.embedding(positions + self.spec.first_position, tables[names.positions])
-        if names.segments is not None and self.spec.segments:
-            table = tables[names.segments]
+    def _embed_tokens(self, token_ids: Tensor, segments: Tensor | None, positions: Tensor) -> Tensor:
+        names, tables = self.spec.names, self._embedding_tables
+        x = F.embedding(token_ids, tables[names.word_embeddings])
+        if names.position_embeddings is not None:
+            x += F.embedding(positions + self.spec.first_position, tables[names.position_embeddings])
+        if names.token_type_embeddings is not None and self.spec.segments:
+            table = tables[names.token_type_embeddings]
             x += table[0] if segments is None or self.spec.segments < 2 else F.embedding(segments, table)
-        return x if self._embedding_norm is None else self._normed(x, self._embedding_norm)
+        return x if self._embedding_norm is None else self._apply_norm(x, self._embedding_norm)
 
-    def _by_distance(self, tensor: Tensor) -> Tensor:
-        """[buckets, heads] to what is added to scores by distance: see Softmax.bias."""
-        longest = self.max_model_len
-        distances = torch.arange(-(longest - 1), longest, device=tensor.device)
-        return F.pad(tensor[relative_buckets(distances, self.spec.buckets)].T, (0, 16)).contiguous()
+    def _bias_by_distance(self, tensor: Tensor) -> Tensor:
+        """[buckets, heads] to what is added to scores by distance: see AttentionParams.relative_bias."""
+        max_len = self.max_model_len
+        distances = torch.arange(-(max_len - 1), max_len, device=tensor.device)
+        return F.pad(tensor[relative_buckets(distances, self.spec.num_buckets)].T, (0, 16)).contiguous()
 
 
-def _scaled(x: Tensor, factors: Tensor | None) -> Tensor:
+def _scale_channels(x: Tensor, factors: Tensor | None) -> Tensor:
     return x if factors is None else (x * factors).to(x.dtype)
 
 
-def relative_buckets(distances: Tensor, buckets: int) -> Tensor:
+def relative_buckets(distances: Tensor, num_buckets: int) -> Tensor:
     """The bucket of each distance, key less query: half of them for keys behind the query, the nearest exact, farther
     ones on a logarithmic scale up to FARTHEST (Raffel et al., 2020)."""
-    half = buckets // 2
-    exact = half // 2
-    apart = distances.abs()
-    scaled = torch.log(apart.float() / exact) / math.log(FARTHEST / exact) * (half - exact)
-    far = (exact + scaled.clamp(min=0).long()).clamp(max=half - 1)
-    return torch.where(apart < exact, apart, far) + (distances > 0) * half
+    half = num_buckets // 2
+    num_exact = half // 2
+    distance = distances.abs()
+    scaled = torch.log(distance.float() / num_exact) / math.log(MAX_BUCKET_DISTANCE / num_exact) * (half - num_exact)
+    far = (num_exact + scaled.clamp(min=0).long()).clamp(max=half - 1)
+    return torch.where(distance < num_exact, distance, far) + (distances > 0) * half

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.encoders import bert
-from quire.engine.encoders.encoder import EncoderNames, EncoderSpec, base_spec
+from quire.engine.encoders.encoder import EncoderSpec, EncoderWeightNames, base_encoder_spec
 from quire.engine.errors import ModelError
 
-NAMES = EncoderNames(
-    words="embeddings.word_embeddings",
-    segments="embeddings.token_type_embeddings",
+NAMES = EncoderWeightNames(
+    word_embeddings="embeddings.word_embeddings",
+    token_type_embeddings="embeddings.token_type_embeddings",
     embedding_norm="embeddings.LayerNorm",
-    layer="encoder.layer.{}",
+    layer_template="encoder.layer.{}",
     qkv=("attention.qkv_proj",),
     out="attention.o_proj",
     attention_norm="attn_ln",
@@ -20,8 +20,8 @@ NAMES = EncoderNames(
     down="mlp.down_proj",
     mlp_norm="mlp_ln",
 )
-UNPACKED = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
-_COMPUTED = {
+UNPACKED_QKV = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
+_SUPPORTED_VALUES = {
     "position_embedding_type": "rope",
     "layer_norm_type": "layer_norm",
     "logn_attention_scale": False,
@@ -31,18 +31,18 @@ _COMPUTED = {
 
 def spec(config: ModelConfig) -> EncoderSpec:
     raw = config.raw
-    for field, computed in _COMPUTED.items():
-        if (given := raw.get(field)) not in (None, computed):
-            raise ModelError(f"model: config.json: {field} {given!r} is not supported in a GTE model")
+    for field, supported in _SUPPORTED_VALUES.items():
+        if (value := raw.get(field)) not in (None, supported):
+            raise ModelError(f"model: config.json: {field} {value!r} is not supported in a GTE model")
     segments = raw.get("type_vocab_size")
-    return base_spec(
+    return base_encoder_spec(
         config,
         ropes=(config.rope,) * config.num_layers,
-        names=NAMES if raw.get("pack_qkv") in (None, True) else replace(NAMES, qkv=UNPACKED),
+        names=NAMES if raw.get("pack_qkv") in (None, True) else replace(NAMES, qkv=UNPACKED_QKV),
         classifier=bert.CLASSIFIER,
         segments=1 if segments is None else segments,
         up_bias=False,
         gated=True,
         gate_last=True,
-        unused=(*bert.UNUSED, "classifier."),
+        unused_prefixes=(*bert.UNUSED_PREFIXES, "classifier."),
     )

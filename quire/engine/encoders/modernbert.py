@@ -4,14 +4,14 @@ three layers."""
 from typing import Any
 
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.encoders.encoder import EncoderNames, EncoderSpec, activation_of, base_spec
+from quire.engine.encoders.encoder import EncoderSpec, EncoderWeightNames, base_encoder_spec, parse_activation
 from quire.engine.errors import ModelError
-from quire.engine.layers.heads import Stage
+from quire.engine.layers.pooler_head import HeadLayerSpec
 
-NAMES = EncoderNames(
-    words="embeddings.tok_embeddings",
+NAMES = EncoderWeightNames(
+    word_embeddings="embeddings.tok_embeddings",
     embedding_norm="embeddings.norm",
-    layer="layers.{}",
+    layer_template="layers.{}",
     qkv=("attn.Wqkv",),
     out="attn.Wo",
     attention_norm="attn_norm",
@@ -35,23 +35,23 @@ def spec(config: ModelConfig) -> EncoderSpec:
     if (act := raw.get("classifier_activation") or "gelu") != "gelu":
         raise ModelError(f"model: config.json: classifier_activation {act!r} is not supported")
 
-    def classifier(hidden: int, labels: int) -> list[Stage]:
-        head = Stage("head.dense", hidden, hidden, head_bias, "gelu", "head.norm", norm_bias, eps)
-        return [head, Stage("classifier", hidden, labels)]
+    def classifier(hidden: int, labels: int) -> list[HeadLayerSpec]:
+        head = HeadLayerSpec("head.dense", hidden, hidden, head_bias, "gelu", "head.norm", norm_bias, eps)
+        return [head, HeadLayerSpec("classifier", hidden, labels)]
 
-    return base_spec(
+    return base_encoder_spec(
         config,
         names=NAMES,
         classifier=classifier,
         eps=eps,
-        activation=activation_of(raw.get("hidden_activation") or "gelu"),
+        activation=parse_activation(raw.get("hidden_activation") or "gelu"),
         ropes=tuple(_rope(config, kind) for kind in types),
         windows=tuple(window if kind == "sliding_attention" else None for kind in types),
         bias=False,
         norm_bias=norm_bias,
         gated=True,
         pre_norm=True,
-        unused=("decoder.", "head."),
+        unused_prefixes=("decoder.", "head."),
     )
 
 
@@ -59,8 +59,8 @@ def _rope(config: ModelConfig, kind: str) -> dict[str, Any]:
     raw = config.raw
     ropes = raw.get("rope_parameters") or {}
     if kind == "full_attention":
-        given, theta = ropes.get("full_attention"), raw.get("global_rope_theta") or 160_000.0
+        rope_fields, theta = ropes.get("full_attention"), raw.get("global_rope_theta") or 160_000.0
     else:
-        given, theta = ropes.get("sliding_attention"), raw.get("local_rope_theta") or 10_000.0
-    rope = {key: value for key, value in (given or {}).items() if value is not None}
+        rope_fields, theta = ropes.get("sliding_attention"), raw.get("local_rope_theta") or 10_000.0
+    rope = {key: value for key, value in (rope_fields or {}).items() if value is not None}
     return {"rope_type": "default", "rope_theta": theta} | rope

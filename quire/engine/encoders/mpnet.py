@@ -4,14 +4,14 @@ from dataclasses import replace
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.encoders import roberta
-from quire.engine.encoders.encoder import EncoderNames, EncoderSpec
+from quire.engine.encoders.encoder import EncoderSpec, EncoderWeightNames
 
-NAMES = EncoderNames(
-    words="embeddings.word_embeddings",
-    positions="embeddings.position_embeddings",
+NAMES = EncoderWeightNames(
+    word_embeddings="embeddings.word_embeddings",
+    position_embeddings="embeddings.position_embeddings",
     embedding_norm="embeddings.LayerNorm",
-    relative="encoder.relative_attention_bias",
-    layer="encoder.layer.{}",
+    relative_attention_bias="encoder.relative_attention_bias",
+    layer_template="encoder.layer.{}",
     qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
     out="attention.attn.o",
     attention_norm="attention.LayerNorm",
@@ -27,5 +27,5 @@ def spec(config: ModelConfig) -> EncoderSpec:
         names=NAMES,
         first_position=2,
         segments=0,
-        buckets=config.raw.get("relative_attention_num_buckets") or 32,
+        num_buckets=config.raw.get("relative_attention_num_buckets") or 32,
     )

@@ -2,14 +2,14 @@
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.encoders import bert
-from quire.engine.encoders.encoder import EncoderNames, EncoderSpec, base_spec
+from quire.engine.encoders.encoder import EncoderSpec, EncoderWeightNames, base_encoder_spec
 from quire.engine.errors import ModelError
 
-NAMES = EncoderNames(
-    words="embeddings.word_embeddings",
-    segments="embeddings.token_type_embeddings",
+NAMES = EncoderWeightNames(
+    word_embeddings="embeddings.word_embeddings",
+    token_type_embeddings="embeddings.token_type_embeddings",
     embedding_norm="emb_ln",
-    layer="encoder.layers.{}",
+    layer_template="encoder.layers.{}",
     qkv=("attn.Wqkv",),
     out="attn.out_proj",
     attention_norm="norm1",
@@ -22,10 +22,10 @@ NAMES = EncoderNames(
 def spec(config: ModelConfig) -> EncoderSpec:
     raw = config.raw
     if raw.get("prenorm") or raw.get("qkv_proj_bias") or raw.get("mlp_fc1_bias") or raw.get("rotary_scaling_factor"):
-        wrong = "prenorm, biases of linears and rotary_scaling_factor"
-        raise ModelError(f"model: config.json: {wrong} are not supported in a Nomic BERT")
+        unsupported = "prenorm, biases of linears and rotary_scaling_factor"
+        raise ModelError(f"model: config.json: {unsupported} are not supported in a Nomic BERT")
     theta = raw.get("rotary_emb_base") or (raw.get("rope_parameters") or {}).get("rope_theta") or 1000.0
-    return base_spec(
+    return base_encoder_spec(
         config,
         names=NAMES,
         classifier=bert.CLASSIFIER,
@@ -35,5 +35,5 @@ def spec(config: ModelConfig) -> EncoderSpec:
         segments=raw.get("type_vocab_size") or 0,
         bias=False,
         gated=True,
-        unused=bert.UNUSED,
+        unused_prefixes=bert.UNUSED_PREFIXES,
     )

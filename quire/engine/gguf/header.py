@@ -15,95 +15,95 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from quire.engine.errors import ModelError
-from quire.engine.folder import MIB, open_needed
-from quire.engine.gguf.types import NOT_READ, READ, TensorType
+from quire.engine.folder_reader import MIB, open_required
+from quire.engine.gguf.tensor_types import SUPPORTED_TYPES, UNSUPPORTED_TYPES, GGMLType
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_MOST_KEYS = 2**16
-_MOST_TENSORS = 2**17
-_MOST_ITEMS = 2**24
+_MAX_KEYS = 2**16
+_MAX_TENSORS = 2**17
+_MAX_ITEMS = 2**24
 """Of an array; vocabularies have some 2**18."""
-_MOST_HEADER = 512 * MIB
-_MOST_DIMENSIONS = 4
-_MOST_NUMBERS = 2**40
-_NAME_BYTES = 2**16 - 1
-_SHOWN = 100
+_MAX_HEADER_BYTES = 512 * MIB
+_MAX_DIMENSIONS = 4
+_MAX_ELEMENTS = 2**40
+_MAX_NAME_BYTES = 2**16 - 1
+_MAX_SHOWN_CHARACTERS = 100
 """Characters of a name that an error shows."""
-_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRUCT_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """struct's letter for each type of a single value."""
-_STRING, _ARRAY = 8, 9
-_PIECE = MIB
+_STRING_TYPE, _ARRAY_TYPE = 8, 9
+_READ_BYTES = MIB
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 _T = TypeVar("_T")
-Scalar = int | float | bool | str
-Value = Scalar | list[str] | list[int] | list[float]
+MetadataScalar = int | float | bool | str
+MetadataValue = MetadataScalar | list[str] | list[int] | list[float]
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class GGUFTensor:
     """One tensor of a file."""
 
     shape: tuple[int, ...]
     """The axis along which numbers lie side by side comes last, as in PyTorch; a file has them the other way round."""
-    type: TensorType
+    type: GGMLType
     file: Path
     offset: int
     """Of its first byte in the file."""
 
     @property
-    def numbers(self) -> int:
+    def num_elements(self) -> int:
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        return self.numbers // self.type.numbers * self.type.size
+        return self.num_elements // self.type.block_size * self.type.type_size
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class GGUFHeader:
     name: str
     """The file's."""
-    metadata: Mapping[str, Value]
-    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, MetadataValue]
+    tensors: Mapping[str, GGUFTensor]
 
-    def text(self, key: str) -> str | None:
+    def get_string(self, key: str) -> str | None:
         """A text of the metadata; None if it is not there. Raises ModelError, as the others, for another type."""
-        return self._typed(key, str, "a text")
+        return self._get_typed(key, str, "a text")
 
-    def integer(self, key: str) -> int | None:
+    def get_integer(self, key: str) -> int | None:
         value = self.metadata.get(key)
         if isinstance(value, bool):
             raise ModelError(f"model: {self.name}: {key}: expected an integer, got {value!r}")
-        return self._typed(key, int, "an integer")
+        return self._get_typed(key, int, "an integer")
 
-    def number(self, key: str) -> float | None:
+    def get_float(self, key: str) -> float | None:
         value = self.metadata.get(key)
         if value is not None and (isinstance(value, bool | str | list) or not math.isfinite(value)):
             raise ModelError(f"model: {self.name}: {key}: expected a finite number")
         return None if value is None else float(value)
 
-    def flag(self, key: str) -> bool | None:
-        return self._typed(key, bool, "true or false")
+    def get_bool(self, key: str) -> bool | None:
+        return self._get_typed(key, bool, "true or false")
 
-    def texts(self, key: str) -> list[str]:
+    def get_strings(self, key: str) -> list[str]:
         """[] if it is not there."""
-        return self._items(key, str, "texts")
+        return self._get_list(key, str, "texts")
 
-    def integers(self, key: str) -> list[int]:
-        return self._items(key, int, "integers")
+    def get_integers(self, key: str) -> list[int]:
+        return self._get_list(key, int, "integers")
 
-    def numbers(self, key: str) -> list[float]:
-        return self._items(key, float, "numbers")
+    def get_floats(self, key: str) -> list[float]:
+        return self._get_list(key, float, "numbers")
 
-    def _typed(self, key: str, kind: type[_T], what: str) -> _T | None:
+    def _get_typed(self, key: str, kind: type[_T], what: str) -> _T | None:
         value = self.metadata.get(key)
         if value is None or isinstance(value, kind):
             return value
         raise ModelError(f"model: {self.name}: {key}: expected {what}")
 
-    def _items(self, key: str, kind: type[_T], what: str) -> list[_T]:
+    def _get_list(self, key: str, kind: type[_T], what: str) -> list[_T]:
         value = self.metadata.get(key)
         if value is None:
             return []
@@ -112,10 +112,10 @@ class Header:
         return value  # type: ignore[return-value]
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> GGUFHeader:
     """The header of one file. Raises ModelError, naming the file and the key or tensor that is wrong."""
-    with open_needed(path) as file:
-        return _Reader(file, path, os.fstat(file.fileno()).st_size).header()
+    with open_required(path) as file:
+        return _HeaderReader(file, path, os.fstat(file.fileno()).st_size).parse_header()
 
 
 class ByteSource(Protocol):
@@ -125,142 +125,148 @@ class ByteSource(Protocol):
         """The next so many bytes, or more; fewer at the end."""
 
 
-def header_bytes(file: ByteSource, path: Path, size: int) -> bytes:
+def read_header_bytes(file: ByteSource, path: Path, size: int) -> bytes:
     """The header of a file of `size` bytes, and maybe a little of what follows it. path: what errors call it. Raises
     ModelError as read_header does."""
-    reader = _Reader(file, path, size)
-    reader.header()
+    reader = _HeaderReader(file, path, size)
+    reader.parse_header()
     return bytes(reader.data)
 
 
-class _Reader:
+class _HeaderReader:
     """Takes values one after another from a file of which it holds what it has read: the header."""
 
     def __init__(self, file: ByteSource, path: Path, size: int) -> None:
         self._file = file
         self._path = path
-        self._total = size
+        self._file_size = size
         self.data = bytearray()
-        self._at = 0
+        self._position = 0
 
-    def header(self) -> Header:
-        if self._take(4) != _MAGIC:
-            raise self._wrong("is no GGUF file")
-        version = self._u32()
+    def parse_header(self) -> GGUFHeader:
+        if self._read_exactly(4) != _MAGIC:
+            raise self._header_error("is no GGUF file")
+        version = self._read_u32()
         if version not in _VERSIONS:
             big_endian = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
             which = "is big-endian" if big_endian else f"has GGUF version {version}"
-            raise self._wrong(f"{which}; little-endian files of versions 2 and 3 are read")
-        count, keys = self._u64(), self._u64()
-        if count > _MOST_TENSORS or keys > _MOST_KEYS:
-            raise self._wrong(
-                f"its header has {count} tensors and {keys} keys, more than {_MOST_TENSORS}, {_MOST_KEYS}"
+            raise self._header_error(f"{which}; little-endian files of versions 2 and 3 are read")
+        count, keys = self._read_u64(), self._read_u64()
+        if count > _MAX_TENSORS or keys > _MAX_KEYS:
+            raise self._header_error(
+                f"its header has {count} tensors and {keys} keys, more than {_MAX_TENSORS}, {_MAX_KEYS}"
             )
-        metadata: dict[str, Value] = {}
+        metadata: dict[str, MetadataValue] = {}
         for _ in range(keys):
-            key = self._name("a key")
+            key = self._read_name("a key")
             if key in metadata:
-                raise self._wrong(f"{key[:_SHOWN]}: is there twice")
-            metadata[key] = self._value(key[:_SHOWN], self._u32())
-        described = [self._description() for _ in range(count)]
+                raise self._header_error(f"{key[:_MAX_SHOWN_CHARACTERS]}: is there twice")
+            metadata[key] = self._read_metadata_value(key[:_MAX_SHOWN_CHARACTERS], self._read_u32())
+        tensor_infos = [self._read_tensor_info() for _ in range(count)]
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment > MIB or alignment & (alignment - 1):
-            raise self._wrong(f"general.alignment: expected a power of two, got {alignment!r}"[:_SHOWN])
-        start = -(-self._at // alignment) * alignment
-        tensors: dict[str, StoredTensor] = {}
-        for name, shape, kind, offset in described:
+            raise self._header_error(
+                f"general.alignment: expected a power of two, got {alignment!r}"[:_MAX_SHOWN_CHARACTERS]
+            )
+        start = -(-self._position // alignment) * alignment
+        tensors: dict[str, GGUFTensor] = {}
+        for name, shape, kind, offset in tensor_infos:
             if name in tensors:
-                raise self._wrong(f"{name[:_SHOWN]}: is there twice")
-            tensors[name] = self._placed(name[:_SHOWN], shape, kind, start, offset, alignment)
-        return Header(self._path.name, metadata, tensors)
+                raise self._header_error(f"{name[:_MAX_SHOWN_CHARACTERS]}: is there twice")
+            tensors[name] = self._make_tensor(name[:_MAX_SHOWN_CHARACTERS], shape, kind, start, offset, alignment)
+        return GGUFHeader(self._path.name, metadata, tensors)
 
-    def _description(self) -> tuple[str, tuple[int, ...], int, int]:
+    def _read_tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
         """The name, shape, type and offset of a tensor."""
-        name = self._name("a tensor's name")
-        dimensions = self._u32()
-        if dimensions > _MOST_DIMENSIONS:
-            raise self._wrong(f"{name[:_SHOWN]}: has {dimensions} dimensions, more than {_MOST_DIMENSIONS}")
-        shape = tuple(self._u64() for _ in range(dimensions))[::-1]
-        return name, shape, self._u32(), self._u64()
+        name = self._read_name("a tensor's name")
+        dimensions = self._read_u32()
+        if dimensions > _MAX_DIMENSIONS:
+            raise self._header_error(
+                f"{name[:_MAX_SHOWN_CHARACTERS]}: has {dimensions} dimensions, more than {_MAX_DIMENSIONS}"
+            )
+        shape = tuple(self._read_u64() for _ in range(dimensions))[::-1]
+        return name, shape, self._read_u32(), self._read_u64()
 
-    def _placed(
+    def _make_tensor(
         self, name: str, shape: tuple[int, ...], kind: int, start: int, offset: int, alignment: int
-    ) -> StoredTensor:
-        if kind not in READ:
-            raise self._wrong(f"{name}: has the type {NOT_READ.get(kind, kind)}, which Quire does not read")
-        found = StoredTensor(shape, READ[kind], self._path, start + offset)
-        if not 0 < found.numbers <= _MOST_NUMBERS:
-            raise self._wrong(f"{name}: has the shape {list(shape)}")
-        if (shape[-1] if shape else 1) % found.type.numbers:
-            raise self._wrong(f"{name}: rows of {shape[-1]} numbers are not made of {found.type.name}'s blocks")
+    ) -> GGUFTensor:
+        if kind not in SUPPORTED_TYPES:
+            raise self._header_error(
+                f"{name}: has the type {UNSUPPORTED_TYPES.get(kind, kind)}, which Quire does not read"
+            )
+        tensor = GGUFTensor(shape, SUPPORTED_TYPES[kind], self._path, start + offset)
+        if not 0 < tensor.num_elements <= _MAX_ELEMENTS:
+            raise self._header_error(f"{name}: has the shape {list(shape)}")
+        if (shape[-1] if shape else 1) % tensor.type.block_size:
+            raise self._header_error(f"{name}: rows of {shape[-1]} numbers are not made of {tensor.type.name}'s blocks")
         if offset % alignment:
-            raise self._wrong(f"{name}: its offset {offset} is not a multiple of {alignment}")
-        if found.offset + found.nbytes > self._total:
-            raise self._wrong(f"{name}: lies outside of the file, which may be cut off")
-        return found
+            raise self._header_error(f"{name}: its offset {offset} is not a multiple of {alignment}")
+        if tensor.offset + tensor.nbytes > self._file_size:
+            raise self._header_error(f"{name}: lies outside of the file, which may be cut off")
+        return tensor
 
-    def _value(self, key: str, kind: int) -> Value:
-        if kind == _STRING:
-            return self._string(key)
-        if kind != _ARRAY:
-            (value,) = self._numbers(key, kind, 1)
+    def _read_metadata_value(self, key: str, kind: int) -> MetadataValue:
+        if kind == _STRING_TYPE:
+            return self._read_string(key)
+        if kind != _ARRAY_TYPE:
+            (value,) = self._read_numbers(key, kind, 1)
             return value
-        item, count = self._u32(), self._u64()
-        if count > _MOST_ITEMS:
-            raise self._wrong(f"{key}: has {count} items, more than {_MOST_ITEMS}")
-        if item == _STRING:
-            if count * 8 > self._total - self._at:
-                raise self._cut_off()
-            return [self._string(key) for _ in range(count)]
-        return list(self._numbers(key, item, count))
+        item, count = self._read_u32(), self._read_u64()
+        if count > _MAX_ITEMS:
+            raise self._header_error(f"{key}: has {count} items, more than {_MAX_ITEMS}")
+        if item == _STRING_TYPE:
+            if count * 8 > self._file_size - self._position:
+                raise self._truncation_error()
+            return [self._read_string(key) for _ in range(count)]
+        return list(self._read_numbers(key, item, count))
 
-    def _numbers(self, key: str, kind: int, count: int) -> tuple[int, ...] | tuple[float, ...]:
-        if kind not in _FORMATS:
-            raise self._wrong(f"{key}: has values of type {kind}, which is none of GGUF's or nested")
-        form = struct.Struct(f"<{count}{_FORMATS[kind]}")
-        return form.unpack(self._take(form.size))
+    def _read_numbers(self, key: str, kind: int, count: int) -> tuple[int, ...] | tuple[float, ...]:
+        if kind not in _STRUCT_FORMATS:
+            raise self._header_error(f"{key}: has values of type {kind}, which is none of GGUF's or nested")
+        form = struct.Struct(f"<{count}{_STRUCT_FORMATS[kind]}")
+        return form.unpack(self._read_exactly(form.size))
 
-    def _string(self, what: str, most: int = _MOST_HEADER) -> str:
-        length = self._u64()
-        if length > most:
-            raise self._wrong(f"{what}: has {length} bytes, more than {most}")
+    def _read_string(self, what: str, max_bytes: int = _MAX_HEADER_BYTES) -> str:
+        length = self._read_u64()
+        if length > max_bytes:
+            raise self._header_error(f"{what}: has {length} bytes, more than {max_bytes}")
         try:
-            return self._take(length).decode()
+            return self._read_exactly(length).decode()
         except UnicodeDecodeError:
-            raise self._wrong(f"{what}: is not UTF-8") from None
+            raise self._header_error(f"{what}: is not UTF-8") from None
 
-    def _name(self, what: str) -> str:
+    def _read_name(self, what: str) -> str:
         """A text that errors can show."""
-        name = self._string(what, _NAME_BYTES)
+        name = self._read_string(what, _MAX_NAME_BYTES)
         if not name.isprintable():
-            raise self._wrong(f"{what}: {name[:_SHOWN]!a} cannot be printed")
+            raise self._header_error(f"{what}: {name[:_MAX_SHOWN_CHARACTERS]!a} cannot be printed")
         return name
 
-    def _u32(self) -> int:
-        number: int = _U32.unpack(self._take(4))[0]
+    def _read_u32(self) -> int:
+        number: int = _U32.unpack(self._read_exactly(4))[0]
         return number
 
-    def _u64(self) -> int:
-        number: int = _U64.unpack(self._take(8))[0]
+    def _read_u64(self) -> int:
+        number: int = _U64.unpack(self._read_exactly(8))[0]
         return number
 
-    def _take(self, length: int) -> bytearray:
+    def _read_exactly(self, length: int) -> bytearray:
         """The next so many bytes. Raises ModelError where the file has fewer."""
-        end = self._at + length
+        end = self._position + length
         if end > len(self.data):
-            if end > self._total:
-                raise self._cut_off()
-            if end > _MOST_HEADER:
-                raise self._wrong(f"its header is longer than {_MOST_HEADER // MIB} MiB")
-            self.data += self._file.read(max(end - len(self.data), _PIECE))
+            if end > self._file_size:
+                raise self._truncation_error()
+            if end > _MAX_HEADER_BYTES:
+                raise self._header_error(f"its header is longer than {_MAX_HEADER_BYTES // MIB} MiB")
+            self.data += self._file.read(max(end - len(self.data), _READ_BYTES))
             if end > len(self.data):
-                raise self._cut_off()
-        taken = self.data[self._at : end]
-        self._at = end
+                raise self._truncation_error()
+        taken = self.data[self._position : end]
+        self._position = end
         return taken
 
-    def _cut_off(self) -> ModelError:
-        return self._wrong("its header is cut off")
+    def _truncation_error(self) -> ModelError:
+        return self._header_error("its header is cut off")
 
-    def _wrong(self, what: str) -> ModelError:
+    def _header_error(self, what: str) -> ModelError:
         return ModelError(f"model: {self._path.name}: {what}")

@@ -9,111 +9,138 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.engine.images.vision import CLIP_MEAN, CLIP_STD, Given, Layout, Merging, Spell
+from quire.engine.images.vision_spec import (
+    CLIP_MEAN,
+    CLIP_STD,
+    ImageLayout,
+    PatchMergingVision,
+    TokenText,
+    VisionConfig,
+)
 from quire.engine.types import Image as Content
 
 if TYPE_CHECKING:
     from PIL import Image
 
 _BICUBIC = 3
-_MOST_PATCHES = 256
+_MAX_PATCHES_PER_SIDE = 256
 """By each side of an image."""
-_LOW_EDGE = 512
+_LOW_DETAIL_EDGE = 512
 """The longest side of an image that is to take few tokens."""
-_BREAK, _END = "[IMG_BREAK]", "[IMG_END]"
+_ROW_BREAK_TOKEN, _IMAGE_END_TOKEN = "[IMG_BREAK]", "[IMG_END]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pixtral(Merging):
-    merges: bool
+class PixtralVision(PatchMergingVision):
+    has_patch_merger: bool
     """Whether these go through a norm and a linear of their own first."""
     longest_edge: int
     """An image whose longer side exceeds it is made smaller."""
-    theta: float
+    rope_theta: float
     """Of the patches' rotations."""
-    act: str
+    projector_activation: str
     """Between the linears that make tokens."""
-    bias: bool
+    has_projector_bias: bool
     """Of these linears."""
-    norm_eps: float
+    merger_norm_eps: float
     """Of the norm before patches are merged."""
 
-    def layout(self, width: int, height: int, *, low: bool = False, several: bool = False) -> Rows:
-        longest = min(self.longest_edge, _LOW_EDGE) if low else self.longest_edge
+    def make_layout(self, width: int, height: int, *, low: bool = False, several: bool = False) -> PixtralLayout:
+        longest = min(self.longest_edge, _LOW_DETAIL_EDGE) if low else self.longest_edge
         ratio = max(width, height) / longest
         if ratio > 1:
             width, height = (max(math.floor(each / ratio), 1) for each in (width, height))
-        columns, rows = (-(-each // self.unit) for each in (width, height))
-        return Rows(self, rows, columns)
+        columns, rows = (-(-each // self.token_side) for each in (width, height))
+        return PixtralLayout(self, rows, columns)
 
     @property
-    def gated(self) -> bool:
+    def has_gated_mlp(self) -> bool:
         return True
 
-    def numbers(self, text_size: int) -> int:
-        hidden = self.shape.hidden_size
-        first = 3 * self.shape.patch_size**2 * hidden + hidden
-        merger = hidden + self.merge**2 * hidden * hidden if self.merges else 0
-        linears = hidden * text_size + text_size * text_size + 2 * text_size * self.bias
-        return self.shape.layer_numbers(gated=self.gated, bias=False, norm_bias=False) + first + merger + linears
+    def num_parameters(self, text_size: int) -> int:
+        hidden = self.tower_shape.hidden_size
+        first = 3 * self.tower_shape.patch_size**2 * hidden + hidden
+        merger = hidden + self.merge_size**2 * hidden * hidden if self.has_patch_merger else 0
+        linears = hidden * text_size + text_size * text_size + 2 * text_size * self.has_projector_bias
+        return (
+            self.tower_shape.num_layer_parameters(gated=self.has_gated_mlp, bias=False, norm_bias=False)
+            + first
+            + merger
+            + linears
+        )
 
 
-def mistral3(given: Given) -> Pixtral:
+def read_mistral3(config: VisionConfig) -> PixtralVision:
     """Raises ModelError."""
-    return _pixtral(given, merge=given.outer.get("spatial_merge_size") or 2, merges=True, patch=14, longest=1540)
+    return _read_pixtral_base(
+        config,
+        merge=config.model_fields.get("spatial_merge_size") or 2,
+        has_patch_merger=True,
+        patch=14,
+        longest_edge=1540,
+    )
 
 
-def pixtral(given: Given) -> Pixtral:
+def read_pixtral(config: VisionConfig) -> PixtralVision:
     """As a tower of LLaVA's. Raises ModelError."""
-    return _pixtral(given, merge=1, merges=False, patch=16, longest=1024)
+    return _read_pixtral_base(config, merge=1, has_patch_merger=False, patch=16, longest_edge=1024)
 
 
-def _pixtral(given: Given, *, merge: int, merges: bool, patch: int, longest: int) -> Pixtral:
-    shape = given.shape(hidden=1024, inner=4096, layers=24, heads=16, patch=patch, act="gelu", eps=1e-5)
+def _read_pixtral_base(
+    config: VisionConfig, *, merge: int, has_patch_merger: bool, patch: int, longest_edge: int
+) -> PixtralVision:
+    shape = config.tower_shape(hidden=1024, inner=4096, layers=24, heads=16, patch=patch, act="gelu", eps=1e-5)
     if (size := shape.hidden_size // shape.num_heads) % 4:
-        raise given.wrong(f"vision_config: num_attention_heads: heads of {size} cannot be rotated by row and column")
-    layer = given.outer.get("vision_feature_layer")
-    if layer not in (-1, shape.num_layers) and not (merges and layer is None):
-        raise given.wrong(f"vision_feature_layer: the last layer (-1) is served for this tower, got {layer}")
-    longest = given.sizes().get("longest_edge") or longest
-    if not given.planned and not shape.patch_size * merge <= longest <= shape.patch_size * _MOST_PATCHES:
-        raise given.wrong(f"vision_config: patch_size: images of {longest} pixels are not 1 to {_MOST_PATCHES} patches")
-    rope, bias = given.tower.get("rope_parameters") or {}, given.outer.get("multimodal_projector_bias")
-    theta, eps = rope.get("rope_theta") or given.tower.get("rope_theta"), given.text.get("rms_norm_eps")
-    return Pixtral(
-        shape=shape,
-        colours=given.colours(CLIP_MEAN, CLIP_STD),
-        resample=given.resample(_BICUBIC),
-        image_token_id=given.image_token(10 if merges else 32000),
-        merge=merge,
-        merges=merges,
-        longest_edge=longest,
-        theta=float(theta) if isinstance(theta, int | float) and theta >= 1 else 10000.0,
-        act=given.outer.get("projector_hidden_act") or "gelu",
-        bias=not merges if bias is None else bias,
-        norm_eps=float(eps) if isinstance(eps, int | float) else 1e-5 if merges else 1e-6,
+        raise config.config_error(
+            f"vision_config: num_attention_heads: heads of {size} cannot be rotated by row and column"
+        )
+    layer = config.model_fields.get("vision_feature_layer")
+    if layer not in (-1, shape.num_layers) and not (has_patch_merger and layer is None):
+        raise config.config_error(f"vision_feature_layer: the last layer (-1) is served for this tower, got {layer}")
+    longest_edge = config.preprocessor_size().get("longest_edge") or longest_edge
+    if (
+        not config.parameters_only
+        and not shape.patch_size * merge <= longest_edge <= shape.patch_size * _MAX_PATCHES_PER_SIDE
+    ):
+        raise config.config_error(
+            f"vision_config: patch_size: images of {longest_edge} pixels are not 1 to {_MAX_PATCHES_PER_SIDE} patches"
+        )
+    rope, bias = config.tower.get("rope_parameters") or {}, config.model_fields.get("multimodal_projector_bias")
+    theta, eps = rope.get("rope_theta") or config.tower.get("rope_theta"), config.text_config.get("rms_norm_eps")
+    return PixtralVision(
+        tower_shape=shape,
+        normalization=config.pixel_normalization(CLIP_MEAN, CLIP_STD),
+        resample_filter=config.resample_filter(_BICUBIC),
+        image_token_id=config.image_token_id(10 if has_patch_merger else 32000),
+        merge_size=merge,
+        has_patch_merger=has_patch_merger,
+        longest_edge=longest_edge,
+        rope_theta=float(theta) if isinstance(theta, int | float) and theta >= 1 else 10000.0,
+        projector_activation=config.model_fields.get("projector_hidden_act") or "gelu",
+        has_projector_bias=not has_patch_merger if bias is None else bias,
+        merger_norm_eps=float(eps) if isinstance(eps, int | float) else 1e-5 if has_patch_merger else 1e-6,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Rows(Layout):
-    vision: Pixtral
+class PixtralLayout(ImageLayout):
+    vision: PixtralVision
     rows: int
     """Of tokens."""
     columns: int
 
     @property
-    def runs(self) -> tuple[tuple[int, ...], ...]:
+    def token_runs(self) -> tuple[tuple[int, ...], ...]:
         return ((self.columns,) * self.rows,)
 
-    def shown(self, spell: Spell) -> str:
+    def placeholder_text(self, spell: TokenText) -> str:
         row = spell(self.vision.image_token_id) * self.columns
-        return _BREAK.join([row] * self.rows) + _END
+        return _ROW_BREAK_TOKEN.join([row] * self.rows) + _IMAGE_END_TOKEN
 
-    def contents(self, image: Image.Image) -> Iterator[Content]:
+    def prepare_contents(self, image: Image.Image) -> Iterator[Content]:
         from PIL import Image
 
-        unit = self.vision.unit
+        unit = self.vision.token_side
         width, height = self.columns * unit, self.rows * unit
-        image = image.resize((width, height), resample=Image.Resampling(self.vision.resample))
-        yield Content.of(height, width, image.tobytes())
+        image = image.resize((width, height), resample=Image.Resampling(self.vision.resample_filter))
+        yield Content.from_pixels(height, width, image.tobytes())

@@ -10,30 +10,30 @@ import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.parts.states import PagedState, SharedState
-from quire.engine.layers.linear import JoinedLinear, Projection
+from quire.engine.layers.linear import FusedLinear, Projection
 from quire.engine.layers.norm import NormSpec, NormWeights
-from quire.engine.layers.parameters import ParameterTable, held, parameters_of, rows_of
-from quire.engine.layers.part import (
+from quire.engine.layers.parameters import ParameterTable, make_parameter, make_row_slicer, merge_parameters
+from quire.engine.layers.rope import QueryScaling, parse_query_scaling
+from quire.engine.layers.sublayer import (
     BuildContext,
-    Normed,
-    PageTensor,
-    Step,
+    CacheTensorSpec,
+    FoldableNorm,
+    ForwardContext,
     Sublayer,
     SublayerSpec,
-    attend,
-    times,
-    uneven,
+    compute_attention,
+    divisibility_error,
+    scale_tensor,
 )
-from quire.engine.layers.rope import Growth, growth_of
+from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import Operations
-from quire.kernels.kv_codes import UNSCALED, scale_elements
-from quire.kernels.quantized import Given
-from quire.kernels.rotation import Rope
-from quire.kernels.softmax import Softmax
+from quire.kernels.kv_quantization import UNIT_KV_SCALES, num_scale_elements
+from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.quantized_tensors import Activations
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionSpec(SublayerSpec):
+class AttentionLayerSpec(SublayerSpec):
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -45,30 +45,31 @@ class AttentionSpec(SublayerSpec):
     window: int | None = None
     """Keys a query sees, itself included; None: all."""
     chunked: bool = False
-    """As Softmax.chunked."""
+    """As AttentionParams.has_chunked_window."""
     softcap: float | None = None
     """Scores s become c * tanh(s / c)."""
     sinks: bool = False
-    """Every query head has a score beside those of its keys, which takes a part of the weights (Softmax.sinks)."""
+    """Every query head has a score beside those of its keys, which takes a part of the weights
+    (AttentionParams.sinks)."""
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["heads", "whole", "centred", "after", "unit"] | None = None
-    """Norm of queries and keys, as Rope.norm says it; unit: as after, without weights; None: there is none."""
-    growth: Growth | None = None
+    """Norm of queries and keys, as Rope.norm_kind says it; unit: as after, without weights; None: there is none."""
+    query_scaling: QueryScaling | None = None
     """How queries grow with their position; None: as `rope` says it."""
     alibi: float | None = None
     """Scores fall with the distance, for each head by a slope of its own, times this (ALiBi, Press et al., 2022)."""
     input_norm: bool = True
     """Norm of what is projected."""
-    gated: bool = False
+    has_output_gate: bool = False
     """What each query head gives is multiplied with the sigmoid of a gate, which is projected as queries are."""
     head_gates: bool = False
     """The same by one number for each head."""
     output_norm: bool = False
     """Norm of what attention gives, before it joins the residual stream."""
-    axes: tuple[int, ...] | None = None
-    """For each frequency of the rotation, which of AttentionMetadata.axes turns it; None: none of them."""
-    factor: float = 1.0
+    mrope_axes: tuple[int, ...] | None = None
+    """For each frequency of the rotation, which of AttentionMetadata.mrope_positions turns it; None: none of them."""
+    output_scale: float = 1.0
     """What it gives is multiplied with it."""
     input_size: int | None = None
     """Of what is projected, where it is not the residual stream; None: it is that."""
@@ -76,24 +77,24 @@ class AttentionSpec(SublayerSpec):
     """Norm of each value head, without weights."""
     keys_are_values: bool = False
     """Values are what keys are before their norm and rotation."""
-    ahead: int | None = 0
+    lookahead: int | None = 0
     """Keys behind its own that a query sees; None: all."""
-    together: bool = True
+    uses_bidirectional_spans: bool = True
     """Tokens of an image see each other, where a step says so."""
-    source: int | None = None
+    kv_source_layer: int | None = None
     """The layer whose keys and values it reads; None: it has its own."""
 
     @property
-    def state(self) -> PagedState | SharedState:
-        if self.source is not None:
-            return SharedState(self.source, self.window)
+    def kv_cache_spec(self) -> PagedState | SharedState:
+        if self.kv_source_layer is not None:
+            return SharedState(self.kv_source_layer, self.window)
         return PagedState(2 * self.num_kv_heads * self.head_dim, self.window, self.head_dim)
 
-    def part(self, making: BuildContext, layer: str) -> PagedPart:
-        return Attention(self, making, layer)
+    def build_sublayer(self, build_context: BuildContext, layer: str) -> PagedKVSublayer:
+        return Attention(self, build_context, layer)
 
-    def indivisible(self, ranks: int) -> str | None:
-        if (heads := uneven(self.num_heads, f"{self.num_heads} heads", ranks)) is not None:
+    def tensor_parallel_error(self, ranks: int) -> str | None:
+        if (heads := divisibility_error(self.num_heads, f"{self.num_heads} heads", ranks)) is not None:
             return heads
         if self.num_kv_heads % ranks and ranks % self.num_kv_heads:
             return f"{ranks} ranks can neither divide the model's {self.num_kv_heads} key-value heads nor share them"
@@ -102,138 +103,175 @@ class AttentionSpec(SublayerSpec):
         return None
 
 
-class PagedPart(Sublayer):
+class PagedKVSublayer(Sublayer):
     """It keeps keys and values in pages."""
 
-    def __init__(self, spec: AttentionSpec, making: BuildContext, kv_heads: int) -> None:
+    def __init__(self, spec: AttentionLayerSpec, build_context: BuildContext, kv_heads: int) -> None:
         """`kv_heads`: this rank's."""
-        self._spec, self._making, self._kv_heads = spec, making, kv_heads
+        self._spec, self._build_context, self._kv_heads = spec, build_context, kv_heads
 
-    def pages(self, num_blocks: int) -> tuple[PageTensor, ...]:
+    def block_tensors(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
         """A key cache and a value cache."""
-        if self._spec.source is not None:
+        if self._spec.kv_source_layer is not None:
             return ()
-        kind = self._making.kv_dtype
-        shape = self._making.backend.kv_cache_shape(num_blocks, self._kv_heads, self._spec.head_dim, kind)
-        return PageTensor(shape, kind), PageTensor(shape, kind)
+        kind = self._build_context.kv_dtype
+        shape = self._build_context.backend.kv_cache_shape(num_blocks, self._kv_heads, self._spec.head_dim, kind)
+        return CacheTensorSpec(shape, kind), CacheTensorSpec(shape, kind)
 
     @property
-    def reads(self) -> int:
+    def num_cache_tensors(self) -> int:
         return 2
 
     @property
-    def page_formula(self) -> str:
-        dim, kind, beside = self._spec.head_dim, self._making.kv_dtype, scale_elements(self._making.kv_dtype)
-        head = f"({dim} + {beside})" if beside else f"{dim}"
-        tokens = self._making.shard.own(self._making.backend.block_size).tile
+    def block_bytes_formula(self) -> str:
+        dim, kind, scale_size = (
+            self._spec.head_dim,
+            self._build_context.kv_dtype,
+            num_scale_elements(self._build_context.kv_dtype),
+        )
+        head = f"({dim} + {scale_size})" if scale_size else f"{dim}"
+        tokens = self._build_context.shard.context_shard(self._build_context.backend.block_size).tokens_per_page
         return f"2 x {tokens} tokens x {self._kv_heads} heads x {head} x {kind.itemsize} B"
 
 
-class Attention(PagedPart):
-    def __init__(self, spec: AttentionSpec, making: BuildContext, layer: str) -> None:
-        shard, dim, hidden = making.shard, spec.head_dim, making.hidden_size
-        heads, kv_heads = shard.span(spec.num_heads), shard.kv_heads(spec.num_kv_heads)
-        super().__init__(spec, making, len(kv_heads))
-        self._kv_scales = making.kv_scales.get(layer, UNSCALED)
-        self._cos_sin = None if spec.rope is None else making.rope_table(spec.rope, dim)
-        self._which: Tensor | None = None
-        if spec.axes is not None:
-            rest = dim // 2 - len(spec.axes)  # frequencies that are not turned at all
-            self._which = torch.tensor([*spec.axes, *[0] * rest] * 2, device=making.device)
+class Attention(PagedKVSublayer):
+    def __init__(self, spec: AttentionLayerSpec, build_context: BuildContext, layer: str) -> None:
+        shard, dim, hidden = build_context.shard, spec.head_dim, build_context.hidden_size
+        heads, kv_heads = shard.rank_span(spec.num_heads), shard.kv_head_span(spec.num_kv_heads)
+        super().__init__(spec, build_context, len(kv_heads))
+        self._kv_scales = build_context.kv_scales.get(layer, UNIT_KV_SCALES)
+        self._cos_sin = None if spec.rope is None else build_context.rope_table(spec.rope, dim)
+        self._axis_indices: Tensor | None = None
+        if spec.mrope_axes is not None:
+            rest = dim // 2 - len(spec.mrope_axes)  # frequencies that are not turned at all
+            self._axis_indices = torch.tensor([*spec.mrope_axes, *[0] * rest] * 2, device=build_context.device)
         self._prefix = prefix = f"{layer}.self_attn"
         q, k, v, out = (f"{prefix}.{name}_proj" for name in "qkvo")
         q_size, kv_size = spec.num_heads * dim, spec.num_kv_heads * dim
-        cuts = {q: shard.heads(heads, dim), k: shard.heads(kv_heads, dim), v: shard.heads(kv_heads, dim)}
-        linear = partial(making.linears, making.scheme, adapters=making.adapters)
-        self._given: Literal["all", "keys", "queries"] = "keys" if spec.keys_are_values else "all"
+        cuts = {q: shard.head_slice(heads, dim), k: shard.head_slice(kv_heads, dim), v: shard.head_slice(kv_heads, dim)}
+        linear = partial(build_context.make_linear, build_context.scheme, adapters=build_context.adapters)
+        self._projections: Literal["all", "keys", "queries"] = "keys" if spec.keys_are_values else "all"
         sizes = {q: q_size, k: kv_size} if spec.keys_are_values else {q: q_size, k: kv_size, v: kv_size}
-        if spec.source is not None:
-            self._given, sizes = "queries", {q: q_size}
+        if spec.kv_source_layer is not None:
+            self._projections, sizes = "queries", {q: q_size}
         self._qkv: Projection = linear(
             spec.input_size or hidden, sizes, bias=spec.qkv_bias, cuts={name: cuts[name] for name in sizes}
         )
         gate = f"{prefix}.gate_proj"
-        gates = {gate: q_size if spec.gated else spec.num_heads} if spec.gated or spec.head_gates else {}
-        cuts[gate] = cuts[q] if spec.gated else shard.heads(heads, 1)
-        bias = spec.qkv_bias and spec.gated
+        gates = (
+            {gate: q_size if spec.has_output_gate else spec.num_heads}
+            if spec.has_output_gate or spec.head_gates
+            else {}
+        )
+        cuts[gate] = cuts[q] if spec.has_output_gate else shard.head_slice(heads, 1)
+        bias = spec.qkv_bias and spec.has_output_gate
         self._gate = linear(hidden, gates, bias=bias, cuts={gate: cuts[gate]}) if gates else None
-        self._out = linear(q_size, {out: hidden}, bias=spec.out_bias, cuts={out: shard.ins(q_size)})
+        self._out = linear(q_size, {out: hidden}, bias=spec.out_bias, cuts={out: shard.input_slice(q_size)})
         self._input_norm, self._output_norm = f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"
         norms = {self._input_norm: hidden} if spec.input_norm else {}
         if spec.output_norm:
             norms |= {self._output_norm: hidden}
-        self._norms = NormWeights(norms, making.dtype, spec.norm)
-        reads = (self._qkv,) if self._gate is None else (self._qkv, self._gate)
-        self._readers = tuple(each for each in reads if isinstance(each, JoinedLinear))
-        each = spec.qk_norm in ("whole", "centred")
-        head_norms = {f"{prefix}.q_norm": q_size if each else dim}
-        head_norms |= {f"{prefix}.k_norm": kv_size if each else dim} if spec.source is None else {}
-        rms = NormSpec(spec.norm.eps, spec.norm.offset)
-        self._head_norms = NormWeights({} if spec.qk_norm in (None, "unit") else head_norms, making.dtype, rms)
+        self._norms = NormWeights(norms, build_context.dtype, spec.norm)
+        input_linears = (self._qkv,) if self._gate is None else (self._qkv, self._gate)
+        self._input_linears = tuple(
+            norms_all_heads for norms_all_heads in input_linears if isinstance(norms_all_heads, FusedLinear)
+        )
+        norms_all_heads = spec.qk_norm in ("whole", "centred")
+        head_norms = {f"{prefix}.q_norm": q_size if norms_all_heads else dim}
+        head_norms |= {f"{prefix}.k_norm": kv_size if norms_all_heads else dim} if spec.kv_source_layer is None else {}
+        rms = NormSpec(spec.norm.eps, spec.norm.weight_offset)
+        self._head_norms = NormWeights({} if spec.qk_norm in (None, "unit") else head_norms, build_context.dtype, rms)
         self._weights: dict[str, Tensor] = {}
-        biased = range(spec.num_heads) if shard.divides_tokens else heads
-        self._bias = None if spec.alibi is None else making.alibi(spec.alibi, spec.num_heads, biased)
+        alibi_heads = range(spec.num_heads) if shard.is_context_parallel else heads
+        self._alibi_bias = (
+            None if spec.alibi is None else build_context.alibi_table(spec.alibi, spec.num_heads, alibi_heads)
+        )
 
     def parameters(self) -> ParameterTable:
-        table = parameters_of(self._norms, self._head_norms, self._qkv, self._out, self._gate)
+        table = merge_parameters(self._norms, self._head_norms, self._qkv, self._out, self._gate)
         if self._spec.sinks:
-            sinks, cut = (self._spec.num_heads,), rows_of(self._making.shard.span(self._spec.num_heads))
-            table[f"{self._prefix}.sinks"] = held(self._weights, "sinks", sinks, torch.float32, cut=cut)
+            sinks, cut = (
+                (self._spec.num_heads,),
+                make_row_slicer(self._build_context.shard.rank_span(self._spec.num_heads)),
+            )
+            table[f"{self._prefix}.sinks"] = make_parameter(
+                self._weights, "sinks", sinks, torch.float32, slice_tensor=cut
+            )
         return table
 
-    def normed(self) -> tuple[Normed, ...]:
+    def foldable_norms(self) -> tuple[FoldableNorm, ...]:
         if not self._spec.input_norm or self._spec.input_size is not None:
             return ()
-        return (Normed(self._input_norm, self._spec.norm.offset, self._readers),)
+        return (FoldableNorm(self._input_norm, self._spec.norm.weight_offset, self._input_linears),)
 
-    def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        normed: Given = x
+    def forward(
+        self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        normed: Activations = x
         if self._spec.input_size is None:
-            normed, residual = self._norms.read_by(self._readers, run, self._input_norm, x, residual)
+            normed, residual = self._norms.norm_for_linears(self._input_linears, ops, self._input_norm, x, residual)
         assert residual is not None
-        metadata, context, (k_cache, v_cache) = step.metadata, step.context, step.pages
-        gate = None if self._gate is None else self._gate.apply(run, normed, context)
-        rope, turned = self.rope, metadata
-        if metadata.axes is not None and self._spec.axes is not None:
-            rope, turned = self._along(metadata.axes), replace(metadata, turns=torch.arange(len(x), device=x.device))
-        qkv = run.cast(self._qkv.apply(run, normed, context), self._making.attended_in)
-        q = run.rope_store(qkv, rope, k_cache, v_cache, turned)
-        attended = attend(run, self._making.shard, q, (k_cache, v_cache), metadata, self._softmax)
-        if (seen := metadata.together) is not None and self._spec.together:
-            both_ways = replace(self._softmax, ahead=None)
-            attended[seen.rows] = run.paged_attention(q[seen.rows], k_cache, v_cache, seen.metadata, both_ways)
-        attended = run.cast(attended.flatten(1), self._making.dtype)
-        if step.rows is not None:
-            attended, residual, context = attended[step.rows], residual[step.rows], context.at(step.rows)
-            gate = None if gate is None else gate[step.rows]
+        metadata, context, (k_cache, v_cache) = step.metadata, step.linear_context, step.cache
+        gate = None if self._gate is None else self._gate.project(ops, normed, context)
+        rope, rope_metadata = self.rope, metadata
+        if metadata.mrope_positions is not None and self._spec.mrope_axes is not None:
+            rope, rope_metadata = (
+                self._rope_for_axes(metadata.mrope_positions),
+                replace(metadata, rope_position_override=torch.arange(len(x), device=x.device)),
+            )
+        qkv = ops.cast(self._qkv.project(ops, normed, context), self._build_context.attention_dtype)
+        q = ops.rope_and_store_kv(qkv, rope, k_cache, v_cache, rope_metadata)
+        attended = compute_attention(
+            ops, self._build_context.shard, q, (k_cache, v_cache), metadata, self._attention_params
+        )
+        if (spans := metadata.bidirectional_spans) is not None and self._spec.uses_bidirectional_spans:
+            both_ways = replace(self._attention_params, lookahead=None)
+            attended[spans.token_indices] = ops.paged_attention(
+                q[spans.token_indices], k_cache, v_cache, spans.metadata, both_ways
+            )
+        attended = ops.cast(attended.flatten(1), self._build_context.dtype)
+        if step.selected_rows is not None:
+            attended, residual, context = (
+                attended[step.selected_rows],
+                residual[step.selected_rows],
+                context.select_rows(step.selected_rows),
+            )
+            gate = None if gate is None else gate[step.selected_rows]
         if gate is not None:
-            attended = run.sigmoid_mul(attended, gate)
-        x = run.sum(self._out.apply(run, attended, context), self._making.shard.group)
-        return self._norms.norm(run, self._output_norm, times(run, x, self._spec.factor)), residual
+            attended = ops.sigmoid_mul(attended, gate)
+        x = ops.all_reduce(self._out.project(ops, attended, context), self._build_context.shard.group)
+        return self._norms.apply_norm(ops, self._output_norm, scale_tensor(ops, x, self._spec.output_scale)), residual
 
     @cached_property
     def rope(self) -> Rope:
         """How heads are rotated and stored, once its weights are there."""
-        spec, (q_norm, k_norm) = self._spec, (self._head_norms.get(f"{self._prefix}.{name}_norm") for name in "qk")
-        growth = growth_of(spec.rope) if spec.growth is None and spec.rope is not None else spec.growth
-        scale, ones = None, torch.ones(spec.head_dim, device=self._making.device)
-        if growth is not None:
-            scale = self._making.query_scales(growth)
+        spec, (q_norm, k_norm) = (
+            self._spec,
+            (self._head_norms.get_weight(f"{self._prefix}.{name}_norm") for name in "qk"),
+        )
+        query_scaling = (
+            parse_query_scaling(spec.rope)
+            if spec.query_scaling is None and spec.rope is not None
+            else spec.query_scaling
+        )
+        scale, ones = None, torch.ones(spec.head_dim, device=self._build_context.device)
+        if query_scaling is not None:
+            scale = self._build_context.query_scales(query_scaling)
         if spec.qk_norm == "unit":
             q_norm = k_norm = ones
         kind = "after" if spec.qk_norm == "unit" else spec.qk_norm or "heads"
-        beside = (self._kv_scales, kind, scale, ones if spec.v_norm else None, self._given)
-        return Rope(spec.head_dim, self._cos_sin, q_norm, k_norm, spec.norm.eps, *beside)
+        extras = (self._kv_scales, kind, scale, ones if spec.v_norm else None, self._projections)
+        return Rope(spec.head_dim, self._cos_sin, q_norm, k_norm, spec.norm.eps, *extras)
 
-    def _along(self, axes: Tensor) -> Rope:
+    def _rope_for_axes(self, axes: Tensor) -> Rope:
         """With a row for each token of a step: frequencies are turned by that one of its coordinates [T, 3] which they
         are of. The numbers are the table's, so that a token has the same bits with three equal coordinates."""
         assert self._cos_sin is not None
-        return replace(self.rope, cos_sin=self._cos_sin.gather(0, axes[:, self._which]))
+        return replace(self.rope, cos_sin=self._cos_sin.gather(0, axes[:, self._axis_indices]))
 
     @cached_property
-    def _softmax(self) -> Softmax:
+    def _attention_params(self) -> AttentionParams:
         spec = self._spec
         assert ("sinks" in self._weights) == spec.sinks, "weights are not loaded"
-        seen = (spec.scale, spec.window, spec.softcap, spec.ahead, self._bias, self._kv_scales)
-        return Softmax(*seen, sinks=self._weights.get("sinks"), chunked=spec.chunked)
+        params = (spec.scale, spec.window, spec.softcap, spec.lookahead, self._alibi_bias, self._kv_scales)
+        return AttentionParams(*params, sinks=self._weights.get("sinks"), has_chunked_window=spec.chunked)

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.layers.adapters import EMBEDDING, HEAD, Adapters
-from quire.engine.layers.parameters import Parameter, ParameterTable, held
-from quire.engine.layers.schemes import Scheme
-from quire.engine.layers.shard import WHOLE, Shard
-from quire.kernels.backend import Linear, LinearContext, Table
+from quire.engine.layers.adapters import EMBED_TOKENS, LM_HEAD, AdapterManager
+from quire.engine.layers.parameters import Parameter, ParameterTable, make_parameter
+from quire.engine.layers.schemes import QuantizationScheme
+from quire.engine.layers.shard import UNSHARDED, ModelShard
+from quire.kernels.backend import Linear, LinearContext, QuantizedEmbedding
 
-_NAME, POSITIONS = f"{EMBEDDING}.weight", "model.embed_positions"
+_EMBED_WEIGHT, EMBED_POSITIONS = f"{EMBED_TOKENS}.weight", "model.embed_positions"
 
 
 class Embedding:
@@ -22,74 +22,83 @@ class Embedding:
 
     def __init__(
         self,
-        scheme: Scheme,
+        scheme: QuantizationScheme,
         vocab_size: int,
         hidden_size: int,
         *,
         tied: bool,
-        looks_up: bool = True,
+        embeds_tokens: bool = True,
         scale: float,
         dtype: torch.dtype,
-        adapters: Adapters | None = None,
-        shard: Shard = WHOLE,
+        adapters: AdapterManager | None = None,
+        shard: ModelShard = UNSHARDED,
     ) -> None:
         """tied: it is the head as well; looks_up: somebody asks for rows; scale: what embeddings are multiplied by, in
         their dtype; adapters: where the head gets room for some, if it does, and who adds those of embeddings; shard:
         whose part of the vocabulary it has."""
-        self._shard, self._cut = shard, shard.outs(vocab_size)
+        self._shard, self._cut = shard, shard.output_slice(vocab_size)
         self._vocab_size, self._hidden_size = vocab_size, hidden_size
         self._adapters = adapters
         self._scheme = scheme
-        self._stored = scheme.table(vocab_size, hidden_size)
-        self._tied, self._looks_up = tied, looks_up
+        self._table_spec = scheme.embedding_tensor_spec(vocab_size, hidden_size)
+        self._tied, self._embeds_tokens = tied, embeds_tokens
         self.scale = torch.tensor(scale, dtype=dtype).item()  # rounded to the weights' dtype, as Gemma was trained
-        self._table: Table | None = None
-        self._head: Linear | None = None
+        self._table: QuantizedEmbedding | None = None
+        self._lm_head: Linear | None = None
 
     def parameters(self) -> ParameterTable:
-        stored = self._stored
-        return {_NAME: Parameter(stored.shape, stored.dtype, self._put, partial(self._cut.early, which=stored.early))}
+        stored = self._table_spec
+        return {
+            _EMBED_WEIGHT: Parameter(
+                stored.shape,
+                stored.dtype,
+                self._load_table,
+                partial(self._cut.slice_on_read, which=stored.early_slice_axes),
+            )
+        }
 
-    def look_up(self, token_ids: Tensor, context: LinearContext) -> Tensor:
+    def embed_tokens(self, token_ids: Tensor, context: LinearContext) -> Tensor:
         """[T] to [T, hidden], the caller's own."""
-        x = self.rows(token_ids)
+        x = self.lookup_rows(token_ids)
         if self._adapters is not None:
-            x = self._adapters.embed(x, token_ids, context)
+            x = self._adapters.add_embedding_deltas(x, token_ids, context)
         return x if self.scale == 1 else x.mul_(self.scale)
 
-    def rows(self, token_ids: Tensor) -> Tensor:
+    def lookup_rows(self, token_ids: Tensor) -> Tensor:
         """The same, not scaled."""
         assert self._table is not None, "weights are not loaded"
-        if (own := self._cut.outs) is None:
-            return self._table.look_up(token_ids)
-        places = token_ids - own.start
-        here = places.clamp(0, len(own) - 1)
-        return self._shard.sum(self._table.look_up(here).masked_fill_((places != here)[:, None], 0))
+        if (vocab_range := self._cut.output_range) is None:
+            return self._table.embed_tokens(token_ids)
+        local_ids = token_ids - vocab_range.start
+        clamped_ids = local_ids.clamp(0, len(vocab_range) - 1)
+        return self._shard.all_reduce(
+            self._table.embed_tokens(clamped_ids).masked_fill_((local_ids != clamped_ids)[:, None], 0)
+        )
 
     @property
-    def head(self) -> Linear:
+    def lm_head(self) -> Linear:
         """Logits by the same weight, float32, where it is tied; of the rank's part of the vocabulary."""
-        assert self._head is not None, "it is not the head, or its weights are not loaded"
-        return self._head
+        assert self._lm_head is not None, "it is not the head, or its weights are not loaded"
+        return self._lm_head
 
-    def _put(self, tensor: Tensor) -> None:
-        table = self._scheme.pack_table(tensor, self._cut, tied=self._tied)
-        self._table, self._head = table if self._looks_up else None, table.project
-        if self._head is not None and self._adapters is not None:
-            sizes = {HEAD: self._vocab_size}, self._hidden_size
-            self._head = self._adapters.adapted(self._head, *sizes, {HEAD: self._cut}, wide=True)
+    def _load_table(self, tensor: Tensor) -> None:
+        table = self._scheme.pack_embedding(tensor, self._cut, tied=self._tied)
+        self._table, self._lm_head = table if self._embeds_tokens else None, table.lm_head
+        if self._lm_head is not None and self._adapters is not None:
+            sizes = {LM_HEAD: self._vocab_size}, self._hidden_size
+            self._lm_head = self._adapters.add_adapter_slots(self._lm_head, *sizes, {LM_HEAD: self._cut}, wide=True)
 
 
-class Positions:
+class PositionEmbedding:
     """A learned table of positions, which is added to the embeddings. Fill it by way of `parameters()` before use."""
 
-    def __init__(self, count: int, hidden_size: int, dtype: torch.dtype) -> None:
-        self._shape, self._dtype = (count, hidden_size), dtype
+    def __init__(self, max_positions: int, hidden_size: int, dtype: torch.dtype) -> None:
+        self._shape, self._dtype = (max_positions, hidden_size), dtype
         self._table: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:
-        return {f"{POSITIONS}.weight": held(self._table, POSITIONS, self._shape, self._dtype)}
+        return {f"{EMBED_POSITIONS}.weight": make_parameter(self._table, EMBED_POSITIONS, self._shape, self._dtype)}
 
-    def add(self, x: Tensor, positions: Tensor) -> Tensor:
+    def add_positions(self, x: Tensor, positions: Tensor) -> Tensor:
         """To embeddings [T, hidden], the caller's own."""
-        return x.add_(F.embedding(positions, self._table[POSITIONS]))
+        return x.add_(F.embedding(positions, self._table[EMBED_POSITIONS]))

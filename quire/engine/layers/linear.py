@@ -8,12 +8,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from quire.engine.layers.adapters import Adapters
+from quire.engine.layers.adapters import AdapterManager
 from quire.engine.layers.parameters import Parameter, ParameterTable
-from quire.engine.layers.schemes import Scheme
-from quire.engine.layers.shard import WHOLE_LINEAR, Cut
+from quire.engine.layers.schemes import QuantizationScheme
+from quire.engine.layers.shard import FULL_LINEAR, LinearSlice
 from quire.kernels.backend import Linear, LinearContext, Operations
-from quire.kernels.quantized import Given
+from quire.kernels.quantized_tensors import Activations
 
 
 class Projection(Protocol):
@@ -21,145 +21,157 @@ class Projection(Protocol):
 
     def parameters(self) -> ParameterTable: ...
 
-    def apply(self, run: Operations, x: Given, context: LinearContext) -> Tensor:
+    def project(self, ops: Operations, x: Activations, context: LinearContext) -> Tensor:
         """[T, in_features] to [T, out_features]. x stays."""
 
 
-class JoinedLinear:
+class FusedLinear:
     """Linears with the same input, joined into one. Tensors are put one by one; with the last one all are packed and
     the unpacked ones dropped, so that loading never holds much more than the model."""
 
     def __init__(
         self,
-        scheme: Scheme,
+        scheme: QuantizationScheme,
         in_features: int,
         parts: dict[str, int],
         *,
         bias: bool,
         wide: bool = False,
-        adapters: Adapters | None = None,
-        cuts: Mapping[str, Cut] | None = None,
+        adapters: AdapterManager | None = None,
+        cuts: Mapping[str, LinearSlice] | None = None,
     ) -> None:
         """`parts`: name in the checkpoint to out_features, in the order in which they are joined. `adapters`: where it
         gets room for some, if it does. `cuts`: what of each of the parts a rank has; None: all."""
-        self._sizes = parts, in_features
-        self._cuts = dict.fromkeys(parts, WHOLE_LINEAR) if cuts is None else cuts
+        self._part_sizes = parts, in_features
+        self._cuts = dict.fromkeys(parts, FULL_LINEAR) if cuts is None else cuts
         self._adapters = adapters
         self._scheme = scheme
         self._wide = wide
-        self._stored = {name: scheme.tensors(name, in_features, out, bias=bias) for name, out in parts.items()}
-        self._arrived: dict[str, dict[str, Tensor]] = {name: {} for name in parts}
-        self._packed: Linear | None = None
-        self._uses: list[SharedLinear] = []
+        self._tensor_specs = {
+            name: scheme.linear_tensor_specs(name, in_features, out, bias=bias) for name, out in parts.items()
+        }
+        self._loaded_tensors: dict[str, dict[str, Tensor]] = {name: {} for name in parts}
+        self._packed_linear: Linear | None = None
+        self._shared_uses: list[SharedLinear] = []
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def part_names(self) -> tuple[str, ...]:
         """Of its parts in the checkpoint."""
-        return tuple(self._stored)
+        return tuple(self._tensor_specs)
 
     @property
-    def packed(self) -> Linear:
-        assert self._packed is not None, "weights are not loaded"
-        return self._packed
+    def packed_linear(self) -> Linear:
+        assert self._packed_linear is not None, "weights are not loaded"
+        return self._packed_linear
 
-    def apply(self, run: Operations, x: Given, context: LinearContext) -> Tensor:
-        return run.apply(self.packed, x, context)
+    def project(self, ops: Operations, x: Activations, context: LinearContext) -> Tensor:
+        return ops.apply_linear(self.packed_linear, x, context)
 
-    def used_as(self, names: tuple[str, ...]) -> SharedLinear:
+    def share_weights(self, names: tuple[str, ...]) -> SharedLinear:
         """Another use of the same weights, where its parts are called so."""
-        parts, inner = self._sizes
-        own = dict(zip(parts, names, strict=True))
-        sizes = {own[part]: size for part, size in parts.items()}, inner
-        use = SharedLinear(self._adapters, sizes, {own[part]: self._cuts[part] for part in parts})
-        self._uses.append(use)
+        parts, in_features = self._part_sizes
+        renamed_parts = dict(zip(parts, names, strict=True))
+        sizes = {renamed_parts[part]: size for part, size in parts.items()}, in_features
+        use = SharedLinear(self._adapters, sizes, {renamed_parts[part]: self._cuts[part] for part in parts})
+        self._shared_uses.append(use)
         return use
 
-    def watch(self, note: Callable[[Tensor], None]) -> None:
-        """Let `note` have what it reads, [rows, in_features], from now on. No backend records a watched one."""
-        packed = self.packed
+    def watch_inputs(self, on_input: Callable[[Tensor], None]) -> None:
+        """Let `on_input` have what it reads, [rows, in_features], from now on. No backend records a watched one."""
+        packed = self.packed_linear
 
-        def watched(x: Tensor, context: LinearContext) -> Tensor:
-            note(x)
+        def watched_linear(x: Tensor, context: LinearContext) -> Tensor:
+            on_input(x)
             return packed(x, context)
 
-        self._packed = watched
+        self._packed_linear = watched_linear
 
     def parameters(self) -> ParameterTable:
         return {
             f"{part}.{name}": Parameter(
-                *(each.shape, each.dtype, self._putter(part, name), partial(self._cuts[part].early, which=each.early))
+                *(
+                    each.shape,
+                    each.dtype,
+                    self._make_weight_loader(part, name),
+                    partial(self._cuts[part].slice_on_read, which=each.early_slice_axes),
+                )
             )
-            for part, tensors in self._stored.items()
+            for part, tensors in self._tensor_specs.items()
             for name, each in tensors.items()
         }
 
-    def _putter(self, part: str, name: str) -> Callable[[Tensor], None]:
-        def put(tensor: Tensor) -> None:
-            self._arrived[part][name] = tensor
-            if all(len(self._arrived[each]) == len(self._stored[each]) for each in self._stored):
-                packed = self._scheme.pack(self._arrived, self._cuts, wide=self._wide)
-                for use in self._uses:
-                    use.take(packed)
+    def _make_weight_loader(self, part: str, name: str) -> Callable[[Tensor], None]:
+        def load_tensor(tensor: Tensor) -> None:
+            self._loaded_tensors[part][name] = tensor
+            if all(len(self._loaded_tensors[each]) == len(self._tensor_specs[each]) for each in self._tensor_specs):
+                packed = self._scheme.pack_linears(self._loaded_tensors, self._cuts, wide=self._wide)
+                for use in self._shared_uses:
+                    use.set_weights(packed)
                 if self._adapters is not None:
-                    packed = self._adapters.adapted(packed, *self._sizes, self._cuts, wide=self._wide)
-                self._packed = packed
-                self._arrived = {each: {} for each in self._stored}
+                    packed = self._adapters.add_adapter_slots(packed, *self._part_sizes, self._cuts, wide=self._wide)
+                self._packed_linear = packed
+                self._loaded_tensors = {each: {} for each in self._tensor_specs}
 
-        return put
+        return load_tensor
 
 
 class SharedLinear:
-    """A further use of a JoinedLinear's weights, in another layer. It has adapters of its own."""
+    """A further use of a FusedLinear's weights, in another layer. It has adapters of its own."""
 
-    def __init__(self, adapters: Adapters | None, sizes: tuple[dict[str, int], int], cuts: Mapping[str, Cut]) -> None:
-        """`sizes`: as JoinedLinear's parts and in_features."""
-        self._adapters, self._sizes, self._cuts = adapters, sizes, cuts
-        self._packed: Linear | None = None
+    def __init__(
+        self, adapters: AdapterManager | None, sizes: tuple[dict[str, int], int], cuts: Mapping[str, LinearSlice]
+    ) -> None:
+        """`sizes`: as FusedLinear's parts and in_features."""
+        self._adapters, self._part_sizes, self._cuts = adapters, sizes, cuts
+        self._packed_linear: Linear | None = None
 
-    def take(self, packed: Linear) -> None:
+    def set_weights(self, packed: Linear) -> None:
         """The weights, once they are there."""
-        self._packed = packed
+        self._packed_linear = packed
         if self._adapters is not None:
-            self._packed = self._adapters.adapted(packed, *self._sizes, self._cuts, wide=False)
+            self._packed_linear = self._adapters.add_adapter_slots(packed, *self._part_sizes, self._cuts, wide=False)
 
     def parameters(self) -> ParameterTable:
         """None but those of the use that has the weights."""
         return {}
 
-    def apply(self, run: Operations, x: Given, context: LinearContext) -> Tensor:
-        assert self._packed is not None, "weights are not loaded"
-        return run.apply(self._packed, x, context)
+    def project(self, ops: Operations, x: Activations, context: LinearContext) -> Tensor:
+        assert self._packed_linear is not None, "weights are not loaded"
+        return ops.apply_linear(self._packed_linear, x, context)
 
 
-class DenseLinear:
+class DenseWeightLoader:
     """A linear whose weights a part takes as numbers, to make others of them; what is stored in few bits is expanded.
     It has no bias, and no room for adapters."""
 
     def __init__(
         self,
-        scheme: Scheme,
+        scheme: QuantizationScheme,
         name: str,
         in_features: int,
         out_features: int,
-        cut: Cut,
-        take: Callable[[Tensor], None],
+        cut: LinearSlice,
+        on_loaded: Callable[[Tensor], None],
     ) -> None:
-        """`cut`: what of it a rank has. `take` gets the rank's weights, [out, in] of the model's type, once all of its
-        tensors are there."""
-        self._scheme, self._name, self._cut, self._take = scheme, name, cut, take
-        self._stored = scheme.tensors(name, in_features, out_features, bias=False)
-        self._arrived: dict[str, Tensor] = {}
+        """`cut`: what of it a rank has. `on_loaded` gets the rank's weights, [out, in] of the model's type, once all of
+        its tensors are there."""
+        self._scheme, self._name, self._slice, self._on_loaded = scheme, name, cut, on_loaded
+        self._tensor_specs = scheme.linear_tensor_specs(name, in_features, out_features, bias=False)
+        self._loaded_tensors: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:
         return {
             f"{self._name}.{name}": Parameter(
-                stored.shape, stored.dtype, partial(self._put, name), partial(self._cut.early, which=stored.early)
+                spec.shape,
+                spec.dtype,
+                partial(self._load_tensor, name),
+                partial(self._slice.slice_on_read, which=spec.early_slice_axes),
             )
-            for name, stored in self._stored.items()
+            for name, spec in self._tensor_specs.items()
         }
 
-    def _put(self, name: str, tensor: Tensor) -> None:
-        self._arrived[name] = tensor
-        if len(self._arrived) == len(self._stored):
-            self._take(self._scheme.dense(self._name, self._arrived, self._cut))
-            self._arrived = {}
+    def _load_tensor(self, name: str, tensor: Tensor) -> None:
+        self._loaded_tensors[name] = tensor
+        if len(self._loaded_tensors) == len(self._tensor_specs):
+            self._on_loaded(self._scheme.dense_weight(self._name, self._loaded_tensors, self._slice))
+            self._loaded_tensors = {}

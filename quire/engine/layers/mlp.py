@@ -10,17 +10,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.layers.linear import JoinedLinear
+from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
-from quire.engine.layers.parameters import ParameterTable, held, parameters_of, whole
-from quire.engine.layers.part import BuildContext, Normed, Step, Sublayer, SublayerSpec, gated, times, uneven
+from quire.engine.layers.parameters import ParameterTable, identity, make_parameter, merge_parameters
+from quire.engine.layers.sublayer import (
+    BuildContext,
+    FoldableNorm,
+    ForwardContext,
+    Sublayer,
+    SublayerSpec,
+    activate_gate_up,
+    divisibility_error,
+    scale_tensor,
+)
 from quire.kernels.activation import Activation
 from quire.kernels.backend import Operations
-from quire.kernels.quantized import Given
+from quire.kernels.quantized_tensors import Activations
 
 
 @dataclass(frozen=True, slots=True)
-class MlpSpec(SublayerSpec):
+class MLPSpec(SublayerSpec):
     intermediate_size: int
     norm: NormSpec
     bias: bool = False
@@ -35,77 +44,92 @@ class MlpSpec(SublayerSpec):
     """It reads the residual stream as attention has read it, before what attention gives is added."""
     shares_norm: bool = False
     """The norm of what is read is attention's."""
-    factors: tuple[float, float] = (1.0, 1.0)
+    multipliers: tuple[float, float] = (1.0, 1.0)
     """Of what the gate's function takes, and of what the MLP gives."""
     name: str = "mlp"
     """In a checkpoint, behind the layer's; and what is called so there too,"""
-    output_name: str = "post_feedforward_layernorm"
+    output_norm_name: str = "post_feedforward_layernorm"
     """the norm of what it gives."""
 
-    def part(self, making: BuildContext, layer: str) -> Mlp:
-        return Mlp(self, making, layer)
+    def build_sublayer(self, build_context: BuildContext, layer: str) -> MLP:
+        return MLP(self, build_context, layer)
 
-    def indivisible(self, ranks: int) -> str | None:
-        return uneven(self.intermediate_size, f"intermediate_size {self.intermediate_size}", ranks)
+    def tensor_parallel_error(self, ranks: int) -> str | None:
+        return divisibility_error(self.intermediate_size, f"intermediate_size {self.intermediate_size}", ranks)
 
 
-class Mlp(Sublayer):
+class MLP(Sublayer):
     """The dense feed-forward part of a layer."""
 
-    def __init__(self, spec: MlpSpec, making: BuildContext, layer: str) -> None:
-        self._spec, self._shard, self._dtype = spec, making.shard, making.dtype
-        hidden, inner, self._prefix = making.hidden_size, spec.intermediate_size, (prefix := f"{layer}.{spec.name}")
-        reads = (f"{prefix}.gate_proj", f"{prefix}.up_proj") if spec.gated else (f"{prefix}.up_proj",)
-        up, down = dict.fromkeys(reads, inner), f"{prefix}.down_proj"
-        outs, ins = dict.fromkeys(up, making.shard.outs(inner)), {down: making.shard.ins(inner)}
-        linear = partial(JoinedLinear, making.scheme, bias=spec.bias, adapters=making.adapters)
+    def __init__(self, spec: MLPSpec, build_context: BuildContext, layer: str) -> None:
+        self._spec, self._shard, self._dtype = spec, build_context.shard, build_context.dtype
+        hidden, intermediate_size, self._prefix = (
+            build_context.hidden_size,
+            spec.intermediate_size,
+            (prefix := f"{layer}.{spec.name}"),
+        )
+        input_names = (f"{prefix}.gate_proj", f"{prefix}.up_proj") if spec.gated else (f"{prefix}.up_proj",)
+        up, down = dict.fromkeys(input_names, intermediate_size), f"{prefix}.down_proj"
+        outs, ins = (
+            dict.fromkeys(up, build_context.shard.output_slice(intermediate_size)),
+            {down: build_context.shard.input_slice(intermediate_size)},
+        )
+        linear = partial(FusedLinear, build_context.scheme, bias=spec.bias, adapters=build_context.adapters)
         self._up = linear(hidden, up, cuts=outs)
-        self._down = linear(inner, {down: hidden}, cuts=ins)
-        self._output_norm = f"{layer}.{spec.output_name}"
+        self._down = linear(intermediate_size, {down: hidden}, cuts=ins)
+        self._output_norm = f"{layer}.{spec.output_norm_name}"
         # In families with output norms, post_attention_layernorm is attention's output norm instead.
         name = "pre_feedforward_layernorm" if spec.output_norm else "post_attention_layernorm"
         self._input_norm = f"{layer}.{'input_layernorm' if spec.shares_norm else name}"
         norms = [self._input_norm] if spec.input_norm else []
         norms += [self._output_norm] if spec.output_norm else []
-        self._norms = NormWeights(dict.fromkeys(norms, hidden), making.dtype, spec.norm)
-        self._learned: dict[str, Tensor] = {}
+        self._norms = NormWeights(dict.fromkeys(norms, hidden), build_context.dtype, spec.norm)
+        self._activation_weights: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:
-        table = parameters_of(self._norms, self._up, self._down)
+        table = merge_parameters(self._norms, self._up, self._down)
         if self._spec.activation == "xielu":  # factors are stored as what softplus makes positive
             for name, shape, make in (
                 ("alpha_p", (1,), F.softplus),
                 ("alpha_n", (1,), F.softplus),
-                ("beta", (), whole),
+                ("beta", (), identity),
             ):
-                table[f"{self._prefix}.act_fn.{name}"] = held(self._learned, name, shape, torch.float32, make)
+                table[f"{self._prefix}.act_fn.{name}"] = make_parameter(
+                    self._activation_weights, name, shape, torch.float32, make
+                )
         return table
 
-    def normed(self) -> tuple[Normed, ...]:
-        own = Normed(self._input_norm, self._spec.norm.offset, (self._up,))
-        return (own,) if self._spec.input_norm else ()
+    def foldable_norms(self) -> tuple[FoldableNorm, ...]:
+        input_norm = FoldableNorm(self._input_norm, self._spec.norm.weight_offset, (self._up,))
+        return (input_norm,) if self._spec.input_norm else ()
 
     @cached_property
     def _activation(self) -> Activation:
-        kind, learned = self._spec.activation, {name: each.item() for name, each in self._learned.items()}
+        kind, learned = self._spec.activation, {name: each.item() for name, each in self._activation_weights.items()}
         assert kind != "silu"
         if kind != "xielu":
             return Activation(kind)
         slope = learned["beta"]
         return Activation(kind, learned["alpha_p"], learned["alpha_n"] + slope, slope)
 
-    def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
         attended = x
         parallel = self._spec.parallel
-        normed, residual = self._norms.read_by((self._up,), run, self._input_norm, x, residual, parallel=parallel)
-        between = self._between(run, run.apply(self._up.packed, normed, step.context))
-        x = run.sum(run.apply(self._down.packed, between, step.context), self._shard.group)
-        inner, outer = self._spec.factors
-        x = self._norms.norm(run, self._output_norm, times(run, x, outer / inner))
-        return run.add(x, attended) if self._spec.parallel else x, residual
+        normed, residual = self._norms.norm_for_linears(
+            (self._up,), ops, self._input_norm, x, residual, parallel=parallel
+        )
+        activated = self._activate(ops, ops.apply_linear(self._up.packed_linear, normed, step.linear_context))
+        x = ops.all_reduce(
+            ops.apply_linear(self._down.packed_linear, activated, step.linear_context), self._shard.group
+        )
+        gate_multiplier, output_multiplier = self._spec.multipliers
+        x = self._norms.apply_norm(ops, self._output_norm, scale_tensor(ops, x, output_multiplier / gate_multiplier))
+        return ops.add_residual(x, attended) if self._spec.parallel else x, residual
 
-    def _between(self, run: Operations, x: Tensor) -> Given:
+    def _activate(self, ops: Operations, x: Tensor) -> Activations:
         if not self._spec.gated:
-            return run.activate(x, self._activation)
-        x = times(run, x, self._spec.factors[0])  # what the gate is multiplied with too: see the end
-        return gated(run, x, self._down, gelu=self._spec.activation == "gelu_tanh")
+            return ops.apply_activation(x, self._activation)
+        x = scale_tensor(ops, x, self._spec.multipliers[0])  # what the gate is multiplied with too: see the end
+        return activate_gate_up(ops, x, self._down, gelu=self._spec.activation == "gelu_tanh")

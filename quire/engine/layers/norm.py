@@ -10,10 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire.engine.layers.linear import JoinedLinear
-from quire.engine.layers.parameters import Parameter, ParameterTable, held
+from quire.engine.layers.linear import FusedLinear
+from quire.engine.layers.parameters import Parameter, ParameterTable, make_parameter
 from quire.kernels.backend import Operations
-from quire.kernels.quantized import Given, rounding_of
+from quire.kernels.quantized_tensors import Activations, shared_rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class NormSpec:
     """Norms of one part."""
 
     eps: float
-    offset: float = 0.0
+    weight_offset: float = 0.0
     """Added to each weight (1 for Gemma's)."""
-    centred: bool = False
+    is_layer_norm: bool = False
     """They are LayerNorms, not RMSNorms."""
     bias: bool = False
     """Of LayerNorms."""
@@ -34,73 +34,77 @@ class NormWeights:
 
     def __init__(self, names: dict[str, int], dtype: torch.dtype, spec: NormSpec) -> None:
         """`names`: name in the checkpoint to size."""
-        self._names = names
+        self._sizes_by_name = names
         self._dtype = dtype
         self._spec = spec
         self._weights: dict[str, Tensor] = {}
         self._biases: dict[str, Tensor] = {}
 
-    def get(self, name: str) -> Tensor | None:
+    def get_weight(self, name: str) -> Tensor | None:
         """None for a norm that the model does not have."""
-        return self._weights[name] if name in self._names else None
+        return self._weights[name] if name in self._sizes_by_name else None
 
-    def add(self, run: Operations, name: str, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, ops: Operations, name: str, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(the norm of x + residual, x + residual), where there is a stream yet; twice the latter for a norm that the
-        model does not have. `run` may overwrite both."""
+        model does not have. `ops` may overwrite both."""
         if residual is None:
-            return self.norm(run, name, x), x
-        if name not in self._names:
-            total = run.add(x, residual)
+            return self.apply_norm(ops, name, x), x
+        if name not in self._sizes_by_name:
+            total = ops.add_residual(x, residual)
             return total, total
         weight, eps = self._weights[name], self._spec.eps
-        if self._spec.centred:
-            return run.add_layer_norm(x, residual, weight, self._biases[name], eps)
-        return run.add_rms_norm(x, residual, weight, eps)
+        if self._spec.is_layer_norm:
+            return ops.add_layer_norm(x, residual, weight, self._biases[name], eps)
+        return ops.add_rms_norm(x, residual, weight, eps)
 
-    def read_by(
+    def norm_for_linears(
         self,
-        linears: Sequence[JoinedLinear],
-        run: Operations,
+        linears: Sequence[FusedLinear],
+        ops: Operations,
         name: str,
         x: Tensor,
         residual: Tensor | None,
         *,
         parallel: bool = False,
-    ) -> tuple[Given, Tensor]:
+    ) -> tuple[Activations, Tensor]:
         """The same or, where a part is `parallel` to the one before it, (the norm of residual, residual). These linears
         alone read the norm: it has 8 bits where they multiply it so."""
         if parallel:
             assert residual is not None
             x, residual = residual, None
-        found = rounding_of([each.packed for each in linears], x) if name in self._names else None
-        if found is None:
-            return self.add(run, name, x, residual)
-        (form, whole), bias = found, self._biases[name] if self._spec.centred else None
-        return form.norm(x, residual, self._weights[name], bias, self._spec.eps, whole=whole)
+        rounding = shared_rounding([each.packed_linear for each in linears], x) if name in self._sizes_by_name else None
+        if rounding is None:
+            return self.add_and_norm(ops, name, x, residual)
+        (form, whole), bias = rounding, self._biases[name] if self._spec.is_layer_norm else None
+        return form.round_norm(x, residual, self._weights[name], bias, self._spec.eps, whole=whole)
 
-    def norm(self, run: Operations, name: str, x: Tensor) -> Tensor:
+    def apply_norm(self, ops: Operations, name: str, x: Tensor) -> Tensor:
         """x itself for a norm that the model does not have."""
-        if name not in self._names:
+        if name not in self._sizes_by_name:
             return x
         weight, eps = self._weights[name], self._spec.eps
         return (
-            run.layer_norm(x, weight, self._biases[name], eps) if self._spec.centred else run.rms_norm(x, weight, eps)
+            ops.layer_norm(x, weight, self._biases[name], eps)
+            if self._spec.is_layer_norm
+            else ops.rms_norm(x, weight, eps)
         )
 
     def parameters(self) -> ParameterTable:
         table = {
-            f"{name}.weight": held(self._weights, name, (size,), self._dtype, partial(self._weight, name))
-            for name, size in self._names.items()
+            f"{name}.weight": make_parameter(
+                self._weights, name, (size,), self._dtype, partial(self._prepare_weight, name)
+            )
+            for name, size in self._sizes_by_name.items()
         }
-        biases = self._names if self._spec.centred and self._spec.bias else {}
+        biases = self._sizes_by_name if self._spec.is_layer_norm and self._spec.bias else {}
         return table | {
-            f"{name}.bias": held(self._biases, name, (size,), self._dtype, Tensor.float)
+            f"{name}.bias": make_parameter(self._biases, name, (size,), self._dtype, Tensor.float)
             for name, size in biases.items()
         }
 
-    def _weight(self, name: str, tensor: Tensor) -> Tensor:
-        weight = tensor.float() + self._spec.offset
-        if self._spec.centred and not self._spec.bias:
+    def _prepare_weight(self, name: str, tensor: Tensor) -> Tensor:
+        weight = tensor.float() + self._spec.weight_offset
+        if self._spec.is_layer_norm and not self._spec.bias:
             self._biases[name] = torch.zeros_like(weight)
         return weight
 
@@ -115,14 +119,14 @@ class LayerNormWeights:
         self._has_bias = bias
 
     def parameters(self) -> ParameterTable:
-        def put_weight(tensor: Tensor) -> None:
+        def load_weight(tensor: Tensor) -> None:
             self.weight = tensor
             self.bias = self.bias.to(tensor.device)
 
-        def put_bias(tensor: Tensor) -> None:
+        def load_bias(tensor: Tensor) -> None:
             self.bias = tensor
 
-        table = {f"{self._name}.weight": Parameter((self._size,), torch.float32, put_weight)}
+        table = {f"{self._name}.weight": Parameter((self._size,), torch.float32, load_weight)}
         if self._has_bias:
-            table[f"{self._name}.bias"] = Parameter((self._size,), torch.float32, put_bias)
+            table[f"{self._name}.bias"] = Parameter((self._size,), torch.float32, load_bias)
         return table

@@ -10,12 +10,12 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-Early = Literal["nothing", "outputs", "all"]
+EarlySliceAxes = Literal["nothing", "outputs", "all"]
 """What of a rank's part of a linear is cut out when a tensor is read: which of its axes. The rest is cut when the
 tensors of the linear are put together."""
 
 
-def whole(tensor: Tensor) -> Tensor:
+def identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -26,50 +26,51 @@ class Parameter:
     shape: tuple[int, ...]
     dtype: torch.dtype
     """Floating-point tensors are cast to it when they are read; any other must be stored as it."""
-    put: Callable[[Tensor], None]
+    weight_loader: Callable[[Tensor], None]
     """Takes the tensor, of this dtype and on the model's device."""
-    cut: Callable[[Tensor], Tensor] = whole
-    """What is read of it; `put` takes that."""
+    slice_tensor: Callable[[Tensor], Tensor] = identity
+    """What is read of it; `weight_loader` takes that."""
 
-    def shared(self, other: Parameter) -> Parameter:
+    def tie_with(self, other: Parameter) -> Parameter:
         """Of two parts, to which the same goes."""
         assert (self.shape, self.dtype) == (other.shape, other.dtype)
 
-        def put(tensor: Tensor) -> None:
-            self.put(tensor)
-            other.put(tensor)
+        def load_both(tensor: Tensor) -> None:
+            self.weight_loader(tensor)
+            other.weight_loader(tensor)
 
-        return replace(self, put=put)
+        return replace(self, weight_loader=load_both)
 
 
 ParameterTable = dict[str, Parameter]
 
 
-def held(
-    found: Any,
+def make_parameter(
+    weights: Any,
     key: Any,
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    make: Callable[[Tensor], Any] = whole,
-    cut: Callable[[Tensor], Tensor] = whole,
+    transform: Callable[[Tensor], Any] = identity,
+    slice_tensor: Callable[[Tensor], Tensor] = identity,
 ) -> Parameter:
-    """A tensor of the checkpoint, of which `found[key]` becomes what `make` returns. `cut`: as Parameter has it."""
+    """A tensor of the checkpoint, of which `weights[key]` becomes what `transform` returns. `slice_tensor`: as
+    Parameter has it."""
 
-    def put(tensor: Tensor) -> None:
-        found[key] = make(tensor)
+    def store_tensor(tensor: Tensor) -> None:
+        weights[key] = transform(tensor)
 
-    return Parameter(shape, dtype, put, cut)
+    return Parameter(shape, dtype, store_tensor, slice_tensor)
 
 
-def rows_of(own: range) -> Callable[[Tensor], Tensor]:
+def make_row_slicer(rows: range) -> Callable[[Tensor], Tensor]:
     """A cut that takes these rows of the first axis."""
-    return partial(torch.narrow, dim=0, start=own.start, length=len(own))
+    return partial(torch.narrow, dim=0, start=rows.start, length=len(rows))
 
 
 class Parametrized(Protocol):
     def parameters(self) -> ParameterTable: ...
 
 
-def parameters_of(*parts: Parametrized | None) -> ParameterTable:
+def merge_parameters(*parts: Parametrized | None) -> ParameterTable:
     """The parameters of all parts together. None has no parameters."""
     return {name: each for part in parts if part is not None for name, each in part.parameters().items()}

@@ -12,29 +12,29 @@ from torch import Tensor
 
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.core.scheduler_output import ScheduledRequest
-from quire.engine.layers.heads import Head, Stage
+from quire.engine.layers.pooler_head import HeadLayerSpec, PoolerHead
 from quire.engine.types import PoolingParams
 from quire.kernels.backend import Backend
-from quire.kernels.gpu.others import wide_type
+from quire.kernels.gpu.other_devices import accumulation_dtype
 
-VectorOf = Callable[[Tensor], Tensor]
+PoolerHeadFunction = Callable[[Tensor], Tensor]
 """Pooled hidden states [R, hidden] to vectors [R, size] float32."""
 
 
 @dataclass(frozen=True, slots=True)
-class PooledRow:
+class PooledRequest:
     """A step's part of a prompt whose vector is wanted."""
 
-    row: ScheduledRequest
-    begin: int
+    scheduled: ScheduledRequest
+    first_row: int
     """Where the row's tokens begin in the step."""
-    length: int
+    prompt_len: int
     """Tokens of the whole prompt."""
     params: PoolingParams
 
     @property
-    def ends(self) -> bool:
-        return self.row.start + self.row.num_tokens == self.length
+    def is_last_chunk(self) -> bool:
+        return self.scheduled.start + self.scheduled.num_tokens == self.prompt_len
 
 
 class Pooler:
@@ -42,86 +42,91 @@ class Pooler:
     cut."""
 
     def __init__(
-        self, pooling: Pooling, head: VectorOf, num_slots: int, hidden_size: int, device: torch.device
+        self, pooling: Pooling, head: PoolerHeadFunction, num_slots: int, hidden_size: int, device: torch.device
     ) -> None:
         self.pooling = pooling
         self._head = head
-        self._kept = torch.empty(0)
+        self._accumulated = torch.empty(0)
         """[slots, hidden] of that type: the sum of a prompt's hidden states so far, or the first."""
-        self._parts: dict[int, list[Tensor]] = {}
+        self._token_vectors: dict[int, list[Tensor]] = {}
         """By slot: vectors [tokens, size] of a prompt's chunks so far, where each token has one."""
         if pooling.kind in ("mean", "cls"):
-            self._kept = torch.zeros((num_slots, hidden_size), dtype=wide_type(device), device=device)
+            self._accumulated = torch.zeros((num_slots, hidden_size), dtype=accumulation_dtype(device), device=device)
 
-    def take(self, rows: Sequence[PooledRow], hidden: Tensor) -> Tensor:
+    def pool(self, rows: Sequence[PooledRequest], hidden: Tensor) -> Tensor:
         """The vectors [R, size] float32 of those rows that end their prompts, or of all tokens of these prompts. hidden
         [T, hidden]: of all of the step's tokens."""
         if self.pooling.kind == "none":
-            return self._of_tokens(rows, hidden)
-        ended = [each for each in rows if each.ends]
+            return self._pool_each_token(rows, hidden)
+        finished_rows = [each for each in rows if each.is_last_chunk]
         if self.pooling.kind != "last":
-            self._keep(rows, hidden)
-        if not ended:
+            self._accumulate(rows, hidden)
+        if not finished_rows:
             return hidden.new_empty((0, self.pooling.size), dtype=torch.float32)
         if self.pooling.kind == "last":
-            return self._head(hidden[[each.begin + each.row.num_tokens - 1 for each in ended]])
-        pooled = self._kept[[each.row.slot for each in ended]]
+            return self._head(hidden[[each.first_row + each.scheduled.num_tokens - 1 for each in finished_rows]])
+        pooled = self._accumulated[[each.scheduled.slot for each in finished_rows]]
         if self.pooling.kind == "mean":
-            pooled /= torch.tensor([[each.length] for each in ended], dtype=pooled.dtype, device=pooled.device)
+            pooled /= torch.tensor(
+                [[each.prompt_len] for each in finished_rows], dtype=pooled.dtype, device=pooled.device
+            )
         return self._head(pooled)
 
-    def _of_tokens(self, rows: Sequence[PooledRow], hidden: Tensor) -> Tensor:
-        found = [hidden.new_empty((0, self.pooling.size), dtype=torch.float32)]
+    def _pool_each_token(self, rows: Sequence[PooledRequest], hidden: Tensor) -> Tensor:
+        finished_vectors = [hidden.new_empty((0, self.pooling.size), dtype=torch.float32)]
         for each in rows:
-            if each.row.start == 0:
-                self._parts[each.row.slot] = []
-            parts = self._parts[each.row.slot]
-            parts.append(self._head(hidden[each.begin : each.begin + each.row.num_tokens]).float())
-            if each.ends:
-                found += self._parts.pop(each.row.slot)
-        return torch.cat(found)
+            if each.scheduled.start == 0:
+                self._token_vectors[each.scheduled.slot] = []
+            parts = self._token_vectors[each.scheduled.slot]
+            parts.append(self._head(hidden[each.first_row : each.first_row + each.scheduled.num_tokens]).float())
+            if each.is_last_chunk:
+                finished_vectors += self._token_vectors.pop(each.scheduled.slot)
+        return torch.cat(finished_vectors)
 
-    def _keep(self, rows: Sequence[PooledRow], hidden: Tensor) -> None:
+    def _accumulate(self, rows: Sequence[PooledRequest], hidden: Tensor) -> None:
         """Add the rows' tokens to their prompts' sums, or keep their prompts' first tokens."""
-        kept = self._kept
-        starting = [each for each in rows if each.row.start == 0]
-        slots = [each.row.slot for each in starting]
+        accumulated = self._accumulated
+        starting = [each for each in rows if each.scheduled.start == 0]
+        slots = [each.scheduled.slot for each in starting]
         if self.pooling.kind == "cls":
             if starting:
-                kept[slots] = hidden[[each.begin for each in starting]].to(kept.dtype)
+                accumulated[slots] = hidden[[each.first_row for each in starting]].to(accumulated.dtype)
         else:
-            kept[slots] = 0
-            owners = torch.tensor(
-                [each.row.slot for each in rows for _ in range(each.row.num_tokens)], device=hidden.device
+            accumulated[slots] = 0
+            slot_of_token = torch.tensor(
+                [each.scheduled.slot for each in rows for _ in range(each.scheduled.num_tokens)], device=hidden.device
             )
-            if len(owners) < len(hidden):
-                spans = [np.arange(each.begin, each.begin + each.row.num_tokens) for each in rows]
+            if len(slot_of_token) < len(hidden):
+                spans = [np.arange(each.first_row, each.first_row + each.scheduled.num_tokens) for each in rows]
                 hidden = hidden[torch.from_numpy(np.concatenate(spans)).to(hidden.device)]
-            kept.index_add_(0, owners, hidden.to(kept.dtype))
+            accumulated.index_add_(0, slot_of_token, hidden.to(accumulated.dtype))
 
 
-def vector_head(
-    pooling: Pooling, backend: Backend, classifier: Callable[[int, int], Sequence[Stage]], hidden: int
-) -> Head:
+def make_pooler_head(
+    pooling: Pooling, backend: Backend, classifier: Callable[[int, int], Sequence[HeadLayerSpec]], hidden: int
+) -> PoolerHead:
     """What follows the pooling: a classifier's linears, or the dense modules of an embedding model."""
     dense = [
-        Stage(f"{each.folder}.linear", each.in_features, each.out_features, each.bias, each.activation)
+        HeadLayerSpec(f"{each.folder}.linear", each.in_features, each.out_features, each.bias, each.activation)
         for each in pooling.dense
     ]
-    scored = pooling.labels and pooling.score_tokens is None
-    return Head(classifier(hidden, pooling.size) if scored else dense, backend)
+    is_classifier = pooling.labels and pooling.score_tokens is None
+    return PoolerHead(classifier(hidden, pooling.size) if is_classifier else dense, backend)
 
 
-def finished_rows(rows: Sequence[PooledRow], vectors: Tensor, pooling: Pooling) -> dict[str, bytes]:
-    """By request: the answers of the rows that end, whose vectors float32 `Pooler.take` made."""
-    ended = [each for each in rows if each.ends]
-    found = list(vectors.numpy())
+def vectors_by_request(rows: Sequence[PooledRequest], vectors: Tensor, pooling: Pooling) -> dict[str, bytes]:
+    """By request: the answers of the rows that end, whose vectors float32 `Pooler.pool` made."""
+    last_chunks = [each for each in rows if each.is_last_chunk]
+    row_vectors = list(vectors.numpy())
     if pooling.kind == "none":
-        found = np.split(vectors.numpy(), np.cumsum([each.length for each in ended])[:-1])
-    return {each.row.request_id: finished(found[i], each.params, pooling) for i, each in enumerate(ended)}
+        row_vectors = np.split(vectors.numpy(), np.cumsum([each.prompt_len for each in last_chunks])[:-1])
+    return {
+        each.scheduled.request_id: postprocess_vector(row_vectors[i], each.params, pooling)
+        for i, each in enumerate(last_chunks)
+    }
 
 
-def finished(vector: np.ndarray, params: PoolingParams, pooling: Pooling) -> bytes:
+def postprocess_vector(vector: np.ndarray, params: PoolingParams, pooling: Pooling) -> bytes:
     """A vector [size] float32, or those of tokens [tokens, size], as it is answered: embeddings cut and scaled to
     length 1, scores as probabilities."""
     wide = vector.astype(np.float64)
@@ -130,11 +135,11 @@ def finished(vector: np.ndarray, params: PoolingParams, pooling: Pooling) -> byt
         if pooling.normalize if params.activation is None else params.activation:
             wide /= np.maximum(np.sqrt(np.square(wide).sum(-1, keepdims=True)), 1e-12)
     elif params.activation is not False:
-        wide = _activated(wide, pooling)
+        wide = _apply_activation(wide, pooling)
     return wide.astype("<f4").tobytes()
 
 
-def _activated(scores: np.ndarray, pooling: Pooling) -> np.ndarray:
+def _apply_activation(scores: np.ndarray, pooling: Pooling) -> np.ndarray:
     if pooling.activation == "sigmoid":
         return 1 / (1 + np.exp(-scores))
     if pooling.activation == "softmax":

@@ -14,11 +14,11 @@ from quire.engine.checkpoint.families import ROPE_TYPES
 from quire.engine.checkpoint.layouts import rotated_size
 from quire.engine.errors import ModelError
 
-_LLAMA3 = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_LLAMA3_FIELDS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
-_NEEDED = {
+_REQUIRED_FIELDS = {
     "linear": ("factor",),
-    "llama3": ("factor", *_LLAMA3),
+    "llama3": ("factor", *_LLAMA3_FIELDS),
     "factors": ("factors",),
     "dynamic": (),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings", "max_position_embeddings"),
@@ -36,11 +36,11 @@ def rope_table(rope: dict[str, Any], head_dim: int, length: int) -> Tensor:
     `rope` is ModelConfig.rope. Raises ModelError for a rope_type that is not known here.
     """
     rope_type = rope["rope_type"]
-    if missing := [key for key in _NEEDED.get(rope_type, ()) if key not in rope]:
+    if missing := [key for key in _REQUIRED_FIELDS.get(rope_type, ()) if key not in rope]:
         raise ModelError(
             f"model: config.json: rope_parameters: lacks {missing[0]}, which rope_type {rope_type!r} needs"
         )
-    size, rotated = 1.0, rotated_size(rope, head_dim)
+    attention_factor, rotated = 1.0, rotated_size(rope, head_dim)
     frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
     match rope_type:
         case "default":
@@ -48,131 +48,143 @@ def rope_table(rope: dict[str, Any], head_dim: int, length: int) -> Tensor:
         case "linear":
             frequencies = frequencies / rope["factor"]
         case "llama3":
-            frequencies = _llama3(frequencies, rope)
+            frequencies = _llama3_frequencies(frequencies, rope)
         case "factors":  # one for each frequency, as GGUF files store what llama3 computes
-            frequencies = frequencies / _factors(rope, "factors", len(frequencies))
+            frequencies = frequencies / _rope_factors(rope, "factors", len(frequencies))
         case "longrope":
-            frequencies, size = frequencies / _long_factors(rope, len(frequencies)), _longrope_size(rope)
+            frequencies, attention_factor = (
+                frequencies / _longrope_factors(rope, len(frequencies)),
+                _longrope_attention_factor(rope),
+            )
         case "dynamic":  # stretched beyond the model's positions, where contexts end; HunYuan's alpha stretches all
             stretched = rope["rope_theta"] * (rope.get("alpha") or 1.0) ** (rotated / max(rotated - 2, 1))
             frequencies = 1.0 / stretched ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
         case "yarn":
-            frequencies, size = _yarn(frequencies, rope), _yarn_size(rope)
+            frequencies, attention_factor = _yarn_frequencies(frequencies, rope), _yarn_attention_factor(rope)
         case "ntk":
-            frequencies = _ntk(frequencies, rope)
+            frequencies = _ntk_frequencies(frequencies, rope)
         case "axial":  # of a tower's patches: the same for rows and for columns, which each turn half of a head
             half = 1.0 / rope["rope_theta"] ** (torch.arange(0, rotated // 2, 2, dtype=torch.float32) / (rotated // 2))
             frequencies = torch.cat((half, half))
         case "proportional":  # Gemma 4's: the lowest ones, which are counted as if all turned, stand still
-            turning = int((rope.get("partial_rotary_factor") or 1.0) * head_dim // 2)
-            frequencies = frequencies / rope.get("factor", 1.0) * (torch.arange(len(frequencies)) < turning)
+            num_rotating = int((rope.get("partial_rotary_factor") or 1.0) * head_dim // 2)
+            frequencies = frequencies / rope.get("factor", 1.0) * (torch.arange(len(frequencies)) < num_rotating)
         case _:
             raise ModelError(f"model: rope_type {rope_type!r} is not supported ({', '.join(ROPE_TYPES)})")
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    kept = (head_dim - rotated) // 2
-    return torch.cat((F.pad(angles.cos() * size, (0, kept), value=1.0), F.pad(angles.sin() * size, (0, kept))), dim=-1)
+    num_unrotated = (head_dim - rotated) // 2
+    return torch.cat(
+        (
+            F.pad(angles.cos() * attention_factor, (0, num_unrotated), value=1.0),
+            F.pad(angles.sin() * attention_factor, (0, num_unrotated)),
+        ),
+        dim=-1,
+    )
 
 
-def axes_of(rope: dict[str, Any], head_dim: int, interleaved: tuple[int, ...]) -> tuple[int, ...]:
+def parse_mrope_axes(rope: dict[str, Any], head_dim: int, interleaved: tuple[int, ...]) -> tuple[int, ...]:
     """For each frequency, which coordinate turns it: 0 time, 1 rows, 2 columns (Wang et al., 2024), in three parts one
     after the other; or in turns, where a family has parts that are `interleaved` by default. Raises ModelError."""
     count = rotated_size(rope, head_dim) // 2
     sections = rope.get("mrope_section") or interleaved
     if len(sections) != 3 or (not interleaved and sum(sections) != count):
-        given = f"mrope_section: {list(sections)} are not three parts of {count} frequencies"
-        raise ModelError(f"model: config.json: rope_parameters: {given}")
+        problem = f"mrope_section: {list(sections)} are not three parts of {count} frequencies"
+        raise ModelError(f"model: config.json: rope_parameters: {problem}")
     if not interleaved:
         return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
-    found = [0] * count
+    axes = [0] * count
     for axis in (1, 2):
-        for place in range(axis, min(3 * sections[axis], count), 3):
-            found[place] = axis
-    return tuple(found)
+        for index in range(axis, min(3 * sections[axis], count), 3):
+            axes[index] = axis
+    return tuple(axes)
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class QueryScaling:
     """Queries grow with the logarithm of their position (Llama 4, 2025; Nakanishi, 2025), counted in whole contexts."""
 
-    factor: float
+    log_factor: float
     """Of the logarithm."""
-    context: int
+    context_len: int
     """Tokens."""
-    first: int = 0
+    first_position: int = 0
     """The number of the first position."""
 
     def scales(self, length: int) -> Tensor:
         """[length], by position."""
-        positions = torch.arange(self.first, self.first + length, dtype=torch.float32)
-        return 1 + self.factor * torch.log(1 + torch.floor(positions / self.context))
+        positions = torch.arange(self.first_position, self.first_position + length, dtype=torch.float32)
+        return 1 + self.log_factor * torch.log(1 + torch.floor(positions / self.context_len))
 
 
-def growth_of(rope: dict[str, Any]) -> Growth | None:
+def parse_query_scaling(rope: dict[str, Any]) -> QueryScaling | None:
     """How queries grow that are rotated so; None: they do not. Raises ModelError."""
     if not (beta := rope.get("llama_4_scaling_beta")):
         return None
-    if (old := rope.get("original_max_position_embeddings")) is None:
+    if (original_max_position := rope.get("original_max_position_embeddings")) is None:
         raise ModelError(
             "model: config.json: rope_parameters: lacks original_max_position_embeddings, which llama_4_scaling_beta "
             "needs"
         )
-    return Growth(beta, old)
+    return QueryScaling(beta, original_max_position)
 
 
 def alibi_bias(heads: int, length: int) -> Tensor:
-    """Softmax.bias [heads, 2 * length + 15] of ALiBi (Press et al., 2022): a head's slope times the distance. Slopes
-    are a geometric sequence; where heads are no power of two, the others are between those of the next one."""
-    whole = 2 ** math.floor(math.log2(heads))
-    slopes = [2.0 ** (-8.0 * number / whole) for number in range(1, whole + 1)]
-    slopes += [2.0 ** (-4.0 * number / whole) for number in range(1, 2 * (heads - whole), 2)]
+    """AttentionParams.relative_bias [heads, 2 * length + 15] of ALiBi (Press et al., 2022): a head's slope times the
+    distance. Slopes are a geometric sequence; where heads are no power of two, the others are between those of the next
+    one."""
+    power_of_two = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8.0 * number / power_of_two) for number in range(1, power_of_two + 1)]
+    slopes += [2.0 ** (-4.0 * number / power_of_two) for number in range(1, 2 * (heads - power_of_two), 2)]
     distances = torch.arange(2 * length + 15, dtype=torch.float32) - (length - 1)
     return torch.tensor(slopes)[:, None] * distances
 
 
-def _factors(rope: dict[str, Any], name: str, count: int) -> Tensor:
+def _rope_factors(rope: dict[str, Any], name: str, count: int) -> Tensor:
     if len(rope[name]) != count:
         raise ModelError(f"model: config.json: rope_parameters: {name}: {len(rope[name])} for {count} frequencies")
     return torch.tensor(rope[name], dtype=torch.float32)
 
 
-def _long_factors(rope: dict[str, Any], count: int) -> Tensor:
+def _longrope_factors(rope: dict[str, Any], count: int) -> Tensor:
     """LongRoPE's (Ding et al., 2024): a factor for each frequency, others where contexts may be longer than the old
     one. Which ones, no single request decides: its keys would be others after some token than before."""
     long = rope["max_position_embeddings"] > rope["original_max_position_embeddings"]
-    return _factors(rope, "long_factor" if long else "short_factor", count)
+    return _rope_factors(rope, "long_factor" if long else "short_factor", count)
 
 
-def _longrope_size(rope: dict[str, Any]) -> float:
-    if (given := rope.get("attention_factor")) is not None:
-        return float(given)
+def _longrope_attention_factor(rope: dict[str, Any]) -> float:
+    if (attention_factor := rope.get("attention_factor")) is not None:
+        return float(attention_factor)
     old = rope["original_max_position_embeddings"]
     factor = rope.get("factor") or rope["max_position_embeddings"] / old
     return 1.0 if factor <= 1 or old < 2 else math.sqrt(1 + math.log(factor) / math.log(old))
 
 
-def _llama3(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
+def _llama3_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
     """Llama 3.1's: long wavelengths are stretched by `factor`, short ones kept, those between blended linearly."""
-    low, high, old = (rope[key] for key in _LLAMA3)
+    low, high, old = (rope[key] for key in _LLAMA3_FIELDS)
     if low > high:
         raise ModelError(
             f"model: config.json: rope_parameters: high_freq_factor must not be below low_freq_factor, got {high}"
         )
-    turns = old * frequencies / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0, 1) if low < high else (turns >= low).float()  # Llama 4's are equal
+    num_turns = old * frequencies / (2 * math.pi)
+    keep = (
+        ((num_turns - low) / (high - low)).clamp(0, 1) if low < high else (num_turns >= low).float()
+    )  # Llama 4's are equal
     return torch.where(keep == 1, frequencies, (1 - keep) * frequencies / rope["factor"] + keep * frequencies)
 
 
-def _yarn(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
+def _yarn_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
     """YaRN's (Peng et al., 2023): what turns less than beta_slow times within the old context is stretched by `factor`,
     what turns more than beta_fast times kept, and those between are blended, linearly by their number."""
     head_dim, old = 2 * len(frequencies), rope["original_max_position_embeddings"]
     base = max(math.log(rope["rope_theta"]), 1e-9)  # of a theta of 1, all frequencies are alike
 
-    def number(turns: float) -> float:
+    def correction_dim(turns: float) -> float:
         """Of the frequency that turns so often within the old context, a fraction too."""
         return head_dim * math.log(old / (turns * 2 * math.pi)) / (2 * base)
 
-    first, last = number(rope.get("beta_fast") or 32.0), number(rope.get("beta_slow") or 1.0)
+    first, last = correction_dim(rope.get("beta_fast") or 32.0), correction_dim(rope.get("beta_slow") or 1.0)
     if rope.get("truncate") is not False:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_dim - 1)
@@ -180,25 +192,29 @@ def _yarn(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
     return frequencies * (1 - stretch) + frequencies / rope["factor"] * stretch
 
 
-def yarn_scale(rope: dict[str, Any]) -> float:
+def yarn_softmax_scale(rope: dict[str, Any]) -> float:
     """What DeepSeek multiplies scores by where contexts are stretched: its mscale, squared."""
     weight = rope.get("mscale_all_dim")
-    return 1.0 if rope["rope_type"] == "default" or not weight else _grown(rope, weight) ** 2
+    return 1.0 if rope["rope_type"] == "default" or not weight else _yarn_mscale(rope, weight) ** 2
 
 
-def _grown(rope: dict[str, Any], weight: float) -> float:
+def _yarn_mscale(rope: dict[str, Any], weight: float) -> float:
     return float(0.1 * weight * math.log(max(rope.get("factor", 1.0), 1.0)) + 1.0)
 
 
-def _yarn_size(rope: dict[str, Any]) -> float:
+def _yarn_attention_factor(rope: dict[str, Any]) -> float:
     """What YaRN multiplies queries and keys by: attention_factor, or what follows from `factor`."""
-    if (given := rope.get("attention_factor")) is not None:
-        return float(given)
-    whole = rope.get("mscale"), rope.get("mscale_all_dim")
-    return _grown(rope, whole[0]) / _grown(rope, whole[1]) if whole[0] and whole[1] else _grown(rope, 1.0)
+    if (attention_factor := rope.get("attention_factor")) is not None:
+        return float(attention_factor)
+    mscales = rope.get("mscale"), rope.get("mscale_all_dim")
+    return (
+        _yarn_mscale(rope, mscales[0]) / _yarn_mscale(rope, mscales[1])
+        if mscales[0] and mscales[1]
+        else _yarn_mscale(rope, 1.0)
+    )
 
 
-def _ntk(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
+def _ntk_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
     """GTE's: each frequency is divided by its own power of `factor`, the lowest by the whole of it (Su, 2023,
     https://kexue.fm/archives/9706, equation 6; with `mixed_b` equations 10 to 13)."""
     half, factor = len(frequencies), rope["factor"]

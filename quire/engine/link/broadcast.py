@@ -1,5 +1,5 @@
 """Weights that a trainer sends over a torch.distributed group: received by a process of their own
-(worker/receiver.py), into files in the machine's memory, which are then served as any others (weights.py)."""
+(worker/weight_receiver.py), into files in the machine's memory, which are then served as any others (weights.py)."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class WeightsGroup:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = Child(
-                [*module("quire.engine.worker.receiver"), str(theirs.fileno()), str(self._folder())],
+                [*module("quire.engine.worker.weight_receiver"), str(theirs.fileno()), str(self._folder())],
                 descriptors=[theirs.fileno()],
                 stdout=DEVNULL,  # gloo tells there who has come
             )

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import msgspec
 
 from quire.engine import clock
-from quire.engine.core.history import History, Recorder
+from quire.engine.core.request_history import RequestHistory, RequestRecorder
 from quire.engine.core.stats import EngineView, StepRecord
 from quire.engine.errors import EngineError, QuireError, SlowReader
 from quire.engine.link.link import Link
 from quire.engine.link.output_stream import OutputStream, Reader
-from quire.engine.prefixes.misses import Misses
-from quire.engine.prefixes.turns import LastTurns
+from quire.engine.prefixes.miss_tracker import PrefixMissTracker
+from quire.engine.prefixes.recent_turns import RecentTurns
 from quire.engine.types import Adapter, EngineCoreOutput, EngineCoreRequest
 
 log = logging.getLogger("quire.client")
@@ -68,12 +68,12 @@ class EngineClient:
         """Whether new requests should be refused while the engine sleeps."""
         self.failure: QuireError | None = None
         """What new requests are told; None while they can be submitted."""
-        self.history = History(replicas=len(link.engines))
-        self.recorder: Recorder = self.history
+        self.history = RequestHistory(replicas=len(link.engines))
+        self.recorder: RequestRecorder = self.history
         """Is told what happens to requests."""
-        self.turns: LastTurns | None = LastTurns()
+        self.turns: RecentTurns | None = RecentTurns()
         """The last ones of conversations with names; None where another process remembers them."""
-        self._misses = None if link.explains_prefixes else Misses(len(link.engines))
+        self._misses = None if link.explains_prefixes else PrefixMissTracker(len(link.engines))
         self._open: dict[str, _Entry] = {}
         self._open_by_tenant: Counter[str] = Counter()
         self._queued_tokens = 0
@@ -163,9 +163,9 @@ class EngineClient:
             assert request.id not in self._open, f"request id {request.id} is in use"
             self._open[request.id] = _Entry(request, reader, ids)
             self._queued_tokens += len(request.prompt_ids)
-            self.recorder.submitted(request)
+            self.recorder.record_submission(request)
         if self._misses is not None:
-            self._misses.submitted(requests)
+            self._misses.add_requests(requests)
         self._open_by_tenant[reader.tenant] += len(requests)
         if self._held is None:
             self.link.send(requests)
@@ -181,7 +181,7 @@ class EngineClient:
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """End a request whose reader wants no more outputs."""
         if self._close(request_id):
-            self.recorder.end(request_id, reason)
+            self.recorder.end_request(request_id, reason)
             self._withdraw(request_id)
 
     def begin_call(self, id: str, tenant: str) -> Call:
@@ -203,7 +203,7 @@ class EngineClient:
         self.link.reset_prefix_cache()
         if self._misses is not None:
             for engine in range(len(self.link.engines)):
-                self._misses.emptied(engine)
+                self._misses.record_cache_reset(engine)
 
     def snapshot(self) -> asyncio.Task[EngineView | None]:
         """See Link.snapshot. Those who ask before it is there share it."""
@@ -273,12 +273,12 @@ class EngineClient:
 
     def deliver(self, outputs: Sequence[EngineCoreOutput], step: StepRecord | None = None, engine: int = 0) -> None:
         if self._misses is not None and step is not None and step.chunks:
-            self._misses.stepped(step, engine, self.link.engines[engine].stats, self.link.weights_version)
+            self._misses.track_step(step, engine, self.link.engines[engine].stats, self.link.weights_version)
         outputs = [self._noted(output) for output in outputs]
         if self._rows:
             rows, self._rows = self._rows, []
             self._journal(rows)
-        self.recorder.stepped(outputs, step, engine)
+        self.recorder.record_step(outputs, step, engine)
         version = self.link.weights_version
         for output in outputs:
             entry = self._open.get(output.id)
@@ -311,7 +311,7 @@ class EngineClient:
         if entry.cached_tokens is None:
             entry.cached_tokens = output.cached_tokens
             self._queued_tokens -= len(entry.request.prompt_ids)
-            if self._misses is not None and (report := self._misses.take(output.id)) is not None:
+            if self._misses is not None and (report := self._misses.get_report(output.id)) is not None:
                 return msgspec.structs.replace(output, prefix=report)
         elif entry.cached_tokens != output.cached_tokens:
             return msgspec.structs.replace(output, cached_tokens=entry.cached_tokens)
@@ -330,8 +330,8 @@ class EngineClient:
         """ids: the requests that the engine had; None: all."""
         ids = None if ids is None else list(ids)
         if self._misses is not None:
-            self._misses.lost(engine, ids)
-        self.recorder.engine_died(engine, ids)
+            self._misses.record_engine_loss(engine, ids)
+        self.recorder.record_engine_death(engine, ids)
 
     def changed(self, engine: int = 0) -> None:
         """Requests that a lone engine cannot compute yet wait in its link."""
@@ -345,7 +345,7 @@ class EngineClient:
         """The engine is gone for good: every open stream ends with an error. Only the first call counts."""
         if self.failure is None:
             self.failure = error
-            self.recorder.engine_died(for_good=True)
+            self.recorder.record_engine_death(for_good=True)
             readers = dict.fromkeys(entry.reader for entry in self._open.values())
             for request_id in list(self._open):
                 self._close(request_id)
@@ -382,9 +382,9 @@ class EngineClient:
             before = len(entry.request.emitted_ids)
             new = entry.emitted[before:] if before else entry.emitted
             if self._misses is not None:
-                self._misses.ended(request_id, new)
+                self._misses.finish_request(request_id, new)
             if self.turns is not None:
-                self.turns.ended(entry.request, new)
+                self.turns.record_turn(entry.request, new)
         if entry.cached_tokens is None:
             self._queued_tokens -= len(entry.request.prompt_ids)
         tenant = entry.reader.tenant

@@ -189,10 +189,10 @@ class Hub:
 
     # From the engine: what a Recorder is told
 
-    def submitted(self, request: EngineCoreRequest) -> None:
+    def record_submission(self, request: EngineCoreRequest) -> None:
         """The API process has recorded it."""
 
-    def stepped(self, outputs: Sequence[EngineCoreOutput], record: StepRecord | None, replica: int = 0) -> None:
+    def record_step(self, outputs: Sequence[EngineCoreOutput], record: StepRecord | None, replica: int = 0) -> None:
         version, first = self._client.link.weights_version, True
         for channel in self._channels.values():
             channel.begin(record, replica, version, counts=first)
@@ -206,12 +206,14 @@ class Hub:
         for channel in self._channels.values():
             channel.flush(stats)
 
-    def engine_died(self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False) -> None:
+    def record_engine_death(
+        self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False
+    ) -> None:
         if not for_good:  # then all readers fail, which each API process is told
             self._tell(EngineDied(replica, None if ids is None else list(ids)))
             asyncio.get_running_loop().call_soon(self._tell_state)
 
-    def end(self, request_id: str, reason: str) -> None:
+    def end_request(self, request_id: str, reason: str) -> None:
         """The API process records it."""
 
     def _tell(self, message: FromHub) -> None:

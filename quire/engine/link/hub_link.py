@@ -15,7 +15,7 @@ import zmq
 
 from quire.engine import clock
 from quire.engine.config import EngineConfig
-from quire.engine.core.stats import EngineStats, EngineView, total
+from quire.engine.core.stats import EngineStats, EngineView, sum_stats
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded, QuireError
 from quire.engine.link.answering import Answering
 from quire.engine.link.broadcast import Group, WeightsGroup
@@ -262,7 +262,7 @@ class HubLink(Link):
         self.stats = self._total()
         for part in message.parts:
             self.weights_version = part.weights_version
-            self.owner.history.counts = part.counts
+            self.owner.history.counts_steps = part.counts
             self.owner.deliver(part.outputs, part.record, part.replica)
 
     def _take_state(self, state: State) -> None:
@@ -283,7 +283,7 @@ class HubLink(Link):
             self.die(state.failure.message)
 
     def _total(self) -> EngineStats:
-        return self._states[0].stats if len(self._states) == 1 else total([each.stats for each in self._states])
+        return self._states[0].stats if len(self._states) == 1 else sum_stats([each.stats for each in self._states])
 
     async def _answer(self, question: Question) -> None:
         self._write(Answer(question.number, await self.answering.answer(question.topic, question.body)))

@@ -12,7 +12,7 @@ from collections.abc import Sequence, Set
 from contextlib import suppress
 
 from quire.engine import clock
-from quire.engine.config import EngineConfig, fitted
+from quire.engine.config import EngineConfig, capacity_settings
 from quire.engine.core.stats import EngineStats, EngineView
 from quire.engine.errors import ConfigError, EngineError, Overloaded, QuireError, RequestQuarantined
 from quire.engine.link import engine_messages as messages
@@ -151,7 +151,7 @@ class ProcessLink(EngineLink):
             await self.stop()
             raise
         # An engine that is built anew gets the same context and pages, whatever memory is free then.
-        self._fitted, self._content = fitted(info), info.content
+        self._fitted, self._content = capacity_settings(info), info.content
         self._supervisor = asyncio.create_task(self._supervise_or_fail())
         return info
 
@@ -328,10 +328,10 @@ class ProcessLink(EngineLink):
                         self._replay.progress(output.id, len(output.new_ids), ended=ended)
                     self._failures = 0
                     self._submit_ready()
-                    self.stats = message.stats.after(self._earlier_stats)
+                    self.stats = message.stats.add_earlier(self._earlier_stats)
                     self.owner.deliver(message.outputs, message.step, self.number)
                 case messages.SnapshotTaken():
-                    self.stats = message.view.stats.after(self._earlier_stats)
+                    self.stats = message.view.stats.add_earlier(self._earlier_stats)
                     self._answers.come(message)
                 case messages.Called():
                     self._answers.come(message)

@@ -10,10 +10,10 @@ from quire.engine.checkpoint.alike.told import told_as_in_file
 from quire.engine.checkpoint.families import FAMILIES
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.layers.mlp import MlpSpec
-from quire.engine.layers.moe import ExpertsSpec
-from quire.engine.layers.stream.shared_block import SharedBlockSpec
-from quire.engine.models.activations import activation_of
+from quire.engine.layers.mlp import MLPSpec
+from quire.engine.layers.moe import MoELayerSpec
+from quire.engine.layers.stream.shared_transformer import SharedTransformerSpec
+from quire.engine.models.activations import hidden_activation
 
 if TYPE_CHECKING:
     from quire.engine.models.spec import DecoderSpec
@@ -22,29 +22,33 @@ if TYPE_CHECKING:
 def decoder_spec(config: ModelConfig) -> DecoderSpec:
     """The spec of a model, by its family, or by transformers' class. Raises ModelError where neither serves it."""
     if config.given is not None:
-        adapted: DecoderSpec = import_module("quire.engine.models.adapted.spec").adapted_spec(config)
-        return adapted
+        spec: DecoderSpec = import_module("quire.engine.models.adapted.spec").transformers_spec(config)
+        return spec
     with told_as_in_file(config.names):
-        return _by_family(config)
+        return _native_decoder_spec(config)
 
 
-def _by_family(config: ModelConfig) -> DecoderSpec:
+def _native_decoder_spec(config: ModelConfig) -> DecoderSpec:
     if config.model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise ModelError(f"model: model_type {config.model_type!r} is not supported; supported: {known}")
-    spec = _spec_as(config.model_type, config)
-    experts = {"silu" if each.gated else "relu2" for each in spec.parts(ExpertsSpec)}
-    gates = {each.activation.kind for each in spec.parts(SharedBlockSpec)}
-    activations = {each.activation for each in spec.parts(MlpSpec)} or experts or gates or {"silu"}
-    named = activation_of(config)
+    spec = _build_family_spec(config.model_type, config)
+    experts = {"silu" if each.gated else "relu2" for each in spec.sublayers_of_kind(MoELayerSpec)}
+    shared_activations = {each.activation.kind for each in spec.sublayers_of_kind(SharedTransformerSpec)}
+    activations = (
+        {each.activation for each in spec.sublayers_of_kind(MLPSpec)} or experts or shared_activations or {"silu"}
+    )
+    activation = hidden_activation(config)
     # Old Gemma files say gelu but mean its tanh form.
-    if named not in {*activations, None} and (named, activations) != ("gelu", {"gelu_tanh"}):
-        raise ModelError(f"model: hidden_act {named!r} is not supported in a {config.model_type!r}")
+    if activation not in {*activations, None} and (activation, activations) != ("gelu", {"gelu_tanh"}):
+        raise ModelError(f"model: hidden_act {activation!r} is not supported in a {config.model_type!r}")
     return spec
 
 
-def _spec_as(kind: str, config: ModelConfig) -> DecoderSpec:
+def _build_family_spec(model_type: str, config: ModelConfig) -> DecoderSpec:
     """As a family's row, or its file's function `spec`, makes it."""
-    module = import_module(f"quire.engine.models.{FAMILIES[kind]}")
-    made: DecoderSpec = module.TABLE[kind](config, _spec_as) if hasattr(module, "TABLE") else module.spec(config)
-    return made
+    module = import_module(f"quire.engine.models.{FAMILIES[model_type]}")
+    spec: DecoderSpec = (
+        module.TABLE[model_type](config, _build_family_spec) if hasattr(module, "TABLE") else module.spec(config)
+    )
+    return spec

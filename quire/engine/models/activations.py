@@ -16,8 +16,8 @@ _KINDS = {
 }
 
 
-def activation_of(config: ModelConfig) -> str | None:
-    """MlpSpec.activation as config.json names it; None where it names none. Raises ModelError."""
+def hidden_activation(config: ModelConfig) -> str | None:
+    """MLPSpec.activation as config.json names it; None where it names none. Raises ModelError."""
     name = config.raw.get("hidden_activation") or config.raw.get("hidden_act")
     if name is not None and name not in _KINDS:
         raise ModelError(f"model: hidden_act {name!r} is not supported")

@@ -8,33 +8,41 @@ from typing import Any
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.norm import NormSpec
-from quire.engine.models.activations import activation_of
-from quire.engine.models.family import Family, SpecAs, SpecOf, ropes_in_windows, windows
+from quire.engine.models.activations import hidden_activation
+from quire.engine.models.config_fields import (
+    SpecFields,
+    attention_bias_readers,
+    default_true_reader,
+    field_reader,
+    flag_reader,
+)
+from quire.engine.models.family import Family, FamilyEntry, FamilySpecBuilder, sliding_windows, windowed_layer_ropes
 from quire.engine.models.spec import DecoderSpec
-from quire.engine.models.values import Fields, biased, flag, given, unless
 
-_SIDE_BY_SIDE: Fields = {"parallel": True, "shares_norm": True}
+_PARALLEL_MLP: SpecFields = {"parallel": True, "shares_norm": True}
 """The MLP reads what attention reads, behind the same norm."""
 
 
 def _layer_norm(*, offset: float = 0.0, bias: bool = True) -> Callable[[ModelConfig], NormSpec]:
-    return lambda config: NormSpec(config.norm_eps, offset, centred=True, bias=bias)
+    return lambda config: NormSpec(config.norm_eps, offset, is_layer_norm=True, bias=bias)
 
 
-def _ungated(config: ModelConfig) -> str:
+def _ungated_activation(config: ModelConfig) -> str:
     """The function of an MLP without a gate. Raises ModelError."""
-    activation = activation_of(config)
+    activation = hidden_activation(config)
     if activation is None or activation == "silu":
         raise ModelError(f"model: hidden_act {activation!r} is not supported in a {config.model_type!r}")
     return activation
 
 
-def _plain(*, bias: Any = True, attention: Fields | None = None, mlp: Fields | None = None, **others: Any) -> Family:
+def _layer_norm_family(
+    *, bias: Any = True, attention: SpecFields | None = None, mlp: SpecFields | None = None, **others: Any
+) -> Family:
     """A family with LayerNorms and MLPs without gates. bias: of all linears of the layers, as a value of Family's."""
     return Family(
         **{"norm": _layer_norm(), **others},
         attention={"qkv_bias": bias, "out_bias": bias, **(attention or {})},
-        mlp={"gated": False, "activation": _ungated, "bias": bias, **(mlp or {})},
+        mlp={"gated": False, "activation": _ungated_activation, "bias": bias, **(mlp or {})},
     )
 
 
@@ -42,7 +50,7 @@ def _max_position(config: ModelConfig) -> int:
     return config.max_position
 
 
-def _untied(config: ModelConfig) -> bool:
+def _has_untied_head(config: ModelConfig) -> bool:
     return not config.tie_embeddings
 
 
@@ -67,7 +75,7 @@ def _falcon_shares_norm(config: ModelConfig) -> bool:
     return _falcon_is_parallel(config) and norms == 1
 
 
-def _mpt(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
+def _mpt(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:
     raw, attention = config.raw, config.raw.get("attn_config") or {}
     if raw.get("no_bias") is False or raw.get("logit_scale") is not None:
         raise ModelError("model: config.json: no_bias: false and logit_scale of an 'mpt' are not supported")
@@ -76,24 +84,28 @@ def _mpt(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
             "model: config.json: attn_config: without alibi, or with clip_qkv, qk_ln or prefix_lm, it is not supported"
         )
     scale = attention.get("softmax_scale") or config.head_dim**-0.5
-    plain = _plain(bias=False, norm=_layer_norm(bias=False), attention={"rope": None, "alibi": 1.0, "scale": scale})
-    return plain(config, spec_as)
+    family = _layer_norm_family(
+        bias=False, norm=_layer_norm(bias=False), attention={"rope": None, "alibi": 1.0, "scale": scale}
+    )
+    return family(config, build_spec)
 
 
-def _opt(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
+def _opt(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:
     for name in ("do_layer_norm_before", "layer_norm_elementwise_affine"):
         if config.raw.get(name) is False:
             raise ModelError(f"model: config.json: {name}: false is not supported")
     if config.raw.get("word_embed_proj_dim") not in (None, config.hidden_size):
         raise ModelError("model: config.json: word_embed_proj_dim: embeddings of another size are not supported")
-    plain = _plain(bias=unless("enable_bias"), attention={"rope": None}, decoder={"positions": _max_position})
-    return plain(config, spec_as)
+    family = _layer_norm_family(
+        bias=default_true_reader("enable_bias"), attention={"rope": None}, decoder={"positions": _max_position}
+    )
+    return family(config, build_spec)
 
 
-TABLE: Mapping[str, SpecOf] = {
+TABLE: Mapping[str, FamilyEntry] = {
     # BLOOM (Le Scao et al., 2022): ALiBi, and a norm of the embeddings.
-    "bloom": _plain(
-        refused={"apply_residual_connection_post_layernorm": "is not supported"},
+    "bloom": _layer_norm_family(
+        unsupported_fields={"apply_residual_connection_post_layernorm": "is not supported"},
         attention={"rope": None, "alibi": 1.0},
         decoder={"embedding_norm": True},
     ),
@@ -102,17 +114,17 @@ TABLE: Mapping[str, SpecOf] = {
         norm=_layer_norm(bias=False),
         attention={
             "qk_norm": lambda config: "centred" if config.raw.get("use_qk_norm") else None,
-            **biased("attention_bias"),
+            **attention_bias_readers("attention_bias"),
         },
-        mlp=_SIDE_BY_SIDE,
+        mlp=_PARALLEL_MLP,
         decoder={"logit_scale": _cohere_scale},
     ),
     # Command R7B and A (Cohere, 2025): sliding windows in three of four layers; the others leave positions out.
-    "cohere2": Family(like="cohere", attention={"window": windows, "rope": ropes_in_windows}),
+    "cohere2": Family(base="cohere", attention={"window": sliding_windows, "rope": windowed_layer_ropes}),
     # Falcon (Almazrouei et al., 2023): attention and the MLP side by side, on one norm or on two; some models have
     # ALiBi instead of rotations, which is added to the scores before these are scaled.
-    "falcon": _plain(
-        bias=flag("use_bias"),
+    "falcon": _layer_norm_family(
+        bias=flag_reader("use_bias"),
         attention={
             "rope": lambda config: None if config.raw.get("alibi") else config.rope,
             "alibi": lambda config: config.head_dim**-0.5 if config.raw.get("alibi") else None,
@@ -123,36 +135,47 @@ TABLE: Mapping[str, SpecOf] = {
     # heads: learned positions.
     **dict.fromkeys(
         ("gpt2", "gpt_bigcode"),
-        _plain(
-            refused={"add_cross_attention": "is not supported: it makes a part of another model"},
+        _layer_norm_family(
+            unsupported_fields={"add_cross_attention": "is not supported: it makes a part of another model"},
             attention={"rope": None, "scale": _gpt2_scales},
             decoder={"positions": _max_position},
         ),
     ),
     # GPT-NeoX and Pythia (Black et al., 2022): attention and the MLP side by side, each on a norm of its own.
-    "gpt_neox": _plain(
-        attention={"qkv_bias": unless("attention_bias"), "out_bias": unless("attention_bias")},
-        mlp={"parallel": unless("use_parallel_residual")},
+    "gpt_neox": _layer_norm_family(
+        attention={
+            "qkv_bias": default_true_reader("attention_bias"),
+            "out_bias": default_true_reader("attention_bias"),
+        },
+        mlp={"parallel": default_true_reader("use_parallel_residual")},
     ),
     # GPT-J (Wang and Komatsuzaki, 2021): rotations of neighbours in a part of each head, and a head with a bias.
-    "gptj": _plain(attention={"qkv_bias": False, "out_bias": False}, mlp=_SIDE_BY_SIDE, decoder={"head_bias": _untied}),
+    "gptj": _layer_norm_family(
+        attention={"qkv_bias": False, "out_bias": False}, mlp=_PARALLEL_MLP, decoder={"head_bias": _has_untied_head}
+    ),
     # MPT (MosaicML, 2023): ALiBi, and no biases at all.
     "mpt": _mpt,
     # Nemotron-4 and Minitron (Nvidia, 2024): the norms' weights are offsets from 1; squared ReLUs.
-    "nemotron": _plain(bias=flag("mlp_bias"), norm=_layer_norm(offset=1.0), attention=biased("attention_bias")),
+    "nemotron": _layer_norm_family(
+        bias=flag_reader("mlp_bias"), norm=_layer_norm(offset=1.0), attention=attention_bias_readers("attention_bias")
+    ),
     # OPT (Zhang et al., 2022): GPT-2 with ReLUs.
     "opt": _opt,
     # Phi-1 to Phi-2 (Gunasekar et al., 2023).
-    "phi": _plain(
-        refused={"qk_layernorm": "of a 'phi' is not supported"}, mlp=_SIDE_BY_SIDE, decoder={"head_bias": _untied}
+    "phi": _layer_norm_family(
+        unsupported_fields={"qk_layernorm": "of a 'phi' is not supported"},
+        mlp=_PARALLEL_MLP,
+        decoder={"head_bias": _has_untied_head},
     ),
     # StableLM (Stability AI, 2023): a Llama with LayerNorms, and rotations in a quarter of each head.
     "stablelm": Family(
-        refused={"qk_layernorm": "of a 'stablelm' is not supported"},
+        unsupported_fields={"qk_layernorm": "of a 'stablelm' is not supported"},
         norm=_layer_norm(),
-        attention={"qkv_bias": flag("use_qkv_bias")},
-        mlp={"parallel": flag("use_parallel_residual"), "shares_norm": flag("use_parallel_residual")},
+        attention={"qkv_bias": flag_reader("use_qkv_bias")},
+        mlp={"parallel": flag_reader("use_parallel_residual"), "shares_norm": flag_reader("use_parallel_residual")},
     ),
     # StarCoder2 (Lozhkov et al., 2024): a sliding window in every layer.
-    "starcoder2": _plain(bias=flag("use_bias"), attention={"window": given("sliding_window")}),
+    "starcoder2": _layer_norm_family(
+        bias=flag_reader("use_bias"), attention={"window": field_reader("sliding_window")}
+    ),
 }

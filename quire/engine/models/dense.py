@@ -10,66 +10,71 @@ from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.layouts import rope_of_layers
 from quire.engine.errors import ModelError
 from quire.engine.layers.norm import NormSpec
-from quire.engine.models.family import Family, SpecAs, SpecOf, ropes_in_windows, windows
+from quire.engine.models.config_fields import ConfigReader, attention_bias_readers, field_reader, flag_reader
+from quire.engine.models.family import Family, FamilyEntry, FamilySpecBuilder, sliding_windows, windowed_layer_ropes
 from quire.engine.models.spec import DecoderSpec
-from quire.engine.models.values import Read, biased, flag, given
 
-BEHIND = {"input_norm": False, "output_norm": True}
+POST_NORMS = {"input_norm": False, "output_norm": True}
 """Norms stand behind attention and the MLP instead of before them."""
 
 
-def two_ropes(full: Read, sliding: Read) -> Read:
+def ropes_by_window(full: ConfigReader, sliding: ConfigReader) -> ConfigReader:
     """Reads rotations of layers that attend: of those with a window, and of those without one, which alone may be
     scaled. full, sliding: read rope_theta where a rotation does not say it."""
 
-    def read(config: ModelConfig) -> list[dict[str, Any]]:
+    def read_ropes(config: ModelConfig) -> list[dict[str, Any]]:
         ropes, scaling = config.raw.get("rope_parameters") or {}, config.raw.get("rope_scaling") or {}
-        said, positions = {**(ropes.get("full_attention") or {}), **scaling}, config.raw.get("max_position_embeddings")
-        long = rope_of_layers(cast(OneRope, said), full(config), positions)
-        short = rope_of_layers(ropes.get("sliding_attention"), sliding(config), positions)
-        return [long if window is None else short for window in windows(config)]
+        full_fields, positions = (
+            {**(ropes.get("full_attention") or {}), **scaling},
+            config.raw.get("max_position_embeddings"),
+        )
+        full_rope = rope_of_layers(cast(OneRope, full_fields), full(config), positions)
+        sliding_rope = rope_of_layers(ropes.get("sliding_attention"), sliding(config), positions)
+        return [full_rope if window is None else sliding_rope for window in sliding_windows(config)]
 
-    return read
+    return read_ropes
 
 
-def some_ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
+def interleaved_nope_ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
     """One of every few layers leaves positions out (NoPE: Yang et al., 2025)."""
     every, layers = config.raw.get("no_rope_layer_interval") or 4, config.num_layers
-    said = config.raw.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(layers)]
-    return [config.rope if rotated else None for rotated in said]
+    uses_rope = config.raw.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(layers)]
+    return [config.rope if rotated else None for rotated in uses_rope]
 
 
 def _exaone_ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
     """In models with windows, layers without one leave positions out."""
     slides = config.raw.get("sliding_window", 4096) is not None
-    return ropes_in_windows(config) if slides else [config.rope] * config.num_layers
+    return windowed_layer_ropes(config) if slides else [config.rope] * config.num_layers
 
 
-def _gemma3(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
+def _gemma3(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:
     raw = config.raw
     if raw.get("use_bidirectional_attention"):
         raise ModelError("model: use_bidirectional_attention is not supported: it makes an encoder")
     if not isinstance(every := raw.get("sliding_window_pattern") or 6, int):
         raise ModelError(f"model: config.json: sliding_window_pattern: expected int, got {every!r}")
-    return _GEMMA3(config, spec_as)
+    return _GEMMA3(config, build_spec)
 
 
 _GEMMA3 = Family(
-    like="gemma2",
+    base="gemma2",
     attention={
         "qk_norm": "heads",
         "softcap": None,
-        "rope": two_ropes(given("rope_theta", 1_000_000.0), given("rope_local_base_freq", 10_000.0)),
+        "rope": ropes_by_window(
+            field_reader("rope_theta", 1_000_000.0), field_reader("rope_local_base_freq", 10_000.0)
+        ),
     },
     decoder={"logit_softcap": lambda config: config.raw.get("final_logit_softcapping")},
 )
 
 
-def residual_unit(config: ModelConfig) -> float:
+def residual_multiplier(config: ModelConfig) -> float:
     return config.raw.get("residual_multiplier") or 1.0
 
 
-def _granite_swa(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
+def _granite_swa(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:
     raw, layers = config.raw, config.num_layers
     thetas = raw.get("layer_rope_theta") or [config.rope["rope_theta"]] * layers
     if not raw.get("layer_types"):
@@ -79,7 +84,9 @@ def _granite_swa(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
             f"model: config.json: layer_rope_theta: {len(thetas)} entries, 0 or from 1 on, for {layers} layers"
         )
     ropes = [config.rope | {"rope_theta": theta} if theta else None for theta in thetas]
-    return Family(like="granite", attention={"window": windows, "rope": ropes, "sinks": True})(config, spec_as)
+    return Family(base="granite", attention={"window": sliding_windows, "rope": ropes, "sinks": True})(
+        config, build_spec
+    )
 
 
 def phi3_rope(config: ModelConfig) -> dict[str, Any]:
@@ -97,37 +104,37 @@ def phi3_rope(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-TABLE: Mapping[str, SpecOf] = {
+TABLE: Mapping[str, FamilyEntry] = {
     # Llama 2 and 3 (Touvron et al., 2023; Dubey et al., 2024), and the many models of that shape.
-    "llama": Family(attention=biased("attention_bias"), mlp={"bias": flag("mlp_bias")}),
+    "llama": Family(attention=attention_bias_readers("attention_bias"), mlp={"bias": flag_reader("mlp_bias")}),
     # Mistral 7B and its kin (Jiang et al., 2023): every layer may have a sliding window.
     "mistral": Family(attention={"window": lambda config: config.raw.get("sliding_window", 4096) or None}),
     # Ministral 3 and its kin (Mistral AI, 2025): YaRN, and queries that grow with their position.
-    "ministral3": Family(attention={"window": given("sliding_window")}),
+    "ministral3": Family(attention={"window": field_reader("sliding_window")}),
     # Qwen2 and Qwen2.5 (Yang et al., 2024): some models slide a window in upper layers.
     **dict.fromkeys(
-        ("qwen2", "qwen2_5_vl_text", "qwen2_vl_text"), Family(attention={"window": windows, "qkv_bias": True})
+        ("qwen2", "qwen2_5_vl_text", "qwen2_vl_text"), Family(attention={"window": sliding_windows, "qkv_bias": True})
     ),
     # Qwen3, dense (Yang et al., 2025): norms of every query and key head, no biases by default.
     **dict.fromkeys(
         ("qwen3", "qwen3_vl_text"),
-        Family(like="qwen2", attention={"qk_norm": "heads", **biased("attention_bias")}),
+        Family(base="qwen2", attention={"qk_norm": "heads", **attention_bias_readers("attention_bias")}),
     ),
     # SmolLM3 (Bakouch et al., 2025).
-    "smollm3": Family(like="llama", attention={"window": windows, "rope": some_ropes}),
+    "smollm3": Family(base="llama", attention={"window": sliding_windows, "rope": interleaved_nope_ropes}),
     # Gemma (Gemma Team, 2024): a GELU gate, scaled embeddings, a tied head, norms whose weights are offsets from 1.
     "gemma": Family(
         norm=lambda config: NormSpec(config.norm_eps, 1.0),
-        attention=biased("attention_bias"),
+        attention=attention_bias_readers("attention_bias"),
         mlp={"activation": "gelu_tanh"},
         decoder={"embedding_scale": lambda config: config.hidden_size**0.5},
     ),
     # Gemma 2 (Gemma Team, 2024): norms behind attention and the MLP too, capped scores and logits, and a sliding window
     # in every other layer.
     "gemma2": Family(
-        like="gemma",
+        base="gemma",
         attention={
-            "window": windows,
+            "window": sliding_windows,
             "scale": lambda config: (config.raw.get("query_pre_attn_scalar") or 256.0) ** -0.5,
             "softcap": lambda config: config.raw.get("attn_logit_softcapping", 50.0),
             "output_norm": True,
@@ -140,28 +147,33 @@ TABLE: Mapping[str, SpecOf] = {
     "gemma3_text": _gemma3,
     # Apertus (Swiss AI, 2025): an MLP without a gate but with xIELU, whose numbers each layer has learned.
     "apertus": Family(
-        attention={"qk_norm": "heads", **biased("attention_bias")}, mlp={"gated": False, "activation": "xielu"}
+        attention={"qk_norm": "heads", **attention_bias_readers("attention_bias")},
+        mlp={"gated": False, "activation": "xielu"},
     ),
     # Arcee's AFM (Arcee AI, 2025): the MLP has no gate but a squared ReLU.
-    "arcee": Family(like="llama", mlp={"gated": False, "activation": "relu2"}),
+    "arcee": Family(base="llama", mlp={"gated": False, "activation": "relu2"}),
     # ERNIE 4.5, dense (Baidu, 2025): rotations of neighbours, and biases everywhere or nowhere.
-    "ernie4_5": Family(attention=biased("use_bias"), mlp={"bias": flag("use_bias")}),
+    "ernie4_5": Family(attention=attention_bias_readers("use_bias"), mlp={"bias": flag_reader("use_bias")}),
     # EXAONE 4 (LG AI Research, 2025).
-    "exaone4": Family(attention={"qk_norm": "heads", "window": windows, "rope": _exaone_ropes, **BEHIND}, mlp=BEHIND),
+    "exaone4": Family(
+        attention={"qk_norm": "heads", "window": sliding_windows, "rope": _exaone_ropes, **POST_NORMS}, mlp=POST_NORMS
+    ),
     # GLM-4 as transformers has it (GLM Team, 2024): rotations of neighbours in half of each head.
-    "glm": Family(attention={"qkv_bias": flag("attention_bias")}),
+    "glm": Family(attention={"qkv_bias": flag_reader("attention_bias")}),
     # GLM-4-0414 (GLM Team, 2025): norms behind attention and the MLP too.
-    "glm4": Family(like="glm", attention={"output_norm": True}, mlp={"output_norm": True}),
+    "glm4": Family(base="glm", attention={"output_norm": True}, mlp={"output_norm": True}),
     # Granite 3 and 4 (IBM, 2024): multipliers of embeddings, residuals, scores and logits. The residual stream is held
     # divided by what is multiplied to all that joins it: norms take no notice of a factor, but for their eps, which is
     # divided by its square.
     "granite": Family(
-        like="llama",
-        norm=lambda config: NormSpec(config.norm_eps / residual_unit(config) ** 2),
-        attention={"scale": given("attention_multiplier", 1.0)},
+        base="llama",
+        norm=lambda config: NormSpec(config.norm_eps / residual_multiplier(config) ** 2),
+        attention={"scale": field_reader("attention_multiplier", 1.0)},
         decoder={
-            "embedding_scale": lambda config: (config.raw.get("embedding_multiplier") or 1.0) / residual_unit(config),
-            "stream_unit": residual_unit,
+            "embedding_scale": lambda config: (
+                (config.raw.get("embedding_multiplier") or 1.0) / residual_multiplier(config)
+            ),
+            "residual_multiplier": residual_multiplier,
             "logit_scale": lambda config: 1 / (config.raw.get("logits_scaling") or 1.0),
         },
     ),
@@ -169,21 +181,23 @@ TABLE: Mapping[str, SpecOf] = {
     # sink.
     "granite_swa": _granite_swa,
     # Helium 1 (Kyutai, 2025): rotations of neighbours.
-    "helium": Family(like="llama", attention={"out_bias": False}),
+    "helium": Family(base="llama", attention={"out_bias": False}),
     # Hunyuan's dense models (Tencent, 2025): norms of queries and keys behind their rotation.
-    "hunyuan_v1_dense": Family(like="llama", attention={"qk_norm": "after"}),
+    "hunyuan_v1_dense": Family(base="llama", attention={"qk_norm": "after"}),
     # OLMo 2 (OLMo Team, 2024): norms of whole queries and keys.
-    "olmo2": Family(attention={"qk_norm": "whole", **biased("attention_bias"), **BEHIND}, mlp=BEHIND),
+    "olmo2": Family(
+        attention={"qk_norm": "whole", **attention_bias_readers("attention_bias"), **POST_NORMS}, mlp=POST_NORMS
+    ),
     # OLMo 3 (OLMo Team, 2025): sliding windows in three of four layers, whose rotations are not stretched.
     "olmo3": Family(
-        like="olmo2",
+        base="olmo2",
         attention={
-            "window": windows,
-            "rope": two_ropes(given("rope_theta", 500_000.0), given("rope_theta", 500_000.0)),
+            "window": sliding_windows,
+            "rope": ropes_by_window(field_reader("rope_theta", 500_000.0), field_reader("rope_theta", 500_000.0)),
         },
     ),
     # Phi-3 and Phi-4 (Abdin et al., 2024): LongRoPE for long contexts, in a part of each head.
-    "phi3": Family(attention={"rope": phi3_rope, "window": given("sliding_window")}),
+    "phi3": Family(attention={"rope": phi3_rope, "window": field_reader("sliding_window")}),
     # Seed-OSS (ByteDance Seed, 2025): biases of queries, keys and values.
-    "seed_oss": Family(like="llama", attention={"out_bias": flag("attention_out_bias")}),
+    "seed_oss": Family(base="llama", attention={"out_bias": flag_reader("attention_out_bias")}),
 }

@@ -10,16 +10,16 @@ from typing import Any
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.parts.unequal import UnequalLayer, unequal_layers
 from quire.engine.errors import ModelError
-from quire.engine.layers.attention import AttentionSpec
-from quire.engine.layers.mlp import MlpSpec
-from quire.engine.layers.moe import ExpertsSpec
+from quire.engine.layers.attention import AttentionLayerSpec
+from quire.engine.layers.mlp import MLPSpec
+from quire.engine.layers.moe import MoELayerSpec
 from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.stream.layer_inputs import LayerInputSpec, LayerInputsSpec
-from quire.engine.layers.stream.scale import OutputNormSpec, ScaleSpec
-from quire.engine.models.experts import expert_size, routed
-from quire.engine.models.spec import DecoderSpec, LayerSpec, base_spec
+from quire.engine.layers.stream.layer_output import LayerScalarSpec, OutputNormSpec
+from quire.engine.layers.stream.per_layer_inputs import PerLayerInputGateSpec, PerLayerInputsSpec
+from quire.engine.models.moe_fields import expert_intermediate_size, read_routing
+from quire.engine.models.spec import DecoderSpec, LayerSpec, base_decoder_spec
 
-_ROPES = {
+_DEFAULT_ROPES = {
     True: {"rope_type": "default", "rope_theta": 10_000.0},
     False: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
 }
@@ -30,70 +30,72 @@ def spec(config: ModelConfig) -> DecoderSpec:
     raw, norm = config.raw, NormSpec(config.norm_eps)
     if raw.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise ModelError("model: use_bidirectional_attention: it makes an encoder, which is not served")
-    given = raw.get("rope_parameters") or {}
-    ropes = {True: given.get("sliding_attention"), False: given.get("full_attention")}
+    rope_parameters = raw.get("rope_parameters") or {}
+    ropes = {True: rope_parameters.get("sliding_attention"), False: rope_parameters.get("full_attention")}
     layers, size = unequal_layers(raw), raw.get("hidden_size_per_layer_input") or 0
-    inputs = None
+    per_layer_inputs = None
     if size:
         vocab, image = raw.get("vocab_size_per_layer_input") or config.vocab_size, raw.get("pad_token_id") or 0
         if vocab < config.vocab_size or not 0 <= image < vocab:
             raise ModelError(
                 f"model: config.json: vocab_size_per_layer_input: {vocab} tokens have embeddings of layers"
             )
-        inputs = LayerInputsSpec(vocab, size, len(layers), norm, image)
+        per_layer_inputs = PerLayerInputsSpec(vocab, size, len(layers), norm, image)
     return replace(
-        base_spec(config),
+        base_decoder_spec(config),
         layers=tuple(
-            _layer(config, each, _rope(ropes[each.window is not None], each), index, size)
+            _layer_spec(config, each, _rope(ropes[each.window is not None], each), index, size)
             for index, each in enumerate(layers)
         ),
         embedding_scale=config.hidden_size**0.5,
         logit_softcap=raw.get("final_logit_softcapping"),
-        layer_inputs=inputs,
+        per_layer_inputs=per_layer_inputs,
     )
 
 
-def _rope(given: Any, layer: UnequalLayer) -> dict[str, Any]:
-    return _ROPES[layer.window is not None] | {key: value for key, value in (given or {}).items() if value is not None}
+def _rope(rope_fields: Any, layer: UnequalLayer) -> dict[str, Any]:
+    return _DEFAULT_ROPES[layer.window is not None] | {
+        key: value for key, value in (rope_fields or {}).items() if value is not None
+    }
 
 
-def _layer(config: ModelConfig, each: UnequalLayer, rope: dict[str, Any], index: int, size: int) -> LayerSpec:
+def _layer_spec(config: ModelConfig, layer: UnequalLayer, rope: dict[str, Any], index: int, size: int) -> LayerSpec:
     biased, norm = bool(config.raw.get("attention_bias")), NormSpec(config.norm_eps)
-    attention = AttentionSpec(
-        *(each.heads, each.kv_heads, each.head_dim),
+    attention = AttentionLayerSpec(
+        *(layer.heads, layer.kv_heads, layer.head_dim),
         scale=1.0,
         rope=rope,
         norm=norm,
-        window=each.window,
+        window=layer.window,
         qkv_bias=biased,
         out_bias=biased,
         qk_norm="heads",
         output_norm=True,
         v_norm=True,
-        keys_are_values=each.keys_are_values,
-        source=each.source,
-        together=each.window is not None,
+        keys_are_values=layer.keys_are_values,
+        kv_source_layer=layer.source,
+        uses_bidirectional_spans=layer.window is not None,
     )
-    mlp = MlpSpec(each.inner, norm, activation="gelu_tanh", output_norm=True)
-    inputs = (LayerInputSpec(size, index, norm),) if size else ()
-    return (attention, *_feed_forward(config, mlp, norm), *inputs, ScaleSpec("layer_scalar"))
+    mlp = MLPSpec(layer.inner, norm, activation="gelu_tanh", output_norm=True)
+    input_gates = (PerLayerInputGateSpec(size, index, norm),) if size else ()
+    return (attention, *_feed_forward_specs(config, mlp, norm), *input_gates, LayerScalarSpec("layer_scalar"))
 
 
-def _feed_forward(config: ModelConfig, mlp: MlpSpec, norm: NormSpec) -> LayerSpec:
+def _feed_forward_specs(config: ModelConfig, mlp: MLPSpec, norm: NormSpec) -> LayerSpec:
     if not config.raw.get("enable_moe_block"):
         return (mlp,)
-    experts = ExpertsSpec(
-        *routed(config),
-        expert_size(config),
+    experts = MoELayerSpec(
+        *read_routing(config),
+        expert_intermediate_size(config),
         norm,
         output_norm=True,
         parallel=True,
-        norms=("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"),
+        norm_names=("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"),
         gelu=True,
         router_scale="router.scale",
-        factors="router.per_expert_scale",
+        expert_scales="router.per_expert_scale",
         name="",
         router="router.proj",
     )
     both = OutputNormSpec(norm, "post_feedforward_layernorm")
-    return (replace(mlp, output_name="post_feedforward_layernorm_1"), experts, both)
+    return (replace(mlp, output_norm_name="post_feedforward_layernorm_1"), experts, both)

@@ -13,18 +13,18 @@ from typing import Any, Unpack
 
 from quire.engine.errors import EngineError, InvalidRequest
 from quire.engine.link.weights import Mode
-from quire.engine.lora.offline import LoRARequest, adapters_for
-from quire.engine.offline.generate import generate
-from quire.engine.offline.model import Encoded, Message, Model, Prompt, Serving, check_id
-from quire.engine.offline.options import EngineOptions, ModelWithOptions, documented, engine_config
+from quire.engine.lora.local_adapters import LoRARequest, resolve_lora_requests
+from quire.engine.offline.offline_model import EncodedPrompt, LLMBase, Message, OfflineModel, Prompt, check_request_id
+from quire.engine.offline.options import EngineOptions, ModelWithOptions, make_engine_config, with_config_docs
 from quire.engine.offline.outputs import RequestOutput
 from quire.engine.offline.params import SamplingParams
-from quire.engine.offline.vectors import Pooled, check_params, pool_all
+from quire.engine.offline.pooling_outputs import PoolingRequestOutput, check_pooling_params, pool_prompts
+from quire.engine.offline.task_outputs import stream_outputs
 from quire.engine.replicas.replicas import processes
 from quire.engine.types import EngineInfo, PoolingParams
 
 
-class AsyncLLM(Serving):
+class AsyncLLM(LLMBase):
     """A model in a process of its own, for one event loop. That process is replaced when it ends, and open streams go
     on with no token lost or changed, as the server's do.
 
@@ -32,17 +32,17 @@ class AsyncLLM(Serving):
     `await llm.close()` or `async with`; it ends with this process at the latest.
     """
 
-    @documented
+    @with_config_docs
     def __init__(self, model: str | Path | None = None, **options: Unpack[EngineOptions]) -> None:
         """`model`: a local folder, a .gguf file or a hub id; the embedded story-teller unless given. QUIRE_* variables
         set the options that are not given. Raises ConfigError for a bad one and for a model that cannot be read.
 
         Options:"""
-        config = engine_config(model, options)
-        super().__init__(Model(config), processes(config))
-        self._open: set[str] = set()
-        self._starting: asyncio.Future[EngineInfo] | None = None
-        self._ending: asyncio.Future[None] | None = None
+        config = make_engine_config(model, options)
+        super().__init__(OfflineModel(config), processes(config))
+        self._open_request_ids: set[str] = set()
+        self._start_future: asyncio.Future[EngineInfo] | None = None
+        self._close_future: asyncio.Future[None] | None = None
         self._client.link.launch()
 
     @classmethod
@@ -52,12 +52,12 @@ class AsyncLLM(Serving):
     async def start(self) -> EngineInfo:
         """Wait until the engine is ready. Raises ConfigError for options that it cannot start with, EngineError when it
         ends while it starts."""
-        if self._ending is not None:
+        if self._close_future is not None:
             raise EngineError("this AsyncLLM was closed")
-        if self._starting is None:
-            self._starting = asyncio.ensure_future(self._client.link.start())
-        info = await asyncio.shield(self._starting)  # one of several that wait may be cancelled
-        self._model.learn(info)
+        if self._start_future is None:
+            self._start_future = asyncio.ensure_future(self._client.link.start())
+        info = await asyncio.shield(self._start_future)  # one of several that wait may be cancelled
+        self._model.set_engine_info(info)
         return info
 
     def generate(
@@ -74,7 +74,9 @@ class AsyncLLM(Serving):
         `get_default_sampling_params()`. Raises InvalidRequest for what cannot be served, EngineError when the engine
         fails it.
         """
-        return self._answers(partial(self._model.encode, prompt), sampling_params, request_id, lora_request)
+        return self._stream_request(
+            partial(self._model.encode_prompt, prompt), sampling_params, request_id, lora_request
+        )
 
     def chat(
         self,
@@ -91,7 +93,7 @@ class AsyncLLM(Serving):
     ) -> AsyncGenerator[RequestOutput]:
         """Answer one conversation, rendered as by `LLM.chat`; yields and raises as `generate`."""
         rendered = partial(
-            self._model.rendered,
+            self._model.render_chats,
             [messages],
             chat_template=chat_template,
             tools=tools,
@@ -99,7 +101,7 @@ class AsyncLLM(Serving):
             continue_final_message=continue_final_message,
             variables=chat_template_kwargs,
         )
-        return self._answers(lambda: rendered()[0], sampling_params, request_id, lora_request)
+        return self._stream_request(lambda: rendered()[0], sampling_params, request_id, lora_request)
 
     async def encode(
         self,
@@ -107,15 +109,17 @@ class AsyncLLM(Serving):
         pooling_params: PoolingParams | None = None,
         *,
         lora_request: LoRARequest | None = None,
-    ) -> Pooled:
+    ) -> PoolingRequestOutput:
         """The vector that the model makes of a prompt: `.outputs.data`. Raises as `generate`."""
         info, params = await self.start(), pooling_params or PoolingParams()
-        encoded = self._model.cut(self._model.encode(prompt), None, info)
-        self._model.check(encoded.ids, info, room=0)
-        check_params([params], info, self._model.pooling)
-        adapters = adapters_for(self._model.adapters, lora_request, 1)
-        (found,) = await pool_all(self._client, [encoded[:2]], [params], adapters, lambda: None, self._model.pooling)
-        return found
+        encoded = self._model.truncate_prompt(self._model.encode_prompt(prompt), None, info)
+        self._model.check_prompt(encoded.token_ids, info, min_free_tokens=0)
+        check_pooling_params([params], info, self._model.pooling)
+        adapters = resolve_lora_requests(self._model.adapters, lora_request, 1)
+        (pooling_output,) = await pool_prompts(
+            self._client, [encoded[:2]], [params], adapters, lambda: None, self._model.pooling
+        )
+        return pooling_output
 
     async def abort(self, request_id: str) -> None:
         """End a request: its reader gets a last output with the finish_reason "abort". Nothing where none is open."""
@@ -159,18 +163,18 @@ class AsyncLLM(Serving):
     async def close(self) -> None:
         """End the engine; open streams fail with EngineError. The object cannot be used afterwards."""
         self.shutdown()
-        assert self._ending is not None
-        await self._ending
+        assert self._close_future is not None
+        await self._close_future
 
     def shutdown(self) -> None:
         """Begin to end the engine, from inside the event loop; `close` waits for it too."""
-        if self._ending is None:
-            self._ending = asyncio.ensure_future(self._end())
+        if self._close_future is None:
+            self._close_future = asyncio.ensure_future(self._stop_engine())
 
-    async def _end(self) -> None:
-        if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
+    async def _stop_engine(self) -> None:
+        if self._start_future is not None:
+            self._start_future.cancel()
+            await asyncio.gather(self._start_future, return_exceptions=True)
         self._client.link.failure_callbacks.clear()
         await self._client.link.stop()
 
@@ -183,26 +187,26 @@ class AsyncLLM(Serving):
     ) -> None:
         await self.close()
 
-    async def _answers(
+    async def _stream_request(
         self,
-        encode: Callable[[], Encoded],
+        encode: Callable[[], EncodedPrompt],
         params: SamplingParams | None,
         request_id: str | None,
         lora_request: LoRARequest | None,
     ) -> AsyncGenerator[RequestOutput]:
         info, prompt = await self.start(), encode()
-        free = (str(number) for number in self._counter if str(number) not in self._open)
+        free = (str(number) for number in self._counter if str(number) not in self._open_request_ids)
         name = next(free) if request_id is None else request_id
-        check_id(name, self._open)
+        check_request_id(name, self._open_request_ids)
         if params is not None and not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, got {params!r}", param="sampling_params")
-        (adapter,) = adapters_for(self._model.adapters, lora_request, 1)
-        task = self._model.task(name, prompt, params or self.get_default_sampling_params(), info, adapter=adapter)
-        self._model.check(task.prompt.ids, info)
-        self._open.add(name)
+        (adapter,) = resolve_lora_requests(self._model.adapters, lora_request, 1)
+        task = self._model.make_task(name, prompt, params or self.get_default_sampling_params(), info, adapter=adapter)
+        self._model.check_prompt(task.prompt.token_ids, info)
+        self._open_request_ids.add(name)
         try:
-            async with aclosing(generate(self._client, self.tokenizer, task)) as outputs:
+            async with aclosing(stream_outputs(self._client, self.tokenizer, task)) as outputs:
                 async for output in outputs:
                     yield output
         finally:
-            self._open.discard(name)
+            self._open_request_ids.discard(name)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from quire.engine.errors import EngineError
 from quire.engine.link.client import EngineClient
-from quire.engine.offline.model import Encoded
-from quire.engine.offline.outputs import Answer, BeamSearchOutput, BeamSearchSequence, as_dict
+from quire.engine.offline.offline_model import EncodedPrompt
+from quire.engine.offline.outputs import BeamSearchOutput, BeamSearchSequence, CompletionBuilder, logprobs_by_token
 from quire.engine.offline.params import BeamSearchParams
-from quire.engine.text.beams import Beam, Search
-from quire.engine.text.detokenizer import without_begun
+from quire.engine.text.beams import Beam, BeamSearchState
+from quire.engine.text.detokenizer import without_partial_character
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Adapter, EngineCoreOutput, EngineCoreRequest, FinishReason, SamplingParams
 
@@ -19,30 +19,37 @@ async def beam_search(
     client: EngineClient,
     tokenizer: Tokenizer,
     id: str,
-    prompt: Encoded,
+    prompt: EncodedPrompt,
     adapter: Adapter | None,
     params: BeamSearchParams,
-    context: int,
+    max_model_len: int,
 ) -> BeamSearchOutput:
-    """The most likely continuations of a prompt. `context`: the most tokens of both. Raises EngineError."""
-    width, longest = params.beam_width, min(context - len(prompt.ids), params.max_tokens)
-    ends = frozenset(() if params.ignore_eos else tokenizer.eos_token_ids)
-    search = Search(width, width, ends, params.length_penalty, longest)
-    for step in range(longest):
-        if not search.advance(await _step(client, f"{id}-{step}", prompt, adapter, search.running, 2 * width)):
+    """The most likely continuations of a prompt. `max_model_len`: the most tokens of both. Raises EngineError."""
+    beam_width, max_tokens = params.beam_width, min(max_model_len - len(prompt.token_ids), params.max_tokens)
+    stop_token_ids = frozenset(() if params.ignore_eos else tokenizer.eos_token_ids)
+    search = BeamSearchState(beam_width, beam_width, stop_token_ids, params.length_penalty, max_tokens)
+    for step in range(max_tokens):
+        if not search.advance_beams(
+            await _extend_beams(client, f"{id}-{step}", prompt, adapter, search.running_beams, 2 * beam_width)
+        ):
             break
-    return BeamSearchOutput([_sequence(tokenizer, prompt, beam) for beam in search.best])
+    return BeamSearchOutput([_to_sequence(tokenizer, prompt, beam) for beam in search.best_beams])
 
 
-async def _step(
-    client: EngineClient, name: str, prompt: Encoded, adapter: Adapter | None, beams: Sequence[Beam], top: int
+async def _extend_beams(
+    client: EngineClient,
+    name: str,
+    prompt: EncodedPrompt,
+    adapter: Adapter | None,
+    beams: Sequence[Beam],
+    num_logprobs: int,
 ) -> list[EngineCoreOutput]:
     """One more token of every beam, with its alternatives."""
-    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=top, ignore_eos=True)
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=num_logprobs, ignore_eos=True)
     requests = [
         EngineCoreRequest(
             id=f"{name}-{index}",
-            prompt_ids=[*prompt.ids, *beam.ids],
+            prompt_ids=[*prompt.token_ids, *beam.token_ids],
             params=params,
             seed=0,
             adapter=adapter,
@@ -51,30 +58,34 @@ async def _step(
         )
         for index, beam in enumerate(beams)
     ]
-    found: dict[str, EngineCoreOutput] = {}
+    outputs_by_id: dict[str, EngineCoreOutput] = {}
     stream = client.submit(requests)
     try:
         async for outputs in stream:
             for output in outputs:
                 if output.error is not None or output.logprobs is None:
                     raise EngineError(output.error or "the request was ended")
-                found[output.id] = output
+                outputs_by_id[output.id] = output
     finally:
         stream.close()
-    return [found[request.id] for request in requests]
+    return [outputs_by_id[request.id] for request in requests]
 
 
-def _sequence(tokenizer: Tokenizer, prompt: Encoded, beam: Beam) -> BeamSearchSequence:
-    prompt_ids = prompt.ids
-    text = without_begun(tokenizer, prompt_ids, tokenizer.decode(prompt_ids)) if prompt.text is None else prompt.text
-    answer = Answer(tokenizer, prompt_ids, SamplingParams(), 0, detokenize=True)
-    reason: FinishReason = "stop" if beam.ended else "length"
-    answer.add(EngineCoreOutput("", list(beam.ids), finish_reason=reason))
+def _to_sequence(tokenizer: Tokenizer, prompt: EncodedPrompt, beam: Beam) -> BeamSearchSequence:
+    prompt_ids = prompt.token_ids
+    text = (
+        without_partial_character(tokenizer, prompt_ids, tokenizer.decode(prompt_ids))
+        if prompt.text is None
+        else prompt.text
+    )
+    answer = CompletionBuilder(tokenizer, prompt_ids, SamplingParams(), 0, detokenize=True)
+    reason: FinishReason = "stop" if beam.is_finished else "length"
+    answer.add_output(EngineCoreOutput("", list(beam.token_ids), finish_reason=reason))
     return BeamSearchSequence(
-        tokens=[*prompt_ids, *beam.ids],
-        logprobs=[as_dict(each, tokenizer) for each in beam.logprobs],
-        cum_logprob=beam.total,
-        text=text + answer.whole.text,
+        tokens=[*prompt_ids, *beam.token_ids],
+        logprobs=[logprobs_by_token(each, tokenizer) for each in beam.logprobs],
+        cum_logprob=beam.cumulative_logprob,
+        text=text + answer.completion.text,
         finish_reason=reason,
-        stop_reason=beam.ids[-1] if beam.ended else None,
+        stop_reason=beam.token_ids[-1] if beam.is_finished else None,
     )

@@ -13,14 +13,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from quire.engine.checkpoint.kv_folder import forget_pages
-from quire.engine.config import EngineConfig, fitted
+from quire.engine.config import EngineConfig, capacity_settings
 from quire.engine.core.stats import EngineStats, EngineView
 from quire.engine.errors import ConfigError, EngineError, QuireError
 from quire.engine.link.link import EngineLink
 from quire.engine.types import EngineCoreRequest, EngineInfo
 
 if TYPE_CHECKING:
-    from quire.engine.engine_core import EngineCore, Logprobs, Tensors
+    from quire.engine.engine_core import EngineCore, Logprobs, NamedTensors
 
 
 class InProcessLink(EngineLink):
@@ -30,14 +30,14 @@ class InProcessLink(EngineLink):
         super().__init__()
         self._config = config
         self._engine: EngineCore | None = None
-        self._open: dict[str, None] = {}
+        self._open_requests: dict[str, None] = {}
         """The ids of the requests that have not ended, in their order."""
-        self._work = asyncio.Event()
+        self._has_work = asyncio.Event()
         """Set when there may be something to compute."""
         self._task: asyncio.Task[None] | None = None
-        self._fitted: dict[str, int] = {}
+        self._memory_plan: dict[str, int] = {}
         """What the first engine found that the memory allows, by configuration key."""
-        self._given = False
+        self._has_given_tensors = False
         """Whether the weights are in no file, but were given as tensors."""
         self._earlier_stats = EngineStats()
         """Counters added up over the engines before this one."""
@@ -47,109 +47,109 @@ class InProcessLink(EngineLink):
         from quire.engine.engine_core import EngineCore
 
         engine = EngineCore(self._config)
-        self._fitted = fitted(engine.info)
-        self._begin(engine)
+        self._memory_plan = capacity_settings(engine.info)
+        self._start_engine(engine)
         return engine.info
 
     async def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
         """As Engine.logprobs. Raises EngineError without weights."""
         if self._engine is None:
             raise EngineError("the model sleeps: wake_up() or load_weights() comes first")
-        return self._engine.logprobs(token_ids, full_vocabulary=full_vocabulary)
+        return self._engine.compute_logprobs(token_ids, full_vocabulary=full_vocabulary)
 
     async def stop(self) -> None:
-        await self._let_go()
+        await self._release_engine()
         self.die("the engine was stopped")
         gc.collect()  # the engine contains reference cycles: without this its memory would be freed much later
 
     async def rest(self, level: int) -> None:
         """Both levels are one here: there is no process that could end."""
         self.asleep = True
-        await self._let_go()
+        await self._release_engine()
 
     async def check(self, weights: str) -> None:
         if self._engine is not None:
-            self._engine.check_weights(self._with(weights))
+            self._engine.check_weights(self._config_with_weights(weights))
 
     async def load(self, weights: str | None, version: str) -> None:
-        if weights is None and self._given:
+        if weights is None and self._has_given_tensors:
             raise ConfigError("the weights that slept are in no file: load_weights gives them, and wakes the model")
         if weights is not None:
             await self.check(weights)
-        await self._build(self._with(weights), version)
+        await self._rebuild_engine(self._config_with_weights(weights), version)
 
-    def _with(self, weights: str | None) -> EngineConfig:
+    def _config_with_weights(self, weights: str | None) -> EngineConfig:
         update = {} if weights is None else {"weights": weights, "load_format": "auto"}
-        return self._config.model_copy(update=self._fitted | update)
+        return self._config.model_copy(update=self._memory_plan | update)
 
-    async def load_tensors(self, tensors: Tensors, version: str) -> None:
+    async def load_tensors(self, tensors: NamedTensors, version: str) -> None:
         """As `load`, with weights that are in memory, under their names in the checkpoint. Where that fails, the
         weights before are back if a file has them; if not, the model sleeps until some are given."""
         # Without the folder of an earlier update: it may be gone by now.
-        config = self._config.model_copy(update=self._fitted | {"load_format": "auto", "weights": None})
-        await self._build(config, version, tensors)
+        config = self._config.model_copy(update=self._memory_plan | {"load_format": "auto", "weights": None})
+        await self._rebuild_engine(config, version, tensors)
 
-    async def _build(self, config: EngineConfig, version: str, tensors: Tensors | None = None) -> None:
-        from quire.engine.engine_core import EngineCore, let_go
+    async def _rebuild_engine(self, config: EngineConfig, version: str, tensors: NamedTensors | None = None) -> None:
+        from quire.engine.engine_core import EngineCore, free_engine_memory
 
         if self.failure is not None:
             raise self.failure
-        before = None if self.asleep or self._given else self._config
+        before = None if self.asleep or self._has_given_tensors else self._config
         self.asleep = True
-        await self._let_go()
+        await self._release_engine()
         try:
             engine = EngineCore(config, tensors=tensors)
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # what was loaded is in them
-            let_go()
+            free_engine_memory()
             if before is not None:
                 with suppress(QuireError):  # where their files are gone it sleeps, and what was wrong is raised
-                    self._begin(EngineCore(before.model_copy(update=self._fitted)))
+                    self._start_engine(EngineCore(before.model_copy(update=self._memory_plan)))
             raise
-        self._config, self._given, self.weights_version = config, tensors is not None, version
-        self._begin(engine)
+        self._config, self._has_given_tensors, self.weights_version = config, tensors is not None, version
+        self._start_engine(engine)
 
-    def _begin(self, engine: EngineCore) -> None:
+    def _start_engine(self, engine: EngineCore) -> None:
         """Compute with this engine, and go on with what is open."""
         self._engine, self.asleep = engine, False
-        self.stats = engine.stats.after(self._earlier_stats)
-        for request_id in self._open:
-            engine.add(self.owner.request(request_id))
-        self._task = asyncio.create_task(self._run(engine))
+        self.stats = engine.engine_stats.add_earlier(self._earlier_stats)
+        for request_id in self._open_requests:
+            engine.add_request(self.owner.request(request_id))
+        self._task = asyncio.create_task(self._run_steps(engine))
 
-    async def _let_go(self) -> None:
+    async def _release_engine(self) -> None:
         """Free the engine, if there is one. Open requests stay."""
         task, engine, self._task, self._engine = self._task, self._engine, None, None
         if task is None or engine is None:
             return
-        from quire.engine.engine_core import let_go
+        from quire.engine.engine_core import free_engine_memory
 
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        engine.close()
+        engine.shut_down()
         del task, engine  # the task's frame holds the engine too
         self.owner.lost()
         self._earlier_stats = self.stats = self.stats.without_gauges()
-        let_go()
+        free_engine_memory()
 
     def send(self, requests: Sequence[EngineCoreRequest]) -> None:
         for request in requests:
-            self._open[request.id] = None
+            self._open_requests[request.id] = None
             if self._engine is not None:
-                self._engine.add(request)
-        self._work.set()
+                self._engine.add_request(request)
+        self._has_work.set()
 
     def abort(self, request_id: str) -> None:
-        self._open.pop(request_id, None)
+        self._open_requests.pop(request_id, None)
         if self._engine is not None:
-            self._engine.abort(request_id)
-        self._work.set()
+            self._engine.abort_request(request_id)
+        self._has_work.set()
 
     async def snapshot(self) -> EngineView | None:
-        return None if self._engine is None else self._engine.snapshot()
+        return None if self._engine is None else self._engine.take_view()
 
     async def call(self, content: bytes) -> list[bytes] | None:
-        return None if self._engine is None else self._engine.call(content)
+        return None if self._engine is None else self._engine.run_collective_rpc(content)
 
     def reset_prefix_cache(self) -> None:
         if self._engine is not None:
@@ -165,9 +165,9 @@ class InProcessLink(EngineLink):
     def healthy(self) -> bool:
         return True
 
-    async def _run(self, engine: EngineCore) -> None:
+    async def _run_steps(self, engine: EngineCore) -> None:
         while True:
-            self._work.clear()
+            self._has_work.clear()
             try:
                 outputs = engine.step()
             except Exception as error:
@@ -175,10 +175,10 @@ class InProcessLink(EngineLink):
                 raise
             for output in outputs:
                 if output.finish_reason is not None:
-                    self._open.pop(output.id, None)
-            self.stats = engine.stats.after(self._earlier_stats)
+                    self._open_requests.pop(output.id, None)
+            self.stats = engine.engine_stats.add_earlier(self._earlier_stats)
             self.owner.deliver(outputs, engine.last_step)
-            if engine.busy:
+            if engine.has_work:
                 await asyncio.sleep(0)
             else:
-                await self._work.wait()
+                await self._has_work.wait()

@@ -12,31 +12,43 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 import msgspec
 
 from quire.engine.core.executor import decode_results, encode_call
-from quire.engine.errors import EngineError, InvalidRequest, check_serves
-from quire.engine.lora.offline import AskedAdapters, LoRARequest, adapters_for
+from quire.engine.errors import EngineError, InvalidRequest, check_task
+from quire.engine.lora.local_adapters import LoRARequest, LoRARequests, resolve_lora_requests
 from quire.engine.offline.beam_search import beam_search
-from quire.engine.offline.generate import generate
 from quire.engine.offline.in_process import InProcessLink
 from quire.engine.offline.llm_engine import LLMEngine
-from quire.engine.offline.model import Encoded, Message, Prompt, Serving, Task
-from quire.engine.offline.options import EngineOptions, documented, engine_config
+from quire.engine.offline.offline_model import EncodedPrompt, GenerationTask, LLMBase, Message, Prompt
+from quire.engine.offline.options import EngineOptions, make_engine_config, with_config_docs
 from quire.engine.offline.outputs import BeamSearchOutput, RequestOutput
-from quire.engine.offline.params import BeamSearchParams, RequestOutputKind, SamplingParams, each_params, each_priority
-from quire.engine.offline.receipts import Receipts, read_receipt
-from quire.engine.offline.running import RunningEngine, shown_progress
-from quire.engine.offline.vectors import Pooled, check_params, cosine, pair_prompts, pool_all
+from quire.engine.offline.params import (
+    BeamSearchParams,
+    RequestOutputKind,
+    SamplingParams,
+    params_per_prompt,
+    priority_per_prompt,
+)
+from quire.engine.offline.pooling_outputs import (
+    PoolingRequestOutput,
+    check_pooling_params,
+    cosine_similarity,
+    encode_pair_prompts,
+    pool_prompts,
+)
+from quire.engine.offline.receipt_maker import ReceiptMaker, parse_receipt
+from quire.engine.offline.running_engine import RunningEngine, progress_bar
+from quire.engine.offline.task_outputs import stream_outputs
 from quire.engine.receipts.receipt import Receipt
-from quire.engine.receipts.replay import Verdict
+from quire.engine.receipts.receipt_replay import ReplayVerdict
 from quire.engine.types import Adapter, PoolingParams, PoolingTask
 
 if TYPE_CHECKING:
-    from quire.engine.engine_core import Logprobs, Tensors
+    from quire.engine.engine_core import Logprobs, NamedTensors
 
 _T = TypeVar("_T")
 _W = TypeVar("_W")
 
 
-class LLM(Serving):
+class LLM(LLMBase):
     """A model in this process. With `multiprocessing` it is in a process of its own, and with a data_parallel_size in
     that many, which are replaced when they end.
 
@@ -45,7 +57,7 @@ class LLM(Serving):
     slower.
     """
 
-    @documented
+    @with_config_docs
     def __init__(
         self, model: str | Path | None = None, *, multiprocessing: bool = False, **options: Unpack[EngineOptions]
     ) -> None:
@@ -54,16 +66,16 @@ class LLM(Serving):
         options that are not given. Raises ConfigError for a bad one, and what starting the engine raises.
 
         Options:"""
-        self._running = RunningEngine(engine_config(model, options), multiprocessing=multiprocessing)
-        super().__init__(self._running.model, self._running.client)
-        self._run = self._running.run
-        self.info = self._running.info
-        self.close = self._running.close
+        self._running_engine = RunningEngine(make_engine_config(model, options), multiprocessing=multiprocessing)
+        super().__init__(self._running_engine.model, self._running_engine.client)
+        self._run_coroutine = self._running_engine.run_coroutine
+        self.info = self._running_engine.info
+        self.close = self._running_engine.close
         """Stop the engine; the object cannot be used afterwards. Also called when the object is collected or the
         interpreter exits."""
-        self.llm_engine = LLMEngine(self._running)
+        self.llm_engine = LLMEngine(self._running_engine)
         """For programs that give requests one by one, and step."""
-        self._receipts = Receipts(self._running)
+        self._receipts = ReceiptMaker(self._running_engine)
 
     def generate(
         self,
@@ -71,7 +83,7 @@ class LLM(Serving):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        lora_request: AskedAdapters = None,
+        lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
         receipts: bool = False,
     ) -> list[RequestOutput]:
@@ -83,8 +95,8 @@ class LLM(Serving):
         `receipt`, by which `replay`, or the command `quire replay`, computes it again.
         Raises InvalidRequest for a prompt that cannot be served, before anything is generated.
         """
-        encoded = self._model.encoded(prompts)
-        return self._answer(encoded, sampling_params, use_tqdm, lora_request, priority, receipts=receipts)
+        encoded = self._model.encode_prompts(prompts)
+        return self._generate_all(encoded, sampling_params, use_tqdm, lora_request, priority, receipts=receipts)
 
     def chat(
         self,
@@ -92,7 +104,7 @@ class LLM(Serving):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        lora_request: AskedAdapters = None,
+        lora_request: LoRARequests = None,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -105,7 +117,7 @@ class LLM(Serving):
         Tools are shown by the template, or described in the system message where it knows none. Calls are not parsed
         out of the answers' text.
         """
-        prompts = self._model.rendered(
+        prompts = self._model.render_chats(
             messages,
             chat_template=chat_template,
             tools=tools,
@@ -113,29 +125,33 @@ class LLM(Serving):
             continue_final_message=continue_final_message,
             variables=chat_template_kwargs,
         )
-        return self._answer(prompts, sampling_params, use_tqdm, lora_request, receipts=receipts)
+        return self._generate_all(prompts, sampling_params, use_tqdm, lora_request, receipts=receipts)
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
         *,
-        lora_request: AskedAdapters = None,
+        lora_request: LoRARequests = None,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
         """The most likely answers to each prompt: `[0].sequences`, the best first. Raises InvalidRequest as above."""
-        encoded = self._model.encoded(prompts)
-        self._check_all(encoded)
-        longest = self.info.max_model_len
-        check_serves("generate", self.info.tasks)
+        encoded = self._model.encode_prompts(prompts)
+        self._check_prompts(encoded)
+        max_model_len = self.info.max_model_len
+        check_task("generate", self.info.tasks)
 
-        async def one(asked: tuple[Encoded, Adapter | None], done: Callable[[], None]) -> BeamSearchOutput:
-            found = await beam_search(self._client, self.tokenizer, self._next_id(), *asked, params, longest)
+        async def search_one(
+            prompt_and_adapter: tuple[EncodedPrompt, Adapter | None], done: Callable[[], None]
+        ) -> BeamSearchOutput:
+            output = await beam_search(
+                self._client, self.tokenizer, self._next_id(), *prompt_and_adapter, params, max_model_len
+            )
             done()
-            return found
+            return output
 
-        adapters = adapters_for(self._model.adapters, lora_request, len(encoded))
-        return self._each(list(zip(encoded, adapters, strict=True)), one, "searching", use_tqdm)
+        adapters = resolve_lora_requests(self._model.adapters, lora_request, len(encoded))
+        return self._run_all(list(zip(encoded, adapters, strict=True)), search_one, "searching", use_tqdm)
 
     def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool = False) -> Logprobs:
         """Log probabilities of given tokens by the model's own weights: see `quire.Forward.logprobs`."""
@@ -143,21 +159,25 @@ class LLM(Serving):
         if not isinstance(link, InProcessLink):
             message = "logprobs are computed by an engine in this process: not with multiprocessing or replicas"
             raise InvalidRequest(message, param="multiprocessing")
-        return self._run(link.logprobs(token_ids, full_vocabulary=full_vocabulary))
+        return self._run_coroutine(link.logprobs(token_ids, full_vocabulary=full_vocabulary))
 
     def replay(
         self,
         receipt: Receipt | Mapping[str, Any] | str | bytes,
         *,
         images: Sequence[Any] = (),
-        lora_request: AskedAdapters = None,
-    ) -> Verdict:
+        lora_request: LoRARequests = None,
+    ) -> ReplayVerdict:
         """Compute a receipt's answers again: equal, or where the first difference is, or why it was refused. `receipt`:
         one, or an answer that has one, as an object or JSON; `images`: of Pillow, those of its prompts;
         `lora_request`: the adapter that it was made with. Raises InvalidRequest for what is no receipt, or no image."""
-        read = read_receipt(receipt)
-        self._running.check_awake()
-        return self._run(self._receipts.replay(read, adapters_for(self._model.adapters, lora_request, 1), images))
+        parsed_receipt = parse_receipt(receipt)
+        self._running_engine.check_awake()
+        return self._run_coroutine(
+            self._receipts.replay_receipt(
+                parsed_receipt, resolve_lora_requests(self._model.adapters, lora_request, 1), images
+            )
+        )
 
     def collective_rpc(
         self,
@@ -167,28 +187,28 @@ class LLM(Serving):
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
         """Call something on every rank, between two steps: `describe` or `parameters`, or a function of yours, which
-        gets a RankWorker (engine/worker/ranks/calls.py) and then these arguments. Where ranks are processes of their
+        gets a RankWorker (engine/worker/ranks/rank_rpc.py) and then these arguments. Where ranks are processes of their
         own, they import it by its name. Returns what each rank gave, the first one's first.
 
         Raises EngineError where one failed, or all took more seconds than `timeout`; InvalidRequest for what cannot be
         called."""
 
-        async def called() -> list[bytes] | None:
+        async def call_ranks() -> list[bytes] | None:
             async with asyncio.timeout(timeout):
                 return await self._client.link.call(encode_call(method, args, kwargs))
 
         try:
-            found = self._run(called())
+            results = self._run_coroutine(call_ranks())
         except TimeoutError:
             raise EngineError(f"not all ranks answered in {timeout:g} s") from None
-        self._running.check_awake()
-        if found is None:
+        self._running_engine.check_awake()
+        if results is None:
             raise EngineError("the engine ended before it answered")
-        return decode_results(found)
+        return decode_results(results)
 
     def reset_prefix_cache(self) -> bool:
         """Let later prompts find no cached prefix. True: it always succeeds."""
-        self._run(_called(self._client.reset_prefix_cache))
+        self._run_coroutine(_call_on_loop(self._client.reset_prefix_cache))
         return True
 
     @property
@@ -201,14 +221,14 @@ class LLM(Serving):
 
     def sleep(self, level: int = 1) -> None:
         """Let weights and KV cache go, until `wake_up`. Both levels of vLLM are one here."""
-        self._run(self._weights.sleep(level))
+        self._run_coroutine(self._weights.sleep(level))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Read the weights again, and allocate the KV cache, whatever vLLM's `tags` say. Raises ConfigError where they
         are not to be had, or were given to `load_weights`."""
-        self._run(self._weights.wake_up())
+        self._run_coroutine(self._weights.wake_up())
 
-    def load_weights(self, tensors: Tensors | Mapping[str, Any], *, version: str | None = None) -> str:
+    def load_weights(self, tensors: NamedTensors | Mapping[str, Any], *, version: str | None = None) -> str:
         """Compute with other weights of the same shape: all tensors of the checkpoint, under their names in it, such as
         a PyTorch model's `state_dict()`, or its items. They are copied, cast, quantized and packed as those in files.
         Also wakes a model that sleeps. Returns the weights' version.
@@ -221,15 +241,17 @@ class LLM(Serving):
             message = "load_weights gives tensors to an engine in this process: not with multiprocessing or replicas"
             raise InvalidRequest(f"{message}, but update_weights takes a folder", param="multiprocessing")
         stream = tensors.items() if isinstance(tensors, Mapping) else tensors
-        return self._noted(self._run(self._weights.change(partial(link.load_tensors, stream), version=version)))
+        return self._record_version(
+            self._run_coroutine(self._weights.change(partial(link.load_tensors, stream), version=version))
+        )
 
     def update_weights(self, path: str | os.PathLike[str], *, version: str | None = None) -> str:
         """The same with a folder of safetensors files, or a GGUF file. What is wrong by the files' headers raises
         InvalidRequest or ModelError before the weights are let go."""
-        return self._noted(self._run(self._weights.update(os.fspath(path), version=version)))
+        return self._record_version(self._run_coroutine(self._weights.update(os.fspath(path), version=version)))
 
-    def _noted(self, version: str) -> str:
-        self._running.hashes.note(version)
+    def _record_version(self, version: str) -> str:
+        self._running_engine.hashes.register_version(version)
         return version
 
     def embed(
@@ -239,13 +261,15 @@ class LLM(Serving):
         pooling_params: PoolingParams | None = None,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
-        lora_request: AskedAdapters = None,
-    ) -> list[Pooled]:
+        lora_request: LoRARequests = None,
+    ) -> list[PoolingRequestOutput]:
         """An embedding of each prompt: `[0].outputs.embedding`. `truncate_prompt_tokens` cuts texts; -1: to what the
         model reads. `lora_request` is that of `generate`. Raises InvalidRequest for a prompt, and for a model, of which
         there is none."""
         params = msgspec.structs.replace(pooling_params or PoolingParams(), task="embed")
-        return self._pooled(self._inputs(prompts, truncate_prompt_tokens), params, use_tqdm, lora_request)
+        return self._pool_prompts(
+            self._encode_truncated(prompts, truncate_prompt_tokens), params, use_tqdm, lora_request
+        )
 
     def classify(
         self,
@@ -254,13 +278,15 @@ class LLM(Serving):
         pooling_params: PoolingParams | None = None,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
-        lora_request: AskedAdapters = None,
-    ) -> list[Pooled]:
+        lora_request: LoRARequests = None,
+    ) -> list[PoolingRequestOutput]:
         """The probabilities of a classifier's labels for each prompt: `[0].outputs.probs`. Raises as above."""
         params = msgspec.structs.replace(pooling_params or PoolingParams(), task="classify")
-        return self._pooled(self._inputs(prompts, truncate_prompt_tokens), params, use_tqdm, lora_request)
+        return self._pool_prompts(
+            self._encode_truncated(prompts, truncate_prompt_tokens), params, use_tqdm, lora_request
+        )
 
-    def reward(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True) -> list[Pooled]:
+    def reward(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True) -> list[PoolingRequestOutput]:
         """What a reward model, a classifier of one label, gives for each prompt: `[0].outputs.score`, any number."""
         return self.classify(prompts, pooling_params=PoolingParams(activation=False), use_tqdm=use_tqdm)
 
@@ -271,9 +297,9 @@ class LLM(Serving):
         *,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
-        lora_request: AskedAdapters = None,
+        lora_request: LoRARequests = None,
         pooling_task: PoolingTask | None = None,
-    ) -> list[Pooled]:
+    ) -> list[PoolingRequestOutput]:
         """A vector of each prompt, that of `pooling_task` or whichever the model makes: `[0].outputs.data`. Raises as
         above."""
         if pooling_task not in (None, "embed", "classify"):
@@ -281,7 +307,9 @@ class LLM(Serving):
             raise InvalidRequest(message, param="pooling_task")
         task = pooling_task or ("classify" if "classify" in self.info.tasks else "embed")
         params = msgspec.structs.replace(pooling_params or PoolingParams(), task=task)
-        return self._pooled(self._inputs(prompts, truncate_prompt_tokens), params, use_tqdm, lora_request)
+        return self._pool_prompts(
+            self._encode_truncated(prompts, truncate_prompt_tokens), params, use_tqdm, lora_request
+        )
 
     def score(
         self,
@@ -292,7 +320,7 @@ class LLM(Serving):
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
         lora_request: LoRARequest | None = None,
-    ) -> list[Pooled]:
+    ) -> list[PoolingRequestOutput]:
         """How well one text fits each of several, or texts fit pair by pair: `[0].outputs.score`. Raises as above."""
         firsts, seconds = ([each] if isinstance(each, str) else list(each) for each in (text_1, text_2))
         if len(firsts) not in (1, len(seconds)):
@@ -301,88 +329,100 @@ class LLM(Serving):
         pairs = [(firsts[0] if len(firsts) == 1 else firsts[i], second) for i, second in enumerate(seconds)]
         limit = self.info.max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
         if "classify" in self.info.tasks:
-            prompts, params = pair_prompts(self.tokenizer, self._model.pooling, pairs, instruction, limit)
-            return self._pooled([Encoded(None, ids) for ids in prompts], params, use_tqdm, lora_request)
+            prompts, params = encode_pair_prompts(self.tokenizer, self._model.pooling, pairs, instruction, limit)
+            return self._pool_prompts([EncodedPrompt(None, ids) for ids in prompts], params, use_tqdm, lora_request)
         if self._model.pooling.kind == "none":
             raise InvalidRequest("score needs one vector of each text, not of each token (pooling_type)", param="model")
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         vectors = self.embed(texts, truncate_prompt_tokens=limit, use_tqdm=use_tqdm, lora_request=lora_request)
-        found = dict(zip(texts, vectors, strict=True))
-        return [Pooled(None, [], cosine(found[a].outputs, found[b].outputs)) for a, b in pairs]
+        vectors_by_text = dict(zip(texts, vectors, strict=True))
+        return [
+            PoolingRequestOutput(None, [], cosine_similarity(vectors_by_text[a].outputs, vectors_by_text[b].outputs))
+            for a, b in pairs
+        ]
 
-    def _inputs(self, prompts: Prompt | Sequence[Prompt], truncate: int | None) -> list[Encoded]:
-        return [self._model.cut(prompt, truncate, self.info) for prompt in self._model.encoded(prompts)]
+    def _encode_truncated(self, prompts: Prompt | Sequence[Prompt], truncate: int | None) -> list[EncodedPrompt]:
+        return [
+            self._model.truncate_prompt(prompt, truncate, self.info) for prompt in self._model.encode_prompts(prompts)
+        ]
 
-    def _pooled(
+    def _pool_prompts(
         self,
-        prompts: Sequence[Encoded],
+        prompts: Sequence[EncodedPrompt],
         params: PoolingParams | Sequence[PoolingParams],
         show_progress: bool,
-        lora_request: AskedAdapters,
-    ) -> list[Pooled]:
+        lora_request: LoRARequests,
+    ) -> list[PoolingRequestOutput]:
         each = [params] * len(prompts) if isinstance(params, PoolingParams) else params
-        self._check_all(prompts, room=0)
-        check_params(each, self.info, self._model.pooling)
-        adapters = adapters_for(self._model.adapters, lora_request, len(prompts))
-        with shown_progress("reading", len(prompts), show_progress) as done:
-            asked = [prompt[:2] for prompt in prompts]
-            return self._run(pool_all(self._client, asked, each, adapters, done, self._model.pooling))
+        self._check_prompts(prompts, room=0)
+        check_pooling_params(each, self.info, self._model.pooling)
+        adapters = resolve_lora_requests(self._model.adapters, lora_request, len(prompts))
+        with progress_bar("reading", len(prompts), show_progress) as done:
+            texts_and_ids = [prompt[:2] for prompt in prompts]
+            return self._run_coroutine(
+                pool_prompts(self._client, texts_and_ids, each, adapters, done, self._model.pooling)
+            )
 
-    def _answer(
+    def _generate_all(
         self,
-        prompts: Sequence[Encoded],
+        prompts: Sequence[EncodedPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         show_progress: bool,
-        lora_request: AskedAdapters,
+        lora_request: LoRARequests,
         priority: Sequence[int] | None = None,
         *,
         receipts: bool = False,
     ) -> list[RequestOutput]:
         defaults = self.get_default_sampling_params
-        many, urgency = each_params(params, len(prompts), defaults), each_priority(priority, len(prompts))
-        adapters = adapters_for(self._model.adapters, lora_request, len(prompts))
-        task = partial(self._model.task, info=self.info, kind=RequestOutputKind.FINAL_ONLY)
+        params_list, priorities = (
+            params_per_prompt(params, len(prompts), defaults),
+            priority_per_prompt(priority, len(prompts)),
+        )
+        adapters = resolve_lora_requests(self._model.adapters, lora_request, len(prompts))
+        task = partial(self._model.make_task, info=self.info, kind=RequestOutputKind.FINAL_ONLY)
         tasks = [
             task(self._next_id(), prompt, one, adapter=adapter, priority=first)
-            for prompt, one, adapter, first in zip(prompts, many, adapters, urgency, strict=True)
+            for prompt, one, adapter, first in zip(prompts, params_list, adapters, priorities, strict=True)
         ]
-        self._check_all([task.prompt for task in tasks])
-        answer = partial(self._generate, receipts=self._receipts if receipts else None)
-        return self._each(tasks, answer, "generating", show_progress)
+        self._check_prompts([task.prompt for task in tasks])
+        answer = partial(self._generate_one, receipts=self._receipts if receipts else None)
+        return self._run_all(tasks, answer, "generating", show_progress)
 
-    async def _generate(self, task: Task, done: Callable[[], None], receipts: Receipts | None) -> RequestOutput:
-        (found,) = [output async for output in generate(self._client, self.tokenizer, task, receipts)]
+    async def _generate_one(
+        self, task: GenerationTask, done: Callable[[], None], receipts: ReceiptMaker | None
+    ) -> RequestOutput:
+        (final_output,) = [output async for output in stream_outputs(self._client, self.tokenizer, task, receipts)]
         done()
-        return found
+        return final_output
 
-    def _each(
+    def _run_all(
         self,
-        work: Sequence[_W],
-        one: Callable[[_W, Callable[[], None]], Coroutine[Any, Any, _T]],
-        doing: str,
+        items: Sequence[_W],
+        run_one: Callable[[_W, Callable[[], None]], Coroutine[Any, Any, _T]],
+        description: str,
         show_progress: bool,
     ) -> list[_T]:
-        """Do all of `work` at once; results are in its order."""
+        """Do all of `items` at once; results are in its order."""
 
-        async def everything(done: Callable[[], None]) -> list[_T]:
-            tasks = [asyncio.create_task(one(each, done)) for each in work]
+        async def run_everything(done: Callable[[], None]) -> list[_T]:
+            tasks = [asyncio.create_task(run_one(each, done)) for each in items]
             try:
                 return await asyncio.gather(*tasks)
             finally:  # where one failed, the others would be computed for nobody
                 for task in tasks:
                     task.cancel()
 
-        with shown_progress(doing, len(work), show_progress) as done:
-            return self._run(everything(done))
+        with progress_bar(description, len(items), show_progress) as done:
+            return self._run_coroutine(run_everything(done))
 
-    def _check_all(self, prompts: Sequence[Encoded], room: int = 1) -> None:
-        self._running.check_awake()
+    def _check_prompts(self, prompts: Sequence[EncodedPrompt], room: int = 1) -> None:
+        self._running_engine.check_awake()
         for index, prompt in enumerate(prompts):
-            self._model.check(prompt.ids, self.info, f"prompt {index}", room)
+            self._model.check_prompt(prompt.token_ids, self.info, f"prompt {index}", room)
 
     def _next_id(self) -> str:
         return str(next(self._counter))
 
 
-async def _called(function: Callable[[], None]) -> None:
+async def _call_on_loop(function: Callable[[], None]) -> None:
     function()

@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.errors import InvalidRequest
-from quire.engine.lora.offline import LoRARequest, adapters_for
-from quire.engine.offline.generate import generate
-from quire.engine.offline.model import Encoded, Prompt, check_id
-from quire.engine.offline.options import ModelWithOptions, engine_config
+from quire.engine.lora.local_adapters import LoRARequest, resolve_lora_requests
+from quire.engine.offline.offline_model import EncodedPrompt, Prompt, check_request_id
+from quire.engine.offline.options import ModelWithOptions, make_engine_config
 from quire.engine.offline.outputs import RequestOutput
 from quire.engine.offline.params import RequestOutputKind, SamplingParams
-from quire.engine.offline.running import RunningEngine
-from quire.engine.offline.vectors import Pooled, check_params, pool_all
+from quire.engine.offline.pooling_outputs import PoolingRequestOutput, check_pooling_params, pool_prompts
+from quire.engine.offline.running_engine import RunningEngine
+from quire.engine.offline.task_outputs import stream_outputs
 from quire.engine.types import Adapter, PoolingParams
 
 
@@ -75,18 +75,18 @@ class ParallelConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
-Output = RequestOutput | Pooled
+RequestOrPoolingOutput = RequestOutput | PoolingRequestOutput
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Request:
+class _OpenRequest:
     """One of those that may have had the same id, one after the other."""
 
     id: str
-    deltas: bool
+    wants_deltas: bool
 
 
-_News = queue.SimpleQueue[tuple[_Request, Output | Exception]]
+_OutputQueue = queue.SimpleQueue[tuple[_OpenRequest, RequestOrPoolingOutput | Exception]]
 """What is new of a request, or why it failed."""
 
 
@@ -97,8 +97,8 @@ class LLMEngine:
     For one thread. Of requests of an LLM's own methods it tells nothing.
     """
 
-    def __init__(self, running: RunningEngine) -> None:
-        config, info, model = running.config, running.info, running.model
+    def __init__(self, running_engine: RunningEngine) -> None:
+        config, info, model = running_engine.config, running_engine.info, running_engine.model
         self.model_config = ModelConfig(
             config.model, config.tokenizer or config.model, info.dtype, info.max_model_len, model.vocab_size
         )
@@ -125,19 +125,19 @@ class LLMEngine:
             config.decode_context_parallel_size,
             config.enable_expert_parallel,
         )
-        self._running = running
-        self._open: dict[str, tuple[_Request, Future[None]]] = {}
-        self._news: _News = queue.SimpleQueue()
+        self._running_engine = running_engine
+        self._open_requests: dict[str, tuple[_OpenRequest, Future[None]]] = {}
+        self._output_queue: _OutputQueue = queue.SimpleQueue()
         """From the engine's thread."""
-        self._unread: deque[tuple[_Request, Output | Exception]] = deque()
+        self._unread_outputs: deque[tuple[_OpenRequest, RequestOrPoolingOutput | Exception]] = deque()
         """Taken from there by a step, and left to the next one."""
-        self._numbers = count()
+        self._request_numbers = count()
         """Of requests: one that was aborted may still be ending when another has its id."""
 
     @classmethod
     def from_engine_args(cls, engine_args: ModelWithOptions) -> LLMEngine:
         """Raises as LLM does."""
-        return cls(RunningEngine(engine_config(engine_args.model, engine_args.options)))
+        return cls(RunningEngine(make_engine_config(engine_args.model, engine_args.options)))
 
     @property
     def vllm_config(self) -> LLMEngine:
@@ -150,7 +150,7 @@ class LLMEngine:
 
     def get_tokenizer(self) -> Any:
         """As `LLM.get_tokenizer`."""
-        return self._running.model.tokenizer.for_transformers()
+        return self._running_engine.model.tokenizer.to_transformers()
 
     def add_request(
         self,
@@ -165,81 +165,90 @@ class LLMEngine:
         """Give the engine a prompt, a text or token ids. `params.output_kind` says what `step` gives of it; lower
         priorities go first; `arrival_time` is not read. Returns the id. Raises InvalidRequest for what is not served.
         """
-        self._running.check_awake()
-        check_id(request_id, self._open)
+        self._running_engine.check_awake()
+        check_request_id(request_id, self._open_requests)
         if not isinstance(params, SamplingParams | PoolingParams):
             message = f"params must be SamplingParams or PoolingParams, got {params!r}"
             raise InvalidRequest(message, param="params")
-        model, info = self._running.model, self._running.info
-        encoded = model.encode(prompt)
-        (adapter,) = adapters_for(model.adapters, lora_request, 1)
-        own_id = f"{request_id}.{next(self._numbers)}"
-        work: AsyncIterator[Output]
+        model, info = self._running_engine.model, self._running_engine.info
+        encoded = model.encode_prompt(prompt)
+        (adapter,) = resolve_lora_requests(model.adapters, lora_request, 1)
+        own_id = f"{request_id}.{next(self._request_numbers)}"
+        work: AsyncIterator[RequestOrPoolingOutput]
         if isinstance(params, SamplingParams):
-            task = model.task(own_id, encoded, params, info, adapter=adapter, priority=priority)
-            model.check(task.prompt.ids, info)
-            work = generate(self._running.client, model.tokenizer, task)
+            task = model.make_task(own_id, encoded, params, info, adapter=adapter, priority=priority)
+            model.check_prompt(task.prompt.token_ids, info)
+            work = stream_outputs(self._running_engine.client, model.tokenizer, task)
         else:
-            encoded = model.cut(encoded, None, info)
-            model.check(encoded.ids, info, room=0)
-            check_params([params], info, model.pooling)
-            work = _pool(self._running, own_id, encoded, params, adapter)
+            encoded = model.truncate_prompt(encoded, None, info)
+            model.check_prompt(encoded.token_ids, info, min_free_tokens=0)
+            check_pooling_params([params], info, model.pooling)
+            work = _pool_request(self._running_engine, own_id, encoded, params, adapter)
         deltas = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
-        request = _Request(request_id, deltas)
-        self._open[request_id] = request, self._running.begin(_tell(self._news, request, work))
+        request = _OpenRequest(request_id, deltas)
+        self._open_requests[request_id] = (
+            request,
+            self._running_engine.start_coroutine(_forward_outputs(self._output_queue, request, work)),
+        )
         return request_id
 
-    def step(self) -> list[Output]:
+    def step(self) -> list[RequestOrPoolingOutput]:
         """What is new of the requests, waiting for something of one; nothing where none is open. Of a request whose
         outputs hold all so far there is the latest alone; deltas are all there, in their order.
 
         Raises EngineError for a request that the engine failed, which is then no longer open.
         """
-        found: dict[object, Output] = {}
-        while self._open and not found:
-            while not self._unread or not self._news.empty():
-                self._unread.append(self._news.get())
-            while self._unread:
-                request, news = self._unread[0]
-                if isinstance(news, Exception) and found:
+        outputs: dict[object, RequestOrPoolingOutput] = {}
+        while self._open_requests and not outputs:
+            while not self._unread_outputs or not self._output_queue.empty():
+                self._unread_outputs.append(self._output_queue.get())
+            while self._unread_outputs:
+                request, output = self._unread_outputs[0]
+                if isinstance(output, Exception) and outputs:
                     break  # the next step raises it
-                self._unread.popleft()
-                if self._open.get(request.id, (None,))[0] is not request:
+                self._unread_outputs.popleft()
+                if self._open_requests.get(request.id, (None,))[0] is not request:
                     continue  # it was aborted
-                if isinstance(news, Exception):
-                    del self._open[request.id]
-                    raise news
-                if news.finished:
-                    del self._open[request.id]
-                found[len(found) if request.deltas else request] = news
-        return list(found.values())
+                if isinstance(output, Exception):
+                    del self._open_requests[request.id]
+                    raise output
+                if output.finished:
+                    del self._open_requests[request.id]
+                outputs[len(outputs) if request.wants_deltas else request] = output
+        return list(outputs.values())
 
     def abort_request(self, request_ids: str | Sequence[str]) -> None:
         """End requests, of which `step` gives no more. Nothing where none is open."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
-            if request_id in self._open:
-                _, work = self._open.pop(request_id)
+            if request_id in self._open_requests:
+                _, work = self._open_requests.pop(request_id)
                 work.cancel()
 
     def get_num_unfinished_requests(self) -> int:
         """Those whose end no step has told yet."""
-        return len(self._open)
+        return len(self._open_requests)
 
     def has_unfinished_requests(self) -> bool:
         return self.get_num_unfinished_requests() > 0
 
 
-async def _tell(news: _News, request: _Request, work: AsyncIterator[Output]) -> None:
+async def _forward_outputs(
+    output_queue: _OutputQueue, request: _OpenRequest, work: AsyncIterator[RequestOrPoolingOutput]
+) -> None:
     try:
         async for output in work:
-            news.put((request, replace(output, request_id=request.id)))
+            output_queue.put((request, replace(output, request_id=request.id)))
     except Exception as error:  # which would be lost in this task
-        news.put((request, error))
+        output_queue.put((request, error))
 
 
-async def _pool(
-    running: RunningEngine, request_id: str, prompt: Encoded, params: PoolingParams, adapter: Adapter | None
-) -> AsyncIterator[Pooled]:
-    asked = [prompt[:2]], [params], [adapter]
-    (found,) = await pool_all(running.client, *asked, lambda: None, running.model.pooling)
-    yield replace(found, request_id=request_id)
+async def _pool_request(
+    running_engine: RunningEngine,
+    request_id: str,
+    prompt: EncodedPrompt,
+    params: PoolingParams,
+    adapter: Adapter | None,
+) -> AsyncIterator[PoolingRequestOutput]:
+    pool_arguments = [prompt[:2]], [params], [adapter]
+    (output,) = await pool_prompts(running_engine.client, *pool_arguments, lambda: None, running_engine.model.pooling)
+    yield replace(output, request_id=request_id)

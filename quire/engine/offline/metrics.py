@@ -33,7 +33,7 @@ class Vector(Metric):
     values: list[int]
 
 
-def metrics_of(stats: EngineStats) -> list[Metric]:
+def make_engine_metrics(stats: EngineStats) -> list[Metric]:
     used = stats.used_blocks / stats.total_blocks if stats.total_blocks else 0.0
     return [
         Gauge("vllm:num_requests_running", stats.running),

@@ -11,11 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
-from quire.engine.advice import needless_option, needless_value, other_names, summed_up
-from quire.engine.config import AtLoad, Dtype, EngineConfig, SpeculativeConfig, Stored
-from quire.engine.config_types import needless_parts
+from quire.engine.config import CheckpointQuantization, Dtype, EngineConfig, OnlineQuantization, SpeculativeConfig
+from quire.engine.config_types import ignored_keys_reason
 from quire.engine.errors import ConfigError
-from quire.engine.settings.reader import load
+from quire.engine.settings.settings_reader import load_settings
+from quire.engine.unsupported_options import (
+    flag_aliases,
+    redundant_option_reason,
+    redundant_value_reason,
+    summarize_redundant,
+)
 
 logger = logging.getLogger("quire.engine.offline.options")
 _F = TypeVar("_F", bound=Callable[..., None])
@@ -34,7 +39,7 @@ class EngineOptions(TypedDict, total=False):
     override_generation_config: dict[str, Any] | str | None
     load_format: Literal["auto", "dummy"]
     dtype: Dtype
-    quantization: Literal[AtLoad, Stored] | None
+    quantization: Literal[OnlineQuantization, CheckpointQuantization] | None
     quantize_embedding: bool | None
     device: Literal["auto", "cpu", "cuda", "mps", "xpu"]
     attention_backend: str
@@ -100,10 +105,10 @@ class ModelWithOptions(Protocol):
     options: EngineOptions
 
 
-def documented(init: _F) -> _F:
+def with_config_docs(init: _F) -> _F:
     """A decorator of `__init__(self, model, **options)`: its signature and help show EngineConfig's fields."""
     fields = {name: field for name, field in EngineConfig.model_fields.items() if name != "model"}
-    own = [each for each in inspect.signature(init).parameters.values() if each.kind is not each.VAR_KEYWORD]
+    own_parameters = [each for each in inspect.signature(init).parameters.values() if each.kind is not each.VAR_KEYWORD]
     options = [
         inspect.Parameter(
             name,
@@ -113,31 +118,31 @@ def documented(init: _F) -> _F:
         )
         for name, field in fields.items()
     ]
-    init.__signature__ = inspect.Signature([*own, *options], return_annotation=None)  # type: ignore[attr-defined]
+    init.__signature__ = inspect.Signature([*own_parameters, *options], return_annotation=None)  # type: ignore[attr-defined]
     listing = "\n".join(f"    {name}: {field.description}" for name, field in fields.items())
     init.__doc__ = f"{init.__doc__}\n\n{listing}\n"
     return init
 
 
-def engine_config(model: str | Path | None, options: EngineOptions) -> EngineConfig:
+def make_engine_config(model: str | Path | None, options: EngineOptions) -> EngineConfig:
     """Options of vLLM's that change nothing are named in the log, and left out. Raises ConfigError for a bad option or
     QUIRE_* variable, with what to write instead."""
     if model is not None and not isinstance(model, str | Path):
         raise ConfigError(f"model: must be a folder, a file or a hub id, got {model!r}")
-    given: dict[str, Any] = {} if model is None else {"model": str(model)}
+    config_values: dict[str, Any] = {} if model is None else {"model": str(model)}
     needless: dict[str, str] = {}
     for name, value in options.items():
-        ours = other_names().get(name.replace("_", "-"), name).replace("-", "_")
+        ours = flag_aliases().get(name.replace("_", "-"), name).replace("-", "_")
         if name not in EngineConfig.model_fields and ours in EngineConfig.model_fields and ours not in options:
-            given[ours] = value
-        elif name in EngineConfig.model_fields and (why := needless_value(name, value)):
+            config_values[ours] = value
+        elif name in EngineConfig.model_fields and (why := redundant_value_reason(name, value)):
             needless[name] = why
-        elif name in EngineConfig.model_fields or not (why := needless_option(name, value)):
-            given[name] = value
+        elif name in EngineConfig.model_fields or not (why := redundant_option_reason(name, value)):
+            config_values[name] = value
         elif value is not None and value is not False:
             needless[name] = why
-    if why := needless_parts(options.get("speculative_config")):
+    if why := ignored_keys_reason(options.get("speculative_config")):
         needless["speculative_config"] = why
     if needless:
-        logger.warning(summed_up(needless))
-    return load(EngineConfig, given, origin="argument {key}")
+        logger.warning(summarize_redundant(needless))
+    return load_settings(EngineConfig, config_values, origin="argument {key}")

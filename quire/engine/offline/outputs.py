@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire.engine import clock, types
-from quire.engine.core.history import Timeline
+from quire.engine.core.request_history import Timeline
 from quire.engine.link.output_stream import Versions
 from quire.engine.receipts.receipt import Receipt
-from quire.engine.text.detokenizer import TextStream
+from quire.engine.text.detokenizer import IncrementalDetokenizer
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import FinishReason, TokenLogprob
 
@@ -108,15 +108,15 @@ class BeamSearchOutput:
     """The best first."""
 
 
-def as_dict(logprob: TokenLogprob, tokenizer: Tokenizer, *, listed: bool = False) -> dict[int, Logprob]:
+def logprobs_by_token(logprob: TokenLogprob, tokenizer: Tokenizer, *, listed: bool = False) -> dict[int, Logprob]:
     """By token id, the picked one first. `listed`: the others are logprob_token_ids, not the most likely ones."""
-    found = {logprob.token_id: Logprob(logprob.logprob, logprob.rank, tokenizer.token_text(logprob.token_id))}
+    logprobs = {logprob.token_id: Logprob(logprob.logprob, logprob.rank, tokenizer.token_text(logprob.token_id))}
     for place, (token, value) in enumerate(logprob.top, 1):
-        found.setdefault(token, Logprob(value, None if listed else place, tokenizer.token_text(token)))
-    return found
+        logprobs.setdefault(token, Logprob(value, None if listed else place, tokenizer.token_text(token)))
+    return logprobs
 
 
-class Answer:
+class CompletionBuilder:
     """Builds one CompletionOutput from the engine's outputs."""
 
     def __init__(
@@ -128,12 +128,12 @@ class Answer:
         *,
         detokenize: bool,
     ) -> None:
-        self.whole = CompletionOutput(index)
+        self.completion = CompletionOutput(index)
         """All of it so far."""
         self._tokenizer = tokenizer
         self._detokenize = detokenize
-        self._listed = bool(params.logprob_token_ids)
-        self._text = TextStream(
+        self._has_listed_logprobs = bool(params.logprob_token_ids)
+        self._detokenizer = IncrementalDetokenizer(
             tokenizer,
             prompt_ids=prompt_ids,
             stop=params.stop,
@@ -142,45 +142,51 @@ class Answer:
             min_tokens=params.min_tokens,
         )
 
-    def add(self, output: types.EngineCoreOutput) -> CompletionOutput:
+    def add_output(self, output: types.EngineCoreOutput) -> CompletionOutput:
         """Append an output; returns what it adds. With a stop string it has a finish_reason, though the engine may
         still generate."""
-        whole = self.whole
-        delta = self._text.push_output(output)
-        new = CompletionOutput(whole.index, delta.text if self._detokenize else "", output.new_ids[: delta.used])
+        completion = self.completion
+        delta = self._detokenizer.push_output(output)
+        new = CompletionOutput(
+            completion.index, delta.text if self._detokenize else "", output.new_ids[: delta.num_used_ids]
+        )
         new.finish_reason, new.stop_reason = output.finish_reason, output.stop_reason
         if delta.stop_string is not None:
             new.finish_reason, new.stop_reason = "stop", delta.stop_string
         if output.logprobs is not None:
-            used = output.logprobs[: delta.used]
-            new.logprobs = [as_dict(each, self._tokenizer, listed=self._listed) for each in used]
-            whole.logprobs = (whole.logprobs or []) + new.logprobs
-            whole.cumulative_logprob = (whole.cumulative_logprob or 0.0) + sum(each.logprob for each in used)
-        new.cumulative_logprob = whole.cumulative_logprob
-        whole.text += new.text
-        whole.token_ids += new.token_ids
-        whole.finish_reason, whole.stop_reason = new.finish_reason, new.stop_reason
+            used_logprobs = output.logprobs[: delta.num_used_ids]
+            new.logprobs = [
+                logprobs_by_token(each, self._tokenizer, listed=self._has_listed_logprobs) for each in used_logprobs
+            ]
+            completion.logprobs = (completion.logprobs or []) + new.logprobs
+            completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + sum(
+                each.logprob for each in used_logprobs
+            )
+        new.cumulative_logprob = completion.cumulative_logprob
+        completion.text += new.text
+        completion.token_ids += new.token_ids
+        completion.finish_reason, completion.stop_reason = new.finish_reason, new.stop_reason
         return new
 
-    def copied(self) -> CompletionOutput:
+    def copy_completion(self) -> CompletionOutput:
         """All of it so far, which later outputs do not change."""
-        found = copy.copy(self.whole)
-        found.token_ids = list(found.token_ids)
-        found.logprobs = None if found.logprobs is None else list(found.logprobs)
-        return found
+        completion = copy.copy(self.completion)
+        completion.token_ids = list(completion.token_ids)
+        completion.logprobs = None if completion.logprobs is None else list(completion.logprobs)
+        return completion
 
 
-def metrics_of(timeline: Timeline) -> RequestMetrics:
+def make_request_metrics(timeline: Timeline) -> RequestMetrics:
     """Of a request that has ended."""
-    ended = timeline.submitted if timeline.ended is None else timeline.ended
-    first = ended if timeline.first_token is None else timeline.first_token
-    begun = [began for phase, began, _ in timeline.intervals(ended) if phase != "queued"]
+    ended = timeline.submitted_at if timeline.ended_at is None else timeline.ended_at
+    first = ended if timeline.first_token_at is None else timeline.first_token_at
+    start_times = [began for phase, began, _ in timeline.phase_intervals(ended) if phase != "queued"]
     return RequestMetrics(
-        arrival_time=clock.time() - clock.monotonic() + timeline.submitted,
-        queued_ts=timeline.submitted,
-        scheduled_ts=begun[0] if begun else ended,
+        arrival_time=clock.time() - clock.monotonic() + timeline.submitted_at,
+        queued_ts=timeline.submitted_at,
+        scheduled_ts=start_times[0] if start_times else ended,
         first_token_ts=first,
-        last_token_ts=max([first, *(step.record.ended for step in timeline.steps[-1:])]),
+        last_token_ts=max([first, *(step.record.applied_at for step in timeline.steps[-1:])]),
         num_generation_tokens=timeline.output_tokens,
-        num_preemptions=timeline.count("preempted"),
+        num_preemptions=timeline.count_phase("preempted"),
     )

@@ -16,17 +16,17 @@ from typing import Any, TypeVar
 import msgspec
 
 from quire.engine import types
-from quire.engine.advice import nearest
 from quire.engine.errors import InvalidRequest
-from quire.engine.text.bad_words import bad_words_ids, check_leaves_tokens
-from quire.engine.text.structured import asked_ways, structured_grammar
+from quire.engine.text.bad_words import bad_words_ids, check_allowed_tokens_remain
+from quire.engine.text.structured_outputs import constraint_grammar, requested_constraints
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Grammar, ThinkingBudget
+from quire.engine.unsupported_options import suggest_nearest
 
-_STRUCTURED = "use structured_outputs=StructuredOutputsParams(json=SCHEMA), or another way than json"
-_INSTEAD = {
+_STRUCTURED_HINT = "use structured_outputs=StructuredOutputsParams(json=SCHEMA), or another way than json"
+_VLLM_ALTERNATIVES = {
     "best_of": "ask for n answers and take the one of the highest cumulative_logprob",
-    **dict.fromkeys(("guided_decoding", "response_format", "json_schema", "guided_json"), _STRUCTURED),
+    **dict.fromkeys(("guided_decoding", "response_format", "json_schema", "guided_json"), _STRUCTURED_HINT),
     "use_beam_search": "use LLM.beam_search",
     "length_penalty": "it is a parameter of LLM.beam_search's BeamSearchParams",
     "early_stopping": "LLM.beam_search ends when no hypothesis can become better",
@@ -37,9 +37,16 @@ _INSTEAD = {
     "extra_args": "there are no plugins that would read it",
 }
 """What to do instead of parameters of vLLM's that are not here."""
-_HERE = ("bad_words", "structured_outputs", "truncate_prompt_tokens", "detokenize", "output_kind", "logits_processors")
+_LOCAL_FIELDS = (
+    "bad_words",
+    "structured_outputs",
+    "truncate_prompt_tokens",
+    "detokenize",
+    "output_kind",
+    "logits_processors",
+)
 """Fields that the engine does not get: what becomes of them is decided before or behind it."""
-_COUNTS = ("logprobs", "prompt_logprobs")
+_VOCABULARY_COUNT_FIELDS = ("logprobs", "prompt_logprobs")
 """Fields of which -1 means the model's vocabulary."""
 _T = TypeVar("_T")
 
@@ -55,24 +62,24 @@ class RequestOutputKind(Enum):
     """The whole answer, once."""
 
 
-def suggesting(kind: type[_T]) -> type[_T]:
+def with_suggestions(kind: type[_T]) -> type[_T]:
     """A decorator of dataclasses: a parameter that they do not have is answered with what to write instead."""
-    make = kind.__init__
+    original_init = kind.__init__
     names = list(kind.__annotations__)
 
-    @wraps(make)
-    def __init__(self: _T, *values: Any, **given: Any) -> None:
-        for name in given:
+    @wraps(original_init)
+    def __init__(self: _T, *values: Any, **fields: Any) -> None:
+        for name in fields:
             if name not in names:
-                advice = _INSTEAD.get(name) or nearest(name, names) or f"known are {', '.join(names)}"
+                advice = _VLLM_ALTERNATIVES.get(name) or suggest_nearest(name, names) or f"known are {', '.join(names)}"
                 raise InvalidRequest(f"{kind.__name__} has no {name}: {advice}", param=name)
-        make(self, *values, **given)
+        original_init(self, *values, **fields)
 
     kind.__init__ = __init__  # type: ignore[method-assign, assignment]
     return kind
 
 
-@suggesting
+@with_suggestions
 @dataclass
 class StructuredOutputsParams:
     """What the whole text of an answer must match: exactly one of the first five."""
@@ -99,16 +106,16 @@ class StructuredOutputsParams:
 
     def as_grammar(self) -> Grammar:
         """Raises InvalidRequest for a wrong one."""
-        (way, value), *others = asked_ways(vars(self))
+        (way, value), *others = requested_constraints(vars(self))
         if others:
             raise InvalidRequest("only one structured output can be asked for", param="structured_outputs")
         if isinstance(value, tuple):
             value = list(value)
         value = dict(value) if isinstance(value, Mapping) else value
-        return structured_grammar(way, value, close=self.disable_additional_properties).grammar
+        return constraint_grammar(way, value, close=self.disable_additional_properties).grammar
 
 
-@suggesting
+@with_suggestions
 @dataclass(kw_only=True)
 class SamplingParams:
     """How to pick tokens and when to end. Raises InvalidRequest, naming the field, for a wrong value."""
@@ -167,15 +174,15 @@ class SamplingParams:
 
     def as_sent(self, **resolved: Any) -> types.SamplingParams:
         """What the engine gets, without what needs a tokenizer, or with that as `resolved`. Raises InvalidRequest."""
-        self._check()
-        names = [each.name for each in dataclasses.fields(self) if each.name not in _HERE]
-        given = {name: _plain(getattr(self, name)) for name in names}
-        given["stop"] = [self.stop] if isinstance(self.stop, str) else given["stop"] or ()
-        given["stop_token_ids"] = given["stop_token_ids"] or ()
-        for name in _COUNTS:
-            given[name] = None if given[name] == -1 else given[name]
+        self._check_local_fields()
+        names = [each.name for each in dataclasses.fields(self) if each.name not in _LOCAL_FIELDS]
+        fields = {name: _to_python(getattr(self, name)) for name in names}
+        fields["stop"] = [self.stop] if isinstance(self.stop, str) else fields["stop"] or ()
+        fields["stop_token_ids"] = fields["stop_token_ids"] or ()
+        for name in _VOCABULARY_COUNT_FIELDS:
+            fields[name] = None if fields[name] == -1 else fields[name]
         try:
-            return msgspec.convert(given | resolved, types.SamplingParams)
+            return msgspec.convert(fields | resolved, types.SamplingParams)
         except (msgspec.ValidationError, TypeError) as error:
             raise InvalidRequest(f"sampling_params: {error}", param="sampling_params") from None
 
@@ -185,17 +192,17 @@ class SamplingParams:
         resolved: dict[str, Any] = {"bad_words_ids": bad_words_ids(self.bad_words or (), tokenizer)}
         if self.structured_outputs is not None:
             resolved["grammar"] = self.structured_outputs.as_grammar()
-        resolved |= {name: vocab_size for name in _COUNTS if getattr(self, name) == -1}
+        resolved |= {name: vocab_size for name in _VOCABULARY_COUNT_FIELDS if getattr(self, name) == -1}
         params = self.as_sent(**resolved)
         for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids", "stop_token_ids"):
             for token in getattr(params, name) or ():
                 if not 0 <= token < vocab_size:
                     message = f"sampling_params: {name} has token id {token}, which is out of vocabulary"
                     raise InvalidRequest(message, param=name)
-        check_leaves_tokens(params, tokenizer.eos_token_ids)
+        check_allowed_tokens_remain(params, tokenizer.eos_token_ids)
         return params
 
-    def _check(self) -> None:
+    def _check_local_fields(self) -> None:
         """Raise InvalidRequest for wrong values of the fields that the engine does not get."""
         if self.logits_processors is not None:
             message = (
@@ -211,30 +218,30 @@ class SamplingParams:
             "output_kind": RequestOutputKind,
         }
         for name, kind in kinds.items():
-            value = _plain(getattr(self, name))
+            value = _to_python(getattr(self, name))
             if value is not None and (not isinstance(value, kind) or (name == "bad_words" and isinstance(value, str))):
-                wanted = "a list of strings" if name == "bad_words" else f"of type {kind.__name__}"
-                wanted += "(json=SCHEMA) and its like" if name == "structured_outputs" else ""
-                raise InvalidRequest(f"sampling_params: {name} must be {wanted}, got {value!r}", param=name)
+                expected = "a list of strings" if name == "bad_words" else f"of type {kind.__name__}"
+                expected += "(json=SCHEMA) and its like" if name == "structured_outputs" else ""
+                raise InvalidRequest(f"sampling_params: {name} must be {expected}, got {value!r}", param=name)
         if any(not isinstance(word, str) for word in self.bad_words or ()):
             raise InvalidRequest("sampling_params: bad_words must be a list of strings", param="bad_words")
         if self.structured_outputs is not None and self.grammar is not None:
             raise InvalidRequest("only one of structured_outputs and grammar can be asked for", param="grammar")
-        kept = self.truncate_prompt_tokens
-        if kept is not None and kept != -1 and kept < 1:
+        max_prompt_tokens = self.truncate_prompt_tokens
+        if max_prompt_tokens is not None and max_prompt_tokens != -1 and max_prompt_tokens < 1:
             raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1", param="truncate_prompt_tokens")
 
 
-def _plain(value: Any) -> Any:
+def _to_python(value: Any) -> Any:
     """NumPy's and torch's numbers and arrays, alone or in a list or a mapping, as Python's own."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple | set) else value
+        return {_to_python(key): _to_python(each) for key, each in value.items()}
+    return [_to_python(each) for each in value] if isinstance(value, list | tuple | set) else value
 
 
-@suggesting
+@with_suggestions
 @dataclass(kw_only=True)
 class BeamSearchParams:
     """Of LLM.beam_search. Raises InvalidRequest for a wrong value."""
@@ -256,13 +263,13 @@ class BeamSearchParams:
             raise InvalidRequest("temperature must be 0: beam search looks for the most likely", param="temperature")
 
 
-def each_params(
-    given: SamplingParams | Sequence[SamplingParams] | None, count: int, default: Callable[[], SamplingParams]
+def params_per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int, default: Callable[[], SamplingParams]
 ) -> list[SamplingParams]:
     """Those of each of so many prompts. Raises InvalidRequest."""
-    if given is None or isinstance(given, SamplingParams):
-        return [given or default()] * count
-    many: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    if params is None or isinstance(params, SamplingParams):
+        return [params or default()] * count
+    many: list[Any] = list(params) if isinstance(params, list | tuple) else [params]
     if wrong := [one for one in many if not isinstance(one, SamplingParams)]:
         raise InvalidRequest(f"sampling_params must be SamplingParams, got {wrong[0]!r}", param="sampling_params")
     if len(many) != count:
@@ -270,10 +277,10 @@ def each_params(
     return many
 
 
-def each_priority(given: Sequence[int] | None, count: int) -> list[int]:
+def priority_per_prompt(priority: Sequence[int] | None, count: int) -> list[int]:
     """Those of each of so many prompts. Raises InvalidRequest."""
-    plain = _plain(given)
-    found = [0] * count if given is None else plain if isinstance(plain, list) else []
-    if len(found) != count or not all(isinstance(each, int) for each in found):
+    plain = _to_python(priority)
+    priorities = [0] * count if priority is None else plain if isinstance(plain, list) else []
+    if len(priorities) != count or not all(isinstance(each, int) for each in priorities):
         raise InvalidRequest(f"priority: {count} prompts need a list of as many integers", param="priority")
-    return found
+    return priorities

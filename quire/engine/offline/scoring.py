@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Unpack
 from quire.engine.config import EngineConfig
 from quire.engine.errors import InvalidRequest
 from quire.engine.offline.llm import LLM
-from quire.engine.offline.options import EngineOptions, documented, engine_config
+from quire.engine.offline.options import EngineOptions, make_engine_config, with_config_docs
 
 if TYPE_CHECKING:
-    from quire.engine.engine_core import Logprobs, Tensors
+    from quire.engine.engine_core import Logprobs, NamedTensors
 
 TokenIds = Sequence[int] | Sequence[Sequence[int]]
 
@@ -24,9 +24,9 @@ TokenIds = Sequence[int] | Sequence[Sequence[int]]
 class Forward:
     """A model's weights and its forward pass, in this process."""
 
-    @documented
+    @with_config_docs
     def __init__(
-        self, model: str | Path | None = None, *, tensors: Tensors | None = None, **options: Unpack[EngineOptions]
+        self, model: str | Path | None = None, *, tensors: NamedTensors | None = None, **options: Unpack[EngineOptions]
     ) -> None:
         """`model`: as for LLM; `tensors`: all weights under their names in the checkpoint, such as a PyTorch model's
         `state_dict().items()`, instead of those in its files. Raises ConfigError and ModelError.
@@ -34,14 +34,14 @@ class Forward:
         Options:"""
         from quire.engine.engine_core import ForwardPass
 
-        config = engine_config(model, options)
-        check_alone(config)
-        self._pass = ForwardPass.load(config, tensors)
+        config = make_engine_config(model, options)
+        check_single_process(config)
+        self._forward_pass = ForwardPass.from_config(config, tensors)
 
     def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool = False) -> Logprobs:
         """Of each token behind those before it, natural logarithms in float32: [n - 1] for n tokens; with
         `full_vocabulary` of every token in each of these places, [n - 1, vocabulary]. Raises InvalidRequest."""
-        return self._pass.logprobs(token_ids, full_vocabulary=full_vocabulary)
+        return self._forward_pass.compute_logprobs(token_ids, full_vocabulary=full_vocabulary)
 
 
 def score(
@@ -56,7 +56,7 @@ def score(
     return scorer.logprobs(token_ids, full_vocabulary=full_vocabulary)  # type: ignore[arg-type]
 
 
-def check_alone(config: EngineConfig) -> None:
+def check_single_process(config: EngineConfig) -> None:
     """Raises InvalidRequest for a model that several processes compute."""
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         if getattr(config, name) > 1:

@@ -12,7 +12,7 @@ from quire.engine.link.output_stream import Versions, add_tokens
 from quire.engine.types import Adapter, EngineCoreOutput, SamplingParams, Span, TokenLogprob
 
 
-class Computed(msgspec.Struct, frozen=True, kw_only=True):
+class ComputeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What computed an answer, beside its weights. Where all of it is equal, bits are."""
 
     quire: str
@@ -33,7 +33,7 @@ class Computed(msgspec.Struct, frozen=True, kw_only=True):
     """Whether tokens depend on nothing else that ran; where they may, a replay may differ."""
 
 
-class Hashes(msgspec.Struct, frozen=True, kw_only=True):
+class ReceiptHashes(msgspec.Struct, frozen=True, kw_only=True):
     """Of what a model is made of; of 16 bytes each, in hexadecimal."""
 
     config: str
@@ -52,7 +52,7 @@ class PromptReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Spans of ids that stand for images: start, count, and the hash of the resized pixels, in hexadecimal."""
 
     @classmethod
-    def of(cls, ids: Sequence[int], spans: Sequence[Span]) -> PromptReceipt:
+    def from_prompt(cls, ids: Sequence[int], spans: Sequence[Span]) -> PromptReceipt:
         return cls(ids=list(ids), images=[(each.start, each.count, each.digest.hex()) for each in spans])
 
 
@@ -62,7 +62,7 @@ class AdapterReceipt(msgspec.Struct, frozen=True):
     """Of its files' content."""
 
     @classmethod
-    def of(cls, adapter: Adapter | None) -> AdapterReceipt | None:
+    def from_adapter(cls, adapter: Adapter | None) -> AdapterReceipt | None:
         return None if adapter is None else cls(adapter.name, adapter.digest)
 
 
@@ -81,13 +81,13 @@ class ChoiceReceipt(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Of the prompt's tokens from the second on, likewise."""
     finish_reason: str = ""
 
-    def take(self, output: EngineCoreOutput, used: int) -> None:
-        """Note the first `used` tokens of an output; later ones are behind a stop string."""
-        self.token_ids += output.new_ids[:used]
+    def add_output(self, output: EngineCoreOutput, num_used: int) -> None:
+        """Note the first `num_used` tokens of an output; later ones are behind a stop string."""
+        self.token_ids += output.new_ids[:num_used]
         if output.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + values_of(output.logprobs[:used])
+            self.logprobs = (self.logprobs or []) + logprob_values(output.logprobs[:num_used])
         if output.prompt_logprobs is not None:
-            self.prompt_logprobs = values_of(output.prompt_logprobs[1:])
+            self.prompt_logprobs = logprob_values(output.prompt_logprobs[1:])
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag="receipt"):
@@ -97,8 +97,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag
     """Seconds of the Unix clock."""
     model: str
     """As the request named it."""
-    hashes: Hashes
-    computed: Computed
+    hashes: ReceiptHashes
+    computed: ComputeInfo
     adapter: AdapterReceipt | None
     params: SamplingParams
     """As resolved: with the model's defaults and the grammar of tools or formats. Fields with their default are left
@@ -108,31 +108,33 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag_field="object", tag
     irreproducible: str = ""
     """Why it cannot be replayed, if it cannot."""
 
-    def prompt_of(self, choice: ChoiceReceipt) -> PromptReceipt:
+    def choice_prompt(self, choice: ChoiceReceipt) -> PromptReceipt:
         return self.prompts[choice.index // self.params.n]
 
 
 encode_receipt = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(Receipt).decode
+_decode_json = msgspec.json.Decoder(Receipt).decode
 
 
-def decode_receipt(given: bytes) -> Receipt:
+def decode_receipt(content: bytes) -> Receipt:
     """Of a receipt, or of a whole answer that has one as its field `receipt`. Raises InvalidRequest for other JSON."""
     try:
-        whole = msgspec.json.decode(given)
-        inner = _within(whole)
-        found = msgspec.convert(inner, Receipt, strict=True, str_keys=True)
+        parsed = msgspec.json.decode(content)
+        receipt_object = _find_receipt(parsed)
+        receipt = msgspec.convert(receipt_object, Receipt, strict=True, str_keys=True)
     except (msgspec.DecodeError, UnicodeDecodeError, InvalidRequest) as error:
         raise InvalidRequest(f"this is no receipt: {error}") from None
-    wrong = [each.index for each in found.choices if not 0 <= each.index // found.params.n < len(found.prompts)]
-    if wrong or not all(map(_fits, found.choices)):
+    bad_choices = [
+        each.index for each in receipt.choices if not 0 <= each.index // receipt.params.n < len(receipt.prompts)
+    ]
+    if bad_choices or not all(map(_is_consistent, receipt.choices)):
         raise InvalidRequest(
             "this is no receipt: its choices do not fit its prompts, or versions and log probabilities their tokens"
         )
-    return found
+    return receipt
 
 
-def _fits(choice: ChoiceReceipt) -> bool:
+def _is_consistent(choice: ChoiceReceipt) -> bool:
     """Whether a choice has a version and, if any, a log probability of each of its tokens."""
     counts = [count for _, count in choice.versions]
     if min(counts, default=0) < 0 or sum(counts) != len(choice.token_ids):
@@ -140,25 +142,25 @@ def _fits(choice: ChoiceReceipt) -> bool:
     return choice.logprobs is None or len(choice.logprobs) == len(choice.token_ids)
 
 
-def _within(whole: Any) -> Any:
+def _find_receipt(parsed: Any) -> Any:
     """The receipt of an answer, of an event that ends a stream, or of a line of a batch's output."""
     for path in ((), ("receipt",), ("x_receipt",), ("response", "receipt"), ("response", "body", "receipt")):
-        inner = whole
+        candidate = parsed
         for name in path:
-            inner = inner.get(name) if isinstance(inner, dict) else None
-        if isinstance(inner, dict) and inner.get("object") == "receipt":
-            return inner
+            candidate = candidate.get(name) if isinstance(candidate, dict) else None
+        if isinstance(candidate, dict) and candidate.get("object") == "receipt":
+            return candidate
     raise InvalidRequest("it has no `receipt`")
 
 
-def values_of(logprobs: Iterable[TokenLogprob | None]) -> list[float | None]:
+def logprob_values(logprobs: Iterable[TokenLogprob | None]) -> list[float | None]:
     """The log probabilities alone, as JSON can have them."""
     return [None if each is None or each.logprob == -float("inf") else each.logprob for each in logprobs]
 
 
-def first_tokens(versions: Versions, count: int) -> Versions:
+def truncate_versions(versions: Versions, count: int) -> Versions:
     """Of the first `count` tokens."""
-    found: Versions = []
+    truncated: Versions = []
     for version, tokens in versions:
-        add_tokens(found, version, min(tokens, count - sum(each for _, each in found)))
-    return found
+        add_tokens(truncated, version, min(tokens, count - sum(each for _, each in truncated)))
+    return truncated

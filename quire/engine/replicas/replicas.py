@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from quire.engine.config import EngineConfig
-from quire.engine.core.stats import EngineView, StepRecord, total
+from quire.engine.core.stats import EngineView, StepRecord, sum_stats
 from quire.engine.errors import ConfigError, EngineError, Overloaded, QuireError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.link import EngineLink, EngineState
@@ -153,11 +153,13 @@ class Replicas(EngineLink):
             replica.abort(request_id)
 
     async def snapshot(self) -> EngineView | None:
-        from quire.engine.core.snapshot import together  # NumPy: a server starts its engine before it imports that
+        from quire.engine.core.engine_view import (
+            merge_views,  # NumPy: a server starts its engine before it imports that
+        )
 
         found = await asyncio.gather(*(each.snapshot() for each in self._replicas if each.responsive))
         there = [each for each in found if each is not None]
-        return together(there) if there else None
+        return merge_views(there) if there else None
 
     async def call(self, content: bytes) -> list[bytes] | None:
         found = await asyncio.gather(*(each.call(content) for each in self._replicas))
@@ -210,12 +212,12 @@ class Replicas(EngineLink):
                 self._forget_place(output.id)
         if not self.asleep:  # under a change the versions differ, and streams tell which it was
             self.weights_version = self._replicas[engine].weights_version
-        self.stats = total([each.stats for each in self._replicas])
+        self.stats = sum_stats([each.stats for each in self._replicas])
         self.owner.deliver(outputs, step, engine)
 
     def lost(self, engine: int = 0) -> None:
         self._router.forget(engine)
-        self.stats = total([each.stats for each in self._replicas])
+        self.stats = sum_stats([each.stats for each in self._replicas])
         had = [request_id for request_id, place in self._places.items() if place is self._replicas[engine]]
         self.owner.lost(engine, had)
 

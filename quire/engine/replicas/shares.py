@@ -28,7 +28,7 @@ def replica_config(config: EngineConfig, index: int, cores: Sequence[Set[int]], 
             update[name] = given / count
     if config.kv_offload_dir is not None:
         update["kv_offload_dir"] = str(Path(config.kv_offload_dir) / f"replica-{index}")
-        update["kv_offload_disk"] = config.disk_gib / count
+        update["kv_offload_disk"] = config.kv_disk_gib / count
     if config.threads is not None:
         update["threads"] = max(config.threads // count, 1)
     elif _THREADS not in os.environ:

@@ -10,32 +10,32 @@ from urllib.parse import unquote
 Schema = Any
 """A schema of JSON Schema: an object or a boolean. What callers send may be anything else."""
 
-SINGLE = frozenset(
+SCHEMA_KEYWORDS = frozenset(
     {
         *("additionalProperties", "unevaluatedProperties", "propertyNames", "additionalItems", "unevaluatedItems"),
         *("items", "contains", "not", "if", "then", "else", "contentSchema"),
     }
 )
 """Keywords whose value is a schema; `items` may also be a list of them."""
-LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
-MAPS = frozenset({"properties", "patternProperties", "dependentSchemas", "dependencies"})
-DEFINITIONS = ("$defs", "definitions")
-_PLAIN_NAME = re.compile(r"[^A-Za-z0-9_.-]")
+SCHEMA_LIST_KEYWORDS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
+SCHEMA_MAP_KEYWORDS = frozenset({"properties", "patternProperties", "dependentSchemas", "dependencies"})
+DEFINITION_KEYWORDS = ("$defs", "definitions")
+_NON_NAME_CHARACTERS = re.compile(r"[^A-Za-z0-9_.-]")
 
 
-class Unresolvable(Exception):
+class UnresolvableReference(Exception):
     """A reference, or an identifier that moves references, which is not followed here."""
 
 
-def with_children(schema: Mapping[str, Any], change: Callable[[str, Schema], Schema]) -> dict[str, Any]:
+def map_subschemas(schema: Mapping[str, Any], change: Callable[[str, Schema], Schema]) -> dict[str, Any]:
     """A copy of the schema, each schema in it replaced by `change(keyword, schema)`; definitions stay as they are."""
     copy: dict[str, Any] = {}
     for keyword, value in schema.items():
-        if keyword in MAPS and isinstance(value, dict):
+        if keyword in SCHEMA_MAP_KEYWORDS and isinstance(value, dict):
             value = {name: one if isinstance(one, list) else change(keyword, one) for name, one in value.items()}
-        elif keyword in LISTS and isinstance(value, list):
+        elif keyword in SCHEMA_LIST_KEYWORDS and isinstance(value, list):
             value = [change(keyword, one) for one in value]
-        elif keyword in SINGLE:
+        elif keyword in SCHEMA_KEYWORDS:
             value = change(keyword, value)
         copy[keyword] = value
     return copy
@@ -44,85 +44,85 @@ def with_children(schema: Mapping[str, Any], change: Callable[[str, Schema], Sch
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Schema]]:
     """Each schema directly in this one, definitions included, with its JSON pointer from here."""
     for keyword, value in schema.items():
-        if (keyword in MAPS or keyword in DEFINITIONS) and isinstance(value, dict):
+        if (keyword in SCHEMA_MAP_KEYWORDS or keyword in DEFINITION_KEYWORDS) and isinstance(value, dict):
             for name, one in value.items():
-                yield f"/{_escaped(keyword)}/{_escaped(name)}", one
-        elif keyword in LISTS and isinstance(value, list):
+                yield f"/{_escape_pointer(keyword)}/{_escape_pointer(name)}", one
+        elif keyword in SCHEMA_LIST_KEYWORDS and isinstance(value, list):
             for index, one in enumerate(value):
                 yield f"/{keyword}/{index}", one
-        elif keyword in SINGLE:
+        elif keyword in SCHEMA_KEYWORDS:
             yield f"/{keyword}", value
 
 
-def walk(schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:
+def walk_schemas(schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every schema of a document that is an object, with its JSON pointer."""
-    waiting = [("", schema)]
-    while waiting:
-        place, one = waiting.pop()
+    pending = [("", schema)]
+    while pending:
+        place, one = pending.pop()
         if isinstance(one, dict):
             yield place, one
-            waiting += [(place + step, child) for step, child in subschemas(one)]
+            pending += [(place + step, child) for step, child in subschemas(one)]
 
 
-def _escaped(name: str) -> str:
+def _escape_pointer(name: str) -> str:
     return str(name).replace("~", "~0").replace("/", "~1")
 
 
-class References:
+class SchemaReferences:
     """The schemas of one document, by the references to them."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         """Raises Unresolvable for identifiers inside the document, relative to which references would be read."""
         self._root = root
-        self._base = root.get("$id")
+        self._base_id = root.get("$id")
         self._anchors: dict[str, Schema] = {}
-        self._places: dict[int, str] = {}
-        self.count = 0
+        self._pointers: dict[int, str] = {}
+        self.num_schemas = 0
         """How many schemas the document has."""
-        for place, one in walk(root):
-            self.count += 1
-            self._places.setdefault(id(one), place)
+        for place, one in walk_schemas(root):
+            self.num_schemas += 1
+            self._pointers.setdefault(id(one), place)
             if one is not root and isinstance(one.get("$id"), str):
-                raise Unresolvable
+                raise UnresolvableReference
             if "$dynamicRef" in one or "$recursiveRef" in one:
-                raise Unresolvable
+                raise UnresolvableReference
             if isinstance(anchor := one.get("$anchor"), str):
                 self._anchors[anchor] = one
 
-    def place(self, schema: Schema) -> str:
+    def find_pointer(self, schema: Schema) -> str:
         """The JSON pointer of a schema of the document."""
-        return self._places.get(id(schema), "")
+        return self._pointers.get(id(schema), "")
 
     def resolve(self, reference: Any) -> Schema:
         """Raises Unresolvable."""
         if not isinstance(reference, str):
-            raise Unresolvable
+            raise UnresolvableReference
         base, mark, fragment = reference.partition("#")
-        if base and base != self._base:
-            raise Unresolvable
+        if base and base != self._base_id:
+            raise UnresolvableReference
         if not mark or not fragment:
             return self._root
         if not fragment.startswith("/"):
-            return self._anchor(fragment)
-        found: Any = self._root
+            return self._resolve_anchor(fragment)
+        target: Any = self._root
         for step in unquote(fragment)[1:].split("/"):
             step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, dict) and step in found:
-                found = found[step]
-            elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-                found = found[int(step)]
+            if isinstance(target, dict) and step in target:
+                target = target[step]
+            elif isinstance(target, list) and step.isdecimal() and int(step) < len(target):
+                target = target[int(step)]
             else:
-                raise Unresolvable
-        if not isinstance(found, dict | bool):
-            raise Unresolvable
-        return found
+                raise UnresolvableReference
+        if not isinstance(target, dict | bool):
+            raise UnresolvableReference
+        return target
 
-    def _anchor(self, name: str) -> Schema:
+    def _resolve_anchor(self, name: str) -> Schema:
         if name not in self._anchors:
-            raise Unresolvable
+            raise UnresolvableReference
         return self._anchors[name]
 
-    def name(self, schema: Schema) -> str:
+    def definition_name(self, schema: Schema) -> str:
         """A plain name for a definition of this schema: the last part of its pointer."""
-        last = self.place(schema).rpartition("/")[2]
-        return _PLAIN_NAME.sub("_", last)[:64] or "root"
+        last = self.find_pointer(schema).rpartition("/")[2]
+        return _NON_NAME_CHARACTERS.sub("_", last)[:64] or "root"

@@ -21,7 +21,7 @@ def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int
     return tuple(dict.fromkeys(map(tuple, tokenizer.encode_batch(forms, add_special_tokens=False))))
 
 
-def check_leaves_tokens(params: SamplingParams, eos_token_ids: Collection[int]) -> None:
+def check_allowed_tokens_remain(params: SamplingParams, eos_token_ids: Collection[int]) -> None:
     """Raise InvalidRequest if allowed_token_ids, together with what forbids tokens, leaves none to begin with."""
     if params.allowed_token_ids is None:
         return

@@ -20,78 +20,87 @@ from quire.engine.types import EngineCoreOutput, TokenLogprob
 class Beam:
     """A hypothesis: its tokens behind the prompt."""
 
-    ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
-    total: float = 0.0
+    cumulative_logprob: float = 0.0
     """The sum of the log probabilities."""
-    ended: bool = False
+    is_finished: bool = False
 
-    def then(self, logprob: TokenLogprob, ended: bool) -> Beam:
-        total = self.total + logprob.logprob
-        return Beam((*self.ids, logprob.token_id), (*self.logprobs, logprob), total, ended)
+    def extend(self, logprob: TokenLogprob, is_finished: bool) -> Beam:
+        cumulative_logprob = self.cumulative_logprob + logprob.logprob
+        return Beam((*self.token_ids, logprob.token_id), (*self.logprobs, logprob), cumulative_logprob, is_finished)
 
 
 @dataclass(slots=True)
-class Search:
-    width: int
-    shown: int
+class BeamSearchState:
+    beam_width: int
+    num_logprobs: int
     """Alternatives that a beam keeps."""
-    ends: Collection[int]
+    stop_token_ids: Collection[int]
     """Tokens that end a sequence."""
     length_penalty: float
-    longest: int
-    running: list[Beam] = field(default_factory=lambda: [Beam()])
-    completed: list[Beam] = field(default_factory=list)
+    max_tokens: int
+    running_beams: list[Beam] = field(default_factory=lambda: [Beam()])
+    completed_beams: list[Beam] = field(default_factory=list)
 
-    def advance(self, outputs: Sequence[EngineCoreOutput]) -> bool:
+    def advance_beams(self, outputs: Sequence[EngineCoreOutput]) -> bool:
         """Whether the search goes on behind these, one more token of each beam that was running."""
-        self.running, ended = continued(self.running, outputs, self.width, self.shown, self.ends)
-        self.completed = sorted(self.completed + ended, key=self._score, reverse=True)[: self.width]
-        worst = self._score(self.completed[-1]) if len(self.completed) == self.width else -math.inf
-        if all(self._bound(beam) <= worst for beam in self.running):
-            self.running = []
-        return bool(self.running)
+        self.running_beams, ended = expand_beams(
+            self.running_beams, outputs, self.beam_width, self.num_logprobs, self.stop_token_ids
+        )
+        self.completed_beams = sorted(self.completed_beams + ended, key=self._score, reverse=True)[: self.beam_width]
+        worst = self._score(self.completed_beams[-1]) if len(self.completed_beams) == self.beam_width else -math.inf
+        if all(self._score_bound(beam) <= worst for beam in self.running_beams):
+            self.running_beams = []
+        return bool(self.running_beams)
 
     @property
-    def best(self) -> list[Beam]:
-        """The `width` best hypotheses so far, best first."""
-        return sorted(self.completed + self.running, key=self._score, reverse=True)[: self.width]
+    def best_beams(self) -> list[Beam]:
+        """The `beam_width` best hypotheses so far, best first."""
+        return sorted(self.completed_beams + self.running_beams, key=self._score, reverse=True)[: self.beam_width]
 
     def _score(self, beam: Beam) -> float:
-        return beam.total / max(1, len(beam.ids)) ** self.length_penalty
+        return beam.cumulative_logprob / max(1, len(beam.token_ids)) ** self.length_penalty
 
-    def _bound(self, beam: Beam) -> float:
+    def _score_bound(self, beam: Beam) -> float:
         """A score that no continuation of the beam can exceed: each token adds a log probability, at most 0."""
-        return max(beam.total / length**self.length_penalty for length in (len(beam.ids) + 1, self.longest))
+        return max(
+            beam.cumulative_logprob / length**self.length_penalty
+            for length in (len(beam.token_ids) + 1, self.max_tokens)
+        )
 
 
-def continued(
-    beams: Sequence[Beam], outputs: Sequence[EngineCoreOutput], width: int, shown: int, ends: Collection[int]
+def expand_beams(
+    beams: Sequence[Beam],
+    outputs: Sequence[EngineCoreOutput],
+    beam_width: int,
+    num_logprobs: int,
+    stop_token_ids: Collection[int],
 ) -> tuple[list[Beam], list[Beam]]:
-    """The `width` best continuations that go on, best first, and all that end.
+    """The `beam_width` best continuations that go on, best first, and all that end.
 
     outputs: one more token of each beam, with its 2 * width most likely alternatives at least. shown: alternatives that
     a beam keeps of them. Of the candidates, 2 * width**2, only those that are returned become beams.
     """
     candidates = [
-        (beam.total + value, beam, token, value, rank)
+        (beam.cumulative_logprob + value, beam, token, value, rank)
         for beam, output in zip(beams, outputs, strict=True)
-        for rank, (token, value) in enumerate(alternatives(output)[: 2 * width], 1)
+        for rank, (token, value) in enumerate(top_logprobs(output)[: 2 * beam_width], 1)
     ]
-    tops = {beam: alternatives(output)[:shown] for beam, output in zip(beams, outputs, strict=True)}
+    logprobs_by_beam = {beam: top_logprobs(output)[:num_logprobs] for beam, output in zip(beams, outputs, strict=True)}
 
-    def made(candidate: tuple[float, Beam, int, float, int], ended: bool) -> Beam:
+    def make_beam(candidate: tuple[float, Beam, int, float, int], ended: bool) -> Beam:
         _, beam, token, value, rank = candidate
-        return beam.then(TokenLogprob(token, value, rank, tops[beam]), ended)
+        return beam.extend(TokenLogprob(token, value, rank, logprobs_by_beam[beam]), ended)
 
     # All candidates are equally long: the length penalty does not change their order.
-    going_on = [candidate for candidate in candidates if candidate[2] not in ends]
-    best = heapq.nlargest(width, going_on, key=itemgetter(0))
-    ended = [candidate for candidate in candidates if candidate[2] in ends]
-    return [made(each, ended=False) for each in best], [made(each, ended=True) for each in ended]
+    unfinished = [candidate for candidate in candidates if candidate[2] not in stop_token_ids]
+    best = heapq.nlargest(beam_width, unfinished, key=itemgetter(0))
+    ended = [candidate for candidate in candidates if candidate[2] in stop_token_ids]
+    return [make_beam(each, ended=False) for each in best], [make_beam(each, ended=True) for each in ended]
 
 
-def alternatives(output: EngineCoreOutput) -> list[tuple[int, float]]:
+def top_logprobs(output: EngineCoreOutput) -> list[tuple[int, float]]:
     """The most likely next tokens with their log probabilities."""
     assert output.logprobs is not None, "beams ask for them"
     return output.logprobs[0].top

@@ -21,29 +21,29 @@ from jinja2.parser import Parser
 
 from quire.engine import clock
 from quire.engine.errors import InvalidRequest, ModelError
-from quire.engine.text.conversation.abilities import (
-    TemplateAbilities,
-    TemplateInput,
-    abilities_of,
-    input_of,
-    probe_tool,
+from quire.engine.text.chat_messages import RESERVED_VARIABLES, normalize_message
+from quire.engine.text.conversation.conversation_renderer import ConversationRenderer, RenderedConversation
+from quire.engine.text.conversation.message_units import RESULT_ROLES, Message, has_calls, split_into_units
+from quire.engine.text.conversation.planner import ConversationPlanner
+from quire.engine.text.conversation.template_capabilities import (
+    TemplateCapabilities,
+    TemplateInputFormat,
+    detect_capabilities,
+    detect_input_format,
+    make_probe_tool,
 )
-from quire.engine.text.conversation.adapter import Adapter
-from quire.engine.text.conversation.rendering import Conversation, RenderedConversation
-from quire.engine.text.conversation.units import RESULT_ROLES, Message, has_calls, units_of
-from quire.engine.text.conversation.writing import Writer
-from quire.engine.text.described_tools import EXAMPLE, described, with_descriptions
-from quire.engine.text.parts import RESERVED, normalize
-from quire.engine.text.roles import check_roles, named_in
-from quire.engine.text.template_bounds import MAX_STEPS, BoundedEnvironment, TooManySteps
+from quire.engine.text.conversation.unit_writer import UnitWriter
+from quire.engine.text.roles import check_roles, find_string_literals
+from quire.engine.text.template_sandbox import MAX_STEPS, BoundedEnvironment, TemplateStepLimitExceeded
+from quire.engine.text.tool_prompt import HERMES_CALL_FORMAT, describe_tools, with_empty_descriptions
 
-_ROLES = ("bos_token", "eos_token")
+_TOKEN_VARIABLES = ("bos_token", "eos_token")
 """Variables that templates add to texts, though some tokenizers have no such token."""
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Appended to the final message before rendering, to find where it ends in the rendered text; as in transformers."""
-PROBE_STEPS = 100_000
+MAX_PROBE_STEPS = 100_000
 """Of a rendering of a few made-up messages."""
-MAX_OVERRUNS = 8
+MAX_PROBE_OVERRUNS = 8
 """Such renderings that take more steps; then no more are tried with this template."""
 
 
@@ -55,29 +55,29 @@ class ChatRenderer:
         templates: Mapping[str, str],
         special_tokens: Mapping[str, str],
         *,
-        any_role: bool = False,
+        allow_unknown_roles: bool = False,
         variables: Mapping[str, Any] | None = None,
-        content: Literal["auto", "string", "openai"] = "auto",
-        adapts: bool = True,
+        content_format: Literal["auto", "string", "openai"] = "auto",
+        adapt_conversations: bool = True,
     ) -> None:
-        """`any_role`: messages may have roles that nobody knows. `variables`: of the template, for calls of `render`
-        that do not say them. `content`: how it gets texts, as --chat-template-content-format says it. `adapts`: a
-        conversation that a template does not take as it is, is written as it takes it; otherwise it is refused. Raises
-        ModelError for a template that is not valid Jinja, or that loops for ever."""
-        self._variables, self._content = dict(variables or {}), content
-        self._environment = _environment()
-        self._any_role = any_role
-        compiled = {name: _compile(self._environment, name, source) for name, source in templates.items()}
+        """`allow_unknown_roles`: messages may have roles that nobody knows. `variables`: of the template, for calls of
+        `render` that do not say them. `content_format`: how it gets texts, as --chat-template-content-format says it.
+        `adapt_conversations`: a conversation that a template does not take as it is, is written as it takes it;
+        otherwise it is refused. Raises ModelError for a template that is not valid Jinja, or that loops for ever."""
+        self._variables, self._content_format = dict(variables or {}), content_format
+        self._environment = _make_environment()
+        self._allow_unknown_roles = allow_unknown_roles
+        compiled = {name: _compile_template(self._environment, name, source) for name, source in templates.items()}
         self._templates = {name: template for name, (template, _) in compiled.items()}
-        self._roles = frozenset(role for _, roles in compiled.values() for role in roles)
-        self._special_tokens = {**dict.fromkeys(_ROLES, ""), **special_tokens}
-        self._call = EXAMPLE
-        self._describes = False
-        self._adapts = adapts
-        self._overruns = 0
-        self._lenient = False
+        self._template_roles = frozenset(role for _, roles in compiled.values() for role in roles)
+        self._special_tokens = {**dict.fromkeys(_TOKEN_VARIABLES, ""), **special_tokens}
+        self._call_format = HERMES_CALL_FORMAT
+        self._always_describe_tools = False
+        self._adapt_conversations = adapt_conversations
+        self._num_overruns = 0
+        self._allow_missing_texts = False
         for name, template in self._templates.items():
-            self._try(name, template)
+            self._check_step_budget(name, template)
 
     @property
     def has_template(self) -> bool:
@@ -121,36 +121,40 @@ class ChatRenderer:
         template refuses the messages.
         """
         variables = {**self._variables, **(variables or {})}
-        for name in sorted(RESERVED):
+        for name in sorted(RESERVED_VARIABLES):
             if name in variables:
                 raise InvalidRequest(
                     f"chat_template_kwargs must not set {name}: it has a parameter of its own",
                     param="chat_template_kwargs",
                 )
-        if not self._any_role:
-            check_roles(messages, self._roles)
-        turns, own, tools = self._with_tools(messages, tools)
+        if not self._allow_unknown_roles:
+            check_roles(messages, self._template_roles)
+        turns, has_tool_message, tools = self._normalize_with_tools(messages, tools)
         final = turns[-1]["content"] if turns else ""
         if continue_final_message:
             turns[-1]["content"] = final + CONTINUE_MARK
-        every: dict[str, Any] = {
+        all_variables: dict[str, Any] = {
             **variables,
             "documents": documents or None,
             "add_generation_prompt": add_generation_prompt,
         }
-        if not self._input.shows:
-            made = RenderedConversation(self._rendered(turns, tools, every))
+        if not self._input_format.shows_user_text:
+            rendered = RenderedConversation(self._render_template(turns, tools, all_variables))
         else:
-            conversation = Conversation(
-                units_of(turns, -own),
-                lambda written: self._rendered(written, tools, every),
+            conversation = ConversationRenderer(
+                split_into_units(turns, -has_tool_message),
+                lambda written: self._render_template(written, tools, all_variables),
                 tools=bool(tools),
                 prompt=None if continue_final_message else add_generation_prompt,
             )
-            made = conversation.rendered(self._adapter, adapts=self._adapts, lenient=self._lenient)
-        return replace(made, text=cut_at_mark(made.text, final)) if continue_final_message else made
+            rendered = conversation.render(
+                self._planner, adapt=self._adapt_conversations, allow_missing=self._allow_missing_texts
+            )
+        return (
+            replace(rendered, text=cut_at_continue_mark(rendered.text, final)) if continue_final_message else rendered
+        )
 
-    def write(
+    def render_unadapted(
         self,
         messages: Sequence[Message],
         *,
@@ -159,9 +163,9 @@ class ChatRenderer:
     ) -> str:
         """What the template makes of messages as they are, with the tools if it shows any. Raises InvalidRequest where
         it refuses them."""
-        turns = [normalize(message, text_arguments=self.shows.text_arguments) for message in messages]
-        tools = tools if self.shows.tools else None
-        return self._rendered(turns, tools, {"documents": None, "add_generation_prompt": add_generation_prompt})
+        turns = [normalize_message(message, text_arguments=self.capabilities.text_arguments) for message in messages]
+        tools = tools if self.capabilities.shows_tools else None
+        return self._render_template(turns, tools, {"documents": None, "add_generation_prompt": add_generation_prompt})
 
     def with_template(self, source: str) -> ChatRenderer:
         """A renderer with a caller's template instead of the model's. Raises InvalidRequest for invalid Jinja."""
@@ -169,104 +173,110 @@ class ChatRenderer:
             renderer = ChatRenderer(
                 {"default": source},
                 self._special_tokens,
-                any_role=self._any_role,
+                allow_unknown_roles=self._allow_unknown_roles,
                 variables=self._variables,
-                content=self._content,
-                adapts=self._adapts,
+                content_format=self._content_format,
+                adapt_conversations=self._adapt_conversations,
             )
         except ModelError as error:
             raise InvalidRequest(error.message, param="chat_template") from error
-        renderer._call = self._call
-        renderer._lenient = True  # what a caller's own template leaves out, it may leave out on purpose
+        renderer._call_format = self._call_format
+        renderer._allow_missing_texts = True  # what a caller's own template leaves out, it may leave out on purpose
         return renderer
 
-    def describing_tools(self, call: str, *, always: bool) -> ChatRenderer:
+    def with_described_tools(self, call_format: str, *, always: bool) -> ChatRenderer:
         """A renderer that describes tools in the system message where the template does not show them, or `always`.
 
-        `call`: how a call is to be written.
+        `call_format`: how a call is to be written.
         """
         renderer = copy(self)
-        renderer.__dict__.pop("_adapter", None)
-        renderer._call, renderer._describes = call, always
+        renderer.__dict__.pop("_planner", None)
+        renderer._call_format, renderer._always_describe_tools = call_format, always
         return renderer
 
     @cached_property
-    def shows(self) -> TemplateAbilities:
-        return abilities_of(
-            lambda turns, tools: self._tried(turns, tools, {}), tool_template="tool_use" in self._templates
+    def capabilities(self) -> TemplateCapabilities:
+        return detect_capabilities(
+            lambda turns, tools: self._try_render(turns, tools, {}), tool_template="tool_use" in self._templates
         )
 
     @cached_property
-    def _adapter(self) -> Adapter:
-        writer = Writer(self._call, self.shows.text_arguments)
-        return Adapter(self._probe, writer, text_results=self._describes and not self.shows.calls)
+    def _planner(self) -> ConversationPlanner:
+        writer = UnitWriter(self._call_format, self.capabilities.text_arguments)
+        return ConversationPlanner(
+            self._render_probe, writer, text_results=self._always_describe_tools and not self.capabilities.shows_calls
+        )
 
-    def _probe(self, messages: list[Message], tools: bool, prompt: bool) -> str | None:
-        shown = [probe_tool()] if tools else None
-        return self._tried(messages, shown, {"documents": None, "add_generation_prompt": prompt})
+    def _render_probe(self, messages: list[Message], tools: bool, prompt: bool) -> str | None:
+        probe_tools = [make_probe_tool()] if tools else None
+        return self._try_render(messages, probe_tools, {"documents": None, "add_generation_prompt": prompt})
 
-    def _tried(
+    def _try_render(
         self,
         messages: list[Message],
         tools: Sequence[dict[str, Any]] | None,
         variables: Mapping[str, Any],
-        form: TemplateInput | None = None,
+        input_format: TemplateInputFormat | None = None,
     ) -> str | None:
         """What the template makes of a short made-up conversation; None where it refuses it."""
-        if self._overruns >= MAX_OVERRUNS:
+        if self._num_overruns >= MAX_PROBE_OVERRUNS:
             return None
         try:
-            return self._rendered(messages, tools, variables, PROBE_STEPS, form)
+            return self._render_template(messages, tools, variables, MAX_PROBE_STEPS, input_format)
         except InvalidRequest as error:
-            self._overruns += isinstance(error.__cause__, TooManySteps)
+            self._num_overruns += isinstance(error.__cause__, TemplateStepLimitExceeded)
             return None
 
-    def _with_tools(
+    def _normalize_with_tools(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None
     ) -> tuple[list[Message], bool, Sequence[dict[str, Any]] | None]:
         """The messages with the tools that the template does not show described in them, whether that is a message of
         its own before them, and the tools that it is to show."""
         calls = bool(tools) or any(has_calls(message) or message.get("role") in RESULT_ROLES for message in messages)
-        turns = [normalize(each, text_arguments=calls and self.shows.text_arguments) for each in messages]
+        turns = [
+            normalize_message(each, text_arguments=calls and self.capabilities.text_arguments) for each in messages
+        ]
         if not tools:
             return turns, False, None
-        tools = with_descriptions(
-            tools, tool=not self.shows.undescribed, parameters=not self.shows.undescribed_parameters
+        tools = with_empty_descriptions(
+            tools, tool=not self.capabilities.undescribed_tools, parameters=not self.capabilities.undescribed_parameters
         )
-        if not self._describes and self.shows.tools:
+        if not self._always_describe_tools and self.capabilities.shows_tools:
             return turns, False, tools
-        whole = described(turns, tools, self._call)
-        return whole, len(whole) > len(turns), None
+        turns_with_tools = describe_tools(turns, tools, self._call_format)
+        return turns_with_tools, len(turns_with_tools) > len(turns), None
 
     @cached_property
-    def _input(self) -> TemplateInput:
-        if self._content == "auto":
-            return input_of(lambda form, turns: self._tried(turns, None, {}, form))
-        parts = self._content == "openai"
-        form = input_of(lambda form, turns: self._tried(turns, None, {}, replace(form, parts=parts)))
-        return replace(form, parts=parts)
+    def _input_format(self) -> TemplateInputFormat:
+        if self._content_format == "auto":
+            return detect_input_format(lambda form, turns: self._try_render(turns, None, {}, form))
+        parts = self._content_format == "openai"
+        form = detect_input_format(
+            lambda form, turns: self._try_render(turns, None, {}, replace(form, content_parts=parts))
+        )
+        return replace(form, content_parts=parts)
 
-    def _rendered(
+    def _render_template(
         self,
         turns: list[Message],
         tools: Sequence[dict[str, Any]] | None,
         variables: Mapping[str, Any],
-        steps: int = MAX_STEPS,
-        form: TemplateInput | None = None,
+        max_steps: int = MAX_STEPS,
+        input_format: TemplateInputFormat | None = None,
     ) -> str:
-        taken = (form or self._input).variables(turns, tools)
-        template = self._template(tools)
+        input_variables = (input_format or self._input_format).template_variables(turns, tools)
+        template = self._select_template(tools)
         try:
-            return self._environment.render(
+            return self._environment.render_template(
                 template,
                 {
                     **self._special_tokens,
-                    **taken,
+                    **input_variables,
                     **variables,
-                    "messages": ReadOnlyList(taken["messages"]),
-                    "tools": taken["tools"],
+                    "messages": ReadOnlyList(input_variables["messages"]),
+                    "tools": input_variables["tools"],
                 },
-                steps,
+                max_steps,
             )
         except jinja2.TemplateError as error:
             raise InvalidRequest(f"The chat template refused the messages: {error}", param="messages") from error
@@ -275,19 +285,19 @@ class ChatRenderer:
                 f"The chat template failed on these messages: {type(error).__name__}: {error}", param="messages"
             ) from error
 
-    def _try(self, name: str, template: jinja2.Template) -> None:
+    def _check_step_budget(self, name: str, template: jinja2.Template) -> None:
         """Raise ModelError for a template that exceeds its bounds with a short conversation; it may refuse that."""
         turns = [{"role": "user", "content": "Hi"}]
         others = {"messages": turns, "tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            self._environment.render(template, {**self._special_tokens, **others})
-        except TooManySteps as error:
+            self._environment.render_template(template, {**self._special_tokens, **others})
+        except TemplateStepLimitExceeded as error:
             raise ModelError(f"model: the chat template {name!r} cannot be rendered: {error}") from None
         except Exception:  # what it refuses now, it may take from a request
             return
 
-    def _template(self, tools: Sequence[dict[str, Any]] | None) -> jinja2.Template:
-        """The template to use: "tool_use" for a request with tools, if the model has one, else "default"."""
+    def _select_template(self, tools: Sequence[dict[str, Any]] | None) -> jinja2.Template:
+        """The template to use: "resolve_tool_use" for a request with tools, if the model has one, else "default"."""
         template = self._templates.get("tool_use") if tools else None
         template = template or self._templates.get("default")
         if template is None:
@@ -298,7 +308,7 @@ class ChatRenderer:
         return template
 
 
-def cut_at_mark(text: str, final: str) -> str:
+def cut_at_continue_mark(text: str, final: str) -> str:
     """The rendered text up to the end of its final message `final`, cut as by transformers' apply_chat_template.
 
     Raises InvalidRequest when the text does not contain the message unchanged.
@@ -329,7 +339,7 @@ class ReadOnlyList(list[Any]):
     """A list that a template may read and not change, as in transformers."""
 
 
-class Sandbox(BoundedEnvironment):
+class ChatTemplateSandbox(BoundedEnvironment):
     """transformers' environment, but a template may change lists of its own: Kimi K2's keeps calls' ids in one."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -337,11 +347,11 @@ class Sandbox(BoundedEnvironment):
         return own or super().is_safe_attribute(obj, attr, value)
 
 
-def _compile(environment: Sandbox, name: str, source: str) -> tuple[jinja2.Template, Set[str]]:
+def _compile_template(environment: ChatTemplateSandbox, name: str, source: str) -> tuple[jinja2.Template, Set[str]]:
     """The template, and the roles that it names."""
     try:
         tree = environment.parse(source)
-        roles = named_in(tree)  # before the compiler folds lists of literals into one
+        roles = find_string_literals(tree)  # before the compiler folds lists of literals into one
         return environment.from_string(tree), roles
     except jinja2.TemplateSyntaxError as error:
         raise ModelError(
@@ -351,9 +361,9 @@ def _compile(environment: Sandbox, name: str, source: str) -> tuple[jinja2.Templ
         raise ModelError(f"model: the chat template {name!r} is nested too deeply") from None
 
 
-def _environment() -> Sandbox:
+def _make_environment() -> ChatTemplateSandbox:
     extensions = [GenerationBlock, jinja2.ext.loopcontrols]
-    environment = Sandbox({"tojson": _tojson}, trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment = ChatTemplateSandbox({"tojson": _tojson}, trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment

@@ -13,14 +13,14 @@ from encodings import utf_8
 
 import msgspec
 
-from quire.engine.text.tokenizer import Scheme, Tokenizer, fallback_byte
+from quire.engine.text.tokenizer import DecoderType, Tokenizer, fallback_byte
 from quire.engine.types import EngineCoreOutput
 
-REPLACEMENT = "\ufffd"
+REPLACEMENT_CHARACTER = "\ufffd"
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """The text that a call of `TextStream.push` completed."""
+    """The text that a call of `IncrementalDetokenizer.push_tokens` completed."""
 
     text: str
     offsets: tuple[int, ...]
@@ -28,63 +28,63 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
 
     Tokens are given out in order, each with the delta that contains its first character, or else with the last delta.
     Tokens that begin after a stop string are never given out."""
-    used: int
+    num_used_ids: int
     """How many of the pushed ids belong to the answer: fewer than all only when a stop string was completed earlier."""
     stop_string: str | None = None
     """The stop string that ended the text. No more ids may be pushed then."""
 
 
-class StopStrings:
+class StopStringMatcher:
     """The first stop string that is completed, reading character by character, ends the text before it, or after it
     with `include`. If one character completes two of them, the longer one counts. Text that may turn out to be the
     beginning of one is held back until that is decided."""
 
     def __init__(self, stop: Sequence[str], *, include: bool) -> None:
-        self._stop = sorted(stop)
-        self._longest = max(map(len, stop), default=0)
-        self._include = include
+        self._stop_strings = sorted(stop)
+        self._max_stop_length = max(map(len, stop), default=0)
+        self._include_stop = include
         self.held_back = ""
         """Text that may be the beginning of a stop string."""
 
     def search(self, new_text: str) -> tuple[str, str | None]:
         """The text that can be given out, and the stop string that ended it, if any."""
         text = self.held_back + new_text
-        found: tuple[int, int, str] | None = None
-        for stop in self._stop:
+        earliest: tuple[int, int, str] | None = None
+        for stop in self._stop_strings:
             start = text.find(stop)
-            if start >= 0 and (found is None or (start + len(stop), start) < found[:2]):
-                found = (start + len(stop), start, stop)
-        if found is not None:
-            end, start, stop = found
+            if start >= 0 and (earliest is None or (start + len(stop), start) < earliest[:2]):
+                earliest = (start + len(stop), start, stop)
+        if earliest is not None:
+            end, start, stop = earliest
             self.held_back = ""
-            return text[: end if self._include else start], stop
-        ready = self._begins_stop(text)
+            return text[: end if self._include_stop else start], stop
+        ready = self._stop_prefix_start(text)
         self.held_back = text[ready:]
         return text[:ready], None
 
-    def finish(self) -> str:
+    def take_held_back(self) -> str:
         """The text that was held back: no more will come."""
         rest, self.held_back = self.held_back, ""
         return rest
 
-    def _begins_stop(self, text: str) -> int:
+    def _stop_prefix_start(self, text: str) -> int:
         """Where the longest suffix of `text` begins that is the beginning of a stop string; its length if none is."""
-        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+        for start in range(max(0, len(text) - self._max_stop_length + 1), len(text)):
             suffix = text[start:]
-            at = bisect_left(self._stop, suffix)  # What begins with the suffix sorts right after it.
-            if at < len(self._stop) and self._stop[at].startswith(suffix):
+            at = bisect_left(self._stop_strings, suffix)  # What begins with the suffix sorts right after it.
+            if at < len(self._stop_strings) and self._stop_strings[at].startswith(suffix):
                 return start
         return len(text)
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """Turns the ids of one answer into text deltas.
 
     For ids that encode valid text, the concatenated deltas equal `tokenizer.decode(prompt_ids + ids)` without the
     prompt's part; without prompt ids they equal `tokenizer.decode(ids)`. A character that is unfinished when the answer
     ends is shown as U+FFFD.
 
-    Stop strings end the text as StopStrings says. The text of the first `min_tokens` tokens is not searched.
+    Stop strings end the text as StopStringMatcher says. The text of the first `min_tokens` tokens is not searched.
     """
 
     def __init__(
@@ -102,43 +102,43 @@ class TextStream:
         """`shown_ids` are special tokens that are shown even with `skip_special_tokens`. offsets=False: they are not
         needed, and deltas have none."""
         self._decoder = make_decoder(tokenizer, prompt_ids, skip_special_tokens, shown_ids)
-        self._stops = StopStrings(stop, include=include_stop) if stop else None
+        self._stop_matcher = StopStringMatcher(stop, include=include_stop) if stop else None
         self._include_stop = include_stop
         self._unsearched_tokens = min_tokens
         """Tokens still to come whose text is not searched for stop strings."""
-        self._emitted = 0
+        self._num_emitted = 0
         """Characters given out."""
-        self._decoded = 0
+        self._num_decoded = 0
         """Characters decoded: those given out and those held back."""
-        self._starts: deque[int] | None = deque() if offsets else None
+        self._pending_starts: deque[int] | None = deque() if offsets else None
         """Where the tokens begin that have not been given out, in characters of the whole text."""
 
-    def push(self, ids: Sequence[int], final: bool = False) -> TextDelta:
+    def push_tokens(self, ids: Sequence[int], final: bool = False) -> TextDelta:
         """Add ids; `final` gives out what was held back. Do not call it again after `final` or after a stop string."""
         text = ""
         for used, token_id in enumerate(ids, 1):
-            new_text = self._decoder.feed(token_id)
-            if self._starts is not None:
-                self._starts.append(self._decoded)
-                self._decoded += len(new_text)
-            if self._stops is None:
+            new_text = self._decoder.feed_token(token_id)
+            if self._pending_starts is not None:
+                self._pending_starts.append(self._num_decoded)
+                self._num_decoded += len(new_text)
+            if self._stop_matcher is None:
                 text += new_text
             elif self._unsearched_tokens > 0:
                 self._unsearched_tokens -= 1
                 text += new_text
             elif new_text:
-                ready, stop_string = self._stops.search(new_text)
+                ready, stop_string = self._stop_matcher.search(new_text)
                 text += ready
                 if stop_string is not None:
-                    return self._delta(text, used, stop_string=stop_string)
+                    return self._make_delta(text, used, stop_string=stop_string)
         if final:
-            rest = self._decoder.flush()
-            self._decoded += len(rest)
-            ready, stop_string = (rest, None) if self._stops is None else self._stops.search(rest)
+            rest = self._decoder.flush_text()
+            self._num_decoded += len(rest)
+            ready, stop_string = (rest, None) if self._stop_matcher is None else self._stop_matcher.search(rest)
             if stop_string is not None:
-                return self._delta(text + ready, len(ids), stop_string=stop_string)
-            text += ready if self._stops is None else ready + self._stops.finish()
-        return self._delta(text, len(ids), final=final)
+                return self._make_delta(text + ready, len(ids), stop_string=stop_string)
+            text += ready if self._stop_matcher is None else ready + self._stop_matcher.take_held_back()
+        return self._make_delta(text, len(ids), final=final)
 
     def push_output(self, output: EngineCoreOutput) -> TextDelta:
         """Add an engine's output.
@@ -147,44 +147,48 @@ class TextStream:
         and is not given out, unless `include_stop` is set.
         """
         if output.finish_reason is None:
-            return self.push(output.new_ids)
+            return self.push_tokens(output.new_ids)
         if output.finish_reason != "stop" or self._include_stop or not output.new_ids:
-            return self.push(output.new_ids, final=True)
-        delta = self.push(output.new_ids[:-1], final=True)
-        return delta if delta.stop_string is not None else msgspec.structs.replace(delta, used=delta.used + 1)
+            return self.push_tokens(output.new_ids, final=True)
+        delta = self.push_tokens(output.new_ids[:-1], final=True)
+        return (
+            delta
+            if delta.stop_string is not None
+            else msgspec.structs.replace(delta, num_used_ids=delta.num_used_ids + 1)
+        )
 
-    def _delta(self, text: str, used: int, final: bool = False, stop_string: str | None = None) -> TextDelta:
-        if self._starts is None:
+    def _make_delta(self, text: str, used: int, final: bool = False, stop_string: str | None = None) -> TextDelta:
+        if self._pending_starts is None:
             return TextDelta(text, (), used, stop_string)
-        self._emitted += len(text)
-        starts, offsets = self._starts, []
-        while starts and (final or starts[0] < self._emitted):
+        self._num_emitted += len(text)
+        starts, offsets = self._pending_starts, []
+        while starts and (final or starts[0] < self._num_emitted):
             offsets.append(starts.popleft())
         return TextDelta(text, tuple(offsets), used, stop_string)
 
 
 def make_decoder(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool, shown_ids: frozenset[int] = frozenset()
-) -> Decoder:
+) -> TokenDecoder:
     """The decoder for the tokenizer's scheme, for ids that follow `prompt_ids`."""
-    skip = tokenizer.special_ids - shown_ids if skip_special_tokens else frozenset()
-    if tokenizer.scheme is Scheme.BYTE_LEVEL:
-        return ByteLevelDecoder(tokenizer, skip, begun_character(tokenizer, prompt_ids))
-    if tokenizer.scheme is Scheme.SENTENCE_PIECE:
+    skip = tokenizer.special_token_ids - shown_ids if skip_special_tokens else frozenset()
+    if tokenizer.decoder_type is DecoderType.BYTE_LEVEL:
+        return ByteLevelDecoder(tokenizer, skip, partial_character(tokenizer, prompt_ids))
+    if tokenizer.decoder_type is DecoderType.SENTENCE_PIECE:
         at_start = all(token_id in skip for token_id in prompt_ids)
         strip = at_start and tokenizer.strips_first_space
-        return SentencePieceDecoder(tokenizer, skip, strip, begun_character(tokenizer, prompt_ids))
+        return SentencePieceDecoder(tokenizer, skip, strip, partial_character(tokenizer, prompt_ids))
     return WindowDecoder(tokenizer, prompt_ids, skip)
 
 
-def begun_character(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
+def partial_character(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
     """The bytes at the end of a prompt that begin a character whose other bytes the answer may bring."""
-    sentence_piece, tail = tokenizer.scheme is Scheme.SENTENCE_PIECE, b""
-    for token_id in reversed(ids[-_MOST_BEGUN:]):
-        if sentence_piece and fallback_byte(tokenizer.token(token_id) or "") is None:
+    sentence_piece, tail = tokenizer.decoder_type is DecoderType.SENTENCE_PIECE, b""
+    for token_id in reversed(ids[-_MAX_PARTIAL_BYTES:]):
+        if sentence_piece and fallback_byte(tokenizer.id_to_token(token_id) or "") is None:
             break
         tail = tokenizer.token_bytes(token_id) + tail
-    for size in range(min(_MOST_BEGUN, len(tail)), 0, -1):
+    for size in range(min(_MAX_PARTIAL_BYTES, len(tail)), 0, -1):
         try:
             tail[-size:].decode()
         except UnicodeDecodeError as error:
@@ -193,47 +197,51 @@ def begun_character(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
     return b""
 
 
-def without_begun(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> str:
+def without_partial_character(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> str:
     """A prompt's text that an answer goes on with, which brings the whole of a character that the prompt begins."""
-    begun = begun_character(tokenizer, ids)
-    for count in range(len(begun), 0, -1):
-        if text.endswith(REPLACEMENT * count):
+    partial = partial_character(tokenizer, ids)
+    for count in range(len(partial), 0, -1):
+        if text.endswith(REPLACEMENT_CHARACTER * count):
             return text[:-count]
     return text
 
 
-_MOST_BEGUN = 3
+_MAX_PARTIAL_BYTES = 3
 """Bytes of a character that lacks some."""
 
 
 class ByteLevelDecoder:
     """For tokens that are byte strings: joined, they are UTF-8 text."""
 
-    def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], begun: bytes = b"") -> None:
-        """begun: as begun_character has it. Where the answer does not complete it, it has no part in the answer."""
+    def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], partial: bytes = b"") -> None:
+        """begun: as partial_character has it. Where the answer does not complete it, it has no part in the answer."""
         self._token_bytes = tokenizer.token_bytes
-        self._skip = skip
-        self._utf8 = utf_8.IncrementalDecoder("replace")
-        self._begun = begun
+        self._skip_ids = skip
+        self._utf8_decoder = utf_8.IncrementalDecoder("replace")
+        self._partial = partial
 
-    def feed(self, token_id: int) -> str:
-        if token_id in self._skip:
+    def feed_token(self, token_id: int) -> str:
+        if token_id in self._skip_ids:
             return ""
-        read = self._token_bytes(token_id)
-        if self._begun and read:
-            read = self._begun + read if _continues(self._begun, read) else read
-            self._begun = b""
+        new_bytes = self._token_bytes(token_id)
+        if self._partial and new_bytes:
+            new_bytes = self._partial + new_bytes if _continues_character(self._partial, new_bytes) else new_bytes
+            self._partial = b""
         # The codec takes several times as long, and has nothing to remember here.
-        return read.decode() if read.isascii() and not self._utf8.buffer else self._utf8.decode(read)
+        return (
+            new_bytes.decode()
+            if new_bytes.isascii() and not self._utf8_decoder.buffer
+            else self._utf8_decoder.decode(new_bytes)
+        )
 
-    def flush(self) -> str:
-        return self._utf8.decode(b"", final=True)
+    def flush_text(self) -> str:
+        return self._utf8_decoder.decode(b"", final=True)
 
 
-def _continues(begun: bytes, read: bytes) -> bool:
+def _continues_character(partial: bytes, new_bytes: bytes) -> bool:
     """True if the next byte may belong to the character."""
     try:
-        (begun + read[:1]).decode()
+        (partial + new_bytes[:1]).decode()
     except UnicodeDecodeError as error:
         return error.reason == "unexpected end of data"
     return True
@@ -246,29 +254,31 @@ class SentencePieceDecoder:
     are given out as soon as they are complete, so only the part of a run from its first wrong byte on becomes U+FFFD.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], strip_space: bool, begun: bytes = b"") -> None:
+    def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], strip_space: bool, partial: bytes = b"") -> None:
         """begun: as in ByteLevelDecoder."""
         self._tokenizer = tokenizer
-        self._skip = skip
+        self._skip_ids = skip
         self._strip_space = strip_space
-        self._begun = begun
-        self._run = b""
+        self._partial = partial
+        self._byte_run = b""
         """Bytes of a character whose other bytes have not arrived."""
         self._run_is_invalid = False
         """Whether the current run of byte tokens has had a byte that is not valid UTF-8."""
 
-    def feed(self, token_id: int) -> str:
-        if token_id in self._skip:
+    def feed_token(self, token_id: int) -> str:
+        if token_id in self._skip_ids:
             return ""
-        token = self._tokenizer.token(token_id)
+        token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return ""
-        if self._begun:
+        if self._partial:
             byte = self._tokenizer.token_bytes(token_id)
-            self._run = self._begun if fallback_byte(token) is not None and _continues(self._begun, byte) else b""
-            self._begun = b""
+            self._byte_run = (
+                self._partial if fallback_byte(token) is not None and _continues_character(self._partial, byte) else b""
+            )
+            self._partial = b""
         if fallback_byte(token) is None:
-            text = self.flush() + self._tokenizer.token_bytes(token_id).decode()
+            text = self.flush_text() + self._tokenizer.token_bytes(token_id).decode()
         else:
             text = self._feed_byte(self._tokenizer.token_bytes(token_id))
         if self._strip_space and text:
@@ -278,21 +288,21 @@ class SentencePieceDecoder:
 
     def _feed_byte(self, byte: bytes) -> str:
         if self._run_is_invalid:
-            return REPLACEMENT
-        self._run += byte
+            return REPLACEMENT_CHARACTER
+        self._byte_run += byte
         try:
-            text = self._run.decode()
+            text = self._byte_run.decode()
         except UnicodeDecodeError as error:
             if error.reason == "unexpected end of data":
                 return ""
             self._run_is_invalid = True
-            text = REPLACEMENT * len(self._run)
-        self._run = b""
+            text = REPLACEMENT_CHARACTER * len(self._byte_run)
+        self._byte_run = b""
         return text
 
-    def flush(self) -> str:
-        rest = REPLACEMENT * len(self._run)
-        self._run, self._run_is_invalid = b"", False
+    def flush_text(self) -> str:
+        rest = REPLACEMENT_CHARACTER * len(self._byte_run)
+        self._byte_run, self._run_is_invalid = b"", False
         return rest
 
 
@@ -303,57 +313,59 @@ class WindowDecoder:
     starts where a character starts, so no decoding begins in the middle of one.
     """
 
-    CONTEXT = 6
+    PROMPT_CONTEXT_TOKENS = 6
     """Prompt ids that the first window contains, because a token's text can depend on the tokens before it."""
-    MAX_PENDING = 8
+    MAX_PENDING_TOKENS = 8
     """Ids that may be held back for the rest of a character; no character takes more."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip
-        self._ids = [token_id for token_id in prompt_ids[-self.CONTEXT :] if token_id not in skip]
+        self._skip_ids = skip
+        self._window_ids = [token_id for token_id in prompt_ids[-self.PROMPT_CONTEXT_TOKENS :] if token_id not in skip]
         """The window."""
-        self._shown = len(self._ids)
+        self._num_shown = len(self._window_ids)
         """How many of them have been given out as text."""
-        self._begun = self._take_back_begun()
+        self._partial = self._take_back_partial()
         """What the prompt shows of a character that it only begins, which has no part in the answer."""
 
-    def feed(self, token_id: int) -> str:
-        if token_id in self._skip:
+    def feed_token(self, token_id: int) -> str:
+        if token_id in self._skip_ids:
             return ""
-        self._ids.append(token_id)
-        text = self._new_text()
-        if text.endswith(REPLACEMENT) and len(self._ids) - self._shown < self.MAX_PENDING:
+        self._window_ids.append(token_id)
+        text = self._decode_new()
+        if text.endswith(REPLACEMENT_CHARACTER) and len(self._window_ids) - self._num_shown < self.MAX_PENDING_TOKENS:
             return ""
         if text:
-            self._ids = self._ids[self._shown :]
-            self._shown = len(self._ids)
-        return self._without_begun(text)
+            self._window_ids = self._window_ids[self._num_shown :]
+            self._num_shown = len(self._window_ids)
+        return self._strip_partial(text)
 
-    def flush(self) -> str:
-        rest = self._new_text()
-        self._shown = len(self._ids)
-        return self._without_begun(rest)
+    def flush_text(self) -> str:
+        rest = self._decode_new()
+        self._num_shown = len(self._window_ids)
+        return self._strip_partial(rest)
 
-    def _take_back_begun(self) -> str:
-        shown = self._shown
-        while self._shown > max(0, shown - _MOST_BEGUN) and self._decoded(self._shown).endswith(REPLACEMENT):
-            self._shown -= 1
-        return self._decoded(shown)[len(self._decoded(self._shown)) :]
+    def _take_back_partial(self) -> str:
+        shown = self._num_shown
+        while self._num_shown > max(0, shown - _MAX_PARTIAL_BYTES) and self._decode_first(self._num_shown).endswith(
+            REPLACEMENT_CHARACTER
+        ):
+            self._num_shown -= 1
+        return self._decode_first(shown)[len(self._decode_first(self._num_shown)) :]
 
-    def _without_begun(self, text: str) -> str:
-        begun = self._begun
+    def _strip_partial(self, text: str) -> str:
+        partial = self._partial
         if text:
-            self._begun = ""
-        return text.removeprefix(begun)
+            self._partial = ""
+        return text.removeprefix(partial)
 
-    def _decoded(self, count: int) -> str:
-        return self._tokenizer.decode(self._ids[:count], skip_special_tokens=False)
+    def _decode_first(self, count: int) -> str:
+        return self._tokenizer.decode(self._window_ids[:count], skip_special_tokens=False)
 
-    def _new_text(self) -> str:
-        before = self._tokenizer.decode(self._ids[: self._shown], skip_special_tokens=False)
-        return self._tokenizer.decode(self._ids, skip_special_tokens=False)[len(before) :]
+    def _decode_new(self) -> str:
+        before = self._tokenizer.decode(self._window_ids[: self._num_shown], skip_special_tokens=False)
+        return self._tokenizer.decode(self._window_ids, skip_special_tokens=False)[len(before) :]
 
 
-Decoder = ByteLevelDecoder | SentencePieceDecoder | WindowDecoder
+TokenDecoder = ByteLevelDecoder | SentencePieceDecoder | WindowDecoder
 """Decodes ids one by one: `feed` returns the text that one more id completes, `flush` what is left at the end."""

@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from quire.engine.errors import InvalidRequest, ModelError
-from quire.engine.folder import open_file
-from quire.engine.gguf.files import ModelFiles
-from quire.engine.text.patterns import check_growth, check_patterns, panicked
+from quire.engine.folder_reader import open_file
+from quire.engine.gguf.model_files import ModelFiles
 from quire.engine.text.tokenizer_files import (
-    CONFIG_BYTES,
-    TOKENIZER_BYTES,
-    given_template,
+    MAX_CONFIG_BYTES,
+    MAX_TOKENIZER_BYTES,
+    load_chat_template,
     read_chat_templates,
-    read_end_tokens,
-    read_object,
+    read_config_object,
+    read_eos_token_ids,
     read_special_tokens,
 )
+from quire.engine.text.tokenizer_safety import check_normalizer_growth, check_regexes, is_rust_panic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 SPACE_MARK = "\u2581"
 """The character that SentencePiece writes for a space."""
 log = logging.getLogger("quire.engine")
-MANY_ADDED_TOKENS = 200_000
-_ADDED_TOKEN_SECONDS = 13e-6
+ADDED_TOKENS_WARNING_THRESHOLD = 200_000
+_SECONDS_PER_ADDED_TOKEN = 13e-6
 """Measured: three million took 40 s."""
-_UNUSED_IDS = 65_536
+_MAX_UNUSED_IDS = 65_536
 """How many ids a vocabulary may leave out, beside as many as it has."""
-_OTHER_FILES = ("*.model", "tokenizer.*", "vocab.*", "*.tiktoken", "tekken.json")
+_CONVERTIBLE_FILES = ("*.model", "tokenizer.*", "vocab.*", "*.tiktoken", "tekken.json")
 """What transformers makes tokenizers from."""
-_TRIED = "A text, with 1 number\n\tand é."
-_SHOWN = 300
+_PROBE_TEXT = "A text, with 1 number\n\tand é."
+_MAX_ERROR_CHARACTERS = 300
 """Characters of the library's message that an error shows."""
 
 
-class Scheme(Enum):
+class DecoderType(Enum):
     """How a vocabulary's token strings become text. The tokenizer's decoder settings tell which scheme it uses."""
 
     BYTE_LEVEL = "byte_level"
@@ -79,26 +79,28 @@ class Tokenizer:
         self.backend = backend
         self.config = dict(config or {})
         """The content of tokenizer_config.json."""
-        self._lacking = None if model_vocab_size is None or self.highest_id < model_vocab_size else model_vocab_size
+        self._first_missing_id = (
+            None if model_vocab_size is None or self.max_token_id < model_vocab_size else model_vocab_size
+        )
         """Ids from this one on are the tokenizer's alone; None where the model has all of them, as is usual."""
         self.special_tokens = dict(special_tokens)
         """By role (bos_token, eos_token, …): the variables that chat templates can use."""
         self.chat_templates = dict(chat_templates)
         """Jinja sources by name; the usual one is "default"."""
-        self.bos_token_id, self.pad_token_id = self._id_of("bos_token"), self._id_of("pad_token")
-        eos = self._id_of("eos_token")
-        own = () if eos is None else (eos,)
-        self.eos_token_ids = own if eos_token_ids is None else tuple(eos_token_ids)
-        self.special_ids = frozenset(
+        self.bos_token_id, self.pad_token_id = self._special_token_id("bos_token"), self._special_token_id("pad_token")
+        eos = self._special_token_id("eos_token")
+        default_eos_ids = () if eos is None else (eos,)
+        self.eos_token_ids = default_eos_ids if eos_token_ids is None else tuple(eos_token_ids)
+        self.special_token_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
-        self.scheme, self.strips_first_space = _read_decoder(backend)
-        self._special = _special_pattern(backend, self.special_ids)
-        self._bytes: dict[int, bytes] = {}
-        self._texts: dict[int, str] = {}
+        self.decoder_type, self.strips_first_space = _read_decoder(backend)
+        self._special_token_pattern = _make_token_pattern(backend, self.special_token_ids)
+        self._bytes_cache: dict[int, bytes] = {}
+        self._text_cache: dict[int, str] = {}
 
     @classmethod
-    def load(
+    def from_pretrained(
         cls,
         path: str | Path,
         chat_template: str | None = None,
@@ -114,40 +116,40 @@ class Tokenizer:
         """
         path = Path(path)
         files = ModelFiles(path)
-        config = read_object(files, "tokenizer_config.json")
+        config = read_config_object(files, "tokenizer_config.json")
         # Some models have an empty one, which transformers does not mind.
-        empty = files.bytes("special_tokens_map.json", CONFIG_BYTES, may_be_empty=True) == b""
-        special_map = {} if empty else read_object(files, "special_tokens_map.json")
+        empty = files.read_file_bytes("special_tokens_map.json", MAX_CONFIG_BYTES, may_be_empty=True) == b""
+        special_map = {} if empty else read_config_object(files, "special_tokens_map.json")
         special_tokens = read_special_tokens(special_map) | read_special_tokens(config)
-        content = files.bytes("tokenizer.json", TOKENIZER_BYTES)
-        with _explained(path.name if content is None else files.label("tokenizer.json")):
+        content = files.read_file_bytes("tokenizer.json", MAX_TOKENIZER_BYTES)
+        with _wrap_library_errors(path.name if content is None else files.file_label("tokenizer.json")):
             if content is None:
-                backend = _load_by_transformers(path)
+                backend = _load_with_transformers(path)
             else:
-                warn_of_added_tokens(content, files.label("tokenizer.json"))
+                warn_if_many_added_tokens(content, files.file_label("tokenizer.json"))
                 backend = tokenizers.Tokenizer.from_buffer(content)
                 _add_missing_tokens(backend, config, special_tokens)
         backend.no_truncation()
         backend.no_padding()
-        check_growth(backend)
-        check_patterns(backend)
+        check_normalizer_growth(backend)
+        check_regexes(backend)
         # Some parts that contradict each other show with the first text only.
-        with _explained(files.label("tokenizer.json")):
-            backend.decode(backend.encode(_TRIED).ids)
-        templates = read_chat_templates(files, config) if chat_template is None else given_template(chat_template)
+        with _wrap_library_errors(files.file_label("tokenizer.json")):
+            backend.decode(backend.encode(_PROBE_TEXT).ids)
+        templates = read_chat_templates(files, config) if chat_template is None else load_chat_template(chat_template)
         tokenizer = cls(
             backend,
             special_tokens=special_tokens,
             chat_templates=templates,
-            eos_token_ids=read_end_tokens(files, chat_template=chat_template)
+            eos_token_ids=read_eos_token_ids(files, chat_template=chat_template)
             if eos_token_ids is None
             else eos_token_ids,
             config=config,
             model_vocab_size=model_vocab_size,
         )
-        if tokenizer.highest_id > 2 * tokenizer.vocab_size + _UNUSED_IDS:  # grammars have a bit for each id
+        if tokenizer.max_token_id > 2 * tokenizer.vocab_size + _MAX_UNUSED_IDS:  # grammars have a bit for each id
             raise ModelError(
-                f"model: tokenizer.json: one of its {tokenizer.vocab_size} tokens has the id {tokenizer.highest_id}"
+                f"model: tokenizer.json: one of its {tokenizer.vocab_size} tokens has the id {tokenizer.max_token_id}"
             )
         return tokenizer
 
@@ -157,7 +159,7 @@ class Tokenizer:
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     @cached_property
-    def highest_id(self) -> int:
+    def max_token_id(self) -> int:
         """Of all tokens, added ones included; -1 if there are none. Takes a tenth of a second for 150,000 tokens."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
@@ -169,7 +171,7 @@ class Tokenizer:
         """Token ids of each text. Raises InvalidRequest for a text with a token that the model lacks, and for one on
         which the library fails."""
         encodings = self.encodings(texts, add_special_tokens=add_special_tokens)
-        return [self.known(encoding.ids) for encoding in encodings]
+        return [self.check_token_ids(encoding.ids) for encoding in encodings]
 
     def encodings(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[tokenizers.Encoding]:
         """What the library makes of each text. Raises InvalidRequest for one on which it fails."""
@@ -178,73 +180,75 @@ class Tokenizer:
         except TypeError:
             raise InvalidRequest("a text has half a character (a surrogate) in it", param="prompt") from None
         except BaseException as error:
-            if not panicked(error):
+            if not is_rust_panic(error):
                 raise
             raise InvalidRequest("the tokenizer fails on this text", param="prompt") from None
 
-    def known(self, ids: list[int]) -> list[int]:
+    def check_token_ids(self, ids: list[int]) -> list[int]:
         """The ids; raises InvalidRequest for one that the model lacks, which would end the engine."""
-        if self._lacking is not None and ids and (highest := max(ids)) >= self._lacking:
-            message = f"the text has the token {self.token(highest)!r}, which the model has no embedding for"
+        if self._first_missing_id is not None and ids and (highest := max(ids)) >= self._first_missing_id:
+            message = f"the text has the token {self.id_to_token(highest)!r}, which the model has no embedding for"
             raise InvalidRequest(message, param="prompt")
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def for_transformers(self) -> PreTrainedTokenizerFast:
+    def to_transformers(self) -> PreTrainedTokenizerFast:
         """The same tokenizer as transformers has it, chat template included."""
         from transformers import PreTrainedTokenizerFast
 
-        made = PreTrainedTokenizerFast(tokenizer_object=self.backend, **self.special_tokens)
-        made.chat_template = self.chat_templates.get("default") if len(self.chat_templates) < 2 else self.chat_templates
-        return made
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=self.backend, **self.special_tokens)
+        tokenizer.chat_template = (
+            self.chat_templates.get("default") if len(self.chat_templates) < 2 else self.chat_templates
+        )
+        return tokenizer
 
-    def special_parts(self, text: str) -> list[tuple[str, int | None]]:
+    def split_at_special_tokens(self, text: str) -> list[tuple[str, int | None]]:
         """The text cut at special tokens: each part with its token's id, or with None for text between."""
-        parts = self._special.split(text) if self._special is not None else [text]
+        parts = self._special_token_pattern.split(text) if self._special_token_pattern is not None else [text]
         ids = [self.backend.token_to_id(part) if index % 2 else None for index, part in enumerate(parts)]
         return [(part, token_id) for part, token_id in zip(parts, ids, strict=True) if part]
 
     @cached_property
-    def added_pattern(self) -> re.Pattern[str] | None:
+    def added_token_pattern(self) -> re.Pattern[str] | None:
         """Matches any token that the library finds in a text before all others, such as `<|im_end|>`."""
-        return _special_pattern(self.backend, self.backend.get_added_tokens_decoder())
+        return _make_token_pattern(self.backend, self.backend.get_added_tokens_decoder())
 
-    def token(self, token_id: int) -> str | None:
+    def id_to_token(self, token_id: int) -> str | None:
         """The vocabulary's string for an id, such as `Ġhello` or `▁hello`; None for an id outside the vocabulary."""
         return self.backend.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds in the middle of a text; empty for an id outside the vocabulary."""
-        cached = self._bytes.get(token_id)
+        cached = self._bytes_cache.get(token_id)
         if cached is None:
-            cached = self._bytes[token_id] = self._decode_token(self.token(token_id) or "")
+            cached = self._bytes_cache[token_id] = self._token_string_bytes(self.id_to_token(token_id) or "")
         return cached
 
     def token_text(self, token_id: int) -> str:
         r"""A single token as shown in logprobs; a part of a character is written as OpenAI does: `\xe2\x82`."""
-        cached = self._texts.get(token_id)
+        cached = self._text_cache.get(token_id)
         if cached is None:
             raw = self.token_bytes(token_id)
             try:
                 cached = raw.decode()
             except UnicodeDecodeError:
                 cached = "".join(f"\\x{byte:02x}" for byte in raw)
-            self._texts[token_id] = cached
+            self._text_cache[token_id] = cached
         return cached
 
-    def _decode_token(self, token: str) -> bytes:
+    def _token_string_bytes(self, token: str) -> bytes:
         """The bytes that a vocabulary string stands for."""
-        if self.scheme is Scheme.BYTE_LEVEL:
-            values = [BYTE_OF_CHARACTER.get(character) for character in token]
+        if self.decoder_type is DecoderType.BYTE_LEVEL:
+            values = [BYTE_DECODER.get(character) for character in token]
             # If a token has a character outside of GPT-2's map (mostly an added token), the library takes all of it as
             # plain text.
             return token.encode() if None in values else bytes(value for value in values if value is not None)
         byte = fallback_byte(token)
         return token.replace(SPACE_MARK, " ").encode() if byte is None else bytes([byte])
 
-    def _id_of(self, role: str) -> int | None:
+    def _special_token_id(self, role: str) -> int | None:
         token = self.special_tokens.get(role)
         return None if token is None else self.backend.token_to_id(token)
 
@@ -259,7 +263,7 @@ def fallback_byte(token: str) -> int | None:
     return None
 
 
-def _bytes_as_characters() -> dict[str, int]:
+def _make_byte_decoder() -> dict[str, int]:
     """GPT-2's map from characters to bytes (Radford et al., 2019).
 
     Printable bytes are written as themselves, the others as characters from U+0100 on.
@@ -269,53 +273,55 @@ def _bytes_as_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-BYTE_OF_CHARACTER = _bytes_as_characters()
+BYTE_DECODER = _make_byte_decoder()
 
 
-def _special_pattern(backend: tokenizers.Tokenizer, special_ids: Iterable[int]) -> re.Pattern[str] | None:
+def _make_token_pattern(backend: tokenizers.Tokenizer, token_ids: Iterable[int]) -> re.Pattern[str] | None:
     """Matches any special token, the longest that fits."""
-    tokens = [backend.id_to_token(token_id) for token_id in special_ids]
+    tokens = [backend.id_to_token(token_id) for token_id in token_ids]
     ordered = sorted((token for token in tokens if token), key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, ordered))})") if ordered else None
 
 
-def _read_decoder(backend: tokenizers.Tokenizer) -> tuple[Scheme, bool]:
+def _read_decoder(backend: tokenizers.Tokenizer) -> tuple[DecoderType, bool]:
     """Returns the scheme, and whether decoding drops the first space of a text."""
     if backend.decoder is None:
-        return Scheme.OTHER, False
+        return DecoderType.OTHER, False
     state = json.loads(backend.decoder.__getstate__())
     steps = state["decoders"] if state["type"] == "Sequence" else [state]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        return Scheme.BYTE_LEVEL, False
+        return DecoderType.BYTE_LEVEL, False
     if kinds[:3] == ["Replace", "ByteFallback", "Fuse"]:
         space = steps[0]["pattern"] == {"String": SPACE_MARK} and steps[0]["content"] == " "
         strip = steps[3:] == [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]
         if space and (strip or not steps[3:]):
-            return Scheme.SENTENCE_PIECE, strip
-    return Scheme.OTHER, False
+            return DecoderType.SENTENCE_PIECE, strip
+    return DecoderType.OTHER, False
 
 
 @contextmanager
-def _explained(name: str) -> Iterator[None]:
+def _wrap_library_errors(name: str) -> Iterator[None]:
     """The library raises no narrower type than Exception, and where its Rust code panics one that is not even that."""
     try:
         yield
     except ModelError:
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and not panicked(error):
+        if not isinstance(error, Exception) and not is_rust_panic(error):
             raise
-        text = " ".join(str(error).removeprefix("Cannot instantiate Tokenizer from buffer: ").split())[:_SHOWN]
+        text = " ".join(str(error).removeprefix("Cannot instantiate Tokenizer from buffer: ").split())[
+            :_MAX_ERROR_CHARACTERS
+        ]
         raise ModelError(f"model: {name}: cannot read the tokenizer: {text}") from error
 
 
-def warn_of_added_tokens(content: bytes, name: str) -> None:
+def warn_if_many_added_tokens(content: bytes, name: str) -> None:
     """Say before tokenizer.json is read that this will take long: the library takes longer for an added token than for
     any other."""
     count = content.count(b'"single_word"')  # a field of each
-    if count >= MANY_ADDED_TOKENS:
-        seconds = count * _ADDED_TOKEN_SECONDS
+    if count >= ADDED_TOKENS_WARNING_THRESHOLD:
+        seconds = count * _SECONDS_PER_ADDED_TOKEN
         log.warning("%s has %s added tokens: reading them takes some %.0f s", name, f"{count:,}", seconds)
 
 
@@ -352,9 +358,9 @@ def _add_missing_tokens(
 ADDED_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
 
-def _load_by_transformers(path: Path) -> tokenizers.Tokenizer:
+def _load_with_transformers(path: Path) -> tokenizers.Tokenizer:
     """Let transformers convert other tokenizer files, such as SentencePiece's tokenizer.model."""
-    others = [file for pattern in _OTHER_FILES for file in path.glob(pattern)]
+    others = [file for pattern in _CONVERTIBLE_FILES for file in path.glob(pattern)]
     for file in others:
         if (opened := open_file(file)) is not None:
             opened.close()

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, Required, TypedDict
 import msgspec
 
 from quire.engine.errors import ConfigError, InvalidRequest, ModelError
-from quire.engine.folder import MIB, checked, decoded, read_text
-from quire.engine.gguf.files import ModelFiles
-from quire.engine.gguf.tokenizer import HARMONY_ENDS
+from quire.engine.folder_reader import MIB, decode_json, read_text, validate_json
+from quire.engine.gguf.hf_tokenizer import HARMONY_END_TOKENS
+from quire.engine.gguf.model_files import ModelFiles
 
 if TYPE_CHECKING:
     from quire.engine.text.chat_template import ChatRenderer
 
 MAX_TEMPLATE_BYTES = 256 * 1024
 """Of a chat template. Models' have some 10 KB; to compile this many takes seconds."""
-CONFIG_BYTES = 16 * MIB
-TOKENIZER_BYTES = 256 * MIB
+MAX_CONFIG_BYTES = 16 * MIB
+MAX_TOKENIZER_BYTES = 256 * MIB
 
 
 class _AddedToken(TypedDict, total=False):
@@ -36,46 +36,50 @@ class _NamedTemplate(TypedDict):
     template: str
 
 
-_Special = _AddedToken | str | None
+_SpecialToken = _AddedToken | str | None
 
 
-class _Fields(TypedDict, total=False):
+class _TokenizerConfigFields(TypedDict, total=False):
     """What is read of tokenizer_config.json, special_tokens_map.json and chat_template.json, beside other entries named
     `…_token`."""
 
-    bos_token: _Special
-    eos_token: _Special
-    unk_token: _Special
-    sep_token: _Special
-    pad_token: _Special
-    cls_token: _Special
-    mask_token: _Special
+    bos_token: _SpecialToken
+    eos_token: _SpecialToken
+    unk_token: _SpecialToken
+    sep_token: _SpecialToken
+    pad_token: _SpecialToken
+    cls_token: _SpecialToken
+    mask_token: _SpecialToken
     added_tokens_decoder: dict[int, _AddedToken] | None
     chat_template: str | list[_NamedTemplate] | None
 
 
-def read_object(files: ModelFiles, name: str) -> dict[str, Any]:
+def read_config_object(files: ModelFiles, name: str) -> dict[str, Any]:
     """The object in a JSON file, {} if there is no such file, with its known fields checked. Raises ModelError."""
-    content = files.json(name, CONFIG_BYTES) or {}
-    return {**content, **checked(content, _Fields, files.label(name))}
+    content = files.read_json_file(name, MAX_CONFIG_BYTES) or {}
+    return {**content, **validate_json(content, _TokenizerConfigFields, files.file_label(name))}
 
 
 def read_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """The entries named `…_token`, by name. Each is a string, or an object with the string as its `content`."""
-    found = {}
+    special_tokens = {}
     for name, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(content, str):
-            found[name] = content
-    return found
+            special_tokens[name] = content
+    return special_tokens
 
 
-def given_template(given: str) -> dict[str, str]:
+def load_chat_template(path_or_source: str) -> dict[str, str]:
     """Read a template given by its path or as Jinja source; what contains a brace is taken as source."""
     try:
-        return {"default": given if "{" in given else Path(given).expanduser().read_text(encoding="utf-8")}
+        return {
+            "default": path_or_source
+            if "{" in path_or_source
+            else Path(path_or_source).expanduser().read_text(encoding="utf-8")
+        }
     except (OSError, ValueError) as error:
-        raise ConfigError(f"chat_template: cannot read {given}: {error}", param="chat_template") from error
+        raise ConfigError(f"chat_template: cannot read {path_or_source}: {error}", param="chat_template") from error
 
 
 def read_chat_templates(files: ModelFiles, config: Mapping[str, Any]) -> dict[str, str]:
@@ -86,15 +90,15 @@ def read_chat_templates(files: ModelFiles, config: Mapping[str, Any]) -> dict[st
         templates["default"] = entry
     elif isinstance(entry, list):
         templates.update({item["name"]: item["template"] for item in entry})
-    as_json = read_object(files, "chat_template.json").get("chat_template")
+    as_json = read_config_object(files, "chat_template.json").get("chat_template")
     if isinstance(as_json, str):
         templates["default"] = as_json
-    own = {}
+    template_files = {}
     if files.folder is not None:
-        own["default"] = files.folder / "chat_template.jinja"
+        template_files["default"] = files.folder / "chat_template.jinja"
         others = (files.folder / "additional_chat_templates").glob("*.jinja")
-        own |= {file.stem: file for file in sorted(others)}
-    for name, file in own.items():
+        template_files |= {file.stem: file for file in sorted(others)}
+    for name, file in template_files.items():
         text = read_text(file, MAX_TEMPLATE_BYTES)
         if text is not None:
             templates[name] = text
@@ -103,39 +107,41 @@ def read_chat_templates(files: ModelFiles, config: Mapping[str, Any]) -> dict[st
     return templates
 
 
-def read_end_tokens(
+def read_eos_token_ids(
     model: ModelFiles, *, tokenizer: ModelFiles | None = None, chat_template: str | None = None
 ) -> tuple[int, ...]:
     """The tokens that end an answer, for everything that asks: generation_config.json's and config.json's, the
     tokenizer's `eos_token`, and the token with which the chat template ends an assistant's turn.
 
-    tokenizer: the files of another tokenizer, where one is set. chat_template: as in given_template, where one is set.
-    What is wrong with files is reported by those who read the rest of them.
-    """
+    tokenizer: the files of another tokenizer, where one is set. chat_template: as in load_chat_template, where one is
+    set. What is wrong with files is reported by those who read the rest of them."""
     ids: list[int] = []
-    for content in (_object(model, "generation_config.json"), *_with_text_part(_object(model, "config.json"))):
+    for content in (
+        _read_json_or_empty(model, "generation_config.json"),
+        *_text_configs(_read_json_or_empty(model, "config.json")),
+    ):
         value = content.get("eos_token_id")
         ids += [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
     try:
-        vocabulary = _Vocabulary(tokenizer or model)
-        if (eos := vocabulary.eos_token_id) is not None:
+        reader = _SpecialTokenReader(tokenizer or model)
+        if (eos := reader.eos_token_id) is not None:
             ids.append(eos)
-        template = vocabulary.chat_template if chat_template is None else given_template(chat_template).get("default")
+        template = reader.chat_template if chat_template is None else load_chat_template(chat_template).get("default")
         if template is not None:
-            ids += vocabulary.end_of_turn(template, ids)
+            ids += reader.end_of_turn_ids(template, ids)
     except (ConfigError, ModelError):
         pass
     return tuple(dict.fromkeys(ids))
 
 
-def _object(files: ModelFiles, name: str) -> dict[str, Any]:
+def _read_json_or_empty(files: ModelFiles, name: str) -> dict[str, Any]:
     try:
-        return files.json(name) or {}
+        return files.read_json_file(name) or {}
     except ModelError:
         return {}
 
 
-def _with_text_part(config: dict[str, Any]) -> list[dict[str, Any]]:
+def _text_configs(config: dict[str, Any]) -> list[dict[str, Any]]:
     """A config.json's objects that may name the end of a text: it, and its text decoder's."""
     parts = (config.get(name) for name in ("text_config", "llm_config", "language_config"))
     return [config, *(part for part in parts if isinstance(part, dict))]
@@ -157,39 +163,44 @@ class _StoredTokenizer(msgspec.Struct, frozen=True):
     model: _StoredModel = _StoredModel()
 
 
-class _Vocabulary:
+class _SpecialTokenReader:
     """The special tokens of a tokenizer, and the chat template beside it, without the tokenizer itself. Raises
     ModelError for files that cannot be read."""
 
     def __init__(self, files: ModelFiles) -> None:
-        config = read_object(files, "tokenizer_config.json")
-        empty = files.bytes("special_tokens_map.json", CONFIG_BYTES, may_be_empty=True) in (b"", None)
-        special_map = {} if empty else read_object(files, "special_tokens_map.json")
-        self._roles = read_special_tokens(special_map) | read_special_tokens(config)
-        added = files.json("added_tokens.json", CONFIG_BYTES) or {}
-        self._ids: dict[str, int] = {name: each for name, each in added.items() if type(each) is int}
-        self._ids |= {token["content"]: each for each, token in (config.get("added_tokens_decoder") or {}).items()}
-        self._rest = b"{}"
-        if files.folder is not None and (content := files.bytes("tokenizer.json", TOKENIZER_BYTES)) is not None:
-            stored = decoded(content, _StoredTokenizer, files.label("tokenizer.json"))
-            self._ids |= {token.content: token.id for token in stored.added_tokens}
-            self._rest = bytes(stored.model.vocab)
+        config = read_config_object(files, "tokenizer_config.json")
+        empty = files.read_file_bytes("special_tokens_map.json", MAX_CONFIG_BYTES, may_be_empty=True) in (b"", None)
+        special_map = {} if empty else read_config_object(files, "special_tokens_map.json")
+        self._special_tokens = read_special_tokens(special_map) | read_special_tokens(config)
+        added = files.read_json_file("added_tokens.json", MAX_CONFIG_BYTES) or {}
+        self._token_ids: dict[str, int] = {name: each for name, each in added.items() if type(each) is int}
+        self._token_ids |= {
+            token["content"]: each for each, token in (config.get("added_tokens_decoder") or {}).items()
+        }
+        self._raw_vocab = b"{}"
+        if (
+            files.folder is not None
+            and (content := files.read_file_bytes("tokenizer.json", MAX_TOKENIZER_BYTES)) is not None
+        ):
+            stored = decode_json(content, _StoredTokenizer, files.file_label("tokenizer.json"))
+            self._token_ids |= {token.content: token.id for token in stored.added_tokens}
+            self._raw_vocab = bytes(stored.model.vocab)
         self.chat_template = read_chat_templates(files, config).get("default")
 
     @property
     def eos_token_id(self) -> int | None:
-        token = self._roles.get("eos_token")
-        if token is None or token in self._ids:
-            return self._ids.get(token or "")
-        vocab: Any = msgspec.json.decode(self._rest)
+        token = self._special_tokens.get("eos_token")
+        if token is None or token in self._token_ids:
+            return self._token_ids.get(token or "")
+        vocab: Any = msgspec.json.decode(self._raw_vocab)
         if isinstance(vocab, dict):
-            found = vocab.get(token)
-            return found if type(found) is int else None
+            token_id = vocab.get(token)
+            return token_id if type(token_id) is int else None
         # Pairs of a token and its score, in the order of the ids.
         pairs = enumerate(vocab if isinstance(vocab, list) else ())
         return next((index for index, pair in pairs if isinstance(pair, list) and pair[:1] == [token]), None)
 
-    def end_of_turn(self, template: str, ends: Sequence[int]) -> list[int]:
+    def end_of_turn_ids(self, template: str, ends: Sequence[int]) -> list[int]:
         """The special token that a chat template writes at once after an assistant's text, if that can only mean that
         the turn ends.
 
@@ -202,36 +213,40 @@ class _Vocabulary:
             ChatRenderer,  # it imports Jinja, which most who read files do not need
         )
 
-        tokens = sorted(self._ids, key=len, reverse=True)
+        tokens = sorted(self._token_ids, key=len, reverse=True)
         # Without adaptation: a text that is moved away from its call into a message of its own is no part of an answer.
-        renderer = ChatRenderer({"default": template}, self._roles, any_role=True, adapts=False)
+        renderer = ChatRenderer(
+            {"default": template}, self._special_tokens, allow_unknown_roles=True, adapt_conversations=False
+        )
         question = {"role": "user", "content": "quireq"}
         answer = {"role": "assistant", "content": _ANSWER}
-        last = _special_run(_rendered(renderer, [question, answer]), tokens)
-        inside = _special_run(_rendered(renderer, [question, answer, question]), tokens)
+        last = _special_tokens_after_answer(_render_or_empty(renderer, [question, answer]), tokens)
+        inside = _special_tokens_after_answer(_render_or_empty(renderer, [question, answer, question]), tokens)
         if not last or not inside or last[0] != inside[0]:
             return []
         end = inside[0]
-        thoughtful = _rendered(renderer, [question, {**answer, "reasoning_content": _THOUGHT}])
-        calling = _rendered(renderer, [question, {**answer, "tool_calls": [_CALL]}])
-        goes_on = end in _between(thoughtful, _THOUGHT, _ANSWER) or end in _between(calling, _ANSWER, _CALLED)
-        harmony = end == "<|end|>" and self._ids.keys() >= HARMONY_ENDS
-        if goes_on or harmony or any(self._ids[token] in ends for token in inside[1:]):
+        thoughtful = _render_or_empty(renderer, [question, {**answer, "reasoning_content": _THOUGHT}])
+        calling = _render_or_empty(renderer, [question, {**answer, "tool_calls": [_CALL]}])
+        goes_on = end in _text_between(thoughtful, _THOUGHT, _ANSWER) or end in _text_between(
+            calling, _ANSWER, _FUNCTION_NAME
+        )
+        harmony = end == "<|end|>" and self._token_ids.keys() >= HARMONY_END_TOKENS
+        if goes_on or harmony or any(self._token_ids[token] in ends for token in inside[1:]):
             return []
-        return [self._ids[end]]
+        return [self._token_ids[end]]
 
 
-_ANSWER, _THOUGHT, _CALLED = "quireanswerq", "quirethoughtq", "quirecalledq"
-_CALL = {"id": "quireidqq", "type": "function", "function": {"name": _CALLED, "arguments": {}}}
+_ANSWER, _THOUGHT, _FUNCTION_NAME = "quireanswerq", "quirethoughtq", "quirecalledq"
+_CALL = {"id": "quireidqq", "type": "function", "function": {"name": _FUNCTION_NAME, "arguments": {}}}
 
 
-def _between(text: str, begin: str, end: str) -> str:
+def _text_between(text: str, begin: str, end: str) -> str:
     """What stands between two texts; "" where they do not follow one another."""
     rest = text.partition(begin)[2]
     return rest[: max(rest.find(end), 0)]
 
 
-def _rendered(renderer: ChatRenderer, messages: Sequence[dict[str, Any]]) -> str:
+def _render_or_empty(renderer: ChatRenderer, messages: Sequence[dict[str, Any]]) -> str:
     """ "" where the template refuses the messages."""
     try:
         return renderer.render(messages, add_generation_prompt=False)
@@ -239,10 +254,10 @@ def _rendered(renderer: ChatRenderer, messages: Sequence[dict[str, Any]]) -> str
         return ""
 
 
-def _special_run(text: str, tokens: Sequence[str]) -> list[str]:
+def _special_tokens_after_answer(text: str, tokens: Sequence[str]) -> list[str]:
     """The special tokens that follow one another directly after the answer's text. tokens: the longest first."""
     rest, run = text.rpartition(_ANSWER)[2] if _ANSWER in text else "", list[str]()
-    while found := next((token for token in tokens if token and rest.startswith(token)), None):
-        run.append(found)
-        rest = rest[len(found) :]
+    while next_token := next((token for token in tokens if token and rest.startswith(token)), None):
+        run.append(next_token)
+        rest = rest[len(next_token) :]
     return run

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-Page = bytes | memoryview
+BlockContent = bytes | memoryview
 
 
 class Tier(Protocol):
@@ -19,10 +19,10 @@ class Tier(Protocol):
         """Whether `fetch` would find the page, which counts as a use of it. The engine's loop asks between two steps,
         so it must answer at once, from memory; it may be wrong."""
 
-    def fetch(self, digest: bytes) -> Page | None:
+    def fetch(self, digest: bytes) -> BlockContent | None:
         """The page; None: it is not there. May take its time: only the requests that need the page wait."""
 
-    def put(self, digest: bytes, page: Page) -> None:
+    def put(self, digest: bytes, page: BlockContent) -> None:
         """Keep a page, or not, if there is no room. May take its time."""
 
     def drop(self, digest: bytes | None) -> None:

@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
 VNNI = [*AVX512, "-mavx512vnni"]
-FLAGS = {
+ISA_FLAGS = {
     "plain": [],
     "avx2": AVX2,
     "avx2_vnni": [*AVX2, "-mavxvnni"],
@@ -37,14 +37,22 @@ FLAGS = {
     "neon_dot": ["-march=armv8.2-a+dotprod"],
 }
 """Of each instruction set, in the order of isa.cpp's bits, the best last."""
-ARM = platform.machine() in ("aarch64", "arm64")
-ISAS = [isa for isa in FLAGS if isa == "plain" or isa.startswith("neon") == ARM]
+IS_ARM = platform.machine() in ("aarch64", "arm64")
+ISAS = [isa for isa in ISA_FLAGS if isa == "plain" or isa.startswith("neon") == IS_ARM]
 """Those of this kind of processor."""
-COMPILE = ["-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
-LINK = ["-shared", "-pthread", *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])]
+COMPILE_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-pthread",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+]
+LINK_FLAGS = ["-shared", "-pthread", *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])]
 
 
-def compiler() -> list[str] | None:
+def find_compiler() -> list[str] | None:
     """The command's first words; None where there is none."""
     for name in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
         if name and shutil.which(name.split()[0]):
@@ -52,44 +60,44 @@ def compiler() -> list[str] | None:
     return None
 
 
-def sources() -> list[Path]:
+def source_files() -> list[Path]:
     return sorted([*HERE.rglob("*.cpp"), *HERE.rglob("*.h")])
 
 
-def best_here(cxx: list[str]) -> list[str]:
+def best_isas(cxx: list[str]) -> list[str]:
     """The plain set, and the best that this machine has."""
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "isa.so")
-        command = [*cxx, *COMPILE, *LINK, str(HERE / "isa.cpp"), "-o", str(library)]
+        command = [*cxx, *COMPILE_FLAGS, *LINK_FLAGS, str(HERE / "isa.cpp"), "-o", str(library)]
         if subprocess.run(command, capture_output=True).returncode:
             return ISAS[:1]
         bits = ctypes.CDLL(str(library)).usable_isas()
-    usable = [isa for bit, isa in enumerate(FLAGS) if bits >> bit & 1]
+    usable = [isa for bit, isa in enumerate(ISA_FLAGS) if bits >> bit & 1]
     return list(dict.fromkeys(["plain", usable[-1]]))
 
 
-def build(cxx: list[str], isas: Collection[str], target: Path = HERE) -> dict[str, str]:
+def build_libraries(cxx: list[str], isas: Collection[str], target: Path = HERE) -> dict[str, str]:
     """Compiles what is older than its sources; by instruction set what the compiler said where it failed: it may be too
     old for one set. Libraries of other sets that are older than their sources go. One build at a time: a second one
     waits, and finds its work done."""
-    with _alone():
-        return _build(cxx, isas, target)
+    with _build_lock():
+        return _build_stale_libraries(cxx, isas, target)
 
 
-def _build(cxx: list[str], isas: Collection[str], target: Path) -> dict[str, str]:
-    newest = max(path.stat().st_mtime for path in [Path(__file__), *sources()])
-    stale = [path for path in (target / f"{isa}.so" for isa in FLAGS) if not _newer(path, newest)]
+def _build_stale_libraries(cxx: list[str], isas: Collection[str], target: Path) -> dict[str, str]:
+    newest = max(path.stat().st_mtime for path in [Path(__file__), *source_files()])
+    stale = [path for path in (target / f"{isa}.so" for isa in ISA_FLAGS) if not _is_newer(path, newest)]
     wanted = [path for path in stale if path.stem in isas]
     for path in {*stale} - {*wanted}:
         path.unlink(missing_ok=True)
-    sum_of_sources = zlib.crc32(b"".join(path.read_bytes() for path in sources()))  # native.py compares it
-    compile_one = [*COMPILE, f"-DSUM_OF_SOURCES={sum_of_sources}u", "-c"]
+    sum_of_sources = zlib.crc32(b"".join(path.read_bytes() for path in source_files()))  # native.py compares it
+    compile_one = [*COMPILE_FLAGS, f"-DSUM_OF_SOURCES={sum_of_sources}u", "-c"]
     longest_first = sorted(HERE.rglob("*.cpp"), key=lambda path: -path.stat().st_size)
     failed: dict[str, str] = {}
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
 
-        def run(isa: str, arguments: list[str]) -> None:
+        def run_compiler(isa: str, arguments: list[str]) -> None:
             if isa not in failed:
                 done = subprocess.run([*cxx, *arguments], capture_output=True, text=True)
                 if done.returncode:
@@ -97,13 +105,13 @@ def _build(cxx: list[str], isas: Collection[str], target: Path) -> dict[str, str
 
         objects: dict[str, list[str]] = {path.stem: [] for path in wanted}
         for source in longest_first:
-            for isa, made in objects.items():
-                made.append(str(Path(folder, f"{isa}.{source.stem}.o")))
-                pool.submit(run, isa, [*compile_one, *FLAGS[isa], str(source), "-o", made[-1]])
+            for isa, object_files in objects.items():
+                object_files.append(str(Path(folder, f"{isa}.{source.stem}.o")))
+                pool.submit(run_compiler, isa, [*compile_one, *ISA_FLAGS[isa], str(source), "-o", object_files[-1]])
         pool.shutdown()
         for library in wanted:
             built = Path(folder, library.name)
-            run(library.stem, [*LINK, *objects[library.stem], "-o", str(built)])
+            run_compiler(library.stem, [*LINK_FLAGS, *objects[library.stem], "-o", str(built)])
             if library.stem not in failed:
                 library.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(built, library.with_suffix(".new"))
@@ -112,7 +120,7 @@ def _build(cxx: list[str], isas: Collection[str], target: Path) -> dict[str, str
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def _build_lock() -> Iterator[None]:
     folder = os.open(HERE, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
@@ -121,17 +129,17 @@ def _alone() -> Iterator[None]:
         os.close(folder)
 
 
-def _newer(library: Path, than: float) -> bool:
+def _is_newer(library: Path, than: float) -> bool:
     return library.exists() and library.stat().st_mtime >= than
 
 
 def main(arguments: list[str]) -> None:
-    cxx = compiler()
+    cxx = find_compiler()
     if cxx is None:
         print("no C++ compiler found: Quire will serve on PyTorch's ops, several times slower", file=sys.stderr)
         return
-    for isa, said in build(cxx, ISAS if arguments == ["all"] else best_here(cxx)).items():
-        print(f"kernels for {isa} were not built: {said.splitlines()[0]}", file=sys.stderr)
+    for isa, error_output in build_libraries(cxx, ISAS if arguments == ["all"] else best_isas(cxx)).items():
+        print(f"kernels for {isa} were not built: {error_output.splitlines()[0]}", file=sys.stderr)
 
 
 if __name__ == "__main__":

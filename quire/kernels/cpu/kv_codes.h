@@ -2,7 +2,7 @@
 //   keys   [dim][16 tokens] codes
 //   values [16 tokens][dim] codes
 // and with integers, behind either, 16 scales: a token's numbers are its codes times its scale. What is rounded is a
-// head of one token, alone, so codes depend on nothing but the token. kernels/kv_codes.py computes the same.
+// head of one token, alone, so codes depend on nothing but the token. kernels/kv_quantization.py computes the same.
 //
 // Attention expands the codes of a tile to the words that it multiplies (layout.h), which hold them exactly. The scales
 // join later: a key's multiplies its score, a value's its weight.

@@ -8,34 +8,37 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import LinearContext
-from quire.kernels.cpu import native
+from quire.kernels.cpu import native_library
 
 
 class CompiledLinear:
     """x @ weight.T + bias, as the compiled kernels compute it. A subclass keeps the memory that `native` points to."""
 
-    def __init__(self, library: native.Native, linear: native.PackedLinear, dtype: torch.dtype) -> None:
+    def __init__(
+        self, library: native_library.NativeLibrary, linear: native_library.PackedLinear, dtype: torch.dtype
+    ) -> None:
         """dtype: of x, and of the result unless it is wide: that is float32."""
         self.native = linear
-        self.outs, self.inner = linear.outs, linear.in_
+        self.out_features, self.in_features = linear.outs, linear.in_
         self.dtype = dtype
         self._out_dtype = torch.float32 if linear.wide else dtype
         self._kernel = library.linear[dtype]
         self._pointer = ctypes.addressof(linear)
 
-    def held(self, own: native.PackedLinear) -> list[tuple[int, Tensor]]:
+    def weight_pointers(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
         """Its packed weights, each with where the address stands by which the kernel finds them; own: `native`, or the
         copy of it that the kernel is given."""
         raise NotImplementedError
 
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
         rows, inner = x.shape
-        if x.dtype != self.dtype or inner != self.inner:
+        if x.dtype != self.dtype or inner != self.in_features:
             raise TypeError(
-                f"a linear of {self.dtype} from {self.inner} to {self.outs} cannot take {list(x.shape)} of {x.dtype}"
+                f"a linear of {self.dtype} from {self.in_features} to {self.out_features} "
+                f"cannot take {list(x.shape)} of {x.dtype}"
             )
         x = x.contiguous()
-        out = x.new_empty((rows, self.outs), dtype=self._out_dtype)
+        out = x.new_empty((rows, self.out_features), dtype=self._out_dtype)
         self._kernel(self._pointer, x.data_ptr(), out.data_ptr(), rows, torch.get_num_threads(), None)
         return out
 
@@ -43,7 +46,9 @@ class CompiledLinear:
 class PackedLinear(CompiledLinear):
     """Of weights in the dtype of x."""
 
-    def __init__(self, library: native.Native, weight: Tensor, bias: Tensor | None, *, wide: bool) -> None:
+    def __init__(
+        self, library: native_library.NativeLibrary, weight: Tensor, bias: Tensor | None, *, wide: bool
+    ) -> None:
         outs, inner = weight.shape
         dtype = weight.dtype
         self._bias = None if bias is None else bias.to(dtype).contiguous()
@@ -52,14 +57,16 @@ class PackedLinear(CompiledLinear):
         shape, threads = (inner, outs), torch.get_num_threads()
         library.pack_linear[dtype](weight.data_ptr(), packed.data_ptr(), *shape, threads)
         compressed = library.compressed_size(packed.data_ptr(), *shape, threads) if dtype == torch.bfloat16 else 0
-        self._weight = library.weights.empty(compressed or packed.nbytes)
+        self._weight = library.weight_arena.allocate_bytes(compressed or packed.nbytes)
         if compressed:
             library.compress(packed.data_ptr(), self._weight.data_ptr(), *shape, threads)
         else:
             self._weight.view(dtype).copy_(packed)
         bias_ptr = None if self._bias is None else self._bias.data_ptr()
-        linear = native.PackedLinear(self._weight.data_ptr(), bias_ptr, *shape, compressed > 0, wide, None, None)
+        linear = native_library.PackedLinear(
+            self._weight.data_ptr(), bias_ptr, *shape, compressed > 0, wide, None, None
+        )
         super().__init__(library, linear, dtype)
 
-    def held(self, own: native.PackedLinear) -> list[tuple[int, Tensor]]:
-        return [(ctypes.addressof(own) + native.PackedLinear.weight.offset, self._weight)]
+    def weight_pointers(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
+        return [(ctypes.addressof(struct) + native_library.PackedLinear.weight.offset, self._weight)]

@@ -10,32 +10,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.backend import AdaptedLinear, AdapterSlots, Delta, Linear, LinearContext
-from quire.kernels.cpu import native
+from quire.kernels.backend import AdapterSlots, Linear, LinearContext, LinearWithLora, LoraDelta
+from quire.kernels.cpu import native_library
 
 
 @dataclass(frozen=True, slots=True)
-class PackedDeltas:
+class PackedLoraDeltas:
     """What one adapter adds to one linear."""
 
-    native: native.LoraAdapter
-    keeps: tuple[object, ...]
+    native: native_library.LoraAdapter
+    buffers: tuple[object, ...]
     """The memory that it points to."""
 
 
-class CompiledAdaptedLinear(AdaptedLinear):
-    def __init__(self, library: native.Native, linear: Linear, slots: AdapterSlots) -> None:
+class CompiledLinearWithLora(LinearWithLora):
+    def __init__(self, library: native_library.NativeLibrary, linear: Linear, slots: AdapterSlots) -> None:
         self.linear = linear
         self._dtype = slots.dtype
         self._kernel = library.add_adapters[slots.dtype]
-        self._adapters = (native.LoraAdapter * slots.count)()
-        self._packed: list[PackedDeltas | None] = [None] * slots.count
-        shape = (slots.in_features, sum(slots.parts), slots.wide)
-        self.native = native.LoraLinear(self._adapters, slots.count, *shape)
+        self._adapters = (native_library.LoraAdapter * slots.num_slots)()
+        self._packed: list[PackedLoraDeltas | None] = [None] * slots.num_slots
+        shape = (slots.in_features, sum(slots.output_sizes), slots.has_float32_output)
+        self.native = native_library.LoraLinear(self._adapters, slots.num_slots, *shape)
         self._pointer = ctypes.addressof(self.native)
 
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
-        out, adapters = self.linear(x, context), context.adapters
+        out, adapters = self.linear(x, context), context.adapter_slots
         if adapters is not None:
             if x.dtype != self._dtype or x.shape[1] != self.native.in_ or not out.is_contiguous():
                 raise TypeError(f"adapters of {self._dtype} from {self.native.in_} cannot take {list(x.shape)}")
@@ -44,27 +44,27 @@ class CompiledAdaptedLinear(AdaptedLinear):
             self._kernel(self._pointer, *pointers, len(x), torch.get_num_threads())
         return out
 
-    def pack(self, deltas: Sequence[Delta]) -> PackedDeltas:
+    def pack_deltas(self, deltas: Sequence[LoraDelta]) -> PackedLoraDeltas:
         down = torch.cat([each.down for each in deltas])
-        panels = _panels(down, 4 // down.itemsize)
-        parts = (native.LoraPart * len(deltas))()
+        panels = _pack_panels(down, 4 // down.itemsize)
+        parts = (native_library.LoraPart * len(deltas))()
         keeps: list[object] = [panels, parts]
         rank = 0
         for index, delta in enumerate(deltas):
-            up = _panels(delta.up)
+            up = _pack_panels(delta.up)
             outs, own = delta.up.shape
-            parts[index] = native.LoraPart(up.data_ptr(), delta.first, outs, rank, own)
+            parts[index] = native_library.LoraPart(up.data_ptr(), delta.first_output, outs, rank, own)
             keeps.append(up)
             rank += own
-        adapter = native.LoraAdapter(panels.data_ptr(), parts, len(deltas), len(panels))
-        return PackedDeltas(adapter, tuple(keeps))
+        adapter = native_library.LoraAdapter(panels.data_ptr(), parts, len(deltas), len(panels))
+        return PackedLoraDeltas(adapter, tuple(keeps))
 
-    def put(self, slot: int, packed: PackedDeltas | None) -> None:
-        self._adapters[slot - 1] = native.LoraAdapter() if packed is None else packed.native
+    def put_adapter(self, slot: int, packed: PackedLoraDeltas | None) -> None:
+        self._adapters[slot - 1] = native_library.LoraAdapter() if packed is None else packed.native
         self._packed[slot - 1] = packed
 
 
-def _panels(weight: Tensor, together: int = 1) -> Tensor:
+def _pack_panels(weight: Tensor, together: int = 1) -> Tensor:
     """[outs, inner] as [outs / 16, inner / together, 16, together], padded with zeros."""
     outs, inner = weight.shape
     padded = F.pad(weight, (0, 0, 0, -outs % 16))

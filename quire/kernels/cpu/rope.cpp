@@ -6,7 +6,7 @@
 
 namespace {
 
-// What is done to a head; by the numbers that kernels/rotation.py has for the kinds of norm.
+// What is done to a head; by the numbers that kernels/qk_norm_rope.py has for the kinds of norm.
 enum { kHeads = 0, kWhole = 1, kCentred = 2, kAfter = 3 };
 // What is projected: queries alone; keys too, which are also values; all three.
 enum { kQueries = 0, kKeys = 1, kAll = 2 };

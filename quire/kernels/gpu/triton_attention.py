@@ -1,4 +1,4 @@
-"""Triton kernels of paged attention; kernels/gpu/triton_paged.py launches them.
+"""Triton kernels of paged attention; kernels/gpu/triton_backend.py launches them.
 
 FlashAttention's tiling (Dao, 2023) over a paged KV cache, with the query heads of one key-value head packed into a
 tile's rows: row r is token r // GROUP, head r % GROUP. The online softmax runs in base 2.
@@ -8,17 +8,16 @@ another is a tl.fma, a tile that needs no mask computes what it would compute wi
 leave its sums as they were, to the bit. So with splits of a fixed length a row gives the same bits from a decode step
 (splits stored, then reduced) as from a prefill (splits merged in registers).
 
-Where RANKS divide the tokens of sequences (kernels/attention/own.py), keys are this rank's, counted by themselves, and
-PAGE is what it has of a page; positions stay those in the sequence. Then nothing is finished: what is stored of a row
-are D weighted values, the peak in base 2 and the total, for merge_ranks.
-"""
+Where RANKS divide the tokens of sequences (kernels/attention/context_shard.py), keys are this rank's, counted by
+themselves, and PAGE is what it has of a page; positions stay those in the sequence. Then nothing is finished: what is
+stored of a row are D weighted values, the peak in base 2 and the total, for merge_ranks."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.triton_codes import numbers
+from quire.kernels.gpu.triton_kv_quantization import numbers
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 

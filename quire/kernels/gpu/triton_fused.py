@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.triton_codes import held_in, integer_scale, to_float8, to_integer
-from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
-from quire.kernels.rotation import Rope
+from quire.kernels.gpu.triton_kv_quantization import integer_scale, kernel_cache_view, to_float8, to_integer
+from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
+from quire.kernels.qk_norm_rope import Rope
 
 _GATE_BLOCK = 1024
 _ROPE_HEADS = 8
@@ -61,7 +61,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     """An RMSNorm where there is no bias."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    _norm(out, x, None, weight, bias, eps)
+    _launch_norm(out, x, None, weight, bias, eps)
     return out
 
 
@@ -74,13 +74,15 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Likewise. In place: returns x and residual themselves where they are contiguous."""
     x, residual = x.contiguous(), residual.contiguous()
-    _norm(x, x, residual, weight, bias, eps)
+    _launch_norm(x, x, residual, weight, bias, eps)
     return x, residual
 
 
-def _norm(out: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+def _launch_norm(
+    out: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> None:
     size = x.shape[-1]
-    block, warps = of_row(size)
+    block, warps = row_block_and_warps(size)
     if x.numel():
         _norm_kernel[x.numel() // size,](
             out, x, x if residual is None else residual, weight, weight if bias is None else bias, eps, size, block,
@@ -88,9 +90,9 @@ def _norm(out: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, bias:
         )  # fmt: skip
 
 
-def of_row(size: int) -> tuple[int, int]:
+def row_block_and_warps(size: int) -> tuple[int, int]:
     """A block that holds a row, and the warps for it: 16 bytes of bfloat16 a thread and load, up to four loads."""
-    block = power_of_2(size)
+    block = next_power_of_2(size)
     return block, min(16, max(1, block // 512))
 
 
@@ -115,14 +117,14 @@ def _gate_kernel(out, gate_up, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    return _gate(gate_up, gelu=False)
+    return _launch_gate(gate_up, gelu=False)
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    return _gate(gate_up, gelu=True)
+    return _launch_gate(gate_up, gelu=True)
 
 
-def _gate(gate_up: Tensor, *, gelu: bool) -> Tensor:
+def _launch_gate(gate_up: Tensor, *, gelu: bool) -> Tensor:
     gate_up = gate_up.contiguous()
     *rows, width = gate_up.shape
     out = gate_up.new_empty((*rows, width // 2))
@@ -148,7 +150,7 @@ def _store_kernel(
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     k, v = k.contiguous(), v.contiguous()
     width = k.shape[1] * k.shape[2]
-    block, warps = of_row(width)
+    block, warps = row_block_and_warps(width)
     if len(slots):
         _store_kernel[len(slots),](
             k, v, k_cache, v_cache, slots, k_cache.stride(0), v_cache.stride(0), width, block, k_cache.shape[1],
@@ -222,21 +224,21 @@ def _rope_kernel(
     tl.store(to_v + HALF, second_raw, mask=inside & is_v)
 
 
-def rope_store(qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+def rope_and_store_kv(qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
     qkv = qkv.contiguous()
     page, kv_heads = k_cache.shape[1:3]
     dim, cos_sin, q_norm, k_norm = rope.head_dim, rope.cos_sin, rope.q_norm, rope.k_norm
     tokens, total = len(qkv), qkv.shape[1] // dim
     heads = total - 2 * kv_heads
     q = qkv.new_empty((tokens, heads, dim))
-    half, scales = power_of_2(dim // 2), rope.kv_scales
-    held, keys, k_scales = held_in(k_cache)
-    _, values, v_scales = held_in(v_cache)
+    half, scales = next_power_of_2(dim // 2), rope.kv_scales
+    kv_format, keys, k_scales = kernel_cache_view(k_cache)
+    _, values, v_scales = kernel_cache_view(v_cache)
     if tokens:
         _rope_kernel[tokens, cdiv(total, _ROPE_HEADS)](
             q, qkv, *(qkv if each is None else each for each in (cos_sin, q_norm, k_norm)), keys, values, k_scales,
-            v_scales, metadata.turned, metadata.slots, k_cache.stride(0), v_cache.stride(0), rope.eps, scales.key,
-            scales.value, heads, kv_heads, dim, half, page, _ROPE_HEADS, q_norm is not None, k_norm is not None,
-            cos_sin is not None, held, num_warps=2,
+            v_scales, metadata.rope_positions, metadata.slot_mapping, k_cache.stride(0), v_cache.stride(0), rope.eps,
+            scales.key, scales.value, heads, kv_heads, dim, half, page, _ROPE_HEADS, q_norm is not None,
+            k_norm is not None, cos_sin is not None, kv_format, num_warps=2,
         )  # fmt: skip
     return q

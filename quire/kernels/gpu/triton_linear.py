@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.backend import Linear, LinearContext
-from quire.kernels.gpu.triton_sizes import cdiv
+from quire.kernels.gpu.triton_launch_sizes import cdiv
 
-_ROWS = 64
-_INNER = 64
-_WIDE_OUTS = 8192
+_ROWS_PER_TILE = 64
+_INNER_STEP = 64
+_MIN_WIDE_OUTPUTS = 8192
 """From this many outputs on, tiles are twice as wide: there are still enough tiles to fill the GPU."""
 
 
@@ -64,12 +64,12 @@ class DenseLinear:
     weight: Tensor
     """[outs, inner], contiguous."""
     bias: Tensor | None
-    wide: bool
+    has_float32_output: bool
     multiply: Linear
 
     @property
-    def movable(self) -> tuple[Tensor, ...]:
-        """As kernels/streaming/from_host.py has it."""
+    def offloadable_tensors(self) -> tuple[Tensor, ...]:
+        """As kernels/streaming/host_layers.py has it."""
         return (self.weight,)
 
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
@@ -80,17 +80,17 @@ def pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> L
     """As in kernels/backend.py; a row has the same bits in every batch."""
     weight = weight.contiguous()
     outs, inner = weight.shape
-    block_n = 128 if outs >= _WIDE_OUTS else 64
+    block_n = 128 if outs >= _MIN_WIDE_OUTPUTS else 64
 
     def linear(x: Tensor, context: LinearContext) -> Tensor:
         x = x.contiguous()
         rows = x.shape[0]
         out = x.new_empty((rows, outs), dtype=torch.float32 if wide else x.dtype)
         if rows:
-            grid = (cdiv(rows, _ROWS) * cdiv(outs, block_n),)
+            grid = (cdiv(rows, _ROWS_PER_TILE) * cdiv(outs, block_n),)
             _linear_kernel[grid](
                 x, weight, weight if bias is None else bias, out, rows, outs, inner, bias is not None,
-                _ROWS, block_n, _INNER, num_warps=4, num_stages=3,
+                _ROWS_PER_TILE, block_n, _INNER_STEP, num_warps=4, num_stages=3,
             )  # fmt: skip
         return out
 

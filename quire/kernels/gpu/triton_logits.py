@@ -1,9 +1,8 @@
 """Triton kernels that change logits in place, before a pick, without making the host wait.
 
-HostChanges in engine/worker/sampling/sampler.py does the same on the host and is the judge. `tokens` [slots, most
-tokens] int32 are the token ids of every slot; per row, [R]: `slot` and `position`, its slot and its number of tokens so
-far.
-"""
+HostLogitsProcessor in engine/worker/sampling/sampler.py does the same on the host and is the judge. `tokens` [slots,
+most tokens] int32 are the token ids of every slot; per row, [R]: `slot` and `position`, its slot and its number of
+tokens so far."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.gpu.triton_sizes import cdiv
+from quire.kernels.gpu.triton_launch_sizes import cdiv
 
 _BLOCK = tl.constexpr(1024)
 _PROMPT = tl.constexpr(1 << 30)
@@ -75,7 +74,7 @@ def ban_words(logits, tokens, rows, slots, positions, words, ends, stride, vocab
         tl.store(logits + tl.load(rows + index) * vocab + tl.load(words + last), float("-inf"))
 
 
-def penalize(
+def penalize_tokens(
     logits: Tensor,
     tokens: Tensor,
     rows: Tensor,
@@ -100,13 +99,13 @@ def penalize(
     apply_penalties[grid](logits, counts, rows, repetition, presence, frequency, vocab, num_warps=4)
 
 
-def add(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> None:
+def add_logit_bias(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> None:
     """logits[rows, tokens] += values, float32; every place at most once."""
     grid = (cdiv(len(rows), _BLOCK.value),)
     add_at[grid](logits, rows, tokens, values, len(rows), logits.shape[1], num_warps=4)
 
 
-def ban(
+def ban_bad_words(
     logits: Tensor, tokens: Tensor, rows: Tensor, slot: Tensor, position: Tensor, words: Tensor, ends: Tensor
 ) -> None:
     """Forbid the last token of every word that a row has begun: word w is words[ends[w] : ends[w + 1]], in rows[w]."""

@@ -17,17 +17,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.backend import AdaptedLinear, AdapterSlots, Delta, Linear, LinearContext
-from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
-from quire.kernels.quantized import Given, Rounded, Rounding, RoundingLinear, read_by
+from quire.kernels.backend import AdapterSlots, Linear, LinearContext, LinearWithLora, LoraDelta
+from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
+from quire.kernels.quantized_tensors import Activations, RoundedActivations, Rounding, RoundingLinear, linear_input
 
-_ROWS = 16
+_ROWS_PER_TILE = 16
 """Of a tile: the fewest that the tensor cores multiply, as most of a batch's adapters have few rows."""
-_OUTS = 64
-_INNER = 64
-_SPLIT = 1024
+_OUTPUTS_PER_TILE = 64
+_INNER_STEP = 64
+_SPLIT_INPUTS = 1024
 """Inputs of one sum; a decode step has too few tiles to fill a GPU without splits."""
-_MOST_RANKS, _MOST_EXPANDED = 64, 32
+_MAX_SHRINK_RANKS, _MAX_EXPAND_RANKS = 64, 32
 """In a tile of either kernel; with 64 ranks of float32 the second one spills registers."""
 
 
@@ -113,7 +113,7 @@ def _expand_kernel(
 
 
 @dataclass(frozen=True, slots=True)
-class PackedDeltas:
+class PinnedLoraDeltas:
     """What one adapter adds to one linear, in the host's memory."""
 
     parts: tuple[tuple[int, Tensor, Tensor], ...]
@@ -122,78 +122,79 @@ class PackedDeltas:
     """[parts] int32."""
 
 
-class TritonAdaptedLinear(AdaptedLinear, RoundingLinear):
-    def __init__(self, linear: Linear, slots: AdapterSlots, split: int = _SPLIT) -> None:
+class TritonLinearWithLora(LinearWithLora, RoundingLinear):
+    def __init__(self, linear: Linear, slots: AdapterSlots, split: int = _SPLIT_INPUTS) -> None:
         """split: inputs of one sum."""
-        count, parts, ranks = slots.count, slots.parts, slots.max_rank
+        count, parts, ranks = slots.num_slots, slots.output_sizes, slots.max_rank
         outs, inner, device = sum(parts), slots.in_features, slots.device
         self._linear = linear
-        self._count = count
+        self._num_slots = count
         self._split = split
-        self._firsts = [sum(parts[:index]) for index in range(len(parts))]
+        self._first_outputs = [sum(parts[:index]) for index in range(len(parts))]
         self._max_rank = ranks
-        self._block_r = min(_MOST_RANKS, max(16, power_of_2(ranks)))
+        self._block_r = min(_MAX_SHRINK_RANKS, max(16, next_power_of_2(ranks)))
         self._down = torch.empty((count, len(parts) * ranks, inner), dtype=slots.dtype, device=device)
         self._up = torch.empty((count, ranks * outs), dtype=slots.dtype, device=device)
         self._ranks = torch.zeros((count, len(parts)), dtype=torch.int32, device=device)
         places = [
             (part, first, first + size, begin)
-            for part, (first, size) in enumerate(zip(self._firsts, parts, strict=True))
-            for begin in range(first, first + size, _OUTS)
+            for part, (first, size) in enumerate(zip(self._first_outputs, parts, strict=True))
+            for begin in range(first, first + size, _OUTPUTS_PER_TILE)
         ]
-        self._places = torch.tensor(places, dtype=torch.int32).to(device)
+        self._output_blocks = torch.tensor(places, dtype=torch.int32).to(device)
 
-    def roundings(self, rows: int) -> tuple[Rounding | None, ...]:
+    def input_roundings(self, rows: int) -> tuple[Rounding | None, ...]:
         """Adapters multiply x as it is."""
         linear = self._linear
-        return (*linear.roundings(rows), None) if isinstance(linear, RoundingLinear) else (None,)
+        return (*linear.input_roundings(rows), None) if isinstance(linear, RoundingLinear) else (None,)
 
-    def __call__(self, x: Given, context: LinearContext) -> Tensor:
-        out, adapters = self._linear(read_by(self._linear, x), context), context.adapters
+    def __call__(self, x: Activations, context: LinearContext) -> Tensor:
+        out, adapters = self._linear(linear_input(self._linear, x), context), context.adapter_slots
         if adapters is None or not len(x):
             return out
         assert out.is_contiguous()
-        whole = x.whole if isinstance(x, Rounded) else x
+        whole = x.unrounded if isinstance(x, RoundedActivations) else x
         assert whole is not None
-        (rows, inner), x, order = whole.shape, whole.contiguous(), context.order
+        (rows, inner), x, order = whole.shape, whole.contiguous(), context.row_order
         assert order is not None
-        parts, ranks, splits = len(self._firsts), self._max_rank, cdiv(inner, self._split)
-        most = min(_ROWS, self._count + 1)
-        programs, blocks = cdiv(rows, _ROWS) * most, parts * cdiv(ranks, self._block_r)
+        parts, ranks, splits = len(self._first_outputs), self._max_rank, cdiv(inner, self._split)
+        most = min(_ROWS_PER_TILE, self._num_slots + 1)
+        programs, blocks = cdiv(rows, _ROWS_PER_TILE) * most, parts * cdiv(ranks, self._block_r)
         middle = torch.empty((splits, rows, parts * ranks), dtype=torch.float32, device=x.device)
         _shrink_kernel[programs, blocks, splits](
             middle, x, self._down, self._ranks, adapters, order, rows, most, inner, parts, ranks, self._split,
-            _ROWS, self._block_r, _INNER, num_warps=4, num_stages=3,
+            _ROWS_PER_TILE, self._block_r, _INNER_STEP, num_warps=4, num_stages=3,
         )  # fmt: skip
-        _expand_kernel[programs, len(self._places)](
-            out, middle, self._up, self._ranks, self._places, adapters, order, rows, most, out.shape[1], parts, ranks,
-            splits, _ROWS, min(self._block_r, _MOST_EXPANDED), _OUTS, num_warps=4, num_stages=2,
+        _expand_kernel[programs, len(self._output_blocks)](
+            out, middle, self._up, self._ranks, self._output_blocks, adapters, order, rows, most, out.shape[1], parts,
+            ranks, splits, _ROWS_PER_TILE, min(self._block_r, _MAX_EXPAND_RANKS), _OUTPUTS_PER_TILE, num_warps=4,
+            num_stages=2,
         )  # fmt: skip
         return out
 
-    def pack(self, deltas: Sequence[Delta]) -> PackedDeltas:
+    def pack_deltas(self, deltas: Sequence[LoraDelta]) -> PinnedLoraDeltas:
         """In pinned memory, from which the GPU reads while the host goes on."""
-        ranks = torch.zeros(len(self._firsts), dtype=torch.int32)
-        found = []
+        ranks = torch.zeros(len(self._first_outputs), dtype=torch.int32)
+        packed_parts = []
         for delta in deltas:
-            part = self._firsts.index(delta.first)
+            part = self._first_outputs.index(delta.first_output)
             ranks[part] = len(delta.down)
-            found.append((part, self._staged(delta.down), self._staged(delta.up.t())))
-        return PackedDeltas(tuple(found), self._staged(ranks))
+            packed_parts.append((part, self._copy_to_pinned(delta.down), self._copy_to_pinned(delta.up.t())))
+        return PinnedLoraDeltas(tuple(packed_parts), self._copy_to_pinned(ranks))
 
     @torch.inference_mode()
-    def put(self, slot: int, packed: PackedDeltas | None) -> None:
+    def put_adapter(self, slot: int, packed: PinnedLoraDeltas | None) -> None:
         """Queued behind the steps that are under way, for which nothing waits."""
         at = slot - 1
         if packed is None:
             self._ranks[at].zero_()
             return
         for part, down, up in packed.parts:
-            first, begin = part * self._max_rank, self._firsts[part] * self._max_rank
+            first, begin = part * self._max_rank, self._first_outputs[part] * self._max_rank
             self._down[at, first : first + len(down)].copy_(down, non_blocking=True)
             self._up[at, begin : begin + up.numel()].copy_(up.flatten(), non_blocking=True)
         self._ranks[at].copy_(packed.ranks, non_blocking=True)
 
-    def _staged(self, tensor: Tensor) -> Tensor:
-        staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._down.is_cuda)
-        return staged.copy_(tensor)
+    def _copy_to_pinned(self, tensor: Tensor) -> Tensor:
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._down.is_cuda)
+        return pinned.copy_(tensor)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
+from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
 
 _CHUNK = tl.constexpr(4096)
 _LEVELS = tl.constexpr(16)
@@ -23,8 +23,8 @@ _LEVELS = tl.constexpr(16)
 _CANDIDATES = tl.constexpr(4096)
 _ONE = tl.constexpr(float(2**44))
 """1 in fixed point: MOST_TOKENS of it still fit an int64."""
-MOST_TOKENS = 2**19 - 1
-"""The largest vocabulary that `pick` takes."""
+MAX_VOCAB = 2**19 - 1
+"""The largest vocabulary that `sample_tokens` takes."""
 
 
 @triton.jit
@@ -103,10 +103,10 @@ def gather_candidates(
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
     if (temperature > 0) & ((top_k < vocab) | (top_p < 1)):
-        last, found, _whole = _last_level(counts, masses, row, chunks, top_k, top_p, vocab, CHUNKS)
+        last, chunk_candidates, _whole = _last_level(counts, masses, row, chunks, top_k, top_p, vocab, CHUNKS)
         i = tl.arange(0, CHUNKS)
-        before = tl.sum(tl.where(i < chunk, found, 0), 0)
-        if (tl.sum(found, 0) <= _CANDIDATES) & (tl.sum(tl.where(i == chunk, found, 0), 0) > 0):
+        before = tl.sum(tl.where(i < chunk, chunk_candidates, 0), 0)
+        if (tl.sum(chunk_candidates, 0) <= _CANDIDATES) & (tl.sum(tl.where(i == chunk, chunk_candidates, 0), 0) > 0):
             token = chunk * _CHUNK + tl.arange(0, _CHUNK)
             inside = token < vocab
             peak = _row_peak(peaks, row, chunks, CHUNKS)
@@ -243,9 +243,11 @@ def pick_tokens(
         u = _uniform(tl.load(seeds + row), tl.load(positions + row))
         if FILTERED and ((top_k < vocab) | (top_p < 1)):
             _last, down, whole = _last_level(counts, masses, row, chunks, top_k, top_p, vocab, CHUNKS)
-            found = tl.sum(down, 0)
-            if found <= _CANDIDATES:
-                token = _pick_candidate(bits_found, tokens_found, found, whole, least, u, row, top_k, top_p, vocab)
+            num_candidates = tl.sum(down, 0)
+            if num_candidates <= _CANDIDATES:
+                token = _pick_candidate(
+                    bits_found, tokens_found, num_candidates, whole, least, u, row, top_k, top_p, vocab
+                )
             else:
                 cut = _threshold(
                     least, least, whole, top_k, top_p, row, logits, peaks, temperature, vocab, chunks, CHUNKS, True
@@ -260,7 +262,7 @@ def pick_tokens(
     tl.store(picks + row, token.to(tl.int64))
 
 
-def pick(
+def sample_tokens(
     logits: Tensor,
     temperature: Tensor,
     top_k: Tensor,
@@ -269,8 +271,8 @@ def pick(
     seed: Tensor,
     position: Tensor,
     *,
-    drawn: bool,
-    filtered: bool,
+    has_sampling: bool,
+    has_filters: bool,
 ) -> Tensor:
     """Token ids [R] int64 for logits [R, vocab] float32, the rest [R]: temperature float32, 0 for the first of the
     largest; top_k int32, vocab for all; top_p float64; min_p float32; seed and position int64. Keeps the logits.
@@ -280,29 +282,29 @@ def pick(
     logits = logits.contiguous()
     rows, vocab = logits.shape
     chunks = cdiv(vocab, _CHUNK.value)
-    assert vocab <= MOST_TOKENS
-    padded = power_of_2(chunks)
+    assert vocab <= MAX_VOCAB
+    padded = next_power_of_2(chunks)
 
     def new(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
     picks, places = new(rows, dtype=torch.int64), new(rows, chunks, dtype=torch.int32)
-    peaks, kept = new(rows, chunks, dtype=torch.float32), new(rows, chunks, dtype=torch.int64)
-    levels = (rows, chunks, _LEVELS.value) if filtered else (0,)
+    peaks, kept_masses = new(rows, chunks, dtype=torch.float32), new(rows, chunks, dtype=torch.int64)
+    levels = (rows, chunks, _LEVELS.value) if has_filters else (0,)
     counts, masses = new(*levels, dtype=torch.int32), new(*levels, dtype=torch.int64)
-    found = (rows, _CANDIDATES.value) if filtered else (0,)
-    bits, tokens = new(*found, dtype=torch.int32), new(*found, dtype=torch.int32)
+    candidate_shape = (rows, _CANDIDATES.value) if has_filters else (0,)
+    bits, tokens = new(*candidate_shape, dtype=torch.int32), new(*candidate_shape, dtype=torch.int32)
     size = (vocab, chunks)
     find_peaks[rows, chunks](peaks, places, logits, *size, num_warps=4)
-    if drawn:
+    if has_sampling:
         weigh_chunks[rows, chunks](
-            counts, masses, kept, logits, peaks, temperature, min_p, *size, padded, filtered, num_warps=8
+            counts, masses, kept_masses, logits, peaks, temperature, min_p, *size, padded, has_filters, num_warps=8
         )
-    if filtered:
+    if has_filters:
         gather_candidates[rows, chunks](
             bits, tokens, counts, masses, logits, peaks, temperature, top_k, top_p, *size, padded, num_warps=8
         )
-    shared = (logits, peaks, places, kept, counts, masses, bits, tokens)
-    asked = (temperature, top_k, top_p, min_p, seed, position)
-    pick_tokens[rows,](picks, *shared, *asked, *size, padded, filtered, num_warps=8)
+    shared_tensors = (logits, peaks, places, kept_masses, counts, masses, bits, tokens)
+    sampling_tensors = (temperature, top_k, top_p, min_p, seed, position)
+    pick_tokens[rows,](picks, *shared_tensors, *sampling_tensors, *size, padded, has_filters, num_warps=8)
     return picks

@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
-from quire.kernels.recurrent.short_conv import Columns, ShortConv
+from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
+from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
 
-_BLOCK = 512
+_MAX_CHANNELS = 512
 """Channels of a program, at most."""
 
 
@@ -41,11 +41,11 @@ def _end(ends, table, row, table_stride, at, channels, BEFORE: tl.constexpr, PIE
     return ends + (piece * BEFORE + at % PIECE - (PIECE - BEFORE)) * channels
 
 
-_OF_A_STEP = ["rows", "positions", "slots", "contexts", "table"]
+_STEP_POINTERS = ["rows", "positions", "slots", "contexts", "table"]
 """Pointers that lie anywhere."""
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_OF_A_STEP)
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_STEP_POINTERS)
 def _store_kernel(
     bcx, ends, recent, rows, positions, slots, contexts, table, table_stride, channels,
     BEFORE: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, GATED: tl.constexpr,
@@ -64,7 +64,7 @@ def _store_kernel(
     tl.store(to, _column(bcx, token, i, channels, wanted, GATED), mask=wanted)
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=[*_OF_A_STEP[:3], "table"])
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=[*_STEP_POINTERS[:3], "table"])
 def _conv_kernel(
     out, bcx, weight, bias, ends, recent, rows, positions, slots, table, table_stride, channels,
     WIDTH: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, GATED: tl.constexpr,
@@ -86,42 +86,69 @@ def _conv_kernel(
         other = tl.load(slots + tl.load(rows + before, mask=there, other=0))
         fresh = there & (other == slot) & (tl.load(positions + before, mask=there, other=-1) == at)
         known, is_end = (at >= 0) & (fresh == 0), (at % PIECE >= PIECE - (WIDTH - 1)) & (PIECES > 0)
-        seen = _column(bcx, before, i, channels, inside & fresh, GATED).to(tl.float32)
+        column = _column(bcx, before, i, channels, inside & fresh, GATED).to(tl.float32)
         if PIECES:
-            kept = _end(ends, table, row, table_stride, tl.maximum(at, 0), channels, WIDTH - 1, PIECE, PIECES) + i
-            seen += tl.load(kept, mask=inside & known & is_end, other=0.0).to(tl.float32)
-        kept = recent + (slot * KEPT + tl.maximum(at, 0) % KEPT) * channels + i
-        seen += tl.load(kept, mask=inside & known & (is_end == 0), other=0.0).to(tl.float32)
-        total += tl.load(weight + tap * channels + i, mask=inside, other=0.0) * seen
+            stored = _end(ends, table, row, table_stride, tl.maximum(at, 0), channels, WIDTH - 1, PIECE, PIECES) + i
+            column += tl.load(stored, mask=inside & known & is_end, other=0.0).to(tl.float32)
+        stored = recent + (slot * KEPT + tl.maximum(at, 0) % KEPT) * channels + i
+        column += tl.load(stored, mask=inside & known & (is_end == 0), other=0.0).to(tl.float32)
+        total += tl.load(weight + tap * channels + i, mask=inside, other=0.0) * column
     factor = 1.0 / (1.0 + tl.exp(-total))
     if GATED:
         factor = tl.load(bcx + token * 3 * channels + channels + i, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * channels + i, (factor * total).to(out.dtype.element_ty), mask=inside)
 
 
-def short_conv(bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
+def short_conv(bcx: Tensor, conv: ShortConv, columns: ConvColumns, metadata: AttentionMetadata) -> Tensor:
     bcx, slots = bcx.contiguous(), metadata.state_slots
     assert slots is not None
-    tokens, channels = len(bcx), bcx.shape[1] // conv.inputs
+    tokens, channels = len(bcx), bcx.shape[1] // conv.inputs_per_channel
     out = bcx.new_empty((tokens, channels))
     if not tokens:
         return out
     rows = torch.arange(tokens, device=bcx.device)
     if tokens > len(slots):
         rows = torch.searchsorted(metadata.query_start, rows.int(), right=True) - 1
-    block = min(power_of_2(channels), _BLOCK)
+    block = min(next_power_of_2(channels), _MAX_CHANNELS)
     grid, table = (tokens, cdiv(channels, block)), metadata.block_table
-    paged = columns.ends is not None
-    kept = (columns.recent if columns.ends is None else columns.ends, columns.recent)
+    paged = columns.piece_ends is not None
+    column_tensors = (columns.slot_columns if columns.piece_ends is None else columns.piece_ends, columns.slot_columns)
     where = (rows, metadata.positions, slots)
-    sizes = (columns.kept, columns.piece, 0 if columns.ends is None else columns.ends.shape[1], conv.gated)
-    store = (bcx, *kept, *where, metadata.context_lens, table, table.stride(0), channels, conv.width - 1, *sizes)
+    sizes = (
+        columns.columns_per_slot,
+        columns.piece_tokens,
+        0 if columns.piece_ends is None else columns.piece_ends.shape[1],
+        conv.is_gated,
+    )
+    store = (
+        bcx,
+        *column_tensors,
+        *where,
+        metadata.context_lens,
+        table,
+        table.stride(0),
+        channels,
+        conv.conv_width - 1,
+        *sizes,
+    )
     if paged:
         _store_kernel[grid](*store, True, block)
     bias = conv.weight if conv.bias is None else conv.bias
     biased = conv.bias is not None
     _conv_kernel[grid](
-        out, bcx, conv.weight, bias, *kept, *where, table, table.stride(0), channels, conv.width, *sizes, biased, block
+        out,
+        bcx,
+        conv.weight,
+        bias,
+        *column_tensors,
+        *where,
+        table,
+        table.stride(0),
+        channels,
+        conv.conv_width,
+        *sizes,
+        biased,
+        block,
     )
     _store_kernel[grid](*store, False, block)
     return out

@@ -11,31 +11,34 @@ import time
 import torch
 
 from quire.kernels.backend import NO_ADAPTERS
-from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu.backend import CpuBackend
 
-_TRIES = 5
-_WIDE, _LONG, _ROWS = 4096, 16_384, 512
+_NUM_TRIES = 5
+_NUM_INPUTS, _NUM_OUTPUTS, _NUM_ROWS = 4096, 16_384, 512
 
 
-def _seconds(weight: torch.Tensor, x: torch.Tensor) -> float:
-    backend = Cpu()
+def _best_seconds(weight: torch.Tensor, x: torch.Tensor) -> float:
+    backend = CpuBackend()
     linear = backend.pack_linear(weight, None)
     best = float("inf")
-    for _ in range(_TRIES):
+    for _ in range(_NUM_TRIES):
         began = time.perf_counter()
-        backend.apply(linear, x, NO_ADAPTERS)
+        backend.apply_linear(linear, x, NO_ADAPTERS)
         best = min(best, time.perf_counter() - began)
     return best
 
 
-def measured() -> dict[str, float]:
+def measure_rates() -> dict[str, float]:
     """One row times 256 MiB of float32, which no cache holds; and many rows times a matrix of bfloat16."""
-    reading = _seconds(torch.ones(_LONG, _WIDE), torch.ones(1, _WIDE))
-    weight = torch.randn(_WIDE, _WIDE, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
-    multiplying = _seconds(weight, torch.ones(_ROWS, _WIDE, dtype=torch.bfloat16))
-    return {"bandwidth": _LONG * _WIDE * 4 / reading, "flops": 2.0 * _ROWS * _WIDE * _WIDE / multiplying}
+    reading = _best_seconds(torch.ones(_NUM_OUTPUTS, _NUM_INPUTS), torch.ones(1, _NUM_INPUTS))
+    weight = torch.randn(_NUM_INPUTS, _NUM_INPUTS, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+    multiplying = _best_seconds(weight, torch.ones(_NUM_ROWS, _NUM_INPUTS, dtype=torch.bfloat16))
+    return {
+        "bandwidth": _NUM_OUTPUTS * _NUM_INPUTS * 4 / reading,
+        "flops": 2.0 * _NUM_ROWS * _NUM_INPUTS * _NUM_INPUTS / multiplying,
+    }
 
 
 if __name__ == "__main__":
     with torch.inference_mode():
-        print(json.dumps(measured()))
+        print(json.dumps(measure_rates()))

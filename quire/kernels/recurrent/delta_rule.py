@@ -18,64 +18,64 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.recurrent.recurrence import Recurrence, wide
+from quire.kernels.recurrent.recurrence import Recurrence, to_compute_dtype
 
-EPSILON = 1e-6
+L2_NORM_EPS = 1e-6
 """Added to the squared lengths of q and k."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaRule(Recurrence):
-    rate: Tensor
+    decay_rate: Tensor
     """[heads] float32, below 0,"""
-    shift: Tensor
+    dt_bias: Tensor
     """and of the same shape: as above."""
-    norm: Tensor
+    norm_weight: Tensor
     """[value] float32, the norm's weight,"""
     eps: float
     """and what it adds to the mean of squares."""
-    key_heads: int
+    num_key_heads: int
     """Of as many value heads each, which stand side by side."""
-    key: int
+    key_dim: int
     """Numbers of q and of k."""
 
     @property
-    def heads(self) -> int:
-        return len(self.rate)
+    def num_heads(self) -> int:
+        return len(self.decay_rate)
 
     @property
-    def value(self) -> int:
-        return len(self.norm)
+    def value_dim(self) -> int:
+        return len(self.norm_weight)
 
     @property
-    def inputs(self) -> int:
+    def input_dim(self) -> int:
         """Numbers of a token's q, k and v."""
-        return 2 * self.key_heads * self.key + self.heads * self.value
+        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
 
     @property
-    def beside(self) -> int:
+    def head_input_dim(self) -> int:
         """Of b and a."""
-        return 2 * self.heads
+        return 2 * self.num_heads
 
-    def advance(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v, decay, beta = self._taken(wide(numbers))
+    def advance_state(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, decay, beta = self._split_inputs(to_compute_dtype(numbers))
         matrices = matrices * decay[:, None, None]
         delta = beta[:, None] * (v - (matrices * k[:, :, None]).sum(1))
         matrices = matrices + k[:, :, None] * delta[:, None]
         return matrices, (matrices * q[:, :, None]).sum(1)
 
-    def _taken(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def _split_inputs(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """q, k [heads, key], v [heads, value], decay and beta [heads]."""
-        keys, dtype = self.key_heads * self.key, numbers.dtype
-        q, k, v, b, a = numbers.split([keys, keys, self.heads * self.value, self.heads, self.heads])
-        group = self.heads // self.key_heads
-        q, k = (each.view(self.key_heads, self.key) for each in (q, k))
-        q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + EPSILON) for each in (q, k))
-        q, k = (each.repeat_interleave(group, dim=0) for each in (q * self.key**-0.5, k))
-        decay = torch.exp(self.rate.to(dtype) * F.softplus(a + self.shift.to(dtype)))
-        return q, k, v.view(self.heads, self.value), decay, b.sigmoid()
+        keys, dtype = self.num_key_heads * self.key_dim, numbers.dtype
+        q, k, v, b, a = numbers.split([keys, keys, self.num_heads * self.value_dim, self.num_heads, self.num_heads])
+        group = self.num_heads // self.num_key_heads
+        q, k = (each.view(self.num_key_heads, self.key_dim) for each in (q, k))
+        q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + L2_NORM_EPS) for each in (q, k))
+        q, k = (each.repeat_interleave(group, dim=0) for each in (q * self.key_dim**-0.5, k))
+        decay = torch.exp(self.decay_rate.to(dtype) * F.softplus(a + self.dt_bias.to(dtype)))
+        return q, k, v.view(self.num_heads, self.value_dim), decay, b.sigmoid()
 
-    def result(self, read: Tensor, z: Tensor) -> Tensor:
+    def compute_output(self, read: Tensor, z: Tensor) -> Tensor:
         factor = torch.rsqrt(read.pow(2).mean(-1, keepdim=True) + self.eps)
-        normed = read * factor * self.norm.to(read.dtype) * F.silu(z.to(read.dtype).view(read.shape))
+        normed = read * factor * self.norm_weight.to(read.dtype) * F.silu(z.to(read.dtype).view(read.shape))
         return normed.flatten().to(z.dtype)

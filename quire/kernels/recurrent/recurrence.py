@@ -16,34 +16,34 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Matrices:
+class RecurrentStates:
     """What a layer keeps of sequences, by slot."""
 
     matrices: Tensor
     """[slots, heads, key, value] float32"""
-    guesses: Tensor
+    draft_inputs: Tensor
     """[slots, most guesses, kept] of the type of what is given: that of position p at p % most guesses"""
 
 
 @dataclass(frozen=True, slots=True)
-class Guesses:
+class DraftStateLengths:
     """Which tokens of a step's sequences are guesses, or were some in the step before."""
 
-    seen: Tensor
+    num_state_tokens: Tensor
     """[S] int32: so many tokens the matrices have seen. Those behind them up to the step's own were guesses, which the
     slot keeps and which turned out right."""
-    known: Tensor
+    num_verified_tokens: Tensor
     """[S] int32: so many tokens are no guesses; the others, the last ones, may turn out wrong."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sequences:
+class StateSequences:
     """A step's sequences, as AttentionMetadata has them. Where attention has a row for each token, a slot's rows, which
     stand side by side, are one of them, in the place of the first; in the others' places are empty ones."""
 
     query_start: Tensor
     context_lens: Tensor
-    guesses: Guesses | None
+    draft_state_lengths: DraftStateLengths | None
 
 
 class Recurrence(ABC):
@@ -53,69 +53,76 @@ class Recurrence(ABC):
 
     @property
     @abstractmethod
-    def inputs(self) -> int:
+    def input_dim(self) -> int:
         """Numbers of a token that go into the matrices, or read them."""
 
     @property
     @abstractmethod
-    def beside(self) -> int:
+    def head_input_dim(self) -> int:
         """Numbers of a token beside them, as many for each head."""
 
     @property
-    def kept(self) -> int:
+    def draft_dim(self) -> int:
         """Numbers that are kept of a guess."""
-        return self.inputs + self.beside
+        return self.input_dim + self.head_input_dim
 
     @abstractmethod
-    def advance(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
+    def advance_state(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
         """The matrices [heads, key, value] behind a token that gives these numbers [kept], and what it reads [heads,
         value]. One token at a time: PyTorch's functions of many numbers at once give bits that depend on how many
         these are."""
 
     @abstractmethod
-    def result(self, read: Tensor, z: Tensor) -> Tensor:
+    def compute_output(self, read: Tensor, z: Tensor) -> Tensor:
         """What comes of it [heads * value], with the token's gates z, in their type."""
 
 
-def recur(
-    given: Tensor, z: Tensor, beside: Tensor, rule: Recurrence, states: Matrices, rows: Sequences, slots_of: Tensor
+def run_recurrence(
+    inputs: Tensor,
+    z: Tensor,
+    head_inputs: Tensor,
+    rule: Recurrence,
+    states: RecurrentStates,
+    rows: StateSequences,
+    slots_of: Tensor,
 ) -> Tensor:
-    """Operations.recur; slots_of [S]: of the sequences. Raises IndexError for more guesses than a slot keeps."""
-    numbers, firsts = torch.cat([given, beside], dim=1), rows.context_lens - rows.query_start.diff()
-    guesses = rows.guesses or Guesses(firsts, rows.context_lens)
-    each = (rows.query_start, rows.context_lens, guesses.seen, guesses.known, slots_of)
+    """Operations.run_recurrence; slots_of [S]: of the sequences. Raises IndexError for more guesses than a slot
+    keeps."""
+    numbers, firsts = torch.cat([inputs, head_inputs], dim=1), rows.context_lens - rows.query_start.diff()
+    guesses = rows.draft_state_lengths or DraftStateLengths(firsts, rows.context_lens)
+    each = (rows.query_start, rows.context_lens, guesses.num_state_tokens, guesses.num_verified_tokens, slots_of)
     starts, contexts, seen_lens, known_lens, slots = (tensor.tolist() for tensor in each)
-    found = list[Tensor]()
+    readouts = list[Tensor]()
     for s, (context, *bounds, slot) in enumerate(zip(contexts, seen_lens, known_lens, slots, strict=True)):
-        found += _row(numbers[starts[s] : starts[s + 1]], rule, states, slot, context, *bounds)
-    return torch.stack([rule.result(read, gates) for read, gates in zip(found, z, strict=True)])
+        readouts += _run_sequence(numbers[starts[s] : starts[s + 1]], rule, states, slot, context, *bounds)
+    return torch.stack([rule.compute_output(read, gates) for read, gates in zip(readouts, z, strict=True)])
 
 
-def _row(
-    given: Tensor, rule: Recurrence, states: Matrices, slot: int, context: int, seen: int, known: int
+def _run_sequence(
+    inputs: Tensor, rule: Recurrence, states: RecurrentStates, slot: int, context: int, seen: int, known: int
 ) -> list[Tensor]:
     """What the last tokens read of a sequence of `context` tokens, `known` of which are no guesses; the matrices have
     seen the first `seen`."""
-    first, most = context - len(given), states.guesses.shape[1]
+    first, most = context - len(inputs), states.draft_inputs.shape[1]
     stop = min(max(known, seen), context)
     if not 0 <= first - seen <= most or context - stop > most:
         raise IndexError("more guesses than a slot keeps")
-    before = [states.guesses[slot, at % most] for at in range(seen, first)]
+    before = [states.draft_inputs[slot, at % most] for at in range(seen, first)]
     matrices = states.matrices[slot] if first else torch.zeros_like(states.matrices[slot])
-    found = []
-    for at, numbers in enumerate([*before, *given], seen):
+    readouts = []
+    for at, numbers in enumerate([*before, *inputs], seen):
         if at == stop:
             states.matrices[slot] = matrices
-        matrices, read = rule.advance(numbers, matrices)
+        matrices, read = rule.advance_state(numbers, matrices)
         if at >= first:
-            found.append(read)
+            readouts.append(read)
     if stop == context:
         states.matrices[slot] = matrices
     for at in range(max(stop, first), context):
-        states.guesses[slot, at % most] = given[at - first]
-    return found
+        states.draft_inputs[slot, at % most] = inputs[at - first]
+    return readouts
 
 
-def wide(numbers: Tensor) -> Tensor:
+def to_compute_dtype(numbers: Tensor) -> Tensor:
     """In the type of the arithmetic."""
     return numbers.to(torch.float64 if numbers.dtype == torch.float64 else torch.float32)

@@ -19,59 +19,59 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.recurrent.recurrence import Recurrence, wide
+from quire.kernels.recurrent.recurrence import Recurrence, to_compute_dtype
 
 
 @dataclass(frozen=True, slots=True)
 class SelectiveScan(Recurrence):
-    rate: Tensor
+    decay_rate: Tensor
     """[heads, key, value] float32, below 0,"""
-    shift: Tensor
+    dt_bias: Tensor
     """[heads * value] float32,"""
     skip: Tensor
     """and of the same shape: as above."""
-    write_norm: Tensor | None
+    b_norm: Tensor | None
     """[key] float32, the weight of b's norm,"""
-    read_norm: Tensor | None
+    c_norm: Tensor | None
     """and of c's; None, both of them: there are no norms."""
     eps: float
     """What these add to the mean of squares."""
 
     @property
-    def heads(self) -> int:
-        return self.rate.shape[0]
+    def num_heads(self) -> int:
+        return self.decay_rate.shape[0]
 
     @property
-    def key(self) -> int:
-        return self.rate.shape[1]
+    def key_dim(self) -> int:
+        return self.decay_rate.shape[1]
 
     @property
-    def value(self) -> int:
-        return self.rate.shape[2]
+    def value_dim(self) -> int:
+        return self.decay_rate.shape[2]
 
     @property
-    def inputs(self) -> int:
+    def input_dim(self) -> int:
         """Numbers of a token's x, b and c."""
-        return self.heads * self.value + 2 * self.key
+        return self.num_heads * self.value_dim + 2 * self.key_dim
 
     @property
-    def beside(self) -> int:
+    def head_input_dim(self) -> int:
         """Of dt."""
-        return self.heads * self.value
+        return self.num_heads * self.value_dim
 
-    def advance(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
-        given, channels = wide(numbers), self.heads * self.value
-        x, b, c, dt = given.split([channels, self.key, self.key, channels])
-        b, c = self._normed(b, self.write_norm), self._normed(c, self.read_norm)
-        rate, shift, skip = (each.to(given.dtype) for each in (self.rate, self.shift, self.skip))
-        step = F.softplus(dt + shift).view(self.heads, 1, self.value)
+    def advance_state(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
+        wide_inputs, channels = to_compute_dtype(numbers), self.num_heads * self.value_dim
+        x, b, c, dt = wide_inputs.split([channels, self.key_dim, self.key_dim, channels])
+        b, c = self._rms_norm(b, self.b_norm), self._rms_norm(c, self.c_norm)
+        rate, shift, skip = (each.to(wide_inputs.dtype) for each in (self.decay_rate, self.dt_bias, self.skip))
+        step = F.softplus(dt + shift).view(self.num_heads, 1, self.value_dim)
         matrices = matrices * torch.exp(rate * step) + b[:, None] * (step * x.view(step.shape))
-        return matrices, (matrices * c[:, None]).sum(1) + (skip * x).view(self.heads, self.value)
+        return matrices, (matrices * c[:, None]).sum(1) + (skip * x).view(self.num_heads, self.value_dim)
 
-    def _normed(self, numbers: Tensor, weight: Tensor | None) -> Tensor:
+    def _rms_norm(self, numbers: Tensor, weight: Tensor | None) -> Tensor:
         if weight is None:
             return numbers
         return numbers * torch.rsqrt(numbers.pow(2).mean() + self.eps) * weight.to(numbers.dtype)
 
-    def result(self, read: Tensor, z: Tensor) -> Tensor:
-        return (read.flatten() * F.silu(wide(z))).to(z.dtype)
+    def compute_output(self, read: Tensor, z: Tensor) -> Tensor:
+        return (read.flatten() * F.silu(to_compute_dtype(z))).to(z.dtype)

@@ -23,85 +23,94 @@ class ShortConv:
     """[width, channels] float32, of the oldest column first; width is at least 2."""
     bias: Tensor | None
     """[channels] float32, added to the sum."""
-    gated: bool = True
+    is_gated: bool = True
 
     @property
-    def width(self) -> int:
+    def conv_width(self) -> int:
         return len(self.weight)
 
     @property
-    def inputs(self) -> int:
+    def inputs_per_channel(self) -> int:
         """Numbers of a token that it takes for each channel."""
-        return 3 if self.gated else 1
+        return 3 if self.is_gated else 1
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class ConvColumns:
     """Where a layer's columns lie, all of the type of what is convolved."""
 
-    ends: Tensor | None
+    piece_ends: Tensor | None
     """[pages, pieces of a page, width - 1, channels]: the last columns of each piece; None: pages have none,"""
-    piece: int
+    piece_tokens: int
     """A piece has so many tokens, at least width - 1."""
-    recent: Tensor
-    """[slots, kept, channels]: the others of a sequence's last ones, that of position p at p % kept. `kept` is at least
-    width - 1, and as many more as a row may have drafts: those that turn out wrong overwrite nothing that is needed."""
+    slot_columns: Tensor
+    """[slots, kept, channels]: the others of a sequence's last ones, that of position p at p % kept. `columns_per_slot`
+    is at least width - 1, and as many more as a row may have drafts: those that turn out wrong overwrite nothing that
+    is needed."""
 
     @property
-    def kept(self) -> int:
-        return self.recent.shape[1]
+    def columns_per_slot(self) -> int:
+        return self.slot_columns.shape[1]
 
 
 def short_conv(
-    bcx: Tensor, conv: ShortConv, columns: Columns, where: tuple[Tensor, Tensor, Tensor], block_table: Tensor
+    bcx: Tensor, conv: ShortConv, columns: ConvColumns, where: tuple[Tensor, Tensor, Tensor], block_table: Tensor
 ) -> Tensor:
     """Operations.short_conv; where: AttentionMetadata's query_start, context_lens and state_slots. Row by row: what one
     stores in a page, a later one may begin with."""
     fresh, gates = bcx, None
-    if conv.gated:
+    if conv.is_gated:
         b, gates, x = bcx.chunk(3, dim=-1)
         fresh = b * x
     out = torch.empty_like(fresh)
     starts, contexts, slots = (each.tolist() for each in where)
     for s, (context, slot) in enumerate(zip(contexts, slots, strict=True)):
         own = slice(starts[s], starts[s + 1])
-        places = _Places(columns, block_table[s].tolist(), slot, conv.width - 1)
-        out[own] = _row(fresh[own], None if gates is None else gates[own], conv, places, context)
+        places = _ColumnLocator(columns, block_table[s].tolist(), slot, conv.conv_width - 1)
+        out[own] = _convolve_sequence(fresh[own], None if gates is None else gates[own], conv, places, context)
     return out
 
 
-def _row(fresh: Tensor, c: Tensor | None, conv: ShortConv, places: _Places, context: int) -> Tensor:
+def _convolve_sequence(
+    fresh: Tensor, c: Tensor | None, conv: ShortConv, places: _ColumnLocator, context: int
+) -> Tensor:
     """Of the last tokens of a sequence of `context` tokens; keeps their columns."""
     wide, first = torch.float64 if fresh.dtype == torch.float64 else torch.float32, context - len(fresh)
-    past = [places.of(at) if at >= 0 else torch.zeros_like(fresh[0]) for at in range(first - places.before, first)]
+    past = [
+        places.column_at(at) if at >= 0 else torch.zeros_like(fresh[0])
+        for at in range(first - places.num_earlier, first)
+    ]
     series, weight = torch.cat([torch.stack(past), fresh]).to(wide), conv.weight.to(wide)
-    total = torch.zeros_like(series[places.before :]) if conv.bias is None else conv.bias.to(wide)
-    for tap in range(conv.width):
+    total = torch.zeros_like(series[places.num_earlier :]) if conv.bias is None else conv.bias.to(wide)
+    for tap in range(conv.conv_width):
         total = total + weight[tap] * series[tap : tap + len(fresh)]
     for at in range(first, context):
-        if at >= context - places.columns.kept or places.is_end(at):
-            places.of(at).copy_(fresh[at - first])
+        if at >= context - places.columns.columns_per_slot or places.is_piece_end(at):
+            places.column_at(at).copy_(fresh[at - first])
     if c is None:  # row by row: of many numbers at once the bits would depend on how many these are
         return torch.stack([torch.nn.functional.silu(row) for row in total]).to(fresh.dtype)
     return (c.to(wide) * total).to(fresh.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
+class _ColumnLocator:
     """Of one sequence's columns."""
 
-    columns: Columns
+    columns: ConvColumns
     pages: list[int]
     slot: int
-    before: int
+    num_earlier: int
 
-    def is_end(self, position: int) -> bool:
-        return self.columns.ends is not None and position % self.columns.piece >= self.columns.piece - self.before
+    def is_piece_end(self, position: int) -> bool:
+        return (
+            self.columns.piece_ends is not None
+            and position % self.columns.piece_tokens >= self.columns.piece_tokens - self.num_earlier
+        )
 
-    def of(self, position: int) -> Tensor:
-        if not self.is_end(position):
-            return self.columns.recent[self.slot, position % self.columns.kept]
-        size, ends = self.columns.piece, self.columns.ends
+    def column_at(self, position: int) -> Tensor:
+        if not self.is_piece_end(position):
+            return self.columns.slot_columns[self.slot, position % self.columns.columns_per_slot]
+        size, ends = self.columns.piece_tokens, self.columns.piece_ends
         assert ends is not None
         page, piece = divmod(position // size, ends.shape[1])
-        return ends[self.pages[page], piece, position % size - (size - self.before)]
+        return ends[self.pages[page], piece, position % size - (size - self.num_earlier)]

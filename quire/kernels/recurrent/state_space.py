@@ -19,64 +19,67 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.recurrent.recurrence import Recurrence, wide
+from quire.kernels.recurrent.recurrence import Recurrence, to_compute_dtype
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpace(Recurrence):
-    rate: Tensor
+    decay_rate: Tensor
     """[heads] float32, below 0,"""
-    shift: Tensor
+    dt_bias: Tensor
     """of the same shape,"""
     skip: Tensor
     """and the same again: as above."""
-    norm: Tensor | None
+    norm_weight: Tensor | None
     """[heads * value] float32, the norm's weight; None: there is no norm."""
     eps: float
     """What it adds to the mean of squares."""
-    groups: int
+    num_groups: int
     """Of as many heads each, which stand side by side."""
-    key: int
+    key_dim: int
     """Numbers of b and of c."""
-    value: int
+    value_dim: int
     """Numbers of a head's x."""
-    limits: tuple[float, float] = (0.0, float("inf"))
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
     """Of steps."""
-    norm_first: bool = False
+    norm_before_gate: bool = False
     """The norm stands before the gate."""
 
     @property
-    def heads(self) -> int:
-        return len(self.rate)
+    def num_heads(self) -> int:
+        return len(self.decay_rate)
 
     @property
-    def inputs(self) -> int:
+    def input_dim(self) -> int:
         """Numbers of a token's x, b and c."""
-        return self.heads * self.value + 2 * self.groups * self.key
+        return self.num_heads * self.value_dim + 2 * self.num_groups * self.key_dim
 
     @property
-    def beside(self) -> int:
+    def head_input_dim(self) -> int:
         """Of dt."""
-        return self.heads
+        return self.num_heads
 
-    def advance(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
-        given = wide(numbers)
-        keys = self.groups * self.key
-        x, b, c, dt = given.split([self.heads * self.value, keys, keys, self.heads])
-        b, c = (each.view(self.groups, self.key).repeat_interleave(self.heads // self.groups, 0) for each in (b, c))
-        x, rate, shift, skip = (
-            x.view(self.heads, self.value),
-            *(each.to(given.dtype) for each in (self.rate, self.shift, self.skip)),
+    def advance_state(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
+        wide_inputs = to_compute_dtype(numbers)
+        keys = self.num_groups * self.key_dim
+        x, b, c, dt = wide_inputs.split([self.num_heads * self.value_dim, keys, keys, self.num_heads])
+        b, c = (
+            each.view(self.num_groups, self.key_dim).repeat_interleave(self.num_heads // self.num_groups, 0)
+            for each in (b, c)
         )
-        step = F.softplus(dt + shift).clamp(*self.limits)
+        x, rate, shift, skip = (
+            x.view(self.num_heads, self.value_dim),
+            *(each.to(wide_inputs.dtype) for each in (self.decay_rate, self.dt_bias, self.skip)),
+        )
+        step = F.softplus(dt + shift).clamp(*self.dt_limits)
         matrices = matrices * torch.exp(rate * step)[:, None, None] + b[:, :, None] * (step[:, None] * x)[:, None]
         return matrices, (matrices * c[:, :, None]).sum(1) + skip[:, None] * x
 
-    def result(self, read: Tensor, z: Tensor) -> Tensor:
-        gate, y = F.silu(wide(z)), read.flatten()
-        if self.norm is None:
+    def compute_output(self, read: Tensor, z: Tensor) -> Tensor:
+        gate, y = F.silu(to_compute_dtype(z)), read.flatten()
+        if self.norm_weight is None:
             return (y * gate).to(z.dtype)
-        y = wide((y if self.norm_first else y * gate).to(z.dtype)).view(self.groups, -1)
+        y = to_compute_dtype((y if self.norm_before_gate else y * gate).to(z.dtype)).view(self.num_groups, -1)
         factor = torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
-        normed = (y * factor).flatten() * self.norm.to(y.dtype)
-        return (normed * gate if self.norm_first else normed).to(z.dtype)
+        normed = (y * factor).flatten() * self.norm_weight.to(y.dtype)
+        return (normed * gate if self.norm_before_gate else normed).to(z.dtype)

@@ -7,10 +7,10 @@ from ipaddress import ip_address
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.server.access.gateways import Gateways
-from quire.server.access.paths import ADMIN_PATHS, ADMIN_PREFIX, LOCAL_PATHS, is_open
+from quire.server.access.gateway_headers import Gateways
+from quire.server.access.path_rules import ADMIN_PATHS, ADMIN_PREFIX, LOCAL_ONLY_PATHS, is_public_path
 from quire.server.access.tenants import Tenant, Tenants
-from quire.server.errors import Failure, answer
+from quire.server.error_responses import ErrorInfo, error_response
 
 
 class AuthenticationMiddleware:
@@ -33,30 +33,30 @@ class AuthenticationMiddleware:
             return await send({"type": "websocket.close", "code": 1008})
         if "tenant" in scope:  # the server asks itself for one: see server/batches
             return await self._app(scope, receive, send)
-        if not self._tenants.closed and scope["path"] in LOCAL_PATHS and not is_local(scope):
+        if not self._tenants.requires_key and scope["path"] in LOCAL_ONLY_PATHS and not is_local_caller(scope):
             message = "Without API keys this route is for this machine's programs alone: see --admin-api-key"
-            told = Failure(403, message, "permission_error", None, "admin_key_needed")
-            return await answer(scope["path"], told, {})(scope, receive, send)
-        if not self._tenants.closed or is_open(scope["path"]):
-            scope["tenant"] = self._gateways.tenant(self._tenants.anonymous, scope)
+            failure = ErrorInfo(403, message, "permission_error", None, "admin_key_needed")
+            return await error_response(scope["path"], failure, {})(scope, receive, send)
+        if not self._tenants.requires_key or is_public_path(scope["path"]):
+            scope["tenant"] = self._gateways.resolve_tenant(self._tenants.anonymous, scope)
             return await self._app(scope, receive, send)
-        key = key_in(Headers(scope=scope))
-        tenant = self._tenants.find(key)
+        key = read_api_key(Headers(scope=scope))
+        tenant = self._tenants.find_by_key(key)
         if not key or tenant is None:
             missing = "You didn't provide an API key: Authorization: Bearer KEY, or x-api-key: KEY"
             message = "Incorrect API key provided" if key else missing
-            told = Failure(401, message, "authentication_error", None, "invalid_api_key")
+            failure = ErrorInfo(401, message, "authentication_error", None, "invalid_api_key")
         elif (scope["path"].startswith(ADMIN_PREFIX) or scope["path"] in ADMIN_PATHS) and not tenant.admin:
             message = "This route needs an admin's API key: see --admin-api-key"
-            told = Failure(403, message, "permission_error", None, "admin_key_needed")
+            failure = ErrorInfo(403, message, "permission_error", None, "admin_key_needed")
         else:
-            scope["tenant"] = self._gateways.tenant(tenant, scope)
+            scope["tenant"] = self._gateways.resolve_tenant(tenant, scope)
             return await self._app(scope, receive, send)
-        headers = {"WWW-Authenticate": "Bearer"} if told.status == 401 else {}
-        return await answer(scope["path"], told, headers)(scope, receive, send)
+        headers = {"WWW-Authenticate": "Bearer"} if failure.status == 401 else {}
+        return await error_response(scope["path"], failure, headers)(scope, receive, send)
 
 
-def is_local(scope: Scope) -> bool:
+def is_local_caller(scope: Scope) -> bool:
     """Whether a program on this machine asks, and no web page: browsers let any page send a POST without a body to a
     server on the loopback interface, and name the page's origin."""
     if "origin" in Headers(scope=scope):
@@ -68,7 +68,7 @@ def is_local(scope: Scope) -> bool:
         return False
 
 
-def key_in(headers: Headers) -> str:
+def read_api_key(headers: Headers) -> str:
     """The key of a request: that of OpenAI's header, or else of Anthropic's; empty where there is none."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" and key.strip() else headers.get("x-api-key", "").strip()

@@ -11,23 +11,23 @@ from quire.engine.errors import RateLimited
 SECONDS_PER_MINUTE = 60.0
 
 
-class Bucket:
+class TokenBucket:
     """A token bucket: it fills evenly, and holds at most a minute's amount. Taking more than it holds leaves a debt."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
         self.per_minute = per_minute
         self._clock = clock
         self._level = float(per_minute)
-        self._filled = clock()
+        self._filled_at = clock()
 
     @property
     def level(self) -> float:
         now = self._clock()
-        grown = (now - self._filled) * self.per_minute / SECONDS_PER_MINUTE
-        self._level, self._filled = min(self.per_minute, self._level + grown), now
+        grown = (now - self._filled_at) * self.per_minute / SECONDS_PER_MINUTE
+        self._level, self._filled_at = min(self.per_minute, self._level + grown), now
         return self._level
 
-    def take(self, amount: float) -> None:
+    def withdraw(self, amount: float) -> None:
         """Take `amount` out; a negative amount is put back."""
         self._level = min(self.per_minute, self.level - amount)
 
@@ -36,18 +36,18 @@ class Bucket:
         return max(0.0, amount - self.level) * SECONDS_PER_MINUTE / self.per_minute
 
 
-class Reservation:
-    """The tokens taken from a bucket for a request that is running; `settle` corrects them when it has ended."""
+class TokenReservation:
+    """The tokens taken from a bucket for a request that is running; `settle_usage` corrects them when it has ended."""
 
-    def __init__(self, bucket: Bucket | None, tokens: int) -> None:
+    def __init__(self, bucket: TokenBucket | None, tokens: int) -> None:
         self._bucket = bucket
         self._tokens = tokens
 
-    def settle(self, used: int) -> None:
+    def settle_usage(self, used_tokens: int) -> None:
         """Charge the tokens that were actually used. Only the first call counts."""
         bucket, self._bucket = self._bucket, None
         if bucket is not None:
-            bucket.take(used - self._tokens)
+            bucket.withdraw(used_tokens - self._tokens)
 
 
 class RateLimits:
@@ -59,62 +59,64 @@ class RateLimits:
         tokens_per_minute: int | None,
         clock: Callable[[], float] = lambda: clock.monotonic(),
     ) -> None:
-        self._requests = None if requests_per_minute is None else Bucket(requests_per_minute, clock)
-        self._tokens = None if tokens_per_minute is None else Bucket(tokens_per_minute, clock)
+        self._request_bucket = None if requests_per_minute is None else TokenBucket(requests_per_minute, clock)
+        self._token_bucket = None if tokens_per_minute is None else TokenBucket(tokens_per_minute, clock)
 
-    def like_new(self) -> RateLimits:
+    def with_full_buckets(self) -> RateLimits:
         """The same limits with full buckets."""
-        limits = [None if bucket is None else bucket.per_minute for bucket in (self._requests, self._tokens)]
+        limits = [
+            None if bucket is None else bucket.per_minute for bucket in (self._request_bucket, self._token_bucket)
+        ]
         return RateLimits(limits[0], limits[1])
 
     @property
-    def limited(self) -> bool:
-        return self._requests is not None or self._tokens is not None
+    def has_limits(self) -> bool:
+        return self._request_bucket is not None or self._token_bucket is not None
 
     def count_request(self) -> None:
         """Count a request, before it is read. A tenant whose token bucket is in debt is refused, too."""
-        if self._tokens is not None:
-            self._require("tokens", self._tokens, 0)
-        if self._requests is not None:
-            self._require("requests", self._requests, 1)
-            self._requests.take(1)
+        if self._token_bucket is not None:
+            self._require_amount("tokens", self._token_bucket, 0)
+        if self._request_bucket is not None:
+            self._require_amount("requests", self._request_bucket, 1)
+            self._request_bucket.withdraw(1)
 
-    def reserve(self, tokens: int) -> Reservation:
+    def reserve_tokens(self, tokens: int) -> TokenReservation:
         """Reserve the most tokens that a request can take, its prompt included."""
-        if self._tokens is not None:
-            limit = self._tokens.per_minute
+        if self._token_bucket is not None:
+            limit = self._token_bucket.per_minute
             if tokens > limit:
                 message = f"The request is too large: it may take {tokens} tokens, the limit is {limit} per minute"
-                raise RateLimited(message, headers={**self.headers(), "x-should-retry": "false"})
-            self._require("tokens", self._tokens, tokens)
-            self._tokens.take(tokens)
-        return Reservation(self._tokens, tokens)
+                raise RateLimited(message, headers={**self.ratelimit_headers(), "x-should-retry": "false"})
+            self._require_amount("tokens", self._token_bucket, tokens)
+            self._token_bucket.withdraw(tokens)
+        return TokenReservation(self._token_bucket, tokens)
 
-    def headers(self) -> dict[str, str]:
+    def ratelimit_headers(self) -> dict[str, str]:
         """OpenAI's x-ratelimit-* headers for the current state."""
-        found = {}
-        for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+        values = {}
+        for name, bucket in (("requests", self._request_bucket), ("tokens", self._token_bucket)):
             if bucket is not None:
-                found[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
-                found[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(bucket.level)))
-                found[f"x-ratelimit-reset-{name}"] = duration(bucket.seconds_until(bucket.per_minute))
-        return found
+                values[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
+                values[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(bucket.level)))
+                values[f"x-ratelimit-reset-{name}"] = format_duration(bucket.seconds_until(bucket.per_minute))
+        return values
 
-    def _require(self, name: str, bucket: Bucket, amount: int) -> None:
+    def _require_amount(self, name: str, bucket: TokenBucket, amount: int) -> None:
         """Raise RateLimited, with headers that say when to retry, unless the bucket holds `amount`."""
         seconds = bucket.seconds_until(amount)
         if seconds > 0:
-            left = max(0, math.floor(bucket.level))
+            remaining = max(0, math.floor(bucket.level))
             needed = f", {amount} are needed" if name == "tokens" and amount else ""
             message = (
-                f"Rate limit reached: {bucket.per_minute} {name} per minute, {left} left{needed}. "
-                f"Please try again in {duration(seconds)}"
+                f"Rate limit reached: {bucket.per_minute} {name} per minute, {remaining} left{needed}. "
+                f"Please try again in {format_duration(seconds)}"
             )
-            again = {"Retry-After": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
-            raise RateLimited(message, headers={**self.headers(), **again})
+            retry_headers = {"Retry-After": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
+            raise RateLimited(message, headers={**self.ratelimit_headers(), **retry_headers})
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A duration as OpenAI writes it, rounded up: 120ms, 7.7s, 6m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"

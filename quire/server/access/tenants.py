@@ -15,7 +15,7 @@ from quire.engine.errors import ConfigError, InvalidRequest
 from quire.server.access.rate_limits import RateLimits
 from quire.server.config import ServerConfig
 
-HASHED = "sha256:"
+HASH_PREFIX = "sha256:"
 """Prefix of a key that is given by its SHA-256 digest in hexadecimal."""
 
 
@@ -49,7 +49,7 @@ class Tenant:
     shares_prefixes: bool = False
     """Whether its requests may use cached prefixes of other keys' requests."""
 
-    def salt(self, cache_salt: str) -> str:
+    def prefix_cache_salt(self, cache_salt: str) -> str:
         """The prefix cache's salt for a request with this cache_salt.
 
         It differs from key to key, so no tenant can find out by timing whether another tenant's prompt is cached.
@@ -67,45 +67,45 @@ class Tenants:
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
-        known: dict[bytes, Tenant] = {}
+        tenants_by_digest: dict[bytes, Tenant] = {}
         names: set[str] = set()
-        for name, entry, source in self._entries():
-            tenant = self._tenant(name, entry, source)
-            if tenant.digest in known:
-                raise ConfigError(f"{source}: {name} has the same key as {known[tenant.digest].name}")
+        for name, entry, source in self._iter_key_entries():
+            tenant = self._build_tenant(name, entry, source)
+            if tenant.digest in tenants_by_digest:
+                raise ConfigError(f"{source}: {name} has the same key as {tenants_by_digest[tenant.digest].name}")
             if name in names:
                 raise ConfigError(f"{source}: {name} is a name that a key given by flag has")
-            known[tenant.digest] = tenant
+            tenants_by_digest[tenant.digest] = tenant
             names.add(name)
-        self._all = list(known.values())
-        if len(self._all) == 1:  # the owner of the only key is taken for the server's operator
-            self._all = [replace(self._all[0], admin=True)]
-        self.closed = bool(self._all)
+        self._keyed_tenants = list(tenants_by_digest.values())
+        if len(self._keyed_tenants) == 1:  # the owner of the only key is taken for the server's operator
+            self._keyed_tenants = [replace(self._keyed_tenants[0], admin=True)]
+        self.requires_key = bool(self._keyed_tenants)
         """Whether requests need a key."""
         limits = RateLimits(config.requests_per_minute, config.tokens_per_minute)
-        self.anonymous = Tenant("", b"", limits, admin=not self.closed)
+        self.anonymous = Tenant("", b"", limits, admin=not self.requires_key)
         """The tenant of requests without a key: all of them on a server without keys, else those to open paths."""
 
     @property
-    def all(self) -> tuple[Tenant, ...]:
+    def keyed_tenants(self) -> tuple[Tenant, ...]:
         """Those with keys."""
-        return tuple(self._all)
+        return tuple(self._keyed_tenants)
 
-    def find(self, key: str) -> Tenant | None:
+    def find_by_key(self, key: str) -> Tenant | None:
         """The owner of a key, which is given as a header's bytes decoded as Latin-1; None if there is none.
 
         It compares with every key in constant time, so that the time taken reveals nothing about the keys.
         """
-        given = _digest(key)
-        found = [tenant for tenant in self._all if hmac.compare_digest(given, tenant.digest)]
-        return found[0] if found else None
+        digest = _hash_key(key)
+        matches = [tenant for tenant in self._keyed_tenants if hmac.compare_digest(digest, tenant.digest)]
+        return matches[0] if matches else None
 
-    def owner(self, digest: str) -> Tenant | None:
+    def find_by_digest(self, digest: str) -> Tenant | None:
         """The tenant whose key has this digest, in hexadecimal; None where the key is not taken any more."""
-        known = self._all or [self.anonymous]
-        return next((tenant for tenant in known if tenant.digest.hex() == digest), None)
+        tenants = self._keyed_tenants or [self.anonymous]
+        return next((tenant for tenant in tenants if tenant.digest.hex() == digest), None)
 
-    def _entries(self) -> Iterator[tuple[str, KeyEntry, str]]:
+    def _iter_key_entries(self) -> Iterator[tuple[str, KeyEntry, str]]:
         """For each key its tenant's name, its entry and the setting that it comes from."""
         config = self._config
         for number, key in enumerate(config.admin_api_key, 1):
@@ -116,27 +116,27 @@ class Tenants:
             for name, entry in _read_key_file(config.api_key_file).items():
                 yield name, entry, "api_key_file"
 
-    def _tenant(self, name: str, entry: KeyEntry, source: str) -> Tenant:
+    def _build_tenant(self, name: str, entry: KeyEntry, source: str) -> Tenant:
         config = self._config
         limits = RateLimits(
             entry.requests_per_minute or config.requests_per_minute, entry.tokens_per_minute or config.tokens_per_minute
         )
         if not entry.key.strip():
             raise ConfigError(f"{source}: {name} has an empty key")
-        if entry.key.startswith(HASHED):
+        if entry.key.startswith(HASH_PREFIX):
             try:
-                digest = bytes.fromhex(entry.key.removeprefix(HASHED))
+                digest = bytes.fromhex(entry.key.removeprefix(HASH_PREFIX))
             except ValueError:
                 digest = b""
             if len(digest) != hashlib.sha256().digest_size:
-                raise ConfigError(f"{source}: {name} must have 64 hexadecimal digits behind {HASHED}")
+                raise ConfigError(f"{source}: {name} must have 64 hexadecimal digits behind {HASH_PREFIX}")
         elif entry.key != entry.key.strip() or not (entry.key.isascii() and entry.key.isprintable()):
             raise ConfigError(
                 f"{source}: {name} has a key that clients cannot send: take letters, digits and signs of ASCII, "
                 "no white space at either end"
             )
         else:
-            digest = _digest(entry.key)
+            digest = _hash_key(entry.key)
         shares = config.share_prefix_cache
         return Tenant(name, digest, limits, entry.weight, entry.priority, entry.admin, shares_prefixes=shares)
 
@@ -162,5 +162,5 @@ def _read_key_file(path: Path) -> dict[str, KeyEntry]:
     return entries
 
 
-def _digest(key: str) -> bytes:
+def _hash_key(key: str) -> bytes:
     return hashlib.sha256(key.encode("latin-1")).digest()

@@ -13,33 +13,33 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from quire.engine.errors import refuse
+from quire.engine.errors import refuse_setting
 from quire.engine.replicas.replicas import processes
-from quire.engine.settings.reader import load
+from quire.engine.settings.settings_reader import load_settings
 from quire.server import app as application
-from quire.server.cli.hosting import read_files
+from quire.server.cli.http_server import read_model_files
 from quire.server.cli.models.pull import pull_missing
 from quire.server.config import ServerConfig
-from quire.server.observe import logs
+from quire.server.observe import log_setup
 
 
 def create_app() -> FastAPI:
     """The application of one model. Its engine starts with the application's lifespan and ends with it. Raises
     ConfigError."""
-    config = load(ServerConfig, {}, others=ServerConfig.model_fields)
+    config = load_settings(ServerConfig, {}, other_settings=ServerConfig.model_fields)
     for name in ("api_server_count", "nnodes"):
-        refuse(name, getattr(config, name) > 1 and "is for `quire serve`, not for an application factory")
-    logs.set_up(config)
+        refuse_setting(name, getattr(config, name) > 1 and "is for `quire serve`, not for an application factory")
+    log_setup.set_up_logging(config)
     pull_missing(config)
     client = processes(config)
-    app = application.create_app(client, *read_files(config))
-    serving = app.router.lifespan_context
+    app = application.create_app(client, *read_model_files(config))
+    inner_lifespan = app.router.lifespan_context
 
     @asynccontextmanager
     async def with_engine(app: FastAPI) -> AsyncIterator[None]:
         client.link.launch()
         try:
-            async with serving(app):
+            async with inner_lifespan(app):
                 yield
         finally:
             await client.link.stop()

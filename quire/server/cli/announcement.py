@@ -12,16 +12,16 @@ from quire.engine.types import EngineInfo
 from quire.server.config import ServerConfig
 
 
-def url(host: str, port: int, *, tls: bool = False) -> str:
+def listen_url(host: str, port: int, *, tls: bool = False) -> str:
     """The URL of a server that listens on `host`; for a wildcard address that of the loopback interface."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     scheme = "https" if tls else "http"
     return f"{scheme}://[{reachable}]:{port}" if ":" in reachable else f"{scheme}://{reachable}:{port}"
 
 
-def first_request(info: EngineInfo, *, chats: bool) -> tuple[str, dict[str, object]]:
+def example_request(info: EngineInfo, *, has_chat_template: bool) -> tuple[str, dict[str, object]]:
     """A path, and a body for it, that the model can answer. chats: it has a chat template."""
-    if chats and "generate" in info.tasks:
+    if has_chat_template and "generate" in info.tasks:
         message = {"role": "user", "content": "Tell me a story about a fox."}
         return "/v1/chat/completions", {"messages": [message], "max_tokens": 100, "stream": True}
     if "generate" in info.tasks:
@@ -31,33 +31,39 @@ def first_request(info: EngineInfo, *, chats: bool) -> tuple[str, dict[str, obje
     return "/classify", {"input": "Once upon a time"}
 
 
-def curl(config: ServerConfig, info: EngineInfo, base: str, tls: ssl.SSLContext | None, *, chats: bool = False) -> str:
+def curl_command(
+    config: ServerConfig, info: EngineInfo, base: str, tls: ssl.SSLContext | None, *, has_chat_template: bool = False
+) -> str:
     """A first request, with what the server asks for: a key, which is not shown, and trust in its certificate."""
-    path, body = first_request(info, chats=chats)
+    path, body = example_request(info, has_chat_template=has_chat_template)
     flags = []
     if config.has_api_keys:
         flags.append('-H "Authorization: Bearer $OPENAI_API_KEY"')
     if tls is not None:
-        flags += _trust(config, base, tls)
-    asked = json.dumps({"model": config.model_names[0], **body})
+        flags += _curl_tls_flags(config, base, tls)
+    encoded_body = json.dumps({"model": config.model_names[0], **body})
     return " ".join(
-        [f"curl -N {base}{path}", *flags, "-H 'Content-Type: application/json'", f"-d {shlex.quote(asked)}"]
+        [f"curl -N {base}{path}", *flags, "-H 'Content-Type: application/json'", f"-d {shlex.quote(encoded_body)}"]
     )
 
 
-def _trust(config: ServerConfig, base: str, tls: ssl.SSLContext) -> list[str]:
+def _curl_tls_flags(config: ServerConfig, base: str, tls: ssl.SSLContext) -> list[str]:
     """curl's flags for the server's certificate: none where the system trusts it for this address."""
     host, flags = base.partition("://")[2].rpartition(":")[0].strip("[]"), []
-    if not _verified(tls, host, None):
-        given = config.ssl_certfile
-        assert given is not None, "there is TLS"
-        flags = [f"--cacert {shlex.quote(str(given))}"] if _verified(tls, host, given) else ["--insecure"]
+    if not _is_certificate_trusted(tls, host, None):
+        certificate = config.ssl_certfile
+        assert certificate is not None, "there is TLS"
+        flags = (
+            [f"--cacert {shlex.quote(str(certificate))}"]
+            if _is_certificate_trusted(tls, host, certificate)
+            else ["--insecure"]
+        )
     if config.ssl_ca_certs is not None:
         flags.append("--cert YOURS.pem")
     return flags
 
 
-def _verified(tls: ssl.SSLContext, host: str, trust: Path | None) -> bool:
+def _is_certificate_trusted(tls: ssl.SSLContext, host: str, trust: Path | None) -> bool:
     """Whether a client that trusts the system's authorities, or `trust`, accepts the certificate: a handshake in
     memory tells."""
     client = ssl.create_default_context(cafile=trust)
@@ -77,27 +83,30 @@ def _verified(tls: ssl.SSLContext, host: str, trust: Path | None) -> bool:
     return done[0]
 
 
-def announcement(
+def build_announcement(
     config: ServerConfig,
     info: EngineInfo,
     base: str,
     seconds: float,
-    planned: int | None = None,
+    planned_tokens: int | None = None,
     *,
-    tools: str = "",
+    tool_format_source: str = "",
     tls: ssl.SSLContext | None = None,
-    chats: bool = False,
+    has_chat_template: bool = False,
 ) -> str:
-    """The text that says what was loaded, how the memory is used and where the format of tool calls is from (`tools`),
-    with a first request to paste, in a chat where the model `chats`."""
+    """The text that says what was loaded, how the memory is used and where the format of tool calls is from
+    (`tool_format_source`), with a first request to paste, in a chat where the model `has_chat_template`."""
     names = ", ".join(config.model_names)
     weights = f"{info.weight_bytes / 2**20:.1f} MiB" + (f" ({info.quantization})" if info.quantization else "")
     notes = "".join(f"\n  note       {note}" for note in info.notes)
     plan = ""
-    if planned:
-        got = info.num_blocks * info.block_size
-        plan = f"\n  plan       {planned:,} tokens of KV foreseen, {got:,} are there ({got / planned - 1:+.1%})"
-    calls = f"\n  tools      {tools}" if tools and "generate" in info.tasks else ""
+    if planned_tokens:
+        available_tokens = info.num_blocks * info.block_size
+        plan = (
+            f"\n  plan       {planned_tokens:,} tokens of KV foreseen, "
+            f"{available_tokens:,} are there ({available_tokens / planned_tokens - 1:+.1%})"
+        )
+    calls = f"\n  tools      {tool_format_source}" if tool_format_source and "generate" in info.tasks else ""
     return f"""\
 quire {VERSION}
   model      {names}: {info.dtype} on {info.device}, {weights} loaded in {info.load_seconds:.1f} s
@@ -105,5 +114,5 @@ quire {VERSION}
   memory     {info.arithmetic}{plan}{calls}
   ready      {base} after {seconds:.1f} s; Ctrl-C ends it
 
-{curl(config, info, base, tls, chats=chats)}
+{curl_command(config, info, base, tls, has_chat_template=has_chat_template)}
 """

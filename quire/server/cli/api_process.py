@@ -1,4 +1,4 @@
-"""`python -m quire.server.cli.api_process`: one of several API processes, which api_processes.py starts.
+"""`python -m quire.server.cli.api_process`: one of several API processes, which api_process_manager.py starts.
 
 It is what `quire serve` is with one process, but for the engine, which it reaches through the hub, and for the
 announcement, which its parent prints.
@@ -23,46 +23,46 @@ from quire.engine.link.engine_messages import encode
 from quire.engine.link.hub_link import HubLink
 from quire.engine.link.hub_messages import Fault, NotStarted
 from quire.engine.processes.child import end_with_parent, read_configuration
-from quire.server.cli.api_processes import Setup
-from quire.server.cli.environment import end_on_signals, show_threads_on_signal
-from quire.server.cli.serve import OneModel, Service
+from quire.server.cli.api_process_manager import ApiProcessSetup
+from quire.server.cli.process_setup import dump_threads_on_signal, exit_on_signals
+from quire.server.cli.serve import ServerRun, SingleModelHost
 from quire.server.config import ServerConfig
-from quire.server.observe import logs
+from quire.server.observe import log_setup
 
 _LINGER_MS = 1000
 
 
-class ApiService(Service):
+class ApiProcessRun(ServerRun):
     """Tells its parent what is to be announced."""
 
     def __init__(self, config: ServerConfig, link: HubLink, listener: socket.socket, started: float) -> None:
-        super().__init__(config, OneModel(config, EngineClient(link)), listener, started)
+        super().__init__(config, SingleModelHost(config, EngineClient(link)), listener, started)
         self._link = link
 
-    def show(self, announcement: str) -> None:
+    def print_announcement(self, announcement: str) -> None:
         self._link.tell_serving(announcement)
 
 
 def main() -> int:
-    end_on_signals()
-    show_threads_on_signal()
-    setup = msgspec.json.decode(read_configuration(), type=Setup)
+    exit_on_signals()
+    dump_threads_on_signal()
+    setup = msgspec.json.decode(read_configuration(), type=ApiProcessSetup)
     end_with_parent()
     config = ServerConfig.model_validate_json(setup.config)
-    logs.set_up(config)
+    log_setup.set_up_logging(config)
     logging.getLogger("quire.server.cli.serve").setLevel(logging.WARNING)  # the parent says that all drain
     try:
-        with bind(setup) as listener:
+        with bind_shared_port(setup) as listener:
             link = HubLink(config, setup.hub, setup.identity)
             # As if it were killed: others go on with what is kept, and nothing of it is stored as failed.
             link.on_failure = partial(os._exit, 1)
-            return uvloop.run(ApiService(config, link, listener, setup.started).run())
+            return uvloop.run(ApiProcessRun(config, link, listener, setup.started).run())
     except (QuireError, sqlite3.OperationalError) as error:
-        tell(setup, error if isinstance(error, QuireError) else Overloaded(str(error)))
+        report_failure(setup, error if isinstance(error, QuireError) else Overloaded(str(error)))
         return 1
 
 
-def bind(setup: Setup) -> socket.socket:
+def bind_shared_port(setup: ApiProcessSetup) -> socket.socket:
     """A socket of our own for the port that all API processes share. Raises ConfigError."""
     listener = socket.socket(setup.family, socket.SOCK_STREAM)
     try:
@@ -75,7 +75,7 @@ def bind(setup: Setup) -> socket.socket:
     return listener
 
 
-def tell(setup: Setup, error: QuireError) -> None:
+def report_failure(setup: ApiProcessSetup, error: QuireError) -> None:
     """Tell the parent why we end."""
     context = zmq.Context()
     link = context.socket(zmq.DEALER)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TypeVar, Unpack
 
 from quire.engine.config import EngineConfig
-from quire.engine.offline.options import EngineOptions, documented, engine_config
-from quire.server.cli.settings import add_fields
+from quire.engine.offline.options import EngineOptions, make_engine_config, with_config_docs
+from quire.server.cli.settings_flags import add_field_flags
 
 _Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
 
@@ -19,21 +19,21 @@ class EngineArgs:
     Raises ConfigError as LLM does.
     """
 
-    @documented
+    @with_config_docs
     def __init__(self, model: str | Path | None = None, **options: Unpack[EngineOptions]) -> None:
         """Options:"""
-        engine_config(model, options)
+        make_engine_config(model, options)
         self.model = model
         self.options = options
 
     @staticmethod
     def add_cli_args(parser: _Parser) -> _Parser:
         """Add a flag for each option; `LLM(**vars(parser.parse_args()))` takes those that are given, as text."""
-        add_fields(parser, EngineConfig, {EngineConfig: "engine"})
+        add_field_flags(parser, EngineConfig, {EngineConfig: "engine"})
         return parser
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
         """Takes the engine's options out of what `parse_args` found; the program's own options stay there."""
-        given = {name: value for name, value in vars(args).items() if name in EngineConfig.model_fields}
-        return cls(given.pop("model", None), **given)
+        options = {name: value for name, value in vars(args).items() if name in EngineConfig.model_fields}
+        return cls(options.pop("model", None), **options)

@@ -8,42 +8,42 @@ from pathlib import Path
 from typing import Any
 
 
-class OneOf(dict[str, Any]):
+class ExclusiveFlags(dict[str, Any]):
     """Flags that exclude each other."""
 
 
-class Group(dict[str, Any]):
+class FlagGroup(dict[str, Any]):
     """Flags that --help shows under a title, by which they stand in the table."""
 
 
-def command(
-    program: str | None, description: str | None, flags: Mapping[str, Any], **more: Any
+def build_parser(
+    program: str | None, description: str | None, flags: Mapping[str, Any], **parser_options: Any
 ) -> argparse.ArgumentParser:
-    """A parser of these flags. `more`: other arguments of ArgumentParser."""
-    parser = argparse.ArgumentParser(prog=program, description=description, **{"allow_abbrev": False} | more)
-    add(parser, flags)
+    """A parser of these flags. `parser_options`: other arguments of ArgumentParser."""
+    parser = argparse.ArgumentParser(prog=program, description=description, **{"allow_abbrev": False} | parser_options)
+    add_flag_table(parser, flags)
     return parser
 
 
-def add(parser: Any, flags: Mapping[str, Any]) -> None:
+def add_flag_table(parser: Any, flags: Mapping[str, Any]) -> None:
     """Add flags to argparse's parser, or to a group of one. `flags`: by the names of each flag or argument its default,
-    or what argparse's add_argument takes; False: a flag without a value; a type: an argument of this type; OneOf, by
-    any name; Group, by its title."""
-    for names, given in flags.items():
-        if isinstance(given, OneOf):
-            add(parser.add_mutually_exclusive_group(), given)
-        elif isinstance(given, Group):
-            add(parser.add_argument_group(names), given)
+    or what argparse's add_argument takes; False: a flag without a value; a type: an argument of this type;
+    ExclusiveFlags, by any name; Group, by its title."""
+    for names, spec in flags.items():
+        if isinstance(spec, ExclusiveFlags):
+            add_flag_table(parser.add_mutually_exclusive_group(), spec)
+        elif isinstance(spec, FlagGroup):
+            add_flag_table(parser.add_argument_group(names), spec)
         else:
-            parser.add_argument(*names.split(), **_settings(given))
+            parser.add_argument(*names.split(), **_argument_options(spec))
 
 
-def _settings(given: Any) -> dict[str, Any]:
-    if isinstance(given, type):
-        return {"type": given}
-    if isinstance(given, bool):
+def _argument_options(spec: Any) -> dict[str, Any]:
+    if isinstance(spec, type):
+        return {"type": spec}
+    if isinstance(spec, bool):
         return {"action": "store_true"}
-    settings: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"default": given}
+    settings: dict[str, Any] = dict(spec) if isinstance(spec, Mapping) else {"default": spec}
     default = settings.get("default")
     value = default[0] if isinstance(default, list | tuple) and default else default
     if isinstance(value, int | float | Path):

@@ -13,13 +13,13 @@ from importlib import import_module
 from types import ModuleType
 
 from quire.engine import VERSION
-from quire.engine.advice import nearest
 from quire.engine.errors import QuireError
-from quire.server.cli.environment import (
-    end_on_signals,
-    give_up_closed_stderr,
+from quire.engine.unsupported_options import suggest_nearest
+from quire.server.cli.process_setup import (
+    discard_closed_stderr,
+    dump_threads_on_signal,
+    exit_on_signals,
     open_standard_streams,
-    show_threads_on_signal,
 )
 
 COMMANDS = {
@@ -43,7 +43,7 @@ COMMANDS = {
     "run-batch": "quire run FILE -o OUT, with vLLM's flags",
     "collect-env": "this machine and the versions that matter, for a report of a fault",
 }
-_OTHERS = {
+_FOREIGN_COMMANDS = {
     **dict.fromkeys(("ls", "ll"), "quire list"),
     **dict.fromkeys(("delete", "remove"), "quire rm"),
     **dict.fromkeys(("download", "fetch", "get"), "quire pull"),
@@ -69,7 +69,7 @@ _OTHERS = {
 }
 """Commands of vLLM's, Ollama's and llama.cpp's, and what to write instead."""
 
-_MODULES = {
+_COMMAND_MODULES = {
     "models": "models.table",
     "pull": "models.pull",
     "list": "models.downloaded",
@@ -88,25 +88,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `quire argv`; the exit status is 0 for success, 1 for a failure and 2 for a mistake in the command."""
     started = time.perf_counter()
     open_standard_streams()
-    given = sys.argv[1:] if argv is None else list(argv)
-    if given and given[0].startswith("-") and given[0] not in ("-h", "--help", "--version"):
-        print(f"quire: flags follow a command: quire serve {shlex.join(given)}", file=sys.stderr)
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments and arguments[0].startswith("-") and arguments[0] not in ("-h", "--help", "--version"):
+        print(f"quire: flags follow a command: quire serve {shlex.join(arguments)}", file=sys.stderr)
         return 2
-    args = _parser().parse_args(given)
+    args = _command_parser().parse_args(arguments)
     if args.command in (None, "help"):
-        _parser().print_help()
+        _command_parser().print_help()
         return 0
     if args.command not in COMMANDS:
-        known = _OTHERS.get(args.command)
+        known = _FOREIGN_COMMANDS.get(args.command)
         advice = f"use {known}" if known and known.startswith("quire ") else known
-        advice = advice or nearest(args.command, COMMANDS) or "quire --help lists them"
+        advice = advice or suggest_nearest(args.command, COMMANDS) or "quire --help lists them"
         print(f"quire: no command {args.command!r}; {advice}", file=sys.stderr)
         return 2
     if args.command == "serve":
-        end_on_signals()
-        show_threads_on_signal()
+        exit_on_signals()
+        dump_threads_on_signal()
     try:
-        status: int = _module(args.command, args.rest).main(args.rest, started)
+        status: int = _import_command(args.command, args.rest).main(args.rest, started)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
@@ -123,18 +123,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"quire {args.command}: too little memory (ulimit -v, the container's limit)", file=sys.stderr)
         return 1
     finally:
-        give_up_closed_stderr()
+        discard_closed_stderr()
     return status
 
 
-def _module(command: str, rest: Sequence[str]) -> ModuleType:
-    name = _MODULES.get(command, command)
+def _import_command(command: str, rest: Sequence[str]) -> ModuleType:
+    name = _COMMAND_MODULES.get(command, command)
     if command == "run" and not any(re.match(r"-o|--output(=|$)", each) for each in rest):
         name = "chat.run"  # as Ollama's; a file of requests has an output
     return import_module(f"quire.server.cli.{name}")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _command_parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     listing = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
     parser = argparse.ArgumentParser(

@@ -30,41 +30,41 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError, ModelError
 from quire.engine.link.client import EngineClient
 from quire.engine.replicas.replicas import processes
-from quire.server.access.addresses import is_loopback
-from quire.server.cli.announcement import announcement, url
-from quire.server.cli.environment import INTERRUPTED, SignalsTold, raise_file_limit, signals_told
-from quire.server.cli.flags import add, command
+from quire.server.access.host_addresses import is_loopback_listener
+from quire.server.cli.announcement import build_announcement, listen_url
+from quire.server.cli.flags import add_flag_table, build_parser
 from quire.server.cli.models.pull import pull_missing
 from quire.server.cli.plan.machine import Machine, this_machine
-from quire.server.cli.settings import add_flags, parse
+from quire.server.cli.process_setup import INTERRUPTED_STATUS, WatchSignals, raise_file_limit, watch_signals
+from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 from quire.server.config import ServerConfig
-from quire.server.observe import logs
+from quire.server.observe import log_setup
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from quire.server.cli.hosting import HttpServer
-    from quire.server.cli.several import SeveralModels
-    from quire.server.runtime import Runtime
+    from quire.server.cli.http_server import HttpServer
+    from quire.server.cli.multi_model import MultiModelHost
+    from quire.server.runtime import ModelRuntime
 
 log = logging.getLogger("quire.server.cli.serve")
-WATCH_SECONDS = 0.5
-_OF_MEMORY = ("model", "max_model_len", "gpu_memory_utilization", "kv_cache_memory", "max_num_batched_tokens")
+HEALTH_POLL_SECONDS = 0.5
+_MEMORY_SETTINGS = ("model", "max_model_len", "gpu_memory_utilization", "kv_cache_memory", "max_num_batched_tokens")
 """What the engine names when it has too little memory; it may name them for other reasons too."""
-OPEN_TO_OTHERS = (
+UNPROTECTED_WARNING = (
     "whoever reaches %s may use this server, read and delete what it keeps, and watch it: no API key is needed "
     "(--api-key, --api-key-file)"
 )
 _GC_THRESHOLDS = 5000, 10, 20
 """Most of what requests hold is freed without the collector. With Python's own thresholds it looks at all that is open
 again and again: 34 times, for 20 to 30 ms each, in two rounds of 16 beam searches of 64 beams; with these, twice."""
-_SWITCH_SECONDS = 0.0005
+_THREAD_SWITCH_SECONDS = 0.0005
 """How long a thread may wait for the interpreter while the event loop runs. With Python's 5 ms a stream's first token
 waited so long for the thread that writes its call into the journal."""
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    parser = command(
+    parser = build_parser(
         "quire serve",
         "Serve a model behind the OpenAI API.",
         {
@@ -80,47 +80,47 @@ def main(argv: Sequence[str], started: float) -> int:
         "or a TOML file (max_model_len = 4096); flags win over variables, variables over the file.",
         add_help=False,
     )
-    add_flags(parser, ServerConfig, {EngineConfig: "engine", ServerConfig: "server"})
+    add_settings_flags(parser, ServerConfig, {EngineConfig: "engine", ServerConfig: "server"})
     models_file = "TOML file of several models to serve, or cache: all that is downloaded; see the docs"
-    add(parser, {"--models": {"type": Path, "metavar": "FILE", "help": models_file}})
-    args, config = parse(parser, argv, ServerConfig, "name", gguf="gguf")
+    add_flag_table(parser, {"--models": {"type": Path, "metavar": "FILE", "help": models_file}})
+    args, config = parse_settings(parser, argv, ServerConfig, "name", gguf="gguf")
     if config.node_rank:
         if args.models is not None:
             parser.error("--models has no place on machines but the first (--node-rank)")
-        status: int = import_module("quire.engine.main").join(config)
+        status: int = import_module("quire.engine.main").run_node(config)
         return status
-    models: OneModel | SeveralModels | None = None
+    models: SingleModelHost | MultiModelHost | None = None
     if config.api_server_count > 1:
-        shared = import_module("quire.server.cli.api_processes")
-        shared.check(config, args.models)
+        api_process_manager = import_module("quire.server.cli.api_process_manager")
+        api_process_manager.check_shareable(config, args.models)
     elif args.models is None:
-        models = OneModel(config)
+        models = SingleModelHost(config)
     else:
         if "model" in config.model_fields_set:
             parser.error("MODEL and --models are two ways to say what is served: give one of them")
-        models = import_module("quire.server.cli.several").SeveralModels(config, args.models)
-    logs.set_up(config)
+        models = import_module("quire.server.cli.multi_model").MultiModelHost(config, args.models)
+    log_setup.set_up_logging(config)
     raise_file_limit()
-    with _bound(config) as listener:
-        warn_if_open(config, listener)
+    with _bind_or_explain(config) as listener:
+        warn_if_unprotected(config, listener)
         if args.models is None:
             pull_missing(config)
         service = (
-            shared.ApiProcesses(config, listener, started)
+            api_process_manager.ApiProcessManager(config, listener, started)
             if models is None
-            else Service(config, models, listener, started)
+            else ServerRun(config, models, listener, started)
         )
         status = uvloop.run(service.run())
         if service.was_ready:
-            by = f", by {service.ended_by}" if service.ended_by else ""
+            by = f", by {service.end_signal}" if service.end_signal else ""
             log.info("the server has ended after %.1f s%s, with status %d", time.perf_counter() - started, by, status)
         return status
 
 
-def _bound(config: ServerConfig) -> socket.socket:
-    """`bind`; where the port is taken and the model is no model either, one error names both."""
+def _bind_or_explain(config: ServerConfig) -> socket.socket:
+    """`bind_socket`; where the port is taken and the model is no model either, one error names both."""
     try:
-        return bind(config.host, config.port)
+        return bind_socket(config.host, config.port)
     except ConfigError as error:
         try:
             if not must_come(config.model, config.revision):
@@ -130,13 +130,13 @@ def _bound(config: ServerConfig) -> socket.socket:
         raise
 
 
-def _import_the_rest() -> ModuleType:
+def _import_server_modules() -> ModuleType:
     """What the engine need not wait for: what plans, and what serves HTTP, which is returned."""
-    import_module("quire.server.cli.plan.configured")
-    return import_module("quire.server.cli.hosting")
+    import_module("quire.server.cli.plan.model_plan")
+    return import_module("quire.server.cli.http_server")
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """A socket that is bound but does not listen: connections are refused until the model is loaded.
 
     Raises ConfigError, naming the address, when it is taken or not this machine's.
@@ -153,13 +153,13 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def warn_if_open(config: ServerConfig, listener: socket.socket) -> None:
+def warn_if_unprotected(config: ServerConfig, listener: socket.socket) -> None:
     """Warn the operator of a server that other machines reach and that asks for no keys."""
-    if not (config.has_api_keys or is_loopback(listener)):
-        log.warning(OPEN_TO_OTHERS, config.host)
+    if not (config.has_api_keys or is_loopback_listener(listener)):
+        log.warning(UNPROTECTED_WARNING, config.host)
 
 
-class OneModel:
+class SingleModelHost:
     """What a server serves: a model, from its engine's launch to its end."""
 
     def __init__(self, config: ServerConfig, client: EngineClient | None = None) -> None:
@@ -167,7 +167,7 @@ class OneModel:
         self._config = config
         self._client = client or processes(config)
         self._machine: Machine | None = None
-        self._runtime: Runtime | None = None
+        self._runtime: ModelRuntime | None = None
 
     @property
     def alive(self) -> bool:
@@ -178,62 +178,64 @@ class OneModel:
     def num_open(self) -> int:
         return self._client.num_open
 
-    def launch(self) -> None:
+    def launch_engine(self) -> None:
         self._machine = this_machine(gpu=self._config.device != "cpu")
         self._client.link.launch()
 
     @asynccontextmanager
-    async def running(self, hosting: Any) -> AsyncIterator[FastAPI]:
-        """The app, ready. `hosting` is the module, which takes long to import."""
+    async def open_app(self, http_server: Any) -> AsyncIterator[FastAPI]:
+        """The app, ready. `http_server` is the module, which takes long to import."""
         try:
-            async with hosting.running_app(self._config, self._client) as app:
-                self._runtime = app.state.server.models.loaded[0]
-                self._runtime.workers.start()  # so that the first large request does not wait for it
+            async with http_server.open_engine_app(self._config, self._client) as app:
+                self._runtime = app.state.server.models.loaded_runtimes[0]
+                self._runtime.workers.start_fork_server()  # so that the first large request does not wait for it
                 yield app
         except ConfigError as error:
-            if error.param not in _OF_MEMORY or self._machine is None:
+            if error.param not in _MEMORY_SETTINGS or self._machine is None:
                 raise
-            from quire.server.cli.plan.configured import way_out
+            from quire.server.cli.plan.model_plan import memory_advice
 
-            if not (told := await asyncio.to_thread(way_out, self._config, self._machine)):
+            if not (advice := await asyncio.to_thread(memory_advice, self._config, self._machine)):
                 raise
-            raise ConfigError(f"{error.param}: {told}", param=error.param) from None
+            raise ConfigError(f"{error.param}: {advice}", param=error.param) from None
 
     async def stop(self) -> None:
         await self._client.link.stop()
 
-    def announcement(self, base: str, seconds: float, tls: ssl.SSLContext | None) -> str:
-        from quire.server.cli.plan.configured import predicted_tokens
+    def announcement_text(self, base: str, seconds: float, tls: ssl.SSLContext | None) -> str:
+        from quire.server.cli.plan.model_plan import predict_kv_tokens
 
         assert self._runtime is not None
         assert self._machine is not None
-        formats, info = self._runtime.model.formats, self._runtime.info
-        planned = predicted_tokens(self._config, self._machine)
-        tools, chats = formats.tools_from, formats.renderer.has_template
-        return announcement(self._config, info, base, seconds, planned, tools=tools, tls=tls, chats=chats)
+        formats, info = self._runtime.model.chat_formats, self._runtime.info
+        planned = predict_kv_tokens(self._config, self._machine)
+        tools, chats = formats.tools_source, formats.renderer.has_template
+        return build_announcement(
+            self._config, info, base, seconds, planned, tool_format_source=tools, tls=tls, has_chat_template=chats
+        )
 
 
-class Service:
+class ServerRun:
     """One run of the server: start, serve, drain. `run()` returns the exit status."""
 
     def __init__(
         self,
         config: ServerConfig,
-        models: OneModel | SeveralModels,
+        models: SingleModelHost | MultiModelHost,
         listener: socket.socket,
         started: float,
-        signals: SignalsTold = signals_told,
+        signal_watcher: WatchSignals = watch_signals,
     ) -> None:
         self._config = config
-        self._signals_told = signals
+        self._signal_watcher = signal_watcher
         self._listener = listener
         self._started = started
         self._models = models
         self._server: HttpServer | None = None
-        self._signals = 0
-        self.ended_by = ""
+        self._num_signals = 0
+        self.end_signal = ""
         """The name of the first signal."""
-        self._draining: asyncio.Task[None] | None = None
+        self._drain_task: asyncio.Task[None] | None = None
 
     @property
     def was_ready(self) -> bool:
@@ -242,48 +244,48 @@ class Service:
     async def run(self) -> int:
         main_task = asyncio.current_task()
         assert main_task is not None
-        with self._signals_told(partial(self._on_signal, main_task)):
-            self._models.launch()
+        with self._signal_watcher(partial(self._on_signal, main_task)):
+            self._models.launch_engine()
             try:
-                hosting = await asyncio.to_thread(_import_the_rest)
-                async with self._models.running(hosting) as app:
-                    announce = partial(self._announce, hosting.tls_context(self._config))
-                    self._server = hosting.HttpServer(app, self._config, announce)
-                    return await self._serve(self._server)
+                http_server = await asyncio.to_thread(_import_server_modules)
+                async with self._models.open_app(http_server) as app:
+                    announce = partial(self._announce, http_server.tls_context(self._config))
+                    self._server = http_server.HttpServer(app, self._config, announce)
+                    return await self._serve_http(self._server)
             except asyncio.CancelledError:
                 return 0
             finally:
                 await self._models.stop()
                 if self._server is not None:
-                    await self._server.ended()
+                    await self._server.wait_for_requests()
 
-    async def _serve(self, server: HttpServer) -> int:
-        watcher = asyncio.create_task(self._watch(server))
+    async def _serve_http(self, server: HttpServer) -> int:
+        watcher = asyncio.create_task(self._stop_when_dead(server))
         await server.serve(sockets=[self._listener])
         watcher.cancel()
         if not self._models.alive:
             raise EngineError("the engine ended and could not be brought back; see the log above")
         if server.force_exit:
-            return INTERRUPTED
+            return INTERRUPTED_STATUS
         return 0 if server.started else 1
 
-    async def _watch(self, server: HttpServer) -> None:
+    async def _stop_when_dead(self, server: HttpServer) -> None:
         """Stop the server when its engine cannot be brought back, so that a process manager restarts both."""
         while self._models.alive:  # noqa: ASYNC110 - a poll is soon enough
-            await asyncio.sleep(WATCH_SECONDS)
+            await asyncio.sleep(HEALTH_POLL_SECONDS)
         server.should_exit = True
 
     def _on_signal(self, main_task: asyncio.Task[int], number: int) -> None:
-        if number == signal.SIGHUP and self._signals:
+        if number == signal.SIGHUP and self._num_signals:
             return  # a closing terminal may send several; only a repeated Ctrl-C or SIGTERM means haste
-        self._signals += 1
-        self.ended_by = self.ended_by or signal.Signals(number).name
+        self._num_signals += 1
+        self.end_signal = self.end_signal or signal.Signals(number).name
         if self._server is None:
-            if self._signals > 1:
-                os._exit(INTERRUPTED)  # the engine ends with this process
+            if self._num_signals > 1:
+                os._exit(INTERRUPTED_STATUS)  # the engine ends with this process
             main_task.cancel()
-        elif self._signals == 1:
-            self._draining = asyncio.create_task(self._server.drain())
+        elif self._num_signals == 1:
+            self._drain_task = asyncio.create_task(self._server.drain_requests())
             if self._models.num_open:
                 count, seconds = self._models.num_open, self._config.shutdown_timeout
                 log.info("draining: %d open, at most %g s; Ctrl-C again ends them at once", count, seconds)
@@ -293,12 +295,12 @@ class Service:
     def _announce(self, tls: ssl.SSLContext | None) -> None:
         host, port = self._listener.getsockname()[:2]
         seconds = time.perf_counter() - self._started
-        base = url(host, port, tls=tls is not None)
-        self.show(self._models.announcement(base, seconds, tls))
+        base = listen_url(host, port, tls=tls is not None)
+        self.print_announcement(self._models.announcement_text(base, seconds, tls))
         gc.freeze()  # exempts what lives as long as the process from every later collection
         gc.set_threshold(*_GC_THRESHOLDS)
-        sys.setswitchinterval(_SWITCH_SECONDS)
+        sys.setswitchinterval(_THREAD_SWITCH_SECONDS)
 
-    def show(self, announcement: str) -> None:
+    def print_announcement(self, announcement: str) -> None:
         with suppress(OSError):  # the output may be closed or full, which is no reason not to serve
             print(announcement, flush=True)

@@ -8,14 +8,14 @@ from pathlib import Path
 import httpx
 
 from quire.engine.errors import ConfigError
-from quire.server.cli.connect import headers, server_flags, server_url, trusted, unreachable
-from quire.server.cli.flags import command
-from quire.server.cli.unknown_flags import parse_known
+from quire.server.cli.flags import build_parser
+from quire.server.cli.server_client import auth_headers, client_ssl_context, server_flags, server_url, unreachable_error
+from quire.server.cli.unknown_flags import parse_known_flags
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    args = parse_known(
-        command(
+    args = parse_known_flags(
+        build_parser(
             "quire trace",
             __doc__,
             {
@@ -36,15 +36,15 @@ def main(argv: Sequence[str], started: float) -> int:
         response = httpx.get(
             f"{url}/v1/engine/trace",
             params={"seconds": args.seconds},
-            headers=headers(args.api_key),
+            headers=auth_headers(args.api_key),
             timeout=args.seconds + 30,
-            verify=trusted(args.cacert),
+            verify=client_ssl_context(args.cacert),
         )
         args.output.write_bytes(response.raise_for_status().content)
     except httpx.HTTPStatusError as error:
         raise ConfigError(f"{url} answered {error.response.status_code}: {error.response.text}") from None
     except httpx.HTTPError as error:
-        raise unreachable(url, error) from None
+        raise unreachable_error(url, error) from None
     except OSError as error:
         raise ConfigError(f"cannot write {args.output}: {error.strerror}") from None
     phases = response.json()["otherData"]["phases_seconds"]

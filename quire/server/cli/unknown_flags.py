@@ -9,117 +9,119 @@ import sys
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
-from quire.engine import advice
-from quire.engine.config_types import needless_parts
+from quire.engine import unsupported_options
+from quire.engine.config_types import ignored_keys_reason
 
 _SWITCH_ON, _SWITCH_OFF = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
-_PLUGINS = {
+_PLUGIN_FLAGS = {
     "--reasoning-parser-plugin": "--reasoning-parser",
     "--tool-parser-plugin": "--tool-call-parser",
     "--tool-call-parser-plugin": "--tool-call-parser",
 }
 """Flags that bring code for a parser's name, which nobody else knows."""
-_ENGINES_HERE = "--data-parallel-size-local", "-dpl"
-_ONE_ENGINE = "--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe"
-JSON = "JSON"
+_LOCAL_ENGINES_FLAGS = "--data-parallel-size-local", "-dpl"
+_ONE_ENGINE_FLAGS = "--data-parallel-rank", "-dpn", "--data-parallel-external-lb", "-dpe"
+JSON_METAVAR = "JSON"
 """The metavar of flags that take an object, which may come in parts: `--flag.key.key value`."""
 
 
-def dashed(argv: Sequence[str]) -> list[str]:
+def normalize_flags(argv: Sequence[str]) -> list[str]:
     """Arguments with dashes for underscores in flags: --max_model_len means --max-model-len, as in vLLM. Behind a dot
     there are keys, which stay as they are."""
-    found = []
+    arguments = []
     for argument in argv:
         flag, equals, value = argument.partition("=")
         name, dot, keys = flag.partition(".")
-        found.append((name.replace("_", "-") + dot + keys if flag.startswith("--") else flag) + equals + value)
-    return found
+        arguments.append((name.replace("_", "-") + dot + keys if flag.startswith("--") else flag) + equals + value)
+    return arguments
 
 
-def parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+def parse_known_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """The arguments; exits with status 2 where one is unknown. Flags that change nothing are told, and left out."""
     known = parser._option_string_actions
-    arguments = [_renamed(each, known) for each in dashed(argv)]
-    arguments = _effective(parser, _with_engines_of_this_machine(known, _with_plain_switches(known, arguments)))
-    args, unknown = parser.parse_known_args(_with_whole_objects(parser, arguments))
+    arguments = [_translate_flag(each, known) for each in normalize_flags(argv)]
+    arguments = _drop_needless_flags(parser, _set_local_engines(known, _normalize_switches(known, arguments)))
+    args, unknown = parser.parse_known_args(_merge_object_flags(parser, arguments))
     if unknown:
-        parser.exit(2, f"{parser.prog}: {unknown_arguments(unknown, known)}")
+        parser.exit(2, f"{parser.prog}: {unknown_flags_message(unknown, known)}")
     return args
 
 
-def _renamed(argument: str, known: Container[str]) -> str:
+def _translate_flag(argument: str, known: Container[str]) -> str:
     """With our flag for another server's that means the same, where the command has it."""
     flag, equals, value = argument.partition("=")
     flag, dot, keys = flag.partition(".")
     if not flag.startswith("-") or flag in known:
         return argument
-    ours = f"--{advice.other_names().get(flag.lstrip('-'))}"
+    ours = f"--{unsupported_options.flag_aliases().get(flag.lstrip('-'))}"
     return ours + dot + keys + equals + value if ours in known else argument
 
 
-def _with_plain_switches(known: Mapping[str, argparse.Action], argv: Sequence[str]) -> list[str]:
+def _normalize_switches(known: Mapping[str, argparse.Action], argv: Sequence[str]) -> list[str]:
     """The arguments with `--flag` or `--no-flag` for `--flag=true`, `--flag False` and the like."""
-    rest, found = list(argv), []
+    rest, arguments = list(argv), []
     while rest:
         argument = rest.pop(0)
         flag, equals, value = argument.partition("=")
         if not flag.startswith("--") or not _is_switch(flag, known):
-            found.append(argument)
+            arguments.append(argument)
             continue
         if not equals and rest and rest[0] in ("True", "False", "true", "false"):
             value = rest.pop(0)
         is_off = value.lower() in _SWITCH_OFF
         if value and not is_off and value.lower() not in _SWITCH_ON:
-            found.append(argument)
+            arguments.append(argument)
         elif not is_off:
-            found.append(flag)
+            arguments.append(flag)
         elif flag.startswith("--no-"):
-            found.append(flag.replace("--no-", "--", 1))
+            arguments.append(flag.replace("--no-", "--", 1))
         elif flag.replace("--", "--no-", 1) in known or flag not in known:
-            found.append(flag.replace("--", "--no-", 1))
-    return found
+            arguments.append(flag.replace("--", "--no-", 1))
+    return arguments
 
 
 def _is_switch(flag: str, known: Mapping[str, argparse.Action]) -> bool:
     if flag in known:
         return known[flag].nargs == 0
-    foreign = advice.foreign_flag(flag.lstrip("-"))
-    return foreign is not None and not foreign.takes
+    foreign = unsupported_options.find_foreign_flag(flag.lstrip("-"))
+    return foreign is not None and not foreign.value_kind
 
 
-def _with_engines_of_this_machine(known: Container[str], argv: Sequence[str]) -> list[str]:
+def _set_local_engines(known: Container[str], argv: Sequence[str]) -> list[str]:
     """The arguments with the number of engines that vLLM would start on this machine: each machine serves its own."""
     if "--data-parallel-size" not in known:
         return list(argv)
-    first: list[str] = []
-    found, engines, rest = [], None, list(argv)
+    positionals: list[str] = []
+    arguments, engines, rest = [], None, list(argv)
     while rest:
         argument = rest.pop(0)
         flag, equals, value = argument.partition("=")
-        if flag in _ENGINES_HERE:
+        if flag in _LOCAL_ENGINES_FLAGS:
             engines = value if equals or not rest else rest.pop(0)
-            first += _arguments_behind(rest)
+            positionals += _take_positionals(rest)
             continue
-        if flag in _ONE_ENGINE:
+        if flag in _ONE_ENGINE_FLAGS:
             engines = "1"
-        found.append(argument)
-    return [*first, *found] if engines is None else [*first, *found, f"--data-parallel-size={engines}"]
+        arguments.append(argument)
+    return (
+        [*positionals, *arguments] if engines is None else [*positionals, *arguments, f"--data-parallel-size={engines}"]
+    )
 
 
-def _arguments_behind(rest: list[str]) -> list[str]:
+def _take_positionals(rest: list[str]) -> list[str]:
     """Take what stands behind a flag that is left out. Nothing would keep it from a list before that flag any more, so
     it is to go before all flags."""
-    taken = []
+    positionals = []
     while rest and not rest[0].startswith("-"):
-        taken.append(rest.pop(0))
-    return taken
+        positionals.append(rest.pop(0))
+    return positionals
 
 
-def _with_whole_objects(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
+def _merge_object_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
     """The arguments with one JSON object for each flag that comes in parts, as `--flag.key.key value`. It stands where
     the first part did: the flag ends a list before it."""
     known, rest = parser._option_string_actions, list(argv)
-    found: list[str] = []
+    arguments: list[str] = []
     places: dict[str, int] = {}
     whole: dict[str, list[str]] = {}
     parts: dict[str, list[tuple[str, str]]] = {}
@@ -127,12 +129,12 @@ def _with_whole_objects(parser: argparse.ArgumentParser, argv: Sequence[str]) ->
         argument = rest.pop(0)
         flag, equals, value = argument.partition("=")
         name, dot, keys = flag.partition(".")
-        if not argument.startswith("-") or name not in known or known[name].metavar != JSON:
-            found.append(argument)
+        if not argument.startswith("-") or name not in known or known[name].metavar != JSON_METAVAR:
+            arguments.append(argument)
             continue
         if name not in places:
-            places[name] = len(found)
-            found.append("")
+            places[name] = len(arguments)
+            arguments.append("")
         if not equals:
             value = rest.pop(0) if rest else ""
         if dot:
@@ -141,20 +143,20 @@ def _with_whole_objects(parser: argparse.ArgumentParser, argv: Sequence[str]) ->
             whole.setdefault(name, []).append(value)
     for name, place in places.items():
         values = whole.get(name, [])
-        text = json.dumps(_object(parser, name, values, parts[name])) if name in parts else values[-1]
-        found[place] = f"{name}={text}"
-    return found
+        text = json.dumps(_merge_object(parser, name, values, parts[name])) if name in parts else values[-1]
+        arguments[place] = f"{name}={text}"
+    return arguments
 
 
-def _object(
+def _merge_object(
     parser: argparse.ArgumentParser, name: str, values: Sequence[str], parts: Sequence[tuple[str, str]]
 ) -> dict[str, Any]:
     """Of the last of `values`, which are JSON, and of `parts`: keys with dots between them, and a value each."""
-    found = _read_value(values[-1]) if values else {}
-    if not isinstance(found, dict):
+    merged = _read_value(values[-1]) if values else {}
+    if not isinstance(merged, dict):
         parser.error(f"argument {name}: {values[-1]!r} is no JSON object that {name}.{parts[0][0]} could be a part of")
     for keys, text in parts:
-        inner = found
+        inner = merged
         *path, last = keys.split(".")
         for key in path:
             inner = inner.setdefault(key, {})
@@ -164,7 +166,7 @@ def _object(
             inner.setdefault(last[:-1], []).extend(_read_value(each) for each in text.split(","))
         else:
             inner[last] = _read_value(text)
-    return found
+    return merged
 
 
 def _read_value(text: str) -> Any:
@@ -177,55 +179,58 @@ def _read_value(text: str) -> Any:
         return text
 
 
-def _effective(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
+def _drop_needless_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
     """The arguments without foreign flags that change nothing, and their values; these are told on standard error."""
     known, rest = parser._option_string_actions, list(argv)
-    first: list[str] = []
-    kept: list[str] = []
+    positionals: list[str] = []
+    arguments: list[str] = []
     needless: dict[str, str] = {}
-    named = {_PLUGINS[flag] for flag in (each.partition("=")[0] for each in argv) if flag in _PLUGINS}
+    named = {_PLUGIN_FLAGS[flag] for flag in (each.partition("=")[0] for each in argv) if flag in _PLUGIN_FLAGS}
     while rest:
         argument = rest.pop(0)
-        flag, given, value = argument.partition("=")
-        value = value if given else (rest or [""])[0]
-        if why := advice.needless_value(flag.lstrip("-"), value) or _OF_PLUGIN * (flag in named):
+        flag, equals, value = argument.partition("=")
+        value = value if equals else (rest or [""])[0]
+        if why := unsupported_options.redundant_value_reason(flag.lstrip("-"), value) or _PLUGIN_NOTE * (flag in named):
             needless[flag] = why
-            del rest[: not given]
-            first += _arguments_behind(rest)
+            del rest[: not equals]
+            positionals += _take_positionals(rest)
             continue
-        if flag == "--speculative-config" and (why := needless_parts(value)):
+        if flag == "--speculative-config" and (why := ignored_keys_reason(value)):
             needless[flag] = why
         if not flag.startswith("-") or flag.partition(".")[0] in known or flag == "--":
-            kept.append(argument)
+            arguments.append(argument)
             continue
         level = re.fullmatch(r"-O\d", flag)  # -O3; and --compilation-config.mode 3
-        foreign = advice.foreign_flag("O" if level else flag.lstrip("-").partition(".")[0])
-        values = [value] if given else []
-        if foreign is not None and not given and not level:
-            values = _values(rest, foreign.takes)
-        if foreign is not None and (why := foreign.needless(" ".join(values))):
+        foreign = unsupported_options.find_foreign_flag("O" if level else flag.lstrip("-").partition(".")[0])
+        values = [value] if equals else []
+        if foreign is not None and not equals and not level:
+            values = _take_values(rest, foreign.value_kind)
+        if foreign is not None and (why := foreign.redundancy_reason(" ".join(values))):
             needless[flag] = why
-            first += _arguments_behind(rest)
+            positionals += _take_positionals(rest)
         else:
-            kept.append(flag if foreign else argument)
+            arguments.append(flag if foreign else argument)
     if needless:
-        print(f"{parser.prog}: {advice.summed_up(needless)}", file=sys.stderr)
-    return [*first, *kept]
+        print(f"{parser.prog}: {unsupported_options.summarize_redundant(needless)}", file=sys.stderr)
+    return [*positionals, *arguments]
 
 
-_OF_PLUGIN = "a parser of a plugin's: how the model writes is read from its chat template"
+_PLUGIN_NOTE = "a parser of a plugin's: how the model writes is read from its chat template"
 
 
-def _values(rest: list[str], takes: str) -> list[str]:
-    """Take the values of a flag from the beginning of `rest`; `takes` is as in `advice.Foreign`."""
+def _take_values(rest: list[str], takes: str) -> list[str]:
+    """Take the values of a flag from the beginning of `rest`; `takes` is as in `unsupported_options.Foreign`."""
     values: list[str] = []
     while takes and rest and not rest[0].startswith("--") and (takes == "+" or not values):
         values.append(rest.pop(0))
     return values
 
 
-def unknown_arguments(unknown: Sequence[str], known: Iterable[str]) -> str:
+def unknown_flags_message(unknown: Sequence[str], known: Iterable[str]) -> str:
     """A line for each unknown flag, with what to do instead."""
     flags, names = [each.partition("=")[0] for each in unknown if each.startswith("-")], list(known)
-    said = [f"  {flag}: {advice.on_flag(flag, names) or 'not known; see --help'}\n" for flag in dict.fromkeys(flags)]
-    return "cannot be understood:\n" + ("".join(said) or f"  {' '.join(unknown)}: one argument too many\n")
+    lines = [
+        f"  {flag}: {unsupported_options.suggest_flag(flag, names) or 'not known; see --help'}\n"
+        for flag in dict.fromkeys(flags)
+    ]
+    return "cannot be understood:\n" + ("".join(lines) or f"  {' '.join(unknown)}: one argument too many\n")

@@ -23,13 +23,13 @@ from quire.engine.link.client import EngineClient
 from quire.engine.link.link import Link
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.types import EngineCoreRequest, EngineInfo, SamplingParams
-from quire.server.cli.flags import command
+from quire.server.cli.flags import build_parser
 from quire.server.cli.models.pull import pull_missing
-from quire.server.cli.settings import add_flags, parse
+from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 
-Tokens = dict[str, list[int]]
+TokensByRequest = dict[str, list[int]]
 MakeLink = Callable[[EngineConfig], Link]
-SAMPLING: tuple[dict[str, Any], ...] = (
+SAMPLING_PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0},
     {"temperature": 0.8, "top_p": 0.9},
@@ -37,16 +37,16 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
     {"temperature": 1.0, "top_k": 50, "top_p": 0.8, "presence_penalty": 0.7},
 )
-MAX_PROMPT, MAX_OUTPUT = 120, 32
+MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 120, 32
 """Tokens of the longest prompt and answer."""
-CHUNK = 7
+CHUNK_TOKENS = 7
 """Tokens per step when chunked prefill is checked."""
-KILL_AFTER = 8
+KILL_AFTER_OUTPUTS = 8
 """How many outputs must have arrived before the engine is killed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class VerificationCheck:
     """The result of running the requests in one way, compared with running each of them alone."""
 
     name: str
@@ -60,13 +60,13 @@ class Check:
     """Whether what the check is about (such as preemption) happened at all."""
 
     @property
-    def passed(self) -> bool:
+    def has_passed(self) -> bool:
         return self.exercised and self.differing == 0
 
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status: 0 if all tokens were the same, else 1."""
-    parser = command(
+    parser = build_parser(
         "quire verify",
         __doc__,
         {
@@ -77,37 +77,37 @@ def main(argv: Sequence[str], started: float) -> int:
         usage="quire verify [MODEL] [flags]",
         add_help=False,
     )
-    add_flags(parser, EngineConfig, {EngineConfig: "engine"})
-    args, config = parse(parser, argv, EngineConfig, "name")
+    add_settings_flags(parser, EngineConfig, {EngineConfig: "engine"})
+    args, config = parse_settings(parser, argv, EngineConfig, "name")
     if args.requests < 2:
         raise ConfigError("--requests must be at least 2: one alone shares no batch")
     if config.data_parallel_size > 1:
         raise ConfigError("data_parallel_size: what is verified is one engine, and replicas compute as it does")
     pull_missing(config)
-    info, checks = uvloop.run(Verification(config, args.requests, ProcessLink).run())
-    passed = all(check.passed for check in checks)
+    info, checks = uvloop.run(Verification(config, args.requests, ProcessLink).run_checks())
+    passed = all(check.has_passed for check in checks)
     if args.json:
-        report = {"mode": mode(info), "passed": passed, "checks": [asdict(check) for check in checks]}
+        report = {"mode": determinism_mode(info), "passed": passed, "checks": [asdict(check) for check in checks]}
         print(json.dumps(report, indent=2))
     else:
-        show(info, checks)
+        print_checks(info, checks)
     return 0 if passed else 1
 
 
-def mode(info: EngineInfo) -> str:
+def determinism_mode(info: EngineInfo) -> str:
     """What the engine promises about its tokens; it is part of every answer's system_fingerprint."""
     return "deterministic" if info.deterministic else "batch-dependent"
 
 
-def show(info: EngineInfo, checks: Sequence[Check]) -> None:
-    print(f"{info.model}: {info.dtype} on {info.device}, {info.backend}; promises to be {mode(info)}")
+def print_checks(info: EngineInfo, checks: Sequence[VerificationCheck]) -> None:
+    print(f"{info.model}: {info.dtype} on {info.device}, {info.backend}; promises to be {determinism_mode(info)}")
     table = Table(box=None, pad_edge=False)
     for name in ("compared with alone", "what happened"):
         table.add_column(name)
     for name in ("requests", "tokens", "differing", ""):
         table.add_column(name, justify="right")
     for check in checks:
-        verdict = "same" if check.passed else "DIFFERENT" if check.differing else "not exercised"
+        verdict = "same" if check.has_passed else "DIFFERENT" if check.differing else "not exercised"
         counts = (check.requests, check.tokens, check.differing)
         table.add_row(check.name, check.what, *map(str, counts), verdict)
     Console().print(table)
@@ -116,29 +116,31 @@ def show(info: EngineInfo, checks: Sequence[Check]) -> None:
 class Verification:
     """Runs the same requests on engines with different configurations, none of which may change a token."""
 
-    def __init__(self, config: EngineConfig, count: int, make_link: MakeLink) -> None:
+    def __init__(self, config: EngineConfig, num_requests: int, make_link: MakeLink) -> None:
         self._config = config
-        self._count = count
+        self._num_requests = num_requests
         self._make_link = make_link
         self._requests: list[EngineCoreRequest] = []
-        self._alone: Tokens = {}
+        self._expected_tokens: TokensByRequest = {}
 
-    async def run(self) -> tuple[EngineInfo, list[Check]]:
+    async def run_checks(self) -> tuple[EngineInfo, list[VerificationCheck]]:
         """Run all checks. Raises ConfigError or EngineError when an engine cannot start or fails a request."""
         model = read_model_config(model_path(self._config), self._config.model_impl)
-        longest = min(MAX_PROMPT + MAX_OUTPUT + 1024, model.max_position)
-        async with self._engine(enable_prefix_caching=False, max_model_len=longest) as (client, info):
-            self._requests = mixed_requests(self._count, model.vocab_size, info.block_size, longest)
+        longest = min(MAX_PROMPT_TOKENS + MAX_OUTPUT_TOKENS + 1024, model.max_position)
+        async with self._open_engine(enable_prefix_caching=False, max_model_len=longest) as (client, info):
+            self._requests = build_requests(self._num_requests, model.vocab_size, info.block_size, longest)
             for request in self._requests:
-                self._alone |= await generate(client, [request])
-            checks = [self._check("batched", "all at once", True, await generate(client, self._requests))]
-        checks += await self._cached_and_respawned(longest)
-        checks.append(await self._chunked(longest))
-        checks.append(await self._preempted(info.block_size, longest))
+                self._expected_tokens |= await generate_tokens(client, [request])
+            checks = [
+                self._compare_tokens("batched", "all at once", True, await generate_tokens(client, self._requests))
+            ]
+        checks += await self._check_prefix_hits_and_restart(longest)
+        checks.append(await self._check_chunked_prefill(longest))
+        checks.append(await self._check_preemption(info.block_size, longest))
         return info, checks
 
     @asynccontextmanager
-    async def _engine(self, **options: Any) -> AsyncIterator[tuple[EngineClient, EngineInfo]]:
+    async def _open_engine(self, **options: Any) -> AsyncIterator[tuple[EngineClient, EngineInfo]]:
         settings = {"num_kv_blocks": None, "kv_cache_memory": self._config.kv_cache_memory} | options
         client = EngineClient(self._make_link(self._config.model_copy(update=settings)))
         try:
@@ -146,66 +148,73 @@ class Verification:
         finally:
             await client.link.stop()
 
-    async def _cached_and_respawned(self, longest: int) -> list[Check]:
-        async with self._engine(enable_prefix_caching=True, max_model_len=longest) as (client, _):
-            await generate(client, self._requests)
+    async def _check_prefix_hits_and_restart(self, longest: int) -> list[VerificationCheck]:
+        async with self._open_engine(enable_prefix_caching=True, max_model_len=longest) as (client, _):
+            await generate_tokens(client, self._requests)
             before = client.link.stats.prefix_hits
-            tokens = await generate(client, self._requests)
+            tokens = await generate_tokens(client, self._requests)
             hits = client.link.stats.prefix_hits - before
-            checks = [self._check("prefix-hit", f"{hits:,} prompt tokens cached", hits > 0, tokens)]
-            tokens = await generate(client, self._requests, kill=True)
+            checks = [self._compare_tokens("prefix-hit", f"{hits:,} prompt tokens cached", hits > 0, tokens)]
+            tokens = await generate_tokens(client, self._requests, kill=True)
             what = f"engine killed {client.link.deaths} times, {client.link.replays} requests replayed"
-            return [*checks, self._check("respawned", what, client.link.replays > 0, tokens)]
+            return [*checks, self._compare_tokens("respawned", what, client.link.replays > 0, tokens)]
 
-    async def _chunked(self, longest: int) -> Check:
-        sizes = {"max_num_batched_tokens": CHUNK, "max_num_seqs": CHUNK}
-        async with self._engine(enable_prefix_caching=False, max_model_len=longest, **sizes) as (client, _):
-            tokens = await generate(client, self._requests)
-            what = f"at most {CHUNK} tokens a step, {client.link.stats.steps:,} steps"
-            return self._check("chunked", what, True, tokens)
+    async def _check_chunked_prefill(self, longest: int) -> VerificationCheck:
+        sizes = {"max_num_batched_tokens": CHUNK_TOKENS, "max_num_seqs": CHUNK_TOKENS}
+        async with self._open_engine(enable_prefix_caching=False, max_model_len=longest, **sizes) as (client, _):
+            tokens = await generate_tokens(client, self._requests)
+            what = f"at most {CHUNK_TOKENS} tokens a step, {client.link.stats.steps:,} steps"
+            return self._compare_tokens("chunked", what, True, tokens)
 
-    async def _preempted(self, block_size: int, longest: int) -> Check:
-        needed = max(len(each.prompt_ids) + MAX_OUTPUT for each in self._requests)
+    async def _check_preemption(self, block_size: int, longest: int) -> VerificationCheck:
+        needed = max(len(each.prompt_ids) + MAX_OUTPUT_TOKENS for each in self._requests)
         blocks = max(-(-needed // block_size) + 1, 3)
-        async with self._engine(num_kv_blocks=blocks, max_model_len=min(longest, blocks * block_size)) as (client, _):
-            tokens = await generate(client, self._requests)
+        async with self._open_engine(num_kv_blocks=blocks, max_model_len=min(longest, blocks * block_size)) as (
+            client,
+            _,
+        ):
+            tokens = await generate_tokens(client, self._requests)
             count = client.link.stats.preemptions
-            return self._check("preempted", f"{blocks} pages in all, {count} preemptions", count > 0, tokens)
+            return self._compare_tokens("preempted", f"{blocks} pages in all, {count} preemptions", count > 0, tokens)
 
-    def _check(self, name: str, what: str, exercised: bool, tokens: Tokens) -> Check:
-        differing = sum(tokens[request.id] != self._alone[request.id] for request in self._requests)
+    def _compare_tokens(self, name: str, what: str, exercised: bool, tokens: TokensByRequest) -> VerificationCheck:
+        differing = sum(tokens[request.id] != self._expected_tokens[request.id] for request in self._requests)
         total = sum(map(len, tokens.values()))
-        return Check(name, what, len(tokens), total, differing, exercised)
+        return VerificationCheck(name, what, len(tokens), total, differing, exercised)
 
 
-def mixed_requests(count: int, vocab_size: int, block_size: int, longest: int) -> list[EngineCoreRequest]:
+def build_requests(count: int, vocab_size: int, block_size: int, longest: int) -> list[EngineCoreRequest]:
     """Requests of many kinds: greedy and sampled, short and long, with common prefixes, ending near a page's end."""
-    draw = random.Random(5)
-    common = [draw.randrange(vocab_size) for _ in range(max(MAX_PROMPT, 2 * block_size))]
-    made = []
+    rng = random.Random(5)
+    common = [rng.randrange(vocab_size) for _ in range(max(MAX_PROMPT_TOKENS, 2 * block_size))]
+    requests = []
     for index in range(count):
-        own = [draw.randrange(vocab_size) for _ in range(1 + 7 * index % 60)]
+        own = [rng.randrange(vocab_size) for _ in range(1 + 7 * index % 60)]
         shared = common[: (0, 37, block_size - 8, block_size + 5)[index % 4]]
-        prompt = (shared + own)[: longest - MAX_OUTPUT]
-        params = SamplingParams(max_tokens=MAX_OUTPUT - index % 13, ignore_eos=True, **SAMPLING[index % len(SAMPLING)])
-        made.append(EngineCoreRequest(id=str(index), prompt_ids=prompt, params=params, seed=1000 + index))
-    return made
+        prompt = (shared + own)[: longest - MAX_OUTPUT_TOKENS]
+        params = SamplingParams(
+            max_tokens=MAX_OUTPUT_TOKENS - index % 13, ignore_eos=True, **SAMPLING_PARAMS[index % len(SAMPLING_PARAMS)]
+        )
+        requests.append(EngineCoreRequest(id=str(index), prompt_ids=prompt, params=params, seed=1000 + index))
+    return requests
 
 
-async def generate(client: EngineClient, requests: Sequence[EngineCoreRequest], *, kill: bool = False) -> Tokens:
+async def generate_tokens(
+    client: EngineClient, requests: Sequence[EngineCoreRequest], *, kill: bool = False
+) -> TokensByRequest:
     """Submit all requests at once and return their tokens. Raises EngineError when one fails.
 
     kill: end the engine process, once, while it computes them.
     """
-    found: Tokens = {request.id: [] for request in requests}
+    tokens: TokensByRequest = {request.id: [] for request in requests}
     outputs = 0
     async for step in client.submit(requests):
         for output in step:
             if output.error is not None:
                 raise EngineError(output.error)
-            found[output.id] += output.new_ids
+            tokens[output.id] += output.new_ids
             outputs += 1
-        if kill and outputs >= KILL_AFTER and client.link.pid is not None:
+        if kill and outputs >= KILL_AFTER_OUTPUTS and client.link.pid is not None:
             os.kill(client.link.pid, signal.SIGKILL)
             kill = False
-    return found
+    return tokens

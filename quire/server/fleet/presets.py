@@ -11,17 +11,27 @@ from pydantic import ValidationError
 
 from quire.engine.errors import ConfigError, InvalidRequest
 from quire.engine.types import SamplingParams
-from quire.server.access.bodies import Body
+from quire.server.access.body_reader import BodyBuffer
 from quire.server.protocol.chat import ChatRequest
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
-_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-PARAMETERS = (*_SAMPLING, *_PENALTIES, "max_tokens", "stop", "chat_template_kwargs", "reasoning_effort")
+_SAMPLING_PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "seed")
+_PENALTY_PARAMETERS = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+PRESET_PARAMETERS = (
+    *_SAMPLING_PARAMETERS,
+    *_PENALTY_PARAMETERS,
+    "max_tokens",
+    "stop",
+    "chat_template_kwargs",
+    "reasoning_effort",
+)
 """What requests may leave to their model's name, as chats call it."""
-_OLLAMA = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
-_FORMS: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    "/v1/chat/completions": ("messages", {name: name for name in PARAMETERS}),
-    "/v1/completions": ("", {name: name for name in (*_SAMPLING, *_PENALTIES, "max_tokens", "stop")}),
+_OLLAMA_NAMES = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
+_FIELDS_BY_PATH: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "/v1/chat/completions": ("messages", {name: name for name in PRESET_PARAMETERS}),
+    "/v1/completions": (
+        "",
+        {name: name for name in (*_SAMPLING_PARAMETERS, *_PENALTY_PARAMETERS, "max_tokens", "stop")},
+    ),
     "/v1/messages": (
         "system",
         {name: name for name in ("temperature", "top_p", "top_k", "max_tokens", "chat_template_kwargs")}
@@ -40,64 +50,66 @@ _FORMS: Mapping[str, tuple[str, Mapping[str, str]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Preset:
+class ModelPreset:
     system: str | None
     """For requests that bring no system message."""
     parameters: Mapping[str, Any]
     """By the names of a chat, for requests that do not say them."""
 
 
-def checked_preset(where: str, system: object, parameters: object) -> Preset:
+def parse_preset(where: str, system: object, parameters: object) -> ModelPreset:
     """Raises ConfigError, beginning with `where`, that names the key."""
     if system is not None and (not isinstance(system, str) or not system.strip()):
         raise ConfigError(f"{where}: system: must be a text")
     if not isinstance(parameters, dict):
         raise ConfigError(f"{where}: parameters: must be a table, such as {{temperature = 0.2}}")
-    if unknown := sorted(parameters.keys() - set(PARAMETERS)):
-        raise ConfigError(f"{where}: parameters.{unknown[0]}: there are {', '.join(PARAMETERS)}")
+    if unknown := sorted(parameters.keys() - set(PRESET_PARAMETERS)):
+        raise ConfigError(f"{where}: parameters.{unknown[0]}: there are {', '.join(PRESET_PARAMETERS)}")
     try:
         ChatRequest(messages=[{"role": "user", "content": ""}], **parameters)
-        SamplingParams(**{name: parameters[name] for name in (*_SAMPLING, *_PENALTIES) if name in parameters})
+        SamplingParams(
+            **{name: parameters[name] for name in (*_SAMPLING_PARAMETERS, *_PENALTY_PARAMETERS) if name in parameters}
+        )
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise ConfigError(f"{where}: parameters.{place}: {first['msg']}, got {first['input']!r}") from None
     except InvalidRequest as error:
         raise ConfigError(f"{where}: parameters: {error.message}") from None
-    return Preset(system, parameters)
+    return ModelPreset(system, parameters)
 
 
-def apply(preset: Preset, path: str, body: Body) -> None:
+def apply_preset(preset: ModelPreset, path: str, body: BodyBuffer) -> None:
     """Put into a request's body what its model's name says, and it does not. A body that is none stays as it is."""
-    form = _FORMS.get(path)
-    if form is None:
+    path_fields = _FIELDS_BY_PATH.get(path)
+    if path_fields is None:
         return
     try:
-        content = msgspec.json.decode(b"".join(body.pieces))
+        content = msgspec.json.decode(b"".join(body.chunks))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return  # which the route will tell
     if not isinstance(content, dict):
         return
-    field, names = form
+    field, names = path_fields
     if preset.system is not None:
-        _with_system(content, field, preset.system)
+        _fill_system_message(content, field, preset.system)
     if path.startswith("/api/"):
         options = content.setdefault("options", {})
         if isinstance(options, dict):
-            for name in (*_SAMPLING, *_PENALTIES, "max_tokens", "stop"):
-                _fill(options, _OLLAMA.get(name, name), preset.parameters.get(name))
+            for name in (*_SAMPLING_PARAMETERS, *_PENALTY_PARAMETERS, "max_tokens", "stop"):
+                _fill_field(options, _OLLAMA_NAMES.get(name, name), preset.parameters.get(name))
     if content.get("max_completion_tokens") is not None:
-        names = {name: theirs for name, theirs in names.items() if name != "max_tokens"}
-    for name, theirs in names.items():
-        _fill(content, theirs, preset.parameters.get(name))
-    body.pieces[:] = [msgspec.json.encode(content)]
-    body.size = len(body.pieces[0])
+        names = {name: field_name for name, field_name in names.items() if name != "max_tokens"}
+    for name, field_name in names.items():
+        _fill_field(content, field_name, preset.parameters.get(name))
+    body.chunks[:] = [msgspec.json.encode(content)]
+    body.received_bytes = len(body.chunks[0])
 
 
-def _with_system(content: dict[str, Any], field: str, system: str) -> None:
+def _fill_system_message(content: dict[str, Any], field: str, system: str) -> None:
     if field != "messages":
         if field:
-            _fill(content, field, system)
+            _fill_field(content, field, system)
         return
     messages = content.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -106,7 +118,7 @@ def _with_system(content: dict[str, Any], field: str, system: str) -> None:
         messages.insert(0, {"role": "system", "content": system})
 
 
-def _fill(content: dict[str, Any], name: str, value: Any) -> None:
+def _fill_field(content: dict[str, Any], name: str, value: Any) -> None:
     """A variable of the chat template is filled in alone: the request's others stay."""
     if value is None:
         return

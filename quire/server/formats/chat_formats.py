@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.config import ServerConfig
-from quire.server.formats.derived.derive import derive_calls, reads_back
-from quire.server.formats.derived.probes import NotDerived, Prober
-from quire.server.formats.derived.turn import Turn, infer_turn
-from quire.server.formats.forms.form import CallForm
+from quire.server.formats.content_frame import ContentFrame
+from quire.server.formats.derived.call_inference import can_read_back, infer_call_form
+from quire.server.formats.derived.template_prober import TemplateInferenceError, TemplateProber
+from quire.server.formats.derived.turn_inference import AssistantTurnForm, infer_turn
+from quire.server.formats.forms.call_form import CallForm
 from quire.server.formats.forms.slots import TAG, last_tag
-from quire.server.formats.frame import ContentFrame
-from quire.server.formats.reasoning import TABLE as REASONING
-from quire.server.formats.reasoning import ReasoningFormat, reasoning_format
+from quire.server.formats.reasoning_parser import REASONING_FORMATS as REASONING
+from quire.server.formats.reasoning_parser import ReasoningFormat, find_reasoning_format
 from quire.server.formats.thinking_switch import NO_SWITCH, ThinkingSwitch
-from quire.server.formats.tools.format import ToolFormat
-from quire.server.formats.tools.table import TABLE, tool_format
+from quire.server.formats.tools.named_formats import TOOL_FORMATS, find_tool_format
+from quire.server.formats.tools.tool_parser import ToolFormat
 
-GENERIC = "hermes"
+GENERIC_FORMAT = "hermes"
 """The name of the format for templates that know no tools."""
 
 
@@ -27,84 +27,100 @@ GENERIC = "hermes"
 class ChatFormats:
     """How the model writes the parts of an answer, and how its template is told of tools."""
 
-    template: str
+    template_text: str
     """The text of all its chat templates."""
     renderer: ChatRenderer
-    reasoning: ReasoningFormat | None
-    tools: ToolFormat | None
+    reasoning_format: ReasoningFormat | None
+    tool_format: ToolFormat | None
     """None: the operator wants none looked for."""
-    frame: ContentFrame | None = None
-    tools_from: str = ""
+    content_frame: ContentFrame | None = None
+    tools_source: str = ""
     """Where the format of tool calls is from, in words for the operator."""
-    thinking: ThinkingSwitch = NO_SWITCH
-    in_blocks: bool = False
+    thinking_switch: ThinkingSwitch = NO_SWITCH
+    reads_code_blocks: bool = False
     """Code blocks with calls are calls too, where the model decides whether it calls."""
 
     @classmethod
-    def chosen(cls, config: ServerConfig, tokenizer: Tokenizer) -> ChatFormats:
+    def from_config(cls, config: ServerConfig, tokenizer: Tokenizer) -> ChatFormats:
         renderer = ChatRenderer(
             tokenizer.chat_templates,
             tokenizer.special_tokens,
-            any_role=config.allow_unknown_roles,
+            allow_unknown_roles=config.allow_unknown_roles,
             variables=config.default_chat_template_kwargs,
-            content=config.chat_template_content_format,
-            adapts=config.adapt_conversations == "auto",
+            content_format=config.chat_template_content_format,
+            adapt_conversations=config.adapt_conversations == "auto",
         )
         template = "\n".join(tokenizer.chat_templates.values())
-        prober = Prober(renderer)
-        turn = _turn(prober)
-        reasoning = _reasoning(config.reasoning_parser, template, turn)
+        prober = TemplateProber(renderer)
+        turn = _infer_turn_or_none(prober)
+        reasoning = _choose_reasoning_format(config.reasoning_parser, template, turn)
         choice = config.tool_call_parser
-        tools, source, shown = _tools(renderer, template, turn)
+        tools, source, shown = _choose_tool_format(renderer, template, turn)
         if choice != "auto":
-            tools, source, shown = tool_format(choice, ""), f"{choice}, by --tool-call-parser", renderer.shows.tools
+            tools, source, shown = (
+                find_tool_format(choice, ""),
+                f"{choice}, by --tool-call-parser",
+                renderer.capabilities.shows_tools,
+            )
         if tools is not None:
-            renderer = renderer.describing_tools(tools.example, always=not shown)
-        in_blocks = renderer.shows.tools and not config.strict_tool_calls
-        thinking = ThinkingSwitch.of(renderer, template)
-        return cls(template, renderer, reasoning, tools, _frame(turn, tools), source, thinking, in_blocks)
+            renderer = renderer.with_described_tools(tools.example, always=not shown)
+        in_blocks = renderer.capabilities.shows_tools and not config.strict_tool_calls
+        thinking = ThinkingSwitch.from_template(renderer, template)
+        return cls(template, renderer, reasoning, tools, _build_content_frame(turn, tools), source, thinking, in_blocks)
 
 
-def _turn(prober: Prober) -> Turn | None:
+def _infer_turn_or_none(prober: TemplateProber) -> AssistantTurnForm | None:
     try:
-        prober.begin()
+        prober.render_prompt()
         return infer_turn(prober)
-    except NotDerived:
+    except TemplateInferenceError:
         return None
 
 
-def _tools(renderer: ChatRenderer, template: str, turn: Turn | None) -> tuple[ToolFormat | None, str, bool]:
+def _choose_tool_format(
+    renderer: ChatRenderer, template: str, turn: AssistantTurnForm | None
+) -> tuple[ToolFormat | None, str, bool]:
     """The format of tool calls, where it is from, and whether the template tells the model of it."""
-    known = tool_format("auto", template)
-    name = next((row.name for row in TABLE if row.format is known), "")
+    known = find_tool_format("auto", template)
+    name = next((row.name for row in TOOL_FORMATS if row.format is known), "")
     form: CallForm | None = None
     reason = "it does not show an assistant's turn"
     try:
         if turn is not None:
-            form = derive_calls(renderer, turn)
-    except NotDerived as error:
+            form = infer_call_form(renderer, turn)
+    except TemplateInferenceError as error:
         reason = str(error)
-    if form is not None and turn is not None and (form.many or known is None or not reads_back(known, renderer, turn)):
-        return form, "derived from the chat template", renderer.shows.tools
+    if (
+        form is not None
+        and turn is not None
+        and (form.allows_many or known is None or not can_read_back(known, renderer, turn))
+    ):
+        return form, "derived from the chat template", renderer.capabilities.shows_tools
     if known is not None:
-        return known, f"{name}, by the chat template's text", renderer.shows.tools
-    source = f"{GENERIC}, described in the system message, for the chat template has no form of its own: {reason}"
-    return tool_format(GENERIC, ""), source, False
+        return known, f"{name}, by the chat template's text", renderer.capabilities.shows_tools
+    source = (
+        f"{GENERIC_FORMAT}, described in the system message, for the chat template has no form of its own: {reason}"
+    )
+    return find_tool_format(GENERIC_FORMAT, ""), source, False
 
 
-def _reasoning(choice: str, template: str, turn: Turn | None) -> ReasoningFormat | None:
+def _choose_reasoning_format(choice: str, template: str, turn: AssistantTurnForm | None) -> ReasoningFormat | None:
     """The marks of thinking: those that the template writes, or else those that its text has."""
-    if choice != "auto" or turn is None or not turn.thought_begin:
-        return reasoning_format(choice, template)
+    if choice != "auto" or turn is None or not turn.reasoning_begin:
+        return find_reasoning_format(choice, template)
     for row in REASONING:
-        if (row.begin, row.end) == (turn.thought_begin, turn.thought_end):
+        if (row.begin, row.end) == (turn.reasoning_begin, turn.reasoning_end):
             return row
-    later = turn.lead.lstrip() + turn.thought_space + turn.thought_begin if turn.repeats else ""
-    lead = turn.lead.strip() if later else ""
-    return ReasoningFormat("template", turn.thought_begin, turn.thought_end, turn.thought_space, lead, later)
+    later = (
+        turn.generation_prompt.lstrip() + turn.reasoning_space + turn.reasoning_begin
+        if turn.repeats_generation_prompt
+        else ""
+    )
+    lead = turn.generation_prompt.strip() if later else ""
+    return ReasoningFormat("template", turn.reasoning_begin, turn.reasoning_end, turn.reasoning_space, lead, later)
 
 
-def _frame(turn: Turn | None, tools: ToolFormat | None) -> ContentFrame | None:
+def _build_content_frame(turn: AssistantTurnForm | None, tools: ToolFormat | None) -> ContentFrame | None:
     if turn is None:
         return None
     form = tools if isinstance(tools, CallForm) else None
@@ -113,14 +129,16 @@ def _frame(turn: Turn | None, tools: ToolFormat | None) -> ContentFrame | None:
         tag = TAG.search(turn.end)
         shown = tag is not None and form is not None and tag[0] in form.opening
         return ContentFrame("", (), (), (turn.end.strip(),), "") if shown else None
-    given = form.given if form is not None else ""
-    lead = given or (turn.lead.lstrip() if turn.repeats else "")
-    again = lead + turn.content_begin if lead or TAG.search(turn.content_begin) else ""
+    prompt_head = form.prompt_head if form is not None else ""
+    lead = prompt_head or (turn.generation_prompt.lstrip() if turn.repeats_generation_prompt else "")
+    later_begin = lead + turn.content_begin if lead or TAG.search(turn.content_begin) else ""
     end, last = turn.end.strip(), last_tag(turn.end)
     close = end[: end.rindex(last)].strip() if last else ""
     ends = tuple(one for one in (turn.content_end.strip(), end, close) if TAG.search(one))
     others = (turn.content_begin.replace("final", "commentary"),) if "<|channel|>final" in turn.content_begin else ()
-    agains = tuple(again.replace(turn.content_begin, one).strip() for one in (turn.content_begin, *others) if again)
-    if turn.repeats:
-        ends = (*ends, turn.thought_end)  # what ends a part of an answer
-    return ContentFrame(turn.content_begin, others, agains, ends, turn.content_end + close)
+    later_begins = tuple(
+        later_begin.replace(turn.content_begin, one).strip() for one in (turn.content_begin, *others) if later_begin
+    )
+    if turn.repeats_generation_prompt:
+        ends = (*ends, turn.reasoning_end)  # what ends a part of an answer
+    return ContentFrame(turn.content_begin, others, later_begins, ends, turn.content_end + close)

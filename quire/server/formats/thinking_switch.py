@@ -10,7 +10,7 @@ from typing import Any
 from quire.engine.errors import InvalidRequest
 from quire.engine.text.chat_template import ChatRenderer
 
-VARIABLES: tuple[tuple[str, Any, Any], ...] = (
+SWITCH_VARIABLES: tuple[tuple[str, Any, Any], ...] = (
     ("enable_thinking", True, False),
     ("thinking", True, False),
     ("open_thinking", True, False),
@@ -25,92 +25,105 @@ VARIABLES: tuple[tuple[str, Any, Any], ...] = (
     ("thinking_budget", -1, 0),
 )
 """Names that published templates give it, with the values for thinking and for none."""
-EFFORTS = ("reasoning_effort", "thinking_effort", "reasoning_strength")
+EFFORT_VARIABLES = ("reasoning_effort", "thinking_effort", "reasoning_strength")
 """Names that they give to how much a model thinks."""
-WORDS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+EFFORT_WORDS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """The APIs' words for it, in order."""
 OFF_WORDS = ("no_think", "none", "off", "disabled")
 """Words that templates have for no thinking in a variable of EFFORTS."""
-ALIASES = ("enable_thinking", "thinking")
+SWITCH_ALIASES = ("enable_thinking", "thinking")
 """Names under which clients switch thinking, whichever the template has."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingSwitch:
-    on: Mapping[str, Any] = field(default_factory=dict)
+    on_variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables with which the model thinks; empty where it does so by itself."""
-    off: Mapping[str, Any] = field(default_factory=dict)
+    off_variables: Mapping[str, Any] = field(default_factory=dict)
     """The same with which it does not; empty where it does not by itself, and where nothing switches it."""
-    efforts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    effort_words: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """By the name of a variable that says how much it thinks: the template's word for each of the APIs' words."""
-    works: bool = False
+    is_switchable: bool = False
     """Whether there is a variable that switches it."""
 
     @classmethod
-    def of(cls, renderer: ChatRenderer, template: str) -> ThinkingSwitch:
-        found = cls._without_efforts(renderer, template)
-        efforts = {name: _words(renderer, name, found) for name in EFFORTS if _has(template, name)}
-        return replace(found, efforts=efforts)
+    def from_template(cls, renderer: ChatRenderer, template: str) -> ThinkingSwitch:
+        switch = cls._find_switch(renderer, template)
+        efforts = {
+            name: _template_effort_words(renderer, name, switch)
+            for name in EFFORT_VARIABLES
+            if _has_variable(template, name)
+        }
+        return replace(switch, effort_words=efforts)
 
     @classmethod
-    def _without_efforts(cls, renderer: ChatRenderer, template: str) -> ThinkingSwitch:
-        words = [(name, "high", off) for name in EFFORTS for off in OFF_WORDS if _quotes(template, off)]
-        for name, on, off in (*VARIABLES, *words):
-            if not _has(template, name):
+    def _find_switch(cls, renderer: ChatRenderer, template: str) -> ThinkingSwitch:
+        words = [
+            (name, "high", off) for name in EFFORT_VARIABLES for off in OFF_WORDS if _has_quoted_word(template, off)
+        ]
+        for name, on, off in (*SWITCH_VARIABLES, *words):
+            if not _has_variable(template, name):
                 continue
-            default, thinks, not_ = (_rendered(renderer, one) for one in ({}, {name: on}, {name: off}))
+            default, thinks, not_ = (_try_render(renderer, one) for one in ({}, {name: on}, {name: off}))
             if None in (thinks, not_) or thinks == not_:
                 continue
-            if name in EFFORTS:  # what is named replaces the effort of a request
-                return cls({} if default != not_ else {name: on}, {name: off}, works=True)
-            return cls({} if default == thinks else {name: on}, {} if default == not_ else {name: off}, works=True)
+            if name in EFFORT_VARIABLES:  # what is named replaces the effort of a request
+                return cls({} if default != not_ else {name: on}, {name: off}, is_switchable=True)
+            return cls(
+                {} if default == thinks else {name: on}, {} if default == not_ else {name: off}, is_switchable=True
+            )
         return NO_SWITCH
 
-    def switched(self, thinks: bool, effort: str | None = None) -> dict[str, Any]:
+    def switch_variables(self, thinks: bool, effort: str | None = None) -> dict[str, Any]:
         """The variables for thinking or none. An effort has precedence over a variable that is one."""
         if not thinks:
-            return dict(self.off)
-        return {name: value for name, value in self.on.items() if effort is None or name not in self.efforts}
+            return dict(self.off_variables)
+        return {
+            name: value for name, value in self.on_variables.items() if effort is None or name not in self.effort_words
+        }
 
-    def variables(self, effort: str | None, given: Mapping[str, Any], template: str) -> dict[str, Any]:
+    def request_variables(
+        self, effort: str | None, template_kwargs: Mapping[str, Any], template: str
+    ) -> dict[str, Any]:
         """The variables for an effort, "none" for no thinking, or for a client's own name of the switch."""
         wanted = None if effort is None else effort != "none"
-        for name in ALIASES:
-            if isinstance(given.get(name), bool) and not _has(template, name):
-                wanted = given[name]
-        found = {} if wanted is None else self.switched(wanted, effort)
+        for name in SWITCH_ALIASES:
+            if isinstance(template_kwargs.get(name), bool) and not _has_variable(template, name):
+                wanted = template_kwargs[name]
+        switch_values = {} if wanted is None else self.switch_variables(wanted, effort)
         if effort is None:
-            return found
-        return {**{name: words[effort] for name, words in self.efforts.items()}, **found}
+            return switch_values
+        return {**{name: words[effort] for name, words in self.effort_words.items()}, **switch_values}
 
 
 NO_SWITCH = ThinkingSwitch()
 
 
-def _words(renderer: ChatRenderer, name: str, switch: ThinkingSwitch) -> dict[str, str]:
+def _template_effort_words(renderer: ChatRenderer, name: str, switch: ThinkingSwitch) -> dict[str, str]:
     """The template's word for each of WORDS: the same, or where it refuses that the nearest, of two the greater."""
     accepted = [
         word
-        for word in WORDS
-        if _rendered(renderer, {**(switch.off if word == "none" else switch.on), name: word}) is not None
+        for word in EFFORT_WORDS
+        if _try_render(renderer, {**(switch.off_variables if word == "none" else switch.on_variables), name: word})
+        is not None
     ]
-    places = {word: place for place, word in enumerate(WORDS)}
+    places = {word: place for place, word in enumerate(EFFORT_WORDS)}
 
-    def nearest(word: str) -> str:
+    def nearest_accepted(word: str) -> str:
         return min(accepted, key=lambda one: (abs(places[one] - places[word]), -places[one]), default=word)
 
-    return {word: nearest(word) for word in WORDS}
+    return {word: nearest_accepted(word) for word in EFFORT_WORDS}
 
 
-def _has(template: str, name: str) -> bool:
+def _has_variable(template: str, name: str) -> bool:
     return re.search(rf"(?<![\w.'\"]){name}(?!\w)", template) is not None
 
 
-def _quotes(template: str, word: str) -> bool:
+def _has_quoted_word(template: str, word: str) -> bool:
     return f"'{word}'" in template or f'"{word}"' in template
 
 
-def _rendered(renderer: ChatRenderer, variables: dict[str, Any]) -> str | None:
+def _try_render(renderer: ChatRenderer, variables: dict[str, Any]) -> str | None:
     try:
         return renderer.render([{"role": "user", "content": "q"}], variables=variables)
     except InvalidRequest:

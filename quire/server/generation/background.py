@@ -11,27 +11,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.engine.errors import may_succeed_later
-from quire.server.encoding import answering, form_of, pack
+from quire.server.encoding import encode_msgpack, method_codec, method_handler
+from quire.server.generation.answers.answer_writer import AnswerWriter
 from quire.server.generation.answers.responses import ResponsesWriter
-from quire.server.generation.answers.writer import AnswerWriter
 from quire.server.peers import Peers
 
 logger = logging.getLogger("quire.server")
-Key = tuple[str, str]
+AnswerKey = tuple[str, str]
 """An answer's owner and its id."""
-MOST_LEFT = 16
+MAX_ABANDONED = 16
 """Answers of an owner that go on without the reader who asked for that."""
-_FOLLOW_SECONDS = 1.0
+_EVENT_WAIT_SECONDS = 1.0
 """So long another process that follows an answer waits for an event of it."""
-_ENDED_SECONDS = 10.0
+_KEEP_EVENTS_SECONDS = 10.0
 """So long the events of an answer that has ended are kept for those who follow it from another process."""
-_TAKEN_UP_SECONDS = 5.0
+_TAKEOVER_SECONDS = 5.0
 """In so many seconds another process takes up what one worked on that has ended."""
-_LOOK_SECONDS = 0.25
+_POLL_SECONDS = 0.25
 
 
 @dataclass(eq=False, slots=True)
-class Running:
+class RunningAnswer:
     """An answer on its way."""
 
     writer: AnswerWriter
@@ -39,37 +39,37 @@ class Running:
     """Ends its generation early."""
     events: list[bytes] | None
     """The events so far, by sequence number; None where nobody may follow them."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    change_event: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when more has come; each has a successor."""
-    ended: bool = False
-    begins_again: bool = False
+    has_ended: bool = False
+    can_restart: bool = False
     """Whether it is begun again where another time may answer it: its readers are then told no end."""
     task: asyncio.Task[None] | None = None
 
-    def add(self, events: bytes) -> None:
+    def add_events(self, events: bytes) -> None:
         if self.events is not None:
             self.events += [event + b"\n\n" for event in events.split(b"\n\n") if event]
-        self._tell()
+        self._notify_followers()
 
-    def end(self) -> None:
-        self.ended = True
-        self._tell()
+    def mark_ended(self) -> None:
+        self.has_ended = True
+        self._notify_followers()
 
-    def _tell(self) -> None:
-        self.changed.set()
-        self.changed = asyncio.Event()
+    def _notify_followers(self) -> None:
+        self.change_event.set()
+        self.change_event = asyncio.Event()
 
-    async def follow(self, after: int) -> AsyncGenerator[bytes]:
+    async def follow_events(self, after: int) -> AsyncGenerator[bytes]:
         """The events after the one with this number, up to the last."""
         assert self.events is not None
-        at = after + 1
+        next_number = after + 1
         while True:
-            changed = self.changed
-            if at < len(self.events):
-                pieces = self.events[at:]
-                at += len(pieces)
+            changed = self.change_event
+            if next_number < len(self.events):
+                pieces = self.events[next_number:]
+                next_number += len(pieces)
                 yield b"".join(pieces)
-            elif self.ended:
+            elif self.has_ended:
                 return
             else:
                 await changed.wait()
@@ -82,139 +82,147 @@ class Background:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         for method in (Background.own_so_far, Background.own_events, Background.own_cancelled):
-            peers.answering(method.__qualname__, answering(self, method))
-        self._ended: dict[Key, Running] = {}
+            peers.register_handler(method.__qualname__, method_handler(self, method))
+        self._recently_ended: dict[AnswerKey, RunningAnswer] = {}
         """Those that ended a moment ago, where others may follow them."""
-        self._running: dict[Key, Running] = {}
-        self._left: Counter[str] = Counter()
+        self._running_answers: dict[AnswerKey, RunningAnswer] = {}
+        self._num_abandoned: Counter[str] = Counter()
         """By owner: answers that their readers have left."""
-        self.closing = False
+        self.is_closing = False
         """Whether all are ended because the process ends."""
 
-    def find(self, key: Key) -> Running | None:
-        return self._running.get(key)
+    def find_running(self, key: AnswerKey) -> RunningAnswer | None:
+        return self._running_answers.get(key)
 
-    async def so_far(self, key: Key) -> bytes | None:
+    async def current_response(self, key: AnswerKey) -> bytes | None:
         """The response in its current state, as JSON. None if no process works on it."""
-        if (holder := await self._elsewhere(key)) is not None:
-            found: bytes | None = await self._ask(holder, Background.own_so_far, *key)
-            return found
+        if (holder := await self._find_other_holder(key)) is not None:
+            response: bytes | None = await self._ask_peer(holder, Background.own_so_far, *key)
+            return response
         return self.own_so_far(*key)
 
     def own_so_far(self, owner: str, id: str) -> bytes | None:
-        running = self._running.get((owner, id))
+        running = self._running_answers.get((owner, id))
         if running is None or not isinstance(running.writer, ResponsesWriter):
             return None
-        return running.writer.so_far("in_progress")
+        return running.writer.current_response("in_progress")
 
-    async def _ask(self, holder: str, method: Callable[..., Any], *given: object) -> Any:
+    async def _ask_peer(self, holder: str, method: Callable[..., Any], *arguments: object) -> Any:
         """What this method returns in another process; None where that says nothing."""
-        said = await self._peers.ask(holder, method.__qualname__, pack(given))
-        return None if said is None else form_of(method).result.decode(said)
+        reply = await self._peers.ask_peer(holder, method.__qualname__, encode_msgpack(arguments))
+        return None if reply is None else method_codec(method).result_decoder.decode(reply)
 
-    async def follow(self, key: Key, after: int) -> AsyncGenerator[bytes] | None:
+    async def follow_answer(self, key: AnswerKey, after: int) -> AsyncGenerator[bytes] | None:
         """The events of an answer after the one with this number, up to the last. None if no process works on the
         answer."""
-        if (running := self._running.get(key)) is not None:
-            return running.follow(after)
-        holder = await self._elsewhere(key)
-        return None if holder is None else self._from_elsewhere(key, after, holder)
+        if (running := self._running_answers.get(key)) is not None:
+            return running.follow_events(after)
+        holder = await self._find_other_holder(key)
+        return None if holder is None else self._follow_on_peer(key, after, holder)
 
-    async def _elsewhere(self, key: Key) -> str | None:
-        return None if key in self._running else await self._peers.holder(*key)
+    async def _find_other_holder(self, key: AnswerKey) -> str | None:
+        return None if key in self._running_answers else await self._peers.find_holder(*key)
 
-    async def _from_elsewhere(self, key: Key, after: int, holder: str) -> AsyncGenerator[bytes]:
+    async def _follow_on_peer(self, key: AnswerKey, after: int, holder: str) -> AsyncGenerator[bytes]:
         """The answer's events, from the process that works on it or has just finished it. If that process ends, another
         one continues the answer with the same events, and they come from there."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + _TAKEN_UP_SECONDS
+        until = loop.time() + _TAKEOVER_SECONDS
         while loop.time() < until:
-            if (running := self._running.get(key)) is not None:
-                async for events in running.follow(after):
+            if (running := self._running_answers.get(key)) is not None:
+                async for events in running.follow_events(after):
                     yield events
                 return
-            holder = await self._peers.holder(*key) or holder
-            said = await self._ask(holder, Background.own_events, *key, after)
-            if said is None:
-                await asyncio.sleep(_LOOK_SECONDS)
+            holder = await self._peers.find_holder(*key) or holder
+            reply = await self._ask_peer(holder, Background.own_events, *key, after)
+            if reply is None:
+                await asyncio.sleep(_POLL_SECONDS)
                 continue
-            until = loop.time() + _TAKEN_UP_SECONDS
-            count, ended, events = said
+            until = loop.time() + _TAKEOVER_SECONDS
+            count, ended, events = reply
             after += count
             if events:
                 yield events
             if ended:
                 return
 
-    def start(
-        self, key: Key, running: Running, events: AsyncIterator[bytes], ended: Callable[[], Awaitable[None]]
+    def start_answer(
+        self,
+        key: AnswerKey,
+        running: RunningAnswer,
+        events: AsyncIterator[bytes],
+        on_end: Callable[[], Awaitable[None]],
     ) -> None:
-        """Run an answer to its end. `events`: what its writer writes. `ended` is awaited at the end, even after a
-        failure, while `find` still returns the answer."""
-        self._running[key] = running
-        running.task = asyncio.create_task(self._run(key, running, events, ended))
+        """Run an answer to its end. `events`: what its writer writes. `on_end` is awaited at the end, even after a
+        failure, while `find_running` still returns the answer."""
+        self._running_answers[key] = running
+        running.task = asyncio.create_task(self._run_answer(key, running, events, on_end))
 
-    async def _run(
-        self, key: Key, running: Running, events: AsyncIterator[bytes], ended: Callable[[], Awaitable[None]]
+    async def _run_answer(
+        self,
+        key: AnswerKey,
+        running: RunningAnswer,
+        events: AsyncIterator[bytes],
+        on_end: Callable[[], Awaitable[None]],
     ) -> None:
         try:
             async for chunk in events:
-                running.add(chunk)
+                running.add_events(chunk)
         except Exception as error:
-            running.begins_again = running.begins_again and may_succeed_later(error)
-            if not running.begins_again:
-                running.add(running.writer.failed(error))
+            running.can_restart = running.can_restart and may_succeed_later(error)
+            if not running.can_restart:
+                running.add_events(running.writer.error_event(error))
         else:
-            running.begins_again = False
+            running.can_restart = False
         finally:
             running.close()
             try:
-                await ended()
+                await on_end()
             except Exception:
                 logger.exception("the end of %s could not be kept", key[1])
             finally:
-                running.end()
+                running.mark_ended()
                 self._keep_events(key, running)
-                if self._running.get(key) is running:  # else it was taken over
-                    del self._running[key]
+                if self._running_answers.get(key) is running:  # else it was taken over
+                    del self._running_answers[key]
 
-    def _keep_events(self, key: Key, running: Running) -> None:
+    def _keep_events(self, key: AnswerKey, running: RunningAnswer) -> None:
         """For those who follow it from another process."""
-        if self._peers.alone or running.events is None:
+        if self._peers.is_alone or running.events is None:
             return
-        self._ended[key] = running
+        self._recently_ended[key] = running
 
-        def forget() -> None:
-            if self._ended.get(key) is running:
-                del self._ended[key]
+        def forget_events() -> None:
+            if self._recently_ended.get(key) is running:
+                del self._recently_ended[key]
 
-        asyncio.get_running_loop().call_later(_ENDED_SECONDS, forget)
+        asyncio.get_running_loop().call_later(_KEEP_EVENTS_SECONDS, forget_events)
 
-    def leave(self, key: Key, running: Running, seconds: float) -> None:
+    def detach_reader(self, key: AnswerKey, running: RunningAnswer, seconds: float) -> None:
         """Called when the reader has left: the answer goes on for so many seconds, or ends now if MOST_LEFT answers of
         its owner already run without a reader."""
         owner = key[0]
-        if running.ended or running.task is None:
+        if running.has_ended or running.task is None:
             return
-        if self._left[owner] >= MOST_LEFT or self.closing:
+        if self._num_abandoned[owner] >= MAX_ABANDONED or self.is_closing:
             return running.close()
-        self._left[owner] += 1
+        self._num_abandoned[owner] += 1
         timer = asyncio.get_running_loop().call_later(seconds, running.close)
 
-        def ended(_: asyncio.Task[None]) -> None:
+        def release_abandoned(_: asyncio.Task[None]) -> None:
             timer.cancel()
-            self._left[owner] -= 1
-            if not self._left[owner]:
-                del self._left[owner]
+            self._num_abandoned[owner] -= 1
+            if not self._num_abandoned[owner]:
+                del self._num_abandoned[owner]
 
-        running.task.add_done_callback(ended)
+        running.task.add_done_callback(release_abandoned)
 
-    async def cancel(self, key: Key) -> bool:
+    async def cancel_answer(self, key: AnswerKey) -> bool:
         """End an answer early and wait until it has ended. Returns whether there was one."""
-        running = self._running.get(key)
+        running = self._running_answers.get(key)
         if running is None or running.task is None:
-            holder = await self._elsewhere(key)
-            return holder is not None and bool(await self._ask(holder, Background.own_cancelled, *key))
+            holder = await self._find_other_holder(key)
+            return holder is not None and bool(await self._ask_peer(holder, Background.own_cancelled, *key))
         running.close()
         await asyncio.wait([running.task])
         return True
@@ -223,20 +231,20 @@ class Background:
 
     async def own_events(self, owner: str, id: str, after: int) -> tuple[int, bool, bytes] | None:
         """Events after the one with this number: how many, whether the last one is among them, and the events."""
-        running = self._running.get((owner, id)) or self._ended.get((owner, id))
+        running = self._running_answers.get((owner, id)) or self._recently_ended.get((owner, id))
         if running is None or running.events is None:
             return None
-        if len(running.events) <= after + 1 and not running.ended:
+        if len(running.events) <= after + 1 and not running.has_ended:
             with suppress(TimeoutError):
-                await asyncio.wait_for(running.changed.wait(), _FOLLOW_SECONDS)
+                await asyncio.wait_for(running.change_event.wait(), _EVENT_WAIT_SECONDS)
         pieces = running.events[after + 1 :]
-        return len(pieces), running.ended, b"".join(pieces)
+        return len(pieces), running.has_ended, b"".join(pieces)
 
     async def own_cancelled(self, owner: str, id: str) -> bool:
-        return (owner, id) in self._running and await self.cancel((owner, id))
+        return (owner, id) in self._running_answers and await self.cancel_answer((owner, id))
 
     async def close(self) -> None:
         """End all."""
-        self.closing = True
-        for key in list(self._running):
-            await self.cancel(key)
+        self.is_closing = True
+        for key in list(self._running_answers):
+            await self.cancel_answer(key)

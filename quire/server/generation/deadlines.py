@@ -10,33 +10,33 @@ from quire.engine.link.output_stream import OutputStream
 
 class Deadlines:
     """Ends the stream of outputs with an error when a deadline passes. Both deadlines are in seconds from now; None: no
-    deadline. Call `cancel` when the call is over."""
+    deadline. Call `cancel_timers` when the call is over."""
 
     def __init__(self, stream: OutputStream, *, timeout: float | None, queue_timeout: float | None) -> None:
         self._stream = stream
         self._loop = asyncio.get_running_loop()
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self.passed: str | None = None
+        self.expired_param: str | None = None
         """The parameter whose deadline ended the stream."""
         if timeout is not None:
             late = Timeout(f"the answer was not complete within timeout ({timeout:g} s)", param="timeout")
-            self._set("timeout", timeout, late)
+            self._start_timer("timeout", timeout, late)
         if queue_timeout is not None:
             text = f"no token came within queue_timeout ({queue_timeout:g} s)"
-            self._set("queue_timeout", queue_timeout, QueueTimeout(text, param="queue_timeout"))
+            self._start_timer("queue_timeout", queue_timeout, QueueTimeout(text, param="queue_timeout"))
 
-    def _set(self, name: str, seconds: float, error: Timeout | QueueTimeout) -> None:
-        self._timers[name] = self._loop.call_later(seconds, self._pass, name, error)
+    def _start_timer(self, name: str, seconds: float, error: Timeout | QueueTimeout) -> None:
+        self._timers[name] = self._loop.call_later(seconds, self._expire, name, error)
 
-    def _pass(self, name: str, error: Timeout | QueueTimeout) -> None:
+    def _expire(self, name: str, error: Timeout | QueueTimeout) -> None:
         if self._stream.give_up(error):
-            self.passed = name
+            self.expired_param = name
 
-    def first_token(self) -> None:
+    def stop_queue_timer(self) -> None:
         """The first token has come: the deadline of the queue is over."""
         if "queue_timeout" in self._timers:
             self._timers.pop("queue_timeout").cancel()
 
-    def cancel(self) -> None:
+    def cancel_timers(self) -> None:
         for timer in self._timers.values():
             timer.cancel()

@@ -12,43 +12,43 @@ from dataclasses import replace
 from typing import Any
 
 from quire.engine import VERSION, clock
-from quire.engine.core.history import History, Step, Timeline
+from quire.engine.core.request_history import RequestHistory, StepEntry, Timeline
 from quire.server.encoding import encode_json
 
-ENGINE, REQUESTS = 1, 2
+ENGINE_PID, REQUESTS_PID = 1, 2
 """Process ids, which a viewer shows as groups of tracks."""
-STEPS = 1
+FIRST_STEP_TRACK = 1
 """The first engine's track; those of others follow."""
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 
-async def record(history: History, seconds: float) -> bytes:
+async def record_trace(history: RequestHistory, seconds: float) -> bytes:
     """Record the engine for some seconds and return the trace as JSON.
 
     A thread builds the trace, because that takes long; it works on copies of timelines that still change.
     """
-    steps: list[Step] = []
+    steps: list[StepEntry] = []
     began = clock.monotonic()
     history.listeners.append(steps.append)
     try:
         await asyncio.sleep(seconds)
     finally:
         history.listeners.remove(steps.append)
-    timelines = [replace(each, marks=[*each.marks]) for each in (*history.ended, *history.open)]
+    timelines = [replace(each, marks=[*each.marks]) for each in (*history.ended_timelines, *history.open_timelines)]
     ended = clock.monotonic()
-    replicas = history.replicas
-    return await asyncio.to_thread(lambda: encode_json(trace(steps, timelines, began, ended, replicas)))
+    replicas = history.num_replicas
+    return await asyncio.to_thread(lambda: encode_json(build_trace(steps, timelines, began, ended, replicas)))
 
 
-def trace(
-    steps: Sequence[Step], timelines: Sequence[Timeline], began: float, ended: float, replicas: int = 1
+def build_trace(
+    steps: Sequence[StepEntry], timelines: Sequence[Timeline], began: float, ended: float, replicas: int = 1
 ) -> dict[str, Any]:
     """A trace of what happened between `began` and `ended`, times of time.monotonic(), in engines beside each other."""
-    seen = [each for each in timelines if (each.ended or ended) > began and each.submitted < ended]
-    window = _Window(began, ended)
-    events = [*_names(replicas), *_requests(seen, window)]
+    overlapping = [each for each in timelines if (each.ended_at or ended) > began and each.submitted_at < ended]
+    window = _RecordingWindow(began, ended)
+    events = [*_track_name_events(replicas), *_request_events(overlapping, window)]
     for replica in range(replicas):
-        events += _engine([step for step in steps if step.replica == replica], window, STEPS + replica)
+        events += _step_events([step for step in steps if step.replica == replica], window, FIRST_STEP_TRACK + replica)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -60,94 +60,105 @@ def trace(
     }
 
 
-def phase_totals(events: Sequence[Event]) -> dict[str, float]:
+def phase_totals(events: Sequence[TraceEvent]) -> dict[str, float]:
     """Microseconds of each phase of all engines; they sum to the recording's length, times the engines."""
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for event in events:
         if event["ph"] == "X" and event["cat"] == "phase":
-            found[event["name"]] = found.get(event["name"], 0.0) + event["dur"]
-    return found
+            totals[event["name"]] = totals.get(event["name"], 0.0) + event["dur"]
+    return totals
 
 
-class _Window:
+class _RecordingWindow:
     """Clamps times to the recording, and gives them in microseconds from its begin."""
 
     def __init__(self, began: float, ended: float) -> None:
         self.began = began
         self.ended = ended
 
-    def at(self, when: float) -> float:
-        return round((min(max(when, self.began), self.ended) - self.began) * 1e6, 3)
+    def to_microseconds(self, moment: float) -> float:
+        return round((min(max(moment, self.began), self.ended) - self.began) * 1e6, 3)
 
 
-def _names(replicas: int) -> list[Event]:
-    found = [("process_name", ENGINE, STEPS, "engine"), ("process_name", REQUESTS, STEPS, "requests")]
+def _track_name_events(replicas: int) -> list[TraceEvent]:
+    tracks = [
+        ("process_name", ENGINE_PID, FIRST_STEP_TRACK, "engine"),
+        ("process_name", REQUESTS_PID, FIRST_STEP_TRACK, "requests"),
+    ]
     for replica in range(replicas):
-        found.append(("thread_name", ENGINE, STEPS + replica, "steps" if replicas == 1 else f"steps of {replica}"))
+        tracks.append(
+            ("thread_name", ENGINE_PID, FIRST_STEP_TRACK + replica, "steps" if replicas == 1 else f"steps of {replica}")
+        )
     return [
         {"ph": "M", "name": kind, "pid": pid, "tid": track, "ts": 0, "args": {"name": name}}
-        for kind, pid, track, name in found
+        for kind, pid, track, name in tracks
     ]
 
 
-def _engine(steps: Sequence[Step], window: _Window, track: int) -> list[Event]:
+def _step_events(steps: Sequence[StepEntry], window: _RecordingWindow, track: int) -> list[TraceEvent]:
     """Slices for the steps, the phases of each, and the time between steps.
 
     Steps overlap on a GPU: a step's slice then begins when the step before it has ended.
     """
-    events: list[Event] = []
+    events: list[TraceEvent] = []
     last = window.began
     for step in steps:
         record = step.record
-        began = max(record.began, last)
-        if record.ended <= window.began or began >= window.ended:
+        began = max(record.began_at, last)
+        if record.applied_at <= window.began or began >= window.ended:
             continue
-        events += _slice("between steps", "phase", last, began, window, {}, track)
-        args = {"rows": record.rows, "tokens": record.tokens, "chunks": len(record.chunks)}
-        args |= {"preempted": len(record.preempted), "engine": step.engine, "cuda_graph": record.captured}
-        events += _slice(f"step {record.number}", "step", began, record.ended, window, args, track)
-        times = [began, *(max(at, began) for at in (record.decided, record.computed, record.ended))]
+        events += _slice_events("between steps", "phase", last, began, window, {}, track)
+        args = {"rows": record.num_requests, "tokens": record.num_tokens, "chunks": len(record.chunks)}
+        args |= {
+            "preempted": len(record.preempted_ids),
+            "engine": step.engine_number,
+            "cuda_graph": record.used_cuda_graph,
+        }
+        events += _slice_events(f"step {record.number}", "step", began, record.applied_at, window, args, track)
+        times = [began, *(max(at, began) for at in (record.scheduled_at, record.computed_at, record.applied_at))]
         for name, begin, end in zip(("schedule", "compute", "apply"), times, times[1:], strict=False):
-            events += _slice(name, "phase", begin, end, window, {}, track)
+            events += _slice_events(name, "phase", begin, end, window, {}, track)
         which = f" of {step.replica}" if step.replica else ""
-        for what, value in (("requests", record.rows), ("tokens", record.tokens)):
-            place = {"pid": ENGINE, "tid": track, "ts": window.at(began)}
-            events.append({"ph": "C", "name": f"{what} in the step{which}", **place, "args": {"count": value}})
-        last = record.ended
-    return [*events, *_slice("between steps", "phase", last, window.ended, window, {}, track)]
+        for what, value in (("requests", record.num_requests), ("tokens", record.num_tokens)):
+            common_fields = {"pid": ENGINE_PID, "tid": track, "ts": window.to_microseconds(began)}
+            events.append({"ph": "C", "name": f"{what} in the step{which}", **common_fields, "args": {"count": value}})
+        last = record.applied_at
+    return [*events, *_slice_events("between steps", "phase", last, window.ended, window, {}, track)]
 
 
-def _slice(name: str, kind: str, begin: float, end: float, window: _Window, args: Event, track: int) -> list[Event]:
-    at, until = window.at(begin), window.at(end)
+def _slice_events(
+    name: str, kind: str, begin: float, end: float, window: _RecordingWindow, args: TraceEvent, track: int
+) -> list[TraceEvent]:
+    at, until = window.to_microseconds(begin), window.to_microseconds(end)
     if until <= at:
         return []
     duration = round(until - at, 3)
-    place = {"pid": ENGINE, "tid": track, "ts": at, "dur": duration}
-    return [{"ph": "X", "name": name, "cat": kind, **place, "args": args}]
+    common_fields = {"pid": ENGINE_PID, "tid": track, "ts": at, "dur": duration}
+    return [{"ph": "X", "name": name, "cat": kind, **common_fields, "args": args}]
 
 
-def _requests(timelines: Sequence[Timeline], window: _Window) -> list[Event]:
-    events: list[Event] = []
+def _request_events(timelines: Sequence[Timeline], window: _RecordingWindow) -> list[TraceEvent]:
+    events: list[TraceEvent] = []
     for timeline in timelines:
         name = timeline.id
-        ended = window.ended if timeline.ended is None else timeline.ended
+        ended = window.ended if timeline.ended_at is None else timeline.ended_at
         args = {
             "prompt_tokens": timeline.prompt_tokens,
             "cached_tokens": timeline.cached_tokens or 0,
             "output_tokens": timeline.output_tokens,
             "finish_reason": timeline.finish_reason or "",
         }
-        events += _span(name, name, timeline.submitted, ended, window, args, outer=True)
-        for phase, begin, end in timeline.intervals(ended):
-            events += _span(name, phase, begin, end, window, {})
+        events += _span_events(name, name, timeline.submitted_at, ended, window, args, outer=True)
+        for phase, begin, end in timeline.phase_intervals(ended):
+            events += _span_events(name, phase, begin, end, window, {})
     return sorted(events, key=lambda event: event["ts"])
 
 
-def _span(
-    track: str, name: str, begin: float, end: float, window: _Window, args: Event, *, outer: bool = False
-) -> list[Event]:
-    at, until = window.at(begin), window.at(end)
+def _span_events(
+    track: str, name: str, begin: float, end: float, window: _RecordingWindow, args: TraceEvent, *, outer: bool = False
+) -> list[TraceEvent]:
+    at, until = window.to_microseconds(begin), window.to_microseconds(end)
     if until <= at and not outer:
         return []
-    common = {"cat": "request", "name": name, "id": track, "pid": REQUESTS, "tid": STEPS}
+    common = {"cat": "request", "name": name, "id": track, "pid": REQUESTS_PID, "tid": FIRST_STEP_TRACK}
     return [{"ph": "b", "ts": at, "args": args, **common}, {"ph": "e", "ts": until, "args": {}, **common}]

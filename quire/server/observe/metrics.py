@@ -13,37 +13,37 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from quire.engine.config import EngineConfig
-from quire.engine.core.history import Step, Timeline, TimelinePhase
+from quire.engine.core.request_history import StepEntry, Timeline, TimelinePhase
 from quire.engine.link.client import EngineClient
 from quire.engine.types import EngineInfo
-from quire.server.observe.collectors import (
+from quire.server.observe.gen_ai_metrics import GenAiHistograms
+from quire.server.observe.metric_collectors import (
     LABELS,
-    ReadCollector,
+    CallbackCollector,
     adapter_metrics,
     engine_metrics,
     length_buckets,
     refusal_metrics,
 )
-from quire.server.observe.gen_ai import GenAiHistograms
-from quire.server.observe.prefix_use import MissCounters
+from quire.server.observe.metric_sums import LabelingCollector, PeerSample, SummingCollector, samples_of_registry
+from quire.server.observe.prefix_report import PrefixMissCounters
 from quire.server.observe.rolling_stats import RollingStats
-from quire.server.observe.summed import Count, Summed, Together, counts
 
-FIRST_TOKEN_SECONDS = (
+FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-TOKEN_SECONDS = (
+TOKEN_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
-REQUEST_SECONDS = (
+REQUEST_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
-STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-PHASES: tuple[tuple[str, str, tuple[TimelinePhase, ...]], ...] = (
+PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
+STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+PHASE_HISTOGRAMS: tuple[tuple[str, str, tuple[TimelinePhase, ...]], ...] = (
     ("request_queue_time_seconds", "Seconds until its first step.", ("queued",)),
     ("request_prefill_time_seconds", "Seconds from its first step to its first token.", ("prefill",)),
     (
@@ -58,24 +58,24 @@ PHASES: tuple[tuple[str, str, tuple[TimelinePhase, ...]], ...] = (
     ),
 )
 """Name, help text, and the phases of a timeline whose seconds the metric sums."""
-HISTOGRAMS: tuple[tuple[str, str, Sequence[float] | None], ...] = (
-    ("time_to_first_token_seconds", "Seconds to the first token.", FIRST_TOKEN_SECONDS),
-    ("request_time_per_output_token_seconds", "Mean seconds per token of a request.", TOKEN_SECONDS),
-    ("e2e_request_latency_seconds", "Seconds of a request.", REQUEST_SECONDS),
+REQUEST_HISTOGRAMS: tuple[tuple[str, str, Sequence[float] | None], ...] = (
+    ("time_to_first_token_seconds", "Seconds to the first token.", FIRST_TOKEN_BUCKETS),
+    ("request_time_per_output_token_seconds", "Mean seconds per token of a request.", TOKEN_BUCKETS),
+    ("e2e_request_latency_seconds", "Seconds of a request.", REQUEST_BUCKETS),
     ("request_prompt_tokens", "Prompt tokens of a request.", None),
     ("request_generation_tokens", "Tokens generated for a request.", None),
     ("request_max_num_generation_tokens", "Tokens of the longest choice of a prompt.", None),
     ("request_params_n", "The n parameter.", (1, 2, 5, 10, 20)),
     ("request_params_max_tokens", "The max_tokens parameter.", None),
-    ("iteration_tokens_total", "Prompt and answer tokens of a step.", STEP_TOKENS),
-    *((name, text, REQUEST_SECONDS) for name, text, _ in PHASES),
+    ("iteration_tokens_total", "Prompt and answer tokens of a step.", STEP_TOKEN_BUCKETS),
+    *((name, text, REQUEST_BUCKETS) for name, text, _ in PHASE_HISTOGRAMS),
     ("request_prefill_kv_computed_tokens", "Prompt tokens of a request that no cache held.", None),
-    ("request_num_preemptions", "Preemptions of a request.", PREEMPTIONS),
+    ("request_num_preemptions", "Preemptions of a request.", PREEMPTION_BUCKETS),
 )
 """Name, help text and buckets of what is measured of a request; None: buckets for tokens, up to the context."""
 FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error", "repetition", "timeout", "queue_timeout")
 
-ENGINE = "0"
+ENGINE_LABEL = "0"
 """vLLM numbers its engines, and dashboards made for it ask for the number. What is measured of requests, whichever
 engine computed them, has this one."""
 
@@ -88,49 +88,55 @@ class Metrics:
     ) -> None:
         """`rejections` counts the calls that were not admitted, by reason."""
         self.model_name = model_name
-        self._engines = CollectorRegistry()  # what all API processes know alike
-        self._engines.register(ReadCollector(partial(engine_metrics, client, model_name)))
+        self._engine_registry = CollectorRegistry()  # what all API processes know alike
+        self._engine_registry.register(CallbackCollector(partial(engine_metrics, client, model_name)))
         self._registry = CollectorRegistry()  # what this process counts
-        self._registry.register(ReadCollector(partial(refusal_metrics, client, model_name, rejections)))
-        told = "Seconds between the steps that gave a request tokens."
-        self._between = SpanCollector("vllm:inter_token_latency_seconds", told, model_name, TOKEN_SECONDS)
-        self._registry.register(self._between)
-        self.rolling = RollingStats(client, self._between.add)
-        client.history.gap_listeners.append(self.rolling.next_token)
+        self._registry.register(CallbackCollector(partial(refusal_metrics, client, model_name, rejections)))
+        help_text = "Seconds between the steps that gave a request tokens."
+        self._inter_token_latency = BulkHistogram(
+            "vllm:inter_token_latency_seconds", help_text, model_name, TOKEN_BUCKETS
+        )
+        self._registry.register(self._inter_token_latency)
+        self.rolling_stats = RollingStats(client, self._inter_token_latency.observe_sorted)
+        client.history.token_gap_listeners.append(self.rolling_stats.record_gap)
         lengths = length_buckets(max_model_len)
 
         self._histograms = {
             name: Histogram(f"vllm:{name}", text, LABELS, buckets=buckets or lengths, registry=self._registry).labels(
-                model_name, ENGINE
+                model_name, ENGINE_LABEL
             )
-            for name, text, buckets in HISTOGRAMS
+            for name, text, buckets in REQUEST_HISTOGRAMS
         }
-        by = partial(_counters, self._registry, model_name)
+        counters = partial(_labeled_counters, self._registry, model_name)
         sources = ("local_compute", "local_cache_hit")
-        self._sources = by("vllm:prompt_tokens_by_source", "Prompt tokens by where from.", "source", sources)
-        self._cached = by("vllm:prompt_tokens_cached", "Prompt tokens cached.")
-        client.history.listeners.append(self._stepped)
-        others = (MissCounters(self._registry, model_name), GenAiHistograms(self._registry, model_name))
-        client.history.end_listeners += [self._ended, *(each.ended for each in others)]
-        self._prompts = by("vllm:prompt_tokens", "Prompt tokens processed.")
-        self._success = by("vllm:request_success", "Finished requests.", "finished_reason", FINISH_REASONS)
-        self._questions = by("quire:questions", "Questions asked.", "type", ("predicate", "choice", "score"))
-        self.receipts = by("quire:receipts", "Receipts of answers.", "to", ("answer", "log", "lost"))
+        self._tokens_by_source = counters(
+            "vllm:prompt_tokens_by_source", "Prompt tokens by where from.", "source", sources
+        )
+        self._cached_tokens = counters("vllm:prompt_tokens_cached", "Prompt tokens cached.")
+        client.history.listeners.append(self._observe_step)
+        end_listeners = (PrefixMissCounters(self._registry, model_name), GenAiHistograms(self._registry, model_name))
+        client.history.end_listeners += [self._observe_sequence, *(each.observe_sequence for each in end_listeners)]
+        self._prompt_tokens = counters("vllm:prompt_tokens", "Prompt tokens processed.")
+        self._finished_requests = counters(
+            "vllm:request_success", "Finished requests.", "finished_reason", FINISH_REASONS
+        )
+        self._questions = counters("quire:questions", "Questions asked.", "type", ("predicate", "choice", "score"))
+        self.receipts = counters("quire:receipts", "Receipts of answers.", "to", ("answer", "log", "lost"))
 
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
 
-    def asked(self, questions: Iterable[str]) -> None:
+    def count_questions(self, question_types: Iterable[str]) -> None:
         """Count questions by type. Other types are ignored."""
-        for question in questions:
-            if question in self._questions:
-                self._questions[question].inc()
+        for question_type in question_types:
+            if question_type in self._questions:
+                self._questions[question_type].inc()
 
-    def first_token(self, seconds: float) -> None:
+    def observe_first_token(self, seconds: float) -> None:
         self._observe("time_to_first_token_seconds", seconds)
-        self.rolling.now().first_token.add(seconds)
+        self.rolling_stats.current_bin().first_token.observe_sorted(seconds)
 
-    def choice_ended(
+    def observe_choice(
         self,
         reason: str,
         *,
@@ -141,22 +147,22 @@ class Metrics:
         max_tokens: int | None,
     ) -> None:
         """Count a choice that has ended. `decode_seconds` is the time from its first token to its last."""
-        self._success[reason].inc()
+        self._finished_requests[reason].inc()
         self._observe("e2e_request_latency_seconds", seconds)
         self._observe("request_prompt_tokens", prompt_tokens)
-        self._prompts[""].inc(prompt_tokens)
+        self._prompt_tokens[""].inc(prompt_tokens)
         self._observe("request_generation_tokens", generation_tokens)
         if max_tokens is not None:
             self._observe("request_params_max_tokens", max_tokens)
         if generation_tokens > 1:
             self._observe("request_time_per_output_token_seconds", decode_seconds / (generation_tokens - 1))
 
-    def prompt_ended(self, n: int, *, longest: int) -> None:
+    def observe_prompt(self, n: int, *, max_generation_tokens: int) -> None:
         """All n choices of a prompt have ended, the longest with so many tokens."""
         self._observe("request_params_n", n)
-        self._observe("request_max_num_generation_tokens", longest)
+        self._observe("request_max_num_generation_tokens", max_generation_tokens)
 
-    def tell_cache(self, info: EngineInfo, config: EngineConfig) -> None:
+    def register_cache_info(self, info: EngineInfo, config: EngineConfig) -> None:
         """Show how the KV cache is divided, in the labels of a metric that is always 1, as vLLM does."""
         facts = {
             "block_size": info.block_size,
@@ -168,17 +174,17 @@ class Metrics:
             "gpu_memory_utilization": config.gpu_memory_utilization,
         }
         names = ("engine", *facts)
-        gauge = Gauge("vllm:cache_config_info", "How the KV cache is cut.", names, registry=self._engines)
+        gauge = Gauge("vllm:cache_config_info", "How the KV cache is cut.", names, registry=self._engine_registry)
         states = info.state_bytes
         numbers = {
-            Gauge(f"quire:{name}", what, ("engine",), registry=self._engines): value
+            Gauge(f"quire:{name}", what, ("engine",), registry=self._engine_registry): value
             for name, what, value in (
                 (
                     "state_bytes",
                     "What layers keep of sequences beside pages, in bytes, in every slot.",
                     states,
                 ),
-                ("ranks", "Processes that compute the model together.", config.ranks),
+                ("ranks", "Processes that compute the model together.", config.world_size),
                 ("nodes", "Machines that they are on.", config.nnodes),
             )
         }
@@ -187,74 +193,78 @@ class Metrics:
             for each, value in numbers.items():
                 each.labels(engine=engine).set(value)
 
-    def tell_adapters(self, client: EngineClient, max_loras: int) -> None:
+    def register_adapter_metrics(self, client: EngineClient, max_loras: int) -> None:
         """Show which adapters the open requests need, as vLLM does."""
-        self._engines.register(ReadCollector(partial(adapter_metrics, client, max_loras)))
+        self._engine_registry.register(CallbackCollector(partial(adapter_metrics, client, max_loras)))
 
-    def _stepped(self, step: Step) -> None:
-        if step.counts:
+    def _observe_step(self, step: StepEntry) -> None:
+        if step.is_counted:
             prompts = sum(count for _, _, count in step.record.chunks)
-            self._observe("iteration_tokens_total", prompts + step.record.generated)
-        self.rolling.count()  # of the step before
+            self._observe("iteration_tokens_total", prompts + step.record.num_generated_tokens)
+        self.rolling_stats.flush_gaps()  # of the step before
 
-    def _ended(self, timeline: Timeline) -> None:
-        seconds = timeline.phases(timeline.ended or timeline.submitted)
-        self._observe("request_num_preemptions", timeline.count("preempted"))
+    def _observe_sequence(self, timeline: Timeline) -> None:
+        seconds = timeline.phase_seconds(timeline.ended_at or timeline.submitted_at)
+        self._observe("request_num_preemptions", timeline.count_phase("preempted"))
         if timeline.cached_tokens is None:
             return
-        for name, _, phases in PHASES:
+        for name, _, phases in PHASE_HISTOGRAMS:
             self._observe(name, sum(seconds.get(phase, 0.0) for phase in phases))
         cached = timeline.cached_tokens or 0
         computed = timeline.prompt_tokens - cached
         self._observe("request_prefill_kv_computed_tokens", computed)
-        self._sources["local_compute"].inc(computed)
-        self._sources["local_cache_hit"].inc(cached)
-        self._cached[""].inc(cached)
+        self._tokens_by_source["local_compute"].inc(computed)
+        self._tokens_by_source["local_cache_hit"].inc(cached)
+        self._cached_tokens[""].inc(cached)
 
-    def counts(self) -> list[Count]:
+    def collect_samples(self) -> list[PeerSample]:
         """What this process has counted."""
-        self.rolling.count()
-        return counts(self._registry)
+        self.rolling_stats.flush_gaps()
+        return samples_of_registry(self._registry)
 
     @staticmethod
-    def text(models: Sequence[Metrics], others: Sequence[Count] = (), more: Iterable[CollectorRegistry] = ()) -> bytes:
+    def render_metrics(
+        models: Sequence[Metrics],
+        peer_samples: Sequence[PeerSample] = (),
+        extra_registries: Iterable[CollectorRegistry] = (),
+    ) -> bytes:
         """All metrics of these models, in Prometheus' text format. others: what other API processes have counted. more:
         metrics that belong to no model."""
         for each in models:
-            each.rolling.count()
+            each.rolling_stats.flush_gaps()
         label, engines, summed = "model_name" if len(models) > 1 else "", CollectorRegistry(), CollectorRegistry()
-        engines.register(Together(label, {each.model_name: each._engines.collect for each in models}))
-        counted = Together(label, {each.model_name: each._registry.collect for each in models})
-        summed.register(Summed(counted, others))
-        return b"".join(generate_latest(each) for each in (engines, summed, *more))
+        engines.register(LabelingCollector(label, {each.model_name: each._engine_registry.collect for each in models}))
+        counted = LabelingCollector(label, {each.model_name: each._registry.collect for each in models})
+        summed.register(SummingCollector(counted, peer_samples))
+        return b"".join(generate_latest(each) for each in (engines, summed, *extra_registries))
 
 
-def _counters(
+def _labeled_counters(
     registry: CollectorRegistry, model_name: str, name: str, text: str, label: str = "", values: Sequence[str] = ("",)
 ) -> dict[str, Counter]:
     """One for each value of a label; without a label one alone, by the name ""."""
     counter = Counter(name, text, (*LABELS, label) if label else LABELS, registry=registry)
-    return {value: counter.labels(model_name, ENGINE, *([value] if label else [])) for value in values}
+    return {value: counter.labels(model_name, ENGINE_LABEL, *([value] if label else [])) for value in values}
 
 
-class SpanCollector(Collector):
+class BulkHistogram(Collector):
     """A histogram of spans that come many at a time."""
 
     def __init__(self, name: str, text: str, model_name: str, bounds: Sequence[float]) -> None:
         """`bounds`: the buckets' upper ends in seconds, ascending; one more holds what is longer than all."""
-        self._name, self._text, self._labels = name, text, (model_name, ENGINE)
+        self._name, self._text, self._labels = name, text, (model_name, ENGINE_LABEL)
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def add(self, spans: Sequence[float]) -> None:
+    def observe_sorted(self, spans: Sequence[float]) -> None:
         """Count spans, in seconds. They ascend."""
-        at = 0
-        while at < len(spans):
-            bucket = bisect_left(self._bounds, spans[at])
-            end = bisect_right(spans, self._bounds[bucket], at) if bucket < len(self._bounds) else len(spans)
-            self._counts[bucket] += end - at
-            at = end
+        start = 0
+        while start < len(spans):
+            bucket = bisect_left(self._bounds, spans[start])
+            end = bisect_right(spans, self._bounds[bucket], start) if bucket < len(self._bounds) else len(spans)
+            self._counts[bucket] += end - start
+            start = end
         self._sum += sum(spans)
 
     def collect(self) -> Iterable[Metric]:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from quire.engine import clock
 from quire.engine.link.client import EngineClient
 
-KEPT_SECONDS = 300
-_WIDTH = math.log(1.1)
-_LEAST = 1e-6
-MOST_GAPS = 1024
+HISTORY_SECONDS = 300
+_LOG_BUCKET_WIDTH = math.log(1.1)
+_MIN_SECONDS = 1e-6
+MAX_PENDING_GAPS = 1024
 """Times between tokens that wait to be counted."""
 PERCENTILES = (0.5, 0.95)
 
@@ -30,14 +30,14 @@ class LatencyHistogram:
     def __init__(self) -> None:
         self._buckets: Counter[int] = Counter()
 
-    def add(self, *seconds: float) -> None:
+    def observe_sorted(self, *seconds: float) -> None:
         """`seconds` ascend."""
-        at = 0
-        while at < len(seconds):
-            bucket = round(math.log(max(seconds[at], _LEAST)) / _WIDTH)
-            end = max(at + 1, bisect_left(seconds, math.exp((bucket + 0.5) * _WIDTH), at))
-            self._buckets[bucket] += end - at
-            at = end
+        start = 0
+        while start < len(seconds):
+            bucket = round(math.log(max(seconds[start], _MIN_SECONDS)) / _LOG_BUCKET_WIDTH)
+            end = max(start + 1, bisect_left(seconds, math.exp((bucket + 0.5) * _LOG_BUCKET_WIDTH), start))
+            self._buckets[bucket] += end - start
+            start = end
 
     def percentiles(self) -> list[float] | None:
         """The PERCENTILES, in seconds; None when nothing was added."""
@@ -50,22 +50,22 @@ class LatencyHistogram:
             passed += self._buckets[bucket]
             if passed >= rank:
                 break
-        return math.exp(bucket * _WIDTH)
+        return math.exp(bucket * _LOG_BUCKET_WIDTH)
 
 
 @dataclass(slots=True)
-class Bin:
+class SecondBin:
     second: int
-    generated: int = 0
-    prompt: int = 0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
     first_token: LatencyHistogram = field(default_factory=LatencyHistogram)
     between_tokens: LatencyHistogram = field(default_factory=LatencyHistogram)
 
-    def as_dict(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, object]:
         return {
             "second": self.second,
-            "generation_tokens": self.generated,
-            "prompt_tokens": self.prompt,
+            "generation_tokens": self.generated_tokens,
+            "prompt_tokens": self.prompt_tokens,
             "first_token": self.first_token.percentiles(),
             "between_tokens": self.between_tokens.percentiles(),
         }
@@ -74,47 +74,50 @@ class Bin:
 class RollingStats:
     """Counts tokens and durations by the second. A second without tokens has no bin."""
 
-    def __init__(self, client: EngineClient, count_gaps: Callable[[Sequence[float]], None]) -> None:
-        """`count_gaps` is told of the times between tokens too, many at once and ascending, by `count`."""
+    def __init__(self, client: EngineClient, gap_listener: Callable[[Sequence[float]], None]) -> None:
+        """`gap_listener` is told of the times between tokens too, many at once and ascending, by `flush_gaps`."""
         self._client = client
-        self._count_gaps = count_gaps
+        self._gap_listener = gap_listener
         self._gaps: list[float] = []
         """Times between tokens that are to be counted in `_gaps_bin`."""
-        self._gaps_bin = Bin(0)
-        self._bins: deque[Bin] = deque()
-        self._generated, self._prompt = client.link.stats.generation_tokens, client.link.stats.prompt_tokens
+        self._gaps_bin = SecondBin(0)
+        self._bins: deque[SecondBin] = deque()
+        self._generated_tokens, self._prompt_tokens = (
+            client.link.stats.generation_tokens,
+            client.link.stats.prompt_tokens,
+        )
 
-    def since(self, second: int) -> list[Bin]:
+    def bins_since(self, second: int) -> list[SecondBin]:
         """The complete bins since `second` of the Unix clock, oldest first."""
-        self.count()
+        self.flush_gaps()
         now = int(clock.time())
         return [each for each in self._bins if second <= each.second < now]
 
-    def next_token(self, seconds: float) -> None:
+    def record_gap(self, seconds: float) -> None:
         """A step gave a request tokens so long after the last one that did."""
         if not self._gaps:
-            self._gaps_bin = self.now()
+            self._gaps_bin = self.current_bin()
         self._gaps.append(seconds)
-        if len(self._gaps) == MOST_GAPS:
-            self.count()
+        if len(self._gaps) == MAX_PENDING_GAPS:
+            self.flush_gaps()
 
-    def count(self) -> None:
+    def flush_gaps(self) -> None:
         """Count the times between tokens that were gathered."""
         if self._gaps:
             gaps, self._gaps = sorted(self._gaps), []
-            self._gaps_bin.between_tokens.add(*gaps)
-            self._count_gaps(gaps)
+            self._gaps_bin.between_tokens.observe_sorted(*gaps)
+            self._gap_listener(gaps)
 
-    def now(self) -> Bin:
+    def current_bin(self) -> SecondBin:
         """The bin of the current second, with the tokens since the last call added. Call it when tokens came."""
         second = int(clock.time())
         if not self._bins or self._bins[-1].second < second:
-            self._bins.append(Bin(second))
-            while self._bins[0].second < second - KEPT_SECONDS:
+            self._bins.append(SecondBin(second))
+            while self._bins[0].second < second - HISTORY_SECONDS:
                 self._bins.popleft()
         current, stats = self._bins[-1], self._client.link.stats
         # The engine's own counters stay right when its outputs are merged on their way.
-        current.generated += stats.generation_tokens - self._generated
-        current.prompt += stats.prompt_tokens - self._prompt
-        self._generated, self._prompt = stats.generation_tokens, stats.prompt_tokens
+        current.generated_tokens += stats.generation_tokens - self._generated_tokens
+        current.prompt_tokens += stats.prompt_tokens - self._prompt_tokens
+        self._generated_tokens, self._prompt_tokens = stats.generation_tokens, stats.prompt_tokens
         return current

@@ -8,18 +8,25 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from quire.engine.errors import InvalidRequest
-from quire.server.protocol.bounds import MAX_DOCUMENTS, MAX_MESSAGES, MAX_PARTS, AtMost, Open, TokenLimit
-from quire.server.protocol.common import GenerationBody
-from quire.server.protocol.tools import CustomToolCall, ToolCalls, ToolChoice, Tools
+from quire.server.protocol.field_limits import (
+    MAX_CONTENT_PARTS,
+    MAX_DOCUMENTS,
+    MAX_MESSAGES,
+    ExtraFieldsModel,
+    MaxEntries,
+    TokenLimit,
+)
+from quire.server.protocol.request_bodies import GenerationBody
+from quire.server.protocol.tools import CustomToolCall, ToolCallList, ToolChoice, ToolList
 
 
-class TextPart(Open):
+class TextPart(ExtraFieldsModel):
     type: Literal["text", "input_text", "refusal"] = "text"
     text: str
 
     @model_validator(mode="before")
     @classmethod
-    def only_text(cls, part: Any) -> Any:
+    def check_part_type(cls, part: Any) -> Any:
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         if kind not in get_args(cls.model_fields["type"].annotation):
             raise InvalidRequest(
@@ -30,50 +37,52 @@ class TextPart(Open):
         return part
 
 
-class ImageUrl(Open):
+class ImageUrl(ExtraFieldsModel):
     url: str
     detail: Literal["auto", "low", "high"] | None = None
     """low: the image takes few tokens."""
 
 
-class ImagePart(Open):
+class ImagePart(ExtraFieldsModel):
     type: Literal["image_url"]
     image_url: ImageUrl
 
     @model_validator(mode="before")
     @classmethod
-    def plain_text(cls, part: Any) -> Any:
+    def wrap_plain_url(cls, part: Any) -> Any:
         if isinstance(part, dict) and isinstance(part.get("image_url"), str):
             return {**part, "image_url": {"url": part["image_url"]}}
         return part
 
 
-def _part_kind(given: Any) -> str:
-    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+def _content_part_tag(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
     return "[image]" if kind == "image_url" else "[text]"
 
 
-Part = Annotated[Annotated[TextPart, Tag("[text]")] | Annotated[ImagePart, Tag("[image]")], Discriminator(_part_kind)]
+ContentPart = Annotated[
+    Annotated[TextPart, Tag("[text]")] | Annotated[ImagePart, Tag("[image]")], Discriminator(_content_part_tag)
+]
 
 
-class ChatMessage(Open):
+class ChatMessage(ExtraFieldsModel):
     """One turn. Other fields (name, tool_call_id, reasoning_content …) are passed on to the template."""
 
     role: str
-    content: str | Annotated[list[Part], AtMost(MAX_PARTS)] | None = None
-    tool_calls: ToolCalls | None = None
+    content: str | Annotated[list[ContentPart], MaxEntries(MAX_CONTENT_PARTS)] | None = None
+    tool_calls: ToolCallList | None = None
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_template_message(self) -> dict[str, Any]:
         turn = self.model_dump(exclude_unset=True)
         if self.tool_calls:  # some templates read type and arguments without checking whether they are there
             turn["tool_calls"] = [
-                call.as_function() if isinstance(call, CustomToolCall) else call.model_dump(exclude_none=True)
+                call.to_function_call() if isinstance(call, CustomToolCall) else call.model_dump(exclude_none=True)
                 for call in self.tool_calls
             ]
         return turn
 
 
-Messages = Annotated[list[ChatMessage], AtMost(MAX_MESSAGES), Field(min_length=1)]
+Messages = Annotated[list[ChatMessage], MaxEntries(MAX_MESSAGES), Field(min_length=1)]
 
 
 class ChatRequest(GenerationBody):
@@ -91,8 +100,8 @@ class ChatRequest(GenerationBody):
     add_special_tokens: bool = False
     """False, because templates write BOS themselves."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    documents: Annotated[list[dict[str, Any]], AtMost(MAX_DOCUMENTS)] | None = None
-    tools: Tools = Field(default_factory=list)
+    documents: Annotated[list[dict[str, Any]], MaxEntries(MAX_DOCUMENTS)] | None = None
+    tools: ToolList = Field(default_factory=list)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     """False: of several calls only the first is kept."""
@@ -103,32 +112,34 @@ class ChatRequest(GenerationBody):
     """Most tokens of thinking; -1: no limit."""
 
     @property
-    def implied_variables(self) -> dict[str, Any]:
+    def reasoning_template_variables(self) -> dict[str, Any]:
         """The template variables that reasoning_effort sets."""
-        implied: dict[str, Any] = {}
+        variables: dict[str, Any] = {}
         if self.reasoning_effort is not None:
-            implied["reasoning_effort"] = self.reasoning_effort
+            variables["reasoning_effort"] = self.reasoning_effort
         if self.reasoning_effort == "none":
-            implied["enable_thinking"] = False
-        return implied
+            variables["enable_thinking"] = False
+        return variables
 
     @model_validator(mode="after")
-    def logprobs_asked_for(self) -> ChatRequest:
+    def check_top_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
         return self
 
     @model_validator(mode="after")
-    def something_to_continue(self) -> ChatRequest:
+    def check_continuation(self) -> ChatRequest:
         if self.continue_final_message:
-            both = self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
-            check_continuation(self.messages, both)
+            has_explicit_generation_prompt = (
+                self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
+            )
+            check_final_message_continuation(self.messages, has_explicit_generation_prompt)
         elif self.echo:
             raise InvalidRequest("echo needs continue_final_message to be true", param="echo")
         return self
 
 
-def check_continuation(messages: Sequence[ChatMessage], generation_prompt: bool) -> None:
+def check_final_message_continuation(messages: Sequence[ChatMessage], generation_prompt: bool) -> None:
     """Raises InvalidRequest where continue_final_message is not possible."""
     if generation_prompt:
         raise InvalidRequest(

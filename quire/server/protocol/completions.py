@@ -8,15 +8,15 @@ from typing import Annotated
 from pydantic import Field, WrapValidator, model_validator
 
 from quire.engine.errors import InvalidRequest
-from quire.server.protocol.bounds import TextsOrIds, one_complaint
-from quire.server.protocol.common import GenerationBody
+from quire.server.protocol.field_limits import TextsOrTokenIds, validate_with_one_error
+from quire.server.protocol.request_bodies import GenerationBody
 
 DEFAULT_MAX_TOKENS = 16
 MAX_BEST_OF = 128
 
 
 class CompletionRequest(GenerationBody):
-    prompt: Annotated[TextsOrIds, WrapValidator(partial(one_complaint, "prompt"))]
+    prompt: Annotated[TextsOrTokenIds, WrapValidator(partial(validate_with_one_error, "prompt"))]
     echo: bool = False
     logprobs: int | None = Field(None, ge=0)
     best_of: int | None = Field(None, ge=1)
@@ -26,13 +26,13 @@ class CompletionRequest(GenerationBody):
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
-    def suffix_alone(self) -> CompletionRequest:
+    def check_suffix(self) -> CompletionRequest:
         if self.suffix and (self.echo or self.truncate_prompt_tokens is not None):
             raise InvalidRequest("suffix is not available with echo or truncate_prompt_tokens", param="suffix")
         return self
 
     @property
-    def num_generated(self) -> int:
+    def num_candidates(self) -> int:
         """Choices to generate for each prompt. Raises InvalidRequest."""
         if self.best_of is None:
             return self.n

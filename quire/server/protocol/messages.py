@@ -8,44 +8,51 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from quire.engine.types import MAX_STOP_STRINGS
-from quire.server.protocol.bounds import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, AtMost, TextOr, TokenLimit
-from quire.server.protocol.common import Given
-from quire.server.protocol.tools import Name
-from quire.server.protocol.translated import TranslatedBody
+from quire.server.protocol.chat_translation import TranslatedBody
+from quire.server.protocol.field_limits import (
+    MAX_CONTENT_PARTS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    MaxEntries,
+    TextOrList,
+    TokenLimit,
+)
+from quire.server.protocol.request_bodies import BodyModel
+from quire.server.protocol.tools import ToolNameText
 
 
-class CacheControl(Given):
+class CacheControl(BodyModel):
     type: Literal["ephemeral"] = "ephemeral"
     ttl: Literal["5m", "1h"] = "5m"
 
 
-class Marked(Given):
+class CacheableBlock(BodyModel):
     """A block that can have a cache_control mark, which says how long the prompt up to its end is kept."""
 
     cache_control: CacheControl | None = None
 
 
-TTL = {"5m": 300.0, "1h": 3600.0}
+CACHE_TTL_SECONDS = {"5m": 300.0, "1h": 3600.0}
 """Seconds."""
 
 
-class TextBlock(Marked):
+class TextBlock(CacheableBlock):
     type: Literal["text"]
     text: str
 
 
-class Base64Source(Given):
+class Base64Source(BodyModel):
     type: Literal["base64"]
     data: str
     media_type: str = ""
 
 
-class UrlSource(Given):
+class UrlSource(BodyModel):
     type: Literal["url"]
     url: str
 
 
-class ImageBlock(Marked):
+class ImageBlock(CacheableBlock):
     type: Literal["image"]
     source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
 
@@ -56,82 +63,84 @@ class ImageBlock(Marked):
         return source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
 
 
-class ThinkingBlock(Given):
+class ThinkingBlock(BodyModel):
     type: Literal["thinking"]
     thinking: str
 
 
-class RedactedThinkingBlock(Given):
+class RedactedThinkingBlock(BodyModel):
     """Thinking that this server cannot read. It is left out of the prompt."""
 
     type: Literal["redacted_thinking"]
 
 
-class ToolUseBlock(Marked):
+class ToolUseBlock(CacheableBlock):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
 
 
-Shown = Annotated[list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]], AtMost(MAX_PARTS)]
+ToolResultContent = Annotated[
+    list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]], MaxEntries(MAX_CONTENT_PARTS)
+]
 
 
-class ToolResultBlock(Marked):
+class ToolResultBlock(CacheableBlock):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: TextOr[Shown] = ""
+    content: TextOrList[ToolResultContent] = ""
     is_error: bool = False
 
 
-Block = Annotated[
+ContentBlock = Annotated[
     TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
     Field(discriminator="type"),
 ]
-Blocks = Annotated[list[Block], AtMost(MAX_PARTS)]
+ContentBlocks = Annotated[list[ContentBlock], MaxEntries(MAX_CONTENT_PARTS)]
 
 
-class InputMessage(Given):
+class InputMessage(BodyModel):
     role: Literal["user", "assistant", "system"]
-    content: TextOr[Blocks]
+    content: TextOrList[ContentBlocks]
 
 
-class InputTool(Marked):
+class InputTool(CacheableBlock):
     """Only the caller's own tools: there are none that Anthropic's servers would run."""
 
     type: Literal["custom"] = "custom"
-    name: Name
+    name: ToolNameText
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
 
 
-class AnyChoice(Given):
+class AnyChoice(BodyModel):
     type: Literal["auto", "any"]
     disable_parallel_tool_use: bool = False
 
 
-class NamedChoice(Given):
+class NamedChoice(BodyModel):
     type: Literal["tool"]
     name: str
     disable_parallel_tool_use: bool = False
 
 
-class NoChoice(Given):
+class NoChoice(BodyModel):
     type: Literal["none"]
 
 
-class Thinking(Given):
+class Thinking(BodyModel):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1, lt=2**31)
 
 
-class OutputFormat(Given):
+class OutputFormat(BodyModel):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Given):
+class OutputConfig(BodyModel):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
@@ -139,9 +148,9 @@ class OutputConfig(Given):
 class CountTokensRequest(TranslatedBody):
     """What makes a prompt, and what else Anthropic's endpoint takes."""
 
-    messages: Annotated[list[InputMessage], AtMost(MAX_MESSAGES), Field(min_length=1)]
-    system: TextOr[Annotated[list[TextBlock], AtMost(MAX_PARTS)]] = ""
-    tools: Annotated[list[InputTool], AtMost(MAX_TOOLS)] = Field(default_factory=list)
+    messages: Annotated[list[InputMessage], MaxEntries(MAX_MESSAGES), Field(min_length=1)]
+    system: TextOrList[Annotated[list[TextBlock], MaxEntries(MAX_CONTENT_PARTS)]] = ""
+    tools: Annotated[list[InputTool], MaxEntries(MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: Annotated[AnyChoice | NamedChoice | NoChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
     """Without it a model whose template can be told so does not think, as in Anthropic's API."""
@@ -151,31 +160,31 @@ class CountTokensRequest(TranslatedBody):
     cache_control: CacheControl | None = None
 
     @property
-    def keep_seconds(self) -> float | None:
+    def max_cache_seconds(self) -> float | None:
         """The longest time that a mark asks for; None where there is none. What is kept is the whole prompt, whichever
         part is marked."""
         texts = [self.system, *(message.content for message in self.messages)]
         blocks = [block for text in texts if not isinstance(text, str) for block in text]
-        marks = [self, *self.tools, *(block for block in blocks if isinstance(block, Marked))]
-        found = [TTL[each.cache_control.ttl] for each in marks if each.cache_control is not None]
-        return max(found, default=None)
+        markable = [self, *self.tools, *(block for block in blocks if isinstance(block, CacheableBlock))]
+        ttls = [CACHE_TTL_SECONDS[each.cache_control.ttl] for each in markable if each.cache_control is not None]
+        return max(ttls, default=None)
 
     @property
-    def format(self) -> OutputFormat | None:
-        own = None if self.output_config is None else self.output_config.format
-        return own or self.output_format
+    def effective_output_format(self) -> OutputFormat | None:
+        config_format = None if self.output_config is None else self.output_config.format
+        return config_format or self.output_format
 
     @property
-    def effort(self) -> str | None:
+    def thinking_effort(self) -> str | None:
         return None if self.output_config is None else self.output_config.effort
 
     @property
-    def parallel(self) -> bool:
+    def allows_parallel_tool_calls(self) -> bool:
         return not getattr(self.tool_choice, "disable_parallel_tool_use", False)
 
 
 class MessagesRequest(CountTokensRequest):
-    called: ClassVar[Mapping[str, str]] = {
+    chat_field_aliases: ClassVar[Mapping[str, str]] = {
         "stop": "stop_sequences",
         "max_completion_tokens": "max_tokens",
         "response_format": "output_config.format",
@@ -183,7 +192,7 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: TokenLimit
     """More than the context holds is as much as it holds."""
-    stop_sequences: Annotated[list[str], AtMost(MAX_STOP_STRINGS)] = Field(default_factory=list)
+    stop_sequences: Annotated[list[str], MaxEntries(MAX_STOP_STRINGS)] = Field(default_factory=list)
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = None
     top_k: int | None = Field(None, lt=2**31)

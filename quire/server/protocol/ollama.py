@@ -7,39 +7,41 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from quire.engine.errors import InvalidRequest
-from quire.server.protocol.bounds import MAX_TOOLS, AtMost
-from quire.server.protocol.common import MAX_STOP_STRINGS, Given, ModelBody, RequestBody
-from quire.server.protocol.pooling import Texts
-from quire.server.protocol.tools import FunctionTools
+from quire.server.protocol.field_limits import MAX_TOOLS, MaxEntries
+from quire.server.protocol.pooling import TextList
+from quire.server.protocol.request_bodies import MAX_STOP_STRINGS, BodyModel, ModelBody, RequestBody
+from quire.server.protocol.tools import FunctionToolList
 
 
-class OllamaFunction(Given):
+class OllamaFunction(BodyModel):
     name: str
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
-class OllamaCall(Given):
+class OllamaCall(BodyModel):
     id: str | None = None
     function: OllamaFunction
 
 
-_UNREAD = ("audio", "audios", "video", "videos")
+_UNSUPPORTED_MEDIA = ("audio", "audios", "video", "videos")
 
 
-class OllamaMessage(Given):
+class OllamaMessage(BodyModel):
     role: str
     content: str = ""
     thinking: str = ""
     images: list[str] = Field(default_factory=list)
     """Files in base64."""
-    tool_calls: Annotated[list[OllamaCall], AtMost(MAX_TOOLS)] = Field(default_factory=list)
+    tool_calls: Annotated[list[OllamaCall], MaxEntries(MAX_TOOLS)] = Field(default_factory=list)
     tool_name: str | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def images_alone(cls, message: Any) -> Any:
-        if isinstance(message, dict) and (name := next((each for each in _UNREAD if message.get(each)), None)):
+    def reject_other_media(cls, message: Any) -> Any:
+        if isinstance(message, dict) and (
+            name := next((each for each in _UNSUPPORTED_MEDIA if message.get(each)), None)
+        ):
             raise InvalidRequest(f"messages: only text and images are read, got {name}", param="messages")
         return message
 
@@ -54,13 +56,13 @@ class Options(RequestBody):
     top_p: float | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | Annotated[list[str], AtMost(MAX_STOP_STRINGS)] | None = None
+    stop: str | Annotated[list[str], MaxEntries(MAX_STOP_STRINGS)] | None = None
     repeat_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
 
 
-class OllamaBody(ModelBody):
+class OllamaGenerationBody(ModelBody):
     """What the two endpoints that generate share."""
 
     stream: bool = True
@@ -71,17 +73,17 @@ class OllamaBody(ModelBody):
     keep_alive: str | float | None = None
     """Without effect: a model stays as long as its server."""
 
-    def ignored_params(self) -> list[str]:
+    def find_ignored_params(self) -> list[str]:
         options = [f"options.{name}" for name in self.options.model_extra or {}]
-        return [*super().ignored_params(), *options]
+        return [*super().find_ignored_params(), *options]
 
 
-class OllamaChatRequest(OllamaBody):
+class OllamaChatRequest(OllamaGenerationBody):
     messages: list[OllamaMessage] = Field(default_factory=list)
-    tools: FunctionTools = Field(default_factory=list)
+    tools: FunctionToolList = Field(default_factory=list)
 
 
-class OllamaGenerateRequest(OllamaBody):
+class OllamaGenerateRequest(OllamaGenerationBody):
     prompt: str = ""
     system: str | None = None
     suffix: str | None = None
@@ -90,14 +92,14 @@ class OllamaGenerateRequest(OllamaBody):
     images: list[str] = Field(default_factory=list)
     """Files in base64."""
 
-    def ignored_params(self) -> list[str]:
+    def find_ignored_params(self) -> list[str]:
         if (self.model_extra or {}).get("template"):
             raise InvalidRequest("template is not supported: the model has its own; raw uses none", param="template")
-        return super().ignored_params()
+        return super().find_ignored_params()
 
 
 class OllamaEmbedRequest(ModelBody):
-    input: str | Texts = ""
+    input: str | TextList = ""
     truncate: bool = True
     dimensions: int | None = Field(None, ge=1)
     keep_alive: str | float | None = None

@@ -10,29 +10,31 @@ from pydantic import Field, WrapValidator, model_validator
 
 from quire.engine.errors import InvalidRequest
 from quire.engine.types import PoolingTask
-from quire.server.protocol.bounds import MAX_PROMPTS, AtMost, TextsOrIds, one_complaint
 from quire.server.protocol.chat import Messages
-from quire.server.protocol.common import CallBody, RequestBody
+from quire.server.protocol.field_limits import MAX_PROMPTS, MaxEntries, TextsOrTokenIds, validate_with_one_error
+from quire.server.protocol.request_bodies import EngineRequestBody, RequestBody
 
-MAX_NAME = 256
-MAX_INSTRUCTION = 4096
+MAX_PROMPT_NAME_LENGTH = 256
+MAX_INSTRUCTION_LENGTH = 4096
 
 
-NO_IMAGES = "an input is text, or token ids; where the model reads images, they come in `messages` of /v1/embeddings"
+IMAGES_IN_MESSAGES_HINT = (
+    "an input is text, or token ids; where the model reads images, they come in `messages` of /v1/embeddings"
+)
 _IMAGE_KEYS = ("image", "image_url", "content")
 """What an input that is an object has in the APIs of Jina, vLLM and Cohere where it is an image, or may be."""
 
 
-def _why(given: Any) -> str:
+def _explain_image_input(value: Any) -> str:
     """What is said of an input that shows an image."""
-    parts = (each for each in (given if isinstance(given, list) else [given]) if isinstance(each, dict))
-    return f"input: {NO_IMAGES}" if any(key in each for each in parts for key in _IMAGE_KEYS) else ""
+    parts = (each for each in (value if isinstance(value, list) else [value]) if isinstance(each, dict))
+    return f"input: {IMAGES_IN_MESSAGES_HINT}" if any(key in each for each in parts for key in _IMAGE_KEYS) else ""
 
 
-Texts = Annotated[list[str], AtMost(MAX_PROMPTS)]
+TextList = Annotated[list[str], MaxEntries(MAX_PROMPTS)]
 
 
-class PoolingBody(CallBody):
+class PoolingBody(EngineRequestBody):
     """The fields that all of them have in common."""
 
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
@@ -47,21 +49,23 @@ class PoolingBody(CallBody):
     """An end user's name, which changes nothing."""
 
     @property
-    def activation(self) -> bool | None:
+    def wants_activation(self) -> bool | None:
         return self.normalize if self.use_activation is None else self.use_activation
 
 
 class InputBody(PoolingBody):
-    input: Annotated[TextsOrIds, WrapValidator(partial(one_complaint, "input", why=_why))]
+    input: Annotated[
+        TextsOrTokenIds, WrapValidator(partial(validate_with_one_error, "input", explain_error=_explain_image_input))
+    ]
     add_special_tokens: bool = True
-    prompt_name: str | None = Field(None, max_length=MAX_NAME)
+    prompt_name: str | None = Field(None, max_length=MAX_PROMPT_NAME_LENGTH)
     """The name of a text of the model's own to put before each input, such as "query"."""
 
     @model_validator(mode="before")
     @classmethod
-    def no_conversation(cls, body: Any) -> Any:
+    def reject_messages(cls, body: Any) -> Any:
         if isinstance(body, dict) and body.get("messages") and "input" not in body:
-            raise InvalidRequest(f"messages: not read here, send `input`: {NO_IMAGES}", param="messages")
+            raise InvalidRequest(f"messages: not read here, send `input`: {IMAGES_IN_MESSAGES_HINT}", param="messages")
         return body
 
 
@@ -86,11 +90,11 @@ class ConversationEmbeddingRequest(PoolingBody):
 class CohereEmbedRequest(PoolingBody):
     """Cohere's second version of it, for texts."""
 
-    texts: Texts
-    input_type: str | None = Field(None, max_length=MAX_NAME)
+    texts: TextList
+    input_type: str | None = Field(None, max_length=MAX_PROMPT_NAME_LENGTH)
     """search_query, search_document and so on: the model's own text of that name, or of its last word, is put before
     each, where it has one."""
-    embedding_types: Annotated[list[Literal["float", "base64", "binary", "ubinary"]], AtMost(4)] = Field(["float"])
+    embedding_types: Annotated[list[Literal["float", "base64", "binary", "ubinary"]], MaxEntries(4)] = Field(["float"])
     """binary and ubinary: a bit for each number, which says whether it is above 0, eight in an int8 or uint8."""
     output_dimension: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
@@ -98,9 +102,9 @@ class CohereEmbedRequest(PoolingBody):
     """Which end of a text is cut off that is too long for the model, or for max_tokens."""
 
     @model_validator(mode="after")
-    def texts_alone(self) -> CohereEmbedRequest:
-        if asked := next((name for name in ("images", "inputs") if (self.model_extra or {}).get(name)), None):
-            raise InvalidRequest(f"{asked}: vectors are made of texts alone", param=asked)
+    def reject_other_inputs(self) -> CohereEmbedRequest:
+        if unsupported := next((name for name in ("images", "inputs") if (self.model_extra or {}).get(name)), None):
+            raise InvalidRequest(f"{unsupported}: vectors are made of texts alone", param=unsupported)
         return self
 
 
@@ -112,43 +116,43 @@ class ClassificationRequest(InputBody):
     pass
 
 
-class PairBody(PoolingBody):
-    instruction: str | None = Field(None, max_length=MAX_INSTRUCTION)
+class TextPairBody(PoolingBody):
+    instruction: str | None = Field(None, max_length=MAX_INSTRUCTION_LENGTH)
     """What the second text is to be for the first; for models that read an instruction."""
 
 
-class ScoreRequest(PairBody):
+class ScoreRequest(TextPairBody):
     """Scores one text against each of several, or texts pair by pair."""
 
-    text_1: str | Texts | None = None
-    text_2: str | Texts | None = None
-    queries: str | Texts | None = None
+    text_1: str | TextList | None = None
+    text_2: str | TextList | None = None
+    queries: str | TextList | None = None
     """vLLM's newer names of the two."""
-    documents: str | Texts | None = None
+    documents: str | TextList | None = None
 
     @model_validator(mode="after")
-    def both(self) -> ScoreRequest:
+    def check_both_texts(self) -> ScoreRequest:
         for old, new in (("text_1", "queries"), ("text_2", "documents")):
             if (getattr(self, old) is None) is (getattr(self, new) is None):
-                raise InvalidRequest(f"give either {old} or {new}{self.misspelt()}", param=old)
+                raise InvalidRequest(f"give either {old} or {new}{self.misspelling_hint()}", param=old)
         return self
 
     @property
-    def firsts(self) -> list[str]:
-        return _listed(self.text_1 if self.queries is None else self.queries)
+    def first_texts(self) -> list[str]:
+        return _as_list(self.text_1 if self.queries is None else self.queries)
 
     @property
-    def seconds(self) -> list[str]:
-        return _listed(self.text_2 if self.documents is None else self.documents)
+    def second_texts(self) -> list[str]:
+        return _as_list(self.text_2 if self.documents is None else self.documents)
 
 
 class Document(RequestBody):
     text: str
 
 
-class RerankRequest(PairBody):
+class RerankRequest(TextPairBody):
     query: str
-    documents: Annotated[list[str | Document], AtMost(MAX_PROMPTS)]
+    documents: Annotated[list[str | Document], MaxEntries(MAX_PROMPTS)]
     top_n: int | None = Field(None, ge=0)
     """Answer with the best so many; 0 and None: with all."""
     return_documents: bool | None = None
@@ -157,9 +161,9 @@ class RerankRequest(PairBody):
     """Most tokens of a document that are read."""
 
     @property
-    def texts(self) -> list[str]:
+    def document_texts(self) -> list[str]:
         return [each if isinstance(each, str) else each.text for each in self.documents]
 
 
-def _listed(given: str | Sequence[str] | None) -> list[str]:
-    return [given] if isinstance(given, str) else list(given or ())
+def _as_list(texts: str | Sequence[str] | None) -> list[str]:
+    return [texts] if isinstance(texts, str) else list(texts or ())

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 from pydantic import Field, StrictInt, model_validator
 
 from quire.engine.errors import InvalidRequest
-from quire.server.protocol.bounds import MAX_DETOKENIZED, AtMost
-from quire.server.protocol.chat import Messages, check_continuation
-from quire.server.protocol.common import ModelBody
-from quire.server.protocol.tools import Tools
+from quire.server.protocol.chat import Messages, check_final_message_continuation
+from quire.server.protocol.field_limits import MAX_DETOKENIZE_TOKENS, MaxEntries
+from quire.server.protocol.request_bodies import ModelBody
+from quire.server.protocol.tools import ToolList
 
 
 class TokenizeRequest(ModelBody):
@@ -31,18 +31,20 @@ class TokenizeRequest(ModelBody):
     chat_template: str | None = None
     """Used instead of the model's, where the operator allows it."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    tools: Tools = Field(default_factory=list)
+    tools: ToolList = Field(default_factory=list)
     """Tools of a chat, which the template shows the model."""
 
     @model_validator(mode="after")
-    def one_of_two(self) -> TokenizeRequest:
+    def check_one_input(self) -> TokenizeRequest:
         if sum(each is not None for each in (self.prompt, self.content, self.messages)) != 1:
-            raise InvalidRequest(f"give either prompt, content or messages{self.misspelt()}", param="prompt")
+            raise InvalidRequest(f"give either prompt, content or messages{self.misspelling_hint()}", param="prompt")
         if self.continue_final_message:
-            both = self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
-            check_continuation(self.messages or (), both)
+            has_explicit_generation_prompt = (
+                self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
+            )
+            check_final_message_continuation(self.messages or (), has_explicit_generation_prompt)
         return self
 
 
 class DetokenizeRequest(ModelBody):
-    tokens: Annotated[list[StrictInt], AtMost(MAX_DETOKENIZED)]
+    tokens: Annotated[list[StrictInt], MaxEntries(MAX_DETOKENIZE_TOKENS)]

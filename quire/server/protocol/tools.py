@@ -7,28 +7,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag
 
-from quire.server.protocol.bounds import MAX_CALLS, MAX_TOOLS, AtMost, Open
+from quire.server.protocol.field_limits import MAX_TOOL_CALLS, MAX_TOOLS, ExtraFieldsModel, MaxEntries
 
-Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
+ToolNameText = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
 """OpenAI allows [a-zA-Z0-9_-]{1,64}; other clients use name spaces too."""
-CUSTOM_INPUT = "input"
+CUSTOM_INPUT_ARGUMENT = "input"
 """The one argument of a custom tool, as the model is shown it."""
 
 
-def _function_or_custom(value: Any) -> str:
+def _tool_type_tag(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return "[custom]" if kind == "custom" else "[function]"
 
 
-class FunctionSpec(Open):
-    name: Name
+class FunctionSpec(ExtraFieldsModel):
+    name: ToolNameText
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments, an object; None: the function takes no arguments."""
     strict: bool | None = None
 
 
-class ToolSpec(Open):
+class ToolSpec(ExtraFieldsModel):
     type: Literal["function"] = "function"
     function: FunctionSpec
 
@@ -36,38 +36,38 @@ class ToolSpec(Open):
     def name(self) -> str:
         return self.function.name
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_template_tool(self) -> dict[str, Any]:
         """The tool as templates show it to the model."""
         return self.model_dump(exclude_none=True)
 
 
-class TextFormat(Open):
+class TextFormat(ExtraFieldsModel):
     type: Literal["text"]
 
 
-class InputGrammar(Open):
+class InputGrammar(ExtraFieldsModel):
     syntax: Literal["lark", "regex"]
     definition: str
 
 
-class GrammarFormat(Open):
+class GrammarFormat(ExtraFieldsModel):
     type: Literal["grammar"]
     grammar: InputGrammar
 
 
-class CustomSpec(Open):
+class CustomSpec(ExtraFieldsModel):
     """A tool whose input is a text."""
 
-    name: Name
+    name: ToolNameText
     description: str | None = None
     format: Annotated[TextFormat | GrammarFormat, Field(discriminator="type")] | None = None
 
     @property
-    def grammar(self) -> InputGrammar | None:
+    def input_grammar(self) -> InputGrammar | None:
         return self.format.grammar if isinstance(self.format, GrammarFormat) else None
 
 
-class CustomToolSpec(Open):
+class CustomToolSpec(ExtraFieldsModel):
     type: Literal["custom"]
     custom: CustomSpec
 
@@ -76,12 +76,12 @@ class CustomToolSpec(Open):
         return self.custom.name
 
 
-FunctionTools = Annotated[list[ToolSpec], AtMost(MAX_TOOLS)]
-AnyTool = Annotated[
+FunctionToolList = Annotated[list[ToolSpec], MaxEntries(MAX_TOOLS)]
+FunctionOrCustomTool = Annotated[
     Annotated[ToolSpec, Tag("[function]")] | Annotated[CustomToolSpec, Tag("[custom]")],
-    Discriminator(_function_or_custom),
+    Discriminator(_tool_type_tag),
 ]
-Tools = Annotated[list[AnyTool], AtMost(MAX_TOOLS)]
+ToolList = Annotated[list[FunctionOrCustomTool], MaxEntries(MAX_TOOLS)]
 
 
 class ToolName(BaseModel):
@@ -112,9 +112,9 @@ class NamedCustomTool(BaseModel):
         return self.custom.name
 
 
-NamedTool = Annotated[
+FunctionOrCustomName = Annotated[
     Annotated[NamedFunction, Tag("[function]")] | Annotated[NamedCustomTool, Tag("[custom]")],
-    Discriminator(_function_or_custom),
+    Discriminator(_tool_type_tag),
 ]
 
 
@@ -122,7 +122,7 @@ class AllowedNames(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], AtMost(MAX_TOOLS), Field(min_length=1)]
+    tools: Annotated[list[FunctionOrCustomName], MaxEntries(MAX_TOOLS), Field(min_length=1)]
 
 
 class AllowedTools(BaseModel):
@@ -134,11 +134,11 @@ class AllowedTools(BaseModel):
     allowed_tools: AllowedNames
 
 
-def _choice_kind(value: Any) -> str:
+def _tool_choice_tag(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     if kind == "allowed_tools":
         return "[allowed]"
-    return _function_or_custom(value) if isinstance(value, dict | BaseModel) else "[word]"
+    return _tool_type_tag(value) if isinstance(value, dict | BaseModel) else "[word]"
 
 
 ToolChoice = Annotated[
@@ -146,17 +146,17 @@ ToolChoice = Annotated[
     | Annotated[AllowedTools, Tag("[allowed]")]
     | Annotated[NamedFunction, Tag("[function]")]
     | Annotated[NamedCustomTool, Tag("[custom]")],
-    Discriminator(_choice_kind),
+    Discriminator(_tool_choice_tag),
 ]
 
 
-class CalledFunction(Open):
+class CalledFunction(ExtraFieldsModel):
     name: str
     arguments: str | dict[str, Any] = Field(default="{}")
     """JSON in a string, as OpenAI has it, or the object itself, as some clients send it."""
 
 
-class ToolCall(Open):
+class ToolCall(ExtraFieldsModel):
     """A call in an assistant's earlier turn."""
 
     id: str | None = None
@@ -164,27 +164,27 @@ class ToolCall(Open):
     function: CalledFunction
 
 
-class CustomInput(Open):
+class CustomInput(ExtraFieldsModel):
     name: str
     input: str
 
 
-class CustomToolCall(Open):
+class CustomToolCall(ExtraFieldsModel):
     """A custom tool's call in an assistant's earlier turn."""
 
     id: str | None = None
     type: Literal["custom"]
     custom: CustomInput
 
-    def as_function(self) -> dict[str, Any]:
+    def to_function_call(self) -> dict[str, Any]:
         """The call as the model wrote it: of a function, whose only argument is the input."""
-        arguments = json.dumps({CUSTOM_INPUT: self.custom.input}, ensure_ascii=False)
+        arguments = json.dumps({CUSTOM_INPUT_ARGUMENT: self.custom.input}, ensure_ascii=False)
         called = {"type": "function", "function": {"name": self.custom.name, "arguments": arguments}}
         return called if self.id is None else {"id": self.id, **called}
 
 
-AnyToolCall = Annotated[
+FunctionOrCustomCall = Annotated[
     Annotated[ToolCall, Tag("[function]")] | Annotated[CustomToolCall, Tag("[custom]")],
-    Discriminator(_function_or_custom),
+    Discriminator(_tool_type_tag),
 ]
-ToolCalls = Annotated[list[AnyToolCall], AtMost(MAX_CALLS)]
+ToolCallList = Annotated[list[FunctionOrCustomCall], MaxEntries(MAX_TOOL_CALLS)]

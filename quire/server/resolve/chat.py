@@ -9,46 +9,46 @@ import msgspec
 
 from quire.server.config import ServerConfig
 from quire.server.formats.chat_formats import ChatFormats
-from quire.server.formats.message import MessageFormat
-from quire.server.formats.reasoning import thinking_budget
-from quire.server.formats.thinking_switch import ALIASES, NO_SWITCH
-from quire.server.generation.answers.chunks import ChatWriter
-from quire.server.generation.answers.writer import MakesWriter
-from quire.server.generation.spec import Prompt
+from quire.server.formats.message_parser import MessageFormat
+from quire.server.formats.reasoning_parser import resolve_thinking_budget
+from quire.server.formats.thinking_switch import NO_SWITCH, SWITCH_ALIASES
+from quire.server.generation.answers.answer_writer import WriterFactory
+from quire.server.generation.answers.completion_chunks import ChatWriter
+from quire.server.generation.request_specs import Prompt
 from quire.server.protocol.chat import ChatRequest
-from quire.server.protocol.common import adapted_header, ignored_header
+from quire.server.protocol.request_bodies import build_adapted_header, ignored_params_header
 from quire.server.resolve.answer_grammar import AnswerGrammar
 from quire.server.resolve.checks import check_logprobs
 from quire.server.resolve.common import Resolved, clipped_header, resolved, sampling_params
-from quire.server.resolve.parse import parse
-from quire.server.resolve.prompts import chat_prompt
-from quire.server.resolve.structured import asked_grammar
-from quire.server.resolve.tools import ToolUse, tool_use
+from quire.server.resolve.parse import parse_body
+from quire.server.resolve.prompts import build_chat_prompt
+from quire.server.resolve.requested_grammar import requested_grammar
+from quire.server.resolve.tool_use import ToolUse, resolve_tool_use
 from quire.server.served_model import ServedModel
 
-PROMPT_END = 32
+PROMPT_TAIL_TOKENS = 32
 """How many tokens at a prompt's end are decoded to see whether it ends with a mark of thinking."""
 
 
-def resolve_chat(given: bytes, model: ServedModel, config: ServerConfig) -> Resolved:
+def resolve_chat(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> Resolved:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
-    return chat_call(parse(given, ChatRequest), model, config)
+    return resolve_chat_request(parse_body(body_bytes, ChatRequest), model, config)
 
 
-def chat_call(
+def resolve_chat_request(
     body: ChatRequest,
     model: ServedModel,
     config: ServerConfig,
     *,
-    writer: MakesWriter = ChatWriter,
+    writer: WriterFactory = ChatWriter,
     id_prefix: str = "chatcmpl-",
     ignored: Sequence[str] = (),
 ) -> Resolved:
     """Raises as above. `ignored`: more names of parameters without effect."""
-    name = model.answer_name(body.model)
-    tools = tool_use(body, model.formats.tools, close=config.disable_additional_properties)
-    ignored = [*ignored, *body.ignored_params(), *ignored_by_template(body, model.formats)]
-    headers = ignored_header(ignored, config.strict)
+    name = model.response_model_name(body.model)
+    tools = resolve_tool_use(body, model.chat_formats.tool_format, close=config.disable_additional_properties)
+    ignored = [*ignored, *body.find_ignored_params(), *params_ignored_by_template(body, model.chat_formats)]
+    headers = ignored_params_header(ignored, config.strict)
     check_logprobs("top_logprobs", body.top_logprobs, config.max_logprobs, model.vocab_size)
     check_logprobs("prompt_logprobs", body.prompt_logprobs, config.max_logprobs, model.vocab_size)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -62,15 +62,17 @@ def chat_call(
         logprobs=body.top_logprobs if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
-    prompt = chat_prompt(body, model, tools.shown, trusted=config.trust_request_chat_template)
-    headers |= adapted_header(prompt.adapted)
+    prompt = build_chat_prompt(body, model, tools.template_tools, trusted=config.trust_request_chat_template)
+    headers |= build_adapted_header(prompt.adaptations)
     message = message_format(body, tools, prompt, model)
-    begun = None if message is None else message.begun
-    thinking = thinking_budget(body.thinking_token_budget, model.formats.reasoning, begun, model.tokenizer)
-    answer = AnswerGrammar(replace(tools, shown=None), asked_grammar(body, config), message)
-    grammars = answer.grammars(model)
+    begun = None if message is None else message.starts_in_thinking
+    thinking = resolve_thinking_budget(
+        body.thinking_token_budget, model.chat_formats.reasoning_format, begun, model.tokenizer
+    )
+    answer = AnswerGrammar(replace(tools, template_tools=None), requested_grammar(body, config), message)
+    grammars = answer.build_grammars(model)
     if message is not None and not grammars:  # else a grammar says what a call is
-        message = replace(message, in_blocks=model.formats.in_blocks)
+        message = replace(message, reads_code_blocks=model.chat_formats.reads_code_blocks)
     return resolved(
         body,
         writer=writer,
@@ -79,7 +81,7 @@ def chat_call(
         prompts=[prompt],
         params=msgspec.structs.replace(params, thinking=thinking),
         logprobs=body.logprobs,
-        headers={**headers, **(answer.headers() if grammars else {})},
+        headers={**headers, **(answer.schema_headers() if grammars else {})},
         config=config,
         message=message,
         grammars=grammars,
@@ -88,16 +90,20 @@ def chat_call(
     )
 
 
-def ignored_by_template(body: ChatRequest, formats: ChatFormats) -> list[str]:
+def params_ignored_by_template(body: ChatRequest, formats: ChatFormats) -> list[str]:
     """Names of parameters that the template does not use: the request's own template, or the model's."""
-    template = body.chat_template or formats.template
-    switched = formats.thinking if body.chat_template is None else NO_SWITCH
-    known = ALIASES if switched.works else ()
+    template = body.chat_template or formats.template_text
+    switched = formats.thinking_switch if body.chat_template is None else NO_SWITCH
+    known = SWITCH_ALIASES if switched.is_switchable else ()
     names = [name for name in body.chat_template_kwargs if name not in template and name not in known]
     ignored = [f"chat_template_kwargs.{name}" for name in names]
     if body.documents and "documents" not in template:
         ignored.append("documents")
-    works = switched.works or switched.efforts or any(name in template for name in body.implied_variables)
+    works = (
+        switched.is_switchable
+        or switched.effort_words
+        or any(name in template for name in body.reasoning_template_variables)
+    )
     if not works and body.reasoning_effort is not None:
         ignored.append("reasoning_effort")
     return ignored
@@ -105,18 +111,18 @@ def ignored_by_template(body: ChatRequest, formats: ChatFormats) -> list[str]:
 
 def message_format(body: ChatRequest, tools: ToolUse, prompt: Prompt, model: ServedModel) -> MessageFormat | None:
     """How to parse the answers. None if all of their text is content."""
-    reasoning, frame = model.formats.reasoning, model.formats.frame
-    if reasoning is None and tools.format is None and frame is None:
+    reasoning, frame = model.chat_formats.reasoning_format, model.chat_formats.content_frame
+    if reasoning is None and tools.tool_format is None and frame is None:
         return None
-    end = model.tokenizer.decode(prompt.ids[-PROMPT_END:], skip_special_tokens=False)
+    end = model.tokenizer.decode(prompt.ids[-PROMPT_TAIL_TOKENS:], skip_special_tokens=False)
     return MessageFormat(
-        reasoning=reasoning,
-        begun=None if reasoning is None else reasoning.begun(end),
+        reasoning_format=reasoning,
+        starts_in_thinking=None if reasoning is None else reasoning.starts_in_thinking(end),
         include_reasoning=body.include_reasoning,
-        tools=tools.format,
-        known=tools.known,
-        custom=tools.custom,
-        parallel=tools.parallel,
-        calls_only=bool(tools.must_call),
-        frame=frame,
+        tool_format=tools.tool_format,
+        tools_by_name=tools.tools_by_name,
+        custom_tool_names=tools.custom_names,
+        allows_parallel_calls=tools.allows_parallel,
+        calls_only=bool(tools.required_tools),
+        content_frame=frame,
     )

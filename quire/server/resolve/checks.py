@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.engine.errors import ContextLengthExceeded, InvalidRequest
 from quire.engine.types import SamplingParams
-from quire.server.protocol.bounds import MAX_CARRIED
+from quire.server.protocol.field_limits import MAX_COPIED_PARAMS_SIZE
 
 MAX_PROMPT_LOGPROBS = 100_000
 """Log probabilities of one call's prompts."""
@@ -35,7 +35,7 @@ def check_prompt_logprobs(alternatives: int | None, tokens: int) -> None:
         )
 
 
-def carried(params: SamplingParams) -> dict[str, int]:
+def carried_id_counts(params: SamplingParams) -> dict[str, int]:
     """Token ids, and 16 characters of a grammar for one, that each answer carries, by the field that they come from."""
     return {
         "logit_bias": len(params.logit_bias or ()),
@@ -46,10 +46,10 @@ def carried(params: SamplingParams) -> dict[str, int]:
     }
 
 
-def check_carried(params: SamplingParams, answers: int) -> None:
+def check_carried_ids(params: SamplingParams, answers: int) -> None:
     """Limits what is sent to the engine in total, as each of the answers carries its own lists."""
-    sizes = carried(params)
-    if sum(sizes.values()) * answers > MAX_CARRIED:
+    sizes = carried_id_counts(params)
+    if sum(sizes.values()) * answers > MAX_COPIED_PARAMS_SIZE:
         most = max(sizes, key=lambda name: sizes[name])
         name = "structured_outputs" if most == "grammar" else most
         raise InvalidRequest(f"{name} is too large for {answers} answers: ask for fewer at once", param=name)
@@ -74,12 +74,12 @@ def check_text(text: str, param: str) -> None:
         ) from None
 
 
-def check_texts(value: Any, param: str) -> None:
+def check_json_texts(value: Any, param: str) -> None:
     """Refuse such halves in any text of a JSON value, which answers will repeat."""
     check_text(json.dumps(value, ensure_ascii=False), param)
 
 
-def check_length(ids: Sequence[int], max_model_len: int, param: str) -> None:
+def check_prompt_length(ids: Sequence[int], max_model_len: int, param: str) -> None:
     """A prompt must have a token to continue, and leave room for one more."""
     if not ids:
         raise InvalidRequest(f"{param} cannot be empty", param=param)

@@ -11,17 +11,23 @@ import msgspec
 
 from quire.engine import random_source
 from quire.engine.errors import InvalidRequest
-from quire.engine.text.bad_words import bad_words_ids, check_leaves_tokens
-from quire.engine.text.grammar import MAX_GRAMMAR_BYTES
+from quire.engine.text.bad_words import bad_words_ids, check_allowed_tokens_remain
+from quire.engine.text.grammar_compiler import MAX_GRAMMAR_BYTES
 from quire.engine.types import Grammar, SamplingParams
 from quire.server.config import ServerConfig
-from quire.server.formats.message import MessageFormat
-from quire.server.generation.answers.writer import MakesWriter
-from quire.server.generation.spec import GenerationSpec, Prompt, RepetitionRule
-from quire.server.generation.vectors import VectorSpec
-from quire.server.protocol.common import GenerationBody
+from quire.server.formats.message_parser import MessageFormat
+from quire.server.generation.answers.answer_writer import WriterFactory
+from quire.server.generation.request_specs import GenerationSpec, Prompt, RepetitionRule
+from quire.server.generation.vector_generation import VectorSpec
+from quire.server.protocol.request_bodies import GenerationBody
 from quire.server.resolve.answer_grammar import AnswerGrammar
-from quire.server.resolve.checks import carried, check_carried, check_prompt_logprobs, check_text, check_token_ids
+from quire.server.resolve.checks import (
+    carried_id_counts,
+    check_carried_ids,
+    check_prompt_logprobs,
+    check_text,
+    check_token_ids,
+)
 from quire.server.served_model import ServedModel
 
 Made = TypeVar("Made")
@@ -36,7 +42,7 @@ class _Ids(TypedDict):
 
     id: str
     id_prefix: str
-    name: str
+    requested_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class Resolved:
 
     spec: GenerationSpec
     """Without its tenant, whom only the server's own process knows."""
-    writer: MakesWriter
+    writer: WriterFactory
     """Writes the answer in the form of the API that was asked."""
     grammars: Sequence[tuple[str, Grammar]] = ()
     """To be checked, in this order, each with the parameter that an error names."""
@@ -65,7 +71,7 @@ def measured(
     kept: object = made
     ids = pixels = 0
     if isinstance(made, Resolved):
-        ids = sum(carried(made.spec.params).values())
+        ids = sum(carried_id_counts(made.spec.params).values())
         pixels = sum(len(image.pixels) for prompt in made.spec.prompts for image in prompt.images)
         prompts = [replace(prompt, ids=[], images=()) for prompt in made.spec.prompts]
         kept = replace(made, spec=replace(made.spec, prompts=prompts))
@@ -78,7 +84,7 @@ def measured(
 def resolved(
     body: GenerationBody,
     *,
-    writer: MakesWriter,
+    writer: WriterFactory,
     id_prefix: str,
     model: str,
     prompts: Sequence[Prompt],
@@ -102,35 +108,35 @@ def resolved(
     _check_grammars(grammars)
     if grammars:
         params = msgspec.structs.replace(params, grammar=grammars[-1][1])
-    check_carried(params, len(prompts) * params.n)
+    check_carried_ids(params, len(prompts) * params.n)
     _check_beam_search(body, params)
     spec = GenerationSpec(
         **_ids(body, id_prefix),
         model=model,
         prompts=prompts,
         params=params,
-        keep=body.n,
+        num_returned=body.n,
         priority=body.priority,
         cache_salt=body.cache_salt,
-        session=body.session_id,
+        session_id=body.session_id,
         keep_seconds=body.keep_seconds,
         timeout=body.timeout,
         queue_timeout=body.queue_timeout,
         beam_search=body.use_beam_search,
         length_penalty=body.length_penalty,
-        repetition=_repetition(body),
-        message=message,
+        repetition_rule=_repetition(body),
+        message_format=message,
         stream=body.stream,
         include_usage=body.include_usage,
-        continuous_usage=body.continuous_usage,
+        continuous_usage=body.has_continuous_usage,
         echo=echo,
         echo_only=echo_only,
         logprobs=logprobs,
         prompt_logprobs=body.prompt_logprobs,
-        token_ids=body.return_token_ids,
-        tokens_as_token_ids=body.return_tokens_as_token_ids or config.return_tokens_as_token_ids,
-        timed=config.enable_per_request_metrics and len(prompts) * params.n == 1,
-        receipt=body.receipt,
+        return_token_ids=body.return_token_ids,
+        return_tokens_as_token_ids=body.return_tokens_as_token_ids or config.return_tokens_as_token_ids,
+        include_metrics=config.enable_per_request_metrics and len(prompts) * params.n == 1,
+        include_receipt=body.receipt,
         headers=headers,
     )
     return Resolved(spec, writer, grammars, answer)
@@ -138,10 +144,10 @@ def resolved(
 
 def with_answer(call: Resolved, answer: AnswerGrammar, model: ServedModel) -> Resolved:
     """The call with another grammar of its answer. Raises InvalidRequest."""
-    grammars = [(call.names.get(param, param), grammar) for param, grammar in answer.grammars(model)]
+    grammars = [(call.names.get(param, param), grammar) for param, grammar in answer.build_grammars(model)]
     _check_grammars(grammars)
     params = msgspec.structs.replace(call.spec.params, grammar=grammars[-1][1])
-    spec = replace(call.spec, params=params, headers={**call.spec.headers, **answer.headers()})
+    spec = replace(call.spec, params=params, headers={**call.spec.headers, **answer.schema_headers()})
     return replace(call, spec=spec, grammars=grammars, answer=answer)
 
 
@@ -160,7 +166,7 @@ def _check_beam_search(body: GenerationBody, params: SamplingParams) -> None:
 def _ids(body: GenerationBody, prefix: str) -> _Ids:
     """Of the answer: ours, how both begin, and the one that its caller chose."""
     chosen = "" if body.request_id is None else f"{prefix}{body.request_id}"
-    return _Ids(id=f"{prefix}{random_source.token_hex(16)}", id_prefix=prefix, name=chosen)
+    return _Ids(id=f"{prefix}{random_source.token_hex(16)}", id_prefix=prefix, requested_id=chosen)
 
 
 def _repetition(body: GenerationBody) -> RepetitionRule | None:
@@ -183,10 +189,10 @@ def sampling_params(
     Raises InvalidRequest naming the parameter.
     """
     model.check_task("generate")
-    defaults = model.defaults
+    defaults = model.default_sampling
     if max_tokens == -1:
         max_tokens = None
-    if (most := model.most_tokens) is not None:
+    if (most := model.max_output_tokens) is not None:
         max_tokens = most if max_tokens is None else min(max_tokens, most)
     for name, ids in (
         ("logit_bias", body.logit_bias),
@@ -223,7 +229,7 @@ def sampling_params(
         skip_special_tokens=body.skip_special_tokens,
         include_stop_str_in_output=body.include_stop_str_in_output,
     )
-    check_leaves_tokens(params, model.tokenizer.eos_token_ids)
+    check_allowed_tokens_remain(params, model.tokenizer.eos_token_ids)
     return params
 
 

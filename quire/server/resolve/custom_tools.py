@@ -6,51 +6,51 @@ import json
 from typing import Any
 
 from quire.engine.errors import InvalidRequest
-from quire.server.formats.regular import as_regex
-from quire.server.formats.tools.format import Tool, ToolFormat
-from quire.server.protocol.tools import CUSTOM_INPUT, CustomSpec, FunctionSpec, InputGrammar
+from quire.server.formats.lark_to_regex import lark_to_regex
+from quire.server.formats.tools.tool_parser import Tool, ToolFormat
+from quire.server.protocol.tools import CUSTOM_INPUT_ARGUMENT, CustomSpec, FunctionSpec, InputGrammar
 
-PROBE = "qpatternq"
+PROBE_PATTERN = "qpatternq"
 
 
-def holds_patterns(format: ToolFormat) -> bool:
+def can_enforce_patterns(format: ToolFormat) -> bool:
     """Whether a grammar of calls in this format can enforce the `pattern` of a schema: it can where texts are written
     as JSON or verbatim."""
-    tool = Tool("f", parameters(PROBE))
+    tool = Tool("f", input_schema(PROBE_PATTERN))
     try:
-        return PROBE in format.grammar([tool], False, json.dumps, must=True)
+        return PROBE_PATTERN in format.build_calls_grammar([tool], False, json.dumps, must=True)
     except InvalidRequest:
         return False
 
 
-def function_of(tool: CustomSpec, place: str, *, held: bool) -> FunctionSpec:
-    """`place`: the field that has the grammar. `held`: texts are held to patterns. Raises InvalidRequest."""
-    description, grammar = tool.description or "", tool.grammar
+def custom_tool_function(tool: CustomSpec, place: str, *, can_enforce: bool) -> FunctionSpec:
+    """`place`: the field that has the grammar. `can_enforce`: texts are held to patterns. Raises InvalidRequest."""
+    description, grammar = tool.description or "", tool.input_grammar
     if grammar is None:
-        return FunctionSpec(name=tool.name, description=description, parameters=parameters(None))
+        return FunctionSpec(name=tool.name, description=description, parameters=input_schema(None))
     description += f"\nThe input must match this grammar ({grammar.syntax}):\n{grammar.definition}"
-    if not held:
+    if not can_enforce:
         wrong = "calls of this model have escapes of their own in strings, which no grammar can be held to"
         raise InvalidRequest(f"{place}: the grammar of {tool.name}: {wrong}", param="tools")
     try:
-        pattern = pattern_of(grammar)
+        pattern = input_pattern(grammar)
     except InvalidRequest as error:
         raise InvalidRequest(f"{place}: the grammar of {tool.name}: {error.message}", param="tools") from error
-    return FunctionSpec(name=tool.name, description=description.strip(), parameters=parameters(pattern), strict=True)
+    return FunctionSpec(name=tool.name, description=description.strip(), parameters=input_schema(pattern), strict=True)
 
 
-def pattern_of(grammar: InputGrammar) -> str:
+def input_pattern(grammar: InputGrammar) -> str:
     """A regular expression of all of the input. Raises InvalidRequest for a grammar that is not regular."""
-    found = as_regex(grammar.definition) if grammar.syntax == "lark" else grammar.definition
-    return f"^(?:{found})$"
+    regex = lark_to_regex(grammar.definition) if grammar.syntax == "lark" else grammar.definition
+    return f"^(?:{regex})$"
 
 
-def parameters(pattern: str | None) -> dict[str, Any]:
+def input_schema(pattern: str | None) -> dict[str, Any]:
     """The schema of the function's arguments."""
     text = {"type": "string"} if pattern is None else {"type": "string", "pattern": pattern}
     return {
         "type": "object",
-        "properties": {CUSTOM_INPUT: text},
-        "required": [CUSTOM_INPUT],
+        "properties": {CUSTOM_INPUT_ARGUMENT: text},
+        "required": [CUSTOM_INPUT_ARGUMENT],
         "additionalProperties": False,
     }

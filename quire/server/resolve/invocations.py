@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping
 
 from quire.engine.errors import InvalidRequest
 from quire.server.config import ServerConfig
-from quire.server.generation.vectors import VectorSpec
-from quire.server.protocol.common import misspelt
+from quire.server.generation.vector_generation import VectorSpec
+from quire.server.protocol.request_bodies import misspelling_hint
 from quire.server.resolve.chat import resolve_chat
 from quire.server.resolve.common import Resolved
 from quire.server.resolve.completions import resolve_completion
-from quire.server.resolve.pairs import resolve_rerank, resolve_score
-from quire.server.resolve.parse import read_object
-from quire.server.resolve.pooling import resolve_classification, resolve_embedding
+from quire.server.resolve.parse import read_json_object
+from quire.server.resolve.pooling_requests import resolve_classification, resolve_embedding
+from quire.server.resolve.text_pairs import resolve_rerank, resolve_score
 from quire.server.served_model import ServedModel
 
-KINDS = {
+KIND_BY_FIELD = {
     "messages": "messages",
     "prompt": "prompt",
     "input": "input",
@@ -25,7 +25,7 @@ KINDS = {
     "queries": "text_1",
 }
 """By the field that tells what a body asks for."""
-RESOLVES: Mapping[str, Callable[[bytes, ServedModel, ServerConfig], Resolved | VectorSpec]] = {
+RESOLVERS: Mapping[str, Callable[[bytes, ServedModel, ServerConfig], Resolved | VectorSpec]] = {
     "messages": resolve_chat,
     "prompt": resolve_completion,
     "input": resolve_embedding,
@@ -34,16 +34,16 @@ RESOLVES: Mapping[str, Callable[[bytes, ServedModel, ServerConfig], Resolved | V
 }
 
 
-def resolve_invocation(given: bytes, model: ServedModel, config: ServerConfig) -> Resolved | VectorSpec:
+def resolve_invocation(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> Resolved | VectorSpec:
     """A body with messages is a chat, one with a prompt a completion, with an input embeddings or labels, as the model
     makes them, with a query a ranking, with text_1 or queries scores. Raises ModelNotFound, and InvalidRequest naming
     the parameter."""
-    body = read_object(given)
-    kinds = {kind for name, kind in KINDS.items() if body.get(name) is not None}
+    body = read_json_object(body_bytes)
+    kinds = {kind for name, kind in KIND_BY_FIELD.items() if body.get(name) is not None}
     if len(kinds) != 1:
-        hint = "" if kinds else misspelt(body, KINDS)
+        hint = "" if kinds else misspelling_hint(body, KIND_BY_FIELD)
         raise InvalidRequest(f"give either messages or prompt, input, query or text_1{hint}", param="messages")
     (kind,) = kinds
     labels = "classify" in model.tasks and "embed" not in model.tasks
-    resolve = resolve_classification if kind == "input" and labels else RESOLVES[kind]
-    return resolve(given, model, config)
+    resolve = resolve_classification if kind == "input" and labels else RESOLVERS[kind]
+    return resolve(body_bytes, model, config)

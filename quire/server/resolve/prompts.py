@@ -8,25 +8,25 @@ from dataclasses import replace
 from typing import Any
 
 from quire.engine.errors import ContextLengthExceeded, InvalidRequest
-from quire.engine.images.reader import Asked
+from quire.engine.images.image_reader import RequestImage
+from quire.engine.text.chat_messages import normalize_message
 from quire.engine.text.chat_template import ChatRenderer
-from quire.engine.text.conversation.literal import encode_literally
-from quire.engine.text.conversation.rendering import RenderedConversation
-from quire.engine.text.offsets import offsets_in, shown
-from quire.engine.text.parts import normalize
+from quire.engine.text.conversation.conversation_renderer import RenderedConversation
+from quire.engine.text.conversation.literal_encoding import encode_literally
+from quire.engine.text.token_offsets import decode_with_offsets, find_token_offsets
 from quire.engine.text.tokenizer import Tokenizer
-from quire.server.generation.spec import Prompt
-from quire.server.images.asked import check_shown, has_images, images_of
-from quire.server.protocol.bounds import MAX_PROMPTS
+from quire.server.generation.request_specs import Prompt
+from quire.server.images.image_parts import check_images_rendered, collect_images, has_images
 from quire.server.protocol.chat import ChatMessage, ChatRequest, TextPart
-from quire.server.protocol.common import MAX_ADAPTATIONS, GenerationBody
 from quire.server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
-from quire.server.resolve.checks import NeedsWorker, check_length, check_text, check_token_ids
+from quire.server.protocol.field_limits import MAX_PROMPTS
+from quire.server.protocol.request_bodies import MAX_ADAPTATIONS, GenerationBody
+from quire.server.resolve.checks import NeedsWorker, check_prompt_length, check_text, check_token_ids
 from quire.server.served_model import ServedModel
 
-SLICE = 16_000
+SLICE_CHARACTERS = 16_000
 """Characters that are tokenized at once to find out whether a long text fits."""
-INFILL_MARKS = (
+INFILL_TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
@@ -34,78 +34,83 @@ INFILL_MARKS = (
     ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),  # Code Llama
 )
 """The marks before the prompt, before the suffix, and before the text to be filled in."""
-CODESTRAL_MARKS = ("[SUFFIX]", "[PREFIX]")
+CODESTRAL_INFILL_TOKENS = ("[SUFFIX]", "[PREFIX]")
 """The marks before the suffix and before the prompt, which comes last and is continued."""
 
 
-def completion_prompts(body: CompletionRequest, model: ServedModel) -> list[Prompt]:
+def build_completion_prompts(body: CompletionRequest, model: ServedModel) -> list[Prompt]:
     """The prompts, at least one. Raises InvalidRequest naming the parameter."""
     prompt = body.prompt
-    if body.known_ids and (body.suffix or not (isinstance(prompt, str) or isinstance(next(iter(prompt), 0), int))):
+    if body.transferred_prompt_ids and (
+        body.suffix or not (isinstance(prompt, str) or isinstance(next(iter(prompt), 0), int))
+    ):
         message = "kv_transfer_params: prompt_token_ids are those of one prompt, without a suffix"
         raise InvalidRequest(message, param="kv_transfer_params")
-    given = listed(body.known_ids or prompt, "prompt")
-    check_count(len(given), "prompt", "prompts")
-    texts = [one for one in given if isinstance(one, str)]
+    inputs = list_inputs(body.transferred_prompt_ids or prompt, "prompt")
+    check_num_inputs(len(inputs), "prompt", "prompts")
+    texts = [one for one in inputs if isinstance(one, str)]
     special = body.add_special_tokens and not body.suffix
-    encoded = iter(encode(model, texts, special, "prompt", cut=body.truncate_prompt_tokens is not None))
+    encoded = iter(encode_texts(model, texts, special, "prompt", will_truncate=body.truncate_prompt_tokens is not None))
     prompts = []
-    for one in given:
+    for one in inputs:
         if isinstance(one, str):
             prompts.append(Prompt(next(encoded), one))
         else:
-            check_token_ids(one, model.vocab_size, "kv_transfer_params" if body.known_ids else "prompt")
+            check_token_ids(one, model.vocab_size, "kv_transfer_params" if body.transferred_prompt_ids else "prompt")
             prompts.append(Prompt(one))
     if body.suffix:
         # A SentencePiece tokenizer would put a space before the suffix, but behind a mark there is none.
         lead = "\u263a" if model.tokenizer.strips_first_space else ""
-        lead_ids, suffix = encode(model, [lead, lead + body.suffix], False, "suffix")
+        lead_ids, suffix = encode_texts(model, [lead, lead + body.suffix], False, "suffix")
         suffix = suffix[len(lead_ids) :]
         begin = body.add_special_tokens
-        filled = [infill(model.tokenizer, each.ids, suffix, add_special_tokens=begin) for each in prompts]
+        filled = [build_infill_ids(model.tokenizer, each.ids, suffix, add_special_tokens=begin) for each in prompts]
         prompts = [Prompt(ids) for ids in filled]
-    prompts = [truncated(each, body, room(body.max_tokens, DEFAULT_MAX_TOKENS, model), model) for each in prompts]
+    prompts = [
+        truncate_prompt(each, body, max_prompt_tokens(body.max_tokens, DEFAULT_MAX_TOKENS, model), model)
+        for each in prompts
+    ]
     for each in prompts:
-        check_length(each.ids, model.context_length, "prompt")
+        check_prompt_length(each.ids, model.context_length, "prompt")
     if not body.echo:
         return [Prompt(each.ids) for each in prompts]
-    return echoed(prompts, body, model.tokenizer)
+    return add_echo_texts(prompts, body, model.tokenizer)
 
 
-def listed(given: str | Sequence[int | str | list[int]], param: str) -> list[str | list[int]]:
+def list_inputs(field_value: str | Sequence[int | str | list[int]], param: str) -> list[str | list[int]]:
     """The texts and lists of token ids of a field that may be one text, one list of token ids, or a list of these.
     Raises InvalidRequest where there is none."""
-    if isinstance(given, str):
-        return [given]
-    ids = [one for one in given if isinstance(one, int)]
-    found: list[str | list[int]] = (
-        [ids] if ids and isinstance(given[0], int) else [one for one in given if not isinstance(one, int)]
+    if isinstance(field_value, str):
+        return [field_value]
+    ids = [one for one in field_value if isinstance(one, int)]
+    inputs: list[str | list[int]] = (
+        [ids] if ids and isinstance(field_value[0], int) else [one for one in field_value if not isinstance(one, int)]
     )
-    if not found:
+    if not inputs:
         raise InvalidRequest(f"{param} cannot be empty", param=param)
-    return found
+    return inputs
 
 
-def check_count(count: int, param: str, what: str = "inputs") -> None:
+def check_num_inputs(count: int, param: str, what: str = "inputs") -> None:
     if count > MAX_PROMPTS:
         raise InvalidRequest(f"{param} takes at most {MAX_PROMPTS} {what}, got {count}", param=param)
 
 
-def echoed(prompts: Sequence[Prompt], body: CompletionRequest, tokenizer: Tokenizer) -> list[Prompt]:
+def add_echo_texts(prompts: Sequence[Prompt], body: CompletionRequest, tokenizer: Tokenizer) -> list[Prompt]:
     """The prompts with the texts that `echo` shows, and where their tokens begin in them: a text as it was given, token
     ids with special tokens shown."""
-    found = []
+    echo_prompts = []
     for each in prompts:
         text, offsets = each.text, list[int]()
         if text is None:
-            text, offsets = shown(tokenizer, each.ids)
+            text, offsets = decode_with_offsets(tokenizer, each.ids)
         elif body.logprobs is not None:
-            offsets = offsets_in(tokenizer, text, add_special_tokens=body.add_special_tokens)
-        found.append(Prompt(each.ids, text, offsets))
-    return found
+            offsets = find_token_offsets(tokenizer, text, add_special_tokens=body.add_special_tokens)
+        echo_prompts.append(Prompt(each.ids, text, offsets))
+    return echo_prompts
 
 
-def infill(
+def build_infill_ids(
     tokenizer: Tokenizer, prompt: Sequence[int], suffix: Sequence[int], *, add_special_tokens: bool
 ) -> list[int]:
     """Fill in the middle (Bavarian et al., 2022): the token ids that a model trained for it reads.
@@ -113,18 +118,18 @@ def infill(
     prompt and suffix are token ids without special tokens. Raises InvalidRequest for a model without such marks.
     """
     begin = tokenizer.encode("", add_special_tokens=add_special_tokens)
-    for marks in (*INFILL_MARKS, CODESTRAL_MARKS):
+    for marks in (*INFILL_TOKENS, CODESTRAL_INFILL_TOKENS):
         match [token_id for mark in marks if (token_id := tokenizer.backend.token_to_id(mark)) is not None]:
             case [before, between, middle]:
                 return [*begin, before, *prompt, between, *suffix, middle]
-            case [before, between] if marks is CODESTRAL_MARKS:
+            case [before, between] if marks is CODESTRAL_INFILL_TOKENS:
                 return [*begin, before, *suffix, between, *prompt]
     raise InvalidRequest(
         "suffix is not supported: this model's tokenizer has no fill-in-the-middle tokens", param="suffix"
     )
 
 
-def chat_prompt(
+def build_chat_prompt(
     body: ChatRequest, model: ServedModel, tools: Sequence[dict[str, Any]] | None, *, trusted: bool
 ) -> Prompt:
     """The conversation as its template writes it; `trusted`: a request may bring a template of its own.
@@ -137,108 +142,110 @@ def chat_prompt(
             f"{len(body.messages)} messages are more than this model's context of {longest} tokens holds",
             param="messages",
         )
-    asked = asked_images(body.messages, model)
-    if body.known_ids:
-        return known_prompt(body, model, asked)
-    conversation = rendered(body, model, tools, trusted=trusted)
-    adapted = summary(conversation)
-    if asked:
-        assert model.images is not None
-        check_shown(conversation.text, model.images.mark, body.messages)
-        return replace(image_prompt(body, model, conversation, asked), adapted=adapted)
+    images = requested_images(body.messages, model)
+    if body.transferred_prompt_ids:
+        return build_prompt_from_ids(body, model, images)
+    conversation = render_chat(body, model, tools, trusted=trusted)
+    adapted = adaptation_summary(conversation)
+    if images:
+        assert model.image_reader is not None
+        check_images_rendered(conversation.text, model.image_reader.template_image_token, body.messages)
+        return replace(build_image_prompt(body, model, conversation, images), adaptations=adapted)
     cut = body.truncate_prompt_tokens is not None
-    ids = encode_conversation(model, conversation, body.add_special_tokens, cut=cut)
-    prompt = chat_cut(ids, body, model)
-    return Prompt(prompt.ids, continued(body, conversation.text) if body.echo else None, adapted=adapted)
+    ids = encode_conversation(model, conversation, body.add_special_tokens, will_truncate=cut)
+    prompt = truncate_chat_ids(ids, body, model)
+    return Prompt(prompt.ids, final_message_text(body, conversation.text) if body.echo else None, adaptations=adapted)
 
 
-def known_prompt(body: ChatRequest, model: ServedModel, asked: Sequence[Asked]) -> Prompt:
+def build_prompt_from_ids(body: ChatRequest, model: ServedModel, images: Sequence[RequestImage]) -> Prompt:
     """The token ids that another server has made of the conversation. Raises InvalidRequest."""
-    if asked or body.echo:
+    if images or body.echo:
         message = "kv_transfer_params: prompt_token_ids are not available with images or echo"
         raise InvalidRequest(message, param="kv_transfer_params")
-    check_token_ids(body.known_ids, model.vocab_size, "kv_transfer_params")
-    return chat_cut(body.known_ids, body, model)
+    check_token_ids(body.transferred_prompt_ids, model.vocab_size, "kv_transfer_params")
+    return truncate_chat_ids(body.transferred_prompt_ids, body, model)
 
 
-def chat_cut(ids: list[int], body: ChatRequest, model: ServedModel) -> Prompt:
+def truncate_chat_ids(ids: list[int], body: ChatRequest, model: ServedModel) -> Prompt:
     """A conversation's ids, cut where that is asked for. Raises InvalidRequest for too many."""
-    prompt = truncated(Prompt(ids), body, room(body.max_completion_tokens or body.max_tokens, 1, model), model)
-    check_length(prompt.ids, model.context_length, "messages")
+    prompt = truncate_prompt(
+        Prompt(ids), body, max_prompt_tokens(body.max_completion_tokens or body.max_tokens, 1, model), model
+    )
+    check_prompt_length(prompt.ids, model.context_length, "messages")
     return prompt
 
 
-def image_prompt(
-    body: ChatRequest, model: ServedModel, conversation: RenderedConversation, asked: Sequence[Asked]
+def build_image_prompt(
+    body: ChatRequest, model: ServedModel, conversation: RenderedConversation, images: Sequence[RequestImage]
 ) -> Prompt:
     """The same of a conversation with images. Raises InvalidRequest."""
     if body.truncate_prompt_tokens is not None:
         raise InvalidRequest("truncate_prompt_tokens: a prompt with images is not cut", param="truncate_prompt_tokens")
-    assert model.images is not None
+    assert model.image_reader is not None
 
-    def encoded(text: str) -> list[int]:
+    def encode_text(text: str) -> list[int]:
         ids = encode_conversation(model, replace(conversation, text=text), body.add_special_tokens)
-        check_length(ids, model.context_length, "messages")
+        check_prompt_length(ids, model.context_length, "messages")
         return ids
 
-    read = model.images.read(conversation.text, asked, encoded)
-    echoed = continued(body, conversation.text) if body.echo else None
-    return Prompt(read.ids, echoed, spans=read.spans, images=read.images)
+    expanded = model.image_reader.read_prompt(conversation.text, images, encode_text)
+    echo_text = final_message_text(body, conversation.text) if body.echo else None
+    return Prompt(expanded.token_ids, echo_text, spans=expanded.spans, images=expanded.images)
 
 
-def apart(body: ChatRequest, model: ServedModel) -> Prompt:
+def build_single_item_prompt(body: ChatRequest, model: ServedModel) -> Prompt:
     """The one text or image of a conversation, for a model whose images have vectors of their own. Raises
     InvalidRequest as above."""
-    parts = [part for each in body.messages for part in _parts(each)]
+    parts = [part for each in body.messages for part in _message_texts(each)]
     if len(parts) != 1:
         wrong = f"this model makes a vector of one text or of one image, and these are {len(parts)}"
         raise InvalidRequest(f"messages: {wrong}: send each in a request of its own", param="messages")
     if body.truncate_prompt_tokens is not None:
         raise InvalidRequest("truncate_prompt_tokens: it is for `input` here", param="truncate_prompt_tokens")
-    if asked := asked_images(body.messages, model):
-        assert model.images is not None
-        read = model.images.alone(asked[0])
-        return Prompt(read.ids, spans=read.spans, images=read.images)
-    (ids,) = encode(model, [parts[0]], True, "messages")
+    if images := requested_images(body.messages, model):
+        assert model.image_reader is not None
+        expanded = model.image_reader.read_single_image(images[0])
+        return Prompt(expanded.token_ids, spans=expanded.spans, images=expanded.images)
+    (ids,) = encode_texts(model, [parts[0]], True, "messages")
     return Prompt(ids)
 
 
-def _parts(message: ChatMessage) -> list[str]:
+def _message_texts(message: ChatMessage) -> list[str]:
     """The texts of a message, "" for an image."""
     if message.content is None or isinstance(message.content, str):
         return [message.content or ""]
     return [part.text if isinstance(part, TextPart) else "" for part in message.content]
 
 
-def with_images(text: str, messages: Sequence[ChatMessage], model: ServedModel) -> str:
+def expand_image_placeholders(text: str, messages: Sequence[ChatMessage], model: ServedModel) -> str:
     """A rendered conversation in which each image's mark is replaced by all tokens that stand for the image. Raises as
     above."""
-    asked = asked_images(messages, model)
-    if not asked:
+    images = requested_images(messages, model)
+    if not images:
         return text
-    assert model.images is not None
-    check_shown(text, model.images.mark, messages)
-    return model.images.text(text, asked)
+    assert model.image_reader is not None
+    check_images_rendered(text, model.image_reader.template_image_token, messages)
+    return model.image_reader.expand_text(text, images)
 
 
-def asked_images(messages: Sequence[ChatMessage], model: ServedModel) -> list[Asked]:
-    """The images of a conversation. Raises what images_of raises, and NeedsWorker: their files may be hostile."""
-    if model.images is not None and not model.expendable and has_images(messages):
+def requested_images(messages: Sequence[ChatMessage], model: ServedModel) -> list[RequestImage]:
+    """The images of a conversation. Raises what collect_images raises, and NeedsWorker: their files may be hostile."""
+    if model.image_reader is not None and not model.expendable and has_images(messages):
         raise NeedsWorker
-    return images_of(messages, model)
+    return collect_images(messages, model)
 
 
-def rendered(
+def render_chat(
     body: ChatRequest, model: ServedModel, tools: Sequence[dict[str, Any]] | None, *, trusted: bool
 ) -> RenderedConversation:
     """The conversation's text, as above."""
-    return renderer_for(body.chat_template, model, trusted=trusted).render_conversation(
-        [message.as_dict() for message in body.messages],
+    return select_renderer(body.chat_template, model, trusted=trusted).render_conversation(
+        [message.to_template_message() for message in body.messages],
         tools=tools,
         documents=body.documents,
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         continue_final_message=body.continue_final_message,
-        variables={**body.implied_variables, **thinking_variables(body, model), **body.chat_template_kwargs},
+        variables={**body.reasoning_template_variables, **thinking_variables(body, model), **body.chat_template_kwargs},
     )
 
 
@@ -246,20 +253,22 @@ def thinking_variables(body: ChatRequest, model: ServedModel) -> dict[str, Any]:
     """The template's own variables for how the request switches thinking."""
     if body.chat_template is not None:
         return {}
-    return model.formats.thinking.variables(body.reasoning_effort, body.chat_template_kwargs, model.formats.template)
+    return model.chat_formats.thinking_switch.request_variables(
+        body.reasoning_effort, body.chat_template_kwargs, model.chat_formats.template_text
+    )
 
 
-def continued(body: ChatRequest, text: str) -> str:
+def final_message_text(body: ChatRequest, text: str) -> str:
     """The final message as it appears at the end of the rendered `text`: templates may strip its spaces."""
-    final = str(normalize(body.messages[-1].as_dict())["content"])
+    final = str(normalize_message(body.messages[-1].to_template_message())["content"])
     return final if text.endswith(final) else final.strip()
 
 
-def renderer_for(chat_template: str | None, model: ServedModel, *, trusted: bool) -> ChatRenderer:
+def select_renderer(chat_template: str | None, model: ServedModel, *, trusted: bool) -> ChatRenderer:
     """The model's renderer, or one of a request's own template, which must be `trusted`. Raises InvalidRequest, and
     NeedsWorker: such a template may never end, or fill the memory."""
     if chat_template is None:
-        return model.renderer
+        return model.chat_renderer
     if not trusted:
         raise InvalidRequest(
             "chat_template is not allowed in requests; the server's operator may pass --trust-request-chat-template",
@@ -267,24 +276,24 @@ def renderer_for(chat_template: str | None, model: ServedModel, *, trusted: bool
         )
     if not model.expendable:
         raise NeedsWorker
-    return model.renderer.with_template(chat_template)
+    return model.chat_renderer.with_template(chat_template)
 
 
-def room(max_tokens: int | None, default: int, model: ServedModel) -> int:
+def max_prompt_tokens(max_tokens: int | None, default: int, model: ServedModel) -> int:
     """Tokens of the context that the answer leaves to the prompt, at least one."""
     return max(1, model.context_length - max(1, default if max_tokens is None else max_tokens))
 
 
-def truncated(prompt: Prompt, body: GenerationBody, room: int, model: ServedModel) -> Prompt:
-    """The prompt's last truncate_prompt_tokens tokens, or its first; for -1 it is `room` tokens. Raises
+def truncate_prompt(prompt: Prompt, body: GenerationBody, max_tokens: int, model: ServedModel) -> Prompt:
+    """The prompt's last truncate_prompt_tokens tokens, or its first; for -1 it is `max_tokens` tokens. Raises
     InvalidRequest."""
-    limit = cut_limit(body.truncate_prompt_tokens, model.context_length, room)
+    limit = resolve_truncation_limit(body.truncate_prompt_tokens, model.context_length, max_tokens)
     if limit is None or len(prompt.ids) <= limit:
         return prompt
-    return Prompt(cut(prompt.ids, limit, body.truncation_side))
+    return Prompt(truncate_ids(prompt.ids, limit, body.truncation_side))
 
 
-def cut_limit(limit: int | None, longest: int, most: int) -> int | None:
+def resolve_truncation_limit(limit: int | None, longest: int, most: int) -> int | None:
     """The most tokens that truncate_prompt_tokens leaves of a prompt; None: all. `most`: what -1 stands for. Raises
     InvalidRequest."""
     if limit == 0 or (limit or 0) > longest:
@@ -295,57 +304,58 @@ def cut_limit(limit: int | None, longest: int, most: int) -> int | None:
     return most if limit == -1 else limit
 
 
-def cut(ids: list[int], limit: int, side: str) -> list[int]:
+def truncate_ids(ids: list[int], limit: int, side: str) -> list[int]:
     """`side`: where tokens are cut off."""
     return ids[:limit] if side == "right" or len(ids) <= limit else ids[-limit:]
 
 
-def encode(
-    model: ServedModel, texts: Sequence[str], add_special_tokens: bool, param: str, *, cut: bool = False
+def encode_texts(
+    model: ServedModel, texts: Sequence[str], add_special_tokens: bool, param: str, *, will_truncate: bool = False
 ) -> list[list[int]]:
-    """Token ids of each text. Raises InvalidRequest for one that the context cannot hold, unless it will be `cut`."""
+    """Token ids of each text. Raises InvalidRequest for one that the context cannot hold, unless it will be
+    `will_truncate`."""
     for text in texts:
         check_text(text, param)
-        if not cut:
-            check_fits(model, text, param)
+        if not will_truncate:
+            check_text_fits(model, text, param)
     return model.tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
 
 
 def encode_conversation(
-    model: ServedModel, conversation: RenderedConversation, add_special_tokens: bool, *, cut: bool = False
+    model: ServedModel, conversation: RenderedConversation, add_special_tokens: bool, *, will_truncate: bool = False
 ) -> list[int]:
     """Token ids of a conversation; special tokens in texts that were moved are text. Raises as above."""
-    if not conversation.moved:
-        return encode(model, [conversation.text], add_special_tokens, "messages", cut=cut)[0]
+    if not conversation.moved_texts:
+        return encode_texts(model, [conversation.text], add_special_tokens, "messages", will_truncate=will_truncate)[0]
     check_text(conversation.text, "messages")
-    if not cut:
-        check_fits(model, conversation.text, "messages")
-    text, moved = conversation.text, conversation.moved
-    return encode_literally(model.tokenizer, text, moved, add_special_tokens=add_special_tokens)
+    if not will_truncate:
+        check_text_fits(model, conversation.text, "messages")
+    text, literal_spans = conversation.text, conversation.moved_texts
+    return encode_literally(model.tokenizer, text, literal_spans, add_special_tokens=add_special_tokens)
 
 
-def summary(conversation: RenderedConversation) -> str:
+def adaptation_summary(conversation: RenderedConversation) -> str:
     """What was adapted, for the header: `developer->system at messages[0]; ...`."""
     adaptations = conversation.adaptations
-    told = [f"{each.label} at messages[{each.index}]" for each in adaptations[:MAX_ADAPTATIONS]]
+    labels = [f"{each.label} at messages[{each.index}]" for each in adaptations[:MAX_ADAPTATIONS]]
     if len(adaptations) > MAX_ADAPTATIONS:
-        told.append(f"and {len(adaptations) - MAX_ADAPTATIONS} more")
-    return re.sub(r"[^ -~]", "?", "; ".join(told))  # roles may be made up by callers
+        labels.append(f"and {len(adaptations) - MAX_ADAPTATIONS} more")
+    return re.sub(r"[^ -~]", "?", "; ".join(labels))  # roles may be made up by callers
 
 
-def check_fits(model: ServedModel, text: str, param: str) -> None:
+def check_text_fits(model: ServedModel, text: str, param: str) -> None:
     """Refuse a text that is much too long for the context without tokenizing all of it.
 
     Its slices have about as many tokens as the whole. Raises ContextLengthExceeded when they are a tenth more than the
     context holds, which no cut between words explains; a nearer miss is found when the whole is tokenized.
     """
-    if len(text) <= SLICE:
+    if len(text) <= SLICE_CHARACTERS:
         return
     longest, tokens, read = model.context_length, 0, 0
-    for piece in slices(text):
+    for piece in split_into_slices(text):
         tokens += len(model.tokenizer.encode(piece, add_special_tokens=False))
         read += len(piece)
-        if tokens > longest + longest // 10 + len(text) // SLICE:
+        if tokens > longest + longest // 10 + len(text) // SLICE_CHARACTERS:
             raise ContextLengthExceeded(
                 f"This model's maximum context length is {longest} tokens, but {param} came to about "
                 f"{tokens * len(text) // read} tokens. Please shorten it",
@@ -353,12 +363,12 @@ def check_fits(model: ServedModel, text: str, param: str) -> None:
             )
 
 
-def slices(text: str) -> Iterator[str]:
+def split_into_slices(text: str) -> Iterator[str]:
     """Pieces of at most SLICE characters. A piece ends before a space if there is one in its second half."""
     start = 0
-    while len(text) - start > SLICE:
-        space = text.rfind(" ", start + SLICE // 2, start + SLICE)
-        end = start + SLICE if space < 0 else space
+    while len(text) - start > SLICE_CHARACTERS:
+        space = text.rfind(" ", start + SLICE_CHARACTERS // 2, start + SLICE_CHARACTERS)
+        end = start + SLICE_CHARACTERS if space < 0 else space
         yield text[start:end]
         start = end
     yield text[start:]

@@ -5,31 +5,35 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from quire.engine.prefixes.turns import Turn
+from quire.engine.prefixes.recent_turns import Turn
 from quire.server.config import ServerConfig
-from quire.server.generation.answers.decisions import WarmedWriter
-from quire.server.protocol.common import ignored_header
+from quire.server.generation.answers.decisions import SessionWarmupWriter
 from quire.server.protocol.completions import CompletionRequest
-from quire.server.protocol.kept import WarmRequest
+from quire.server.protocol.request_bodies import ignored_params_header
+from quire.server.protocol.stored_objects import WarmRequest
 from quire.server.resolve.common import Resolved
-from quire.server.resolve.completions import completion_call
-from quire.server.resolve.parse import parse
+from quire.server.resolve.completions import resolve_completion_request
+from quire.server.resolve.parse import parse_body
 from quire.server.served_model import ServedModel
 
 
-def asked_warm(given: bytes, model: ServedModel, config: ServerConfig) -> tuple[WarmRequest, dict[str, str]]:
+def parse_warm_request(
+    body_bytes: bytes, model: ServedModel, config: ServerConfig
+) -> tuple[WarmRequest, dict[str, str]]:
     """The body, and headers of the answer. Raises InvalidRequest, and ModelNotFound."""
-    body = parse(given or b"{}", WarmRequest)
-    model.answer_name(body.model)
-    return body, ignored_header(body.ignored_params(), config.strict)
+    body = parse_body(body_bytes or b"{}", WarmRequest)
+    model.response_model_name(body.model)
+    return body, ignored_params_header(body.find_ignored_params(), config.strict)
 
 
-def warm_call(session: str, turn: Turn, body: WarmRequest, model: ServedModel, config: ServerConfig) -> Resolved:
+def resolve_warm_request(
+    session: str, turn: Turn, body: WarmRequest, model: ServedModel, config: ServerConfig
+) -> Resolved:
     """The last turn as a prompt, for which one token is generated and thrown away. The engine recognises the
     conversation by its tokens, and keeps it as long as its last request asked. Raises ModelNotFound if its adapter is
     gone."""
-    ids = turn.ids[: model.context_length - 1]
-    wanted = {
+    ids = turn.token_ids[: model.context_length - 1]
+    fields = {
         "model": turn.adapter or None,
         "prompt": ids,
         "max_tokens": 1,
@@ -37,6 +41,6 @@ def warm_call(session: str, turn: Turn, body: WarmRequest, model: ServedModel, c
         "cache_salt": body.cache_salt,
         "session_ttl": body.session_ttl or turn.keep_seconds or None,
     }
-    writer = partial(WarmedWriter, session)
-    call = completion_call(CompletionRequest.model_validate(wanted), model, config, writer=writer)
+    writer = partial(SessionWarmupWriter, session)
+    call = resolve_completion_request(CompletionRequest.model_validate(fields), model, config, writer=writer)
     return replace(call, receipts=False)

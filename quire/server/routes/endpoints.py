@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.access.admission import CountedRoute, GenerationRoute
-from quire.server.errors import SYSTEM_ONE
-from quire.server.generation.vectors import VectorSpec
+from quire.server.access.admission import GenerationRoute, RateLimitedRoute
+from quire.server.error_responses import SYSTEM_ONE_PATH
+from quire.server.generation.vector_generation import VectorSpec
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
@@ -41,19 +41,23 @@ from quire.server.resolve.chat import resolve_chat
 from quire.server.resolve.common import Resolved
 from quire.server.resolve.completions import resolve_completion
 from quire.server.resolve.invocations import resolve_invocation
-from quire.server.resolve.pairs import resolve_rerank
-from quire.server.resolve.pooling import resolve_classification, resolve_embedding, resolve_pooling
-from quire.server.resolve.tokenize import Reply, detokenized, templated, tokenized
+from quire.server.resolve.pooling_requests import resolve_classification, resolve_embedding, resolve_pooling
+from quire.server.resolve.text_pairs import resolve_rerank
+from quire.server.resolve.tokenize_requests import JsonReply, answer_apply_template, answer_detokenize, answer_tokenize
 from quire.server.resolve.translated import ollama
 from quire.server.resolve.translated.cohere_embed import resolve_cohere_embedding
-from quire.server.resolve.translated.decisions import resolve_decisions, resolve_scores, resolve_systemone
-from quire.server.resolve.translated.messages import count_tokens, resolve_message
+from quire.server.resolve.translated.decisions import (
+    resolve_decisions,
+    resolve_score_or_label_scores,
+    resolve_systemone,
+)
+from quire.server.resolve.translated.messages import count_message_tokens, resolve_message
 from quire.server.routes.bodies import Documented, Work, checked, worked_on
 from quire.server.routes.reply import reply, vectors_reply
-from quire.server.runtime import runtime_of
-from quire.server.served_model import model_of
+from quire.server.runtime import get_runtime
+from quire.server.served_model import get_model
 
-Answerable = Resolved | VectorSpec | Reply
+Resolution = Resolved | VectorSpec | JsonReply
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +66,12 @@ class Endpoint:
     name: str
     """The name of the operation in the API's description."""
     description: str
-    resolve: Work[Answerable]
+    resolve: Work[Resolution]
     """Makes of the body what is to be computed, or the answer itself."""
-    bodies: tuple[type[BaseModel], ...]
+    body_models: tuple[type[BaseModel], ...]
     """The models, one of which a body must match."""
-    route: type[CountedRoute] = GenerationRoute
-    listed: bool = True
+    route_class: type[RateLimitedRoute] = GenerationRoute
+    in_schema: bool = True
     """Whether the API's description has it: not where it is another name of one that is there."""
 
 
@@ -85,9 +89,9 @@ ENDPOINTS = (
         "/v1/messages/count_tokens",
         "count_message_tokens",
         "The number of tokens that a conversation has as a prompt.",
-        count_tokens,
+        count_message_tokens,
         (CountTokensRequest,),
-        CountedRoute,
+        RateLimitedRoute,
     ),
     Endpoint(
         "/v1/decisions",
@@ -97,7 +101,7 @@ ENDPOINTS = (
         (DecisionRequest,),
     ),
     Endpoint(
-        SYSTEM_ONE,
+        SYSTEM_ONE_PATH,
         "evaluate",
         "Answer questions about a state by the probabilities of their options; no text is generated.",
         resolve_systemone,
@@ -128,10 +132,10 @@ ENDPOINTS = (
         "/v1/score",
         "score",
         "How well texts fit each other, pair by pair; or, with label_token_ids, how likely each of these comes next.",
-        resolve_scores,
+        resolve_score_or_label_scores,
         (ScoreRequest, LabelScoreRequest),
     ),
-    Endpoint("/score", "score", "As /v1/score.", resolve_scores, (ScoreRequest,), listed=False),
+    Endpoint("/score", "score", "As /v1/score.", resolve_score_or_label_scores, (ScoreRequest,), in_schema=False),
     Endpoint(
         "/v2/embed",
         "cohere_embed",
@@ -146,7 +150,7 @@ ENDPOINTS = (
         resolve_rerank,
         (RerankRequest,),
     ),
-    Endpoint("/rerank", "rerank", "As /v1/rerank.", resolve_rerank, (RerankRequest,), listed=False),
+    Endpoint("/rerank", "rerank", "As /v1/rerank.", resolve_rerank, (RerankRequest,), in_schema=False),
     Endpoint(
         "/v2/rerank",
         "cohere_rerank",
@@ -162,83 +166,83 @@ ENDPOINTS = (
         resolve_invocation,
         (ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest, ScoreRequest),
     ),
-    Endpoint("/api/chat", "chat", "Answer a conversation.", ollama.resolve_chat, (OllamaChatRequest,)),
+    Endpoint("/api/chat", "chat", "Answer a conversation.", ollama.resolve_ollama_chat, (OllamaChatRequest,)),
     Endpoint(
         "/api/generate",
         "generate",
         "Answer a prompt, or continue one that is raw.",
-        ollama.resolve_generate,
+        ollama.resolve_ollama_generate,
         (OllamaGenerateRequest,),
     ),
     Endpoint(
         "/api/embed",
         "embed",
         "A vector of each input, of length 1.",
-        ollama.resolve_embed,
+        ollama.resolve_ollama_embed,
         (OllamaEmbedRequest,),
     ),
     Endpoint(
         "/api/embeddings",
         "embeddings",
         "A vector of one prompt.",
-        ollama.resolve_embeddings,
+        ollama.resolve_ollama_embeddings,
         (OllamaEmbeddingsRequest,),
     ),
     Endpoint(
         "/tokenize",
         "tokenize",
         "Token ids of a prompt, or of a conversation as the chat template writes it.",
-        tokenized,
+        answer_tokenize,
         (TokenizeRequest,),
-        CountedRoute,
+        RateLimitedRoute,
     ),
     Endpoint(
         "/detokenize",
         "detokenize",
         "The text of token ids, special tokens shown.",
-        detokenized,
+        answer_detokenize,
         (DetokenizeRequest,),
-        CountedRoute,
+        RateLimitedRoute,
     ),
     Endpoint(
         "/apply-template",
         "apply_template",
         "A conversation as the chat template writes it.",
-        templated,
+        answer_apply_template,
         (TokenizeRequest,),
-        CountedRoute,
+        RateLimitedRoute,
     ),
 )
 
 
-def handler(resolve: Work[Answerable]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+def make_handler(resolve: Work[Resolution]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     """The function that answers the requests of an endpoint. It raises what `worked_on`, `checked` and the replies
     raise."""
 
-    async def answer(request: Request) -> Response:
-        model = model_of(request)
-        made = await worked_on(request, resolve)
-        if isinstance(made, Reply):
-            return Response(made.body, 200, made.headers, "application/json")
-        if isinstance(made, VectorSpec):
-            return await vectors_reply(request, made)
-        spec = await checked(request, made)
-        runtime_of(request).metrics.asked(question.type for question in spec.questions)
-        return await reply(request, spec, made.writer(spec, model.tokenizer, model.fingerprint))
+    async def handle_request(request: Request) -> Response:
+        model = get_model(request)
+        resolved = await worked_on(request, resolve)
+        if isinstance(resolved, JsonReply):
+            return Response(resolved.body, 200, resolved.headers, "application/json")
+        if isinstance(resolved, VectorSpec):
+            return await vectors_reply(request, resolved)
+        spec = await checked(request, resolved)
+        get_runtime(request).metrics.count_questions(question.type for question in spec.questions)
+        return await reply(request, spec, resolved.writer(spec, model.tokenizer, model.fingerprint))
 
-    return answer
+    return handle_request
 
 
 router = APIRouter()
 for each in ENDPOINTS:
     router.add_api_route(
         each.path,
-        handler(each.resolve),
+        make_handler(each.resolve),
         methods=["POST"],
         name=each.name,
         description=each.description,
         response_model=None,
-        openapi_extra=Documented(*each.bodies),
-        include_in_schema=each.listed,
-        route_class_override=each.route,
+        openapi_extra=Documented(*each.body_models),
+        include_in_schema=each.in_schema,
+        route_class_override=each.route_class,
     )

@@ -15,54 +15,54 @@ from starlette.responses import PlainTextResponse, Response
 from quire.engine import VERSION
 from quire.engine.errors import InvalidRequest
 from quire.engine.text.tokenizer import ADDED_TOKEN_FIELDS
-from quire.server.access.admission import CountedRoute, ModelRoute
-from quire.server.adapters import Adapters
+from quire.server.access.admission import ModelRoute, RateLimitedRoute
+from quire.server.adapter_registry import AdapterRegistry
 from quire.server.encoding import encode_ascii
-from quire.server.protocol.operators import LoadAdapterRequest, UnloadAdapterRequest
+from quire.server.protocol.operator_requests import LoadAdapterRequest, UnloadAdapterRequest
 from quire.server.routes.bodies import Documented, parsed
-from quire.server.runtime import runtime_of
-from quire.server.served_model import MADE, ServedModel, model_of
+from quire.server.runtime import get_runtime
+from quire.server.served_model import TASK_OUTPUTS, ServedModel, get_model
 
 router = APIRouter(route_class=ModelRoute)
-counted = APIRouter(route_class=CountedRoute)
-USUAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+rate_limited_router = APIRouter(route_class=RateLimitedRoute)
+DEFAULT_SAMPLING_PARAMS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 """What requests get where neither they nor the model's generation_config.json say otherwise."""
-LARGEST_INTEGER = 2**53
+MAX_SAFE_INTEGER = 2**53
 """Up to here every reader of JSON has integers exactly. Tokenizers without a limit write 10**30."""
 
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    return listed(cards(model_of(request)))
+    return model_list(list_model_cards(get_model(request)))
 
 
-def listed(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def model_list(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The answer with these cards, at least one."""
     return {
         "object": "list",
-        "data": found,
+        "data": entries,
         "has_more": False,
-        "first_id": found[0]["id"],
-        "last_id": found[-1]["id"],
+        "first_id": entries[0]["id"],
+        "last_id": entries[-1]["id"],
         "models": [  # as TypeSafe's clients read it; of one that was never loaded no date is known
-            {"name": each["id"], "description": "", "release_date": each.get("created_at", "")[:10]} for each in found
+            {"name": each["id"], "description": "", "release_date": each.get("created_at", "")[:10]} for each in entries
         ],
     }
 
 
-def cards(model: ServedModel) -> list[dict[str, Any]]:
+def list_model_cards(model: ServedModel) -> list[dict[str, Any]]:
     """One for each name of a model."""
-    return [_card(name, model) for name in (*model.names, *model.adapters)]
+    return [_build_model_card(name, model) for name in (*model.names, *model.adapters)]
 
 
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
     """One model; ids may contain slashes."""
-    served = model_of(request)
-    return _card(served.answer_name(model), served)
+    served = get_model(request)
+    return _build_model_card(served.response_model_name(model), served)
 
 
-def _card(name: str, model: ServedModel) -> dict[str, Any]:
+def _build_model_card(name: str, model: ServedModel) -> dict[str, Any]:
     """What clients of OpenAI's API read, of Anthropic's, the context's length under each name in use, and what
     OpenRouter's says of what a model reads and samples with."""
     return {
@@ -80,13 +80,16 @@ def _card(name: str, model: ServedModel) -> dict[str, Any]:
         "created_at": datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "lifecycle": "active",
         "max_input_tokens": model.context_length,
-        "architecture": {"input_modalities": _read(model), "output_modalities": [MADE[each] for each in model.tasks]},
-        "default_parameters": model.defaults,
+        "architecture": {
+            "input_modalities": _input_modalities(model),
+            "output_modalities": [TASK_OUTPUTS[each] for each in model.tasks],
+        },
+        "default_parameters": model.default_sampling,
     }
 
 
-def _read(model: ServedModel) -> list[str]:
-    return ["text"] if model.images is None else ["text", "image"]
+def _input_modalities(model: ServedModel) -> list[str]:
+    return ["text"] if model.image_reader is None else ["text", "image"]
 
 
 @router.post("/v1/load_lora_adapter", response_model=None, openapi_extra=Documented(LoadAdapterRequest))
@@ -95,71 +98,71 @@ async def load_lora_adapter(request: Request) -> PlainTextResponse:
 
     It is copied and checked before the answer, while streams go on.
     """
-    adapters, body = _adapters(request), await parsed(request, LoadAdapterRequest)
-    await adapters.load(body.lora_name, body.lora_path, replace=body.load_inplace)
+    adapters, body = _require_adapters(request), await parsed(request, LoadAdapterRequest)
+    await adapters.load_lora_adapter(body.lora_name, body.lora_path, replace=body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
 @router.post("/v1/unload_lora_adapter", response_model=None, openapi_extra=Documented(UnloadAdapterRequest))
 async def unload_lora_adapter(request: Request) -> PlainTextResponse:
     """Serve an adapter no more; its requests under way finish. Needs an admin's API key where there are keys."""
-    adapters, body = _adapters(request), await parsed(request, UnloadAdapterRequest)
-    await adapters.unload(body.lora_name)
+    adapters, body = _require_adapters(request), await parsed(request, UnloadAdapterRequest)
+    await adapters.unload_lora_adapter(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
-def _adapters(request: Request) -> Adapters:
-    adapters = runtime_of(request).adapters
+def _require_adapters(request: Request) -> AdapterRegistry:
+    adapters = get_runtime(request).adapter_registry
     if adapters is None:
         raise InvalidRequest("This server was started without --enable-lora")
     return adapters
 
 
-@counted.get("/props", response_model=None)
+@rate_limited_router.get("/props", response_model=None)
 async def props(request: Request) -> dict[str, Any]:
     """What is known of the model: clients of llama.cpp's read the context's length and the chat template here."""
-    model, runtime = model_of(request), runtime_of(request)
+    model, runtime = get_model(request), get_runtime(request)
     special = model.tokenizer.special_tokens
-    usual = {**USUAL, **model.sampling_defaults}
+    usual = {**DEFAULT_SAMPLING_PARAMS, **model.sampling_defaults}
     usual["repeat_penalty"] = usual.pop("repetition_penalty")
     return {
         "default_generation_settings": {"n_ctx": model.context_length, "params": {**usual, "n_predict": -1}},
-        "total_slots": runtime.config.most_running,
+        "total_slots": runtime.config.max_running_requests,
         "model_alias": model.names[0],
         "model_path": model.names[0],
         "chat_template": model.tokenizer.chat_templates.get("default") or "",
         "bos_token": special.get("bos_token") or "",
         "eos_token": special.get("eos_token") or "",
-        "modalities": {"vision": model.images is not None, "audio": False},
+        "modalities": {"vision": model.image_reader is not None, "audio": False},
         "build_info": f"quire {VERSION}",
         "is_sleeping": runtime.client.link.asleep,
     }
 
 
-@counted.get("/tokenizer_info", response_model=None)
+@rate_limited_router.get("/tokenizer_info", response_model=None)
 def tokenizer_info(request: Request) -> Response:
     """tokenizer_config.json as it is in effect, in vLLM's form: lm-eval's remote tokenizer reads it."""
-    return Response(encode_ascii(told_of_tokenizer(model_of(request))), 200, media_type="application/json")
+    return Response(encode_ascii(tokenizer_config(get_model(request))), 200, media_type="application/json")
 
 
-def told_of_tokenizer(model: ServedModel) -> dict[str, Any]:
+def tokenizer_config(model: ServedModel) -> dict[str, Any]:
     """The entries of the file except paths of the machine that wrote it. Special tokens are strings, or null if there
     is none. added_tokens_decoder and chat_template are included, whichever file of the model they come from."""
     tokenizer = model.tokenizer
-    found = {name: value for name, value in tokenizer.config.items() if not name.endswith(("_path", "_file"))}
-    longest = found.get("model_max_length")
-    known = isinstance(longest, int) and 0 < longest <= LARGEST_INTEGER
-    eos = tokenizer.token(tokenizer.eos_token_ids[0]) if tokenizer.eos_token_ids else None
-    added = tokenizer.backend.get_added_tokens_decoder()
+    entries = {name: value for name, value in tokenizer.config.items() if not name.endswith(("_path", "_file"))}
+    max_length = entries.get("model_max_length")
+    has_max_length = isinstance(max_length, int) and 0 < max_length <= MAX_SAFE_INTEGER
+    eos = tokenizer.id_to_token(tokenizer.eos_token_ids[0]) if tokenizer.eos_token_ids else None
+    added_tokens = tokenizer.backend.get_added_tokens_decoder()
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **found,
-        "model_max_length": longest if known else model.context_length,
+        **entries,
+        "model_max_length": max_length if has_max_length else model.context_length,
         **{"bos_token": None, "eos_token": eos, "pad_token": None},
         **tokenizer.special_tokens,
         "chat_template": tokenizer.chat_templates.get("default"),
         "added_tokens_decoder": {
             str(token_id): {name: getattr(token, name) for name in ADDED_TOKEN_FIELDS}
-            for token_id, token in sorted(added.items())
+            for token_id, token in sorted(added_tokens.items())
         },
     }

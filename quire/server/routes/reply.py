@@ -11,28 +11,35 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.errors import InvalidRequest
-from quire.server.access.admission import Admitted, admission_of
+from quire.server.access.admission import AdmissionTicket, admission_of
 from quire.server.access.authentication import tenant_of
-from quire.server.access.held import hold_of
-from quire.server.again import computed_by
-from quire.server.bursts import TRANSPORT, BurstTransport
-from quire.server.generation.answers.numbered import NumberedWriter
-from quire.server.generation.answers.writer import AnswerWriter
-from quire.server.generation.background import Running
-from quire.server.generation.beam_search import BeamSearch
-from quire.server.generation.choice import ChoiceDelta
-from quire.server.generation.fold import Answer, fold
+from quire.server.access.memory_lease import lease_of
+from quire.server.generation.answers.answer_writer import AnswerWriter
+from quire.server.generation.answers.event_ids import EventIdWriter
+from quire.server.generation.background import RunningAnswer
+from quire.server.generation.beam_search_generation import BeamSearchGeneration
+from quire.server.generation.choice_state import ChoiceDelta
 from quire.server.generation.generation import Generation
-from quire.server.generation.sampling import Sampling
-from quire.server.generation.spec import GenerationSpec
-from quire.server.generation.vectors import Vectors, VectorSpec
+from quire.server.generation.output_parts import CollectedChoice, collect_choices
+from quire.server.generation.request_specs import GenerationSpec
+from quire.server.generation.sampling_generation import SamplingGeneration
+from quire.server.generation.vector_generation import VectorGeneration, VectorSpec
+from quire.server.resumable_calls import (
+    IDEMPOTENCY_HEADER,
+    JOURNAL_BODY_SCOPE_KEY,
+    KEEP_ALIVE_HEADER,
+    RESUMED_SCOPE_KEY,
+    parse_keep_alive,
+    still_answering_error,
+)
+from quire.server.resumption import compute_fingerprints
 from quire.server.routes.bodies import WEIGHTS_VERSION, here_of, of_caller, owner_of
-from quire.server.runtime import Runtime, runtime_of, server_of
-from quire.server.served_model import model_of
+from quire.server.runtime import ModelRuntime, get_runtime, get_server_context
+from quire.server.served_model import get_model
 from quire.server.sse import CLIENT_CLOSED_REQUEST, EventStream, closing_on_disconnect
-from quire.server.streams import BODY, KEEP_ALIVE, KEY, RESUMED, busy, keep_alive
+from quire.server.write_batching import TRANSPORT_SCOPE_KEY, BatchingTransport
 
-Started = TypeVar("Started", Generation, Vectors)
+Started = TypeVar("Started", Generation, VectorGeneration)
 QUICK_NUMBERS = 2**14
 """Of an answer; JSON of so many takes a few milliseconds, and a thread makes it of more."""
 STREAM_ID = "X-Stream-Id"
@@ -55,29 +62,31 @@ async def reply(
     Raises what `begin` and Kept.call's function raise, and EngineError if the engine failed an answer that is not
     streamed.
     """
-    runtime = runtime_of(request)
-    keep = keep_alive(request, 0 if server_of(request).streams is None else runtime.config.stream_grace)
+    runtime = get_runtime(request)
+    keep = parse_keep_alive(
+        request, 0 if get_server_context(request).resumable_calls is None else runtime.config.stream_grace
+    )
     if keep and not (spec.stream and spec.resumable):
-        raise InvalidRequest(f"{KEEP_ALIVE}: only for a stream that can be resumed", param=KEEP_ALIVE)
+        raise InvalidRequest(f"{KEEP_ALIVE_HEADER}: only for a stream that can be resumed", param=KEEP_ALIVE_HEADER)
     generation, close = begin(request, spec)
     close = await journaled(request, spec, generation, close)
     if spec.stream:
         return _streamed(request, spec, writer, generation, close, ended, keep)
-    with runtime.kept.call() as count:
+    with runtime.logprob_budget.track_call() as count:
         async with closing_on_disconnect(request.receive, close):
             answers = await _folded(request, spec, generation, count)
-        if not generation.complete:
-            if KEY in request.headers and not await request.is_disconnected():
-                raise busy()  # which took it over
+        if not generation.is_complete:
+            if IDEMPOTENCY_HEADER in request.headers and not await request.is_disconnected():
+                raise still_answering_error()  # which took it over
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        best = generation.best(answers)
+        best = generation.select_best(answers)
         writer.weights_version = generation.weights_version
-        if spec.receipt:
-            writer.receipt = await runtime.receipts.told(spec, generation)
+        if spec.include_receipt:
+            writer.receipt = await runtime.receipts.encode_answer_receipt(spec, generation)
         if spec.logprobs or spec.prompt_logprobs is not None:
-            body = await runtime.turns.in_thread(writer.whole, best, generation.usage)
+            body = await runtime.loop_turns.run_in_thread(writer.response_body, best, generation.usage)
         else:
-            body = writer.whole(best, generation.usage)
+            body = writer.response_body(best, generation.usage)
     await ended()
     headers = {**spec.headers, WEIGHTS_VERSION: writer.weights_version}
     return Response(body, 200, headers, "application/json")
@@ -93,15 +102,15 @@ def _streamed(
     keep: float,
 ) -> Response:
     """`keep`: seconds for which the answer goes on without its reader."""
-    runtime, transport = runtime_of(request), request.scope.get(TRANSPORT)
+    runtime, transport = get_runtime(request), request.scope.get(TRANSPORT_SCOPE_KEY)
     headers = {**spec.headers, WEIGHTS_VERSION: generation.weights_version}
     if spec.resumable:
-        resumed, here = request.scope.get(RESUMED), here_of(request)
-        by = () if resumed is None else computed_by(resumed, here)
+        resumed, here = request.scope.get(RESUMED_SCOPE_KEY), here_of(request)
+        by = () if resumed is None else compute_fingerprints(resumed, here)
         others = len(by) > 1  # also before this process: the reader may have tokens of any of them
         alters = others or not here.deterministic
-        seen = () if resumed is None else resumed.seen
-        writer = NumberedWriter(writer, spec, seen, (lambda: not generation.fresh) if alters else None)
+        seen = () if resumed is None else resumed.seen_events
+        writer = EventIdWriter(writer, spec, seen, (lambda: not generation.is_new_step) if alters else None)
         headers[STREAM_ID] = spec.id
         if others:
             headers[COMPUTED_BY] = ", ".join(by)
@@ -112,9 +121,9 @@ def _streamed(
         events = events_of(generation, writer, spec, runtime, ended, transport)
     return EventStream(
         *(events, close, headers, runtime.config),
-        media=writer.MEDIA,
-        ping=writer.ping,
-        failed=writer.failed,
+        content_type=writer.MEDIA_TYPE,
+        ping=writer.ping_event,
+        encode_error=writer.error_event,
         transport=transport,
     )
 
@@ -130,27 +139,30 @@ def _kept_alive(
 ) -> tuple[AsyncGenerator[bytes], Callable[[], None]]:
     """The events of a stream that goes on for a while after its reader has left, and the function to call when the
     reader leaves."""
-    background, key = server_of(request).background, (owner_of(request), spec.id)
-    held = hold_of(request.scope).moved()
+    background, key = get_server_context(request).background, (owner_of(request), spec.id)
+    held = lease_of(request.scope).transfer_lease()
 
     async def end() -> None:
-        held.end()
+        held.release_lease()
 
-    running = Running(writer, close, [])
-    events = events_of(generation, writer, spec, runtime_of(request), ended)
-    background.start(key, running, events, end)
-    return running.follow(-1), partial(background.leave, key, running, seconds)
+    running = RunningAnswer(writer, close, [])
+    events = events_of(generation, writer, spec, get_runtime(request), ended)
+    background.start_answer(key, running, events, end)
+    return running.follow_events(-1), partial(background.detach_reader, key, running, seconds)
 
 
 async def _folded(
     request: Request, spec: GenerationSpec, generation: Generation, count: Callable[[Sequence[ChoiceDelta]], None]
-) -> list[Answer]:
+) -> list[CollectedChoice]:
     """The whole answers. A call that failed may be sent again with the same Idempotency-Key."""
     try:
-        return await fold(generation.deltas(), count)
+        return await collect_choices(generation.deltas(), count)
     except Exception:
-        if KEY in request.headers and (streams := server_of(request).streams) is not None:
-            await streams.forget(owner_of(request), spec.id)
+        if (
+            IDEMPOTENCY_HEADER in request.headers
+            and (streams := get_server_context(request).resumable_calls) is not None
+        ):
+            await streams.forget_call(owner_of(request), spec.id)
         raise
 
 
@@ -159,11 +171,15 @@ async def journaled(
 ) -> Callable[[], None]:
     """The function that ends the call. A call that can be asked for again is in the journal before its first event is
     sent."""
-    streams = server_of(request).streams
-    if streams is None or BODY not in request.scope or not (spec.resumable or KEY in request.headers):
+    streams = get_server_context(request).resumable_calls
+    if (
+        streams is None
+        or JOURNAL_BODY_SCOPE_KEY not in request.scope
+        or not (spec.resumable or IDEMPOTENCY_HEADER in request.headers)
+    ):
         return close
     try:
-        return await streams.begin(request, owner_of(request), spec, here_of(request), generation, close)
+        return await streams.begin_journal(request, owner_of(request), spec, here_of(request), generation, close)
     except BaseException:
         close()
         raise
@@ -177,62 +193,62 @@ def admitted(
     prompts: int,
     n: int = 1,
     max_tokens: int | None = None,
-) -> tuple[Started, Admitted]:
+) -> tuple[Started, AdmissionTicket]:
     """Admit a call and `start` its work. Whoever ends the work settles the reservation.
 
-    Raises what Admission.admit raises, and EngineError if the engine is gone.
+    Raises what Admission.admit_generation raises, and EngineError if the engine is gone.
     """
-    reservation = admission_of(request).admit(
+    reservation = admission_of(request).admit_generation(
         tenant_of(request.scope),
-        prompts=prompts,
+        num_prompts=prompts,
         prompt_tokens=spec.prompt_tokens,
         n=n,
         max_tokens=max_tokens,
         priority=spec.priority,
     )
-    name = model_of(request).names[0] if spec.adapter is None else spec.adapter.name
-    runtime_of(request).request_log.begin(request.scope, spec.id, spec.answer_id, name)
+    name = get_model(request).names[0] if spec.adapter is None else spec.adapter.name
+    get_runtime(request).request_log.begin_answer(request.scope, spec.id, spec.answer_id, name)
     try:
         return start(), reservation
     except Exception:
-        reservation.settle(0)
+        reservation.settle_usage(0)
         raise
 
 
 async def vectors_reply(request: Request, spec: VectorSpec) -> Response:
     """Raises what `admitted` raises, and EngineError, Timeout and QueueTimeout."""
-    runtime, spec = runtime_of(request), of_caller(request, spec)
-    start = partial(Vectors, spec, runtime.client, runtime.metrics)
+    runtime, spec = get_runtime(request), of_caller(request, spec)
+    start = partial(VectorGeneration, spec, runtime.client, runtime.metrics)
     work, reservation = admitted(request, spec, start, prompts=len(spec.inputs))
 
     def close() -> None:
         work.close()
-        reservation.settle(spec.prompt_tokens)
+        reservation.settle_usage(spec.prompt_tokens)
 
     async with closing_on_disconnect(request.receive, close):
-        vectors = await work.gathered()
+        vectors = await work.collect_vectors()
     if vectors is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     version = work.weights_version
     if sum(map(len, vectors)) > QUICK_NUMBERS:
-        body = await runtime.turns.in_thread(spec.answer, spec, version, vectors)
+        body = await runtime.loop_turns.run_in_thread(spec.write_body, spec, version, vectors)
     else:
-        body = spec.answer(spec, version, vectors)
+        body = spec.write_body(spec, version, vectors)
     return Response(body, 200, {**spec.headers, WEIGHTS_VERSION: version}, "application/json")
 
 
-def start(spec: GenerationSpec, runtime: Runtime) -> Generation:
+def start(spec: GenerationSpec, runtime: ModelRuntime) -> Generation:
     """The generation that a spec asks for. Raises EngineError when the engine is gone."""
-    common = spec, runtime.model.tokenizer, runtime.client, runtime.metrics, runtime.turns
+    common = spec, runtime.model.tokenizer, runtime.client, runtime.metrics, runtime.loop_turns
     if spec.beam_search:
-        return BeamSearch(*common, context_length=runtime.model.context_length)
-    return Sampling(*common)
+        return BeamSearchGeneration(*common, context_length=runtime.model.context_length)
+    return SamplingGeneration(*common)
 
 
 def begin(request: Request, spec: GenerationSpec) -> tuple[Generation, Callable[[], None]]:
     """Admit a call and start its generation. The caller must call the returned function when it is done. Raises what
     `admitted` raises."""
-    runtime, params = runtime_of(request), spec.params
+    runtime, params = get_runtime(request), spec.params
     generation, reservation = admitted(
         request,
         spec,
@@ -246,10 +262,10 @@ def begin(request: Request, spec: GenerationSpec) -> tuple[Generation, Callable[
     def close() -> None:
         nonlocal closed
         generation.close()
-        reservation.settle(generation.usage.total_tokens)
+        reservation.settle_usage(generation.usage.total_tokens)
         if not closed:
             closed = True
-            runtime.receipts.ended(spec, generation)
+            runtime.receipts.log_answer(spec, generation)
 
     return generation, close
 
@@ -264,57 +280,59 @@ class Chunks:
 
     __slots__ = ("_generation", "_transport", "_usage", "_writer")
 
-    def __init__(self, generation: Generation, writer: AnswerWriter, transport: BurstTransport, *, usage: bool) -> None:
+    def __init__(
+        self, generation: Generation, writer: AnswerWriter, transport: BatchingTransport, *, usage: bool
+    ) -> None:
         """`usage`: tell it with each step."""
         self._generation = generation
         self._writer = writer
         self._transport = transport
         self._usage = usage
 
-    def ready(self) -> bool:
+    def can_take_step(self) -> bool:
         return self._transport.writable
 
-    def take(self, step: list[ChoiceDelta]) -> None:
+    def take_step(self, step: list[ChoiceDelta]) -> None:
         writer, generation = self._writer, self._generation
         writer.weights_version = generation.weights_version
         if self._usage:
-            writer.tell_usage(generation.usage)
-        self._transport.write_chunk(writer.step(step))
+            writer.set_usage(generation.usage)
+        self._transport.write_chunk(writer.step_events(step))
 
 
 async def events_of(
     generation: Generation,
     writer: AnswerWriter,
     spec: GenerationSpec,
-    runtime: Runtime,
+    runtime: ModelRuntime,
     ended: Callable[[], Awaitable[None]],
-    transport: BurstTransport | None = None,
+    transport: BatchingTransport | None = None,
 ) -> AsyncGenerator[bytes]:
     """The events of a stream, one chunk for each step. If `transport` is given, steps that arrive while the stream
     waits are written to it directly, except the first and the last."""
     if spec.continuous_usage:
-        writer.tell_usage(generation.usage)
-    opening, first = writer.first(), True
-    keeps = spec.logprobs and writer.keeps_logprobs
-    with runtime.kept.call() if keeps else nullcontext(_count_nothing) as count:
+        writer.set_usage(generation.usage)
+    opening, first = writer.first_events(), True
+    keeps = spec.logprobs and writer.holds_logprobs
+    with runtime.logprob_budget.track_call() if keeps else nullcontext(_count_nothing) as count:
         async for step in generation.deltas():
             count(step)
             writer.weights_version = generation.weights_version
             if spec.continuous_usage:
-                writer.tell_usage(generation.usage)
+                writer.set_usage(generation.usage)
             if spec.echo and spec.logprobs:  # all of the prompt's may come in one step
-                yield opening + await runtime.turns.in_thread(writer.step, step)
-            elif events := opening + writer.step(step):  # else the reader of a stream that goes on has seen them
+                yield opening + await runtime.loop_turns.run_in_thread(writer.step_events, step)
+            elif events := opening + writer.step_events(step):  # else the reader of a stream that goes on has seen them
                 yield events
                 if first and transport is not None and not keeps:
-                    generation.shorten(Chunks(generation, writer, transport, usage=spec.continuous_usage))
+                    generation.attach_sink(Chunks(generation, writer, transport, usage=spec.continuous_usage))
                 first = False
             opening = b""
-        if generation.complete:
+        if generation.is_complete:
             writer.weights_version = generation.weights_version
-            if spec.receipt:
-                writer.receipt = await runtime.receipts.told(spec, generation)
-            last = writer.last(generation.usage)
+            if spec.include_receipt:
+                writer.receipt = await runtime.receipts.encode_answer_receipt(spec, generation)
+            last = writer.last_events(generation.usage)
             await ended()
             if last:
                 yield last

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from quire.engine.errors import RequestNotFound
 from quire.server.access.authentication import tenant_of
 from quire.server.access.tenants import Tenant
-from quire.server.runtime import Runtime, server_of
+from quire.server.runtime import ModelRuntime, get_server_context
 
 router = APIRouter()
 
@@ -30,8 +30,10 @@ async def cancel_request(request_id: str, request: Request) -> dict[str, Any]:
     """
     tenant, cancelled = tenant_of(request.scope), 0
     owner = None if tenant.admin else tenant.name
-    for runtime in list(server_of(request).models.loaded):
-        cancelled += runtime.client.cancel(request_id, owner) + await runtime.others.cancel(request_id, owner)
+    for runtime in list(get_server_context(request).models.loaded_runtimes):
+        cancelled += runtime.client.cancel(
+            request_id, owner
+        ) + await runtime.cross_process_observer.cancel_peer_request(request_id, owner)
     if not cancelled:
         raise RequestNotFound(f"No open request has the id `{request_id}`", param="request_id")
     return {"id": request_id, "object": "request", "cancelled": True, "sequences": cancelled}
@@ -43,8 +45,8 @@ async def explain(name: str, request: Request) -> Response:
     preemptions, replays; and how much of its prompt was in the prefix cache, how much could have been, and why it was
     not. The request is named by the answer's id or by X-Request-Id. With API keys, only for requests of the same key,
     or with an admin's key."""
-    found, _ = await _explained(name, tenant_of(request.scope), request)
-    return Response(found, media_type="application/json")
+    explanation, _ = await _find_explanation(name, tenant_of(request.scope), request)
+    return Response(explanation, media_type="application/json")
 
 
 @router.get("/v1/requests/{name:path}/conversation", response_model=None)
@@ -52,19 +54,19 @@ async def conversation(name: str, request: Request) -> dict[str, Any]:
     """The turns of the conversation that a request belongs to, as far as they are remembered (--request-history): for
     each prompt, the numbers of tokens that were cached, that could have been cached, and that were new. Prompts belong
     to one conversation if one begins with the other, or with most of it."""
-    found, runtime = await _explained(name, tenant := tenant_of(request.scope), request)
-    prefixes = [each["prefix"] for each in msgspec.json.decode(found)["sequences"] if each["prefix"] is not None]
-    names = list(dict.fromkeys(each["conversation"] for each in prefixes))
-    turns = await runtime.others.turns(names[0], tenant) if names else []
-    return {"object": "list", "conversation": names[0] if names else None, "data": turns}
+    explanation, runtime = await _find_explanation(name, tenant := tenant_of(request.scope), request)
+    prefixes = [each["prefix"] for each in msgspec.json.decode(explanation)["sequences"] if each["prefix"] is not None]
+    conversation_names = list(dict.fromkeys(each["conversation"] for each in prefixes))
+    turns = await runtime.cross_process_observer.list_turns(conversation_names[0], tenant) if conversation_names else []
+    return {"object": "list", "conversation": conversation_names[0] if conversation_names else None, "data": turns}
 
 
-async def _explained(name: str, tenant: Tenant, request: Request) -> tuple[bytes, Runtime]:
+async def _find_explanation(name: str, tenant: Tenant, request: Request) -> tuple[bytes, ModelRuntime]:
     """The explanation of a request, and what runs beside its model."""
-    for runtime in list(server_of(request).models.loaded):
-        async with runtime.turns:
-            found = runtime.others.explained(name, tenant.name, tenant.admin)
-        found = found or await runtime.others.explanation(name, tenant)
-        if found is not None:
-            return found, runtime
+    for runtime in list(get_server_context(request).models.loaded_runtimes):
+        async with runtime.loop_turns:
+            explanation = runtime.cross_process_observer.explain_own_request(name, tenant.name, tenant.admin)
+        explanation = explanation or await runtime.cross_process_observer.explain_peer_request(name, tenant)
+        if explanation is not None:
+            return explanation, runtime
     raise RequestNotFound(f"No request `{name}` is known here, or not any more", param="id")

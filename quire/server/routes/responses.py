@@ -12,162 +12,174 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.errors import InvalidRequest, Overloaded, RequestNotFound
-from quire.server.access.admission import CountedRoute, GenerationRoute, admission_of
-from quire.server.access.held import hold, hold_of
+from quire.server.access.admission import GenerationRoute, RateLimitedRoute, admission_of
+from quire.server.access.memory_lease import lease_memory, lease_of
 from quire.server.encoding import encode_event
 from quire.server.generation.answers.responses import ResponsesWriter
-from quire.server.generation.background import Running
-from quire.server.generation.spec import GenerationSpec
+from quire.server.generation.background import RunningAnswer
+from quire.server.generation.request_specs import GenerationSpec
 from quire.server.protocol.responses import ResponsesRequest
 from quire.server.resolve.translated.responses import count_input_tokens, resolve_response
+from quire.server.resumable_calls import RESUMED_SCOPE_KEY
 from quire.server.routes.bodies import Documented, owner_of, resolved_spec, worked_on
 from quire.server.routes.reply import begin, events_of, journaled, nothing, reply
-from quire.server.routes.stored.pages import Limit, Order, answer, found, listed
-from quire.server.runtime import runtime_of, server_of
-from quire.server.served_model import model_of
+from quire.server.routes.stored.list_pages import Limit, Order, find_or_raise, json_response, list_items_response
+from quire.server.runtime import get_runtime, get_server_context
+from quire.server.served_model import get_model
 from quire.server.sse import EventStream
-from quire.server.store.data import Data
-from quire.server.store.patience import patiently
-from quire.server.store.store import ItemSummary, Put, Store, Stored
-from quire.server.streams import RESUMED
+from quire.server.store.data_dir import DataDir
+from quire.server.store.response_store import ObjectSummary, ObjectToStore, Store, StoredObject
+from quire.server.store.write_retry import retry_until_written
 
 router = APIRouter()
-creating = APIRouter(route_class=GenerationRoute)
+generation_router = APIRouter(route_class=GenerationRoute)
 """The route whose calls the engine computes."""
-counting = APIRouter(route_class=CountedRoute)
+counting_router = APIRouter(route_class=RateLimitedRoute)
 """The route whose calls only read their bodies."""
-ENDINGS = {"completed": "response.completed", "failed": "response.failed"}
+FINAL_EVENTS = {"completed": "response.completed", "failed": "response.failed"}
 """The last event of a stream, by the response's status; of others it is response.incomplete."""
-Written = TypeVar("Written")
-WORKED_ON = ("queued", "in_progress")
+WriteResult = TypeVar("WriteResult")
+UNFINISHED_STATUSES = ("queued", "in_progress")
 """What is stored of the status of a response that has not ended."""
 
 
 @dataclass(frozen=True, slots=True)
-class Keeper:
+class ResponseRecorder:
     """Stores one response."""
 
-    data: Data | None
+    data: DataDir | None
     """None where nothing is stored."""
     owner: str
     spec: GenerationSpec
     writer: ResponsesWriter
 
-    async def keep(self) -> None:
+    async def store_ended_response(self) -> None:
         """Store the response, which has ended, and add its items to its conversation."""
-        fields, writer = self.spec.response, self.writer
+        fields, writer = self.spec.responses_fields, self.writer
         assert fields is not None
         if self.data is None:
             return
-        if writer.final is None:
+        if writer.final_response is None:
             writer.status = "cancelled"
         if fields.store:
-            await self._put(writer.final or writer.so_far(writer.status))
-        if fields.conversation is not None and writer.final is not None:
-            added = [*fields.input, *writer.output]
+            await self._put_response(writer.final_response or writer.current_response(writer.status))
+        if fields.conversation_id is not None and writer.final_response is not None:
+            new_items = [*fields.input_items, *writer.output_items]
             append = self.data.store.append
-            await self.data.threads.run(self.owner, append, self.owner, fields.conversation, added)
+            await self.data.owner_executor.run_for_owner(
+                self.owner, append, self.owner, fields.conversation_id, new_items
+            )
 
-    async def begun(self, response: bytes) -> None:
+    async def store_queued_response(self, response: bytes) -> None:
         """Store a response that goes on in the background."""
         self.writer.status = "queued"
-        await self._put(response, unfinished=True)
+        await self._put_response(response, unfinished=True)
 
-    async def _put(self, response: bytes, *, unfinished: bool = False) -> None:
-        fields, data = self.spec.response, self.data
+    async def _put_response(self, response: bytes, *, unfinished: bool = False) -> None:
+        fields, data = self.spec.responses_fields, self.data
         assert fields is not None
         assert data is not None, "refused otherwise"
         about = {
             "status": self.writer.status,
             "background": fields.background,
-            "previous": fields.previous,
-            "events": self.writer.number,
+            "previous": fields.previous_id,
+            "events": self.writer.next_sequence_number,
             "streamed": self.spec.stream,
         }
-        new = Put(self.spec.answer_id, Stored("response", about, response), fields.input, unfinished=unfinished)
-        await data.threads.run(self.owner, data.store.put, self.owner, new)
+        stored_object = ObjectToStore(
+            self.spec.answer_id, StoredObject("response", about, response), fields.input_items, unfinished=unfinished
+        )
+        await data.owner_executor.run_for_owner(self.owner, data.store.put, self.owner, stored_object)
 
 
-@creating.post("/v1/responses", response_model=None, openapi_extra=Documented(ResponsesRequest))
+@generation_router.post("/v1/responses", response_model=None, openapi_extra=Documented(ResponsesRequest))
 async def create_response(request: Request) -> Response:
     """Answer an input."""
-    model, owner = model_of(request), owner_of(request)
+    model, owner = get_model(request), owner_of(request)
     spec = await resolved_spec(request, partial(resolve_response, owner=owner))
-    fields = spec.response
+    fields = spec.responses_fields
     assert fields is not None
     if fields.store:
-        spec = replace(spec, name="")  # an id of ours: the one that a caller chooses may name several answers
-    hold(request.scope, 2 * len(fields.repeated))  # in the events that open the stream; or once, in the answer
+        spec = replace(spec, requested_id="")  # an id of ours: the one that a caller chooses may name several answers
+    lease_memory(
+        request.scope, 2 * len(fields.echoed_fields)
+    )  # in the events that open the stream; or once, in the answer
     writer = ResponsesWriter(spec, model.tokenizer, model.fingerprint)
-    keeper = Keeper(server_of(request).data, owner, spec, writer)
+    recorder = ResponseRecorder(get_server_context(request).data_dir, owner, spec, writer)
     if fields.background:
-        return await _in_background(request, keeper)
-    return await reply(request, spec, writer, keeper.keep)
+        return await _answer_in_background(request, recorder)
+    return await reply(request, spec, writer, recorder.store_ended_response)
 
 
-@counting.post("/v1/responses/input_tokens", response_model=None, openapi_extra=Documented(ResponsesRequest))
+@counting_router.post("/v1/responses/input_tokens", response_model=None, openapi_extra=Documented(ResponsesRequest))
 async def count_tokens(request: Request) -> Response:
     """The number of tokens that an input has as a prompt."""
     counted = await worked_on(request, partial(count_input_tokens, owner=owner_of(request)))
     return Response(counted.body, 200, counted.headers, "application/json")
 
 
-async def _in_background(request: Request, keeper: Keeper) -> Response:
-    runtime, server, spec, writer = runtime_of(request), server_of(request), keeper.spec, keeper.writer
-    resumed = request.scope.get(RESUMED)
-    if resumed is not None and not resumed.attempt and (known := await _known(request, spec)) is not None:
-        return known
-    held = hold_of(request.scope).moved()
-    assert spec.response is not None
-    close = held.end
+async def _answer_in_background(request: Request, recorder: ResponseRecorder) -> Response:
+    runtime, server, spec, writer = get_runtime(request), get_server_context(request), recorder.spec, recorder.writer
+    resumed = request.scope.get(RESUMED_SCOPE_KEY)
+    if (
+        resumed is not None
+        and not resumed.attempt
+        and (existing := await _existing_response(request, spec)) is not None
+    ):
+        return existing
+    lease = lease_of(request.scope).transfer_lease()
+    assert spec.responses_fields is not None
+    close = lease.release_lease
     try:
-        hold(request.scope, 2 * len(spec.response.repeated))  # in what the caller is sent
+        lease_memory(request.scope, 2 * len(spec.responses_fields.echoed_fields))  # in what the caller is sent
         generation, close = begin(request, spec)
         close = await journaled(request, spec, generation, close)
-        queued = writer.so_far("queued")
-        await keeper.begun(queued)
-        if server.streams is not None:
-            server.streams.stored(keeper.owner, spec.id)
+        queued = writer.current_response("queued")
+        await recorder.store_queued_response(queued)
+        if server.resumable_calls is not None:
+            server.resumable_calls.mark_stored(recorder.owner, spec.id)
     except BaseException:
         close()
-        held.end()
+        lease.release_lease()
         raise
 
-    def leaving() -> bool:
-        return server.background.closing or admission_of(request).draining
+    def is_leaving() -> bool:
+        return server.background.is_closing or admission_of(request).is_draining
 
-    async def kept() -> None:
-        await keeper.keep()
-        if server.streams is not None:
-            await server.streams.forget(keeper.owner, spec.id, with_key=False)
+    async def store_and_forget() -> None:
+        await recorder.store_ended_response()
+        if server.resumable_calls is not None:
+            await server.resumable_calls.forget_call(recorder.owner, spec.id, with_key=False)
 
-    async def ended() -> None:
+    async def finish_response() -> None:
         try:
-            if running.begins_again and server.durable is not None:
-                server.durable.begin_again(keeper.owner, spec.answer_id)
-            elif not (writer.unfinished and leaving()):  # else the next process goes on with it
-                await patiently(f"the end of {spec.answer_id} waits", kept, leaving)
+            if running.can_restart and server.persistence is not None:
+                server.persistence.requeue_response(recorder.owner, spec.answer_id)
+            elif not (writer.is_unfinished and is_leaving()):  # else the next process goes on with it
+                await retry_until_written(f"the end of {spec.answer_id} waits", store_and_forget, is_leaving)
         finally:
-            held.end()
+            lease.release_lease()
 
-    running = Running(writer, close, [] if spec.stream else None, begins_again=server.streams is not None)
+    running = RunningAnswer(writer, close, [] if spec.stream else None, can_restart=server.resumable_calls is not None)
     events = events_of(generation, writer, spec, runtime, nothing)
-    server.background.start((keeper.owner, spec.answer_id), running, events, ended)
+    server.background.start_answer((recorder.owner, spec.answer_id), running, events, finish_response)
     if spec.stream and (resumed is None or not resumed.attempt):
-        return EventStream(running.follow(-1), _stay, spec.headers, runtime.config, ping=writer.ping)
+        return EventStream(
+            running.follow_events(-1), _keep_generating, spec.headers, runtime.config, ping=writer.ping_event
+        )
     return Response(queued, 200, dict(spec.headers), "application/json")
 
 
-async def _known(request: Request, spec: GenerationSpec) -> Response | None:
+async def _existing_response(request: Request, spec: GenerationSpec) -> Response | None:
     """The response of a call whose Idempotency-Key was used before. None if the server ended after it had written the
     call to the journal and before it stored the response. Raises HTTPException while another request is at that
     point."""
     try:
-        return Response(await _data(request, spec.answer_id), 200, dict(spec.headers), "application/json")
+        return Response(await _load_response(request, spec.answer_id), 200, dict(spec.headers), "application/json")
     except RequestNotFound:
-        streams = server_of(request).streams
+        streams = get_server_context(request).resumable_calls
         assert streams is not None
-        await streams.check_free(owner_of(request), spec.id)
+        await streams.check_not_answering(owner_of(request), spec.id)
         return None
 
 
@@ -183,43 +195,47 @@ async def retrieve_response(
 ) -> Response:
     """A stored response. `stream`: the events after the one numbered `starting_after`, if the response was created in
     the background and streamed; only the last event if it has ended."""
-    kept = await _find(request, response_id)
-    background, key = server_of(request).background, (owner_of(request), response_id)
-    config, works = server_of(request).config, kept.about["status"] in WORKED_ON
+    summary = await _find_response(request, response_id)
+    background, key = get_server_context(request).background, (owner_of(request), response_id)
+    config, is_unfinished = get_server_context(request).config, summary.about["status"] in UNFINISHED_STATUSES
     if stream:
-        if not kept.about["streamed"]:
+        if not summary.about["streamed"]:
             raise InvalidRequest("stream: the response was not created with stream", param="stream")
         after = -1 if starting_after is None else starting_after
-        if works and (events := await background.follow(key, after)) is not None:
-            hold(request.scope, 3 * kept.length)  # each event is sent again
-            return EventStream(events, _stay, {}, config)
-        kept = await _find(request, response_id)  # it may have ended just now
-        if kept.about["status"] in WORKED_ON:  # by nobody: its server has ended, and another has not begun it yet
+        if is_unfinished and (events := await background.follow_answer(key, after)) is not None:
+            lease_memory(request.scope, 3 * summary.length)  # each event is sent again
+            return EventStream(events, _keep_generating, {}, config)
+        summary = await _find_response(request, response_id)  # it may have ended just now
+        if (
+            summary.about["status"] in UNFINISHED_STATUSES
+        ):  # by nobody: its server has ended, and another has not begun it yet
             raise Overloaded("The response is about to be gone on with. Please try again")
-        return EventStream(_last_event(kept, await _data(request, response_id)), _stay, {}, config)
-    if works and (told := await background.so_far(key)) is not None:
-        return answer(request, told)
-    return Response(await _data(request, response_id), media_type="application/json")
+        return EventStream(
+            _last_event(summary, await _load_response(request, response_id)), _keep_generating, {}, config
+        )
+    if is_unfinished and (snapshot := await background.current_response(key)) is not None:
+        return json_response(request, snapshot)
+    return Response(await _load_response(request, response_id), media_type="application/json")
 
 
 @router.post("/v1/responses/{response_id}/cancel", response_model=None)
 async def cancel_response(response_id: str, request: Request) -> Response:
     """End a response that goes on in the background."""
-    kept = await _find(request, response_id)
-    if not kept.about["background"]:
+    summary = await _find_response(request, response_id)
+    if not summary.about["background"]:
         raise InvalidRequest("response_id: only a response in the background can be cancelled", param="response_id")
-    await server_of(request).background.cancel((owner_of(request), response_id))
-    return Response(await _data(request, response_id), media_type="application/json")
+    await get_server_context(request).background.cancel_answer((owner_of(request), response_id))
+    return Response(await _load_response(request, response_id), media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}", response_model=None)
 async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
     """Forget a stored response; one that is still generated ends."""
-    await _find(request, response_id)
-    await server_of(request).background.cancel((owner_of(request), response_id))
-    if (streams := server_of(request).streams) is not None:
-        await streams.forget(owner_of(request), response_id)
-    await long_write(request, store_of(request, response_id).delete, response_id)
+    await _find_response(request, response_id)
+    await get_server_context(request).background.cancel_answer((owner_of(request), response_id))
+    if (streams := get_server_context(request).resumable_calls) is not None:
+        await streams.forget_call(owner_of(request), response_id)
+    await write_in_owner_thread(request, require_store(request, response_id).delete, response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
@@ -228,47 +244,51 @@ async def list_input_items(
     response_id: str, request: Request, limit: Limit = 20, order: Order = "desc", after: str | None = None
 ) -> Response:
     """The items of the response's own input."""
-    await _find(request, response_id)
-    return await listed(request, store_of(request, response_id), response_id, limit, order, after)
+    await _find_response(request, response_id)
+    return await list_items_response(request, require_store(request, response_id), response_id, limit, order, after)
 
 
-async def long_write(request: Request, method: Callable[..., Written], *args: object) -> Written:
+async def write_in_owner_thread(request: Request, method: Callable[..., WriteResult], *args: object) -> WriteResult:
     """What a method of the store returns, called with the request's owner in a thread for what takes long."""
-    data, owner = server_of(request).data, owner_of(request)
+    data, owner = get_server_context(request).data_dir, owner_of(request)
     assert data is not None, "refused otherwise"
-    return await data.threads.run(owner, method, owner, *args)
+    return await data.owner_executor.run_for_owner(owner, method, owner, *args)
 
 
-def store_of(request: Request, id: str) -> Store:
+def require_store(request: Request, id: str) -> Store:
     """Raises RequestNotFound where nothing is stored."""
-    store = server_of(request).store
+    store = get_server_context(request).store
     if store is None:
         raise RequestNotFound(f"`{id}` is not stored: this server stores nothing, see --data-dir", param="id")
     return store
 
 
-async def _find(request: Request, response_id: str) -> ItemSummary:
+async def _find_response(request: Request, response_id: str) -> ObjectSummary:
     """Raises RequestNotFound."""
-    known = store_of(request, response_id).known
-    return await found(request, known, "response", response_id, lacking=_unknown(response_id))
+    get_summary = require_store(request, response_id).known
+    return await find_or_raise(
+        request, get_summary, "response", response_id, not_found=_response_not_found(response_id)
+    )
 
 
-async def _data(request: Request, response_id: str) -> bytes:
+async def _load_response(request: Request, response_id: str) -> bytes:
     """A stored response, which the request holds until it is answered. Raises RequestNotFound, Overloaded."""
-    hold(request.scope, (await _find(request, response_id)).length)
-    get = store_of(request, response_id).get
-    return (await found(request, get, "response", response_id, lacking=_unknown(response_id))).data
+    lease_memory(request.scope, (await _find_response(request, response_id)).length)
+    get_object = require_store(request, response_id).get
+    return (
+        await find_or_raise(request, get_object, "response", response_id, not_found=_response_not_found(response_id))
+    ).data
 
 
-def _unknown(response_id: str) -> RequestNotFound:
+def _response_not_found(response_id: str) -> RequestNotFound:
     return RequestNotFound(f"No response `{response_id}` is stored here, or not any more", param="response_id")
 
 
-async def _last_event(kept: ItemSummary, response: bytes) -> AsyncGenerator[bytes]:
-    kind = ENDINGS.get(kept.about["status"], "response.incomplete")
-    number = max(0, kept.about["events"] - 1)
+async def _last_event(summary: ObjectSummary, response: bytes) -> AsyncGenerator[bytes]:
+    kind = FINAL_EVENTS.get(summary.about["status"], "response.incomplete")
+    number = max(0, summary.about["events"] - 1)
     yield encode_event(kind, {"type": kind, "sequence_number": number}, response=response)
 
 
-def _stay() -> None:
+def _keep_generating() -> None:
     """A follower that leaves ends nothing."""

@@ -11,12 +11,12 @@ from starlette.responses import Response
 from quire.engine.errors import RequestNotFound
 from quire.server.access.admission import GenerationRoute
 from quire.server.access.authentication import tenant_of
-from quire.server.protocol.kept import WarmRequest
-from quire.server.resolve.sessions import asked_warm, warm_call
+from quire.server.protocol.stored_objects import WarmRequest
+from quire.server.resolve.sessions import parse_warm_request, resolve_warm_request
 from quire.server.routes.bodies import Documented, checked, worked_on
 from quire.server.routes.reply import reply
-from quire.server.runtime import runtime_of
-from quire.server.served_model import model_of
+from quire.server.runtime import get_runtime
+from quire.server.served_model import get_model
 
 router = APIRouter(route_class=GenerationRoute)
 
@@ -35,14 +35,16 @@ async def warm(session_id: str, request: Request) -> Response:
     comes when the conversation is in the cache; a caller need not wait for it. The call is charged as a prompt of that
     length with an answer of one token.
     """
-    body, headers = await worked_on(request, asked_warm)
-    runtime, model = runtime_of(request), model_of(request)
+    body, headers = await worked_on(request, parse_warm_request)
+    runtime, model = get_runtime(request), get_model(request)
     tenant = tenant_of(request.scope)
-    turn = await runtime.others.last_turn(tenant.name, tenant.salt(body.cache_salt), session_id)
+    turn = await runtime.cross_process_observer.find_last_turn(
+        tenant.name, tenant.prefix_cache_salt(body.cache_salt), session_id
+    )
     if turn is None:
         message = f"No conversation with the session_id `{session_id}` is known here, or not any more"
         message += "; those with images are not remembered"
         raise RequestNotFound(message, param="session_id")
-    call = warm_call(session_id, turn, body, model, runtime.config)
+    call = resolve_warm_request(session_id, turn, body, model, runtime.config)
     spec = replace(await checked(request, call), headers=headers)
     return await reply(request, spec, call.writer(spec, model.tokenizer, model.fingerprint))

@@ -11,9 +11,9 @@ from starlette.responses import Response
 
 from quire.engine import VERSION
 from quire.server.encoding import encode_json
-from quire.server.observe.http_metrics import HttpOfAll
+from quire.server.observe.http_metrics import MergedHttpMetrics
 from quire.server.observe.metrics import Metrics
-from quire.server.runtime import Runtime, server_of
+from quire.server.runtime import ModelRuntime, get_server_context
 
 router = APIRouter()
 
@@ -24,21 +24,21 @@ router = APIRouter()
 async def health(request: Request) -> Response:
     """200 if the engine works, or sleeps because it was told to; 503 if it is silent, being replaced or gone, or if the
     server is shutting down. The body is empty, but while --data-dir takes no writes: then it says why."""
-    only = _only(request)
-    return told_health(request, well=only.client.healthy and not only.admission.draining)
+    runtime = _single_runtime(request)
+    return health_response(request, is_healthy=runtime.client.healthy and not runtime.admission.is_draining)
 
 
 @router.get("/ready", response_model=None)
 async def ready(request: Request) -> Response:
     """The same, but 503 while the engine sleeps or its weights change: 200 when it can answer now."""
-    only = _only(request)
-    return Response(status_code=200 if only.client.responsive and not only.admission.draining else 503)
+    runtime = _single_runtime(request)
+    return Response(status_code=200 if runtime.client.responsive and not runtime.admission.is_draining else 503)
 
 
 @router.get("/live", response_model=None)
 async def live(request: Request) -> Response:
     """200 unless the engine is gone for good: while one can be brought back, this process should live."""
-    return Response(status_code=200 if _only(request).client.alive else 503)
+    return Response(status_code=200 if _single_runtime(request).client.alive else 503)
 
 
 @router.get("/version")
@@ -50,33 +50,40 @@ async def version() -> dict[str, str]:
 async def load(request: Request) -> dict[str, int]:
     """The number of open requests, in the form that vLLM gives to load balancers. It counts this process only, also if
     several processes serve HTTP."""
-    return {"server_load": sum(runtime.client.num_open for runtime in server_of(request).models.loaded)}
+    return {
+        "server_load": sum(runtime.client.num_open for runtime in get_server_context(request).models.loaded_runtimes)
+    }
 
 
 @router.get("/metrics", response_model=None)
 async def metrics(request: Request) -> Response:
-    server = server_of(request)
-    runtimes = server.models.loaded
-    if server.durable is not None:
-        await server.durable.look()
-    others = [count for runtime in runtimes for count in await runtime.others.counts()]
-    async with runtimes[0].turns if runtimes else nullcontext():
-        http = CollectorRegistry()
-        http.register(HttpOfAll(server.http, others))
-        text = Metrics.text([runtime.metrics for runtime in runtimes], others, (server.registry, http))
+    server = get_server_context(request)
+    runtimes = server.models.loaded_runtimes
+    if server.persistence is not None:
+        await server.persistence.refresh_status()
+    peer_samples = [
+        count for runtime in runtimes for count in await runtime.cross_process_observer.collect_peer_samples()
+    ]
+    async with runtimes[0].loop_turns if runtimes else nullcontext():
+        http_registry = CollectorRegistry()
+        http_registry.register(MergedHttpMetrics(server.http_metrics, peer_samples))
+        text = Metrics.render_metrics(
+            [runtime.metrics for runtime in runtimes], peer_samples, (server.registry, http_registry)
+        )
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-def told_health(request: Request, *, well: bool) -> Response:
+def health_response(request: Request, *, is_healthy: bool) -> Response:
     """200 or 503. A server that cannot write what it keeps answers all else: it is well, and says why."""
-    durable, status = server_of(request).durable, 200 if well else 503
-    if durable is None or not durable.seen.refusal:
+    durable, status = get_server_context(request).persistence, 200 if is_healthy else 503
+    if durable is None or not durable.data_dir_status.refusal:
         return Response(status_code=status)
-    told = {"data_dir": f"Nothing can be kept now: {durable.seen.refusal}"}
-    return Response(encode_json(told), status, media_type="application/json")
+    body = {"data_dir": f"Nothing can be kept now: {durable.data_dir_status.refusal}"}
+    return Response(encode_json(body), status, media_type="application/json")
 
 
-def _only(request: Request) -> Runtime:
-    """The model of a server of one: one of several has routes of its own for these paths (server/fleet/app.py)."""
-    (runtime,) = server_of(request).models.loaded
+def _single_runtime(request: Request) -> ModelRuntime:
+    """The model of a server of one: one of several has routes of its own for these paths
+    (server/fleet/multi_model_app.py)."""
+    (runtime,) = get_server_context(request).models.loaded_runtimes
     return runtime

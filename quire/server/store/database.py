@@ -13,90 +13,94 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.errors import ConfigError
-from quire.server.budget import OwnerSizes
-from quire.server.store.schema import VERSION, prepare
+from quire.server.owner_budget import BytesByOwner
+from quire.server.store.schema import SCHEMA_VERSION, prepare_database
 
-FILE = "responses.sqlite3"
-PATIENCE = 10.0
+DATABASE_FILE = "responses.sqlite3"
+BUSY_TIMEOUT_SECONDS = 10.0
 """Seconds that a read or a write waits for another."""
-ROW = 256
+ROW_OVERHEAD_BYTES = 256
 """Bytes that a row counts beside what is in it, so that the bound of all bytes bounds the rows too."""
-LOG_BYTES = 4 << 20
+CHECKPOINT_WAL_BYTES = 4 << 20
 """`checkpoint` copies a write-ahead log that is longer."""
-_MAX_LOG_PAGES = 16_384
+_AUTOCHECKPOINT_PAGES = 16_384
 """A commit copies a log with so many pages itself: `checkpoint` comes too seldom, or readers keep it from its end."""
 _CHUNK_ROWS = 500
 """Rows of a page that are read before others may go on."""
 
 
-Connect = Callable[..., sqlite3.Connection]
+SQLiteConnect = Callable[..., sqlite3.Connection]
 """Opens a file, as sqlite3.connect."""
 
 
 class Database:
-    """Threads may use it at the same time: each `reading` and `writing` has it alone, in the order in which they came.
-    Whoever has much to do does it in several blocks, so that others wait for a few rows only.
+    """Threads may use it at the same time: each `read_connection` and `write_transaction` has it alone, in the order in
+    which they came. Whoever has much to do does it in several blocks, so that others wait for a few rows only.
 
     A write is in the file when its block has ended: it survives the death of every process. A power cut may take the
     last ones, but leaves the file as it was before them (WAL with synchronous = normal)."""
 
-    def __init__(self, folder: Path, connect: Connect | None = None) -> None:
+    def __init__(self, folder: Path, connect: SQLiteConnect | None = None) -> None:
         """`connect`: in place of sqlite3.connect. Raises ConfigError for a folder that cannot be used, or that another
         server uses."""
         self.folder = folder
         self._connect = connect or sqlite3.connect
-        self.refusal = ""
+        self.write_error = ""
         """Why the last write was refused; "" where it was not."""
         self._lock = _TicketLock()
-        self._checkpointing = threading.Lock()
+        self._checkpoint_lock = threading.Lock()
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._held = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.close(os.open(folder / FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
-            self._file = _file(folder / FILE)
-            self._connection = self._open()
-            self.upgraded = prepare(self._connection, ROW)
+            self._lock_file = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(os.open(folder / DATABASE_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+            self._file_identity = _file_identity(folder / DATABASE_FILE)
+            self._connection = self._open_connection()
+            self.was_upgraded = prepare_database(self._connection, ROW_OVERHEAD_BYTES)
             """Whether an earlier version wrote the file."""
-            self._connection.execute(f"pragma wal_autocheckpoint = {_MAX_LOG_PAGES}")
+            self._connection.execute(f"pragma wal_autocheckpoint = {_AUTOCHECKPOINT_PAGES}")
             self._connection.execute("pragma journal_size_limit = 0")  # so that the log's size says what is in it
-            self._checkpointer = self._open()
+            self._checkpointer = self._open_connection()
         except BlockingIOError:
             raise ConfigError("data_dir: another server uses this folder", param="data_dir") from None
         except (OSError, sqlite3.Error, ValueError) as error:
             raise ConfigError(f"data_dir: cannot keep anything in {folder}: {error}", param="data_dir") from None
 
-    def _open(self) -> sqlite3.Connection:
-        return self._connect(self.folder / FILE, timeout=PATIENCE, check_same_thread=False, isolation_level=None)
+    def _open_connection(self) -> sqlite3.Connection:
+        return self._connect(
+            self.folder / DATABASE_FILE, timeout=BUSY_TIMEOUT_SECONDS, check_same_thread=False, isolation_level=None
+        )
 
     def close(self) -> None:
-        with self._checkpointing:
+        with self._checkpoint_lock:
             self._checkpointer.close()
         with self._lock:
             self._connection.close()
-            os.close(self._held)
+            os.close(self._lock_file)
 
     def checkpoint(self) -> None:
         """Copy a long write-ahead log into the file, and wait for the disk, while others read and write."""
-        with self._checkpointing, suppress(FileNotFoundError):
-            if (self.folder / f"{FILE}-wal").stat().st_size > LOG_BYTES:
+        with self._checkpoint_lock, suppress(FileNotFoundError):
+            if (self.folder / f"{DATABASE_FILE}-wal").stat().st_size > CHECKPOINT_WAL_BYTES:
                 self._checkpointer.execute("pragma wal_checkpoint(passive)").fetchall()
 
     @contextmanager
-    def reading(self) -> Iterator[sqlite3.Connection]:
+    def read_connection(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
             yield self._connection
 
     @contextmanager
-    def writing(self, *sizes: OwnerSizes) -> Iterator[sqlite3.Connection]:
+    def write_transaction(self, *sizes: BytesByOwner) -> Iterator[sqlite3.Connection]:
         """One transaction, of which nothing is left where the block raises, or where it cannot be committed. `sizes`:
         what the block counts of it."""
-        with self._lock, self._refused_or_not():
-            if _file(self.folder / FILE) != self._file:  # SQLite would go on with what nobody finds any more
-                raise sqlite3.OperationalError(f"{self.folder / FILE} was removed or replaced; start again")
+        with self._lock, self._track_write_error():
+            if (
+                _file_identity(self.folder / DATABASE_FILE) != self._file_identity
+            ):  # SQLite would go on with what nobody finds any more
+                raise sqlite3.OperationalError(f"{self.folder / DATABASE_FILE} was removed or replaced; start again")
             self._connection.execute("begin immediate")
             for each in sizes:
-                each.begin()
+                each.begin_transaction()
             try:
                 yield self._connection
                 self._connection.execute("commit")
@@ -109,21 +113,21 @@ class Database:
                     each.revert()
                 raise
 
-    def look(self) -> str:
+    def probe_write_error(self) -> str:
         """Why nothing can be written now; "" where it can. After a refusal it is tried."""
-        if self.refusal:
-            with suppress(sqlite3.OperationalError), self.writing() as connection:
-                connection.execute(f"pragma user_version = {VERSION}")  # as before, but it is written
-        return self.refusal
+        if self.write_error:
+            with suppress(sqlite3.OperationalError), self.write_transaction() as connection:
+                connection.execute(f"pragma user_version = {SCHEMA_VERSION}")  # as before, but it is written
+        return self.write_error
 
     @contextmanager
-    def _refused_or_not(self) -> Iterator[None]:
+    def _track_write_error(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.OperationalError as error:
-            self.refusal = str(error)
+            self.write_error = str(error)
             raise
-        self.refusal = ""
+        self.write_error = ""
 
 
 class _TicketLock:
@@ -132,28 +136,28 @@ class _TicketLock:
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._waiting: deque[threading.Lock] = deque()
-        self._taken = False
+        self._waiters: deque[threading.Lock] = deque()
+        self._is_locked = False
 
     def __enter__(self) -> None:
         with self._mutex:
-            if not self._taken:
-                self._taken = True
+            if not self._is_locked:
+                self._is_locked = True
                 return
             turn = threading.Lock()
             turn.acquire()
-            self._waiting.append(turn)
+            self._waiters.append(turn)
         turn.acquire()
 
     def __exit__(self, *_: object) -> None:
         with self._mutex:
-            if self._waiting:
-                self._waiting.popleft().release()  # it stays taken
+            if self._waiters:
+                self._waiters.popleft().release()  # it stays taken
             else:
-                self._taken = False
+                self._is_locked = False
 
 
-def page_of(
+def query_page(
     database: Database,
     query: str,
     values: Sequence[Any],
@@ -173,16 +177,16 @@ def page_of(
     start: tuple[float, str] = (float("inf"), "") if newest_first else (float("-inf"), "")
     if after is not None:
         table = query.partition(" from ")[2].split()[0]
-        with database.reading() as connection:
+        with database.read_connection() as connection:
             row = f"select created, id from {table} where owner = ? and id = ?"
-            if (place := connection.execute(row, (values[0], after)).fetchone()) is None:
+            if (after_row := connection.execute(row, (values[0], after)).fetchone()) is None:
                 return None
-            start = place
+            start = after_row
     page = f"{query} and (created, id) {sign} (?, ?) order by created {order}, id {order} limit ?"
     rows: list[Any] = []
     while len(rows) <= limit:
         count = min(_CHUNK_ROWS, limit + 1 - len(rows))
-        with database.reading() as connection:
+        with database.read_connection() as connection:
             chunk = connection.execute(page, (*values, *start, count)).fetchall()
         rows += [row[2:] for row in chunk if is_shown(row[2:])]
         if len(chunk) < count:
@@ -191,10 +195,10 @@ def page_of(
     return rows[:limit], len(rows) > limit
 
 
-def _file(path: Path) -> tuple[int, int] | None:
+def _file_identity(path: Path) -> tuple[int, int] | None:
     """Which file is there; None: none is."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino

@@ -13,11 +13,11 @@ from typing import BinaryIO
 
 from quire.engine import clock, random_source
 from quire.engine.errors import InvalidRequest
-from quire.server.budget import Budget, OwnerSizes
-from quire.server.store.database import ROW, Database, page_of
+from quire.server.owner_budget import BytesByOwner, OwnerBudget
+from quire.server.store.database import ROW_OVERHEAD_BYTES, Database, query_page
 
-NO_ROOM = "The files kept take all the room of --max-stored-size: delete some"
-_FIELDS = "id, created, expires, bytes, name, purpose"
+STORAGE_FULL_MESSAGE = "The files kept take all the room of --max-stored-size: delete some"
+_FILE_COLUMNS = "id, created, expires, bytes, name, purpose"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ def new_file_id() -> str:
 
 def new_file(name: str, purpose: str, size: int, *, keep_seconds: int | None, id: str | None = None) -> StoredFile:
     now = int(clock.time())
-    ends = None if keep_seconds is None else now + keep_seconds
-    return StoredFile(id or new_file_id(), now, ends, size, name, purpose)
+    expires = None if keep_seconds is None else now + keep_seconds
+    return StoredFile(id or new_file_id(), now, expires, size, name, purpose)
 
 
 @dataclass(frozen=True, slots=True)
-class _Reservation:
+class _UploadReservation:
     """Room that is held for an upload."""
 
     owner: str
@@ -53,37 +53,37 @@ class _Reservation:
     """The API process that the upload comes to."""
 
 
-class Contents:
+class FileContents:
     """What is in files, in a folder: any process may read and write it. What is in none of Files is not kept."""
 
     def __init__(self, folder: Path) -> None:
         """`folder`: --data-dir."""
         self.folder = folder / "files"
 
-    def path(self, id: str) -> Path:
+    def content_path(self, id: str) -> Path:
         """Of the content of a file that is there."""
         return self.folder / id
 
-    def write(self, id: str, content: BinaryIO) -> None:
+    def write_content(self, id: str, content: BinaryIO) -> None:
         """The content of a file that Files.add makes known. Raises OSError, and then leaves nothing."""
-        self.create(id)
+        self.create_content(id)
         try:
-            with self.path(id).open("r+b") as file:
+            with self.content_path(id).open("r+b") as file:
                 shutil.copyfileobj(content, file, 1 << 20)
                 file.flush()
                 os.fsync(file.fileno())
         except BaseException:
-            self.path(id).unlink(missing_ok=True)
+            self.content_path(id).unlink(missing_ok=True)
             raise
 
-    def delete(self, files: Iterable[StoredFile]) -> None:
+    def delete_contents(self, files: Iterable[StoredFile]) -> None:
         """The content of files that are not made known after all."""
         for each in files:
-            self.path(each.id).unlink(missing_ok=True)
+            self.content_path(each.id).unlink(missing_ok=True)
 
-    def create(self, id: str) -> None:
+    def create_content(self, id: str) -> None:
         """An empty one, which only this user may read."""
-        os.close(os.open(self.path(id), os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+        os.close(os.open(self.content_path(id), os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600))
 
 
 class Files:
@@ -92,79 +92,81 @@ class Files:
     def __init__(self, database: Database, max_bytes: int) -> None:
         """`max_bytes`: of all together; a key gets more only while as much is left to others. Raises OSError."""
         self._database = database
-        self.contents = Contents(database.folder)
+        self.contents = FileContents(database.folder)
         self.contents.folder.mkdir(mode=0o700, exist_ok=True)
-        self.sizes = OwnerSizes()
+        self.sizes = BytesByOwner()
         """Bytes by owner."""
-        self._budget = Budget(max_bytes, self.sizes)
-        self._reservations: dict[str, _Reservation] = {}
+        self._budget = OwnerBudget(max_bytes, self.sizes)
+        self._reservations: dict[str, _UploadReservation] = {}
         """Of uploads that have not ended, by the file's id. Only who has the database to himself uses these."""
-        with database.reading() as connection:
+        with database.read_connection() as connection:
             rows = connection.execute("select owner, id, bytes from files").fetchall()
         for owner, _, size in rows:
-            self._budget.take(owner, size + ROW)
-        known = {id for _, id, _ in rows}
+            self._budget.take_room(owner, size + ROW_OVERHEAD_BYTES)
+        known_ids = {id for _, id, _ in rows}
         # A process that ended between the two left what nobody knows. One of several that share the folder may be
-        # between them while this one takes the place of who had the data: `insert` says so, and it writes again.
+        # between them while this one takes the place of who had the data: `insert_files` says so, and it writes again.
         for path in self.contents.folder.iterdir():
-            if path.name not in known:
+            if path.name not in known_ids:
                 path.unlink(missing_ok=True)
 
     @property
-    def size(self) -> int:
+    def stored_bytes(self) -> int:
         """Bytes of all files."""
-        return self._budget.held
+        return self._budget.total_used
 
     def reserve(self, owner: str, id: str, size: int, process: str) -> bool:
         """Hold room for `size` bytes in all of a file that is about to come to this process, until `add`, `release`, or
         the process's end. False where there is no room: then it holds what it held before."""
-        with self._database.reading():
-            fits = size <= self._room(owner, id)
+        with self._database.read_connection():
+            fits = size <= self._available_bytes(owner, id)
             if fits:
-                self._reservations[id] = _Reservation(owner, size + ROW, process)
+                self._reservations[id] = _UploadReservation(owner, size + ROW_OVERHEAD_BYTES, process)
             return fits
 
     def release(self, id: str) -> None:
         """The upload has ended."""
-        with self._database.reading():
+        with self._database.read_connection():
             self._reservations.pop(id, None)
 
-    def release_of(self, process: str) -> None:
+    def release_process_uploads(self, process: str) -> None:
         """The process has ended, and its uploads with it."""
-        with self._database.reading():
+        with self._database.read_connection():
             living = {id: each for id, each in self._reservations.items() if each.process != process}
             self._reservations = living
 
-    def _room(self, owner: str, id: str) -> int:
+    def _available_bytes(self, owner: str, id: str) -> int:
         """Bytes that the owner's file with this id may have; below zero: none."""
-        others = [each for other, each in self._reservations.items() if other != id]
-        room = self._budget.room(owner) - sum(each.size for each in others)
-        if owner:  # as Budget.room, which leaves as much to others as the owner has
-            room -= sum(each.size for each in others if each.owner == owner)
-        return room - ROW
+        other_reservations = [each for other, each in self._reservations.items() if other != id]
+        room = self._budget.available_room(owner) - sum(each.size for each in other_reservations)
+        if owner:  # as OwnerBudget.available_room, which leaves as much to others as the owner has
+            room -= sum(each.size for each in other_reservations if each.owner == owner)
+        return room - ROW_OVERHEAD_BYTES
 
     def add(self, owner: str, file: StoredFile) -> None:
         """Make a file known whose content is written. Raises OSError where that is not there any more, InvalidRequest
         where there is no room: the process that held it for the file has been replaced."""
-        with self._database.writing(self.sizes) as connection:
+        with self._database.write_transaction(self.sizes) as connection:
             reservation = self._reservations.get(file.id)
-            if (reservation is None or reservation.size < file.bytes + ROW) and file.bytes > self._room(owner, file.id):
-                raise InvalidRequest(NO_ROOM, param="file")
-            self.insert(connection, owner, [file])
+            if (
+                reservation is None or reservation.size < file.bytes + ROW_OVERHEAD_BYTES
+            ) and file.bytes > self._available_bytes(owner, file.id):
+                raise InvalidRequest(STORAGE_FULL_MESSAGE, param="file")
+            self.insert_files(connection, owner, [file])
             self._reservations.pop(file.id, None)
 
-    def insert(self, connection: sqlite3.Connection, owner: str, files: Sequence[StoredFile]) -> None:
+    def insert_files(self, connection: sqlite3.Connection, owner: str, files: Sequence[StoredFile]) -> None:
         """The same as a part of a transaction, which knows of `sizes`."""
         for file in files:
-            if not self.contents.path(file.id).exists():
-                raise FileNotFoundError(errno.ENOENT, _TAKEN_AWAY)
+            if not self.contents.content_path(file.id).exists():
+                raise FileNotFoundError(errno.ENOENT, _CONTENT_GONE_MESSAGE)
             row = (owner, file.id, file.created, file.expires, file.bytes, file.name, file.purpose)
             connection.execute("insert into files values (?, ?, ?, ?, ?, ?, ?)", row)
-            self._budget.take(owner, file.bytes + ROW)
+            self._budget.take_room(owner, file.bytes + ROW_OVERHEAD_BYTES)
 
     def find(self, owner: str, id: str) -> StoredFile | None:
-        with self._database.reading() as connection:
-            query = f"select {_FIELDS} from files where owner = ? and id = ? and {_THERE}"
+        with self._database.read_connection() as connection:
+            query = f"select {_FILE_COLUMNS} from files where owner = ? and id = ? and {_NOT_EXPIRED}"
             row = connection.execute(query, (owner, id, clock.time())).fetchone()
         return None if row is None else StoredFile(*row)
 
@@ -175,45 +177,45 @@ class Files:
         `after` is not one of them."""
         now = clock.time()
 
-        def is_there(row: tuple[str, int, int | None, int, str, str]) -> bool:
+        def is_unexpired(row: tuple[str, int, int | None, int, str, str]) -> bool:
             expires = row[2]
             return expires is None or expires > now
 
-        query, values = f"select created, id, {_FIELDS} from files where owner = ?", [owner]
+        query, values = f"select created, id, {_FILE_COLUMNS} from files where owner = ?", [owner]
         if purpose is not None:
             query, values = f"{query} and purpose = ?", [owner, purpose]
-        page = page_of(self._database, query, values, limit, after, newest_first=newest_first, is_shown=is_there)
+        page = query_page(self._database, query, values, limit, after, newest_first=newest_first, is_shown=is_unexpired)
         return None if page is None else ([StoredFile(*row) for row in page[0]], page[1])
 
     def delete(self, owner: str, id: str) -> bool:
         """Whether there was one."""
         try:
-            row = self._drop(owner, id)
+            row = self._delete_row(owner, id)
         except sqlite3.OperationalError:  # the disk is full: the content makes room
             if self.find(owner, id) is None:
                 raise
-            self.contents.path(id).unlink(missing_ok=True)
-            row = self._drop(owner, id)
+            self.contents.content_path(id).unlink(missing_ok=True)
+            row = self._delete_row(owner, id)
         if row is None:
             return False
-        self.contents.path(id).unlink(missing_ok=True)
+        self.contents.content_path(id).unlink(missing_ok=True)
         return True
 
-    def _drop(self, owner: str, id: str) -> tuple[int] | None:
-        with self._database.writing(self.sizes) as connection:
+    def _delete_row(self, owner: str, id: str) -> tuple[int] | None:
+        with self._database.write_transaction(self.sizes) as connection:
             query = "delete from files where owner = ? and id = ? returning bytes"
             row: tuple[int] | None = connection.execute(query, (owner, id)).fetchone()
             if row is not None:
-                self._budget.take(owner, -row[0] - ROW)
+                self._budget.take_room(owner, -row[0] - ROW_OVERHEAD_BYTES)
             return row
 
     def expired(self, after: tuple[int, str, str] | None, limit: int) -> list[tuple[int, str, str]]:
         """Ends, owners and ids of those whose time is over, at most `limit`, after one of them."""
         query = """select expires, owner, id from files where expires <= ? and (expires, owner, id) > (?, ?, ?)
             order by expires, owner, id limit ?"""
-        with self._database.reading() as connection:
+        with self._database.read_connection() as connection:
             return connection.execute(query, (clock.time(), *(after or (-1, "", "")), limit)).fetchall()
 
 
-_TAKEN_AWAY = "the process that has data_dir was replaced before it knew of the file. Please try again"
-_THERE = "(expires is null or expires > ?)"
+_CONTENT_GONE_MESSAGE = "the process that has data_dir was replaced before it knew of the file. Please try again"
+_NOT_EXPIRED = "(expires is null or expires > ?)"

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from quire.server.budget import OwnerSizes
-from quire.server.store.database import ROW, Database
+from quire.server.owner_budget import BytesByOwner
+from quire.server.store.database import ROW_OVERHEAD_BYTES, Database
 
-BATCH_ROWS = 128
+MAX_TRANSACTION_ROWS = 128
 """Rows that a transaction deletes at most, or inserts of an object with many."""
-BATCH_BYTES = 512 << 10
+MAX_TRANSACTION_BYTES = 512 << 10
 """The same in bytes; a single row may have more."""
-OBJECTS = 32
+MAX_TRANSACTION_OBJECTS = 32
 """Objects that a transaction deletes at most: each has entries in some indexes."""
-Kind = Literal["items", "lines"]
+GarbageKind = Literal["items", "lines"]
 
 
 class Garbage:
@@ -24,120 +24,122 @@ class Garbage:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        with database.reading() as connection:
+        with database.read_connection() as connection:
             (size,) = connection.execute("select total(size) from garbage").fetchone()
-        self.sizes = OwnerSizes({"": int(size)} if size else {})
+        self.sizes = BytesByOwner({"": int(size)} if size else {})
         """Bytes of all of it; nobody's."""
-        self._staged: set[int] = set()
+        self._staged_numbers: set[int] = set()
         """Numbers of what is being put, which stays."""
 
     @property
-    def size(self) -> int:
-        return self.sizes.total()
+    def garbage_bytes(self) -> int:
+        return self.sizes.total_bytes()
 
-    def add(self, connection: sqlite3.Connection, kind: Kind, owner: str, name: str, size: int) -> int:
+    def add_entry(self, connection: sqlite3.Connection, kind: GarbageKind, owner: str, name: str, size: int) -> int:
         """Returns its number."""
         row = (kind, owner, name, size)
         cursor = connection.execute("insert into garbage (kind, owner, name, size) values (?, ?, ?, ?)", row)
-        self.sizes.add("", size)
+        self.sizes.add_bytes("", size)
         assert cursor.lastrowid is not None
         return cursor.lastrowid
 
-    def remove(self, connection: sqlite3.Connection, number: int) -> None:
+    def remove_entry(self, connection: sqlite3.Connection, number: int) -> None:
         query = "delete from garbage where number = ? returning size"
         (size,) = connection.execute(query, (number,)).fetchone()
-        self.sizes.add("", -size)
+        self.sizes.add_bytes("", -size)
 
     @contextmanager
-    def staging(self, owner: str, items_key: str) -> Iterator[Staging]:
+    def stage_items(self, owner: str, items_key: str) -> Iterator[StagedItems]:
         """Items that are put in several transactions. Unless the last one calls `finish`, they are deleted."""
-        staging = Staging(self, owner, items_key, self._staged)
+        staging = StagedItems(self, owner, items_key, self._staged_numbers)
         try:
             yield staging
         finally:
-            self._staged.discard(staging.number)
+            self._staged_numbers.discard(staging.entry_number)
 
-    def purge(self) -> bool:
+    def purge_rows(self) -> bool:
         """Delete some rows, in one transaction. Returns whether there were any."""
-        with self._database.reading() as connection:
-            if self._oldest(connection) is None:
+        with self._database.read_connection() as connection:
+            if self._oldest_entry(connection) is None:
                 return False
-        with self._database.writing(self.sizes) as connection:
-            return self.purge_in(connection)
+        with self._database.write_transaction(self.sizes) as connection:
+            return self.purge_in_transaction(connection)
 
-    def purge_in(self, connection: sqlite3.Connection) -> bool:
+    def purge_in_transaction(self, connection: sqlite3.Connection) -> bool:
         """The same as a part of a transaction."""
-        oldest = self._oldest(connection)
+        oldest = self._oldest_entry(connection)
         if oldest is None:
             return False
         number, kind, owner, name, size = oldest
         purge = _purge_items if kind == "items" else _purge_lines
         freed, is_empty = purge(connection, owner, name)
         if is_empty:
-            self.remove(connection, number)
+            self.remove_entry(connection, number)
         else:
             freed = min(freed, size)
             connection.execute("update garbage set size = size - ? where number = ?", (freed, number))
-            self.sizes.add("", -freed)
+            self.sizes.add_bytes("", -freed)
         return True
 
-    def _oldest(self, connection: sqlite3.Connection) -> tuple[int, Kind, str, str, int] | None:
+    def _oldest_entry(self, connection: sqlite3.Connection) -> tuple[int, GarbageKind, str, str, int] | None:
         query = "select number, kind, owner, name, size from garbage where number > 0 order by number limit ?"
-        rows = connection.execute(query, (len(self._staged) + 1,)).fetchall()
-        return next((row for row in rows if row[0] not in self._staged), None)
+        rows = connection.execute(query, (len(self._staged_numbers) + 1,)).fetchall()
+        return next((row for row in rows if row[0] not in self._staged_numbers), None)
 
 
-class Staging:
+class StagedItems:
     """Items that nobody sees yet."""
 
-    def __init__(self, garbage: Garbage, owner: str, items_key: str, staged: set[int]) -> None:
+    def __init__(self, garbage: Garbage, owner: str, items_key: str, staged_numbers: set[int]) -> None:
         self._garbage = garbage
         self._owner = owner
         self._items_key = items_key
-        self._staged = staged
-        self.number = 0
+        self._staged_numbers = staged_numbers
+        self.entry_number = 0
         """Among the garbage; 0: nothing was added yet."""
 
-    def add(self, connection: sqlite3.Connection, size: int) -> None:
+    def add_staged_bytes(self, connection: sqlite3.Connection, size: int) -> None:
         """A part of the transaction that inserts items of this size."""
-        if not self.number:
-            self.number = self._garbage.add(connection, "items", self._owner, self._items_key, size)
-            self._staged.add(self.number)
+        if not self.entry_number:
+            self.entry_number = self._garbage.add_entry(connection, "items", self._owner, self._items_key, size)
+            self._staged_numbers.add(self.entry_number)
             return
-        connection.execute("update garbage set size = size + ? where number = ?", (size, self.number))
-        self._garbage.sizes.add("", size)
+        connection.execute("update garbage set size = size + ? where number = ?", (size, self.entry_number))
+        self._garbage.sizes.add_bytes("", size)
 
-    def finish(self, connection: sqlite3.Connection) -> None:
+    def publish_items(self, connection: sqlite3.Connection) -> None:
         """A part of the transaction that shows them."""
-        if self.number:
-            self._garbage.remove(connection, self.number)
+        if self.entry_number:
+            self._garbage.remove_entry(connection, self.entry_number)
 
 
 def _purge_items(connection: sqlite3.Connection, owner: str, items_key: str) -> tuple[int, bool]:
     """Delete some. Returns their bytes, and whether none are left."""
     query = "select place, length(data) from items where owner = ? and parent = ? order by place limit ?"
-    rows = connection.execute(query, (owner, items_key, BATCH_ROWS)).fetchall()
-    places, freed = _some(rows)
+    rows = connection.execute(query, (owner, items_key, MAX_TRANSACTION_ROWS)).fetchall()
+    positions, freed = _take_deletable_rows(rows)
     delete = "delete from items where owner = ? and parent = ? and place = ?"
-    connection.executemany(delete, ((owner, items_key, place) for place in places))
-    return freed, len(places) == len(rows) < BATCH_ROWS
+    connection.executemany(delete, ((owner, items_key, position) for position in positions))
+    return freed, len(positions) == len(rows) < MAX_TRANSACTION_ROWS
 
 
 def _purge_lines(connection: sqlite3.Connection, _: str, batch: str) -> tuple[int, bool]:
     query = "select place, length(result) from lines where batch = ? order by place limit ?"
-    rows = connection.execute(query, (batch, BATCH_ROWS)).fetchall()
-    places, freed = _some(rows)
-    connection.executemany("delete from lines where batch = ? and place = ?", ((batch, place) for place in places))
-    return freed, len(places) == len(rows) < BATCH_ROWS
+    rows = connection.execute(query, (batch, MAX_TRANSACTION_ROWS)).fetchall()
+    positions, freed = _take_deletable_rows(rows)
+    connection.executemany(
+        "delete from lines where batch = ? and place = ?", ((batch, position) for position in positions)
+    )
+    return freed, len(positions) == len(rows) < MAX_TRANSACTION_ROWS
 
 
-def _some(rows: list[tuple[int, int | None]]) -> tuple[list[int], int]:
+def _take_deletable_rows(rows: list[tuple[int, int | None]]) -> tuple[list[int], int]:
     """The first rows that a transaction may delete, and their bytes."""
-    places, freed = list[int](), 0
-    for place, length in rows:
-        size = ROW + (length or 0)
-        if places and freed + size > BATCH_BYTES:
+    positions, freed = list[int](), 0
+    for position, length in rows:
+        size = ROW_OVERHEAD_BYTES + (length or 0)
+        if positions and freed + size > MAX_TRANSACTION_BYTES:
             break
-        places.append(place)
+        positions.append(position)
         freed += size
-    return places, freed
+    return positions, freed

@@ -11,10 +11,10 @@ from typing import Any
 from quire.engine import clock
 
 log = logging.getLogger("quire.server")
-VERSION = 3
+SCHEMA_VERSION = 3
 """The file's user_version. Version 0 had one table, `kept`, with all of an object as one JSON text; version 1 had no
 files, batches and calls; version 2 had no indexes for eviction and retention, and nothing was deleted in parts."""
-_OBJECTS = """
+_OBJECT_TABLES = """
 create table objects (
     owner text not null, id text not null, kind text not null, at real not null, unfinished integer not null,
     size integer not null, count integer not null, about text not null, data blob not null, primary key (owner, id));
@@ -24,7 +24,7 @@ create table items (
     primary key (owner, parent, place));
 create unique index items_by_id on items (owner, parent, id);
 """
-_BATCHES = """
+_BATCH_TABLES = """
 create table files (
     owner text not null, id text not null, created integer not null, expires integer, bytes integer not null,
     name text not null, purpose text not null, primary key (owner, id));
@@ -45,7 +45,7 @@ create table calls (
 create unique index calls_by_name on calls (owner, name) where name is not null;
 create index calls_by_end on calls (ends);
 """
-_CHANGES_OF_3 = """
+_VERSION_3_CHANGES = """
 alter table objects add column created real not null default 0;
 alter table objects add column items_key text;
 drop index objects_by_age;
@@ -87,30 +87,30 @@ a body would be written again with each.
 `upgrade`: when this version first opened the file of an earlier one."""
 
 
-def prepare(database: sqlite3.Connection, row: int) -> bool:
-    """Open a file of any version up to this one. `row`: bytes that a row counts beside its data. Returns whether an
-    earlier version wrote it.
+def prepare_database(database: sqlite3.Connection, row_overhead_bytes: int) -> bool:
+    """Open a file of any version up to this one. `row_overhead_bytes`: bytes that a row counts beside its data. Returns
+    whether an earlier version wrote it.
 
     Raises sqlite3.Error for what is no such file, and ValueError for one that a later version wrote.
     """
     database.execute("pragma journal_mode = wal")
     database.execute("pragma synchronous = normal")
     (version,) = database.execute("pragma user_version").fetchone()
-    if version > VERSION:
-        raise ValueError(f"a later version of Quire wrote its file (format {version}, here {VERSION})")
-    if version == VERSION:
+    if version > SCHEMA_VERSION:
+        raise ValueError(f"a later version of Quire wrote its file (format {version}, here {SCHEMA_VERSION})")
+    if version == SCHEMA_VERSION:
         return False
     database.execute("begin immediate")
     try:
-        tables = ("", _BATCHES, _OBJECTS + _BATCHES)[2 - version]
+        tables = ("", _BATCH_TABLES, _OBJECT_TABLES + _BATCH_TABLES)[2 - version]
         for statement in filter(str.strip, tables.split(";")):
             database.execute(statement)
         is_old = version > 0
         if database.execute("select 1 from sqlite_master where name = 'kept'").fetchone():
             is_old = True
-            _convert(database, row)
-        _change(database, is_old=is_old)
-        database.execute(f"pragma user_version = {VERSION}")
+            _convert_version_0(database, row_overhead_bytes)
+        _upgrade_to_version_3(database, is_old=is_old)
+        database.execute(f"pragma user_version = {SCHEMA_VERSION}")
     except BaseException:
         database.execute("rollback")
         raise
@@ -118,10 +118,10 @@ def prepare(database: sqlite3.Connection, row: int) -> bool:
     return is_old
 
 
-def _change(database: sqlite3.Connection, *, is_old: bool) -> None:
+def _upgrade_to_version_3(database: sqlite3.Connection, *, is_old: bool) -> None:
     """What version 2 wrote becomes a file of version 3: no row is written again, but for those of batches; each new
     index takes a reading of its table."""
-    statements = [each.strip() for each in _CHANGES_OF_3.split(";") if each.strip()]
+    statements = [each.strip() for each in _VERSION_3_CHANGES.split(";") if each.strip()]
     began = clock.monotonic()
     if is_old:
         (name,) = (row[2] for row in database.execute("pragma database_list") if row[1] == "main")
@@ -138,26 +138,28 @@ def _change(database: sqlite3.Connection, *, is_old: bool) -> None:
         )
 
 
-def _convert(database: sqlite3.Connection, row: int) -> None:
+def _convert_version_0(database: sqlite3.Connection, row_overhead_bytes: int) -> None:
     """What version 0 kept, one object at a time."""
     for key in database.execute("select owner, id from kept").fetchall():
         at, unfinished, text = database.execute(
             "select at, unfinished, data from kept where owner = ? and id = ?", key
         ).fetchone()
-        given: dict[str, Any] = json.loads(text)
-        if "response" in given:
-            kind, items, data = "response", given.pop("input"), given.pop("response")
-            about = {**given, "status": data["status"], "background": data["background"]}
+        old_object: dict[str, Any] = json.loads(text)
+        if "response" in old_object:
+            kind, items, data = "response", old_object.pop("input"), old_object.pop("response")
+            about = {**old_object, "status": data["status"], "background": data["background"]}
         else:
-            kind, items, about = "conversation", given.pop("items"), {}
-            data = {**given, "object": "conversation"}
-        packed = [(place, item["id"], _json(item)) for place, item in enumerate(items)]
-        size = row + len(_json(data)) + sum(row + len(each) for _, _, each in packed)
-        known = (*key, kind, at, unfinished, size, len(packed), json.dumps(about), _json(data))
-        database.execute("insert into objects values (?, ?, ?, ?, ?, ?, ?, ?, ?)", known)
+            kind, items, about = "conversation", old_object.pop("items"), {}
+            data = {**old_object, "object": "conversation"}
+        packed = [(position, item["id"], _json_bytes(item)) for position, item in enumerate(items)]
+        size = (
+            row_overhead_bytes + len(_json_bytes(data)) + sum(row_overhead_bytes + len(each) for _, _, each in packed)
+        )
+        values = (*key, kind, at, unfinished, size, len(packed), json.dumps(about), _json_bytes(data))
+        database.execute("insert into objects values (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
         database.executemany("insert or replace into items values (?, ?, ?, ?, ?)", ((*key, *each) for each in packed))
     database.execute("drop table kept")
 
 
-def _json(value: object) -> bytes:
+def _json_bytes(value: object) -> bytes:
     return json.dumps(value).encode()

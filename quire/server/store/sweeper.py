@@ -11,74 +11,76 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.engine import clock
-from quire.server.store.calls import Calls
 from quire.server.store.database import Database
-from quire.server.store.garbage import BATCH_BYTES, BATCH_ROWS, OBJECTS, Garbage
-from quire.server.store.store import Store
+from quire.server.store.garbage import MAX_TRANSACTION_BYTES, MAX_TRANSACTION_OBJECTS, MAX_TRANSACTION_ROWS, Garbage
+from quire.server.store.journal import Calls
+from quire.server.store.response_store import Store
 
 log = logging.getLogger("quire.server")
-DAY = 86_400.0
-_STEPS = 16
+SECONDS_PER_DAY = 86_400.0
+_MAX_STEPS = 16
 """Transactions of each kind that one call does at most."""
 _PAUSE_SECONDS = 60.0
 """Between two passes over what has expired."""
 
 
-class Retention:
+class ResponseRetention:
     """What an earlier version stored counts as created when this version first opened its file."""
 
     def __init__(self, database: Database, store: Store, seconds: float) -> None:
         """`seconds`: after its creation a response is deleted; 0: never."""
         self._store = store
         self._seconds = seconds
-        with database.reading() as connection:
+        with database.read_connection() as connection:
             row = connection.execute("select max(at) from upgrade").fetchone()
-        self._upgraded: float = row[0] or 0.0
-        self._place: tuple[float, int] | None = None
+        self._upgraded_at: float = row[0] or 0.0
+        self._position: tuple[float, int] | None = None
         """Where the next step goes on; None: at the newest response that is due."""
-        if database.upgraded and seconds:
-            self._announce(database)
+        if database.was_upgraded and seconds:
+            self._log_upcoming_deletions(database)
 
-    def step(self) -> bool:
+    def delete_due_responses(self) -> bool:
         """Delete some of the responses that are due, in one transaction. Returns False after the last one. The newest
         go first, so that of a chain of responses all that are due go in one pass."""
         latest = clock.time() - self._seconds
-        if not self._seconds or latest < self._upgraded:
+        if not self._seconds or latest < self._upgraded_at:
             return False
-        place = self._place or (latest, 1 << 62)
-        with self._store.transaction() as connection:
-            rows = _due(connection, *place)
+        position = self._position or (latest, 1 << 62)
+        with self._store.object_transaction() as connection:
+            rows = _select_due_responses(connection, *position)
             num_rows = num_bytes = 0
             for created, rowid, owner, id, size, count in rows:
-                if num_rows and (num_rows + count > BATCH_ROWS or num_bytes + size > BATCH_BYTES):
+                if num_rows and (num_rows + count > MAX_TRANSACTION_ROWS or num_bytes + size > MAX_TRANSACTION_BYTES):
                     break
-                place = (created, rowid)
+                position = (created, rowid)
                 if not _is_continued(connection, owner, id):
-                    self._store.drop(connection, owner, id)
-                    num_rows += 1 + min(count, BATCH_ROWS)
+                    self._store.delete_in_transaction(connection, owner, id)
+                    num_rows += 1 + min(count, MAX_TRANSACTION_ROWS)
                     num_bytes += size
-        self._place = place if rows else None
+        self._position = position if rows else None
         return bool(rows)
 
-    def _announce(self, database: Database) -> None:
-        with database.reading() as connection:
+    def _log_upcoming_deletions(self, database: Database) -> None:
+        with database.read_connection() as connection:
             query = "select count(*) from objects where kind = 'response' and unfinished = 0 and created <= 0"
             (count,) = connection.execute(query).fetchone()
-        day = time.strftime("%Y-%m-%d", time.gmtime(self._upgraded + self._seconds))
+        day = time.strftime("%Y-%m-%d", time.gmtime(self._upgraded_at + self._seconds))
         text = "data_dir: %d stored responses will be deleted on %s, %g days from now, but for those that a later one "
         text += "continues; --response-retention-days sets the time, 0 keeps all"
-        log.warning(text, count, day, self._seconds / DAY)
+        log.warning(text, count, day, self._seconds / SECONDS_PER_DAY)
 
 
-def _due(connection: sqlite3.Connection, created: float, rowid: int) -> list[tuple[float, int, str, str, int, int]]:
+def _select_due_responses(
+    connection: sqlite3.Connection, created: float, rowid: int
+) -> list[tuple[float, int, str, str, int, int]]:
     """The next responses, the newest first. Two queries, because for `(created, rowid) < (?, ?)` SQLite visits all that
     were created at the same time: all that an earlier version stored."""
     columns = "created, rowid, owner, id, size, count"
     finished = f"select {columns} from objects where kind = 'response' and unfinished = 0"
     same = f"{finished} and created = ? and rowid < ? order by rowid desc limit ?"
-    rows = connection.execute(same, (created, rowid, OBJECTS)).fetchall()
+    rows = connection.execute(same, (created, rowid, MAX_TRANSACTION_OBJECTS)).fetchall()
     earlier = f"{finished} and created < ? order by created desc, rowid desc limit ?"
-    return rows + connection.execute(earlier, (created, OBJECTS - len(rows))).fetchall()
+    return rows + connection.execute(earlier, (created, MAX_TRANSACTION_OBJECTS - len(rows))).fetchall()
 
 
 def _is_continued(connection: sqlite3.Connection, owner: str, id: str) -> bool:
@@ -87,8 +89,8 @@ def _is_continued(connection: sqlite3.Connection, owner: str, id: str) -> bool:
 
 
 @dataclass(slots=True)
-class _Job:
-    step: Callable[[], bool]
+class _SweepJob:
+    run_step: Callable[[], bool]
     """One transaction; returns whether there is more to do."""
     pause: float = 0.0
     """Seconds between two passes."""
@@ -98,14 +100,16 @@ class _Job:
 class Sweeper:
     """Threads may use it at the same time: one at a time sweeps."""
 
-    def __init__(self, database: Database, garbage: Garbage, store: Store, calls: Calls, retention: Retention) -> None:
+    def __init__(
+        self, database: Database, garbage: Garbage, store: Store, calls: Calls, retention: ResponseRetention
+    ) -> None:
         self._database = database
         self._jobs = (
-            _Job(store.room.sweep),
-            _Job(calls.room.sweep),
-            _Job(garbage.purge),
-            _Job(retention.step, _PAUSE_SECONDS),
-            _Job(calls.sweep, _PAUSE_SECONDS),
+            _SweepJob(store.quota.evict_to_low_water),
+            _SweepJob(calls.quota.evict_to_low_water),
+            _SweepJob(garbage.purge_rows),
+            _SweepJob(retention.delete_due_responses, _PAUSE_SECONDS),
+            _SweepJob(calls.delete_expired_calls, _PAUSE_SECONDS),
         )
         self._mutex = threading.Lock()
 
@@ -115,18 +119,18 @@ class Sweeper:
         if not self._mutex.acquire(blocking=False):
             return False
         try:
-            unfinished = [job for job in self._jobs if self._run(job)]
+            unfinished = [job for job in self._jobs if self._run_job(job)]
             self._database.checkpoint()
             return bool(unfinished)
         finally:
             self._mutex.release()
 
     @staticmethod
-    def _run(job: _Job) -> bool:
+    def _run_job(job: _SweepJob) -> bool:
         if clock.monotonic() < job.not_before:
             return False
-        for _ in range(_STEPS):
-            if not job.step():
+        for _ in range(_MAX_STEPS):
+            if not job.run_step():
                 job.not_before = clock.monotonic() + job.pause
                 return False
         return True

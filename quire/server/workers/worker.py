@@ -21,33 +21,33 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.errors import QuireError
-from quire.engine.images.decode import preload
+from quire.engine.images.image_decoding import preload_decoders
 from quire.server.config import ServerConfig
 from quire.server.resolve import invocations  # noqa: F401 - what jobs need is there before workers are forked
 from quire.server.served_model import ModelSource, ServedModel
-from quire.server.workers.frames import receive_blocking, send_blocking
+from quire.server.workers.frames import receive_frame_blocking, send_frame_blocking
 
-Work = Callable[[bytes, ServedModel, ServerConfig], Any]
+JobFunction = Callable[[bytes, ServedModel, ServerConfig], Any]
 
 NICENESS = 5
 """Below the server and its engine: streams come before requests that begin."""
-_KEPT_BYTES = 48 << 20
+_MAX_GROWTH_BYTES = 48 << 20
 """A worker that has grown by more than this ends behind its answer; a new one is small again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    seconds: float
+class JobLimits:
+    cpu_seconds: float
     """Of processor time."""
-    memory: int
+    memory_bytes: int
     """Bytes that the worker may grow by."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    work: Work
+class WorkerJob:
+    work: JobFunction
     """A function of a module, which is sent by its name."""
-    limits: Limits
+    limits: JobLimits
     adapters: Sequence[str] = ()
     """ServedModel.adapters, as they are now."""
 
@@ -58,12 +58,12 @@ def fork_workers(control: socket.socket) -> None:
         signal.signal(ignored, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers' exit statuses
-    source, _ = receive_blocking(control)
+    source, _ = receive_frame_blocking(control)
     assert isinstance(source, ModelSource)
     adapters: list[str] = []
-    model = source.model(expendable=True, adapters=adapters)
-    if model.images is not None:
-        preload()
+    model = source.build_served_model(expendable=True, adapters=adapters)
+    if model.image_reader is not None:
+        preload_decoders()
     gc.collect()
     gc.freeze()
     while True:
@@ -72,37 +72,41 @@ def fork_workers(control: socket.socket) -> None:
             return
         if os.fork() == 0:
             control.close()
-            worker(socket.socket(fileno=descriptors[0]), model, adapters, source.config)
+            run_worker(socket.socket(fileno=descriptors[0]), model, adapters, source.config)
             os._exit(0)
         os.close(descriptors[0])
 
 
-def worker(connection: socket.socket, model: ServedModel, adapters: list[str], config: ServerConfig) -> None:
+def run_worker(connection: socket.socket, model: ServedModel, adapters: list[str], config: ServerConfig) -> None:
     """Answer jobs until the server hangs up: each with (True, its result), (False, error), or (None, a traceback), and
     whether the worker stays for more. `adapters`: the model's."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # a native library says there that memory is short
-    began = data_bytes()
+    initial_bytes = private_memory_bytes()
     try:
-        send_blocking(connection, os.getpid())
+        send_frame_blocking(connection, os.getpid())
         while True:
-            job, given = receive_blocking(connection)
+            job, body = receive_frame_blocking(connection)
             adapters[:] = job.adapters
-            answer = _answer(job, given, model, config, began)
-            stays = data_bytes() - began <= _KEPT_BYTES
-            send_blocking(connection, (*answer, stays))
-            if not stays:
+            answer = _run_job(job, body, model, config, initial_bytes)
+            is_reusable = private_memory_bytes() - initial_bytes <= _MAX_GROWTH_BYTES
+            send_frame_blocking(connection, (*answer, is_reusable))
+            if not is_reusable:
                 return
-            del given, answer
+            del body, answer
     except (EOFError, ConnectionError):
         return
 
 
-def _answer(job: Job, given: bytes, model: ServedModel, config: ServerConfig, began: int) -> tuple[bool | None, Any]:
-    resource.setrlimit(resource.RLIMIT_DATA, (began + job.limits.memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+def _run_job(
+    job: WorkerJob, body: bytes, model: ServedModel, config: ServerConfig, initial_bytes: int
+) -> tuple[bool | None, Any]:
+    resource.setrlimit(
+        resource.RLIMIT_DATA, (initial_bytes + job.limits.memory_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1])
+    )
     # The timer's signal, SIGPROF, ends the process by default, even inside native code.
-    signal.setitimer(signal.ITIMER_PROF, job.limits.seconds)
+    signal.setitimer(signal.ITIMER_PROF, job.limits.cpu_seconds)
     try:
-        return True, job.work(given, model, config)
+        return True, job.work(body, model, config)
     except QuireError as error:
         return False, error
     except MemoryError:
@@ -113,7 +117,7 @@ def _answer(job: Job, given: bytes, model: ServedModel, config: ServerConfig, be
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def data_bytes() -> int:
+def private_memory_bytes() -> int:
     """Bytes of memory that this process alone can write to: what RLIMIT_DATA limits."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmData:")[2].split()[0]) * 1024

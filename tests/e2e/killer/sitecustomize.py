@@ -31,7 +31,7 @@ if "quire.engine.main" in sys.orig_argv:
     from quire.engine.core.scheduler import Scheduler
     from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
-    apply = Scheduler.apply
+    apply = Scheduler.update_from_output
     deadly = {SEEDS[way]: act for way, act in WAYS.items()}
 
     def apply_or_die(self: Scheduler, batch: SchedulerOutput, output: ModelRunnerOutput) -> None:
@@ -42,4 +42,4 @@ if "quire.engine.main" in sys.orig_argv:
                 deadly.get(sequence.engine_request.params.seed, lambda: None)()
         apply(self, batch, output)
 
-    Scheduler.apply = apply_or_die  # type: ignore[method-assign]
+    Scheduler.update_from_output = apply_or_die  # type: ignore[method-assign]

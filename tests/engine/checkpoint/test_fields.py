@@ -15,7 +15,7 @@ from quire.engine.checkpoint.fields import OneRope, PlannedFields, Ropes, Served
 from quire.engine.checkpoint.files import read_generation_defaults, read_model_config, read_raw_config
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.errors import ModelError
-from quire.engine.layers.attention import AttentionSpec
+from quire.engine.layers.attention import AttentionLayerSpec
 from quire.engine.layers.rope import rope_table
 from quire.engine.models import decoder_spec
 from tests import tiny_models
@@ -27,12 +27,12 @@ VALUES += [[], [1], ["full_attention"], [None], [[]], {}, {"a": 1}, {"rope_type"
 def read_all(path: Path) -> None:
     """What a start makes of config.json before it reads weights."""
     spec = decoder_spec(read_model_config(path))
-    for each in spec.parts(AttentionSpec):
+    for each in spec.sublayers_of_kind(AttentionLayerSpec):
         if each.rope is not None:
             assert rope_table(each.rope, each.head_dim, 8).isfinite().all()
         assert math.isfinite(each.scale)
         assert each.window is None or each.window > 0
-    assert len(spec.layer_states) == spec.num_layers
+    assert len(spec.layer_cache_specs) == spec.num_layers
 
 
 def plan(path: Path) -> None:

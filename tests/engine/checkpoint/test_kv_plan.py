@@ -14,8 +14,8 @@ from quire.engine.checkpoint.safetensors import StoredWeights
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.worker.memory import explained, kv_budget, measure_step
-from quire.kernels.reference import Reference
+from quire.engine.worker.device_memory import explain_out_of_memory, kv_budget, measure_step_bytes
+from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
 
@@ -67,7 +67,7 @@ def test_the_engine_allocates_what_was_planned(tmp_path: Path) -> None:
         in info.arithmetic
     )
     assert GIB / 1024 * 0.9 < info.kv_bytes <= GIB / 1024
-    assert sum(k.nbytes + v.nbytes for k, v in engine.runner._kv_cache) == info.kv_bytes
+    assert sum(k.nbytes + v.nbytes for k, v in engine.executor._kv_cache) == info.kv_bytes
     with pytest.raises(ConfigError, match="the longest that fits is at most 16 tokens"):
         EngineCore(EngineConfig(model=str(path), num_kv_blocks=1, max_model_len=32))
 
@@ -75,11 +75,11 @@ def test_the_engine_allocates_what_was_planned(tmp_path: Path) -> None:
 def test_idle_warm_up_clears_an_eighth_of_the_pages_and_none_that_are_in_use(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=64, max_num_seqs=4))
-    caches = [cache for layer in engine.runner._kv_cache for cache in layer]
+    caches = [cache for layer in engine.executor._kv_cache for cache in layer]
 
     def cleared(used: int) -> list[bool]:
         """Warm up, then say for each page whether it is cleared in every layer. `used`: pages that must not be."""
-        while engine.prepare():
+        while engine.warm_up_once():
             pass
         assert all(cache[page].any() for cache in caches for page in range(used))
         return [all(not cache[page].any() for cache in caches) for page in range(64)]
@@ -142,13 +142,13 @@ def test_the_kv_budget_keeps_to_the_share_of_a_gpu(monkeypatch: pytest.MonkeyPat
 
 def test_running_out_of_memory_names_the_setting_to_change() -> None:
     wanted = pytest.raises(ConfigError, match=r"max_num_batched_tokens: out of memory for a step\. Lower it")
-    with wanted as error, explained("a step", "max_num_batched_tokens", "Lower it"):
+    with wanted as error, explain_out_of_memory("a step", "max_num_batched_tokens", "Lower it"):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
     assert error.value.param == "max_num_batched_tokens"
     wanted = pytest.raises(ConfigError, match="kv_cache_memory: out of memory for pages")
-    with wanted, explained("pages", "kv_cache_memory", ""):
+    with wanted, explain_out_of_memory("pages", "kv_cache_memory", ""):
         torch.empty(2**61, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="something else"), explained("pages", "kv_cache_memory", ""):
+    with pytest.raises(RuntimeError, match="something else"), explain_out_of_memory("pages", "kv_cache_memory", ""):
         raise RuntimeError("something else")
 
 
@@ -159,17 +159,19 @@ def test_the_largest_possible_step_is_measured(
     """The measured step has the most tokens and rows that a step may have. A fake stands in for the GPU's counters."""
     options = {"max_num_batched_tokens": tokens, "max_model_len": context, "max_num_seqs": 20}
     config = EngineConfig(model=str(save_tiny_model(tmp_path, "llama")), attention_backend="reference", **options)
-    model = EngineCore(config).runner._model
+    model = EngineCore(config).executor._model
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5000)
     seen = []
-    forward, logits = model.forward, model.logits
+    forward, logits = model.forward, model.compute_logits
     monkeypatch.setattr(model, "forward", lambda ids, *rest: seen.append(len(ids)) or forward(ids, *rest))
-    monkeypatch.setattr(model, "logits", lambda hidden, *rest: seen.append(len(hidden)) or logits(hidden, *rest))
-    assert measure_step(model, Reference(), config) == 5000
+    monkeypatch.setattr(
+        model, "compute_logits", lambda hidden, *rest: seen.append(len(hidden)) or logits(hidden, *rest)
+    )
+    assert measure_step_bytes(model, ReferenceBackend(), config) == 5000
     assert seen == [-(-tokens // context) * min(tokens, context), 20]
 
 

@@ -13,7 +13,7 @@ from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.link.client import EngineClient
-from quire.server.served_model import fingerprint
+from quire.server.served_model import system_fingerprint
 from tests.server.fake import FakeEngine, hashed
 
 
@@ -72,9 +72,11 @@ async def test_an_answer_of_another_config_has_another_fingerprint() -> None:
     engine = EngineClient(FakeEngine(hashed(b"a")))
     info = await engine.link.start()
     await engine.link.stop()
-    plain, other = (fingerprint(info, "", EngineConfig(hf_overrides=each)) for each in (None, {"rope_theta": 1.0}))
+    plain, other = (
+        system_fingerprint(info, "", EngineConfig(hf_overrides=each)) for each in (None, {"rope_theta": 1.0})
+    )
     assert plain != other
-    assert plain == fingerprint(info, "", EngineConfig(hf_overrides={}))
+    assert plain == system_fingerprint(info, "", EngineConfig(hf_overrides={}))
 
 
 def folder(tmp_path: Path, **content: object) -> str:

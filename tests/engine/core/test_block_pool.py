@@ -38,7 +38,7 @@ def test_freed_pages_keep_their_content_until_the_pool_runs_out_least_recent_fir
     assert pool.get_cached_prefix(digests) == blocks[:2]
     pool.allocate(2)
     assert pool.get_cached_prefix(digests) == [], "content goes with the page"
-    pool.audit()
+    pool.check_invariants()
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -60,7 +60,7 @@ def test_no_page_is_lost_or_held_by_mistake(actions: list[tuple[str, int]]) -> N
             found = pool.get_cached_prefix([(pick % made).to_bytes(16, "big")])
             pool.ref(found)
             held += found
-        pool.audit()
+        pool.check_invariants()
         assert pool.num_used == len(set(held))
         assert len(pool.cached_blocks) <= pool.num_blocks
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import pytest
 
 from quire.engine.config import EngineConfig
-from quire.engine.core.drafter import Draft, Drafter, DraftRequests, NoDrafts
+from quire.engine.core.drafter import Draft, Drafter, NullDrafter, RequestsToDraft
 from quire.engine.core.request import Request
 from quire.engine.engine_core import EngineCore
 from quire.engine.types import EngineCoreRequest, Grammar, ThinkingBudget
@@ -49,7 +49,7 @@ class Oracle(Drafter):
     wrong: int
     asked: set[str] = field(default_factory=set)
 
-    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
+    def propose(self, asked: RequestsToDraft, tokens: int) -> list[Draft]:
         self.asked |= {seq.engine_request.id for seq, _ in asked}
         return [Draft(self._propose(seq)) for seq, _ in asked]
 
@@ -63,14 +63,14 @@ class MakeEngine(Protocol):
 
 
 def check(engine: MakeEngine, requests: list[EngineCoreRequest], wanted: dict[str, Answer], ahead: int) -> None:
-    plain = engine(NoDrafts(), ahead)
+    plain = engine(NullDrafter(), ahead)
     assert run(plain, requests) == wanted
     for right, wrong in ((4, 0), (0, 3), (2, 2)):
         drafting = engine(Oracle(wanted, right, wrong), ahead)
         assert run(drafting, requests) == wanted, f"{right} right, {wrong} wrong"
         if right and not ahead:
-            assert drafting.stats.steps < plain.stats.steps
-        assert drafting.stats.generation_tokens == plain.stats.generation_tokens
+            assert drafting.engine_stats.steps < plain.engine_stats.steps
+        assert drafting.engine_stats.generation_tokens == plain.engine_stats.generation_tokens
 
 
 @pytest.mark.few(1)
@@ -84,14 +84,14 @@ def test_tokens_and_log_probabilities_are_those_without_drafts(dtype: str, backe
         config = EngineConfig(model=str(path), dtype=dtype, attention_backend=backend, **options)
         return EngineCore(config, make_drafter=lambda *_: drafter, steps_ahead=ahead)
 
-    wanted = run(engine(NoDrafts(), 0), requests)
+    wanted = run(engine(NullDrafter(), 0), requests)
     check(engine, requests, wanted, 0)
     check(partial(engine, max_num_batched_tokens=21, max_num_seqs=6), requests, wanted, 0)
     check(partial(engine, max_num_seqs=5), requests, wanted, 1)
     small = engine(Oracle(wanted, 2, 2), 0, num_kv_blocks=13, max_model_len=200)
     if small.info.block_size == 16:
         assert run(small, requests) == wanted
-        assert small.stats.preemptions > 0
+        assert small.engine_stats.preemptions > 0
 
 
 def test_beside_grammars_and_with_a_prefix_cache() -> None:
@@ -105,4 +105,4 @@ def test_beside_grammars_and_with_a_prefix_cache() -> None:
         got = run(engine, requests)
         assert {name: each.ids for name, each in got.items()} == {name: each.ids for name, each in wanted.items()}
     assert oracle.asked == {each.id for each in requests}
-    assert engine.stats.prefix_hits > 0
+    assert engine.engine_stats.prefix_hits > 0

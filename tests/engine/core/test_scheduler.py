@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from quire.engine.core.block_pool import NULL_BLOCK
-from quire.engine.core.drafter import Draft, Drafter, DraftRequests
-from quire.engine.core.fairness import FairQueue
+from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
+from quire.engine.core.fair_queue import FairQueue
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from quire.engine.types import EngineCoreOutput, EngineCoreRequest, Image, PoolingParams, SamplingParams, Span
@@ -98,7 +98,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             id=name, prompt_ids=prompt, params=params, seed=0, priority=priority, cache_salt=salt, tenant=salt
         )
         self.outputs[name] = []
-        self.scheduler.add(self.requests[name])
+        self.scheduler.add_request(self.requests[name])
         self.collect()
 
     @rule(prompt=PROMPTS, priority=st.integers(0, 2), salt=st.sampled_from(["", "other"]))
@@ -108,7 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             id=name, prompt_ids=prompt, params=PoolingParams(), seed=0, priority=priority, cache_salt=salt, tenant=salt
         )
         self.outputs[name] = []
-        self.scheduler.add(self.requests[name])
+        self.scheduler.add_request(self.requests[name])
         self.collect()
 
     @rule(index=st.integers(0, 1000))
@@ -116,7 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.requests:
             name = str(index % len(self.requests))
             self.aborted.add(name)
-            self.scheduler.abort(name)
+            self.scheduler.abort_request(name)
             self.collect()
 
     @rule()
@@ -128,7 +128,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def apply(self) -> None:
         if self.under_way:
-            self.scheduler.apply(*self.under_way.popleft())
+            self.scheduler.update_from_output(*self.under_way.popleft())
             self.collect()
 
     @rule()
@@ -143,12 +143,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def pages_are_accounted_for(self) -> None:
-        self.scheduler.pool.audit()
-        stats = self.scheduler.stats()
+        self.scheduler.pool.check_invariants()
+        stats = self.scheduler.make_stats()
         assert stats.running <= SLOTS
-        if not self.scheduler.busy:
+        if not self.scheduler.has_requests:
             assert stats.used_blocks == stats.saved_blocks == 0
-        running, _ = self.scheduler.requests()
+        running, _ = self.scheduler.list_requests()
         assert stats.used_blocks >= len({page for seq in running for page in seq.block_ids} - {NULL_BLOCK})
         assert stats.saved_blocks == sum(seq.block_ids.count(NULL_BLOCK) for seq in running)
         if all(window is None for window in self.windows):
@@ -156,10 +156,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for _ in range(3000):
-            if not self.scheduler.busy:
+            if not self.scheduler.has_requests:
                 break
             self.step()
-        assert not self.scheduler.busy, "it never came to an end"
+        assert not self.scheduler.has_requests, "it never came to an end"
         self.pages_are_accounted_for()
         for name, request in self.requests.items():
             self.check(request, self.outputs[name])
@@ -168,7 +168,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert [bool(output.finish_reason) for output in outputs] == [False] * (len(outputs) - 1) + [True]
         reason = outputs[-1].finish_reason
         got = [token for output in outputs for token in output.new_ids]
-        if request.sampling is None:
+        if request.sampling_params is None:
             answered = (outputs[-1].vector, got, len(outputs), reason)
             aborted = (None, [], 1, "abort")
             assert answered in ((fake_vector(request.prompt_ids), [], 1, "stop"), aborted)
@@ -254,8 +254,8 @@ def request(name: str, prompt_length: int, **params: int) -> EngineCoreRequest:
 
 def test_what_can_never_fit_is_refused_at_once() -> None:
     tight = scheduler(num_blocks=4, max_model_len=40)
-    tight.add(request("long", 12, max_tokens=5))
-    tight.add(request("fits", 12, max_tokens=4))
+    tight.add_request(request("long", 12, max_tokens=5))
+    tight.add_request(request("fits", 12, max_tokens=4))
     (refused,) = tight.take_outputs()
     assert (refused.id, refused.finish_reason) == ("long", "error")
     assert "17 tokens" in (refused.error or "")
@@ -264,7 +264,7 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
 
 def test_a_prompt_as_long_as_the_context_is_refused() -> None:
     tight = scheduler()
-    tight.add(request("full", CONTEXT))
+    tight.add_request(request("full", CONTEXT))
     assert tight.take_outputs()[0].finish_reason == "error"
 
 
@@ -272,25 +272,25 @@ def test_a_prompt_as_long_as_the_context_is_refused() -> None:
 def test_a_prompt_as_long_as_the_context_has_a_vector(length: int, reason: str) -> None:
     some, device = scheduler(), FakeDevice()
     prompt = [index % 5 for index in range(length)]
-    some.add(EngineCoreRequest(id="v", prompt_ids=prompt, params=PoolingParams(), seed=0))
+    some.add_request(EngineCoreRequest(id="v", prompt_ids=prompt, params=PoolingParams(), seed=0))
     outputs = some.take_outputs()
-    while some.busy:
+    while some.has_requests:
         step(some, device)
         outputs += some.take_outputs()
     assert [(output.finish_reason, output.vector) for output in outputs] == [
         (reason, fake_vector(prompt) if reason == "stop" else None)
     ]
-    assert some.stats().generation_tokens == 0
+    assert some.make_stats().generation_tokens == 0
 
 
 def test_decodes_go_before_prompts_and_the_budget_chunks_these() -> None:
     busy, device = scheduler(num_blocks=40), FakeDevice()
     device.pages |= {b: [None] * BLOCK for b in range(40)}
-    busy.add(request("first", 3, max_tokens=20))
+    busy.add_request(request("first", 3, max_tokens=20))
     batch = busy.schedule()
     assert batch is not None
-    busy.apply(batch, device.execute(batch))
-    busy.add(request("second", 25, max_tokens=5))
+    busy.update_from_output(batch, device.execute(batch))
+    busy.add_request(request("second", 25, max_tokens=5))
     batch = busy.schedule()
     assert batch is not None
     assert [(row.request_id, row.num_tokens) for row in batch.scheduled_requests] == [("first", 1), ("second", 9)]
@@ -301,15 +301,18 @@ def test_images_of_several_requests_are_read_in_several_steps() -> None:
     and its own tokens do."""
     busy, device = scheduler(num_blocks=40), FakeDevice()
     device.pages |= {b: [None] * BLOCK for b in range(40)}
-    busy.add(request("calm", 3, max_tokens=20))
+    busy.add_request(request("calm", 3, max_tokens=20))
     step(busy, device)
     for name, work in (("a", 5), ("b", 12)):
-        image = msgspec.structs.replace(Image.of(64, 32, name.encode()), work=work)
+        image = msgspec.structs.replace(Image.from_pixels(64, 32, name.encode()), encoder_cost=work)
         spans = (Span(1, 2, image.digest), Span(4, 1, image.digest, offset=2))
-        busy.add(msgspec.structs.replace(request(name, 5, max_tokens=2), spans=spans, images=(image,)))
+        busy.add_request(msgspec.structs.replace(request(name, 5, max_tokens=2), spans=spans, images=(image,)))
     batches = [step(busy, device) for _ in range(4)]
     rows = [
-        [(row.request_id, row.num_tokens, [look.end for look in row.encoder_chunks]) for row in each.scheduled_requests]
+        [
+            (row.request_id, row.num_tokens, [look.end_progress for look in row.encoder_chunks])
+            for row in each.scheduled_requests
+        ]
         for each in batches
     ]
     assert rows == [
@@ -323,9 +326,11 @@ def test_images_of_several_requests_are_read_in_several_steps() -> None:
 def test_a_decode_goes_before_a_more_urgent_prompt_that_runs_already() -> None:
     busy, device = scheduler(num_blocks=40), FakeDevice()
     device.pages |= {b: [None] * BLOCK for b in range(40)}
-    busy.add(request("calm", 3, max_tokens=20))
+    busy.add_request(request("calm", 3, max_tokens=20))
     step(busy, device)
-    busy.add(EngineCoreRequest(id="urgent", prompt_ids=list(range(30)), params=SamplingParams(), seed=0, priority=-1))
+    busy.add_request(
+        EngineCoreRequest(id="urgent", prompt_ids=list(range(30)), params=SamplingParams(), seed=0, priority=-1)
+    )
     for _ in range(2):  # it is admitted by the first step, and runs in the second
         batch = step(busy, device)
         assert [(row.request_id, row.num_tokens) for row in batch.scheduled_requests] == [("calm", 1), ("urgent", 9)]
@@ -333,9 +338,9 @@ def test_a_decode_goes_before_a_more_urgent_prompt_that_runs_already() -> None:
 
 def test_a_more_urgent_request_is_admitted_first() -> None:
     one_slot = scheduler(max_num_seqs=1)
-    one_slot.add(request("calm", 3))
+    one_slot.add_request(request("calm", 3))
     urgent = EngineCoreRequest(id="urgent", prompt_ids=[1, 2], params=SamplingParams(), seed=0, priority=-1)
-    one_slot.add(urgent)
+    one_slot.add_request(urgent)
     batch = one_slot.schedule()
     assert batch is not None
     assert [row.request_id for row in batch.scheduled_requests] == ["urgent"]
@@ -347,7 +352,9 @@ def test_where_pages_run_out_the_least_urgent_gives_way_and_then_the_youngest(ur
     for index in range(3):
         params = SamplingParams(max_tokens=9, ignore_eos=True)
         priority = -1 if index == urgent else 0
-        tight.add(EngineCoreRequest(id=str(index), prompt_ids=[1, index], params=params, seed=0, priority=priority))
+        tight.add_request(
+            EngineCoreRequest(id=str(index), prompt_ids=[1, index], params=params, seed=0, priority=priority)
+        )
     while not (batch := step(tight, device)).preempted_ids:
         pass
     assert batch.preempted_ids == ["1" if urgent == 2 else "2"]
@@ -364,10 +371,10 @@ def test_a_prompt_is_charged_once_though_it_is_computed_again() -> None:
     tight, device = scheduler(**options, waiting=Counting()), FakeDevice()
     for index in range(2):
         params = SamplingParams(max_tokens=9, ignore_eos=True)
-        tight.add(EngineCoreRequest(id=str(index), prompt_ids=[1, index] * 5, params=params, seed=0))
-    while tight.busy:
+        tight.add_request(EngineCoreRequest(id=str(index), prompt_ids=[1, index] * 5, params=params, seed=0))
+    while tight.has_requests:
         step(tight, device)
-    assert tight.stats().preemptions > 0
+    assert tight.make_stats().preemptions > 0
     assert charged == {"0": 10, "1": 10}
 
 
@@ -375,20 +382,20 @@ def test_a_prompt_is_charged_once_though_it_is_computed_again() -> None:
 def test_abort_frees_pages_at_once(count: int) -> None:
     some = scheduler()
     for index in range(count):
-        some.add(request(str(index), 9))
+        some.add_request(request(str(index), 9))
     some.schedule()
-    assert some.stats().used_blocks > 0
+    assert some.make_stats().used_blocks > 0
     for index in range(count):
-        some.abort(str(index))
-        some.abort("never heard of")
-    assert some.stats().used_blocks == 0
+        some.abort_request(str(index))
+        some.abort_request("never heard of")
+    assert some.make_stats().used_blocks == 0
     assert [output.finish_reason for output in some.take_outputs()] == ["abort"] * count
 
 
 def drain(some: Scheduler, device: FakeDevice, **found: list[int]) -> tuple[dict[str, list[int]], int]:
     """Step to the end: the tokens of each request, and the steps it took."""
     steps = 0
-    while some.busy:
+    while some.has_requests:
         step(some, device)
         steps += 1
         for output in some.take_outputs():
@@ -399,12 +406,12 @@ def drain(some: Scheduler, device: FakeDevice, **found: list[int]) -> tuple[dict
 def test_right_drafts_save_steps_and_count_once() -> None:
     plain, drafting = scheduler(), scheduler(drafter=DRAFTERS["right"])
     for each in (plain, drafting):
-        each.add(request("long", 5, max_tokens=25))
+        each.add_request(request("long", 5, max_tokens=25))
     wanted, steps = drain(plain, FakeDevice())
     got, fewer = drain(drafting, FakeDevice())
     assert got == wanted
     assert (steps, fewer < 15) == (25, True)
-    assert drafting.stats().generation_tokens == plain.stats().generation_tokens == 25
+    assert drafting.make_stats().generation_tokens == plain.make_stats().generation_tokens == 25
 
 
 @dataclass
@@ -413,7 +420,7 @@ class Fixed(Drafter):
 
     drafts: list[int]
 
-    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
+    def propose(self, asked: RequestsToDraft, tokens: int) -> list[Draft]:
         return [Draft(self.drafts) for _ in asked]
 
 
@@ -421,9 +428,9 @@ def test_drafts_take_neither_pages_nor_budget_from_others() -> None:
     """The sequence that could draft comes first, and there is one free page, which the other needs."""
     drafter = Fixed([])
     tight, device = scheduler(num_blocks=4, drafter=drafter), FakeDevice()
-    tight.add(request("first", 6, max_tokens=6))
+    tight.add_request(request("first", 6, max_tokens=6))
     step(tight, device)
-    tight.add(request("other", 4, max_tokens=5))
+    tight.add_request(request("other", 4, max_tokens=5))
     step(tight, device)
     drafter.drafts = [15] * 9
     batch = step(tight, device)
@@ -446,7 +453,7 @@ def large_pages(**options: int) -> tuple[Scheduler, FakeDevice]:
 def step(on: Scheduler, device: FakeDevice) -> SchedulerOutput:
     batch = on.schedule()
     assert batch is not None
-    on.apply(batch, device.execute(batch))
+    on.update_from_output(batch, device.execute(batch))
     return batch
 
 
@@ -454,36 +461,36 @@ def test_a_page_is_forked_where_prompts_part() -> None:
     """Also while the first request still writes to that page, whose beginning no longer changes."""
     pages, device = large_pages()
     first = list(range(27))
-    pages.add(of("first", first, max_tokens=8))
+    pages.add_request(of("first", first, max_tokens=8))
     step(pages, device)
     step(pages, device)
-    pages.add(of("second", [*first[:25], 99, 98], max_tokens=2))
+    pages.add_request(of("second", [*first[:25], 99, 98], max_tokens=2))
     batch = step(pages, device)
-    assert [(copy.tokens, row.start) for copy in batch.block_copies for row in batch.scheduled_requests[1:]] == [
+    assert [(copy.num_tokens, row.start) for copy in batch.block_copies for row in batch.scheduled_requests[1:]] == [
         (8, 24)
     ]
-    assert pages.stats().prefix_hits == 24
-    while pages.busy:
+    assert pages.make_stats().prefix_hits == 24
+    while pages.has_requests:
         step(pages, device)
-    pages.add(of("third", [*first[:20], 7], max_tokens=2))
-    assert [copy.tokens for copy in step(pages, device).block_copies] == [4], "after its owners have ended"
+    pages.add_request(of("third", [*first[:20], 7], max_tokens=2))
+    assert [copy.num_tokens for copy in step(pages, device).block_copies] == [4], "after its owners have ended"
 
 
 def test_what_the_step_itself_computes_is_not_copied() -> None:
     pages, device = large_pages()
     prompt = list(range(14))
-    pages.add(of("first", prompt, max_tokens=2))
-    pages.add(of("second", [*prompt[:12], 99], max_tokens=2))
+    pages.add_request(of("first", prompt, max_tokens=2))
+    pages.add_request(of("second", [*prompt[:12], 99], max_tokens=2))
     assert step(pages, device).block_copies == []
 
 
 def test_the_last_free_page_goes_on_where_it_is() -> None:
     """It is the one to copy from, and the one to copy to."""
     pages, device = large_pages(num_blocks=3)
-    pages.add(of("old", list(range(13)), max_tokens=1))
+    pages.add_request(of("old", list(range(13)), max_tokens=1))
     step(pages, device)
-    pages.add(of("long", list(range(100, 131)), max_tokens=1))
-    pages.add(of("again", [*range(12), 50, 51], max_tokens=1))
+    pages.add_request(of("long", list(range(100, 131)), max_tokens=1))
+    pages.add_request(of("again", [*range(12), 50, 51], max_tokens=1))
     batch = step(pages, device)
     assert [(row.request_id, row.start) for row in batch.scheduled_requests] == [("long", 0), ("again", 12)]
     assert batch.block_copies == []
@@ -499,9 +506,13 @@ def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
             max_num_batched_tokens=10,
             long_prefill_token_threshold=threshold,
         )
-        scheduler.add(EngineCoreRequest(id="long", prompt_ids=[1] * 100, params=SamplingParams(max_tokens=1), seed=0))
+        scheduler.add_request(
+            EngineCoreRequest(id="long", prompt_ids=[1] * 100, params=SamplingParams(max_tokens=1), seed=0)
+        )
         scheduler.schedule()
-        scheduler.add(EngineCoreRequest(id="short", prompt_ids=[2] * 3, params=SamplingParams(max_tokens=1), seed=0))
+        scheduler.add_request(
+            EngineCoreRequest(id="short", prompt_ids=[2] * 3, params=SamplingParams(max_tokens=1), seed=0)
+        )
         for step in range(2, 50):
             batch = scheduler.schedule()
             assert batch is not None

@@ -6,9 +6,9 @@ import msgspec
 
 from quire.engine.core.scheduler_output import (
     BlockCopy,
-    Failure,
     ModelRunnerOutput,
     NewRequestData,
+    RequestFailure,
     ScheduledRequest,
     SchedulerOutput,
 )
@@ -61,7 +61,7 @@ def test_so_does_what_comes_of_it() -> None:
         {"b": [5], "c": [1, 2]},
         {"b": [logprob]},
         {"a": [logprob, logprob]},
-        {"c": Failure("why", "grammar")},
+        {"c": RequestFailure("why", "grammar")},
         {"d": b"\x00\x80"},
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=ModelRunnerOutput) == output

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
-from quire.engine.text.pairs import encode_cut
+from quire.engine.text.pooling_inputs import encode_truncated
 from quire.engine.text.tokenizer import Tokenizer
 from tests.engine.vectors import vectors
 
@@ -50,7 +50,7 @@ def test_cosines_are_those_of_sentence_transformers(dtype: str, tolerance: float
     wanted = judged(path)
     engine = EngineCore(EngineConfig(model=str(path), dtype=dtype))
     assert engine.info.max_model_len == 256
-    found = vectors(engine, encode_cut(Tokenizer.load(path), texts(), 256, "right"))
+    found = vectors(engine, encode_truncated(Tokenizer.from_pretrained(path), texts(), 256, "right"))
     assert np.array([a @ b for a, b in pairwise(found)]) == pytest.approx(
         np.array([a @ b for a, b in pairwise(wanted)]), abs=tolerance
     )

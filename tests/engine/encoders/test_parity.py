@@ -63,7 +63,7 @@ def test_a_vector_does_not_depend_on_the_batch(family: str, dtype: str, tmp_path
         assert same(vectors(engine, prompts() * 5), alone * 5), "several of each"
         few = start(path, attention_backend=backend, dtype=dtype, max_num_seqs=2, max_num_batched_tokens=64)
         assert same(vectors(few, prompts()), alone), "two at a time"
-        assert engine.stats.prefix_queries == engine.stats.prefix_hits + sum(LENGTHS) * 7
+        assert engine.engine_stats.prefix_queries == engine.engine_stats.prefix_hits + sum(LENGTHS) * 7
 
 
 @pytest.mark.few(1)
@@ -102,7 +102,7 @@ def test_an_encoder_keeps_nothing_and_says_what_it_is(tmp_path: Path) -> None:
     assert engine.info.deterministic
     assert "no KV" in engine.info.arithmetic
     too_long = EngineCoreRequest(id="long", prompt_ids=[5] * 321, params=PoolingParams(), seed=0)
-    engine.add(too_long)
+    engine.add_request(too_long)
     assert "320" in (engine.step()[0].error or "")
 
 

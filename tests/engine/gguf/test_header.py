@@ -15,8 +15,8 @@ import pytest
 from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.errors import ModelError
-from quire.engine.gguf.files import read_gguf
 from quire.engine.gguf.header import read_header
+from quire.engine.gguf.model_files import read_gguf_header
 from quire.engine.text.tokenizer import Tokenizer
 from tests.gguf_models import gguf, write_gguf
 from tests.tiers import slow
@@ -102,7 +102,7 @@ def everything(path: Path) -> None:
     """All that a start reads of a header."""
     read_model_config(path)
     read_stored_weights(path)
-    Tokenizer.load(path)
+    Tokenizer.from_pretrained(path)
 
 
 @pytest.mark.slow
@@ -164,20 +164,20 @@ def parts(model: Path, folder: Path, change: Callable[[object, int], None] = lam
 def test_a_file_in_parts_is_one_model(model: Path, tmp_path: Path) -> None:
     files = parts(model, tmp_path / "parts")
     assert resolve_model(str(tmp_path / "parts")) == files[0]
-    whole, split = read_gguf(model), read_gguf(files[0])
+    whole, split = read_gguf_header(model), read_gguf_header(files[0])
     assert split.tensors.keys() == whole.tensors.keys()
     for name, tensor in split.tensors.items():
         other = whole.tensors[name]
         mine = tensor.file.read_bytes()[tensor.offset :][: tensor.nbytes]
         assert mine == other.file.read_bytes()[other.offset :][: other.nbytes]
     with pytest.raises(ModelError, match="later part"):
-        read_gguf(files[1])
+        read_gguf_header(files[1])
     os.replace(files[2], files[1])
     with pytest.raises(ModelError, match=r"split\.no"):
-        read_gguf(files[0])
+        read_gguf_header(files[0])
     files[1].unlink()
     with pytest.raises(ModelError, match="there is no m-00002-of-00003"):
-        read_gguf(files[0])
+        read_gguf_header(files[0])
 
 
 def test_a_folder_with_several_files_asks_for_one(model: Path, tmp_path: Path) -> None:

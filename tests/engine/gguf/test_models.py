@@ -257,7 +257,7 @@ def test_a_stack_of_experts_of_no_layer_is_refused_by_its_own_name(tmp_path: Pat
 def test_mixtral_has_a_window_only_where_the_file_says_so(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "folder", "mixtral", num_hidden_layers=2)
     config = read_model_config(write_gguf(folder, tmp_path / "m.gguf"))
-    windows = tuple(each.window for each in decoder_spec(config).states)
+    windows = tuple(each.window for each in decoder_spec(config).kv_cache_specs)
     assert windows == layer_windows(config.raw, 2) == (None, None)
 
 

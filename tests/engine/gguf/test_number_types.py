@@ -11,15 +11,15 @@ from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
-from quire.kernels.cpu.backend import Cpu
-from quire.server.cli.plan.estimate import Wishes, estimate
+from quire.kernels.cpu.backend import CpuBackend
+from quire.server.cli.plan.estimate import PlanRequest, estimate_model
 from quire.server.cli.plan.machine import Machine
 from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
 
 gguf_models = pytest.importorskip("tests.gguf_models", reason="the package gguf is not installed")
 write_delta_gguf = pytest.importorskip("tests.gguf_deltas").write_delta_gguf
-pytestmark = pytest.mark.skipif(Cpu().missing is not None, reason=str(Cpu().missing))
+pytestmark = pytest.mark.skipif(CpuBackend().missing_reason is not None, reason=str(CpuBackend().missing_reason))
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,10 @@ def test_what_is_chosen_is_planned(kind: str, settings: dict[str, str], dtype: s
     assert (info.dtype, info.kv_cache_dtype) == (dtype, pages)
     if "attention_backend" not in settings:
         sizes, stored = read_sizes(read_raw_config(str(file))[0]), read_stored_weights(file)
-        planned = estimate(sizes, Machine("test", 2**30, gpu=False), Wishes(EngineConfig(**settings)), stored)
-        assert (planned.dtype, planned.page_bytes) == (dtype, info.kv_bytes // 8)
+        planned = estimate_model(
+            sizes, Machine("test", 2**30, gpu=False), PlanRequest(EngineConfig(**settings)), stored
+        )
+        assert (planned.dtype, planned.block_bytes) == (dtype, info.kv_bytes // 8)
 
 
 @pytest.mark.few(1)

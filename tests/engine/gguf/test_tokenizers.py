@@ -11,8 +11,8 @@ import tokenizers
 
 from quire.engine.errors import ModelError
 from quire.engine.gguf.header import read_header
-from quire.engine.gguf.splits import SPLITS
-from quire.engine.gguf.tokenizer import end_tokens
+from quire.engine.gguf.hf_tokenizer import eos_token_ids
+from quire.engine.gguf.pre_tokenizers import PRE_TOKENIZERS
 from quire.engine.text.tokenizer import Tokenizer
 from tests.gguf_models import gguf
 from tests.texts import shared
@@ -95,7 +95,7 @@ def test_sentence_piece_is_the_models_own_tokenizer(tmp_path: Path) -> None:
         *(tmp_path / "t.gguf", "llama", texts, types),
         **{"scores": scores, "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0},
     )
-    ours, theirs = Tokenizer.load(file), Tokenizer.load(folder)
+    ours, theirs = Tokenizer.from_pretrained(file), Tokenizer.from_pretrained(folder)
     assert ours.special_tokens["bos_token"] == "<s>"
     for text in TEXTS:
         ids = theirs.encode(text)
@@ -110,7 +110,7 @@ def test_sentence_piece_is_the_models_own_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "pre"), [("qwen2.5", "qwen2"), ("minimind", "gpt-2")])
 def test_byte_level_is_the_models_own_tokenizer(name: str, pre: str, tmp_path: Path) -> None:
-    theirs = Tokenizer.load(shared("tokenizers") / name)
+    theirs = Tokenizer.from_pretrained(shared("tokenizers") / name)
     state = json.loads(theirs.backend.to_str())
     ids = theirs.backend.get_vocab(with_added_tokens=True)
     added = {token["id"]: token["special"] for token in state["added_tokens"]}
@@ -120,17 +120,17 @@ def test_byte_level_is_the_models_own_tokenizer(name: str, pre: str, tmp_path: P
     ]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in state["model"]["merges"]]
     file = write(tmp_path / "t.gguf", "gpt2", tokens, types, merges=merges, pre=pre)
-    ours = Tokenizer.load(file)
+    ours = Tokenizer.from_pretrained(file)
     for text in TEXTS:
         assert ours.encode(text) == theirs.encode(text)
-    assert ours.special_ids == theirs.special_ids
+    assert ours.special_token_ids == theirs.special_token_ids
 
 
-@pytest.mark.parametrize("name", sorted(SPLITS))
+@pytest.mark.parametrize("name", sorted(PRE_TOKENIZERS))
 def test_every_split_keeps_all_of_a_text(name: str, tmp_path: Path) -> None:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     file = write(tmp_path / "t.gguf", "gpt2", alphabet, [NORMAL] * 256, pre=name)
-    tokenizer = Tokenizer.load(file)
+    tokenizer = Tokenizer.from_pretrained(file)
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -152,7 +152,7 @@ def test_texts_are_cut_as_llama_cpp_does(name: str, text: str, cuts: list[str], 
     """The pieces, as llama.cpp's regular expressions of that name cut them."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     file = write(tmp_path / "t.gguf", "gpt2", alphabet, [NORMAL] * 256, pre=name)
-    backend = Tokenizer.load(file).backend
+    backend = Tokenizer.from_pretrained(file).backend
     assert backend.pre_tokenizer is not None
     assert [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)] == cuts
 
@@ -163,7 +163,9 @@ def test_bos_and_eos_stand_around_a_text_where_the_file_says_so(tmp_path: Path) 
     roles = {"bos_token_id": 0, "eos_token_id": 1, "eot_token_id": 1}
 
     def around(pre: str, **flags: bool) -> list[int]:
-        ids = Tokenizer.load(write(tmp_path / "t.gguf", "gpt2", tokens, types, pre=pre, **roles, **flags)).encode("a")
+        ids = Tokenizer.from_pretrained(
+            write(tmp_path / "t.gguf", "gpt2", tokens, types, pre=pre, **roles, **flags)
+        ).encode("a")
         return [token for token in ids if token < 2]
 
     assert around("gpt-2") == []
@@ -183,7 +185,7 @@ def test_an_answer_ends_where_its_family_ends_it(names: list[str], ends: list[st
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     types = [CONTROL] * len(names) + [NORMAL] * 256
     header = read_header(write(tmp_path / "t.gguf", "gpt2", [*names, *alphabet], types, pre="gpt-4o"))
-    assert [names[index] for index in end_tokens(header)] == ends
+    assert [names[index] for index in eos_token_ids(header)] == ends
 
 
 @pytest.mark.parametrize("kind", [NORMAL, CONTROL, USER_DEFINED])
@@ -192,7 +194,7 @@ def test_known_ends_are_control_tokens_whatever_their_type(tmp_path: Path, kind:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokens, types = ["<|endoftext|>", "<|im_end|>", *alphabet], [CONTROL, kind] + [NORMAL] * 256
     path = write(tmp_path / "t.gguf", "gpt2", tokens, types, pre="qwen2", eos_token_id=0)
-    tokenizer = Tokenizer.load(path)
+    tokenizer = Tokenizer.from_pretrained(path)
     assert tokenizer.eos_token_ids == (0, 1)
     assert tokenizer.encode("a<|im_end|>")[-1] == 1
     assert tokenizer.decode([2, 1]) == tokenizer.decode([2])
@@ -212,7 +214,7 @@ def test_end_of_turn_of_a_gguf_template(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert Tokenizer.load(tmp_path / "t.gguf").eos_token_ids == (1,)
+    assert Tokenizer.from_pretrained(tmp_path / "t.gguf").eos_token_ids == (1,)
 
 
 def test_templates_keep_their_names(tmp_path: Path) -> None:
@@ -226,7 +228,7 @@ def test_templates_keep_their_names(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert Tokenizer.load(tmp_path / "t.gguf").chat_templates == {"default": "one", "rag": "two"}
+    assert Tokenizer.from_pretrained(tmp_path / "t.gguf").chat_templates == {"default": "one", "rag": "two"}
 
 
 @pytest.mark.parametrize(
@@ -246,7 +248,7 @@ def test_templates_keep_their_names(tmp_path: Path) -> None:
 def test_what_is_wrong_is_named(changed: dict[str, Any], says: str, tmp_path: Path) -> None:
     parts: dict[str, Any] = {"kind": "gpt2", "tokens": ["a", "b", "ab"], "types": [1, 1, 1], "merges": ["a b"]}
     with pytest.raises(ModelError, match=says) as caught:
-        Tokenizer.load(write(tmp_path / "t.gguf", **parts | changed))
+        Tokenizer.from_pretrained(write(tmp_path / "t.gguf", **parts | changed))
     assert "\n" not in str(caught.value)
 
 
@@ -254,4 +256,4 @@ def test_tokens_that_would_take_for_ever_to_cut_are_refused(tmp_path: Path) -> N
     tokens = ["<unk>", "x" * 100_000]
     file = write(tmp_path / "t.gguf", "llama", tokens, [UNKNOWN, NORMAL], scores=[0.0, -1.0])
     with pytest.raises(ModelError, match=r"tokenizer\.ggml\.tokens: are too long"):
-        Tokenizer.load(file)
+        Tokenizer.from_pretrained(file)

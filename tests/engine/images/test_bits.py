@@ -12,18 +12,18 @@ import torch
 from quire.engine.checkpoint.files import read_raw_config
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
-from quire.engine.encoders.vision.choose import tower_of
-from quire.engine.encoders.vision.tower import TowerMaking
+from quire.engine.encoders.vision.tower import TowerBuildContext
+from quire.engine.encoders.vision.tower_factory import make_tower
 from quire.engine.engine_core import EngineCore
-from quire.engine.images.config import read_vision
-from quire.engine.images.reader import Asked, ImageReader, image_reader
-from quire.engine.layers.schemes import Unquantized
+from quire.engine.images.image_reader import ImageReader, RequestImage, make_image_reader
+from quire.engine.images.vision_config import read_vision_spec
+from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.link.engine_messages import Submit, apart, decode_to_engine, encode, together
 from quire.engine.replicas.router import prefix_pieces
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import EngineCoreRequest
-from quire.engine.worker.images.features import ImageFeatures
-from quire.kernels.reference import Reference
+from quire.engine.worker.images.encoder_cache import ImageEncoderCache
+from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import Answer, request, run
 from tests.tiny_vision import MARK, picture, save_tiny_vision
 
@@ -35,12 +35,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def about(path: Path, name: str, *pictures: int, more: str = "", **options: object) -> EngineCoreRequest:
     """A question about pictures, which are cut into several tiles."""
-    tokenizer = Tokenizer.load(path)
-    reader = image_reader(path, tokenizer)
+    tokenizer = Tokenizer.from_pretrained(path)
+    reader = make_image_reader(path, tokenizer)
     assert isinstance(reader, ImageReader)
     text = "Look at what follows: " + "".join(f"see {MARK} and " for _ in pictures) + f"say what it is{more}"
-    read = reader.read(text, [Asked("image", picture(seed, 120, 70)) for seed in pictures], tokenizer.encode)
-    asked = request(name, read.ids, **{"max_tokens": 12, "logprobs": 2, "prompt_logprobs": None, **options})
+    read = reader.read_prompt(
+        text, [RequestImage("image", picture(seed, 120, 70)) for seed in pictures], tokenizer.encode
+    )
+    asked = request(name, read.token_ids, **{"max_tokens": 12, "logprobs": 2, "prompt_logprobs": None, **options})
     return msgspec.structs.replace(asked, spans=read.spans, images=read.images)
 
 
@@ -58,9 +60,9 @@ def alone(path: Path, asked: EngineCoreRequest) -> Answer:
 
 def made(computed: EngineCore) -> int:
     """Tiles that the tower has read."""
-    features = computed.runner._features  # type: ignore[attr-defined]
-    assert isinstance(features, ImageFeatures)
-    return features.made
+    features = computed.executor._encoder_cache  # type: ignore[attr-defined]
+    assert isinstance(features, ImageEncoderCache)
+    return features.num_encoded
 
 
 def test_beside_others_and_in_chunks(path: Path) -> None:
@@ -100,14 +102,14 @@ def test_after_a_preemption(path: Path) -> None:
     blocks = -(-(len(asked[0].prompt_ids) + 1) // 16)  # all begin, and not all have room for their answers
     served = engine(path, num_kv_blocks=3 * blocks + 1, enable_prefix_caching=False)
     assert run(served, asked) == wanted
-    assert served.stats.preemptions > 0
+    assert served.engine_stats.preemptions > 0
 
 
 def test_features_that_were_let_go_of_are_made_again(path: Path) -> None:
     asked = [about(path, "a", 1, 2), about(path, "b", 3)]  # which take the room from each other
     wanted = {each.id: alone(path, each) for each in asked}
     served = engine(path, long_prefill_token_threshold=5, enable_prefix_caching=False)
-    served.runner._features.most_bytes = 0  # type: ignore[attr-defined]
+    served.executor._encoder_cache.max_bytes = 0  # type: ignore[attr-defined]
     assert run(served, asked) == wanted
     assert made(served) > sum(len(each.images) for each in asked)
 
@@ -115,21 +117,21 @@ def test_features_that_were_let_go_of_are_made_again(path: Path) -> None:
 def test_a_large_image_is_read_in_several_steps(path: Path) -> None:
     """What its reading weighs is divided among steps as a long prompt's tokens are, beside those of others."""
     asked = about(path, "a", 1)
-    works = {each.work for each in asked.images}
+    works = {each.encoder_cost for each in asked.images}
     assert works == {86}  # 64 patches, each of which sees 64: 64 * (1 + 64 / (4 * 48)), rounded up
     served, calm = engine(path, max_num_batched_tokens=20), request("calm", [1, 2, 3], max_tokens=200)
-    served.add(calm)
+    served.add_request(calm)
     served.step()
-    served.add(asked)
+    served.add_request(asked)
     looks, answered = 0, dict[str, int]()
-    while served.busy and not answered.get("a"):
+    while served.has_work and not answered.get("a"):
         before = answered.get("calm", 0)
         for output in served.step():
             answered[output.id] = answered.get(output.id, 0) + len(output.new_ids)
         assert answered["calm"] == before + 1  # nobody waits for the image
         assert served.last_step is not None
-        assert served.last_step.tokens <= 20
-        looks += served.last_step.tokens == 1
+        assert served.last_step.num_tokens <= 20
+        looks += served.last_step.num_tokens == 1
     # With 19 tokens for it in a step, a tile takes four or five, the first and the last of which may have its tokens.
     assert looks >= len(asked.images) * 2
     assert made(served) == len(asked.images)
@@ -163,9 +165,9 @@ def test_a_router_tells_pictures_apart(path: Path) -> None:
 
 
 def test_the_plan_counts_the_tower(path: Path) -> None:
-    vision = read_vision(path)
+    vision = read_vision_spec(path)
     assert vision is not None
-    scheme = Unquantized(Reference(), torch.float32)
-    tower = tower_of(vision, TowerMaking(Reference(), scheme, torch.float32, 64, int))
+    scheme = UnquantizedScheme(ReferenceBackend(), torch.float32)
+    tower = make_tower(vision, TowerBuildContext(ReferenceBackend(), scheme, torch.float32, 64, int))
     numbers = sum(math.prod(each.shape) for each in tower.parameters().values())
     assert read_sizes(read_raw_config(str(path))[0]).tower == numbers

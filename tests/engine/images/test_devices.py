@@ -13,14 +13,14 @@ from torch import Tensor
 
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
-from quire.engine.images.config import read_vision
+from quire.engine.images.vision_config import read_vision_spec
 from quire.engine.types import EngineCoreRequest, PoolingParams, Span
-from quire.engine.worker.images import load
+from quire.engine.worker.images import tower_loader
+from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.images.probe import PatchesProbe
-from quire.kernels.gpu.libraries.sdpa import Sdpa
-from quire.kernels.reference import Reference
-from quire.kernels.softmax import Softmax
+from quire.kernels.gpu.images.encoder_probe import EncoderProbe
+from quire.kernels.gpu.libraries.sdpa import SdpaBackend
+from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import run
 from tests.engine.images.test_families import about
 from tests.engine.worker.test_other_device import close, other, registers
@@ -62,9 +62,9 @@ def test_another_device_says_what_a_cpu_says(other: None, name: str, tmp_path: P
 
 def shown(path: Path, name: str, seed: int) -> EngineCoreRequest:
     """An image alone, as a server asks for its vector."""
-    vision = read_vision(path)
+    vision = read_vision_spec(path)
     assert vision is not None
-    (content,) = vision.layout(70, 50).contents(picture(seed, 70, 50))
+    (content,) = vision.make_layout(70, 50).prepare_contents(picture(seed, 70, 50))
     span = Span(0, 1, content.digest)
     return EngineCoreRequest(id=name, prompt_ids=[0], params=PoolingParams(), seed=0, spans=(span,), images=(content,))
 
@@ -76,7 +76,7 @@ def test_vectors_of_images_are_those_of_a_cpu(other: None, tmp_path: Path) -> No
 
     def found(made: EngineCore) -> dict[str, np.ndarray]:
         for each in asked:
-            made.add(each)
+            made.add_request(each)
         outputs = [output for _ in range(9) for output in made.step()]
         return {output.id: np.frombuffer(output.vector or b"", dtype="<f4") for output in outputs}
 
@@ -86,19 +86,19 @@ def test_vectors_of_images_are_those_of_a_cpu(other: None, tmp_path: Path) -> No
         assert vector == pytest.approx(wanted[name], abs=1e-5), name
 
 
-class Wrong(Sdpa):
+class Wrong(SdpaBackend):
     """Sees what is before a query alone."""
 
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        return super().paged_attention(q, k_cache, v_cache, metadata, Softmax(softmax.scale, softmax.window))
+        return super().paged_attention(q, k_cache, v_cache, metadata, AttentionParams(softmax.scale, softmax.window))
 
 
 def test_the_trial_of_patches() -> None:
-    probe = PatchesProbe(torch.device("cpu"), torch.bfloat16, 3, 72, windowed=True)
-    assert probe(Sdpa()) is None
-    assert probe(Reference()) is None
+    probe = EncoderProbe(torch.device("cpu"), torch.bfloat16, 3, 72, has_window=True)
+    assert probe(SdpaBackend()) is None
+    assert probe(ReferenceBackend()) is None
     said = probe(Wrong())
     assert said == "computes something else than the reference for patches"
 
@@ -106,6 +106,6 @@ def test_the_trial_of_patches() -> None:
 @registers
 def test_what_the_trial_says_is_told(other: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_family(tmp_path, "qwen2_vl")
-    monkeypatch.setattr(load, "PatchesProbe", lambda *_, **__: lambda backend: "computes nothing")
+    monkeypatch.setattr(tower_loader, "EncoderProbe", lambda *_, **__: lambda backend: "computes nothing")
     served = engine(path, "mps")
     assert served.info.no_images == "images cannot be read on quire_other by sdpa: computes nothing"

@@ -19,22 +19,22 @@ from quire.engine.checkpoint.files import read_model_config, read_raw_config
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
-from quire.engine.encoders.vision.choose import tower_of
-from quire.engine.encoders.vision.tower import TowerMaking, normalised
+from quire.engine.encoders.vision.tower import TowerBuildContext, normalize_pixels
+from quire.engine.encoders.vision.tower_factory import make_tower
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
-from quire.engine.images.config import read_vision
-from quire.engine.images.reader import Asked, image_reader
-from quire.engine.images.vision import InvalidImage
-from quire.engine.layers.schemes import Unquantized
-from quire.engine.lora.modules import adaptable_modules
-from quire.engine.lora.spool import Spool
+from quire.engine.images.image_reader import RequestImage, make_image_reader
+from quire.engine.images.vision_config import read_vision_spec
+from quire.engine.images.vision_spec import InvalidImage
+from quire.engine.layers.schemes import UnquantizedScheme
+from quire.engine.lora.adapter_store import AdapterStore
+from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.offline.llm import LLM
 from quire.engine.offline.params import SamplingParams
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import EngineCoreRequest
-from quire.engine.worker.heads import Heads
-from quire.kernels.reference import Reference
+from quire.engine.worker.draft_head_runner import DraftHeadRunner
+from quire.kernels.reference import ReferenceBackend
 from tests.adapters import merge, save_adapter
 from tests.engine.harness import Answer, request, run
 from tests.engine.test_speculation import always
@@ -80,12 +80,15 @@ def test_pixels_and_counts_are_as_transformers_has_them(name: str, tmp_path: Pat
     family = FAMILIES[name]
     (tmp_path / "config.json").write_text(json.dumps(config_of(name).to_dict()))
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(family.preparing))
-    vision = read_vision(tmp_path)
+    vision = read_vision_spec(tmp_path)
     assert vision is not None
     theirs = image_processor(name)
     for width, height in SIZES:
         image = picture(width, width, height)
-        ours = [normalised(each, vision.colours).numpy() for each in vision.layout(width, height).contents(image)]
+        ours = [
+            normalize_pixels(each, vision.normalization).numpy()
+            for each in vision.make_layout(width, height).prepare_contents(image)
+        ]
         wanted = theirs(images=[image], return_tensors="np")
         pixels = _as_squares(wanted, ours[0].shape, family.preparing)
         assert np.stack(ours) == pytest.approx(pixels, abs=1e-5)
@@ -113,10 +116,10 @@ def _as_squares(wanted: Any, shape: tuple[int, ...], preparing: dict[str, Any]) 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_plan_counts_the_tower(name: str, tmp_path: Path) -> None:
     path = save_family(tmp_path, name)
-    vision = read_vision(path)
+    vision = read_vision_spec(path)
     assert vision is not None
-    scheme = Unquantized(Reference(), torch.float32)
-    tower = tower_of(vision, TowerMaking(Reference(), scheme, torch.float32, 64, int))
+    scheme = UnquantizedScheme(ReferenceBackend(), torch.float32)
+    tower = make_tower(vision, TowerBuildContext(ReferenceBackend(), scheme, torch.float32, 64, int))
     numbers = sum(math.prod(each.shape) for each in tower.parameters().values())
     sizes = read_sizes(read_raw_config(str(path))[0])
     assert sizes.tower == numbers
@@ -125,12 +128,14 @@ def test_the_plan_counts_the_tower(name: str, tmp_path: Path) -> None:
 
 def about(path: Path, name: str, asked: str, *pictures: int, more: str = "", **options: object) -> EngineCoreRequest:
     """A question about pictures."""
-    tokenizer = Tokenizer.load(path)
-    reader = image_reader(path, tokenizer)
+    tokenizer = Tokenizer.from_pretrained(path)
+    reader = make_image_reader(path, tokenizer)
     assert reader is not None
     text = "Look: " + "".join(f"see {FAMILIES[name].written} and " for _ in pictures) + f"say what it is{more}"
-    read = reader.read(text, [Asked("image", picture(seed, 70, 50)) for seed in pictures], tokenizer.encode)
-    made = request(asked, read.ids, **{"max_tokens": 12, "logprobs": 2, "prompt_logprobs": None, **options})
+    read = reader.read_prompt(
+        text, [RequestImage("image", picture(seed, 70, 50)) for seed in pictures], tokenizer.encode
+    )
+    made = request(asked, read.token_ids, **{"max_tokens": 12, "logprobs": 2, "prompt_logprobs": None, **options})
     return msgspec.structs.replace(made, spans=read.spans, images=read.images)
 
 
@@ -151,10 +156,10 @@ def test_bits_depend_on_nothing_else(name: str, tmp_path: Path) -> None:
     asked = [about(path, name, "a", 1), about(path, name, "b", 2, 3), about(path, name, "c", 1, 4)]
     asked.append(request("d", [5, 6, 7], logprobs=2))
     wanted = {each.id: run(engine(path, enable_prefix_caching=False), [each])[each.id] for each in asked}
-    least, vision = max(span.count for span in asked[0].spans), read_vision(path)
+    least, vision = max(span.count for span in asked[0].spans), read_vision_spec(path)
     assert vision is not None
-    least = max(least, vision.longest if vision.whole else 0)
-    chunked = {"long_prefill_token_threshold": least if asked[0].spans[0].whole else 7}
+    least = max(least, vision.max_bidirectional_tokens if vision.is_bidirectional else 0)
+    chunked = {"long_prefill_token_threshold": least if asked[0].spans[0].is_bidirectional else 7}
     for options in ({}, {"max_num_batched_tokens": least + 3, "max_num_seqs": 3}, chunked):
         assert bits(run(engine(path, **options), asked)) == bits(wanted), options
     served = engine(path)
@@ -175,7 +180,7 @@ def test_bits_depend_on_nothing_else(name: str, tmp_path: Path) -> None:
     blocks = max(2 * -(-prompt // 16), -(-(prompt + 100) // 16)) + 1
     crowded = engine(path, num_kv_blocks=blocks, enable_prefix_caching=False)
     assert run(crowded, many) == unhurried
-    assert crowded.stats.preemptions > 0
+    assert crowded.engine_stats.preemptions > 0
     replayed = msgspec.structs.replace(asked[2], emitted_ids=wanted["c"].ids[:5])
     assert run(engine(path), [replayed])["c"].ids == wanted["c"].ids[5:]
 
@@ -212,16 +217,16 @@ def test_a_layer_that_guesses_tokens_follows_images(tmp_path: Path) -> None:
     asked = [about(path, "qwen3_5", f"{index}", index, max_tokens=30) for index in range(3)]
     wanted = {each.id: run(engine(path, enable_prefix_caching=False), [each])[each.id] for each in asked}
     guessing = engine(path, always, speculative_config={"method": "mtp", "num_speculative_tokens": 3})
-    heads = guessing._drafting
-    assert isinstance(heads, Heads)
+    heads = guessing._draft_source
+    assert isinstance(heads, DraftHeadRunner)
     assert bits(run(guessing, asked)) == bits(wanted)
-    assert guessing.stats.draft_tokens > 10
-    turned = heads._slots._behind
+    assert guessing.engine_stats.draft_tokens > 10
+    turned = heads._input_batch._rope_offsets
     assert turned is not None
     # An image of n x m tokens takes as many positions as its longer side has.
-    vision = read_vision(path)
+    vision = read_vision_spec(path)
     assert vision is not None
-    grids = [[vision.grid(each) for each in request.images] for request in asked]
+    grids = [[vision.token_grid(each) for each in request.images] for request in asked]
     behind = {sum(max(grid) - math.prod(grid) for grid in request) for request in grids}
     assert {int(each) for each in turned} | {0} == behind | {0} != {0}
 
@@ -255,7 +260,7 @@ def test_a_broken_folder_says_what_is_wrong(
     (tmp_path / "config.json").write_text(json.dumps(content))
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({**FAMILIES[name].preparing, **preparing}))
     with pytest.raises(ModelError, match=re.escape(said)):
-        read_vision(tmp_path)
+        read_vision_spec(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -264,10 +269,10 @@ def test_a_broken_folder_says_what_is_wrong(
 def test_an_image_that_is_too_narrow_is_refused(name: str, size: tuple[int, int], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of(name).to_dict()))
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(FAMILIES[name].preparing))
-    vision = read_vision(tmp_path)
+    vision = read_vision_spec(tmp_path)
     assert vision is not None
     with pytest.raises(InvalidImage, match="the image has"):
-        vision.layout(*size, several=True)
+        vision.make_layout(*size, several=True)
 
 
 def test_a_step_too_short_for_an_image_serves_text_alone(tmp_path: Path) -> None:
@@ -282,7 +287,9 @@ def test_adapters_of_the_language_part(tmp_path: Path) -> None:
         tmp_path / "a", AutoModelForImageTextToText.from_pretrained(path), 8, targets=("q_proj", "o_proj"), seed=3
     )
     (tmp_path / "spool").mkdir()
-    adapter = Spool(tmp_path / "spool", adaptable_modules(read_model_config(path)), 64).add("a", str(folder))
+    adapter = AdapterStore(tmp_path / "spool", adaptable_modules(read_model_config(path)), 64).add_adapter(
+        "a", str(folder)
+    )
     asked = [about(path, "qwen2_5_vl", "a", 1), about(path, "qwen2_5_vl", "b", 1)]
     served = engine(path, dtype="float32", enable_lora=True, max_lora_rank=64)
     found = run(served, [msgspec.structs.replace(asked[0], adapter=adapter), asked[1]])

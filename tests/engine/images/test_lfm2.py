@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from transformers.image_processing_backends import TorchvisionBackend
 
-from quire.engine.images.config import read_vision
-from quire.engine.images.lfm2 import Lfm2
+from quire.engine.images.lfm2 import Lfm2Vision
+from quire.engine.images.vision_config import read_vision_spec
 from tests.engine.harness import run
 from tests.engine.images.test_families import about, bits, engine
 from tests.tiny_vision import picture
@@ -82,15 +82,15 @@ def prepared(theirs: Any, seed: int, size: tuple[int, int]) -> tuple[list[Tensor
 
 
 def test_sizes_tiles_and_pixels(path: Path, theirs: Any) -> None:
-    vision = read_vision(path)
-    assert isinstance(vision, Lfm2)
+    vision = read_vision_spec(path)
+    assert isinstance(vision, Lfm2Vision)
     for number, size in enumerate(SIZES):
         parts, rows, columns = prepared(theirs, number, size)
-        layout = vision.layout(*size)
+        layout = vision.make_layout(*size)
         assert (layout.rows, layout.columns) == (rows, columns)
-        ours = list(layout.contents(picture(number, *size)))
+        ours = list(layout.prepare_contents(picture(number, *size)))
         assert [(each.height, each.width) for each in ours] == [tuple(each.shape[1:]) for each in parts]
-        assert [sum(each) for each in layout.runs] == [each.shape[1] * each.shape[2] // 64 for each in parts]
+        assert [sum(each) for each in layout.token_runs] == [each.shape[1] * each.shape[2] // 64 for each in parts]
         for own, part in zip(ours, parts, strict=True):
             pixels = np.frombuffer(own.pixels, dtype=np.uint8).reshape(own.height, own.width, 3)
             apart = np.abs(pixels.astype(int) - part.permute(1, 2, 0).numpy().astype(int))

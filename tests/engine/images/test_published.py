@@ -11,8 +11,8 @@ import pytest
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.sizes import read_sizes
-from quire.engine.images.config import read_vision
-from quire.engine.layers.attention import AttentionSpec
+from quire.engine.images.vision_config import read_vision_spec
+from quire.engine.layers.attention import AttentionLayerSpec
 from quire.engine.models import decoder_spec
 
 _QWEN_VISION = {"in_chans": 3, "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14}
@@ -100,13 +100,13 @@ def test_parameters_are_those_of_the_published_files(name: str, tmp_path: Path) 
     assert read_model_config(tmp_path).num_layers == CONFIGS[name].get("text_config", CONFIGS[name]).get(
         "num_hidden_layers", 32
     )
-    assert read_vision(tmp_path) is not None
+    assert read_vision_spec(tmp_path) is not None
 
 
 def test_rotations_are_of_rows_and_columns(tmp_path: Path) -> None:
     def axes(name: str) -> tuple[int, ...] | None:
         (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
-        return decoder_spec(read_model_config(tmp_path)).parts(AttentionSpec)[0].axes
+        return decoder_spec(read_model_config(tmp_path)).sublayers_of_kind(AttentionLayerSpec)[0].mrope_axes
 
     assert axes("Qwen2.5-VL-3B-Instruct") == (0,) * 16 + (1,) * 24 + (2,) * 24
     assert axes("Qwen3-VL-2B-Instruct") == (0, 1, 2) * 20 + (0,) * 4

@@ -9,15 +9,15 @@ import pytest
 
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
-from quire.engine.images.config import read_vision
-from quire.kernels.cpu.backend import Cpu
+from quire.engine.images.vision_config import read_vision_spec
+from quire.kernels.cpu.backend import CpuBackend
 from tests.engine.harness import Answer, run
 from tests.engine.images.test_families import about
 from tests.engine.ranks import thread_ranks
 from tests.vision_families import FAMILIES, save_family
 
 __all__ = ["thread_ranks"]
-MISSING = Cpu().missing
+MISSING = CpuBackend().missing_reason
 pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
     pytest.mark.usefixtures("thread_ranks"),
@@ -52,7 +52,7 @@ def test_two_ranks_say_what_one_process_says(name: str, tmp_path: Path) -> None:
 
 def numbers_of(each: EngineCore) -> list[int]:
     """Of each of the engine's images, or parts of them, that its own tower has read."""
-    return [] if each.runner._features._tower is None else [each.runner._features.made]  # type: ignore[attr-defined]
+    return [] if each.executor._encoder_cache._tower is None else [each.executor._encoder_cache.num_encoded]  # type: ignore[attr-defined]
 
 
 @pytest.mark.few(1)
@@ -61,9 +61,13 @@ def test_stages_say_what_one_process_says(name: str, tmp_path: Path) -> None:
     """The first stage has the tower. Bit for bit, alone and beside others, with images that are read in parts."""
     path = save_family(tmp_path, name, num_hidden_layers=4) if name == "qwen3_vl" else save_family(tmp_path, name)
     asked = [about(path, name, "a", 1), about(path, name, "b", 2, 3)]
-    vision = read_vision(path)
+    vision = read_vision_spec(path)
     assert vision is not None
-    least = max(24, *(span.count for each in asked for span in each.spans), vision.longest if vision.whole else 0)
+    least = max(
+        24,
+        *(span.count for each in asked for span in each.spans),
+        vision.max_bidirectional_tokens if vision.is_bidirectional else 0,
+    )
     options: dict[str, Any] = {
         "num_kv_blocks": 96,
         "dtype": "bfloat16",

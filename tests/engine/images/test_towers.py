@@ -14,8 +14,8 @@ from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.encoders.vision.tower import Tower
 from quire.engine.engine_core import EngineCore
-from quire.engine.images.config import read_vision
-from quire.engine.images.reader import Asked, image_reader
+from quire.engine.images.image_reader import RequestImage, make_image_reader
+from quire.engine.images.vision_config import read_vision_spec
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Image
 from tests.tiny_vision import picture
@@ -24,11 +24,11 @@ from tests.vision_families import FAMILIES, save_family
 
 def tower_and_images(path: Path, **options: Any) -> tuple[Tower, list[Image]]:
     """The engine's, and three of one shape."""
-    reader = image_reader(path, Tokenizer.load(path))
+    reader = make_image_reader(path, Tokenizer.from_pretrained(path))
     assert reader is not None
-    images = [reader.tiles(Asked("", picture(seed, 70, 50)))[0] for seed in (1, 2, 3)]
+    images = [reader.prepare_image(RequestImage("", picture(seed, 70, 50)))[0] for seed in (1, 2, 3)]
     served = EngineCore(EngineConfig(model=str(path), num_kv_blocks=8, dtype="bfloat16", max_model_len=64, **options))
-    tower = served.runner._features._tower  # type: ignore[attr-defined]
+    tower = served.executor._encoder_cache._tower  # type: ignore[attr-defined]
     assert isinstance(tower, Tower)
     return tower, images
 
@@ -37,10 +37,10 @@ def tower_and_images(path: Path, **options: Any) -> tuple[Tower, list[Image]]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bits_depend_on_nothing_else(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tower, images = tower_and_images(save_family(tmp_path, name))
-    alone = [tower.features([each])[0] for each in images]
-    for module in ("encoder", "vision.grids"):
-        monkeypatch.setattr(f"quire.engine.encoders.{module}.ROWS", 12)
-    for found, wanted in zip(tower.features(images), alone, strict=True):
+    alone = [tower.encode_images([each])[0] for each in images]
+    for module in ("encoder", "vision.qwen_vl"):
+        monkeypatch.setattr(f"quire.engine.encoders.{module}.MAX_CHUNK_TOKENS", 12)
+    for found, wanted in zip(tower.encode_images(images), alone, strict=True):
         assert torch.equal(found, wanted)
 
 
@@ -48,10 +48,10 @@ def test_bits_depend_on_nothing_else(name: str, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("name", FAMILIES)
 def test_pieces_weigh_what_a_step_is_told(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tower, images = tower_and_images(save_family(tmp_path, name))
-    monkeypatch.setattr("quire.engine.encoders.encoder.ROWS", 12)
-    pieces = list(tower.reading(images[:1]))
-    assert sum(pieces) == pytest.approx(images[0].work, rel=0.1)
-    assert max(pieces) < images[0].work / 2
+    monkeypatch.setattr("quire.engine.encoders.encoder.MAX_CHUNK_TOKENS", 12)
+    pieces = list(tower.encode_in_chunks(images[:1]))
+    assert sum(pieces) == pytest.approx(images[0].encoder_cost, rel=0.1)
+    assert max(pieces) < images[0].encoder_cost / 2
 
 
 def test_few_bits(tmp_path: Path) -> None:
@@ -59,14 +59,14 @@ def test_few_bits(tmp_path: Path) -> None:
     path = save_family(tmp_path, "qwen3_vl")
     plain, images = tower_and_images(path)
     few, _ = tower_and_images(path, quantization="int8")
-    (wanted,), (found,) = plain.features(images[:1]), few.features(images[:1])
+    (wanted,), (found,) = plain.encode_images(images[:1]), few.encode_images(images[:1])
     assert 0 < (found - wanted).float().norm() < 0.1 * wanted.float().norm()
     text: dict[str, Any] = {"num_kv_blocks": 8, "dtype": "bfloat16", "max_model_len": 64, "quantization": "int8"}
-    vision = read_vision(path)
+    vision = read_vision_spec(path)
     assert vision is not None
     held = EngineCore(EngineConfig(model=str(path), **text)).info.weight_bytes
     numbers = sum(math.prod(each.shape) for each in few.parameters().values())
     beside = read_sizes(read_raw_config(str(path))[0])
-    assert beside.tower_bytes(2, "int8") == 2 * numbers - vision.linear_numbers
+    assert beside.tower_bytes(2, "int8") == 2 * numbers - vision.num_linear_parameters
     assert beside.tower_bytes(2, None) == 2 * numbers
     assert held < 2 * beside.parameters + beside.tower_bytes(2, "int8")

@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.engine.gguf.types import READ
-from quire.engine.layers.schemes.gguf import GROUPED, unpacked
-from quire.engine.layers.schemes.integers import from_bits, grouped
+from quire.engine.gguf.tensor_types import SUPPORTED_TYPES
+from quire.engine.layers.schemes.gguf import UNPACKABLE_TYPES, unpack_blocks
+from quire.engine.layers.schemes.integers import make_grouped_weight, unpack_bits
 
 META = torch.device("meta")
-SIZES = {each.name: each.size for each in READ.values()}
+SIZES = {each.name: each.type_size for each in SUPPORTED_TYPES.values()}
 
 
-@pytest.mark.parametrize("kind", sorted(GROUPED))
+@pytest.mark.parametrize("kind", sorted(UNPACKABLE_TYPES))
 def test_gguf_blocks_stay_where_they_are(kind: str) -> None:
-    weight = unpacked(torch.empty(4, 3 * SIZES[kind], dtype=torch.uint8, device=META), kind)
-    assert weight.dequantized().device == META
+    weight = unpack_blocks(torch.empty(4, 3 * SIZES[kind], dtype=torch.uint8, device=META), kind)
+    assert weight.dequantize().device == META
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
 def test_words_of_codes_stay_where_they_are(bits: int) -> None:
-    codes = from_bits(torch.empty(4, 3 * bits, dtype=torch.int32, device=META), bits)
-    weight = grouped(codes, torch.empty(4, 2, device=META), None, bits, 64, None)
+    codes = unpack_bits(torch.empty(4, 3 * bits, dtype=torch.int32, device=META), bits)
+    weight = make_grouped_weight(codes, torch.empty(4, 2, device=META), None, bits, 64, None)
     assert (codes.shape, weight.codes.device, weight.scales.device) == ((4, 96), META, META)

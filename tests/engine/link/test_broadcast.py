@@ -194,7 +194,7 @@ def test_the_files_go_with_whoever_asked_for_them(tmp_path: Path) -> None:
     (root / "1").mkdir(parents=True)
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-m", "quire.engine.worker.receiver", str(theirs.fileno()), str(root)]
+        command = [sys.executable, "-m", "quire.engine.worker.weight_receiver", str(theirs.fileno()), str(root)]
         process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
     with ours:
         ours.sendall(json.dumps({"do": "leave"}).encode() + b"\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire.engine.config import EngineConfig
-from quire.engine.core.history import Step
+from quire.engine.core.request_history import StepEntry
 from quire.engine.errors import ConfigError, EngineError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.output_stream import merge
@@ -78,7 +78,7 @@ class SignallingLink(ProcessLink):
 
     signal_number = 0
 
-    def arrived(self, step: Step) -> None:
+    def arrived(self, step: StepEntry) -> None:
         if self.signal_number and self.pid is not None:
             os.kill(self.pid, self.signal_number)
             self.signal_number = 0

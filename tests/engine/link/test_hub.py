@@ -92,7 +92,7 @@ async def test_each_gets_the_tokens_of_its_requests(tmp_path: Path) -> None:
         await until(
             lambda: one.link.stats.generation_tokens == 48
         )  # what the last step says of itself comes behind its tokens
-        assert [each.id for each in one.history.ended] == ["a", "b", "d"]
+        assert [each.id for each in one.history.ended_timelines] == ["a", "b", "d"]
 
 
 def test_a_step_is_one_message_for_all_streams_of_an_api_process() -> None:
@@ -211,8 +211,8 @@ async def test_what_others_say_is_gathered_and_counts_outlive_who_counted(tmp_pa
                 return f"count {number}".encode()
 
             peers = Peers(client.link, None)
-            peers.answering("name", say)
-            peers.answering(LASTING, count)
+            peers.register_handler("name", say)
+            peers.register_handler(LASTING, count)
 
         for number, client in enumerate(server.clients):
             answering(client, number)
@@ -239,9 +239,9 @@ async def test_a_question_that_cannot_be_answered_ends_nothing_else(tmp_path: Pa
         async def fail(*_: object) -> bytes:
             raise ValueError
 
-        Peers(two.link, None).answering("name", fail)
+        Peers(two.link, None).register_handler("name", fail)
         with pytest.raises(AssertionError, match="in two ways"):
-            Peers(two.link, None).answering("name", fail)
+            Peers(two.link, None).register_handler("name", fail)
         server.engine.snapshot = fail  # type: ignore[method-assign, assignment]
         stays = [asyncio.create_task(tokens_of(client, request(str(client), tokens=30))) for client in server.clients]
         async with asyncio.timeout(20):
@@ -273,7 +273,7 @@ async def test_steps_are_known_to_all_and_counted_by_one(tmp_path: Path) -> None
     async with shared(tmp_path) as server:
         seen: list[list[bool]] = [[], []]
         for client, steps in zip(server.clients, seen, strict=True):
-            client.history.listeners.append(lambda step, steps=steps: steps.append(step.counts))  # type: ignore[misc]
+            client.history.listeners.append(lambda step, steps=steps: steps.append(step.is_counted))  # type: ignore[misc]
         for number in range(5):
             record = StepRecord(number, 0.0, 0.0, 0.0, 0.0, 1, 1, (), ())
             server.engine.owner.deliver([], record)
@@ -287,9 +287,9 @@ async def test_an_engines_death_is_seen_in_explanations(tmp_path: Path) -> None:
         await until(lambda: bool(server.engine.running))
         server.engine.owner.lost()
         await asked
-        timeline = server.clients[0].history.find("a")
+        timeline = server.clients[0].history.find_timeline("a")
         assert timeline is not None
-        assert timeline.count("recovering") == 1
+        assert timeline.count_phase("recovering") == 1
 
 
 async def test_weights_change_for_all(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ async def test_snapshots_and_resets_reach_the_engine(tmp_path: Path) -> None:
         asked = asyncio.create_task(tokens_of(server.clients[0], request("a", tokens=40)))
         await until(lambda: bool(server.engine.running))
         view = await server.clients[1].snapshot()
-        assert [each.id for each in view.sequences] == ["a"]
+        assert [each.id for each in view.requests] == ["a"]
         await asked
 
 

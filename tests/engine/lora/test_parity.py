@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
-from quire.engine.lora.modules import adaptable_modules
-from quire.engine.lora.spool import Spool
-from quire.engine.tiers.tiers import Tiers
+from quire.engine.lora.adapter_store import AdapterStore
+from quire.engine.lora.target_modules import adaptable_modules
+from quire.engine.tiers.tiered_offloader import TieredKVOffloader
 from quire.engine.types import Adapter, EngineCoreRequest, SamplingParams
 from tests.adapters import ALL, merge, save_adapter
 from tests.engine.harness import run
@@ -24,12 +24,12 @@ from tests.tiny_models import save_tiny_model
 RANKS = (1, 3, 8, 16, 64)
 
 
-def spool(root: Path, model: Path, **options: int) -> Spool:
+def spool(root: Path, model: Path, **options: int) -> AdapterStore:
     root.mkdir(exist_ok=True)
-    return Spool(root, adaptable_modules(read_model_config(model)), options.get("max_rank", 64))
+    return AdapterStore(root, adaptable_modules(read_model_config(model)), options.get("max_rank", 64))
 
 
-def engine(model: Path, make_drafter: Any = None, make_tiers: Any = Tiers, **options: object) -> EngineCore:
+def engine(model: Path, make_drafter: Any = None, make_tiers: Any = TieredKVOffloader, **options: object) -> EngineCore:
     settings = {"model": str(model), "dtype": "float32", "max_lora_rank": 64, "num_kv_blocks": 256, "enable_lora": True}
     config = EngineConfig(**(settings | options))  # type: ignore[arg-type]
     return EngineCore(config, make_drafter=make_drafter, make_tiers=make_tiers)
@@ -68,7 +68,7 @@ def test_merged_weights(family: str, tmp_path: Path) -> None:
     folders.append(save_adapter(tmp_path / "few", base, 4, targets=("q_proj", "up_proj"), use_rslora=True, seed=7))
     both = (*ALL, "embed_tokens", "lm_head")
     folders.append(save_adapter(tmp_path / "head", base, 8, targets=both, seed=8, size=0.3))
-    adapters = [None, *(kept.add(folder.name, str(folder)) for folder in folders)]
+    adapters = [None, *(kept.add_adapter(folder.name, str(folder)) for folder in folders)]
     texts = prompts(16)
     requests = [asked(f"r{i}", texts[i], adapters[i % len(adapters)]) for i in range(16)]
     together = run(engine(path), requests)
@@ -121,7 +121,7 @@ def test_linears_that_a_checkpoint_joins_or_calls_otherwise(family: str, tmp_pat
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
     options = {"fan_in_fan_out": True} if family == "gpt2" else {}
     folder = save_adapter(tmp_path / "a", base, 8, targets=JOINED[family], seed=3, **options)
-    adapter = spool(tmp_path / "spool", path).add("a", str(folder))
+    adapter = spool(tmp_path / "spool", path).add_adapter("a", str(folder))
     requests = [asked(f"r{i}", prompt, adapter if i % 2 else None) for i, prompt in enumerate(prompts(4))]
     together = run(engine(path), requests)
     merged = merge(

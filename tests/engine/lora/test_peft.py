@@ -43,7 +43,7 @@ def test_what_peft_computes(family: str, kind: str, tmp_path: Path) -> None:
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     adapted.save_pretrained(tmp_path / "adapter")
-    adapter = spool(tmp_path / "spool", path).add("x", str(tmp_path / "adapter"))
+    adapter = spool(tmp_path / "spool", path).add_adapter("x", str(tmp_path / "adapter"))
     requests = [asked(f"r{index}", ids, adapter) for index, ids in enumerate(prompts(4))]
     answers = run(engine(path), requests)
     for request in requests:

@@ -37,7 +37,7 @@ def folders(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
 @pytest.fixture
 def adapters(model: Path, folders: list[Path], tmp_path: Path) -> list[Adapter | None]:
     kept = spool(tmp_path / "spool", model)
-    return [None, *(kept.add(folder.name, str(folder)) for folder in folders)]
+    return [None, *(kept.add_adapter(folder.name, str(folder)) for folder in folders)]
 
 
 def requests(adapters: list[Adapter | None]) -> list[EngineCoreRequest]:
@@ -87,21 +87,21 @@ def test_the_same_tokens(
         alone = run(plain, [request])[request.id]
         assert (together[request.id].ids, together[request.id].logprobs) == (alone.ids, alone.logprobs)
     if "num_kv_blocks" in options:
-        assert other.stats.preemptions > 0
+        assert other.engine_stats.preemptions > 0
     if "speculative_config" in options:
-        assert other.stats.draft_tokens > 0
+        assert other.engine_stats.draft_tokens > 0
     if method == "draft_model":
-        assert sum(other.stats.accepted_drafts) > 10
+        assert sum(other.engine_stats.accepted_drafts) > 10
 
 
 def test_a_prefix_in_a_tier_is_its_adapter_s_alone(model: Path, adapters: list[Adapter | None]) -> None:
     made, ids = engine(model, make_tiers=of_tiers, kv_offload_memory=0.1), list(range(3, 60))
     wanted = run(made, [asked("a", ids, adapters[1], prompt_logprobs=None)])["a"]
     for index in (0, 2):
-        made.scheduler.pool.reset()
+        made.scheduler.pool.clear_hashes()
         probe = asked("probe", ids, adapters[index], prompt_logprobs=None)
         assert run(made, [probe])["probe"].cached_tokens == 0
-    made.scheduler.pool.reset()
+    made.scheduler.pool.clear_hashes()
     again = run(made, [asked("again", ids, adapters[1], prompt_logprobs=None)])["again"]
     assert (again.cached_tokens, again.ids, again.logprobs) == (48, wanted.ids, wanted.logprobs)
 
@@ -140,17 +140,17 @@ def test_few_bits(model: Path, adapters: list[Adapter | None], options: dict[str
 def test_no_load_stops_a_stream(model: Path, adapters: list[Adapter | None]) -> None:
     """It has a token of every step, of those too before which an adapter takes the place of another."""
     made, loaded = engine(model, max_loras=1, max_cpu_loras=1), []
-    made.add(asked("long", prompts(1)[0], None, max_tokens=100, prompt_logprobs=None))
+    made.add_request(asked("long", prompts(1)[0], None, max_tokens=100, prompt_logprobs=None))
     made.step()
     for at, adapter in enumerate([*adapters[1:], adapters[1]]):
-        made.add(asked(f"r{at}", [5, 6, 7], adapter, max_tokens=2, prompt_logprobs=None))
+        made.add_request(asked(f"r{at}", [5, 6, 7], adapter, max_tokens=2, prompt_logprobs=None))
         for step in range(8):
             if step == 1:  # it was asked for; the thread has read it
                 made.scheduler._waiting._loader._thread.submit(int).result()
             assert "long" in {output.id for output in made.step()}
-            loaded += [name for name, _ in made.last_step.loads]
+            loaded += [name for name, _ in made.last_step.adapter_loads]
     assert loaded == ["a0", "a1", "a2", "a0"]
-    assert made.stats.running == 1
+    assert made.engine_stats.running == 1
 
 
 @pytest.mark.slow

@@ -17,9 +17,9 @@ from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError, ModelError
-from quire.engine.models.adapted.build import build
 from quire.engine.models.adapted.interface import MaskFunction
-from quire.engine.models.adapted.probe import probe, window_of
+from quire.engine.models.adapted.model_builder import build_model
+from quire.engine.models.adapted.probe import probe_attention, window_from_mask
 from quire.engine.types import EngineCoreRequest
 from tests.engine.harness import Answer, request, run
 from tests.engine.test_speculation import always
@@ -119,7 +119,7 @@ def test_no_batch_changes_a_bit(options: dict[str, Any], laguna: str) -> None:
     assert {name: each.ids for name, each in run(narrow, requests(**asked)).items()} == {
         name: each.ids for name, each in wanted.items()
     }
-    assert narrow.stats.preemptions
+    assert narrow.engine_stats.preemptions
     again = run(roomy, requests(**asked))
     assert again["3"].cached_tokens
     assert {name: each.logprobs for name, each in again.items()} == {n: each.logprobs for n, each in wanted.items()}
@@ -197,7 +197,7 @@ def test_a_class_drafts_and_is_drafted_for(drafts: bool, laguna: str, tmp_path: 
         assert run(engine, requests(logprobs=1)) == run(engine_of(served), requests(logprobs=1))
         sampled, alone = run(engine, requests(temperature=1.0)), run(engine_of(served), requests(temperature=1.0))
         assert {name: each.ids for name, each in sampled.items()} == {name: each.ids for name, each in alone.items()}
-    assert sum(engine.stats.accepted_drafts) > 20
+    assert sum(engine.engine_stats.accepted_drafts) > 20
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_a_class_that_counts_positions_itself_is_refused(laguna: str, monkeypatc
     def counting(body: nn.Module, ids: Tensor, positions: Tensor) -> dict[str, Any]:
         return {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None], "use_cache": False}
 
-    monkeypatch.setattr(decoder, "inputs_of", counting)
+    monkeypatch.setattr(decoder, "body_inputs", counting)
     with pytest.raises(ModelError, match="it does not take positions as they are given"):
         engine_of(laguna)
 
@@ -280,7 +280,7 @@ def test_products_of_pytorch_s_own_say_batch_dependent(tmp_path: Path) -> None:
 
 def test_a_class_says_what_its_layers_keep(tmp_path: Path) -> None:
     save_tiny_class(tmp_path, "gemma4_text")
-    calls = probe(model_at(tmp_path), 512)
+    calls = probe_attention(model_at(tmp_path), 512)
     sliding, full = (24, 16, 2), (None, 32, 2)
     found = [(each.window, each.head_dim, each.num_kv_heads) for each in calls]
     assert found == [sliding, sliding, full, sliding, full]
@@ -289,14 +289,14 @@ def test_a_class_says_what_its_layers_keep(tmp_path: Path) -> None:
 def test_the_plan_counts_what_a_class_keeps_of_latents(tmp_path: Path) -> None:
     save_tiny_class(tmp_path, "axk1")
     sizes = read_sizes(json.loads((tmp_path / "config.json").read_text()))
-    calls = probe(model_at(tmp_path), 512)
+    calls = probe_attention(model_at(tmp_path), 512)
     assert sizes.kv_numbers == sum(2 * each.num_kv_heads * max(each.head_dim, each.value_dim) for each in calls)
     assert sizes.notes[0].startswith("transformers' class computes it")
     assert not sizes.unserved
 
 
 def model_at(path: Path) -> PreTrainedModel:
-    return build(json.loads((path / "config.json").read_text()), torch.float32)
+    return build_model(json.loads((path / "config.json").read_text()), torch.float32)
 
 
 def causal(batch: int, head: int, query: Tensor, key: Tensor) -> Tensor:
@@ -307,9 +307,9 @@ def test_masks_are_read_as_windows_or_refused() -> None:
     def windowed(batch: int, head: int, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key > query - 24)
 
-    assert window_of(causal, 512) is None
-    assert window_of(windowed, 512) == 24
-    assert window_of(windowed, 20) is None
+    assert window_from_mask(causal, 512) is None
+    assert window_from_mask(windowed, 512) == 24
+    assert window_from_mask(windowed, 20) is None
 
 
 @pytest.mark.parametrize(
@@ -323,4 +323,4 @@ def test_masks_are_read_as_windows_or_refused() -> None:
 )
 def test_other_masks_are_refused(mask: MaskFunction) -> None:
     with pytest.raises(ModelError, match="neither causal nor a window"):
-        window_of(mask, 512)
+        window_from_mask(mask, 512)

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from quire import LLM, SamplingParams
 from quire.engine.errors import AdapterError
-from quire.engine.lora.offline import LoRARequest
-from quire.engine.lora.spool import Spool
+from quire.engine.lora.adapter_store import AdapterStore
+from quire.engine.lora.local_adapters import LoRARequest
 from tests.adapters import merge, save_adapter
 from tests.engine.harness import run
 from tests.engine.lora.test_parity import asked, check, engine, prompts
@@ -41,9 +41,9 @@ def whole(path: Path, dtype: torch.dtype = torch.float64) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **eager).eval()
 
 
-def spool(root: Path, serving: Any) -> Spool:
+def spool(root: Path, serving: Any) -> AdapterStore:
     root.mkdir()
-    return Spool(root, serving.info.adaptable, 64)
+    return AdapterStore(root, serving.info.adaptable, 64)
 
 
 @pytest.mark.slow
@@ -56,7 +56,7 @@ def test_what_merged_weights_compute(kind: str, tmp_path: Path) -> None:
     ]
     serving = engine(path)
     kept = spool(tmp_path / "spool", serving)
-    adapters = [None, *(kept.add(folder.name, str(folder)) for folder in folders)]
+    adapters = [None, *(kept.add_adapter(folder.name, str(folder)) for folder in folders)]
     requests = [asked(f"r{i}", prompt, adapters[i % 3]) for i, prompt in enumerate(prompts(6))]
     together = run(serving, requests)
     models = [whole(path), *(merge(whole(path), folder) for folder in folders)]
@@ -72,7 +72,7 @@ def test_what_merged_weights_compute(kind: str, tmp_path: Path) -> None:
     longer = [asked(each.id, each.prompt_ids, each.adapter, max_tokens=40) for each in requests]
     wanted = {name: each.ids for name, each in run(serving, longer).items()}
     assert {name: each.ids for name, each in run(few, longer).items()} == wanted
-    assert few.stats.preemptions
+    assert few.engine_stats.preemptions
     again = run(serving, [asked(each.id, each.prompt_ids, each.adapter, prompt_logprobs=None) for each in requests])
     assert any(answer.cached_tokens for answer in again.values())
     assert {name: each.logprobs for name, each in again.items()} == {n: each.logprobs for n, each in together.items()}
@@ -85,7 +85,7 @@ def test_a_class_of_joined_linears_of_gpt2(tmp_path: Path) -> None:
     options = {"fan_in_fan_out": True}
     folder = save_adapter(tmp_path / "a", whole(path), 8, targets=("c_attn", "c_fc", "c_proj"), seed=3, **options)
     serving = engine(path, model_impl="transformers")
-    adapter = spool(tmp_path / "spool", serving).add("a", str(folder))
+    adapter = spool(tmp_path / "spool", serving).add_adapter("a", str(folder))
     prompt = prompts(3)[2]
     check(merge(whole(path), folder), prompt, run(serving, [asked("r", prompt, adapter)])["r"])
 
@@ -101,7 +101,7 @@ def test_what_peft_writes_and_computes(tmp_path: Path) -> None:
             torch.nn.init.normal_(parameter, std=0.1)
     adapted.save_pretrained(tmp_path / "adapter")
     serving = engine(path)
-    adapter = spool(tmp_path / "spool", serving).add("x", str(tmp_path / "adapter"))
+    adapter = spool(tmp_path / "spool", serving).add_adapter("x", str(tmp_path / "adapter"))
     requests = [asked(f"r{index}", ids, adapter) for index, ids in enumerate(prompts(4))]
     answers = run(serving, requests)
     for request in requests:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.lora.spool import Spool
+from quire.engine.lora.adapter_store import AdapterStore
 from tests.adapters import save_adapter
 from tests.engine.harness import run
 from tests.engine.lora.test_parity import asked as lora_asked
@@ -65,7 +65,7 @@ def test_few_bits_and_adapters(options: dict[str, Any], tmp_path: Path) -> None:
     for ranks in (1, 2):
         serving = engine(path, ranks, **settings)
         (tmp_path / f"spool{ranks}").mkdir()
-        adapter = Spool(tmp_path / f"spool{ranks}", serving.info.adaptable, 8).add("a", str(folder))
+        adapter = AdapterStore(tmp_path / f"spool{ranks}", serving.info.adaptable, 8).add_adapter("a", str(folder))
         params = {"max_tokens": 6, "logprobs": 1, "prompt_logprobs": None}
         requests = [lora_asked(str(i), ids, (adapter, None)[i % 2], **params) for i, ids in enumerate(prompts())]
         answers.append(run(serving, requests))

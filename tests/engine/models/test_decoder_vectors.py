@@ -69,13 +69,13 @@ def test_a_vector_does_not_depend_on_what_else_runs(mode: str, dtype: str, tmp_p
     together = start(path, **options)
     assert same(vectors(together, prompts()), alone), "all in one step"
     assert same(vectors(together, prompts()), alone), "with a warm prefix cache"
-    assert (together.stats.prefix_hits > 0) == (mode == "last")
+    assert (together.engine_stats.prefix_hits > 0) == (mode == "last")
     others = [request(f"t{i}", prompt, max_tokens=30, temperature=1.0) for i, prompt in enumerate(prompts())]
     assert same(vectors(together, prompts(), others=others), alone), "beside answers"
     assert same(vectors(start(path, **options, max_num_batched_tokens=7), prompts()), alone), "in chunks of 7 tokens"
     few = start(path, **options, num_kv_blocks=14, max_model_len=200, max_num_batched_tokens=64)
     assert same(vectors(few, prompts(), others=others), alone), "preempted"
-    assert few.stats.preemptions > 0
+    assert few.engine_stats.preemptions > 0
 
 
 def test_vectors_leave_answers_as_they_are(tmp_path: Path) -> None:
@@ -84,11 +84,11 @@ def test_vectors_leave_answers_as_they_are(tmp_path: Path) -> None:
     alone = run(start(path), asked)
     engine = start(path, max_num_batched_tokens=50)
     for each in asked:
-        engine.add(each)
+        engine.add_request(each)
     found: dict[str, list[int]] = {each.id: [] for each in asked}
     for index, prompt in enumerate(prompts()):
-        engine.add(EngineCoreRequest(id=f"v{index}", prompt_ids=prompt, params=PoolingParams(), seed=0))
-    while engine.busy:
+        engine.add_request(EngineCoreRequest(id=f"v{index}", prompt_ids=prompt, params=PoolingParams(), seed=0))
+    while engine.has_work:
         for output in engine.step():
             assert output.error is None
             if output.id in found:
@@ -139,7 +139,7 @@ def test_a_model_saved_without_its_head_makes_vectors_alone(tmp_path: Path) -> N
     assert engine.info.tasks == ("embed",)
     assert same(vectors(engine, prompts()), vectors(start(whole), prompts()))
     assert same(vectors(start(whole, runner="pooling"), prompts()), vectors(engine, prompts()))
-    engine.add(request("a", [5, 6]))
+    engine.add_request(request("a", [5, 6]))
     assert [output.error for output in engine.step()] == ["the model serves embed, not generate"]
     with pytest.raises(ConfigError, match="runner"):
         start(tmp_path / "body", runner="generate")
@@ -148,7 +148,7 @@ def test_a_model_saved_without_its_head_makes_vectors_alone(tmp_path: Path) -> N
 @pytest.mark.parametrize("options", [{"runner": "generate"}, {"pooling_type": "auto"}])
 def test_a_chat_model_by_itself_makes_no_vectors(options: dict[str, str], tmp_path: Path) -> None:
     engine = start(save_tiny_model(tmp_path, "llama"), **options)
-    engine.add(EngineCoreRequest(id="v", prompt_ids=[5, 6], params=PoolingParams(), seed=0))
+    engine.add_request(EngineCoreRequest(id="v", prompt_ids=[5, 6], params=PoolingParams(), seed=0))
     assert [output.error for output in engine.step()] == ["the model serves generate, not embed"]
 
 

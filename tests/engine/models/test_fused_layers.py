@@ -7,11 +7,11 @@ import torch
 
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
-from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu.backend import CpuBackend
 from tests.engine.harness import request, run
 from tests.tiny_models import FAMILIES, VOCAB, save_tiny_model
 
-MISSING = Cpu().missing
+MISSING = CpuBackend().missing_reason
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_fused_layers_give_the_same_bits(
     family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not Cpu().multiplies(getattr(torch, dtype)):
+    if not CpuBackend().has_linear_kernel(getattr(torch, dtype)):
         pytest.skip("linears of this type are oneDNN's on this machine: no layers are fused")
     path = save_tiny_model(tmp_path, family)
     generator = torch.Generator().manual_seed(3)
@@ -32,11 +32,11 @@ def test_fused_layers_give_the_same_bits(
         engine = EngineCore(EngineConfig(model=str(path), dtype=dtype, attention_backend="cpu", num_kv_blocks=96))
         asked = [request(str(i), prompt, max_tokens=12, logprobs=0) for i, prompt in enumerate(prompts)]
         found = run(engine, asked)
-        assert (engine.runner._model._recording[1] is None) == (not fused)
+        assert (engine.executor._model._recorded_layers[1] is None) == (not fused)
         return [(found[r.id].ids, [each.logprob for each in found[r.id].logprobs]) for r in asked]
 
     fused = True
     together = answers()
-    monkeypatch.setattr(Cpu, "recorded", lambda *_, **__: None)
+    monkeypatch.setattr(CpuBackend, "record_layers", lambda *_, **__: None)
     fused = False
     assert answers() == together

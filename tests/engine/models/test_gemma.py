@@ -15,7 +15,7 @@ from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
-from quire.engine.layers.attention import AttentionSpec
+from quire.engine.layers.attention import AttentionLayerSpec
 from quire.engine.models import decoder_spec
 from quire.engine.models.spec import DecoderSpec
 from tests.tiny_models import save_tiny_model
@@ -36,7 +36,7 @@ def test_files_of_transformers_4_mean_the_same(scaling: dict[str, Any] | None, t
     assert "rope_theta" not in saved
     assert spec_of(tmp_path, {"model_type": "gemma3_text"} | shape | old) == spec_of(tmp_path, saved)
     spec = spec_of(tmp_path, saved)
-    attention = spec.parts(AttentionSpec)
+    attention = spec.sublayers_of_kind(AttentionLayerSpec)
     assert [each.window for each in attention] == ([20] * 5 + [None]) * 2 + [20]
     assert [each.rope["rope_theta"] for each in attention if each.rope] == ([1e4] * 5 + [1e6]) * 2 + [1e4]
     kinds = [each.rope["rope_type"] for each in attention if each.rope]
@@ -48,7 +48,7 @@ def test_gemma_2_without_a_list_of_layers(tmp_path: Path) -> None:
     raw = {key: value for key, value in saved.items() if key not in ("layer_types", "tie_word_embeddings")}
     spec = spec_of(tmp_path, raw)
     assert spec == spec_of(tmp_path, saved)
-    first, *others = spec.parts(AttentionSpec)
+    first, *others = spec.sublayers_of_kind(AttentionLayerSpec)
     assert [each.window for each in (first, *others)] == [4096, None] * 13
     assert read_sizes(raw).sliding == read_sizes(saved).sliding == 13
     assert (first.scale, first.softcap, spec.logit_softcap, spec.tie_embeddings) == (1 / 16, 50.0, 30.0, True)
@@ -63,7 +63,7 @@ def test_an_abridged_file_of_a_model_with_images(tmp_path: Path) -> None:
     )
     whole = AutoConfig.for_model("gemma3_text", **{key: value for key, value in text.items() if key != "model_type"})
     assert spec == spec_of(tmp_path, whole.to_dict())
-    first = spec.parts(AttentionSpec)[0]
+    first = spec.sublayers_of_kind(AttentionLayerSpec)[0]
     assert (first.num_heads, first.num_kv_heads, first.head_dim, spec.vocab_size) == (8, 4, 256, 262208)
 
 
@@ -79,4 +79,4 @@ def test_the_scale_of_embeddings_is_rounded_as_in_transformers(tmp_path: Path) -
     path = save_tiny_model(tmp_path, "gemma3", dtype=torch.bfloat16, hidden_size=96)
     embedding = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).model.embed_tokens
     engine = EngineCore(EngineConfig(model=str(path), num_kv_blocks=8))
-    assert engine.runner._model._embedding.scale == embedding.embed_scale.to(torch.bfloat16).item() == 9.8125
+    assert engine.executor._model._embedding.scale == embedding.embed_scale.to(torch.bfloat16).item() == 9.8125

@@ -13,20 +13,20 @@ from torch import Tensor
 
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
-from quire.engine.layers.attention import AttentionSpec
-from quire.engine.layers.linear import JoinedLinear
-from quire.engine.layers.mlp import MlpSpec
+from quire.engine.layers.attention import AttentionLayerSpec
+from quire.engine.layers.linear import FusedLinear
+from quire.engine.layers.mlp import MLPSpec
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable
-from quire.engine.layers.part import BuildContext, Step, Sublayer, SublayerSpec
+from quire.engine.layers.sublayer import BuildContext, ForwardContext, Sublayer, SublayerSpec
 from quire.engine.models.spec import DecoderSpec
-from quire.engine.worker import device
+from quire.engine.worker import device_plan
 from quire.kernels.backend import Operations
-from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu.backend import CpuBackend
 from tests.engine.harness import request, run
 from tests.tiny_models import VOCAB, save_tiny_model
 
-MISSING = Cpu().missing
+MISSING = CpuBackend().missing_reason
 Alter = Callable[[DecoderSpec], DecoderSpec]
 
 
@@ -39,13 +39,13 @@ def unequal(spec: DecoderSpec) -> DecoderSpec:
         "window": [None, 20, None],
     }
     attention |= {
-        "rope": [None, *[each.rope for each in spec.parts(AttentionSpec)[1:]]],
+        "rope": [None, *[each.rope for each in spec.sublayers_of_kind(AttentionLayerSpec)[1:]]],
         "qkv_bias": [True, False, False],
     }
     norms = [NormSpec(1e-6), NormSpec(1e-2, 1.0), NormSpec(1e-5)]
-    spec = spec.having(AttentionSpec, norm=norms, qk_norm=[None, "heads", "heads"], **attention)
-    return spec.having(
-        MlpSpec,
+    spec = spec.replace_sublayers(AttentionLayerSpec, norm=norms, qk_norm=[None, "heads", "heads"], **attention)
+    return spec.replace_sublayers(
+        MLPSpec,
         intermediate_size=[96, 160, 32],
         activation=["gelu_tanh", "silu", "silu"],
         output_norm=[False, True, False],
@@ -58,10 +58,10 @@ class GateSpec(SublayerSpec):
 
     norm: NormSpec
 
-    def part(self, making: BuildContext, layer: str) -> Gate:
+    def build_sublayer(self, making: BuildContext, layer: str) -> Gate:
         return Gate(self, making, layer)
 
-    def indivisible(self, ranks: int) -> str | None:
+    def tensor_parallel_error(self, ranks: int) -> str | None:
         return None
 
 
@@ -69,14 +69,16 @@ class Gate(Sublayer):
     def __init__(self, spec: GateSpec, making: BuildContext, layer: str) -> None:
         self._name, size = f"{layer}.gate", making.hidden_size
         self._norms = NormWeights({f"{self._name}.norm": size}, making.dtype, spec.norm)
-        self._linear = JoinedLinear(making.scheme, size, {f"{self._name}.in": 2 * size}, bias=False)
+        self._linear = FusedLinear(making.scheme, size, {f"{self._name}.in": 2 * size}, bias=False)
 
     def parameters(self) -> ParameterTable:
         return self._norms.parameters() | self._linear.parameters()
 
-    def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        x, residual = self._norms.add(run, f"{self._name}.norm", x, residual)
-        return run.silu_mul(run.apply(self._linear.packed, x, step.context)), residual
+    def forward(
+        self, run: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self._norms.add_and_norm(run, f"{self._name}.norm", x, residual)
+        return run.silu_mul(run.apply_linear(self._linear.packed_linear, x, step.linear_context)), residual
 
 
 def gated(spec: DecoderSpec) -> DecoderSpec:
@@ -100,29 +102,29 @@ def answers(
 
 @pytest.mark.parametrize("alter", [unequal, gated])
 def test_any_layers(alter: Alter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if MISSING is not None or not Cpu().multiplies(torch.bfloat16):
+    if MISSING is not None or not CpuBackend().has_linear_kernel(torch.bfloat16):
         pytest.skip(MISSING or "linears are oneDNN's on this machine")
-    plain = device.decoder_spec
-    monkeypatch.setattr(device, "decoder_spec", lambda config: alter(plain(config)))
+    plain = device_plan.decoder_spec
+    monkeypatch.setattr(device_plan, "decoder_spec", lambda config: alter(plain(config)))
     path = save_tiny_model(tmp_path, "llama")
     engine, together = answers(path, "cpu", "bfloat16")
-    assert engine.runner._model._recording[1] is not None
+    assert engine.executor._model._recorded_layers[1] is not None
     _, exact = answers(path, "cpu", "float32")
     _, judged = answers(path, "reference", "float32")
     for (ids, logprobs), (right, expected) in zip(exact, judged, strict=True):
         assert ids == right
         assert logprobs == pytest.approx(expected, abs=1e-4)
-    monkeypatch.setattr(Cpu, "recorded", lambda *_, **__: None)
+    monkeypatch.setattr(CpuBackend, "record_layers", lambda *_, **__: None)
     assert answers(path, "cpu", "bfloat16")[1] == together
 
 
 def test_a_page_has_what_each_layer_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = device.decoder_spec
-    monkeypatch.setattr(device, "decoder_spec", lambda config: unequal(plain(config)))
+    plain = device_plan.decoder_spec
+    monkeypatch.setattr(device_plan, "decoder_spec", lambda config: unequal(plain(config)))
     path = save_tiny_model(tmp_path, "llama")
     engine, _ = answers(path, "reference", "float32", num_kv_blocks=None, kv_cache_memory=0.01)
     token = 2 * (2 * 16 + 1 * 32 + 3 * 64) * 4
-    assert sum(each.nbytes for each in engine.runner._pages) == engine.info.num_blocks * 16 * token
+    assert sum(each.nbytes for each in engine.executor._kv_tensors) == engine.info.num_blocks * 16 * token
     assert f"{16 * token / 1024:,.0f} KiB a page" in engine.info.arithmetic
     heads = ("2 heads x 16", "1 heads x 32", "3 heads x 64")
     assert " + ".join(f"2 x 16 tokens x {each} x 4 B x 1 layers" for each in heads) in engine.info.arithmetic

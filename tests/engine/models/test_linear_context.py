@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.files import read_model_config
-from quire.engine.layers.schemes import Unquantized
+from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.models import decoder_spec
 from quire.engine.models.decoder import Decoder
-from quire.engine.worker.loading.loader import dummy_stream, load_weights
-from quire.engine.worker.memory import allocate_pages, layers_of, prompts
+from quire.engine.worker.device_memory import allocate_kv_blocks, kv_cache_by_layer, prefill_metadata
+from quire.engine.worker.loading.weight_loader import dummy_stream, load_weights
 from quire.kernels.backend import AttentionMetadata, Linear, LinearContext
-from quire.kernels.cpu.backend import Cpu
-from quire.kernels.reference import Reference
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.reference import ReferenceBackend
 from tests.tiny_models import save_tiny_model
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ KEPT = torch.tensor([2, 5])
 LINEARS = ("qkv", "out", "gate_up", "down")
 
 
-class Told(Reference):
+class Told(ReferenceBackend):
     """Notes what each linear is told, in the order of the calls."""
 
     def __init__(self) -> None:
@@ -42,40 +42,46 @@ class Told(Reference):
         return linear
 
 
-def run(backend: Reference, path: Path, adapters: Tensor | None) -> Tensor:
+def run(backend: ReferenceBackend, path: Path, adapters: Tensor | None) -> Tensor:
     spec = decoder_spec(read_model_config(path))
-    scheme = Unquantized(backend, torch.float32)
-    model = Decoder(spec, backend, scheme, dtype=torch.float32, device=CPU, max_model_len=64, progress=lambda: None)
+    scheme = UnquantizedScheme(backend, torch.float32)
+    model = Decoder(
+        spec, backend, scheme, dtype=torch.float32, device=CPU, max_model_len=64, report_progress=lambda: None
+    )
     table = model.parameters()
     load_weights(table, dummy_stream(table, 1, CPU), device=CPU)
-    plain = prompts(1, TOKENS, backend.block_size, CPU)
+    plain = prefill_metadata(1, TOKENS, backend.block_size, CPU)
     fields = {name: getattr(plain, name) for name in AttentionMetadata.__slots__}
-    metadata = AttentionMetadata(**fields | {"linear": LinearContext(adapters)})
-    return model.forward(torch.arange(TOKENS), metadata, layers_of(model, allocate_pages(model, 4)), KEPT)
+    metadata = AttentionMetadata(**fields | {"linear_context": LinearContext(adapters)})
+    return model.forward(torch.arange(TOKENS), metadata, kv_cache_by_layer(model, allocate_kv_blocks(model, 4)), KEPT)
 
 
 def test_linears_are_told_the_adapters_of_their_rows(tmp_path: Path) -> None:
     adapters, backend = torch.arange(TOKENS) * 10, Told()
     run(backend, save_tiny_model(tmp_path, "llama", num_hidden_layers=2), adapters)
     whole, kept = adapters.tolist(), adapters[KEPT].tolist()
-    told = [(rows, context.adapters.tolist()) for rows, context in backend.contexts if context.adapters is not None]
+    told = [
+        (rows, context.adapter_slots.tolist())
+        for rows, context in backend.contexts
+        if context.adapter_slots is not None
+    ]
     assert told == [(TOKENS, whole)] * (len(LINEARS) + 1) + [(len(KEPT), kept)] * (len(LINEARS) - 1)
 
 
 def test_layers_are_fused_beside_adapters_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = Cpu()
-    if backend.missing:
-        pytest.skip(backend.missing)
-    if not backend.multiplies(torch.float32):
+    backend = CpuBackend()
+    if backend.missing_reason:
+        pytest.skip(backend.missing_reason)
+    if not backend.has_linear_kernel(torch.float32):
         pytest.skip("float32 is oneDNN's on this machine: no layers are fused")
     path, calls = save_tiny_model(tmp_path, "llama"), []
-    recorded = backend.recorded
+    recorded = backend.record_layers
 
     def counted(*arguments: object, **options: object) -> object:
         together = recorded(*arguments, **options)
         return lambda *step: calls.append(len(step)) or together(*step)
 
-    monkeypatch.setattr(backend, "recorded", counted)
+    monkeypatch.setattr(backend, "record_layers", counted)
     fused = run(backend, path, None)
     assert calls
     calls.clear()

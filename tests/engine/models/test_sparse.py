@@ -14,18 +14,18 @@ from transformers import AutoModelForCausalLM
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
-from quire.engine.layers.moe import ExpertsSpec
-from quire.engine.lora.modules import adaptable_modules
-from quire.engine.lora.spool import Spool
+from quire.engine.layers.moe import MoELayerSpec
+from quire.engine.lora.adapter_store import AdapterStore
+from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.models import decoder_spec
 from quire.engine.types import EngineCoreRequest, SamplingParams
-from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu.backend import CpuBackend
 from tests.adapters import merge, save_adapter
 from tests.engine.harness import request, run
-from tests.engine.models.test_experts import engine, prompts, row, told
+from tests.engine.models.test_moe_fields import engine, prompts, row, told
 from tests.tiny_models import save_tiny_model
 
-MISSING = Cpu().missing
+MISSING = CpuBackend().missing_reason
 compiled = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 FAMILIES = ["glm4_moe", "qwen2-moe", "phimoe", "ernie4_5_moe", "flex_olmo", "granitemoe_swa", "hunyuan_v1_moe"]
 FAMILIES += [
@@ -81,7 +81,7 @@ def test_alone_together_chunked_cached_and_preempted_are_the_same(
 
     together = engine(path, **settings)
     wanted = answers(together)
-    assert together.runner._model._recording[1] is not None
+    assert together.executor._model._recorded_layers[1] is not None
     again = run(together, asked)
     assert any(each.cached_tokens for each in again.values())
     assert {name: told(each) for name, each in again.items()} == wanted
@@ -91,8 +91,8 @@ def test_alone_together_chunked_cached_and_preempted_are_the_same(
     assert answers(engine(path, **settings, max_num_batched_tokens=7)) == wanted
     few = engine(path, **settings, num_kv_blocks=12, max_model_len=128)
     assert answers(few) == wanted
-    assert few.stats.preemptions > 0
-    monkeypatch.setattr(Cpu, "recorded", lambda *_, **__: None)
+    assert few.engine_stats.preemptions > 0
+    monkeypatch.setattr(CpuBackend, "record_layers", lambda *_, **__: None)
     assert answers(engine(path, **settings)) == wanted
 
 
@@ -106,7 +106,7 @@ def test_adapters_of_shared_experts_are_served(family: str, tmp_path: Path) -> N
     assert targets
     folder = save_adapter(tmp_path / "a", base, 4, targets=tuple(targets), seed=4)
     (tmp_path / "spool").mkdir()
-    adapter = Spool(tmp_path / "spool", modules, 8).add("a", str(folder))
+    adapter = AdapterStore(tmp_path / "spool", modules, 8).add_adapter("a", str(folder))
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
     asked = [
         EngineCoreRequest(id=str(of), prompt_ids=prompt, params=params, seed=0, adapter=of) for of in (None, adapter)
@@ -142,7 +142,7 @@ def test_a_list_of_equal_numbers_is_that_number(tmp_path: Path) -> None:
     content = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(content | {"moe_topk": [2, 2, 2], "moe_intermediate_size": [160] * 3}))
     spec = decoder_spec(read_model_config(path))
-    assert [each.routing.per_token for each in spec.parts(ExpertsSpec)] == [2, 2, 2]
+    assert [each.routing.top_k for each in spec.sublayers_of_kind(MoELayerSpec)] == [2, 2, 2]
 
 
 def test_layers_that_draft_are_left_out(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.engine.errors import ConfigError, EngineError, ModelError
+from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.ranks.single_process import SingleProcess
-from quire.engine.worker.runner import ModelRunner
 
 
 class Broken(SingleProcess):

@@ -186,9 +186,9 @@ def test_one_that_its_own_thread_finds_to_be_garbage_ends() -> None:
             self.llm, self.me = LLM(num_kv_blocks=64, max_model_len=64, threads=1), self
 
     trainer = Trainer()
-    loop, engine = trainer.llm._running._loop, weakref.ref(trainer.llm._client.link._engine)
+    loop, engine = trainer.llm._running_engine._loop, weakref.ref(trainer.llm._client.link._engine)
     threads = {each for each in threading.enumerate() if each.name == "quire-engine"}
-    (thread,) = (each for each in threads if each.ident == trainer.llm._run(_ident()))
+    (thread,) = (each for each in threads if each.ident == trainer.llm._run_coroutine(_ident()))
     del trainer
     loop.call_soon_threadsafe(gc.collect)
     thread.join(30)

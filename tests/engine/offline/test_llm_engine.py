@@ -98,10 +98,10 @@ def test_a_request_that_the_engine_fails_is_raised_by_its_step() -> None:
     engine = LLM(dtype="float32", num_kv_blocks=64, threads=1).llm_engine
     engine.add_request("a", PROMPTS[0], SamplingParams(max_tokens=None, ignore_eos=True))
     engine.step()
-    engine._running.close()  # its LLM is gone already: the engine kept it
+    engine._running_engine.close()  # its LLM is gone already: the engine kept it
     with pytest.raises(EngineError):
         steps(engine)
-    assert engine._open == {}
+    assert engine._open_requests == {}
 
 
 def test_modules_are_where_vllm_has_them() -> None:

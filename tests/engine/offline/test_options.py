@@ -14,7 +14,7 @@ import pytest
 from quire import LLM, AsyncLLM, EngineArgs
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.engine.offline.options import EngineOptions, engine_config
+from quire.engine.offline.options import EngineOptions, make_engine_config
 from tests.tree import ROOT
 
 PROGRAM = """
@@ -61,7 +61,7 @@ def test_engine_args_are_checked_at_once() -> None:
 
 def test_what_changes_nothing_is_told_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
     options = {"distributed_executor_backend": "mp", "trust_remote_code": False, "enable_chunked_prefill": None}
-    assert engine_config("m", {**options, "max_num_seqs": 3}).max_num_seqs == 3  # type: ignore[typeddict-item]
+    assert make_engine_config("m", {**options, "max_num_seqs": 3}).max_num_seqs == 3  # type: ignore[typeddict-item]
     (told,) = caplog.messages
     assert told.startswith("changes nothing: distributed_executor_backend (")
 

@@ -20,7 +20,7 @@ from quire.engine.text.tokenizer import Tokenizer
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.load(DEMO_MODEL)
+    return Tokenizer.from_pretrained(DEMO_MODEL)
 
 
 def test_what_the_engine_can_be_asked_programs_can_ask() -> None:

@@ -124,8 +124,8 @@ async def test_a_death_moves_streams_at_once() -> None:
         each.check()
         assert not each.aborted
     assert (client.link.deaths, client.link.replays) == (1, 3)
-    history = [client.history.find(f"good-{i}") for i in range(6)]
-    assert sum(each is not None and each.count("recovering") == 1 for each in history) == 3
+    history = [client.history.find_timeline(f"good-{i}") for i in range(6)]
+    assert sum(each is not None and each.count_phase("recovering") == 1 for each in history) == 3
     await client.link.stop()
 
 

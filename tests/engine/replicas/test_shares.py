@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 
 from quire.engine.config import EngineConfig
-from quire.engine.core.snapshot import CACHED, EMPTY, FIRST_OWNER, SHARED, UNLISTED, together
-from quire.engine.core.stats import EngineStats, EngineView, RequestView, TierStats, total
+from quire.engine.core.engine_view import (
+    CACHED_BLOCK,
+    EMPTY_BLOCK,
+    FIRST_OWNER,
+    SHARED_BLOCK,
+    UNLISTED_OWNER,
+    merge_views,
+)
+from quire.engine.core.stats import EngineStats, EngineView, RequestView, TierStats, sum_stats
 from quire.engine.replicas import shares
 from quire.engine.replicas.cores import threads_on
 from quire.engine.replicas.shares import replica_config
@@ -85,14 +92,14 @@ def test_gauges_and_counters_are_added_up() -> None:
     tiers = [TierStats("host", pages=2, bytes=20, fetched_pages=1), TierStats("disk", pages=1, stored_pages=5)]
     one = EngineStats(running=1, waiting=2, used_blocks=3, total_blocks=10, steps=7, accepted_drafts=[1], tiers=tiers)
     two = EngineStats(running=4, total_blocks=10, steps=1, accepted_drafts=[1, 2], tiers=tiers[1:])
-    found = total([one, two])
+    found = sum_stats([one, two])
     assert (found.running, found.waiting, found.used_blocks, found.total_blocks, found.steps) == (5, 2, 3, 20, 8)
     assert found.accepted_drafts == [2, 2]
     assert {tier.name: (tier.pages, tier.bytes, tier.stored_pages) for tier in found.tiers} == {
         "host": (2, 20, 0),
         "disk": (2, 0, 10),
     }
-    assert total([one]) == one
+    assert sum_stats([one]) == one
 
 
 def snapshot(names: list[str], codes: list[int]) -> EngineView:
@@ -102,10 +109,10 @@ def snapshot(names: list[str], codes: list[int]) -> EngineView:
 
 
 def test_pages_keep_their_owners() -> None:
-    one = snapshot(["a", "b"], [FIRST_OWNER + 1, EMPTY, FIRST_OWNER])
-    two = snapshot(["c"], [CACHED, FIRST_OWNER, UNLISTED, SHARED + 3])
-    found = together([one, two])
-    codes = np.frombuffer(zlib.decompress(found.pages), dtype="<u2").tolist()
-    owners = [found.sequences[code - FIRST_OWNER].id if CACHED < code < UNLISTED else code for code in codes]
-    assert owners == ["b", EMPTY, "a", CACHED, "c", UNLISTED, SHARED + 3]
+    one = snapshot(["a", "b"], [FIRST_OWNER + 1, EMPTY_BLOCK, FIRST_OWNER])
+    two = snapshot(["c"], [CACHED_BLOCK, FIRST_OWNER, UNLISTED_OWNER, SHARED_BLOCK + 3])
+    found = merge_views([one, two])
+    codes = np.frombuffer(zlib.decompress(found.block_codes), dtype="<u2").tolist()
+    owners = [found.requests[code - FIRST_OWNER].id if CACHED_BLOCK < code < UNLISTED_OWNER else code for code in codes]
+    assert owners == ["b", EMPTY_BLOCK, "a", CACHED_BLOCK, "c", UNLISTED_OWNER, SHARED_BLOCK + 3]
     assert (found.stats.running, found.resident_bytes) == (3, 10)

@@ -60,7 +60,7 @@ def test_real_templates_render_as_in_transformers(path: Path | None) -> None:
     template = path.read_text(encoding="utf-8")
     ours = renderer(template)
     for messages in DIALOGUES:
-        for tools in (None, TOOLS) if ours.shows.tools else (None,):
+        for tools in (None, TOOLS) if ours.capabilities.shows_tools else (None,):
             for add_generation_prompt in (True, False):
                 expected = transformers_text(template, messages, tools, add_generation_prompt)
                 if expected is None:  # it is adapted: see test_conversations.py

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.engine.errors import InvalidRequest
 from quire.engine.text.chat_template import ChatRenderer
-from quire.engine.text.conversation.literal import encode_literally
+from quire.engine.text.conversation.literal_encoding import encode_literally
 from tests.engine.text.shapes import (
     ANTHROPIC,
     FIRST,
@@ -77,10 +77,10 @@ def test_no_shape_loses_a_text_in_published_templates(path: Path | None) -> None
 def test_a_shape_that_the_template_takes_renders_as_it_did(name: str) -> None:
     ours = renderer(TEMPLATES[name])
     for shape, talk in SHAPES.items():
-        if talk.tools and not ours.shows.tools:
+        if talk.tools and not ours.capabilities.shows_tools:
             continue
         try:
-            plain = ours.write(talk.messages, tools=talk.tools)
+            plain = ours.render_unadapted(talk.messages, tools=talk.tools)
         except InvalidRequest:
             continue
         places = [plain.find(text) for text in talk.texts]
@@ -176,12 +176,12 @@ def test_special_tokens_in_a_moved_text_stay_text(named: Any) -> None:
     ours = knowing("user", "assistant")
     made = ours.render_conversation([user("a"), called(call(FIRST, "v")), result(FIRST, attack), system(attack)])
     assert made.text.count(end) == 6
-    ids = encode_literally(tokenizer, made.text, made.moved, add_special_tokens=False)
+    ids = encode_literally(tokenizer, made.text, made.moved_texts, add_special_tokens=False)
     assert tokenizer.backend.token_to_id(end) not in ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == made.text
     plain = ours.render_conversation([user(attack)])
     assert tokenizer.backend.token_to_id(end) in encode_literally(
-        tokenizer, plain.text, plain.moved, add_special_tokens=False
+        tokenizer, plain.text, plain.moved_texts, add_special_tokens=False
     )
 
 
@@ -190,8 +190,8 @@ def test_what_is_adapted_is_named_and_refused_where_that_is_switched_off() -> No
     made = renderer(TEMPLATES["alternating"]).render_conversation(talk)
     assert [(each.index, each.label) for each in made.adaptations] == [(2, "system->user")]
     with pytest.raises(InvalidRequest, match=r"^messages\[2\]: .*--adapt-conversations off.*system->user"):
-        renderer(TEMPLATES["alternating"], adapts=False).render(talk)
-    assert renderer(TEMPLATES["alternating"], adapts=False).render(talk[:1]) == "[INST]a[/INST]"
+        renderer(TEMPLATES["alternating"], adapt_conversations=False).render(talk)
+    assert renderer(TEMPLATES["alternating"], adapt_conversations=False).render(talk[:1]) == "[INST]a[/INST]"
 
 
 def test_ids_are_shortened_alike_wherever_they_stand() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from quire.engine.text.detokenizer import REPLACEMENT, TextStream, WindowDecoder
+from quire.engine.text.detokenizer import REPLACEMENT_CHARACTER, IncrementalDetokenizer, WindowDecoder
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import EngineCoreOutput
 from tests.texts import byte_level_tokenizer, real_tokenizers, sentence_piece_tokenizer
@@ -30,16 +30,16 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.samp
 SPLITS = st.lists(st.integers(1, 4), max_size=60)
 
 
-def stream(ids: Sequence[int], text: TextStream, sizes: Sequence[int] = ()) -> str:
+def stream(ids: Sequence[int], text: IncrementalDetokenizer, sizes: Sequence[int] = ()) -> str:
     """Push ids in groups of these sizes, then one by one; returns the concatenated text."""
     deltas, at = [], 0
     for size in [*sizes, *[1] * len(ids)]:
-        delta = text.push(ids[at : at + size])
+        delta = text.push_tokens(ids[at : at + size])
         deltas.append(delta.text)
         at += size
         if delta.stop_string is not None:
             return "".join(deltas)
-    return "".join(deltas) + text.push([], final=True).text
+    return "".join(deltas) + text.push_tokens([], final=True).text
 
 
 @each_tokenizer
@@ -47,7 +47,7 @@ def stream(ids: Sequence[int], text: TextStream, sizes: Sequence[int] = ()) -> s
 def test_deltas_add_up_to_the_decoded_text(tokenizer: Tokenizer, text: str, sizes: list[int], skip: bool) -> None:
     ids = tokenizer.encode(text)
     expected = tokenizer.decode(ids, skip_special_tokens=skip)
-    assert stream(ids, TextStream(tokenizer, skip_special_tokens=skip), sizes) == expected
+    assert stream(ids, IncrementalDetokenizer(tokenizer, skip_special_tokens=skip), sizes) == expected
 
 
 @each_tokenizer
@@ -56,17 +56,17 @@ def test_text_after_a_prompt_is_what_it_adds_to_the_prompt(tokenizer: Tokenizer,
     ids = tokenizer.encode(text)
     prompt, rest = ids[:cut], ids[cut:]
     before = tokenizer.decode(prompt)
-    if before.endswith(REPLACEMENT):
+    if before.endswith(REPLACEMENT_CHARACTER):
         return  # the prompt ends in the middle of a character, so its text is not defined
-    assert before + stream(rest, TextStream(tokenizer, prompt_ids=prompt)) == tokenizer.decode(ids)
+    assert before + stream(rest, IncrementalDetokenizer(tokenizer, prompt_ids=prompt)) == tokenizer.decode(ids)
 
 
 @each_tokenizer
 @given(data=st.data())
 def test_any_ids_stream_to_the_same_text_however_they_are_split(tokenizer: Tokenizer, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
-    whole = TextStream(tokenizer).push(ids, final=True).text
-    assert stream(ids, TextStream(tokenizer), data.draw(SPLITS)) == whole
+    whole = IncrementalDetokenizer(tokenizer).push_tokens(ids, final=True).text
+    assert stream(ids, IncrementalDetokenizer(tokenizer), data.draw(SPLITS)) == whole
 
 
 def test_byte_level_text_of_any_ids_equals_what_the_library_decodes() -> None:
@@ -74,34 +74,34 @@ def test_byte_level_text_of_any_ids_equals_what_the_library_decodes() -> None:
 
     @given(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
     def check(ids: list[int]) -> None:
-        assert stream(ids, TextStream(tokenizer)) == tokenizer.decode(ids)
+        assert stream(ids, IncrementalDetokenizer(tokenizer)) == tokenizer.decode(ids)
 
     check()
 
 
 @each_tokenizer
 def test_a_character_is_given_out_with_its_last_token(tokenizer: Tokenizer) -> None:
-    text = TextStream(tokenizer)
+    text = IncrementalDetokenizer(tokenizer)
     for token_id in tokenizer.encode("a😀b", add_special_tokens=False):
-        assert REPLACEMENT not in text.push([token_id]).text
+        assert REPLACEMENT_CHARACTER not in text.push_tokens([token_id]).text
 
 
 @each_tokenizer
 def test_an_unfinished_character_is_shown_at_the_end(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("ab😀", add_special_tokens=False)[:-1]
-    shown = stream(ids, TextStream(tokenizer))
+    shown = stream(ids, IncrementalDetokenizer(tokenizer))
     assert shown == tokenizer.decode(ids)
-    assert REPLACEMENT in shown
+    assert REPLACEMENT_CHARACTER in shown
 
 
 @given(text=texts, sizes=SPLITS)
 def test_the_window_decoder_works_without_knowing_the_scheme(text: str, sizes: list[int]) -> None:
     tokenizer = sentence_piece_tokenizer().tokenizer
-    if REPLACEMENT in text:
+    if REPLACEMENT_CHARACTER in text:
         return  # this decoder takes U+FFFD for an unfinished character
     ids = tokenizer.encode(text)
-    window = WindowDecoder(tokenizer, (), tokenizer.special_ids)
-    assert "".join(map(window.feed, ids)) + window.flush() == tokenizer.decode(ids)
+    window = WindowDecoder(tokenizer, (), tokenizer.special_token_ids)
+    assert "".join(map(window.feed_token, ids)) + window.flush_text() == tokenizer.decode(ids)
 
 
 words = st.text("ab😀c ", min_size=1, max_size=5)
@@ -123,16 +123,16 @@ def test_stop_strings_end_the_text_where_the_first_is_completed(
     decoded = tokenizer.decode(ids)
     ends = [(decoded.index(one) + len(one), decoded.index(one)) for one in stop if one in decoded]
     expected = decoded if not ends else decoded[: min(ends)[0 if include else 1]]
-    assert stream(ids, TextStream(tokenizer, stop=stop, include_stop=include), sizes) == expected
+    assert stream(ids, IncrementalDetokenizer(tokenizer, stop=stop, include_stop=include), sizes) == expected
 
 
 @given(text=st.text("abc", max_size=30), stop=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4))
 def test_exactly_the_text_that_may_begin_a_stop_string_is_held_back(text: str, stop: list[str]) -> None:
     tokenizer = byte_level_tokenizer().tokenizer
-    shown, so_far = TextStream(tokenizer, stop=stop), ""
+    shown, so_far = IncrementalDetokenizer(tokenizer, stop=stop), ""
     seen = ""
     for token_id in tokenizer.encode(text):
-        delta = shown.push([token_id])
+        delta = shown.push_tokens([token_id])
         so_far += delta.text
         seen += tokenizer.decode([token_id])
         if delta.stop_string is not None:
@@ -145,8 +145,8 @@ def test_exactly_the_text_that_may_begin_a_stop_string_is_held_back(text: str, s
 def test_tokens_are_given_out_with_the_text_they_begin() -> None:
     tokenizer = byte_level_tokenizer().tokenizer
     ids = tokenizer.encode("xé!stop", add_special_tokens=False)
-    text = TextStream(tokenizer, stop=["stop"])
-    deltas = [text.push([token_id]) for token_id in ids]
+    text = IncrementalDetokenizer(tokenizer, stop=["stop"])
+    deltas = [text.push_tokens([token_id]) for token_id in ids]
     assert [(delta.text, delta.offsets) for delta in deltas[:4]] == [("x", (0,)), ("", ()), ("é", (1, 1)), ("!", (2,))]
     assert all(delta.text == "" and delta.offsets == () for delta in deltas[4:])
     assert deltas[-1].stop_string == "stop"
@@ -154,32 +154,32 @@ def test_tokens_are_given_out_with_the_text_they_begin() -> None:
 
 def test_used_counts_the_ids_up_to_the_end_of_the_stop_string() -> None:
     tokenizer = byte_level_tokenizer().tokenizer
-    delta = TextStream(tokenizer, stop=["bc"]).push(tokenizer.encode("abcdef"))
-    assert (delta.text, delta.used, delta.offsets) == ("a", 3, (0,))
+    delta = IncrementalDetokenizer(tokenizer, stop=["bc"]).push_tokens(tokenizer.encode("abcdef"))
+    assert (delta.text, delta.num_used_ids, delta.offsets) == ("a", 3, (0,))
 
 
 def test_the_text_of_the_first_min_tokens_is_not_searched() -> None:
     tokenizer = byte_level_tokenizer().tokenizer
-    assert stream(tokenizer.encode("abab"), TextStream(tokenizer, stop=["b"], min_tokens=2)) == "aba"
+    assert stream(tokenizer.encode("abab"), IncrementalDetokenizer(tokenizer, stop=["b"], min_tokens=2)) == "aba"
 
 
 def test_the_token_that_ended_an_answer_counts_but_has_no_text() -> None:
     tokenizer = byte_level_tokenizer().tokenizer
     ids = tokenizer.encode("abc")
     output = EngineCoreOutput(id="1", new_ids=ids, finish_reason="stop", stop_reason=ids[-1])
-    delta = TextStream(tokenizer).push_output(output)
-    assert (delta.text, delta.used, delta.offsets) == ("ab", 3, (0, 1))
-    assert TextStream(tokenizer, include_stop=True).push_output(output).text == "abc"
-    stopped = TextStream(tokenizer, stop=["b"]).push_output(output)
-    assert (stopped.text, stopped.used, stopped.stop_string) == ("a", 2, "b")
+    delta = IncrementalDetokenizer(tokenizer).push_output(output)
+    assert (delta.text, delta.num_used_ids, delta.offsets) == ("ab", 3, (0, 1))
+    assert IncrementalDetokenizer(tokenizer, include_stop=True).push_output(output).text == "abc"
+    stopped = IncrementalDetokenizer(tokenizer, stop=["b"]).push_output(output)
+    assert (stopped.text, stopped.num_used_ids, stopped.stop_string) == ("a", 2, "b")
 
 
 @each_tokenizer
 def test_special_tokens_may_be_shown_one_by_one(tokenizer: Tokenizer) -> None:
-    first, second, *_ = sorted(tokenizer.special_ids)
+    first, second, *_ = sorted(tokenizer.special_token_ids)
     for skip, expected in ((True, [first]), (False, [first, second])):
-        stream = TextStream(tokenizer, skip_special_tokens=skip, shown_ids=frozenset([first]))
-        shown = stream.push([first, second], final=True).text
+        stream = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip, shown_ids=frozenset([first]))
+        shown = stream.push_tokens([first, second], final=True).text
         assert shown == tokenizer.decode(expected, skip_special_tokens=False)
 
 
@@ -198,6 +198,6 @@ def test_character_that_the_prompt_begins_is_completed(scheme: str, character: s
         for ending, expected in (([*answer, *tail], character + rest), (tail, rest), ([], "")):
             if scheme == "window":
                 window = WindowDecoder(tokenizer, prompt, frozenset())
-                assert "".join(map(window.feed, ending)) + window.flush() == expected
+                assert "".join(map(window.feed_token, ending)) + window.flush_text() == expected
             else:
-                assert stream(ending, TextStream(tokenizer, prompt_ids=prompt)) == expected
+                assert stream(ending, IncrementalDetokenizer(tokenizer, prompt_ids=prompt)) == expected

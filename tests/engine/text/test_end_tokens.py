@@ -10,9 +10,9 @@ import pytest
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.overrides import read_configured
 from quire.engine.config import EngineConfig
-from quire.engine.gguf.files import ModelFiles
+from quire.engine.gguf.model_files import ModelFiles
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.text.tokenizer_files import read_end_tokens
+from quire.engine.text.tokenizer_files import read_eos_token_ids
 from tests import tiny_models
 from tests.texts import BYTES, CHATML, shared
 
@@ -52,7 +52,7 @@ def save(folder: Path, *, added: tuple[str, ...], template: str | None = None, *
 def ends(folder: Path) -> set[int]:
     """What the engine and the tokenizer say, which must be the same."""
     said = read_model_config(folder).eos_token_ids
-    assert Tokenizer.load(folder).eos_token_ids == said
+    assert Tokenizer.from_pretrained(folder).eos_token_ids == said
     return set(said)
 
 
@@ -140,4 +140,4 @@ def test_other_tokenizer_and_template_of_the_settings_count(tmp_path: Path) -> N
     other = save(tmp_path / "tokenizer", added=("<a>", "<|im_end|>"), tokenizer_config={"eos_token": "<a>"})
     config = EngineConfig(model=str(model), tokenizer=str(other), chat_template=CHATML)
     assert read_configured(config, model).eos_token_ids == (2, EOS, TURN)
-    assert read_end_tokens(ModelFiles(model)) == (2,)
+    assert read_eos_token_ids(ModelFiles(model)) == (2,)

@@ -9,7 +9,7 @@ import pytest
 
 from quire.engine.config import DEMO_MODEL
 from quire.engine.errors import ConfigError, InvalidRequest, ModelError
-from quire.engine.text.tokenizer import Scheme, Tokenizer
+from quire.engine.text.tokenizer import DecoderType, Tokenizer
 from tests.texts import byte_level_tokenizer, sentence_piece_tokenizer, shared
 
 SAMPLES = ["Hello world, how are you?", "日本語 😀 émigré\n\tx", "<|im_start|>user\nhi<|im_end|>\n", ""]
@@ -27,7 +27,7 @@ def test_real_tokenizers_encode_and_decode_as_transformers_does(name: str) -> No
     from transformers import AutoTokenizer
 
     original = AutoTokenizer.from_pretrained(str(path))
-    tokenizer = Tokenizer.load(path)
+    tokenizer = Tokenizer.from_pretrained(path)
     assert tokenizer.vocab_size == len(original)
     assert tokenizer.bos_token_id == original.bos_token_id
     assert original.eos_token_id in tokenizer.eos_token_ids
@@ -43,17 +43,17 @@ def test_real_tokenizers_encode_and_decode_as_transformers_does(name: str) -> No
 
 def test_single_tokens_of_a_byte_level_vocabulary() -> None:
     tokenizer = byte_level_tokenizer().tokenizer
-    assert tokenizer.scheme is Scheme.BYTE_LEVEL
+    assert tokenizer.decoder_type is DecoderType.BYTE_LEVEL
     space, first, *_ = tokenizer.encode(" é")
-    assert (tokenizer.token(space), tokenizer.token_text(space), tokenizer.token_bytes(space)) == ("Ġ", " ", b" ")
+    assert (tokenizer.id_to_token(space), tokenizer.token_text(space), tokenizer.token_bytes(space)) == ("Ġ", " ", b" ")
     assert (tokenizer.token_text(first), tokenizer.token_bytes(first)) == ("\\xc3", b"\xc3")
     assert tokenizer.token_text(256) == "<|bos|>"
-    assert (tokenizer.token(999), tokenizer.token_text(999), tokenizer.token_bytes(999)) == (None, "", b"")
+    assert (tokenizer.id_to_token(999), tokenizer.token_text(999), tokenizer.token_bytes(999)) == (None, "", b"")
 
 
 def test_single_tokens_of_a_sentence_piece_vocabulary() -> None:
     tokenizer = sentence_piece_tokenizer().tokenizer
-    assert tokenizer.scheme is Scheme.SENTENCE_PIECE
+    assert tokenizer.decoder_type is DecoderType.SENTENCE_PIECE
     bos, word, *euro = tokenizer.encode("ab€")
     assert bos == tokenizer.bos_token_id == 1
     assert (tokenizer.token_text(word), tokenizer.token_bytes(word)) == (" ab", b" ab")
@@ -70,16 +70,20 @@ def save(path: Path, **files: object) -> Path:
 
 def test_chat_templates_are_read_from_every_place_that_models_use(tmp_path: Path) -> None:
     save(tmp_path, tokenizer_config={"chat_template": "from config"})
-    assert Tokenizer.load(tmp_path).chat_templates == {"default": "from config"}
+    assert Tokenizer.from_pretrained(tmp_path).chat_templates == {"default": "from config"}
     named = [{"name": "default", "template": "one"}, {"name": "tool_use", "template": "two"}]
     save(tmp_path, tokenizer_config={"chat_template": named})
-    assert Tokenizer.load(tmp_path).chat_templates == {"default": "one", "tool_use": "two"}
+    assert Tokenizer.from_pretrained(tmp_path).chat_templates == {"default": "one", "tool_use": "two"}
     save(tmp_path, chat_template={"chat_template": "from json"})
-    assert Tokenizer.load(tmp_path).chat_templates["default"] == "from json"
+    assert Tokenizer.from_pretrained(tmp_path).chat_templates["default"] == "from json"
     (tmp_path / "chat_template.jinja").write_text("from file")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("three")
-    assert Tokenizer.load(tmp_path).chat_templates == {"default": "from file", "tool_use": "two", "rag": "three"}
+    assert Tokenizer.from_pretrained(tmp_path).chat_templates == {
+        "default": "from file",
+        "tool_use": "two",
+        "rag": "three",
+    }
 
 
 def test_special_tokens_and_eos_ids_are_collected_from_all_files(tmp_path: Path) -> None:
@@ -92,46 +96,46 @@ def test_special_tokens_and_eos_ids_are_collected_from_all_files(tmp_path: Path)
         },
         generation_config={"eos_token_id": [7, 258]},
     )
-    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
     assert tokenizer.special_tokens == {"eos_token": "<|im_end|>", "unk_token": "<|bos|>"}
     assert tokenizer.eos_token_ids == (7, 258)
     assert tokenizer.encode("<new>") == [259]
-    assert 259 in tokenizer.special_ids
+    assert 259 in tokenizer.special_token_ids
     assert tokenizer.decode([65, 259]) == "A"
 
 
 def test_a_directory_without_a_readable_tokenizer_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="tokenizer"):
-        Tokenizer.load(tmp_path)
+        Tokenizer.from_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="cannot read the tokenizer"):
-        Tokenizer.load(tmp_path)
+        Tokenizer.from_pretrained(tmp_path)
 
 
 def test_tokens_that_the_model_lacks_are_refused(tmp_path: Path) -> None:
     """Some models' tokenizers have them; one of these in a prompt would end the engine."""
     save(tmp_path, tokenizer_config={"added_tokens_decoder": {"259": {"content": "<new>", "special": True}}})
-    tokenizer = Tokenizer.load(tmp_path, model_vocab_size=259)
-    assert tokenizer.highest_id == 259
+    tokenizer = Tokenizer.from_pretrained(tmp_path, model_vocab_size=259)
+    assert tokenizer.max_token_id == 259
     assert tokenizer.encode("new") == tokenizer.encode_batch(["new"])[0] == [110, 101, 119]
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch(["a", text])):
         with pytest.raises(InvalidRequest, match="has the token '<new>', which the model has no embedding for"):
             encode("a<new>")
-    assert Tokenizer.load(tmp_path, model_vocab_size=260).encode("<new>") == [259]
+    assert Tokenizer.from_pretrained(tmp_path, model_vocab_size=260).encode("<new>") == [259]
 
 
 def test_many_added_tokens_get_their_ids_in_order(tmp_path: Path) -> None:
     added = {str(259 + i): {"content": f"<{i}>", "special": i % 3 == 0} for i in range(500)}
     save(tmp_path, tokenizer_config={"added_tokens_decoder": added})
-    tokenizer = Tokenizer.load(tmp_path)
+    tokenizer = Tokenizer.from_pretrained(tmp_path)
     assert tokenizer.encode("".join(f"<{i}>" for i in range(500))) == list(range(259, 759))
-    assert {i for i in range(500) if 259 + i in tokenizer.special_ids} == set(range(0, 500, 3))
+    assert {i for i in range(500) if 259 + i in tokenizer.special_token_ids} == set(range(0, 500, 3))
 
 
 def test_a_given_template_replaces_the_models_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{{ messages }}", encoding="utf-8")
     for given in (str(file), "{{ messages }}"):
-        assert Tokenizer.load(DEMO_MODEL, given).chat_templates == {"default": "{{ messages }}"}
+        assert Tokenizer.from_pretrained(DEMO_MODEL, given).chat_templates == {"default": "{{ messages }}"}
     with pytest.raises(ConfigError, match=r"chat_template: cannot read nowhere\.jinja: .*No such file"):
-        Tokenizer.load(DEMO_MODEL, "nowhere.jinja")
+        Tokenizer.from_pretrained(DEMO_MODEL, "nowhere.jinja")

@@ -7,20 +7,20 @@ from concurrent.futures import Executor, Future
 from threading import Event, Lock
 from typing import Any
 
-from quire.engine.core.executor import PageMover
-from quire.engine.tiers.costs import Costs
-from quire.engine.tiers.loads import PATIENCE
-from quire.engine.tiers.tier import Page, Tier
-from quire.engine.tiers.tiers import Tiers
+from quire.engine.core.executor import BlockMover
+from quire.engine.tiers.block_loader import LOAD_TIMEOUT_SECONDS
+from quire.engine.tiers.load_costs import LoadCosts
+from quire.engine.tiers.tier import BlockContent, Tier
+from quire.engine.tiers.tiered_offloader import TieredKVOffloader
 from tests.engine.fake_device import FakeDevice
 
-assert PATIENCE > 5, "tests wait for slow tiers"
+assert LOAD_TIMEOUT_SECONDS > 5, "tests wait for slow tiers"
 
 
-class Always(Costs):
+class Always(LoadCosts):
     """Fetching always pays, however fast the machine is."""
 
-    def worthwhile(self, tiers: Sequence[str]) -> int:
+    def num_blocks_worth_loading(self, tiers: Sequence[str]) -> int:
         return len(tiers)
 
 
@@ -39,21 +39,21 @@ class Inline(Executor):
         pass
 
 
-def always(tiers: Sequence[Tier], mover: PageMover, _: Costs, *rest: Any) -> Tiers:
+def always(tiers: Sequence[Tier], mover: BlockMover, _: LoadCosts, *rest: Any) -> TieredKVOffloader:
     """Makes Tiers that fetch whatever is there, though to compute these models' tokens may cost less; and that have at
     once what is put there."""
-    return Tiers(tiers, mover, Always(16), *rest, put_threads=Inline)
+    return TieredKVOffloader(tiers, mover, Always(16), *rest, put_threads=Inline)
 
 
-def always_late(tiers: Sequence[Tier], mover: PageMover, _: Costs, *rest: Any) -> Tiers:
+def always_late(tiers: Sequence[Tier], mover: BlockMover, _: LoadCosts, *rest: Any) -> TieredKVOffloader:
     """The same by threads."""
-    return Tiers(tiers, mover, Always(16), *rest)
+    return TieredKVOffloader(tiers, mover, Always(16), *rest)
 
 
 class FakeMover:
-    """A PageMover of a FakeDevice: 8 bytes stand for what a page holds."""
+    """A BlockMover of a FakeDevice: 8 bytes stand for what a page holds."""
 
-    page_bytes = 8
+    block_bytes = 8
     layout = "fake"
 
     def __init__(self, device: FakeDevice) -> None:
@@ -61,17 +61,17 @@ class FakeMover:
         self._contents: list[list[tuple[int, ...] | None]] = []
         self._lock = Lock()
 
-    def claim(self, pages: Sequence[int]) -> None:
+    def claim_blocks(self, pages: Sequence[int]) -> None:
         assert all(self._device.pages[page] for page in pages)
 
-    def read(self, page: int) -> memoryview:
+    def read_block(self, page: int) -> memoryview:
         with self._lock:
             content = list(self._device.pages[page])
             assert None not in content, "a copy of a page that is not full"
             self._contents.append(content)
             return memoryview((len(self._contents) - 1).to_bytes(8, "little"))
 
-    def write(self, page: int, content: bytes | memoryview) -> None:
+    def write_block(self, page: int, content: bytes | memoryview) -> None:
         self._device.pages[page] = list(self._contents[int.from_bytes(content, "little")])
 
 
@@ -81,7 +81,7 @@ class Dictionary:
     name = "dictionary"
 
     def __init__(self) -> None:
-        self.pages: dict[bytes, Page] = {}
+        self.pages: dict[bytes, BlockContent] = {}
         self.open = Event()
         """Clear: fetches wait."""
         self.open.set()
@@ -90,12 +90,12 @@ class Dictionary:
     def lookup(self, digest: bytes) -> bool:
         return digest in self.pages
 
-    def fetch(self, digest: bytes) -> Page | None:
+    def fetch(self, digest: bytes) -> BlockContent | None:
         self.fetches += 1
         assert self.open.wait(60)
         return self.pages.get(digest)
 
-    def put(self, digest: bytes, page: Page) -> None:
+    def put(self, digest: bytes, page: BlockContent) -> None:
         self.pages[digest] = bytes(page)
 
     def drop(self, digest: bytes | None) -> None:
@@ -111,10 +111,10 @@ class Unreliable(Dictionary):
     def lookup(self, digest: bytes) -> bool:
         return digest[0] % 4 == 0 or super().lookup(digest)
 
-    def put(self, digest: bytes, page: Page) -> None:
+    def put(self, digest: bytes, page: BlockContent) -> None:
         if digest[0] % 4 != 1:
             super().put(digest, page)
 
 
-def tiers_of(device: FakeDevice, tiers: Sequence[Tier], **threads: Any) -> Tiers:
-    return Tiers(tiers, FakeMover(device), Always(device.block), **threads)
+def tiers_of(device: FakeDevice, tiers: Sequence[Tier], **threads: Any) -> TieredKVOffloader:
+    return TieredKVOffloader(tiers, FakeMover(device), Always(device.block), **threads)

@@ -13,14 +13,14 @@ from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
 from quire.engine.types import EngineCoreRequest
-from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu.backend import CpuBackend
 from tests.engine.harness import Answer, request, run
 from tests.engine.test_heads import METHODS, Recorded, made_head
 from tests.engine.tiers.fakes import always, always_late
 from tests.tiny_models import VOCAB, save_tiny_model
 from tests.tree import ROOT
 
-MISSING = Cpu().missing
+MISSING = CpuBackend().missing_reason
 compiled = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 HOST = {"kv_offload_memory": 0.1}
 CONVERSATIONS, TURNS = 6, 4
@@ -81,14 +81,14 @@ def test_tokens_are_the_same_and_only_new_ones_are_computed(dtype: str, kv: str,
     assert converse(made) == wanted
     assert ("below it host 0.1 GiB = " in made.info.arithmetic) == (where != "disk")
     assert ("disk 10 GiB = " in made.info.arithmetic) == (where != "host")
-    assert made.stats.prompt_tokens < plain.stats.prompt_tokens * 0.75
-    assert made.stats.tiers[0].fetched_pages > 0
-    made.close()
+    assert made.engine_stats.prompt_tokens < plain.engine_stats.prompt_tokens * 0.75
+    assert made.engine_stats.tiers[0].fetched_pages > 0
+    made.shut_down()
     if where != "host":
         again = engine(path, **options | disk(tmp_path))
         assert converse(again) == wanted
-        assert again.stats.prompt_tokens < CONVERSATIONS * TURNS * 40
-        again.close()
+        assert again.engine_stats.prompt_tokens < CONVERSATIONS * TURNS * 40
+        again.shut_down()
 
 
 @compiled
@@ -98,7 +98,7 @@ def test_tokens_are_the_same_however_late_the_copies_are(kv: str, tmp_path: Path
     wanted = converse(engine(path, kv_cache_dtype=kv))
     made = engine(path, make_tiers=always_late, kv_cache_dtype=kv, **HOST, **disk(tmp_path))
     assert converse(made) == wanted
-    made.close()
+    made.shut_down()
 
 
 @pytest.mark.few(1)
@@ -109,8 +109,8 @@ def test_preempted_sequences_come_back(backend: str, tmp_path: Path) -> None:
     wanted = results(run(engine(path, num_kv_blocks=90, attention_backend=backend), asked))
     made = engine(path, num_kv_blocks=16, attention_backend=backend, **HOST)
     assert results(run(made, asked)) == wanted
-    assert made.stats.preemptions > 0
-    assert made.stats.tiers[0].fetched_pages > 0
+    assert made.engine_stats.preemptions > 0
+    assert made.engine_stats.tiers[0].fetched_pages > 0
 
 
 @pytest.mark.few(1)
@@ -125,8 +125,8 @@ def test_with_speculation(speculative: str | dict[str, object], tmp_path: Path) 
     wanted = converse(engine(path))
     made = engine(path, speculative_config=speculative, **HOST, **disk(tmp_path))
     assert converse(made) == wanted
-    assert made.stats.tiers[0].fetched_pages > 0
-    made.close()
+    assert made.engine_stats.tiers[0].fetched_pages > 0
+    made.shut_down()
 
 
 @pytest.mark.few(1)
@@ -152,13 +152,13 @@ def test_what_heads_keep_comes_back_with_the_page(method: str, tmp_path: Path) -
     run(one, [first])
     assert not before.guesses
     assert results(run(one, [probe])) == wanted
-    one.close()
+    one.shut_down()
     two = opened(after, **disk(tmp_path))
     assert results(run(two, [probe])) == wanted
     assert after.guesses == before.guesses
-    assert two.stats.tiers[0].fetched_pages == 7
+    assert two.engine_stats.tiers[0].fetched_pages == 7
     assert sum(len(guess) for _, guess in before.guesses) > 30
-    two.close()
+    two.shut_down()
 
 
 @compiled
@@ -170,11 +170,11 @@ def test_a_reset_forgets_every_tier(tmp_path: Path) -> None:
     first = turn(0, 0, [])
     assert run(made, [first])[first.id].cached_tokens == 0
     made.reset_prefix_cache()
-    made.close()
+    made.shut_down()
     again = engine(path, **disk(tmp_path))
     assert run(again, [first])[first.id].cached_tokens == 0
     assert results(run(again, [first]))[first.id] == wanted[first.id]
-    again.close()
+    again.shut_down()
 
 
 def salted(name: str, salt: str) -> EngineCoreRequest:
@@ -189,17 +189,17 @@ def test_one_key_s_probe_misses_another_s_prefix_in_every_tier(where: str, tmp_p
     tiers = HOST if where == "host" else disk(tmp_path)
     made = engine(path, **tiers)
     run(made, [salted("a", "aa/")])
-    made.scheduler.pool.reset()
+    made.scheduler.pool.clear_hashes()
     if where == "disk":
-        made.close()
+        made.shut_down()
         made = engine(path, **tiers)
     assert run(made, [salted("probe", "bb/")])["probe"].cached_tokens == 0
     assert run(made, [salted("probe", "")])["probe"].cached_tokens == 0
-    assert made.stats.tiers[0].fetched_pages == 0
-    made.scheduler.pool.reset()
+    assert made.engine_stats.tiers[0].fetched_pages == 0
+    made.scheduler.pool.clear_hashes()
     assert run(made, [salted("own", "aa/")])["own"].cached_tokens == 80
-    assert made.stats.tiers[0].fetched_pages == 5
-    made.close()
+    assert made.engine_stats.tiers[0].fetched_pages == 5
+    made.shut_down()
 
 
 def save_other(folder: Path) -> Path:
@@ -218,7 +218,7 @@ def test_pages_of_other_weights_types_and_layouts_are_not_read(tmp_path: Path) -
     first, tiers = turn(0, 0, [5] * 40), disk(tmp_path)
     one = engine(path, dtype="float32", **tiers)
     run(one, [first])
-    one.close()
+    one.shut_down()
     others = (
         {"dtype": "bfloat16"},
         {"dtype": "float32", "kv_cache_dtype": "int8"},
@@ -229,10 +229,10 @@ def test_pages_of_other_weights_types_and_layouts_are_not_read(tmp_path: Path) -
     for options in others:
         other = engine(path, **options, **tiers)
         assert run(other, [first])[first.id].cached_tokens == 0, options
-        other.close()
+        other.shut_down()
     copied = engine(path, dtype="float32", weights=str(path), **tiers)
     assert run(copied, [first])[first.id].cached_tokens == 48, "the same content under another name is the same"
-    copied.close()
+    copied.shut_down()
 
 
 @compiled
@@ -241,11 +241,11 @@ def test_an_overwritten_checkpoint_is_another_one(tmp_path: Path) -> None:
     first, tiers = turn(0, 0, [5] * 40), disk(tmp_path)
     one = engine(path, **tiers)
     run(one, [first])
-    one.close()
+    one.shut_down()
     save_other(tmp_path / "model")
     two = engine(path, **tiers)
     assert run(two, [first])[first.id].cached_tokens == 0
-    two.close()
+    two.shut_down()
 
 
 def corrupt(folder: Path, chance: random.Random) -> None:
@@ -269,10 +269,10 @@ def test_whatever_becomes_of_the_files_no_token_is_wrong(rounds: int, tmp_path: 
     wanted = results(run(made, asked))
     for _ in range(rounds):
         corrupt(tmp_path / "pages", chance)
-        made.scheduler.pool.reset()
+        made.scheduler.pool.clear_hashes()
         assert results(run(made, asked)) == wanted
-    assert 0 < made.stats.tiers[0].fetched_pages < rounds * 8
-    made.close()
+    assert 0 < made.engine_stats.tiers[0].fetched_pages < rounds * 8
+    made.shut_down()
 
 
 @compiled
@@ -281,9 +281,9 @@ def test_weights_in_no_file_are_kept_in_memory_alone(tmp_path: Path) -> None:
     tensors = load_file(path / "model.safetensors")
     config = EngineConfig(model=str(path), num_kv_blocks=14, max_model_len=192, **HOST, **disk(tmp_path))
     made = EngineCore(config, tensors=tensors.items(), make_tiers=always)
-    assert [tier.name for tier in made.stats.tiers] == ["host"]
+    assert [tier.name for tier in made.engine_stats.tiers] == ["host"]
     assert any("in no file" in note for note in made.info.notes)
-    made.close()
+    made.shut_down()
 
 
 @pytest.mark.parametrize(
@@ -310,15 +310,15 @@ def test_a_tier_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     path, first = save_tiny_model(tmp_path, "llama"), turn(0, 0, list(range(3, 100)))
     one = engine(path, kv_offload_tier="shared_folder:make", **HOST)
     wanted = results(run(one, [first]))
-    one.close()
+    one.shut_down()
     two = engine(path, kv_offload_tier="shared_folder:make", **HOST)
     answers = run(two, [first])
     assert (results(answers), answers[first.id].cached_tokens) == (wanted, 112)
-    assert {tier.name: tier.fetched_pages for tier in two.stats.tiers} == {"host": 0, "shared": 7}
-    two.scheduler.pool.reset()
+    assert {tier.name: tier.fetched_pages for tier in two.engine_stats.tiers} == {"host": 0, "shared": 7}
+    two.scheduler.pool.clear_hashes()
     assert run(two, [first])[first.id].cached_tokens == 112
-    assert two.stats.tiers[0].fetched_pages == 7, "what was fetched is at hand in the host's memory"
-    two.close()
+    assert two.engine_stats.tiers[0].fetched_pages == 7, "what was fetched is at hand in the host's memory"
+    two.shut_down()
     for file in (tmp_path / "shared").rglob("*"):
         if file.is_file():
             content = bytearray(file.read_bytes())
@@ -327,7 +327,7 @@ def test_a_tier_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     three = engine(path, kv_offload_tier="shared_folder:make")
     answers = run(three, [first])
     assert (results(answers), answers[first.id].cached_tokens) == (wanted, 0)
-    three.close()
+    three.shut_down()
 
 
 @compiled
@@ -336,18 +336,18 @@ def test_what_was_fetched_for_nobody_is_not_touched_by_idle_warm_up(tmp_path: Pa
     path, first = save_tiny_model(tmp_path, "llama"), turn(0, 0, list(range(3, 100)))
     one = engine(path, num_kv_blocks=800, **disk(tmp_path))
     wanted = results(run(one, [first]))
-    one.close()
+    one.shut_down()
     two = engine(path, num_kv_blocks=800, **disk(tmp_path))
-    two.add(first)
+    two.add_request(first)
     two.scheduler.schedule()
-    assert two.scheduler.tiers.busy
-    two.abort(first.id)
+    assert two.scheduler.kv_offloader.has_open_loads
+    two.abort_request(first.id)
     two.scheduler.take_outputs()
-    while two.busy:
+    while two.has_work:
         two.step()
-    while two.prepare():
+    while two.warm_up_once():
         pass
     answers = run(two, [first])
     assert answers[first.id].cached_tokens == 112
     assert results(answers) == wanted
-    two.close()
+    two.shut_down()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine.tiers.costs import Costs
+from quire.engine.tiers.load_costs import LoadCosts
 from tests.engine.tiers.fakes import Always
 from tests.engine.tiers.test_engine import save_other
 from tests.tiny_models import save_tiny_model
@@ -18,7 +18,7 @@ PROMPT = list(range(3, 103))
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fetch whatever is there. All that was put is there once an engine has ended."""
-    monkeypatch.setattr(Costs, "worthwhile", Always.worthwhile)
+    monkeypatch.setattr(LoadCosts, "num_blocks_worth_loading", Always.num_blocks_worth_loading)
 
 
 def ask(llm: LLM) -> tuple[int, list[int]]:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from quire.engine.core.scheduler import Scheduler
-from quire.engine.tiers.host import HostTier
-from quire.engine.tiers.outside import OutsideTier
+from quire.engine.tiers.external_tier import ExternalTier
+from quire.engine.tiers.host_tier import HostTier
 from quire.engine.tiers.tier import Tier
 from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.engine.core.test_scheduler import CONTEXT, EOS, SLOTS, SchedulerMachine
@@ -46,13 +46,13 @@ class WithTiers(SchedulerMachine):
 
     @rule()
     def reset(self) -> None:
-        self.scheduler.pool.reset()
-        self.scheduler.tiers.reset()
+        self.scheduler.pool.clear_hashes()
+        self.scheduler.kv_offloader.clear_tiers()
 
     @rule()
     def wait(self) -> None:
-        if self.scheduler.tiers.busy:
-            self.scheduler.wait()
+        if self.scheduler.kv_offloader.has_open_loads:
+            self.scheduler.wait_for_loads()
 
     def step(self) -> None:
         self.wait()
@@ -60,7 +60,7 @@ class WithTiers(SchedulerMachine):
 
     def teardown(self) -> None:
         super().teardown()
-        self.scheduler.tiers.close()
+        self.scheduler.kv_offloader.close_tiers()
 
 
 TestWithTiers = WithTiers.TestCase
@@ -122,19 +122,19 @@ def run(some: Scheduler, device: FakeDevice, *requests: EngineCoreRequest) -> di
     """To the end: the cached tokens of each."""
     cached = {}
     for each in requests:
-        some.add(each)
-    while some.busy:
+        some.add_request(each)
+    while some.has_requests:
         if (batch := some.schedule()) is not None:
-            some.apply(batch, device.execute(batch))
+            some.update_from_output(batch, device.execute(batch))
         else:
-            some.wait()
+            some.wait_for_loads()
         cached |= {output.id: output.cached_tokens for output in some.take_outputs()}
     return cached
 
 
 def settle(some: Scheduler) -> None:
     """Let what is on its way to a tier arrive there."""
-    some.tiers._writer._thread.submit(lambda: None).result()
+    some.kv_offloader._writer._thread.submit(lambda: None).result()
 
 
 A, B, C = ([first] * 4 + [1, 2, 3, 4] * 7 for first in (5, 6, 8))
@@ -145,10 +145,10 @@ def test_what_leaves_the_device_comes_back() -> None:
     some = scheduler(device, HostTier(10_000), PUT_INLINE)
     assert run(some, device, request("a", A, max_tokens=1)) == {"a": 0}
     run(some, device, request("b", B, max_tokens=1), request("c", C, max_tokens=1))  # which need all pages
-    computed = some.stats().prompt_tokens
+    computed = some.make_stats().prompt_tokens
     assert run(some, device, request("again", [*A, 9], max_tokens=1)) == {"again": 32}
-    assert some.stats().prompt_tokens - computed == 1
-    (host,) = some.stats().tiers
+    assert some.make_stats().prompt_tokens - computed == 1
+    (host,) = some.make_stats().tiers
     assert (host.name, host.fetched_pages, host.fetched_tokens) == ("host", 8, 32)
 
 
@@ -169,18 +169,18 @@ def test_only_those_wait_whose_pages_are_on_their_way() -> None:
     device.pages |= {page: [None] * BLOCK for page in range(24)}
     run(some, device, request("a", A, max_tokens=1))
     settle(some)
-    some.pool.reset()
+    some.pool.clear_hashes()
     tier.open.clear()
-    some.add(request("slow", [*A, 9], max_tokens=2))
-    some.add(request("same", [*A, 10], max_tokens=2))
-    some.add(request("other", C[:9], max_tokens=2))
+    some.add_request(request("slow", [*A, 9], max_tokens=2))
+    some.add_request(request("same", [*A, 10], max_tokens=2))
+    some.add_request(request("other", C[:9], max_tokens=2))
     ended = []
     for _ in range(5):
         if (batch := some.schedule()) is not None:
-            some.apply(batch, device.execute(batch))
+            some.update_from_output(batch, device.execute(batch))
             ended += [output.id for output in some.take_outputs() if output.finish_reason]
     assert ended == ["other"]
-    assert [seq.status.value for seq in some.requests()[1]] == ["loading", "loading"]
+    assert [seq.status.value for seq in some.list_requests()[1]] == ["loading", "loading"]
     tier.open.set()
     assert run(some, device) == {"slow": 32, "same": 32}
     assert tier.fetches == 8
@@ -192,44 +192,44 @@ def test_an_abort_waits_for_nothing_and_its_pages_wait_for_the_copy(together: in
     some = scheduler(device, tier)
     run(some, device, request("a", A, max_tokens=1))
     settle(some)
-    some.pool.reset()
+    some.pool.clear_hashes()
     tier.open.clear()
     names = ["one", "two"][:together]
     for name in names:
-        some.add(request(name, [*A, 9]))
+        some.add_request(request(name, [*A, 9]))
     assert some.schedule() is None
     for name in names:
-        some.abort(name)
+        some.abort_request(name)
     assert [output.finish_reason for output in some.take_outputs()] == ["abort"] * together
-    assert some.stats().used_blocks == 8
+    assert some.make_stats().used_blocks == 8
     tier.open.set()
     run(some, device)
-    assert some.stats().used_blocks == 0
+    assert some.make_stats().used_blocks == 0
 
 
 def test_a_tier_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a put, and at a fetch: the engine goes on, nobody waits for the tier again, and a reset ends at once."""
     for hangs in ("put", "fetch"):
         device, tier = FakeDevice(), Dictionary()
-        watched = OutsideTier(tier, bytes(16), patience=0.05)
+        watched = ExternalTier(tier, bytes(16), timeout=0.05)
         some = scheduler(device, watched)
         if hangs == "put":
             monkeypatch.setattr(tier, "put", lambda digest, page, tier=tier: tier.fetch(digest))
             tier.open.clear()
         run(some, device, request("a", A, max_tokens=1))
         settle(some)
-        some.pool.reset()
+        some.pool.clear_hashes()
         tier.open.clear()
         run(some, device, request("again", [*A, 9], max_tokens=1))
         settle(some)
-        assert watched.off
-        assert [each.off for each in some.stats().tiers] == [True]
+        assert watched.is_disabled
+        assert [each.off for each in some.make_stats().tiers] == [True]
         fetches = tier.fetches
         assert run(some, device, request("later", [*A, 10], max_tokens=1))["later"] == 32, "of the device's cache"
-        some.tiers.reset()
+        some.kv_offloader.clear_tiers()
         settle(some)
         assert tier.fetches == fetches
-        some.tiers.close()
+        some.kv_offloader.close_tiers()
         tier.open.set()
 
 
@@ -239,13 +239,13 @@ def test_what_takes_too_long_is_computed() -> None:
     device.pages |= {page: [None] * BLOCK for page in range(24)}
     run(some, device, request("a", A, max_tokens=1))
     settle(some)
-    some.pool.reset()
+    some.pool.clear_hashes()
     tier.open.clear()
     assert run(some, device, request("late", [*A, 9], max_tokens=1)) == {"late": 0}
-    assert some.stats().used_blocks == 8, "the pages that may yet be written to are nobody's"
-    assert some.tiers.costs.page_seconds["dictionary"] > 0, "and the next one knows"
+    assert some.make_stats().used_blocks == 8, "the pages that may yet be written to are nobody's"
+    assert some.kv_offloader.load_costs.block_seconds["dictionary"] > 0, "and the next one knows"
     tier.open.set()
-    while some.stats().used_blocks:
+    while some.make_stats().used_blocks:
         some.schedule()
 
 
@@ -254,7 +254,7 @@ def test_a_preempted_sequence_finds_its_pages_again() -> None:
     some = scheduler(device, HostTier(10_000), PUT_INLINE, num_blocks=10)
     long = [request(name, [first] * 4 + [1, 2, 3, 4] * 3, max_tokens=20) for name, first in (("a", 5), ("b", 6))]
     run(some, device, *long)
-    stats = some.stats()
+    stats = some.make_stats()
     assert stats.preemptions > 0
     assert stats.tiers[0].fetched_pages > 0
 
@@ -264,16 +264,16 @@ def test_a_reset_forgets_what_is_on_its_way_too() -> None:
     some = scheduler(device, tier)
     run(some, device, request("a", A, max_tokens=1))
     settle(some)
-    some.pool.reset()
+    some.pool.clear_hashes()
     tier.open.clear()
-    some.add(request("before", [*A, 9], max_tokens=1))
+    some.add_request(request("before", [*A, 9], max_tokens=1))
     assert some.schedule() is None
-    some.pool.reset()
-    some.tiers.reset()
+    some.pool.clear_hashes()
+    some.kv_offloader.clear_tiers()
     tier.open.set()
     run(some, device)
     settle(some)
-    some.pool.reset()
+    some.pool.clear_hashes()
     tier.pages.clear()
     assert run(some, device, request("after", [*A, 9], max_tokens=1)) == {"after": 0}
 
@@ -285,10 +285,10 @@ def test_what_a_step_copies_from_is_not_filled_by_a_load_before() -> None:
         device, Dictionary(), PUT_INLINE | {"fetch_threads": Inline}, num_blocks=3, block_size=12, hash_block_size=2
     )
     run(some, device, request("loaded", A[:13], max_tokens=1))
-    some.pool.reset()
+    some.pool.clear_hashes()
     run(some, device, request("short", B[:7], max_tokens=1))
     run(some, device, request("other", C[:13], max_tokens=1))
-    some.add(request("forks", [*B[:6], 9], max_tokens=1))
+    some.add_request(request("forks", [*B[:6], 9], max_tokens=1))
     assert run(some, device, request("loads", [*A[:12], 9], max_tokens=1)) == {"forks": 6, "loads": 12}
 
 
@@ -296,10 +296,10 @@ def test_a_page_is_copied_before_it_is_overwritten() -> None:
     """The thread is held up, so that the loop must make the copies itself."""
     device, tier = FakeDevice(), Dictionary()
     some = scheduler(device, tier)
-    held = some.tiers._writer._putting
+    held = some.kv_offloader._writer._store_lock
     with held:
         run(some, device, request("a", A, max_tokens=1))
         run(some, device, request("b", B, max_tokens=1), request("c", C, max_tokens=1))
     settle(some)
-    assert some.tiers._writer.waits > 0
+    assert some.kv_offloader._writer.num_forced_copies > 0
     assert run(some, device, request("again", [*A, 9], max_tokens=1)) == {"again": 32}

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.core.block_pool import BlockPool, block_hash, root_hash
+from quire.engine.core.pinned_sessions import DEFAULT_KEEP_SECONDS, PinnedSessions
 from quire.engine.core.request import Request
-from quire.engine.core.sessions import KEEP_SECONDS, Sessions
 from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.tiers import examples
 
@@ -22,7 +22,7 @@ class House:
     def __init__(self, pages: int = 40, share: float = 0.5) -> None:
         self.now = 1.0
         self.pool = BlockPool(pages)
-        self.sessions = Sessions(self.pool, share, lambda: self.now)
+        self.sessions = PinnedSessions(self.pool, share, lambda: self.now)
         self._number = 0
 
     def turn(self, pages: int, *, of: int, session: str = "", tenant: str = "", keep: float = 0.0) -> int:
@@ -36,13 +36,13 @@ class House:
         cached = self.pool.get_cached_prefix(digests)
         self.pool.ref(cached)
         seq.num_cached_tokens = len(cached) * PAGE
-        self.sessions.began(seq, digests)
+        self.sessions.resume_session(seq, digests)
         made = cached + self.pool.allocate(pages - len(cached))
         for page, digest in zip(made, digests, strict=True):
             self.pool.cache_block(page, digest)
-        self.sessions.left(seq, made, digests)
+        self.sessions.pause_session(seq, made, digests)
         self.pool.unref(made)
-        self.pool.audit()
+        self.pool.check_invariants()
         self.now += 1
         return len(cached)
 
@@ -67,7 +67,7 @@ def test_a_conversation_from_its_second_turn_on_outlives_prompts_that_nobody_goe
     assert house.pool.num_pinned == 10
     house.others(200)
     assert house.turn(12, of=1) == 10
-    house.sessions.forget()
+    house.sessions.clear_sessions()
     house.others(200)
     assert house.cached(12, of=1) == 0
 
@@ -78,10 +78,10 @@ def test_a_tenant_that_sends_what_another_sent_takes_over_nothing_of_its_convers
     house.turn(6, of=1, tenant="a")
     house.turn(6, of=1, tenant="b")
     house.turn(9, of=1, tenant="b", session="mine")
-    first, second = house.sessions.known
-    assert (first.tenant, first.name, len(first.pages)) == ("a", None, 6)
+    first, second = house.sessions.all_sessions
+    assert (first.tenant, first.key, len(first.blocks)) == ("a", None, 6)
     assert second.tenant == "b"
-    assert len(second.pages) == 9
+    assert len(second.blocks) == 9
 
 
 def test_one_with_an_id_is_kept_from_its_first_turn_and_found_though_its_text_was_rewritten() -> None:
@@ -100,10 +100,10 @@ def test_time_ends_it() -> None:
     house.turn(8, of=1, session="a", keep=30.0)
     house.turn(8, of=2, session="b")
     house.now += 30
-    house.sessions.begin_step()
+    house.sessions.unpin_expired()
     assert (house.pool.num_pinned, house.sessions.counts.kept_sessions) == (8, 1)
-    house.now += KEEP_SECONDS
-    house.sessions.begin_step()
+    house.now += DEFAULT_KEEP_SECONDS
+    house.sessions.unpin_expired()
     assert house.pool.num_pinned == 0
     house.others(40)
     assert (house.cached(8, of=1), house.cached(8, of=2)) == (0, 0)
@@ -142,7 +142,7 @@ def test_nobody_waits_for_what_is_kept() -> None:
     pages = house.pool.allocate(40)
     assert (len(pages), house.pool.num_pinned) == (40, 0)
     house.pool.unref(pages)
-    house.pool.audit()
+    house.pool.check_invariants()
 
 
 TURNS = st.lists(
@@ -170,18 +170,18 @@ def test_kept_pages_keep_to_their_bound_and_take_nothing_from_others(
         after = by_tenant(house)
         assert house.pool.num_pinned <= most
         assert sum(after.values()) <= 4 * most
-        assert house.sessions.counts.kept_sessions == len([each for each in house.sessions.known if each.pages])
+        assert house.sessions.counts.kept_sessions == len([each for each in house.sessions.all_sessions if each.blocks])
         given_up = house.sessions.counts.sessions_given_up
         if not given_up:
             for other, held in before.items():
                 if other != name and held * max(len(after), 1) <= most:
                     assert after[other] == held, "a small one gave way to a larger one"
         house.now += wait
-        house.sessions.begin_step()
+        house.sessions.unpin_expired()
 
 
 def by_tenant(house: House) -> Counter[str]:
     found = Counter[str]()
-    for each in house.sessions.known:
-        found[each.tenant] += len(each.pages)
+    for each in house.sessions.all_sessions:
+        found[each.tenant] += len(each.blocks)
     return found

@@ -9,11 +9,11 @@ from quire.engine.link.engine_messages import Stepped, decode_from_engine, encod
 def test_counters_go_on_over_engines_and_gauges_do_not() -> None:
     before = EngineStats(tiers=[TierStats("host", 9, 900, 1, 16, 100, 0.5, 2, 200), TierStats("disk", 5, 500, 3)])
     now = EngineStats(tiers=[TierStats("host", 1, 100, 1, 16, 100, 0.25, 1, 100)], load_seconds=1.5, pages_lost=2)
-    both = now.after(before)
+    both = now.add_earlier(before)
     assert both.tiers[0] == TierStats("host", 1, 100, 2, 32, 200, 0.75, 3, 300)
     assert both.tiers[1].fetched_pages == 3
-    assert now.after(EngineStats()) == now
-    assert EngineStats().after(now).load_seconds == 1.5
+    assert now.add_earlier(EngineStats()) == now
+    assert EngineStats().add_earlier(now).load_seconds == 1.5
 
 
 def test_an_engine_s_death_leaves_no_pages_in_the_host_s_tier() -> None:

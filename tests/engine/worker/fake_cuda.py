@@ -23,7 +23,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from quire.kernels.gpu import transfer
+from quire.kernels.gpu import host_transfer
 
 DEVICE = torch.device("cuda", 0)
 PICKED = 300
@@ -156,8 +156,8 @@ class FakeGpu:
             monkeypatch.setattr(torch.cuda, name, FakeStream)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         monkeypatch.setattr(Tensor, "record_stream", recorded)
-        monkeypatch.setattr(transfer, "fill", self._fill)
-        monkeypatch.setattr(transfer.Download, "wait", lambda download: self._wait(download))
+        monkeypatch.setattr(host_transfer, "pack_arrays", self._fill)
+        monkeypatch.setattr(host_transfer.HostDownload, "wait_for_copy", lambda download: self._wait(download))
         self._replace_triton(monkeypatch)
 
     @contextlib.contextmanager
@@ -178,7 +178,7 @@ class FakeGpu:
             self._until_wait.enter_context(self.never_waits())
             yield
 
-    def _wait(self, download: transfer.Download) -> list[Tensor]:
+    def _wait(self, download: host_transfer.HostDownload) -> list[Tensor]:
         self._until_wait.close()
         return [real(each) for each in download.tensors]
 
@@ -193,7 +193,7 @@ class FakeGpu:
         """Kernels are not started; their tensors must be on the GPU."""
         from triton.runtime.jit import JITFunction
 
-        from quire.kernels.gpu import triton_sizes
+        from quire.kernels.gpu import triton_launch_sizes
 
         def started(kernel: Any, *args: Any, grid: Any, **_: Any) -> None:
             for each in args:
@@ -204,9 +204,9 @@ class FakeGpu:
         monkeypatch.setattr(
             JITFunction, "run", lambda kernel, *args, grid, warmup, **_: started(kernel, *args, grid=grid)
         )
-        monkeypatch.setattr(triton_sizes, "processors", lambda device: 132)
-        monkeypatch.setattr(triton_sizes, "shared_bytes", lambda device: 227 * 1024)
-        monkeypatch.setattr(triton_sizes, "is_hopper", lambda device: True)
+        monkeypatch.setattr(triton_launch_sizes, "num_multiprocessors", lambda device: 132)
+        monkeypatch.setattr(triton_launch_sizes, "shared_memory_bytes", lambda device: 227 * 1024)
+        monkeypatch.setattr(triton_launch_sizes, "is_hopper", lambda device: True)
 
 
 def real(tensor: Tensor) -> Tensor:

@@ -18,18 +18,18 @@ from torch import Tensor
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.models import decoder
-from quire.engine.worker import draft_runner, heads, inputs, runner, startup
-from quire.engine.worker.compiling.processes import Compiled, compile_kinds
-from quire.engine.worker.draft_runner import DraftRunner
-from quire.engine.worker.heads import Heads
-from quire.engine.worker.loading import room
-from quire.engine.worker.runner import ModelRunner
+from quire.engine.worker import draft_head_runner, draft_model_runner, input_batch, model_runner, startup
+from quire.engine.worker.compiling.kernel_compiler import CompileResult, compile_variants
+from quire.engine.worker.draft_head_runner import DraftHeadRunner
+from quire.engine.worker.draft_model_runner import DraftModelRunner
+from quire.engine.worker.loading import kv_allocation
+from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.sampling import device_sampler, sampling_rules
 from quire.engine.worker.sampling.device_sampler import sample_on_device
-from quire.kernels.gpu.faults import fault
-from quire.kernels.gpu.quantization import library
-from quire.kernels.probe import last_tokens
-from quire.kernels.softmax import Softmax
+from quire.kernels.attention_params import AttentionParams
+from quire.kernels.backend_probe import last_tokens_metadata
+from quire.kernels.gpu.error_messages import describe_kernel_error
+from quire.kernels.gpu.quantization import torch_matmul
 from tests.engine.harness import request, run
 from tests.engine.test_heads import made_head
 from tests.engine.test_speculation import always
@@ -50,13 +50,13 @@ def h100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from quire.kernels.gpu import triton_paged
-    from quire.kernels.gpu.kinds import aim
+    from quire.kernels.gpu import triton_backend
+    from quire.kernels.gpu.kernel_variant import set_compile_target
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kept"))
-    monkeypatch.setattr(triton_paged.Triton, "cannot_serve", lambda *_: None)
+    monkeypatch.setattr(triton_backend.TritonBackend, "unsupported_reason", lambda *_: None)
     assert str(tmp_path) in knobs.cache.dir
-    aim(GPUTarget("cuda", 90, 32))
+    set_compile_target(GPUTarget("cuda", 90, 32))
     yield tmp_path / "kept"
     driver.set_active(None)  # it looks for the GPU that is there, when it is next asked
 
@@ -90,15 +90,15 @@ class Alone(QuietRanks):
     """The first of two ranks, which sum by the kernel of ours where it takes the numbers."""
 
     def __init__(self, config: EngineConfig) -> None:
-        from quire.kernels.gpu.ranks.one_shot import OneShot, memory_bytes
+        from quire.kernels.gpu.ranks.one_shot_all_reduce import OneShotAllReduce, rank_memory_bytes
 
         super().__init__(config, 0, False)
-        memory = [torch.zeros(memory_bytes(2), dtype=torch.uint8) for _ in range(2)]
-        near = OneShot(0, memory, torch.zeros(2, dtype=torch.int32))
-        self.group = Agreeing(Nobody, 0, 2, in_order=False, near=lambda: near)
-        self.group.sum(torch.zeros(1, dtype=torch.int64))  # they meet when memory is measured
+        memory = [torch.zeros(rank_memory_bytes(2), dtype=torch.uint8) for _ in range(2)]
+        near = OneShotAllReduce(0, memory, torch.zeros(2, dtype=torch.int32))
+        self.group = Agreeing(Nobody, 0, 2, in_order=False, make_small_all_reduce=lambda: near)
+        self.group.all_reduce(torch.zeros(1, dtype=torch.int64))  # they meet when memory is measured
 
-    def available(self, measure: Callable[[], int]) -> int:
+    def available_kv_bytes(self, measure: Callable[[], int]) -> int:
         return measure()
 
 
@@ -112,11 +112,11 @@ def start(
 ) -> EngineCore:
     """An engine on CPU tensors whose Triton kernels are for the H100, and whose decodes run as those of graphs do.
     `path`: where the model is, if it is there."""
-    monkeypatch.setattr(room, "choose_capture", lambda *_: capture)
-    for each in (runner, heads, draft_runner):
+    monkeypatch.setattr(kv_allocation, "choose_capture", lambda *_: capture)
+    for each in (model_runner, draft_head_runner, draft_model_runner):
         monkeypatch.setattr(each, "choose_sampler", lambda *_: sample_on_device)
-    for each in (runner, heads, draft_runner, inputs, device_sampler, sampling_rules):
-        monkeypatch.setattr(each, "upload", aligned)
+    for each in (model_runner, draft_head_runner, draft_model_runner, input_batch, device_sampler, sampling_rules):
+        monkeypatch.setattr(each, "upload_arrays", aligned)
     options = {
         "num_kv_blocks": 200,
         "max_model_len": 1024,
@@ -148,7 +148,7 @@ def start(
 def test_steps_launch_nothing_else(
     h100: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(library, "why_not", lambda *_: None)
+    monkeypatch.setattr(torch_matmul, "trial_failure_reason", lambda *_: None)
     launched_alike(monkeypatch, lambda: start(monkeypatch, tmp_path, family, **options))
 
 
@@ -168,9 +168,9 @@ def test_what_drafts_launches_nothing_else(
     h100: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, family: str, options: dict[str, Any]
 ) -> None:
     """Of a smaller model of other widths, and of heads: beside steps, and in guesses."""
-    monkeypatch.setattr(library, "why_not", lambda *_: None)
-    for each in (runner, decoder):  # what no kernel has written may be no number, and would end a request
-        monkeypatch.setattr(each, "had_numbers", lambda hidden, _: torch.ones(len(hidden), dtype=torch.bool))
+    monkeypatch.setattr(torch_matmul, "trial_failure_reason", lambda *_: None)
+    for each in (model_runner, decoder):  # what no kernel has written may be no number, and would end a request
+        monkeypatch.setattr(each, "has_finite_logits", lambda hidden, _: torch.ones(len(hidden), dtype=torch.bool))
     model = None
     if method == "draft_model":
         shape = {"max_position_embeddings": 1024, "hidden_size": 96, "intermediate_size": 160}
@@ -193,19 +193,22 @@ def launched_alike(monkeypatch: pytest.MonkeyPatch, started: Callable[[], Engine
     other than it says itself, whatever steps of the served model launch."""
     from triton.runtime.jit import JITFunction
 
-    from quire.kernels.gpu.kinds import Kind, recorded
+    from quire.kernels.gpu.kernel_variant import KernelVariant, record_variants
 
-    found: dict[str, list[Kind]] = {"guesses": [], "every guess": []}
+    found: dict[str, list[KernelVariant]] = {"guesses": [], "every guess": []}
 
     def apart(whole: Callable[..., Any]) -> Callable[..., Any]:
         def launched(*args: Any) -> Any:
             results = list[Any]()
-            found["guesses"] += recorded(lambda: results.append(whole(*args)))
+            found["guesses"] += record_variants(lambda: results.append(whole(*args)))
             return results[0]
 
         return launched
 
-    for owner, names in ((Heads, ("follow", "draft")), (DraftRunner, ("begin", "another"))):
+    for owner, names in (
+        (DraftHeadRunner, ("update_states", "draft_tokens")),
+        (DraftModelRunner, ("draft_first_tokens", "draft_next_tokens")),
+    ):
         for name in names:
             monkeypatch.setattr(owner, name, apart(getattr(owner, name)))
 
@@ -219,21 +222,21 @@ def launched_alike(monkeypatch: pytest.MonkeyPatch, started: Callable[[], Engine
 
         monkeypatch.setattr(JITFunction, "run", picks)
         engine = started()
-        worker, longest = engine.runner, engine.info.max_model_len
+        worker, longest = engine.executor, engine.info.max_model_len
         assert isinstance(worker, ModelRunner)
-        found["every step"] = worker.kinds(600)
-        if engine._drafting is not None:
-            found["every guess"] = recorded(partial(engine._drafting.launch_every_kind, 600))
+        found["every step"] = worker.kernel_variants(600)
+        if engine._draft_source is not None:
+            found["every guess"] = record_variants(partial(engine._draft_source.launch_kernel_variants, 600))
         asked = [
             request(f"{name} {length}", [5 + at % 200 for at in range(length)], max_tokens=5, **kind)
             for name, kind in KINDS.items()
             for length in (3, 17, 90, 700)
             if length < longest
         ]
-        found["steps"] = recorded(lambda: unused(run(engine, asked)))
-        assert (sum(engine.stats.accepted_drafts) > 10) == drafts
+        found["steps"] = record_variants(lambda: unused(run(engine, asked)))
+        assert (sum(engine.engine_stats.accepted_drafts) > 10) == drafts
 
-    recorded(nothing)
+    record_variants(nothing)
     for launched, compiled in (("steps", "every step"), ("guesses", "every guess")):
         others = {(kind.name, kind.specialization) for kind in found[launched]} - {
             (kind.name, kind.specialization) for kind in found[compiled]
@@ -252,19 +255,21 @@ def unused(_: object) -> None:
 def test_few_heads_need_no_more_kinds(values: int | None, h100: Path) -> None:
     """Of odd numbers of rows and splits, as a rank with three heads has them: all tensors begin at multiples of 16
     bytes, which a kind says."""
-    from quire.kernels.gpu.kinds import recorded
-    from quire.kernels.gpu.triton_paged import Triton
+    from quire.kernels.gpu.kernel_variant import record_variants
+    from quire.kernels.gpu.triton_backend import TritonBackend
 
     heads, cache, found = 3, torch.zeros((2, 16, 1, 48), dtype=torch.bfloat16), set()
 
     def launch(tokens: int) -> None:
-        metadata = last_tokens(torch.device("cpu"), (1, 1), (4096, 4096), 4096)
+        metadata = last_tokens_metadata(torch.device("cpu"), (1, 1), (4096, 4096), 4096)
         tables, lens = torch.zeros((tokens, 256), dtype=torch.int32), torch.full((tokens,), 4096, dtype=torch.int32)
         ones = replace(metadata, block_table=tables, context_lens=lens)
-        Triton().attend(torch.zeros((tokens, heads, 48)).bfloat16(), cache, cache, ones, Softmax(1.0, values=values))
+        TritonBackend().attend_part(
+            torch.zeros((tokens, heads, 48)).bfloat16(), cache, cache, ones, AttentionParams(1.0, value_dim=values)
+        )
 
     for tokens in range(1, 6):
-        found |= {(kind.name, kind.specialization) for kind in recorded(partial(launch, tokens))}
+        found |= {(kind.name, kind.specialization) for kind in record_variants(partial(launch, tokens))}
     assert sorted(name for name, _ in found) == [f"attend{'_latent' if values else ''}_splits", "reduce_even"]
 
 
@@ -275,50 +280,51 @@ class Named:
     folder: str
 
     @property
-    def mark(self) -> Path:
+    def marker_path(self) -> Path:
         return Path(self.folder, "compiled")
 
 
 def test_processes_that_die_have_compiled_nothing_and_say_why(tmp_path: Path) -> None:
     kinds = [Named(str(tmp_path))] * 5
-    found = compile_kinds(kinds, lambda: None, "quire.engine.worker.compiling.nobody")  # type: ignore[arg-type]
-    assert (found.count, found.failed) == (0, 5)
-    assert found.why.endswith("No module named quire.engine.worker.compiling.nobody")
-    assert found.said.startswith("0 of 5 kinds of kernels compiled, the others when steps first need them: ")
+    found = compile_variants(kinds, lambda: None, "quire.engine.worker.compiling.nobody")  # type: ignore[arg-type]
+    assert (found.num_compiled, found.num_failed) == (0, 5)
+    assert found.first_error.endswith("No module named quire.engine.worker.compiling.nobody")
+    assert found.summary.startswith("0 of 5 kinds of kernels compiled, the others when steps first need them: ")
 
 
 def test_what_a_kernel_lacks_is_told_without_its_source() -> None:
     assert (
-        fault(ValueError("at 3:4:\n    x = tl.load(y)\n        ^\ny is not defined")) == "ValueError: y is not defined"
+        describe_kernel_error(ValueError("at 3:4:\n    x = tl.load(y)\n        ^\ny is not defined"))
+        == "ValueError: y is not defined"
     )
 
 
 @pytest.mark.slow
 def test_another_process_compiles_what_this_one_finds(h100: Path) -> None:
-    from quire.kernels.gpu.kinds import recorded
+    from quire.kernels.gpu.kernel_variant import record_variants
     from quire.kernels.gpu.triton_fused import _norm_kernel, silu_mul
 
     x: Tensor = torch.zeros((3, 64), dtype=torch.bfloat16)
-    kinds = recorded(lambda: unused(silu_mul(x)))
+    kinds = record_variants(lambda: unused(silu_mul(x)))
     assert [kind.name for kind in kinds] == ["_gate_kernel"]
     assert _norm_kernel is not kinds[0].kernel
     broken = replace(kinds[0], specialization="{}")
-    found = compile_kinds([broken, *kinds, broken], lambda: None)
-    assert (found.count, found.failed) == (1, 2)
-    assert found.why.startswith("_gate_kernel: ")
-    assert kinds[0].mark.exists()
-    assert compile_kinds(kinds, lambda: None) == Compiled(), "it is there"
+    found = compile_variants([broken, *kinds, broken], lambda: None)
+    assert (found.num_compiled, found.num_failed) == (1, 2)
+    assert found.first_error.startswith("_gate_kernel: ")
+    assert kinds[0].marker_path.exists()
+    assert compile_variants(kinds, lambda: None) == CompileResult(), "it is there"
     kept = sorted(h100.rglob("*"))
     assert any(each.suffix == ".cubin" for each in kept)
-    kinds[0].compile()
+    kinds[0].compile_variant()
     assert sorted(h100.rglob("*")) == kept, "nothing was compiled anew"
 
 
 @pytest.mark.slow
 def test_the_images_kernels_are_those_of_models_without_weights(h100: Path) -> None:
-    from quire.engine.worker.compiling.fill import common_models, kinds_of
+    from quire.engine.worker.compiling.fill import model_kernel_variants, read_common_models
 
-    found = [{kind.name for kind in kinds_of(model, 256)} for model in common_models()]
+    found = [{kind.name for kind in model_kernel_variants(model, 256)} for model in read_common_models()]
     attention = {"attend", "attend_splits", "reduce_even", "_rope_kernel", "_norm_kernel"}
     assert all(names >= attention | {"pick_tokens", "ban_words"} for names in found)
     assert ["multiply_experts" in names for names in found] == [False, False, True]
@@ -327,22 +333,24 @@ def test_the_images_kernels_are_those_of_models_without_weights(h100: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gfx942", *slow("gfx1100")])
 def test_attention_compiles_for_amd_and_fits_there(name: str, h100: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.engine.worker.compiling.fill import common_models, kinds_of, target_of
-    from quire.kernels.gpu.kinds import aim
+    from quire.engine.worker.compiling.fill import model_kernel_variants, parse_gpu_target, read_common_models
+    from quire.kernels.gpu.kernel_variant import set_compile_target
 
-    aim(target_of(name))
+    set_compile_target(parse_gpu_target(name))
     monkeypatch.setattr(torch.version, "hip", "of a PyTorch for it")
-    kinds = [kind for kind in kinds_of(common_models()[0], 16) if kind.name in ("attend", "attend_splits")]
+    kinds = [
+        kind for kind in model_kernel_variants(read_common_models()[0], 16) if kind.name in ("attend", "attend_splits")
+    ]
     assert len(kinds) == 8
     for kind in kinds:
-        kind.compile()
+        kind.compile_variant()
     found = [json.loads(each.read_text()) for each in h100.rglob("attend*.json") if not each.name.startswith("__")]
     assert {each["target"]["arch"] for each in found} == {name}
     assert max(each["shared"] for each in found) <= 65_536
 
 
 def test_architectures_by_name() -> None:
-    from quire.engine.worker.compiling.fill import target_of
+    from quire.engine.worker.compiling.fill import parse_gpu_target
 
-    found = [(each.backend, each.arch, each.warp_size) for each in map(target_of, ("90", "gfx942", "gfx1100"))]
+    found = [(each.backend, each.arch, each.warp_size) for each in map(parse_gpu_target, ("90", "gfx942", "gfx1100"))]
     assert found == [("cuda", 90, 32), ("hip", "gfx942", 64), ("hip", "gfx1100", 32)]

@@ -18,24 +18,24 @@ from transformers import AutoModelForCausalLM
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.page_groups import one_group
 from quire.engine.config import EngineConfig, SpeculativeConfig
-from quire.engine.core.drafter import Draft, Drafter, DraftRequests
+from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.engine_core import EngineCore
-from quire.engine.lora.modules import adaptable_modules
-from quire.engine.lora.spool import Spool
-from quire.engine.models.heads.eagle import Eagle3
+from quire.engine.lora.adapter_store import AdapterStore
+from quire.engine.lora.target_modules import adaptable_modules
+from quire.engine.models.heads.eagle import Eagle3Head
 from quire.engine.types import EngineCoreRequest, SamplingParams
-from quire.engine.worker import runner as runners
-from quire.engine.worker.graphs import decodes, prompts
-from quire.engine.worker.graphs.capture import CudaCapture
-from quire.engine.worker.graphs.forms import Forms
-from quire.engine.worker.loading import model as loading
-from quire.engine.worker.loading import room
-from quire.engine.worker.runner import ModelRunner
+from quire.engine.worker import model_runner as runners
+from quire.engine.worker.graphs import decode_graphs, mixed_batch_graphs
+from quire.engine.worker.graphs.graph_capture import CudaGraphCapture
+from quire.engine.worker.graphs.graphable_steps import GraphableSteps
+from quire.engine.worker.loading import kv_allocation
+from quire.engine.worker.loading import model_loader as loading
+from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.sampling.sampling_rules import SamplingRow
-from quire.engine.worker.warmup import warm_up
-from quire.kernels.backend import AdaptedLinear, AdapterSlots, Delta, Linear, LinearContext
-from quire.kernels.gpu.libraries import flash
-from quire.kernels.probe import Capture
+from quire.engine.worker.warmup import warm_up_runner
+from quire.kernels.backend import AdapterSlots, Linear, LinearContext, LinearWithLora, LoraDelta
+from quire.kernels.backend_probe import GraphCapture
+from quire.kernels.gpu.libraries import flash2
 from tests.adapters import save_adapter
 from tests.engine.harness import Answer, request, run
 from tests.engine.images.test_families import about
@@ -55,20 +55,22 @@ def fake_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     """flash-attn on the CPU, with the pages and the layout it asks for."""
     library = FakeFlashAttn()
     install_flash(monkeypatch, library)
-    monkeypatch.setattr(flash.Flash, "cannot_serve", lambda *_: None)
-    monkeypatch.setattr(prompts, "GRAPH_TOKENS", ())  # steps with prompts: tests/engine/worker/test_prompt_graphs.py
+    monkeypatch.setattr(flash2.Flash2Backend, "unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(
+        mixed_batch_graphs, "GRAPH_TOKENS", ()
+    )  # steps with prompts: tests/engine/worker/test_prompt_graphs.py
 
 
 def start(
     monkeypatch: pytest.MonkeyPatch,
-    capture: Capture | None,
+    capture: GraphCapture | None,
     make_drafter: Any = None,
     *,
     ahead: int | None = None,
     **options: Any,
 ) -> EngineCore:
     """`ahead`: steps that are launched before the last one's picks are read."""
-    monkeypatch.setattr(room, "choose_capture", lambda *_: capture)
+    monkeypatch.setattr(kv_allocation, "choose_capture", lambda *_: capture)
     options = {
         "max_model_len": 1024,
         "max_num_seqs": 12,
@@ -104,7 +106,7 @@ def picked(answers: dict[str, Answer], of: list[EngineCoreRequest] | None = None
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 def test_graphs_compute_what_the_eager_steps_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decodes, "FIRST_CONTEXT", 256)
+    monkeypatch.setattr(decode_graphs, "FIRST_GRAPH_CONTEXT", 256)
     capture = FakeCapture()
     wanted = run(start(monkeypatch, None), traffic())
     engine = start(monkeypatch, capture)
@@ -118,23 +120,23 @@ def test_graphs_compute_what_the_eager_steps_do(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("fake_flash")
 def test_graphs_pick_where_all_is_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launched ahead, so that a step reads what the graph before it wrote; and beside rows that are drawn."""
-    monkeypatch.setattr(decodes, "FIRST_CONTEXT", 256)
+    monkeypatch.setattr(decode_graphs, "FIRST_GRAPH_CONTEXT", 256)
     greedy = [msgspec.structs.replace(each, params=SamplingParams(temperature=0.0, max_tokens=9)) for each in traffic()]
     for requests in (greedy, [*greedy[:5], *traffic()[5:]]):
         capture, picks = FakeCapture(), list[int]()
         wanted = run(start(monkeypatch, None), requests)
         engine = start(monkeypatch, capture, ahead=1)
-        assert isinstance(engine.runner, ModelRunner)
-        pick = engine.runner.model.largest
+        assert isinstance(engine.executor, ModelRunner)
+        pick = engine.executor.model.greedy_tokens
 
         def largest(hidden: Tensor, *rest: Any, pick: Any = pick, picks: list[int] = picks) -> tuple[Tensor, Tensor]:
             picks.append(len(hidden))
             return pick(hidden, *rest)
 
-        monkeypatch.setattr(engine.runner.model, "largest", largest)
+        monkeypatch.setattr(engine.executor.model, "greedy_tokens", largest)
         assert picked(run(engine, requests)) == picked(wanted)
-        assert engine.runner.graphs is not None
-        of_picks = [size for size, pages, _ in engine.runner.graphs.captured.graphs if pages is None]
+        assert engine.executor.decode_graphs is not None
+        of_picks = [size for size, pages, _ in engine.executor.decode_graphs.graph_set.graphs if pages is None]
         assert (len(of_picks) > 1) == (requests is greedy)
         decoded = sum(len(answer.ids) for answer in wanted.values()) - len(requests)
         assert sum(picks) < decoded, "others are replayed, or drawn"
@@ -143,7 +145,7 @@ def test_graphs_pick_where_all_is_greedy(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 def test_graphs_read_the_tables_of_every_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(decodes, "FIRST_CONTEXT", 256)
+    monkeypatch.setattr(decode_graphs, "FIRST_GRAPH_CONTEXT", 256)
     path = save_tiny_model(tmp_path, "gemma2", dtype=torch.bfloat16, max_position_embeddings=1024, sliding_window=200)
     capture, options = FakeCapture(), {"model": str(path), "enable_prefix_caching": False}
     with monkeypatch.context() as patch:
@@ -169,7 +171,7 @@ def test_graphs_behind_images(name: str, monkeypatch: pytest.MonkeyPatch, tmp_pa
     for _ in range(2):
         assert picked(run(engine, asked)) == wanted
     assert capture.replays > len(capture.recordings) > 2
-    assert engine.stats.prefix_hits > 0
+    assert engine.engine_stats.prefix_hits > 0
 
 
 def _ending_within(asked: EngineCoreRequest) -> EngineCoreRequest:
@@ -189,27 +191,27 @@ def test_graphs_with_steps_under_way_and_preemptions(monkeypatch: pytest.MonkeyP
     engine.scheduler.pool.allocate(36)  # four pages are left
     got: dict[str, Answer] = {each.id: Answer() for each in traffic()}
     for each in traffic():
-        engine.add(each)
-    while engine.busy:
+        engine.add_request(each)
+    while engine.has_work:
         for output in engine.step():
             got[output.id].ids += output.new_ids
             got[output.id].logprobs += output.logprobs or []
-    assert engine.stats.preemptions > 0
+    assert engine.engine_stats.preemptions > 0
     assert picked(got) == picked(wanted)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 def test_warming_up_captures_every_graph_once_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decodes, "FIRST_CONTEXT", 256)
+    monkeypatch.setattr(decode_graphs, "FIRST_GRAPH_CONTEXT", 256)
     capture = FakeCapture()
     engine = start(monkeypatch, capture)
     wanted = run(start(monkeypatch, None), traffic())
-    kv = engine.runner._kv_cache
+    kv = engine.executor._kv_cache
     before = [(k[:-1].clone(), v[:-1].clone()) for k, v in kv]
     steps = 0
-    engine.runner.warm_prompts()
-    while engine.prepare():
+    engine.executor.warm_prompts()
+    while engine.warm_up_once():
         steps += 1
     # Of 1, 2, 4, 8, 16 rows: up to 256 and up to 1024 tokens, and picks.
     assert len(capture.recordings) == steps == 5 * (2 + 1)
@@ -226,7 +228,7 @@ class Right(Drafter):
 
     answers: dict[str, Answer]
 
-    def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
+    def propose(self, asked: RequestsToDraft, tokens: int) -> list[Draft]:
         found = []
         for seq, most in asked:
             following = self.answers[seq.engine_request.id].ids[seq.num_output_tokens :][: min(most, 5)]
@@ -242,8 +244,8 @@ def test_drafts_are_computed_by_graphs_too(monkeypatch: pytest.MonkeyPatch) -> N
     capture = FakeCapture()
     engine = start(monkeypatch, capture, lambda *_: Right(wanted))
     assert picked(run(engine, traffic())) == picked(wanted)
-    assert engine.stats.draft_tokens > 100
-    assert sum(engine.stats.accepted_drafts) > 20
+    assert engine.engine_stats.draft_tokens > 100
+    assert sum(engine.engine_stats.accepted_drafts) > 20
     again = capture.replays
     assert picked(run(engine, traffic()[5:])) == picked(wanted, traffic()[5:])
     assert capture.replays > again
@@ -254,7 +256,7 @@ def test_drafts_are_computed_by_graphs_too(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_model_that_drafts_guesses_by_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The same guesses, with as many right, of sequences that have a token more and such that have two, beside prompts;
     and of an engine whose graphs were captured in idle moments."""
-    monkeypatch.setattr(decodes, "FIRST_CONTEXT", 256)
+    monkeypatch.setattr(decode_graphs, "FIRST_GRAPH_CONTEXT", 256)
     options = {"hidden_size": 256, "max_position_embeddings": 1024, "dtype": torch.bfloat16}
     model = save_tiny_model(tmp_path / "model", "llama", num_hidden_layers=2, **options)
     small = save_tiny_model(tmp_path / "small", "llama", num_hidden_layers=1, **options)
@@ -264,13 +266,13 @@ def test_a_model_that_drafts_guesses_by_graphs(monkeypatch: pytest.MonkeyPatch, 
         found = []
         for capture, idle in ((None, False), (FakeCapture(), False), (FakeCapture(), True)):
             engine = start(monkeypatch, capture, always, model=str(model), speculative_config=speculative)
-            while idle and engine.prepare():
+            while idle and engine.warm_up_once():
                 pass
             assert picked(run(engine, traffic())) == picked(wanted)
-            found.append((engine.stats.draft_tokens, engine.stats.accepted_drafts))
-            graphs = engine._drafting.graphs
+            found.append((engine.engine_stats.draft_tokens, engine.engine_stats.accepted_drafts))
+            graphs = engine._draft_source.graphs
             assert (graphs is None) == (capture is None)
-            assert graphs is None or (len(graphs.captured.graphs) > 3 and not graphs.captured.eager)
+            assert graphs is None or (len(graphs.graph_set.graphs) > 3 and not graphs.graph_set.eager_reasons)
         assert found[0] == found[1] == found[2]
         assert found[0][0] > 30
 
@@ -279,12 +281,12 @@ def with_heads(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     method: str,
-    capture: Capture | None,
+    capture: GraphCapture | None,
     family: str = "llama",
     **options: Any,
 ) -> tuple[EngineCore, Recorded]:
     """An engine of a small model all of whose heads' guesses are tried."""
-    monkeypatch.setattr(decodes, "FIRST_CONTEXT", 256)
+    monkeypatch.setattr(decode_graphs, "FIRST_GRAPH_CONTEXT", 256)
     shape = {"hidden_size": 64, "max_position_embeddings": 1024, "dtype": torch.bfloat16}
     model, head = tmp_path / "model", None if method == "mtp" else str(tmp_path / "head")
     if not model.exists():
@@ -295,7 +297,7 @@ def with_heads(
     options = {"model": str(model), "speculative_config": speculative, "max_num_seqs": 3} | options
     recorded = Recorded()
     engine = start(monkeypatch, capture, recorded.make, **options)
-    for each in engine._drafting.pages:
+    for each in engine._draft_source.kv_tensors:
         each.zero_()
     return engine, recorded
 
@@ -321,20 +323,23 @@ def test_heads_guess_by_graphs(method: str, idle: bool, monkeypatch: pytest.Monk
     found = []
     for capture in (None, FakeCapture()):
         engine, recorded = with_heads(monkeypatch, tmp_path, method, capture)
-        while idle and engine.prepare():
+        while idle and engine.warm_up_once():
             pass
         answers = run(engine, few())
         found.append((picked(answers), recorded.guesses))
-        heads, behind = engine._drafting, engine.runner.graphs and engine.runner.graphs.behind
-        pages = [each[:, : engine.info.num_blocks].float() for each in heads.pages]
+        heads, behind = (
+            engine._draft_source,
+            engine.executor.decode_graphs and engine.executor.decode_graphs.head_graphs,
+        )
+        pages = [each[:, : engine.info.num_blocks].float() for each in heads.kv_tensors]
         if capture is None:
             assert heads.graphs is behind is None
             without = pages
             continue
-        assert {kind.pages is None for kind in heads.graphs.captured.graphs} == {True, method == "medusa"}
+        assert {kind.max_blocks is None for kind in heads.graphs.graph_set.graphs} == {True, method == "medusa"}
         assert bool(behind.graphs) == (method != "medusa")
-        assert not heads.graphs.captured.eager
-        assert not behind.eager
+        assert not heads.graphs.graph_set.eager_reasons
+        assert not behind.eager_reasons
         assert all(torch.equal(*pair) for pair in zip(pages, without, strict=True))
     assert found[0] == found[1]
     assert sum(len(guesses) for _, guesses in found[0][1]) > 60
@@ -356,46 +361,46 @@ def test_heads_whose_graphs_cannot_be_captured_guess_without(monkeypatch: pytest
 
         return computed
 
-    monkeypatch.setattr(Forms, "decode_behind", short(Forms.decode_behind))
-    for name in ("logits", "advance"):
-        monkeypatch.setattr(Eagle3, name, short(getattr(Eagle3, name)))
+    monkeypatch.setattr(GraphableSteps, "run_heads_after_decode", short(GraphableSteps.run_heads_after_decode))
+    for name in ("compute_logits", "advance_states"):
+        monkeypatch.setattr(Eagle3Head, name, short(getattr(Eagle3Head, name)))
     engine, recorded = with_heads(monkeypatch, tmp_path, "eagle3", FakeCapture(), warmup_seconds=60.0)
     assert (picked(run(engine, few())), recorded.guesses) == wanted
     reason = "out of memory (CUDA out of memory. Tried to allocate 2.00 GiB)"
     whose = ("heads beside 1, 2, 4 rows", "guesses of 1, 2, 4 rows")
     assert engine.info.notes[-2:] == [f"{each} run without graphs: {reason}" for each in whose]
     assert engine.info.notes[-3].startswith("9 of 9 decode graphs, and 0 of 9 of guesses, captured in")
-    assert not engine.prepare(), "nothing is tried again"
+    assert not engine.warm_up_once(), "nothing is tried again"
 
 
-class Gathered(AdaptedLinear):
+class Gathered(LinearWithLora):
     """Adapters in operations that a graph can hold, as Triton's kernels are: tables of fixed addresses."""
 
     def __init__(self, linear: Linear, slots: AdapterSlots) -> None:
         self.linear = linear
-        self.down = torch.zeros((slots.count + 1, slots.max_rank, slots.in_features))
-        self.up = torch.zeros((slots.count + 1, sum(slots.parts), slots.max_rank))
+        self.down = torch.zeros((slots.num_slots + 1, slots.max_rank, slots.in_features))
+        self.up = torch.zeros((slots.num_slots + 1, sum(slots.output_sizes), slots.max_rank))
 
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
         out = self.linear(x, context)
-        if context.adapters is None:
+        if context.adapter_slots is None:
             return out
-        down, up = self.down[context.adapters], self.up[context.adapters]
+        down, up = self.down[context.adapter_slots], self.up[context.adapter_slots]
         middle = (down * x[:, None].float()).sum(-1)
         return (out + (up * middle[:, None]).sum(-1)).to(out.dtype)
 
-    def pack(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
+    def pack_deltas(self, deltas: Sequence[LoraDelta]) -> Sequence[LoraDelta]:
         return deltas
 
     @torch.inference_mode()
-    def put(self, slot: int, packed: Sequence[Delta] | None) -> None:
+    def put_adapter(self, slot: int, packed: Sequence[LoraDelta] | None) -> None:
         """The last part alone, where there are several."""
         self.up[slot] = 0
         for delta in packed or ():
             rank = len(delta.down)
             self.down[slot, :rank] = delta.down
             self.up[slot] = 0
-            self.up[slot, delta.first : delta.first + len(delta.up), :rank] = delta.up
+            self.up[slot, delta.first_output : delta.first_output + len(delta.up), :rank] = delta.up
 
 
 @pytest.mark.slow
@@ -403,13 +408,16 @@ class Gathered(AdaptedLinear):
 @pytest.mark.parametrize("slots", [1, 3])
 def test_adapters_in_graphs(slots: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With one slot, graphs that were captured see each next adapter in it."""
-    monkeypatch.setattr(flash.Flash, "adapted", lambda self, linear, slots: Gathered(linear, slots))
+    monkeypatch.setattr(flash2.Flash2Backend, "add_adapter_slots", lambda self, linear, slots: Gathered(linear, slots))
     shape = {"hidden_size": 128, "max_position_embeddings": 1024, "dtype": torch.bfloat16}
     path = save_tiny_model(tmp_path / "model", "llama", **shape)
     (tmp_path / "spool").mkdir()
-    kept = Spool(tmp_path / "spool", adaptable_modules(read_model_config(path)), 8)
+    kept = AdapterStore(tmp_path / "spool", adaptable_modules(read_model_config(path)), 8)
     base = AutoModelForCausalLM.from_pretrained(path)
-    adapters = [None, *(kept.add(f"a{n}", str(save_adapter(tmp_path / f"a{n}", base, 4 + n, seed=n))) for n in (1, 2))]
+    adapters = [
+        None,
+        *(kept.add_adapter(f"a{n}", str(save_adapter(tmp_path / f"a{n}", base, 4 + n, seed=n))) for n in (1, 2)),
+    ]
     every = [msgspec.structs.replace(each, adapter=adapters[at % 3]) for at, each in enumerate(traffic())]
     lora = {"model": str(path), "enable_lora": True, "max_loras": slots, "max_lora_rank": 8}
     wanted = run(start(monkeypatch, None, **lora), every)
@@ -423,7 +431,7 @@ def test_adapters_in_graphs(slots: int, monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert capture.replays > 10
     count = len(capture.recordings)
     run(engine, [each for each in every if each.adapter is None])
-    captured = engine.runner.graphs.captured.graphs
+    captured = engine.executor.decode_graphs.graph_set.graphs
     assert {parts for _, _, parts in captured} == {2, 3}, "rows without adapters have their own"
     assert picked(run(engine, every[1:2])) == picked({every[1].id: wanted[every[1].id]})
     assert len(capture.recordings) >= count
@@ -457,7 +465,7 @@ def test_sizes_that_cannot_be_captured_run_without_a_graph(monkeypatch: pytest.M
     refused = capture.refused
     assert refused == 6, "4, 8 and 16 rows, and their picks"
     assert picked(run(engine, traffic())) == picked(wanted)
-    assert not engine.prepare()
+    assert not engine.warm_up_once()
     assert (capture.refused, len(capture.recordings)) == (refused, 4), "no size was tried again"
     assert capture.replays > 0
 
@@ -478,18 +486,18 @@ def test_a_kernel_of_tritons_that_does_not_fit_costs_its_graph_alone(monkeypatch
 def test_the_largest_graphs_are_there_before_ready_within_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[int] = []
 
-    def decode(forms: Forms, rows: Tensor, pages: int) -> Tensor:
+    def decode(forms: GraphableSteps, rows: Tensor, pages: int) -> Tensor:
         captured.append(rows.shape[1])
         return torch.zeros(1)
 
-    monkeypatch.setattr(Forms, "decode", decode)  # hundreds of rows would take gigabytes to record
+    monkeypatch.setattr(GraphableSteps, "run_decode", decode)  # hundreds of rows would take gigabytes to record
     engine = start(monkeypatch, FakeCapture(), max_num_seqs=300)
     assert captured == []
     times = iter([0.0, 0.0, 10.0, 20.0, 30.0, 30.5])
-    notes = warm_up(engine.runner, 30.0, 64, clock=lambda: next(times))
+    notes = warm_up_runner(engine.executor, 30.0, 64, clock=lambda: next(times))
     assert captured == [384, 256, 192]
     assert notes == ["3 of 21 decode graphs captured in 30.5 s"]
-    assert engine.prepare(), "the rest follow in idle moments"
+    assert engine.warm_up_once(), "the rest follow in idle moments"
     assert captured[3:] == [128]
 
 
@@ -511,16 +519,16 @@ def test_the_samplers_kernels_run_before_ready(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(runners, "choose_sampler", watched)
     engine = start(monkeypatch, FakeCapture())
     seen.clear()
-    warm_up(engine.runner, 0.0, 64)
+    warm_up_runner(engine.executor, 0.0, 64)
     assert seen == []
-    warm_up(engine.runner, 60.0, 64)
+    warm_up_runner(engine.executor, 60.0, 64)
     assert seen == [(True, 1.0), (False, 1.0), (False, 0.5)]
 
 
 def test_a_cpu_prepares_nothing_before_ready() -> None:
     engine = EngineCore(EngineConfig(num_kv_blocks=40))
     assert engine.info.notes == []
-    assert engine.runner._headroom._ready == 0, "memory is touched in idle moments"
+    assert engine.executor._prefaulter._num_touched == 0, "memory is touched in idle moments"
 
 
 class FakeStream:
@@ -591,8 +599,8 @@ class FakeCuda:
 def test_a_capture_that_fails_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
     """The stream; no pool that is captured into, while which no memory that downloads have used is free again; and the
     graph, which PyTorch's allocator for pinned memory would still ask."""
-    cuda, before = FakeCuda(monkeypatch, ends=ends), len(CudaCapture.failed)
-    capture = CudaCapture(torch.device("cuda"), cuda)
+    cuda, before = FakeCuda(monkeypatch, ends=ends), len(CudaGraphCapture.failed_graphs)
+    capture = CudaGraphCapture(torch.device("cuda"), cuda)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="previous error"):
             capture(lambda: torch.zeros(1))
@@ -600,7 +608,7 @@ def test_a_capture_that_fails_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPat
     assert cuda.first.waited_for == cuda.streams * 4, "for the run without recording, and for the capture"
     assert cuda.captured == []
     assert cuda.released == ([] if ends else [(0, 1), (0, 2)])
-    assert len(CudaCapture.failed) == before + 2
+    assert len(CudaGraphCapture.failed_graphs) == before + 2
 
 
 def test_a_fake_that_can_tell() -> None:
@@ -649,11 +657,11 @@ def test_a_model_that_drafts_on_a_gpu(backend: str, tmp_path: Path) -> None:
     made = EngineCore(EngineConfig(speculative_config=speculative, **options), make_drafter=always)
     found = run(made, traffic())
     assert {name: answer.ids for name, answer in found.items()} == {name: each.ids for name, each in wanted.items()}
-    graphs = made._drafting.graphs
+    graphs = made._draft_source.graphs
     assert graphs is not None
-    assert len(graphs.captured.graphs) > 3
-    assert not graphs.captured.eager
-    assert sum(made.stats.accepted_drafts) > made.stats.draft_tokens / 2 > 20
+    assert len(graphs.graph_set.graphs) > 3
+    assert not graphs.graph_set.eager_reasons
+    assert sum(made.engine_stats.accepted_drafts) > made.engine_stats.draft_tokens / 2 > 20
 
 
 @pytest.mark.gpu
@@ -673,10 +681,10 @@ def test_heads_that_draft_on_a_gpu(method: str, backend: str, tmp_path: Path) ->
         config = EngineConfig(speculative_config=speculative, enforce_eager=eager, **options)
         made = EngineCore(config, make_drafter=always)
         assert {name: answer.ids for name, answer in run(made, requests).items()} == wanted
-        assert sum(made.stats.accepted_drafts) > 20
-        graphs = made._drafting.graphs
+        assert sum(made.engine_stats.accepted_drafts) > 20
+        graphs = made._draft_source.graphs
         assert (graphs is None) == eager
-    assert len(graphs.captured.graphs) > 3
-    assert bool(made.runner.graphs.behind.graphs) == (method != "medusa")
-    for each in (graphs.captured, made.runner.graphs.captured, made.runner.graphs.behind):
-        assert not each.eager
+    assert len(graphs.graph_set.graphs) > 3
+    assert bool(made.executor.decode_graphs.head_graphs.graphs) == (method != "medusa")
+    for each in (graphs.graph_set, made.executor.decode_graphs.graph_set, made.executor.decode_graphs.head_graphs):
+        assert not each.eager_reasons

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from quire.engine.worker.startup import idle_gpus
+from quire.engine.worker.startup import idle_gpus_note
 
 
 def test_idle_gpus_are_counted_with_what_to_do() -> None:
-    assert idle_gpus(8, 1, lambda count: True) == (
+    assert idle_gpus_note(8, 1, lambda count: True) == (
         "8 GPUs are visible, 1 is used: use --tensor-parallel-size 8, or start one server for each with "
         "CUDA_VISIBLE_DEVICES=N and a port of its own"
     )
-    assert "2 are used: use --tensor-parallel-size 4, or" in str(idle_gpus(6, 2, lambda count: count in (1, 2, 4)))
-    assert str(idle_gpus(3, 1, lambda count: False)).startswith("3 GPUs are visible, 1 is used: start one server")
+    assert "2 are used: use --tensor-parallel-size 4, or" in str(idle_gpus_note(6, 2, lambda count: count in (1, 2, 4)))
+    assert str(idle_gpus_note(3, 1, lambda count: False)).startswith("3 GPUs are visible, 1 is used: start one server")
 
 
 def test_nothing_is_said_where_all_are_used() -> None:
-    assert idle_gpus(1, 1, lambda count: True) is None
-    assert idle_gpus(4, 4, lambda count: True) is None
+    assert idle_gpus_note(1, 1, lambda count: True) is None
+    assert idle_gpus_note(4, 4, lambda count: True) is None

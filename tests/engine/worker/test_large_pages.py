@@ -10,8 +10,8 @@ import torch
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.types import EngineCoreRequest
-from quire.engine.worker import device
-from quire.kernels.reference import Reference
+from quire.engine.worker import device_plan
+from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import Answer, request, run
 from tests.tiny_models import VOCAB, save_tiny_model
 
@@ -21,9 +21,9 @@ PAGE = 64
 @pytest.fixture
 def large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference backend with pages of 64 tokens."""
-    backend = Reference()
+    backend = ReferenceBackend()
     backend.block_size = PAGE
-    monkeypatch.setattr(device, "select_backend", lambda *_, **__: (backend, "large pages"))
+    monkeypatch.setattr(device_plan, "select_backend", lambda *_, **__: (backend, "large pages"))
 
 
 def prompts() -> list[list[int]]:
@@ -60,7 +60,7 @@ def test_the_same_tokens_from_forked_pages(family: str, blocks: int, tmp_path: P
     plain, _ = answers(path, requests, num_kv_blocks=60, enable_prefix_caching=False)
     forked, engine = answers(path, requests, num_kv_blocks=blocks, max_model_len=300)
     assert {name: answer.ids for name, answer in forked.items()} == {n: answer.ids for n, answer in plain.items()}
-    assert engine.stats.prefix_hits > 1000
+    assert engine.engine_stats.prefix_hits > 1000
     assert engine.info.page_groups == (2 if family == "gpt_oss" else 1)
     if blocks == 60:
         hits = [forked[str(index)].cached_tokens for index in range(len(requests))]

@@ -12,7 +12,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.layers.parameters import Parameter
-from quire.engine.worker.loading.loader import checkpoint_stream, load_weights
+from quire.engine.worker.loading.weight_loader import checkpoint_stream, load_weights
 from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
 

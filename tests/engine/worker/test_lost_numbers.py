@@ -55,11 +55,11 @@ def answers_of(engine: EngineCore, requests: list[EngineCoreRequest]) -> tuple[d
     """Tokens of those that end well, and errors of the others."""
     found, errors = {each.id: list[int]() for each in requests}, dict[str, str]()
     for each in requests:
-        engine.add(each)
-    while engine.busy:
+        engine.add_request(each)
+    while engine.has_work:
         for output in engine.step():
             found[output.id] += output.new_ids
             if output.error is not None:
                 errors[output.id] = output.error
-    engine.scheduler.pool.audit()
+    engine.scheduler.pool.check_invariants()
     return {name: ids for name, ids in found.items() if name not in errors}, errors

@@ -1,5 +1,5 @@
 """Launching a step on a GPU: no operator mixes host and device, and nothing makes the host wait. No number is right
-here; tests/engine/core/test_steps.py and tests/kernels are about those."""
+here; tests/engine/core/test_step_runner.py and tests/kernels are about those."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from torch.nn import functional
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig, SpeculativeConfig
-from quire.engine.core.drafter import Draft, Drafter, DraftRequests
-from quire.engine.drafting.adaptive import Adaptive
+from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
+from quire.engine.drafting.draft_length import AdaptiveLengthDrafter
 from quire.engine.engine_core import EngineCore
-from quire.engine.layers.adapters import EMBEDDING, HEAD, LowRank
+from quire.engine.layers.adapters import EMBED_TOKENS, LM_HEAD, LoRALayerWeights
 from quire.engine.layers.parameters import ParameterTable
-from quire.engine.lora.modules import adaptable_modules
+from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.types import Adapter, EngineCoreRequest, Grammar, ThinkingBudget
-from quire.engine.worker import device, memory, startup, trials
-from quire.engine.worker.draft_runner import DraftRunner
-from quire.engine.worker.heads import Heads
-from quire.engine.worker.images import load
-from quire.engine.worker.loading import model as loading_model
-from quire.engine.worker.loading import room
-from quire.engine.worker.loading.drafts import head as draft_head
-from quire.engine.worker.loading.drafts import model as draft_model
+from quire.engine.worker import backend_trials, device_memory, device_plan, startup
+from quire.engine.worker.draft_head_runner import DraftHeadRunner
+from quire.engine.worker.draft_model_runner import DraftModelRunner
+from quire.engine.worker.images import tower_loader
+from quire.engine.worker.loading import kv_allocation
+from quire.engine.worker.loading import model_loader as loading_model
+from quire.engine.worker.loading.drafts import draft_head_loader as draft_head
+from quire.engine.worker.loading.drafts import draft_model_loader as draft_model
+from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.ranks.spmd import SpmdRanks, SpmdRunner
-from quire.engine.worker.runner import ModelRunner
 from quire.kernels.distributed import DistributedCollective
-from quire.kernels.gpu import transfer
-from quire.kernels.gpu.experts import mixture
+from quire.kernels.gpu import host_transfer
+from quire.kernels.gpu.experts import grouped_moe
 from quire.kernels.gpu.libraries import flash3, flash4, torch_varlen
-from quire.kernels.gpu.libraries.paged import FlashPages
-from quire.kernels.gpu.quantization import library, quantized, rounding, trial
+from quire.kernels.gpu.libraries.flash_backend import FlashPagedBackend
+from quire.kernels.gpu.quantization import activation_rounding, quantized_linear, torch_matmul, weight_trial
 from tests.engine.harness import request, run
 from tests.engine.images.test_families import about
 from tests.engine.test_heads import made_head
@@ -114,26 +114,28 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactor
     install_flash4(monkeypatch, library.cute)
     install_varlen(monkeypatch, library.varlen_attn)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    monkeypatch.setattr(FlashPages, "cannot_serve", lambda *_: None)
-    for each in (flash3.Flash3, flash4.Flash4, torch_varlen.TorchVarlen):
-        monkeypatch.setattr(each, "cannot_serve", lambda *_: None)
-    for each in (startup, device):
+    monkeypatch.setattr(FlashPagedBackend, "unsupported_reason", lambda *_: None)
+    for each in (flash3.Flash3Backend, flash4.Flash4Backend, torch_varlen.TorchVarlenBackend):
+        monkeypatch.setattr(each, "unsupported_reason", lambda *_: None)
+    for each in (startup, device_plan):
         monkeypatch.setattr(each, "choose_device", lambda config: DEVICE)
-    for each in (device, trials):
+    for each in (device_plan, backend_trials):
         monkeypatch.setattr(each, "choose_trials", lambda *_: [])
-    for each in (trial, rounding):
-        monkeypatch.setattr(each, "why_not", lambda *_: None)
-    monkeypatch.setattr(memory, "measure_step", lambda *_: 0)
-    monkeypatch.setattr(startup, "measure_costs", lambda *_: [(1, 1.0), (64, 2.0)])
-    monkeypatch.setattr(memory, "kv_budget", lambda *_: 2**30)
-    monkeypatch.setattr(loading_model, "fill", lambda checkpoint, *_: empty_weights(checkpoint.table))
-    monkeypatch.setattr(startup, "keep_kernels", lambda: None)
+    for each in (weight_trial, activation_rounding):
+        monkeypatch.setattr(each, "trial_failure_reason", lambda *_: None)
+    monkeypatch.setattr(device_memory, "measure_step_bytes", lambda *_: 0)
+    monkeypatch.setattr(startup, "measure_step_costs", lambda *_: [(1, 1.0), (64, 2.0)])
+    monkeypatch.setattr(device_memory, "kv_budget", lambda *_: 2**30)
+    monkeypatch.setattr(loading_model, "fill_weights", lambda checkpoint, *_: empty_weights(checkpoint.parameter_table))
+    monkeypatch.setattr(startup, "prepare_kernel_cache", lambda: None)
     return made
 
 
 def empty_weights(table: ParameterTable) -> int:
     for parameter in table.values():
-        parameter.put(parameter.cut(torch.empty(parameter.shape, dtype=parameter.dtype, device=DEVICE)))
+        parameter.weight_loader(
+            parameter.slice_tensor(torch.empty(parameter.shape, dtype=parameter.dtype, device=DEVICE))
+        )
     return 0
 
 
@@ -150,7 +152,7 @@ def start(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, make_drafter: Any = None, *, graphs: bool, **options: Any
 ) -> EngineCore:
     """An engine whose steps are launched on the fake GPU; what they pick is always PICKED."""
-    monkeypatch.setattr(room, "choose_capture", lambda *_: capture if graphs else None)
+    monkeypatch.setattr(kv_allocation, "choose_capture", lambda *_: capture if graphs else None)
     options = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "dtype": "bfloat16"} | options
     with gpu.allows_waits():
         config = EngineConfig(num_kv_blocks=400, warmup_seconds=0, **options)
@@ -189,7 +191,7 @@ def test_all_kinds_together(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backe
     answers = run(engine, traffic(KINDS))
     assert {answer.finish_reason for answer in answers.values()} == {"length"}
     assert set(gpu.launched) >= {"pick_tokens", "_rope_kernel", "add_at", "ban_words", "count_tokens"}
-    assert engine.stats.captured_prompt_steps > 10
+    assert engine.engine_stats.captured_prompt_steps > 10
 
 
 @pytest.mark.slow
@@ -200,21 +202,21 @@ def test_grammars(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -
     kinds = {f"grammar {index}": kind | grammar for index, kind in enumerate(KINDS.values())}
     for name, answer in run(engine, [*traffic(KINDS), *traffic(kinds)]).items():
         assert answer.finish_reason == "length", name
-    assert engine.stats.draft_tokens == 0, "nobody asked for guesses"
+    assert engine.engine_stats.draft_tokens == 0, "nobody asked for guesses"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["triton", "flash"])
 def test_drafts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     class Two(Drafter):
-        def propose(self, asked: DraftRequests, tokens: int) -> list[Draft]:
+        def propose(self, asked: RequestsToDraft, tokens: int) -> list[Draft]:
             return [Draft([PICKED, PICKED, 9][: min(len(seq.token_ids) % 4, most)]) for seq, most in asked]
 
     engine = start(gpu, monkeypatch, lambda *_: Two(), graphs=True, attention_backend=backend)
     answers = run(engine, traffic(KINDS))
     assert {answer.finish_reason for answer in answers.values()} == {"length"}
-    assert sum(engine.stats.accepted_drafts) > 20
-    assert engine.stats.captured_prompt_steps > 10
+    assert sum(engine.engine_stats.accepted_drafts) > 20
+    assert engine.engine_stats.captured_prompt_steps > 10
 
 
 @pytest.mark.slow
@@ -225,41 +227,41 @@ def test_heads(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, me
     path = save_tiny_model(tmp_path / "model", "llama")
     head, tensors = made_head(tmp_path / "head", method)
     tensors.pop("d2t", None)
-    monkeypatch.setattr(draft_head, "read_tensors", lambda path: tensors)
+    monkeypatch.setattr(draft_head, "read_head_tensors", lambda path: tensors)
     monkeypatch.setattr(draft_head, "load_weights", lambda table, *_, **__: empty_weights(table))
     speculative = SpeculativeConfig(method=method, model=str(head), num_speculative_tokens=3)
     options = {"model": str(path), "speculative_config": speculative, "attention_backend": "triton"}
     engine = start(gpu, monkeypatch, always, graphs=graphs, **options)
-    draft, calls = Heads.draft, list[int]()
+    draft, calls = DraftHeadRunner.draft_tokens, list[int]()
 
-    def drafted(heads: Heads, rows: Any) -> Any:
+    def drafted(heads: DraftHeadRunner, rows: Any) -> Any:
         with gpu.waits_once():
             found = draft(heads, rows)
         if any(found):
             calls.append(len(rows))
         return found
 
-    monkeypatch.setattr(Heads, "draft", drafted)
+    monkeypatch.setattr(DraftHeadRunner, "draft_tokens", drafted)
     answers = run(engine, traffic(KINDS))
     assert {answer.finish_reason for answer in answers.values()} == {"length"}
-    assert sum(engine.stats.accepted_drafts) > 20, "all picks are the same"
-    assert (engine.stats.captured_prompt_steps > 10) == graphs
+    assert sum(engine.engine_stats.accepted_drafts) > 20, "all picks are the same"
+    assert (engine.engine_stats.captured_prompt_steps > 10) == graphs
     assert len(calls) > 10
-    assert (engine._drafting.graphs is not None) == graphs
+    assert (engine._draft_source.graphs is not None) == graphs
     if graphs:
-        made = engine.runner
-        every = (engine._drafting.graphs.captured, made.graphs.captured, made.prompt_graphs.captured)
-        behind = made.graphs.behind, made.prompt_graphs.behind
+        made = engine.executor
+        every = (engine._draft_source.graphs.graph_set, made.decode_graphs.graph_set, made.mixed_batch_graphs.graph_set)
+        behind = made.decode_graphs.head_graphs, made.mixed_batch_graphs.head_graphs
         assert all(each.graphs for each in every)
         assert all(bool(each.graphs) == (method != "medusa") for each in behind)
-        assert not any(each.eager for each in (*every, *behind))
+        assert not any(each.eager_reasons for each in (*every, *behind))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_draft_model(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, graphs: bool) -> None:
     """All that it does until its guesses are waited for: catching up, and token by token."""
-    monkeypatch.setattr(DraftRunner, "measure_costs", lambda *_: [(1, 0.001), (64, 0.002)])
+    monkeypatch.setattr(DraftModelRunner, "measure_draft_costs", lambda *_: [(1, 0.001), (64, 0.002)])
     monkeypatch.setattr(draft_model, "load_weights", lambda table, *_, **__: empty_weights(table))
     served, small = (save_tiny_model(tmp_path / str(n), "llama", num_hidden_layers=n) for n in (2, 1))
     speculative = SpeculativeConfig(method="draft_model", model=str(small), num_speculative_tokens=3)
@@ -267,22 +269,22 @@ def test_a_draft_model(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     engine = start(gpu, monkeypatch, graphs=graphs, **options)
     calls = []
 
-    def unwaited(name: str) -> Callable[[DraftRunner, Any], Any]:
-        whole = getattr(DraftRunner, name)
+    def unwaited(name: str) -> Callable[[DraftModelRunner, Any], Any]:
+        whole = getattr(DraftModelRunner, name)
 
-        def guessed(runner: DraftRunner, asked: Any) -> Any:
+        def guessed(runner: DraftModelRunner, asked: Any) -> Any:
             calls.append(name)
             with gpu.waits_once():
                 return whole(runner, asked)
 
         return guessed
 
-    for name in ("begin", "another"):
-        monkeypatch.setattr(DraftRunner, name, unwaited(name))
+    for name in ("draft_first_tokens", "draft_next_tokens"):
+        monkeypatch.setattr(DraftModelRunner, name, unwaited(name))
     answers = run(engine, traffic({name: KINDS[name] for name in ("greedy", "drawn", "penalties", "biased", "all")}))
     assert {answer.finish_reason for answer in answers.values()} == {"length"}
-    assert sum(engine.stats.accepted_drafts) > 10, "all picks are the same"
-    assert set(calls) == {"begin", "another"}
+    assert sum(engine.engine_stats.accepted_drafts) > 10, "all picks are the same"
+    assert set(calls) == {"draft_first_tokens", "draft_next_tokens"}
 
 
 @pytest.mark.slow
@@ -313,18 +315,18 @@ def test_states_and_latents(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, backend: str, kernels: set[str]
 ) -> None:
     """In graphs, in prompts, and with guesses."""
-    monkeypatch.setattr(mixture, "addresses", lambda tensors: [[0] * len(each) for each in tensors])
+    monkeypatch.setattr(grouped_moe, "tensor_addresses", lambda tensors: [[0] * len(each) for each in tensors])
     path = save_tiny_model(tmp_path, family)
     drafts, options = Replaceable(), {"attention_backend": backend, "model": str(path), "state_memory": 0.1}
     engine = start(gpu, monkeypatch, lambda *_: drafts, graphs=True, **options)
     with gpu.allows_waits():
-        engine.runner.warm_prompts()
+        engine.executor.warm_prompts()
     kinds = {name: KINDS[name] for name in ("greedy", "prompt logprobs", "all")}
     assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
-    drafts.drafter = Adaptive(Garbage(random.Random(3)), 8, CHEAP)
+    drafts.drafter = AdaptiveLengthDrafter(Garbage(random.Random(3)), 8, CHEAP)
     assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
-    assert engine.stats.draft_tokens > 0
-    assert engine.stats.captured_prompt_steps > 3
+    assert engine.engine_stats.draft_tokens > 0
+    assert engine.engine_stats.captured_prompt_steps > 3
     expected = kernels | ({"keep_guesses"} if any(name.startswith("advance") for name in kernels) else set())
     assert set(gpu.launched) >= expected
 
@@ -333,16 +335,16 @@ def test_states_and_latents(
 @pytest.mark.parametrize(("family", "backend"), [("gpt_oss", "triton"), *slow(("qwen3-moe", "flash"))])
 def test_experts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, backend: str) -> None:
     """Routed, sorted and multiplied without a look at the host, in graphs too, once their addresses are known."""
-    monkeypatch.setattr(mixture, "addresses", lambda tensors: [[0] * len(each) for each in tensors])
+    monkeypatch.setattr(grouped_moe, "tensor_addresses", lambda tensors: [[0] * len(each) for each in tensors])
     path = save_tiny_model(tmp_path, family)
     engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend, model=str(path))
     with gpu.allows_waits():
-        engine.runner.warm_prompts()
+        engine.executor.warm_prompts()
     kinds = {name: KINDS[name] for name in ("greedy", "all")}
     for _ in range(2):
         assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
     assert set(gpu.launched) >= {"sort_rows", "multiply_experts", "weigh"}
-    assert engine.stats.captured_prompt_steps > 0
+    assert engine.engine_stats.captured_prompt_steps > 0
 
 
 @pytest.mark.slow
@@ -362,10 +364,10 @@ def test_images(
     if name.startswith("gemma4"):
         reason = "layers/schemes/clipped.py reads numbers when it packs weights, which fake tensors have not"
         request.applymarker(pytest.mark.xfail(reason=reason))
-    monkeypatch.setattr(mixture, "addresses", lambda tensors: [[0] * len(each) for each in tensors])
-    monkeypatch.setattr(load, "cannot_read", lambda *_: None)
-    monkeypatch.setattr(load, "image_stream", lambda *_: iter([("", torch.empty(0))]))
-    monkeypatch.setattr(load, "load_weights", lambda table, *_, **__: empty_weights(table))
+    monkeypatch.setattr(grouped_moe, "tensor_addresses", lambda tensors: [[0] * len(each) for each in tensors])
+    monkeypatch.setattr(tower_loader, "find_encoder_error", lambda *_: None)
+    monkeypatch.setattr(tower_loader, "image_stream", lambda *_: iter([("", torch.empty(0))]))
+    monkeypatch.setattr(tower_loader, "load_weights", lambda table, *_, **__: empty_weights(table))
     monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda q, k, v, **_: torch.empty_like(q))
     path = save_family(tmp_path, name)
     asked = [about(path, name, str(count), *range(count), max_tokens=6) for count in range(3)]
@@ -374,14 +376,14 @@ def test_images(
     engine = start(gpu, monkeypatch, graphs=True, state_memory=0.1, **options)
     assert not engine.info.no_images
     with gpu.allows_waits():
-        engine.runner.warm_prompts()
+        engine.executor.warm_prompts()
     assert {answer.finish_reason for answer in run(engine, asked).values()} == {"length"}
 
 
 @pytest.mark.slow
 def test_experts_of_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Some of them whole on this rank: sorted, multiplied and summed without a look at the host, in graphs too."""
-    monkeypatch.setattr(mixture, "addresses", lambda tensors: [[0] * len(each) for each in tensors])
+    monkeypatch.setattr(grouped_moe, "tensor_addresses", lambda tensors: [[0] * len(each) for each in tensors])
     monkeypatch.setattr(startup, "start_ranks", lambda config, *_, **__: QuietRanks(config, 1, False))
     path = save_tiny_model(tmp_path, "gpt_oss")
     options = {"attention_backend": "triton", "tensor_parallel_size": 2, "enable_expert_parallel": True}
@@ -395,18 +397,18 @@ def test_experts_of_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_pat
 @pytest.mark.parametrize("family", ["llama", *slow("gemma2", "gpt_oss", "deepseek_v2-dense")])
 def test_ranks_that_divide_tokens(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str) -> None:
     """Their parts of attention are computed, exchanged and merged in prompts and in graphs."""
-    monkeypatch.setattr(mixture, "addresses", lambda tensors: [[0] * len(each) for each in tensors])
+    monkeypatch.setattr(grouped_moe, "tensor_addresses", lambda tensors: [[0] * len(each) for each in tensors])
     monkeypatch.setattr(startup, "start_ranks", lambda config, *_, **__: QuietRanks(config, 1, False))
     path = save_tiny_model(tmp_path, family)
     options = {"attention_backend": "triton", "tensor_parallel_size": 2, "decode_context_parallel_size": 2}
     engine = start(gpu, monkeypatch, graphs=True, model=str(path), **options)
     assert engine.info.block_size == 32
     with gpu.allows_waits():
-        engine.runner.warm_prompts()
+        engine.executor.warm_prompts()
     kinds = {name: KINDS[name] for name in ("greedy", "prompt logprobs", "all")}
     assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
     assert "merge_ranks" in gpu.launched
-    assert engine.stats.captured_prompt_steps > 0
+    assert engine.engine_stats.captured_prompt_steps > 0
 
 
 @pytest.mark.slow
@@ -418,17 +420,17 @@ def test_layers_from_the_host(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, backend: str, graphs: bool
 ) -> None:
     """They come while others are computed, in captures too."""
-    monkeypatch.setattr(mixture, "addresses", lambda tensors: [[0] * len(each) for each in tensors])
+    monkeypatch.setattr(grouped_moe, "tensor_addresses", lambda tensors: [[0] * len(each) for each in tensors])
     path = save_tiny_model(tmp_path, family, num_hidden_layers=4)
     offloaded = {"cpu_offload_gb": 1.0, "model": str(path), "attention_backend": backend}
     engine = start(gpu, monkeypatch, graphs=graphs, **offloaded)
-    streamed = engine.runner.model.offload  # type: ignore[attr-defined]
-    assert streamed.order == [0, 1, 2, 3]
-    monkeypatch.setattr(Waiting, "lasting", [*streamed._blocks.values()])
+    streamed = engine.executor.model.offload  # type: ignore[attr-defined]
+    assert streamed.streamed_layers == [0, 1, 2, 3]
+    monkeypatch.setattr(Waiting, "lasting", [*streamed._host_buffers.values()])
     kinds = {name: KINDS[name] for name in ("greedy", "all")}
     for _ in range(2):
         assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
-    assert (engine.stats.captured_prompt_steps > 0) == graphs
+    assert (engine.engine_stats.captured_prompt_steps > 0) == graphs
 
 
 class Quiet:
@@ -464,8 +466,8 @@ class Quiet:
 class Agreeing(DistributedCollective):
     """Ranks whose captures all go well. To ask them the host waits, as it does for the capture itself."""
 
-    def agree(self, well: bool, device: torch.device) -> bool:
-        return well
+    def all_ranks_succeeded(self, succeeded: bool, device: torch.device) -> bool:
+        return succeeded
 
 
 class QuietRanks(SpmdRanks):
@@ -479,19 +481,19 @@ class QuietRanks(SpmdRanks):
         self.sent: list[object] = []
         self._processes = []
 
-    def send(self, message: object) -> None:
+    def send_to_followers(self, message: object) -> None:
         self.sent.append(message)
 
-    def watched(self) -> contextlib.nullcontext[None]:
+    def raise_rank_failures(self) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
 
-    def read(self, kind: type[Any], seconds: float | None = None) -> list[Any]:
+    def read_answers(self, kind: type[Any], seconds: float | None = None) -> list[Any]:
         return []
 
-    def available(self, measure: Callable[[], int]) -> int:
+    def available_kv_bytes(self, measure: Callable[[], int]) -> int:
         return 2 * measure()
 
-    def close(self) -> None:
+    def stop_ranks(self) -> None:
         pass
 
 
@@ -503,12 +505,12 @@ def test_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, rank: int, in_orde
     monkeypatch.setattr(startup, "start_ranks", lambda config, *_, **__: QuietRanks(config, rank, in_order))
     options = {"attention_backend": "triton", "enable_lora": True, "tensor_parallel_size": 2}
     engine = start(gpu, monkeypatch, graphs=graphs, **options)
-    assert isinstance(engine.runner, SpmdRunner)
+    assert isinstance(engine.executor, SpmdRunner)
     grammar = {"grammar": {"grammar": Grammar("regex", "(.|\\n)*")}}
     answers = run(engine, traffic(KINDS | grammar))
     assert {answer.finish_reason for answer in answers.values()} == {"length"}
     assert ("pick_tokens" in gpu.launched) == (rank == 0)
-    assert (engine.stats.captured_prompt_steps > 10) == graphs
+    assert (engine.engine_stats.captured_prompt_steps > 10) == graphs
 
 
 @pytest.mark.few(2)
@@ -533,8 +535,8 @@ def test_weights_of_few_bits(
     kernels: set[str],
 ) -> None:
     """native: the GPU multiplies 8-bit floats. passes: PyTorch's products have passed their trial."""
-    monkeypatch.setattr(quantized, "has_float8", lambda codes: native)
-    monkeypatch.setattr(library, "why_not", lambda *_: None if passes else "for a test")
+    monkeypatch.setattr(quantized_linear, "has_float8", lambda codes: native)
+    monkeypatch.setattr(torch_matmul, "trial_failure_reason", lambda *_: None if passes else "for a test")
     engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend, quantization=quantization)
     assert "held in" not in engine.info.quantization
     run(engine, traffic({"all": KINDS["all"]}))
@@ -553,12 +555,12 @@ def test_pinned_memory_is_not_used_again_by_us(gpu: FakeGpu, monkeypatch: pytest
     numbers = [np.arange(4)]
     with gpu.never_waits():
         for _ in range(2):
-            transfer.upload(numbers, DEVICE)
+            host_transfer.upload_arrays(numbers, DEVICE)
     monkeypatch.setattr(torch, "empty", once)
-    for again in (lambda: transfer.upload(numbers, DEVICE), lambda: kept[0].zero_()):
+    for again in (lambda: host_transfer.upload_arrays(numbers, DEVICE), lambda: kept[0].zero_()):
         with gpu.never_waits():
             kept.clear()
-            transfer.upload(numbers, DEVICE)
+            host_transfer.upload_arrays(numbers, DEVICE)
             with pytest.raises(AssertionError, match="is under way"):
                 again()
 
@@ -577,14 +579,14 @@ class Loaded:
     def __init__(self) -> None:
         self.slots: list[tuple[int, None]] = []
 
-    def load(self, slot: int, adapter: Adapter) -> None:
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
         self.slots.append((slot, None))
 
-    def loaded(self) -> list[tuple[int, None]]:
+    def take_loaded_slots(self) -> list[tuple[int, None]]:
         found, self.slots = self.slots, []
         return found
 
-    def wait(self, seconds: float) -> None:
+    def wait_for_load(self, seconds: float) -> None:
         pass
 
 
@@ -595,18 +597,18 @@ def test_adapters(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     """Putting them into slots, prompts and decodes; rows without one launch none of their kernels."""
     path = save_tiny_model(tmp_path, "llama")
     lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "model": str(path)}
-    monkeypatch.setattr(startup, "adapter_loader", lambda *_: Loaded())
+    monkeypatch.setattr(startup, "make_adapter_loader", lambda *_: Loaded())
     engine = start(gpu, monkeypatch, graphs=graphs, attention_backend=backend, **lora)
-    model = engine.runner.model  # type: ignore[attr-defined]
+    model = engine.executor.model  # type: ignore[attr-defined]
     modules = adaptable_modules(read_model_config(path))
     with gpu.never_waits():
         parts = {
-            name: LowRank(torch.empty((5, inner), device="cpu"), torch.empty((outs, 5), device="cpu"))
+            name: LoRALayerWeights(torch.empty((5, inner), device="cpu"), torch.empty((outs, 5), device="cpu"))
             for name, (inner, outs) in modules.items()
-            if name != EMBEDDING and "up_proj" not in name
+            if name != EMBED_TOKENS and "up_proj" not in name
         }
-        model.adapters.put(1, model.adapters.pack(parts))
-        model.adapters.put(2, model.adapters.pack({HEAD: parts[HEAD]}))
+        model.adapters.put_adapter(1, model.adapters.pack_adapter(parts))
+        model.adapters.put_adapter(2, model.adapters.pack_adapter({LM_HEAD: parts[LM_HEAD]}))
     kinds = {name: KINDS[name] for name in ("greedy", "prompt logprobs", "all")}
     run(engine, traffic(kinds))
     assert "_shrink_kernel" not in gpu.launched
@@ -616,15 +618,15 @@ def test_adapters(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     ]
     assert {answer.finish_reason for answer in run(engine, mixed).values()} == {"length"}
     assert gpu.launched.count("_shrink_kernel") == gpu.launched.count("_expand_kernel") > 0
-    assert (engine.stats.captured_prompt_steps > 0) == graphs
+    assert (engine.engine_stats.captured_prompt_steps > 0) == graphs
 
 
 def test_warm_up(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(gpu, monkeypatch, graphs=True, attention_backend="flash")
     with gpu.never_waits():
-        engine.runner.warm_sampler()
-        engine.runner.warm_prompts()
-        while engine.runner.warm_up():
+        engine.executor.warm_sampler()
+        engine.executor.warm_prompts()
+        while engine.executor.warm_up():
             pass
 
 

@@ -11,7 +11,7 @@ import pytest
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import InvalidRequest
-from quire.engine.text.bad_words import check_leaves_tokens
+from quire.engine.text.bad_words import check_allowed_tokens_remain
 from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
@@ -37,13 +37,13 @@ def outputs(engine: EngineCore, requests: list[EngineCoreRequest]) -> tuple[dict
     """Tokens of all, and the causes of errors, by id."""
     tokens, causes = {each.id: list[int]() for each in requests}, dict[str, str]()
     for each in requests:
-        engine.add(each)
-    while engine.busy:
+        engine.add_request(each)
+    while engine.has_work:
         for output in engine.step():
             tokens[output.id] += output.new_ids
             if output.finish_reason == "error":
                 causes[output.id] = output.cause
-    engine.scheduler.pool.audit()
+    engine.scheduler.pool.check_invariants()
     return tokens, causes
 
 
@@ -77,7 +77,7 @@ def test_bias_of_minus_100_is_no_ban(path: Path) -> None:
 )
 def test_constraints_that_can_be_known_to_leave_none_are_refused(params: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        check_leaves_tokens(SamplingParams(**params), (2,))
+        check_allowed_tokens_remain(SamplingParams(**params), (2,))
     assert raised.value.param == "allowed_token_ids"
 
 
@@ -92,7 +92,7 @@ def test_constraints_that_can_be_known_to_leave_none_are_refused(params: dict[st
     ],
 )
 def test_constraints_that_leave_some_are_not_refused(params: dict[str, Any]) -> None:
-    check_leaves_tokens(SamplingParams(**params), (2,))
+    check_allowed_tokens_remain(SamplingParams(**params), (2,))
 
 
 def test_seed_of_minus_1_is_no_seed() -> None:

@@ -14,9 +14,9 @@ from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.engine.worker import device as devices
-from quire.engine.worker.device import choose_device, choose_dtype
-from quire.kernels.gpu import others
+from quire.engine.worker import device_plan as devices
+from quire.engine.worker.device_plan import choose_compute_dtype, choose_device
+from quire.kernels.gpu import other_devices
 from tests.engine.harness import Answer, request, run
 from tests.engine.worker.other_device import other_device, tensor_in_steps
 from tests.tiny_models import save_tiny_model
@@ -30,7 +30,7 @@ PROMPTS = {"short": [5, 6, 7], "long": list(range(3, 60)), "one": [9]}
 
 @pytest.fixture
 def other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "other_device", lambda name: other_device())
+    monkeypatch.setattr(devices, "find_other_device", lambda name: other_device())
     monkeypatch.setattr(torch, "tensor", tensor_in_steps)
 
 
@@ -155,7 +155,7 @@ def test_types_by_device(
 ) -> None:
     monkeypatch.setattr(torch.xpu, "is_bf16_supported", lambda: bfloat16)
     model = read_model_config(save_tiny_model(tmp_path, "llama", dtype=getattr(torch, stored)))
-    dtype, note = choose_dtype(EngineConfig(), model, torch.device(name))
+    dtype, note = choose_compute_dtype(EngineConfig(), model, torch.device(name))
     assert str(dtype) == f"torch.{chosen}"
     assert (note is None) == (stored == chosen)
 
@@ -164,13 +164,13 @@ def test_memory_is_what_the_device_says(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 10)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 4)
     monkeypatch.setattr(torch.xpu, "mem_get_info", lambda device: (7, 9))
-    assert others.free_bytes(torch.device("mps")) == 6
-    assert others.free_bytes(torch.device("xpu")) == 7
-    assert others.free_bytes(torch.device("cpu")) is None
+    assert other_devices.free_device_bytes(torch.device("mps")) == 6
+    assert other_devices.free_device_bytes(torch.device("xpu")) == 7
+    assert other_devices.free_device_bytes(torch.device("cpu")) is None
 
 
 def test_apples_gpus_have_no_8_bit_floats() -> None:
     for options in ({"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}):
         with pytest.raises(ConfigError, match="no 8-bit floats"):
-            devices.check_other(EngineConfig(**options), torch.device("mps"))  # type: ignore[arg-type]
-        devices.check_other(EngineConfig(**options), torch.device("xpu"))  # type: ignore[arg-type]
+            devices.check_other_device(EngineConfig(**options), torch.device("mps"))  # type: ignore[arg-type]
+        devices.check_other_device(EngineConfig(**options), torch.device("xpu"))  # type: ignore[arg-type]

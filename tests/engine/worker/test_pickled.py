@@ -18,9 +18,9 @@ from quire.engine.checkpoint.safetensors import read_file_headers, read_stored_w
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
-from quire.engine.worker.loading.loader import checkpoint_stream
-from quire.engine.worker.writing.quantize import quantize_folder
-from quire.kernels.reference import Reference
+from quire.engine.worker.loading.weight_loader import checkpoint_stream
+from quire.engine.worker.writing.quantize_checkpoint import quantize_folder
+from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import request, run
 from tests.tiny_classes import save_tiny_class
 from tests.tiny_models import save_tiny_model
@@ -144,6 +144,6 @@ def test_they_are_written_in_few_bits_as_safetensors(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "a", "llama")
     whole, sharded = pickled(path, tmp_path / "b"), pickled(path, tmp_path / "c", shards=2)
     for name, folder in (("from", path), ("whole", whole), ("sharded", sharded)):
-        quantize_folder(folder, tmp_path / name, "int8", Reference())
+        quantize_folder(folder, tmp_path / name, "int8", ReferenceBackend())
     assert not list((tmp_path / "sharded").glob("*.bin*"))
     assert answer(tmp_path / "from") == answer(tmp_path / "whole") == answer(tmp_path / "sharded")

@@ -16,12 +16,12 @@ from quire.engine.checkpoint.kv_plan import graph_tokens
 from quire.engine.core.scheduler_output import ScheduledRequest, SchedulerOutput
 from quire.engine.engine_core import EngineCore
 from quire.engine.types import EngineCoreRequest
-from quire.engine.worker.graphs import decodes, prompts
-from quire.engine.worker.graphs.prompts import SEQUENCES, Kind, PromptGraphs
-from quire.engine.worker.inputs import Slots
-from quire.engine.worker.runner import ModelRunner
+from quire.engine.worker.graphs import decode_graphs, mixed_batch_graphs
+from quire.engine.worker.graphs.mixed_batch_graphs import NUM_PREFILL_ROWS, MixedBatchGraphs, MixedGraphKey
+from quire.engine.worker.input_batch import InputBatch
+from quire.engine.worker.model_runner import ModelRunner
 from quire.kernels import reference
-from quire.kernels.recurrent.recurrence import Guesses, Matrices, Sequences
+from quire.kernels.recurrent.recurrence import DraftStateLengths, RecurrentStates, StateSequences
 from tests.engine.harness import Answer, request, run
 from tests.engine.worker.test_graphs import Right, Short, fake_flash, picked, start, with_heads
 from tests.kernels.fake_capture import FakeCapture
@@ -47,9 +47,9 @@ def traffic(lengths: tuple[int, ...] = (40, 5, 45, 130, 1, 70), **options: Any) 
 
 @pytest.fixture
 def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decodes, "FIRST_CONTEXT", 256)
-    monkeypatch.setattr(prompts, "GRAPH_ROWS", (4, 16))
-    monkeypatch.setattr(prompts, "GRAPH_TOKENS", (16, 64))
+    monkeypatch.setattr(decode_graphs, "FIRST_GRAPH_CONTEXT", 256)
+    monkeypatch.setattr(mixed_batch_graphs, "GRAPH_ROWS", (4, 16))
+    monkeypatch.setattr(mixed_batch_graphs, "GRAPH_TOKENS", (16, 64))
 
 
 def graphed(monkeypatch: pytest.MonkeyPatch, capture: FakeCapture | None, **options: Any) -> EngineCore:
@@ -66,13 +66,13 @@ def twice(engine: EngineCore, asked: list[EngineCoreRequest]) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 def test_a_step_is_that_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "GRAPH_TOKENS", (16,))
+    monkeypatch.setattr(mixed_batch_graphs, "GRAPH_TOKENS", (16,))
     asked = [request(name, [5, 6, 7, 8, 9], max_tokens=2, temperature=0.0) for name in ("one", "two")]
     options = {"max_model_len": 256, "max_num_seqs": 1, "enable_prefix_caching": False}
     wanted = picked(run(graphed(monkeypatch, None, **options), asked))
     engine = graphed(monkeypatch, FakeCapture(), **options)
     assert picked(run(engine, asked)) == wanted
-    assert (engine.stats.captured_steps, engine.stats.captured_prompt_steps) == (3, 1)
+    assert (engine.engine_stats.captured_steps, engine.engine_stats.captured_prompt_steps) == (3, 1)
 
 
 @pytest.mark.slow
@@ -81,9 +81,9 @@ def test_steps_are_those_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None
     wanted = picked(run(graphed(monkeypatch, None), traffic()))
     engine = graphed(monkeypatch, FakeCapture())
     assert twice(engine, traffic()) == wanted
-    assert engine.stats.captured_prompt_steps > 5
-    assert engine.stats.captured_steps > engine.stats.captured_prompt_steps
-    assert engine.stats.prefix_hits > 0
+    assert engine.engine_stats.captured_prompt_steps > 5
+    assert engine.engine_stats.captured_steps > engine.engine_stats.captured_prompt_steps
+    assert engine.engine_stats.prefix_hits > 0
 
 
 @pytest.mark.slow
@@ -97,14 +97,14 @@ def test_launched_ahead_and_preempted(monkeypatch: pytest.MonkeyPatch, pages: in
     for _ in range(2):
         found = {each.id: Answer() for each in asked}
         for each in asked:
-            engine.add(each)
-        while engine.busy:
+            engine.add_request(each)
+        while engine.has_work:
             for output in engine.step():
                 found[output.id].ids += output.new_ids
                 found[output.id].logprobs += output.logprobs or []
         assert picked(found) == wanted
-    assert (engine.stats.preemptions > 0) == (pages < 40)
-    assert engine.stats.captured_prompt_steps > 5
+    assert (engine.engine_stats.preemptions > 0) == (pages < 40)
+    assert engine.engine_stats.captured_prompt_steps > 5
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_all_tokens_are_read_where_prompts_are_asked_about(monkeypatch: pytest.M
         assert {name: each.prompt_logprobs for name, each in found.items()} == {
             name: each.prompt_logprobs for name, each in wanted.items()
         }
-    assert engine.stats.captured_prompt_steps > 5
+    assert engine.engine_stats.captured_prompt_steps > 5
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_windows_with_pages_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_pa
     engine = graphed(monkeypatch, FakeCapture(), **options)
     assert engine.info.page_groups == 2
     assert twice(engine, traffic()) == wanted
-    assert engine.stats.captured_prompt_steps > 5
+    assert engine.engine_stats.captured_prompt_steps > 5
 
 
 @pytest.mark.slow
@@ -140,8 +140,8 @@ def test_guesses_beside_prompts_are_rows_of_their_own(monkeypatch: pytest.Monkey
     wanted = run(graphed(monkeypatch, None), traffic())
     engine = graphed(monkeypatch, FakeCapture(), make_drafter=lambda *_: Right(wanted))
     assert twice(engine, traffic()) == picked(wanted)
-    assert sum(engine.stats.accepted_drafts) > 20
-    assert engine.stats.captured_prompt_steps > 3
+    assert sum(engine.engine_stats.accepted_drafts) > 20
+    assert engine.engine_stats.captured_prompt_steps > 3
 
 
 @pytest.mark.slow
@@ -155,12 +155,12 @@ def test_heads_follow_steps_with_prompts(method: str, monkeypatch: pytest.Monkey
         engine, recorded = with_heads(monkeypatch, tmp_path, method, capture, **options)
         answers = [picked(run(engine, traffic())) for _ in range(2)]
         assert answers[0] == answers[1]
-        pages = [each[:, : engine.info.num_blocks].float() for each in engine._drafting.pages]
+        pages = [each[:, : engine.info.num_blocks].float() for each in engine._draft_source.kv_tensors]
         found.append((answers, recorded.guesses, [each.tolist() for each in (*recorded.states, *pages)]))
-    assert engine.stats.captured_prompt_steps > 3
-    behind = engine.runner.prompt_graphs.behind
-    assert len(behind.graphs) == (len(engine.runner.prompt_graphs.captured.graphs) if method != "medusa" else 0)
-    assert not behind.eager
+    assert engine.engine_stats.captured_prompt_steps > 3
+    behind = engine.executor.mixed_batch_graphs.head_graphs
+    assert len(behind.graphs) == (len(engine.executor.mixed_batch_graphs.graph_set.graphs) if method != "medusa" else 0)
+    assert not behind.eager_reasons
     assert found[0] == found[1]
     assert sum(len(guesses) for _, guesses in found[0][1]) > 60
 
@@ -178,19 +178,28 @@ def unused(_: object) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash", "few_sizes")
 def test_what_matrices_have_seen_is_noted_beside_heads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found, recur = [], reference.recur
+    found, recur = [], reference.run_recurrence
 
     def tolerant(
-        given: Tensor, z: Tensor, beside: Tensor, rule: Any, states: Matrices, rows: Sequences, slots_of: Tensor
+        given: Tensor,
+        z: Tensor,
+        beside: Tensor,
+        rule: Any,
+        states: RecurrentStates,
+        rows: StateSequences,
+        slots_of: Tensor,
     ) -> Tensor:
         """Of rows that fill up, which all are the scratch slot's, a kernel computes anything."""
-        if (guesses := rows.guesses) is not None:
+        if (guesses := rows.draft_state_lengths) is not None:
             fills, contexts = slots_of == len(states.matrices) - 1, rows.context_lens
-            seen = torch.where(fills, contexts - rows.query_start.diff(), guesses.seen)
-            rows = replace(rows, guesses=Guesses(seen, torch.where(fills, contexts, guesses.known)))
+            seen = torch.where(fills, contexts - rows.query_start.diff(), guesses.num_state_tokens)
+            rows = replace(
+                rows,
+                draft_state_lengths=DraftStateLengths(seen, torch.where(fills, contexts, guesses.num_verified_tokens)),
+            )
         return recur(given, z, beside, rule, states, rows, slots_of)
 
-    monkeypatch.setattr(reference, "recur", tolerant)
+    monkeypatch.setattr(reference, "run_recurrence", tolerant)
     for capture in (None, run_again):
         options = {"max_num_batched_tokens": 48, "enable_prefix_caching": False}
         engine, recorded = with_heads(monkeypatch, tmp_path, "mtp", capture, "qwen3_5", **options)
@@ -198,12 +207,12 @@ def test_what_matrices_have_seen_is_noted_beside_heads(monkeypatch: pytest.Monke
         found.append((answers, recorded.guesses))
     assert found[0] == found[1]
     assert sum(len(guesses) for _, guesses in found[0][1]) > 60
-    worker, slots = engine.runner, engine.runner._slots
-    assert engine.stats.captured_prompt_steps > 3
-    for each in (worker.graphs, worker.prompt_graphs):
-        assert each.behind.graphs
-        assert not each.behind.eager
-    assert slots._seen_there[:-1].tolist() == slots._seen.tolist()
+    worker, slots = engine.executor, engine.executor._input_batch
+    assert engine.engine_stats.captured_prompt_steps > 3
+    for each in (worker.decode_graphs, worker.mixed_batch_graphs):
+        assert each.head_graphs.graphs
+        assert not each.head_graphs.eager_reasons
+    assert slots._device_num_state_tokens[:-1].tolist() == slots._num_state_tokens.tolist()
 
 
 @pytest.mark.slow
@@ -215,34 +224,34 @@ def test_what_cannot_be_captured_runs_without_and_is_not_tried_again(monkeypatch
     engine = graphed(monkeypatch, capture, max_num_seqs=2, warmup_seconds=60.0)
     assert engine.info.notes[1].startswith("steps with prompts of 20, 68 tokens run without graphs: out of memory (")
     assert twice(engine, asked) == wanted
-    assert engine.stats.captured_prompt_steps == 0
+    assert engine.engine_stats.captured_prompt_steps == 0
     refused = capture.refused
     assert refused > 0
     assert twice(engine, asked) == wanted
     assert capture.refused == refused
 
 
-def made(monkeypatch: pytest.MonkeyPatch, **shape: Any) -> tuple[PromptGraphs, Slots]:
-    slots = Slots(6, shape.get("max_model_len", 600), 16, CPU, scratch_page=50)
-    return PromptGraphs(lambda *_: torch.zeros((1, 8)), FakeCapture(), slots, 8, torch.float32), slots
+def made(monkeypatch: pytest.MonkeyPatch, **shape: Any) -> tuple[MixedBatchGraphs, InputBatch]:
+    slots = InputBatch(6, shape.get("max_model_len", 600), 16, CPU, scratch_block=50)
+    return MixedBatchGraphs(lambda *_: torch.zeros((1, 8)), FakeCapture(), slots, 8, torch.float32), slots
 
 
 ROWS = [
-    ScheduledRequest("decode", 2, 30, 1, [], sample=True),
-    ScheduledRequest("part", 0, 16, 20, [], sample=False),
-    ScheduledRequest("guesses", 5, 9, 3, [], sample=True, draft_token_ids=[7, 8]),
-    ScheduledRequest("end", 1, 0, 4, [], sample=True),
+    ScheduledRequest("decode", 2, 30, 1, [], should_sample=True),
+    ScheduledRequest("part", 0, 16, 20, [], should_sample=False),
+    ScheduledRequest("guesses", 5, 9, 3, [], should_sample=True, draft_token_ids=[7, 8]),
+    ScheduledRequest("end", 1, 0, 4, [], should_sample=True),
 ]
 
 
 def test_no_sequence_is_empty_and_every_token_is_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs, slots = made(monkeypatch)
-    assert graphs.plan(SchedulerOutput(ROWS)) is None, "the first of its kind"
-    planned = graphs.plan(SchedulerOutput(ROWS))
+    assert graphs.plan_batch(SchedulerOutput(ROWS)) is None, "the first of its kind"
+    planned = graphs.plan_batch(SchedulerOutput(ROWS))
     assert planned is not None
-    assert planned.kind == Kind(4, 32, 38, 2), "24 tokens, and six sequences that fill up"
-    given, before, order = graphs._laid(planned)
-    tokens, pieces = given[: 3 * 36].reshape(3, 36), given[3 * 36 :].reshape(5, SEQUENCES)
+    assert planned.key == MixedGraphKey(4, 32, 38, 2), "24 tokens, and six sequences that fill up"
+    given, before, order = graphs._lay_out_inputs(planned)
+    tokens, pieces = given[: 3 * 36].reshape(3, 36), given[3 * 36 :].reshape(5, NUM_PREFILL_ROWS)
     assert tokens[0, order].tolist() == [2, *[0] * 20, *[5] * 3, *[1] * 4]
     assert tokens[1, order].tolist() == [30, *range(16, 36), 9, 10, 11, 0, 1, 2, 3]
     assert tokens[:2, before].tolist() == [[2, 5, 5, 5, 1], [30, 9, 10, 11, 3]]
@@ -263,28 +272,28 @@ def test_no_sequence_is_empty_and_every_token_is_of_one(monkeypatch: pytest.Monk
 
 def test_what_matrices_have_seen_is_told_of_prompts_and_new_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     states = [tuple(torch.zeros((7, size, 8)) for size in (6, 2, 3))]
-    slots = Slots(6, 600, 16, CPU, scratch_page=50, states=states, drafts=3)
-    graphs = PromptGraphs(lambda *_: torch.zeros((1, 8)), FakeCapture(), slots, 8, torch.float32)
-    slots._seen[:] = [13, -1, 30, 0, 0, 9]
-    slots._seen[2] = -1
-    planned = [graphs.plan(SchedulerOutput(ROWS)) for _ in range(2)][-1]
+    slots = InputBatch(6, 600, 16, CPU, scratch_block=50, recurrent_states=states, max_drafts=3)
+    graphs = MixedBatchGraphs(lambda *_: torch.zeros((1, 8)), FakeCapture(), slots, 8, torch.float32)
+    slots._num_state_tokens[:] = [13, -1, 30, 0, 0, 9]
+    slots._num_state_tokens[2] = -1
+    planned = [graphs.plan_batch(SchedulerOutput(ROWS)) for _ in range(2)][-1]
     assert planned is not None
-    assert planned.decodes.tolist() == [False, False, True, False]
-    given, *_ = graphs._laid(planned)
-    pieces = given[3 * planned.kind.total :].reshape(5, SEQUENCES)
+    assert planned.is_decode.tolist() == [False, False, True, False]
+    given, *_ = graphs._lay_out_inputs(planned)
+    pieces = given[3 * planned.key.num_total_rows :].reshape(5, NUM_PREFILL_ROWS)
     assert pieces[:, :3].tolist() == [[2, 0, 1], [1, 20, 4], [31, 36, 4], [30, 13, 0], [31, 36, 4]]
-    assert slots._seen.tolist() == [36, 4, 31, 0, 0, 10], "but for guesses"
+    assert slots._num_state_tokens.tolist() == [36, 4, 31, 0, 0, 10], "but for guesses"
     given = torch.zeros((2, 32), dtype=torch.int64), torch.from_numpy(pieces.copy()), 2
-    assert slots._seen_there is not None
-    _, metadata = slots.prompt_inputs(*given, seen=False)
-    assert metadata.sequences is None
-    assert not slots._seen_there.any(), "as heads read them"
-    ids, metadata = slots.prompt_inputs(*given)
+    assert slots._device_num_state_tokens is not None
+    _, metadata = slots.prefill_inputs(*given, updates_states=False)
+    assert metadata.state_sequences is None
+    assert not slots._device_num_state_tokens.any(), "as heads read them"
+    ids, metadata = slots.prefill_inputs(*given)
     assert len(ids) == 32
-    assert metadata.sequences is not None
-    assert metadata.sequences.guesses is not None
-    assert metadata.sequences.guesses.seen.tolist()[:3] == [30, 13, 0]
-    assert slots._seen_there.tolist()[:3] == [36, 4, 31]
+    assert metadata.state_sequences is not None
+    assert metadata.state_sequences.draft_state_lengths is not None
+    assert metadata.state_sequences.draft_state_lengths.num_state_tokens.tolist()[:3] == [30, 13, 0]
+    assert slots._device_num_state_tokens.tolist()[:3] == [36, 4, 31]
 
 
 @pytest.mark.parametrize(
@@ -292,52 +301,52 @@ def test_what_matrices_have_seen_is_told_of_prompts_and_new_owners(monkeypatch: 
     [
         (ROWS, True),
         (ROWS[:1], False),  # a decode graph's
-        ([ScheduledRequest("long", 0, 0, 506, [], sample=True)], False),  # with seven tokens that fill up
-        ([ScheduledRequest("fits", 0, 0, 505, [], sample=True)], True),
-        ([ScheduledRequest(str(at), at % 6, 0, 2, [], sample=True) for at in range(7)], True),
-        ([ScheduledRequest(str(at), at % 6, 0, 2, [], sample=True) for at in range(8)], False),
-        ([*ROWS[1:2], *[ScheduledRequest(str(at), at % 6, 3, 1, [], sample=True) for at in range(257)]], False),
+        ([ScheduledRequest("long", 0, 0, 506, [], should_sample=True)], False),  # with seven tokens that fill up
+        ([ScheduledRequest("fits", 0, 0, 505, [], should_sample=True)], True),
+        ([ScheduledRequest(str(at), at % 6, 0, 2, [], should_sample=True) for at in range(7)], True),
+        ([ScheduledRequest(str(at), at % 6, 0, 2, [], should_sample=True) for at in range(8)], False),
+        ([*ROWS[1:2], *[ScheduledRequest(str(at), at % 6, 3, 1, [], should_sample=True) for at in range(257)]], False),
     ],
 )
 def test_which_steps_are_small(monkeypatch: pytest.MonkeyPatch, rows: list[ScheduledRequest], serves: bool) -> None:
     graphs, _ = made(monkeypatch)
-    assert [graphs.plan(SchedulerOutput(rows)) is not None for _ in range(2)] == [False, serves]
+    assert [graphs.plan_batch(SchedulerOutput(rows)) is not None for _ in range(2)] == [False, serves]
 
 
 def test_short_contexts_bound_what_fills_up(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs, _ = made(monkeypatch, max_model_len=40)
     planned = [
-        graphs.plan(SchedulerOutput([ScheduledRequest("one", 0, 0, count, [], sample=True)]))
+        graphs.plan_batch(SchedulerOutput([ScheduledRequest("one", 0, 0, count, [], should_sample=True)]))
         for count in (25, 25, 26, 26)
     ]
-    assert [each and each.kind.tokens for each in planned] == [None, 32, None, None]
+    assert [each and each.key.num_prefill_tokens for each in planned] == [None, 32, None, None]
     assert graph_tokens(40, 1) == 4 + 32
     assert graph_tokens(8, 300) == 256
 
 
 def test_graphs_are_bounded_and_captured_in_idle_moments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "MOST_GRAPHS", 11)
+    monkeypatch.setattr(mixed_batch_graphs, "MOST_GRAPHS", 11)
     graphs, _ = made(monkeypatch)
     few, some, many = (SchedulerOutput([*ROWS[:1] * count, ROWS[1]]) for count in (5, 9, 17))
-    assert graphs.plan(few) is None
+    assert graphs.plan_batch(few) is None
     captured = 0
-    while graphs.warm_up():
+    while graphs.capture_next():
         captured += 1
     assert captured == 10, "those of a prompt alone, and that of the batch"
-    assert graphs.plan(few) is not None
-    assert [graphs.plan(some) is None for _ in range(2)] == [True, False]
-    while graphs.warm_up():
+    assert graphs.plan_batch(few) is not None
+    assert [graphs.plan_batch(some) is None for _ in range(2)] == [True, False]
+    while graphs.capture_next():
         captured += 1
-    assert captured == len(graphs.captured.graphs) == 11
-    assert [graphs.plan(many) for _ in range(2)] == [None, None], "there are no more"
-    assert graphs.plan(some) is not None
+    assert captured == len(graphs.graph_set.graphs) == 11
+    assert [graphs.plan_batch(many) for _ in range(2)] == [None, None], "there are no more"
+    assert graphs.plan_batch(some) is not None
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash", "few_sizes")
 def test_a_start_captures_those_of_a_prompt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = graphed(monkeypatch, FakeCapture(), max_num_seqs=1, warmup_seconds=60.0)
-    assert isinstance(engine.runner, ModelRunner)
-    assert engine.runner.prompt_graphs is not None
-    assert [kind[:2] for kind in engine.runner.prompt_graphs.captured.graphs] == [(4, 64), (4, 16)]
+    assert isinstance(engine.executor, ModelRunner)
+    assert engine.executor.mixed_batch_graphs is not None
+    assert [kind[:2] for kind in engine.executor.mixed_batch_graphs.graph_set.graphs] == [(4, 64), (4, 16)]
     assert engine.info.notes[0].startswith("3 of 3 decode graphs, and 2 of steps with prompts, captured in ")

@@ -16,22 +16,22 @@ from transformers import (
 from quire.engine.errors import InvalidRequest
 from quire.engine.types import Grammar, SamplingParams, ThinkingBudget
 from quire.engine.worker.sampling.sampler import (
-    HostChanges,
+    HostLogitsProcessor,
+    include_sampled_token,
     logprob_tensors,
     sample,
     token_logprobs,
-    uniforms,
-    with_picked,
+    uniform_draws,
 )
 from quire.engine.worker.sampling.sampling_rules import (
-    NOTHING_LEFT,
+    NO_TOKEN_LEFT,
     SamplingRow,
-    change_logits,
-    listed_tokens,
-    only_largest,
-    rules_of,
+    is_greedy_only,
+    make_sampling_rules,
+    pad_logprob_token_ids,
+    process_logits,
 )
-from quire.kernels.reference import filtered_probs, inverse_cdf
+from quire.kernels.reference import filter_probs, sample_inverse_cdf
 
 EOS = (2,)
 
@@ -40,12 +40,12 @@ def row(
     position: int = 5, seed: int = 0, tokens: list[int] | None = None, prompt: int = 3, **params: object
 ) -> SamplingRow:
     ids = torch.tensor(tokens if tokens is not None else list(range(position)), dtype=torch.int32)
-    return SamplingRow(rules_of(SamplingParams(**params), EOS), seed, len(ids), prompt, ids[None], 0)
+    return SamplingRow(make_sampling_rules(SamplingParams(**params), EOS), seed, len(ids), prompt, ids[None], 0)
 
 
 def adjust(logits: torch.Tensor, row: SamplingRow) -> None:
     """One row's logits [vocab], in place."""
-    change_logits(logits[None], [row], None, HostChanges())
+    process_logits(logits[None], [row], None, HostLogitsProcessor())
 
 
 def noise(*shape: int) -> torch.Tensor:
@@ -80,7 +80,7 @@ def test_filters_are_those_of_transformers(params: dict[str, float], vocab: int)
         wanted = TopPLogitsWarper(p.top_p)(None, wanted)
     if p.min_p:
         wanted = MinPLogitsWarper(p.min_p)(None, wanted)
-    found = filtered_probs(logits.clone(), filters([p] * 6, vocab))
+    found = filter_probs(logits.clone(), filters([p] * 6, vocab))
     assert torch.equal(found > 0, wanted > -torch.inf)
     torch.testing.assert_close(found / found.sum(-1, keepdim=True), wanted.softmax(-1))
 
@@ -92,7 +92,7 @@ def test_the_least_temperatures_are_greedy(temperature: float) -> None:
     logits = noise(6, 500)
     found = sample(logits.clone(), rows)
     assert torch.equal(found, logits.argmax(-1))
-    assert only_largest(SamplingParams(temperature=temperature))
+    assert is_greedy_only(SamplingParams(temperature=temperature))
 
 
 @pytest.mark.parametrize("penalty", [1e-6, 1e6])
@@ -107,7 +107,7 @@ def test_the_largest_penalties_leave_numbers(penalty: float) -> None:
 
 def test_a_flat_distribution_needs_more_than_the_first_candidates() -> None:
     params = [SamplingParams(top_p=0.9), SamplingParams(top_p=0.5, top_k=100)]
-    probs = filtered_probs(noise(2, 8000) * 0.01, filters(params, 8000))
+    probs = filter_probs(noise(2, 8000) * 0.01, filters(params, 8000))
     assert 6500 < int((probs[0] > 0).sum()) < 7300
     assert 45 <= int((probs[1] > 0).sum()) <= 55
 
@@ -197,7 +197,7 @@ def test_a_prompt_does_not_begin_a_bad_word() -> None:
 def test_a_request_that_forbids_everything_gets_no_token() -> None:
     rows = [row(temperature=t, allowed_token_ids=(4,), bad_words_ids=((4,),)) for t in (0.0, 1.0)]
     picks = sample(noise(3, 10), [rows[0], row(allowed_token_ids=(4,)), rows[1]]).tolist()
-    assert picks == [NOTHING_LEFT, 4, NOTHING_LEFT]
+    assert picks == [NO_TOKEN_LEFT, 4, NO_TOKEN_LEFT]
 
 
 def test_draws_follow_the_distribution_and_depend_on_seed_and_position_alone() -> None:
@@ -211,7 +211,7 @@ def test_draws_follow_the_distribution_and_depend_on_seed_and_position_alone() -
     assert chi_squared < 16.3  # 99.9 % of samples, 3 degrees of freedom; the draws are fixed, so this cannot flake
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
     assert sample(logits.repeat(len(rows), 1), [rows[i] for i in order]).tolist() == picks[order].tolist()
-    assert len({u.item() for u in uniforms(rows)}) == len(rows)
+    assert len({u.item() for u in uniform_draws(rows)}) == len(rows)
 
 
 def test_a_row_is_drawn_alike_whatever_is_beside_it() -> None:
@@ -225,7 +225,7 @@ def test_a_row_is_drawn_alike_whatever_is_beside_it() -> None:
 def test_the_ends_of_the_unit_interval() -> None:
     probs = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]] * 3)
     u = torch.tensor([0.0, 0.5, 1 - 2.0**-53], dtype=torch.float64)
-    assert inverse_cdf(probs, u).tolist() == [1, 3, 3]
+    assert sample_inverse_cdf(probs, u).tolist() == [1, 3, 3]
 
 
 @pytest.mark.parametrize("vocab", [30, 5000])
@@ -253,14 +253,14 @@ def test_listed_tokens_stand_in_the_place_of_the_most_likely_ones() -> None:
     logits = noise(4, 30)
     picked = torch.tensor([4, 5, 6, 7])
     params = [{"logprobs": 2}, {"logprob_token_ids": (9, 5, 9, 0)}, {"logprobs": 0}, {"logprob_token_ids": (1,)}]
-    rules = [rules_of(SamplingParams(**each), ()) for each in params]
-    tensors = logprob_tensors(logits, picked, 2, listed_tokens(rules, logits.device))
-    found = token_logprobs(picked.tolist(), tensors, [each.logprobs or 0 for each in rules])
+    rules = [make_sampling_rules(SamplingParams(**each), ()) for each in params]
+    tensors = logprob_tensors(logits, picked, 2, pad_logprob_token_ids(rules, logits.device))
+    found = token_logprobs(picked.tolist(), tensors, [each.num_logprobs or 0 for each in rules])
     wanted = logits.log_softmax(-1)
     assert [token for token, _ in found[0].top] == wanted[0].topk(2).indices.tolist()
     assert found[2].top == []
     for row, ids in ((1, {9, 5, 0}), (3, {1, 7})):
-        exact = with_picked(found[row])
+        exact = include_sampled_token(found[row])
         assert dict(exact.top) == pytest.approx({token: wanted[row, token].item() for token in ids})
         assert [value for _, value in exact.top] == sorted((value for _, value in exact.top), reverse=True)
         assert (exact.token_id, exact.logprob) == (int(picked[row]), pytest.approx(wanted[row, picked[row]].item()))
@@ -283,5 +283,5 @@ def test_listed_tokens_stand_in_the_place_of_the_most_likely_ones() -> None:
     ids=lambda asked: next(iter(asked)),
 )
 def test_what_asks_for_more_than_the_largest_logit(asked: dict[str, Any]) -> None:
-    assert only_largest(SamplingParams(temperature=0.0, prompt_logprobs=1, seed=3, stop=("a",), logprob_token_ids=()))
-    assert not only_largest(SamplingParams(**{"temperature": 0.0} | asked))
+    assert is_greedy_only(SamplingParams(temperature=0.0, prompt_logprobs=1, seed=3, stop=("a",), logprob_token_ids=()))
+    assert not is_greedy_only(SamplingParams(**{"temperature": 0.0} | asked))

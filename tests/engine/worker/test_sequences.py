@@ -5,42 +5,46 @@ from __future__ import annotations
 import torch
 
 from quire.engine.core.scheduler_output import ScheduledRequest
-from quire.engine.worker.inputs import Slots
+from quire.engine.worker.input_batch import InputBatch
 
 CPU = torch.device("cpu")
 
 
-def slots() -> Slots:
+def slots() -> InputBatch:
     states = [tuple(torch.zeros((6, size, 8)) for size in (6, 2, 3))]
-    return Slots(4, 64, 16, CPU, scratch_page=9, states=states, drafts=3)
+    return InputBatch(4, 64, 16, CPU, scratch_block=9, recurrent_states=states, max_drafts=3)
 
 
 def test_a_slots_rows_are_one_sequence_whose_first_token_alone_is_known() -> None:
     made = slots()
     scratch = made.scratch_slot
-    assert made._seen_there is not None
-    made._seen_there[:] = torch.tensor([0, 5, 0, 2, 0])
+    assert made._device_num_state_tokens is not None
+    made._device_num_state_tokens[:] = torch.tensor([0, 5, 0, 2, 0])
     rows = torch.tensor([[1, 1, 1, 3, scratch, scratch], [7, 8, 9, 2, 0, 0]])
     _, metadata = made.decode_inputs(rows, 1)
-    found = metadata.sequences
+    found = metadata.state_sequences
     assert found is not None
     assert found.query_start.tolist() == [0, 3, 3, 3, 4, 5, 6]
     counts = found.query_start.diff()
     assert found.context_lens[counts > 0].tolist() == [10, 3, 1, 1]
-    assert found.guesses.known[counts > 0].tolist() == [8, 3, 1, 1]
-    assert found.guesses.seen[counts > 0].tolist()[:2] == [5, 2]
+    assert found.draft_state_lengths.num_verified_tokens[counts > 0].tolist() == [8, 3, 1, 1]
+    assert found.draft_state_lengths.num_state_tokens[counts > 0].tolist()[:2] == [5, 2]
     empty = counts == 0
-    assert torch.equal(found.guesses.seen[empty], found.context_lens[empty]), "nothing is left to compute"
-    assert made._seen_there.tolist()[:4] == [0, 8, 0, 3]
+    assert torch.equal(found.draft_state_lengths.num_state_tokens[empty], found.context_lens[empty]), (
+        "nothing is left to compute"
+    )
+    assert made._device_num_state_tokens.tolist()[:4] == [0, 8, 0, 3]
     _, metadata = made.decode_inputs(torch.tensor([[1, 1], [9, 10]]), 1)
-    assert metadata.sequences is not None
-    assert metadata.sequences.guesses.seen.tolist()[0] == 8, "one guess was right"
+    assert metadata.state_sequences is not None
+    assert metadata.state_sequences.draft_state_lengths.num_state_tokens.tolist()[0] == 8, "one guess was right"
 
 
 def test_a_new_owners_first_step_is_no_graphs() -> None:
     made = slots()
-    made._seen[:] = [-1, 4, 7, 7]
-    row = ScheduledRequest("one", 0, 4, 1, [], sample=True)
-    assert not made.see([row])
-    assert made.see([ScheduledRequest("two", 1, 4, 3, [], sample=True, draft_token_ids=[5, 6])])
-    assert made._seen.tolist() == [-1, 5, 7, 7]
+    made._num_state_tokens[:] = [-1, 4, 7, 7]
+    row = ScheduledRequest("one", 0, 4, 1, [], should_sample=True)
+    assert not made.try_record_state_tokens([row])
+    assert made.try_record_state_tokens(
+        [ScheduledRequest("two", 1, 4, 3, [], should_sample=True, draft_token_ids=[5, 6])]
+    )
+    assert made._num_state_tokens.tolist() == [-1, 5, 7, 7]

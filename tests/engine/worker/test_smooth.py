@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quire.engine.config import EngineConfig
-from quire.engine.worker.loading.forward import ForwardPass
-from quire.engine.worker.writing.quantize import quantize_folder
-from quire.engine.worker.writing.smooth import smoothing
-from quire.kernels.reference import Reference
+from quire.engine.worker.loading.forward_pass import ForwardPass
+from quire.engine.worker.writing.quantize_checkpoint import quantize_folder
+from quire.engine.worker.writing.smoothquant import fit_smoothing
+from quire.kernels.reference import ReferenceBackend
 from tests.tiny_models import VOCAB, save_tiny_model
 
 SAMPLES = [[3 + (7 * i + j * j) % (VOCAB - 3) for j in range(40)] for i in range(3)]
@@ -52,10 +52,10 @@ def logits(path: Path) -> Tensor:
 @pytest.mark.parametrize(("family", "norms"), NORMS.items())
 def test_a_smoothed_model_computes_the_same(family: str, norms: int, tmp_path: Path) -> None:
     path = save(tmp_path, family)
-    smoother = smoothing(path, SAMPLES, 0.5)
-    assert smoother.count == norms
+    smoother = fit_smoothing(path, SAMPLES, 0.5)
+    assert smoother.num_norms == norms
     given = load_file(path / "model.safetensors")
-    smoothed = {name: smoother.applied(name, tensor) for name, tensor in given.items()}
+    smoothed = {name: smoother.smooth_tensor(name, tensor) for name, tensor in given.items()}
     changed = [name for name, tensor in smoothed.items() if not torch.equal(tensor, given[name])]
     assert not any(
         name.endswith(("o_proj.weight", "down_proj.weight", "fc2.weight", "router.weight")) for name in changed
@@ -68,13 +68,15 @@ def test_a_smoothed_model_computes_the_same(family: str, norms: int, tmp_path: P
 def quires(path: Path, **options: object) -> Tensor:
     settings: Mapping[str, object] = {"quantize_embedding": False, "activation_bits": "8"} | options
     config = EngineConfig(model=str(path), attention_backend="cpu", **settings)
-    return ForwardPass.load(config, None).logprobs(TRIED, full_vocabulary=True)
+    return ForwardPass.from_config(config, None).compute_logprobs(TRIED, full_vocabulary=True)
 
 
 def test_it_comes_closer_in_8_bits(tmp_path: Path) -> None:
     path = save(tmp_path, "llama")
-    quantize_folder(path, tmp_path / "plain", "int8", Reference())
-    said = quantize_folder(path, tmp_path / "out", "int8", Reference(), partial(smoothing, path, SAMPLES, 0.5))
+    quantize_folder(path, tmp_path / "plain", "int8", ReferenceBackend())
+    said = quantize_folder(
+        path, tmp_path / "out", "int8", ReferenceBackend(), partial(fit_smoothing, path, SAMPLES, 0.5)
+    )
     assert said.startswith("21 linears int-quantized, 6 norms smoothed; ")
     wanted = logits(path).log_softmax(-1).float()[:-1]
     plain, smooth = ((quires(tmp_path / name) - wanted).abs().mean().item() for name in ("plain", "out"))

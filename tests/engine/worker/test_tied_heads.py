@@ -13,7 +13,7 @@ from quire.engine.checkpoint.files import read_model_config, read_raw_config
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.errors import ModelError
 from quire.engine.layers.parameters import Parameter
-from quire.engine.worker.loading.loader import load_weights
+from quire.engine.worker.loading.weight_loader import load_weights
 from tests.engine.parity import edit_json, largest_difference, random_prompt
 from tests.every_class import outcome
 from tests.tiny_classes import save_tiny_class
@@ -83,11 +83,11 @@ def test_plan_counts_a_head_of_its_own(tmp_path: Path) -> None:
 
 
 def test_weights_with_another_head_do_not_take_the_place_of_tied_ones(tmp_path: Path) -> None:
-    from quire.engine.worker.loading.check import check_meaning
+    from quire.engine.worker.loading.weight_check import check_same_model
 
     one = save_tiny_model(tmp_path / "one", "llama", tie_word_embeddings=True)
     with pytest.raises(ModelError, match="tie_embeddings"):
-        check_meaning(read_model_config(one), untied(tmp_path / "both", "llama"), one)
+        check_same_model(read_model_config(one), untied(tmp_path / "both", "llama"), one)
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

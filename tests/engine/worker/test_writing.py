@@ -18,10 +18,10 @@ from torch import Tensor
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
-from quire.engine.layers.quantize import float8, int8
-from quire.engine.worker.writing.quantize import quantize_folder
-from quire.kernels.cpu.backend import Cpu
-from quire.kernels.reference import Reference
+from quire.engine.layers.online_quantization import quantize_float8, quantize_int8
+from quire.engine.worker.writing.quantize_checkpoint import quantize_folder
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import Answer, request, run
 from tests.tiny_models import VOCAB, save_tiny_model
 
@@ -66,10 +66,10 @@ def meant(tensors: dict[str, Tensor], linear: str) -> Tensor:
     "family", ["llama", "llama-tied-biased", "gemma3", "qwen3", "qwen3-moe", "phi3", "gpt_neox", "lfm2", "qwen3_5"]
 )
 def test_the_tokens_are_those_of_quantizing_at_load(name: str, family: str, backend: str, tmp_path: Path) -> None:
-    if backend == "cpu" and Cpu().missing is not None:
-        pytest.skip(str(Cpu().missing))
+    if backend == "cpu" and CpuBackend().missing_reason is not None:
+        pytest.skip(str(CpuBackend().missing_reason))
     path = model(tmp_path, family)
-    quantize_folder(path, tmp_path / "out", name, Reference())
+    quantize_folder(path, tmp_path / "out", name, ReferenceBackend())
     for whole in (False, True):
         options = {"attention_backend": backend, "quantize_embedding": whole}
         assert answers(tmp_path / "out", **options) == answers(path, quantization=name, **options)
@@ -77,7 +77,7 @@ def test_the_tokens_are_those_of_quantizing_at_load(name: str, family: str, back
 
 def test_layers_of_other_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="checkpoints of gpt2 models are not written in few bits"):
-        quantize_folder(model(tmp_path, "gpt2"), tmp_path / "out", "int8", Reference())
+        quantize_folder(model(tmp_path, "gpt2"), tmp_path / "out", "int8", ReferenceBackend())
     assert not (tmp_path / "out").exists()
 
 
@@ -88,7 +88,7 @@ def test_the_tensors_stand_for_the_nearest_weights_and_quire_computes_with_them(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     path = model(tmp_path, "llama", dtype=dtype, intermediate_size=160)
-    said = quantize_folder(path, tmp_path / "out", name, Reference())
+    said = quantize_folder(path, tmp_path / "out", name, ReferenceBackend())
     assert said.startswith("14 linears")
     written, given = load_file(tmp_path / "out/model.safetensors"), load_file(path / "model.safetensors")
     dense = {}
@@ -119,7 +119,7 @@ def test_compressed_tensors_and_transformers_read_it(name: str, tmp_path: Path) 
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
     path = model(tmp_path, "llama", dtype=torch.float32)
-    quantize_folder(path, tmp_path / "out", name, Reference())
+    quantize_folder(path, tmp_path / "out", name, ReferenceBackend())
     # Unpacked as it loads: compressed-tensors 0.20 loads zero points, its own too, in no other way.
     options = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if name == "int4" else {}
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, **options)
@@ -150,7 +150,7 @@ def test_files_of_several_parts_and_with_images(tmp_path: Path) -> None:
     (path / "tokenizer.json").write_text("{}")
     (path / "1_Pooling").mkdir()
     (path / "1_Pooling/config.json").write_text("{}")
-    quantize_folder(path, tmp_path / "out", "int8", Reference())
+    quantize_folder(path, tmp_path / "out", "int8", ReferenceBackend())
     shutil.rmtree(path / "1_Pooling")
     (path / "tokenizer.json").unlink()
     out = tmp_path / "out"
@@ -172,7 +172,7 @@ def test_files_of_several_parts_and_with_images(tmp_path: Path) -> None:
 
 def test_what_cannot_be_grouped_stays_as_it_is(tmp_path: Path) -> None:
     path = model(tmp_path, "llama", intermediate_size=150)
-    quantize_folder(path, tmp_path / "out", "int4", Reference())
+    quantize_folder(path, tmp_path / "out", "int4", ReferenceBackend())
     written = load_file(tmp_path / "out/model.safetensors")
     down = "model.layers.0.mlp.down_proj"
     assert torch.equal(written[f"{down}.weight"], load_file(path / "model.safetensors")[f"{down}.weight"])
@@ -194,11 +194,11 @@ def test_what_was_begun_is_removed(spoil: Callable[[Path], None], tmp_path: Path
     path = model(tmp_path, "llama")
     spoil(path)
     with pytest.raises(ModelError, match=r"model\.safetensors"):
-        quantize_folder(path, tmp_path / "out", "int8", Reference())
+        quantize_folder(path, tmp_path / "out", "int8", ReferenceBackend())
     assert [each.name for each in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("make", [int8, float8])
+@pytest.mark.parametrize("make", [quantize_int8, quantize_float8])
 def test_scales_are_what_bfloat16_holds(make: Callable[[Tensor], Any]) -> None:
     scales = make(torch.randn((70, 96), generator=torch.Generator().manual_seed(1))).scales
     assert torch.equal(scales, scales.bfloat16().float())

@@ -24,38 +24,38 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from quire.kernels.attention.own import Own
+from quire.kernels.attention.context_shard import ContextShard
+from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS, AdapterSlots, AttentionMetadata, Experts, Linear, LinearContext
 from quire.kernels.gpu import (
+    triton_backend,
     triton_fused,
+    triton_launch_sizes,
     triton_linear,
     triton_logits,
     triton_lora,
-    triton_paged,
     triton_sampling,
     triton_short_conv,
-    triton_sizes,
 )
-from quire.kernels.gpu.experts.mixture import GroupedMixture, Stack
-from quire.kernels.gpu.quantization import library, packing, quantized, triton_quantized
-from quire.kernels.gpu.quantization.packing import laid_for_decodes
-from quire.kernels.gpu.quantization.rounding import Eights
-from quire.kernels.gpu.ranks.divided import merged
-from quire.kernels.gpu.ranks.one_shot import OneShot
+from quire.kernels.gpu.experts.grouped_moe import ExpertStack, GroupedMoE
+from quire.kernels.gpu.quantization import quantized_linear, torch_matmul, triton_quantized, weight_packing
+from quire.kernels.gpu.quantization.activation_rounding import EightBitRounding
+from quire.kernels.gpu.quantization.weight_packing import interleave_for_decode
+from quire.kernels.gpu.ranks.context_parallel import merge_rank_outputs
+from quire.kernels.gpu.ranks.one_shot_all_reduce import OneShotAllReduce
 from quire.kernels.gpu.triton_linear import DenseLinear
-from quire.kernels.kv_codes import KV_CODES, scale_elements
-from quire.kernels.quantized import Float8Weight, GroupedWeight, QuantizedWeight
-from quire.kernels.recurrent.short_conv import Columns, ShortConv
-from quire.kernels.rotation import Rope
+from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, num_scale_elements
+from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, QuantizedWeight
+from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
 from quire.kernels.routing import Routing
-from quire.kernels.softmax import Softmax
 from tests.kernels.triton.compile_layers import latent, latents, recurrences
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 CAPABILITY = int(sys.argv[2]) if len(sys.argv) > 2 else 90
 
-PLAIN, CAPPED = Softmax(0.1), Softmax(0.1, window=500, softcap=30.0)
+PLAIN, CAPPED = AttentionParams(0.1), AttentionParams(0.1, window=500, softcap=30.0)
 
 
 class NoGPU:
@@ -131,13 +131,13 @@ def attention(
     contexts: list[int],
     queries: int,
     dim: int,
-    softmax: Softmax = PLAIN,
+    softmax: AttentionParams = PLAIN,
     *,
     dtype: torch.dtype = torch.bfloat16,
     page: int = 16,
     fixed: bool = False,
     kv_dtype: torch.dtype | None = None,
-    own: Own | None = None,
+    own: ContextShard | None = None,
 ) -> None:
     """Llama's heads: 32 of queries, 8 of keys."""
     pages, seqs = -(-max(contexts) // page), len(contexts)
@@ -148,26 +148,26 @@ def attention(
         key_start=torch.zeros(seqs + 1, dtype=torch.int32),
         block_table=torch.zeros((seqs, pages), dtype=torch.int32),
         positions=torch.zeros(tokens, dtype=torch.int64),
-        slots=torch.zeros(tokens, dtype=torch.int64),
+        slot_mapping=torch.zeros(tokens, dtype=torch.int64),
         max_query_len=queries,
         max_context_len=max(contexts),
     )
     held = dtype if kv_dtype is None else kv_dtype
-    k_cache, v_cache = torch.empty((2, 4, page, 8, dim + scale_elements(held)), dtype=held)
+    k_cache, v_cache = torch.empty((2, 4, page, 8, dim + num_scale_elements(held)), dtype=held)
     q = torch.empty((tokens, 32, dim), dtype=dtype)
-    triton_paged.paged_attention(q, k_cache, v_cache, metadata, softmax, fixed=fixed, own=own)
+    triton_backend.paged_attention(q, k_cache, v_cache, metadata, softmax, fixed=fixed, shard=own)
 
 
 def divided() -> None:
     """Of two ranks that divide the tokens of sequences."""
-    own = Own(1, 2, 16)
+    own = ContextShard(1, 2, 16)
     for fixed, dim in product((False, True), (64, 128)):
         for contexts, queries in (([4000], 1), ([1200] * 40, 1), ([600] * 2, 300)):
             attention(contexts, queries, dim, fixed=fixed, own=own)
             attention(contexts, queries, dim, CAPPED, fixed=fixed, own=own)
             latent(16, contexts, queries, torch.bfloat16, fixed=fixed, own=own)
     for sinks in (None, torch.zeros(16)):
-        merged(torch.empty((2, 3, 16, 130)), sinks, torch.bfloat16)
+        merge_rank_outputs(torch.empty((2, 3, 16, 130)), sinks, torch.bfloat16)
 
 
 def attentions() -> None:
@@ -182,7 +182,7 @@ def attentions() -> None:
         attention([2000], 1, dim, dtype=torch.float32)
         attention([600], 300, dim, dtype=torch.float32, softmax=CAPPED)
     attention([600], 12, 128, page=256)
-    for kv_dtype in KV_CODES:
+    for kv_dtype in QUANTIZED_KV_DTYPES:
         for dim in (64, 128):  # at 256, deterministic, an H100 spills 48 bytes
             attention([2000], 1, dim, kv_dtype=kv_dtype)
             attention([600] * 2, 300, dim, kv_dtype=kv_dtype)
@@ -193,7 +193,7 @@ def decodes() -> None:
     """Attention of one query each alone, of all kinds of pages and types."""
     for fixed, contexts, dim in product((False, True), ([2000], [600] * 40), (64, 96, 128, 256)):
         attention(contexts, 1, dim, fixed=fixed)
-        for kv_dtype in KV_CODES:
+        for kv_dtype in QUANTIZED_KV_DTYPES:
             attention(contexts, 1, dim, kv_dtype=kv_dtype, fixed=fixed)
     for contexts, dim in product(([2000], [600] * 40), (64, 128, 256)):
         attention(contexts, 1, dim, dtype=torch.float32)
@@ -216,10 +216,10 @@ def elementwise() -> None:
     qkv, norm = torch.empty((3, 48 * 128), dtype=torch.bfloat16), torch.empty(128)
     for norms in ((None, None), (norm, norm)):
         rope = Rope(128, torch.empty(9, 128), *norms, 1e-5)
-        triton_fused.rope_store(qkv, rope, k_cache, v_cache, metadata)
-    for kv_dtype in KV_CODES:
-        codes = torch.empty((2, 4, 16, 8, 128 + scale_elements(kv_dtype)), dtype=kv_dtype)
-        triton_fused.rope_store(qkv, rope, *codes, metadata)
+        triton_fused.rope_and_store_kv(qkv, rope, k_cache, v_cache, metadata)
+    for kv_dtype in QUANTIZED_KV_DTYPES:
+        codes = torch.empty((2, 4, 16, 8, 128 + num_scale_elements(kv_dtype)), dtype=kv_dtype)
+        triton_fused.rope_and_store_kv(qkv, rope, *codes, metadata)
 
 
 def sampling(rows: int) -> None:
@@ -227,10 +227,10 @@ def sampling(rows: int) -> None:
     real, whole = torch.ones(rows), torch.ones(rows, dtype=torch.int64)
     for filtered in (False, True):
         asked = (real, whole.int(), real.double(), real, whole, whole)
-        triton_sampling.pick(logits, *asked, drawn=True, filtered=filtered)
-    triton_logits.penalize(logits, tokens, whole, whole, whole, whole, real, real, real, longest=7 * rows)
-    triton_logits.add(logits, whole, whole, real)
-    triton_logits.ban(logits, tokens, whole, whole, whole, whole.int(), whole.int())
+        triton_sampling.sample_tokens(logits, *asked, has_sampling=True, has_filters=filtered)
+    triton_logits.penalize_tokens(logits, tokens, whole, whole, whole, whole, real, real, real, longest=7 * rows)
+    triton_logits.add_logit_bias(logits, whole, whole, real)
+    triton_logits.ban_bad_words(logits, tokens, whole, whole, whole, whole.int(), whole.int())
 
 
 def linear(rows: int) -> None:
@@ -242,7 +242,7 @@ def linear(rows: int) -> None:
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
-def weights_of_few_bits() -> list[packing.Packed]:
+def weights_of_few_bits() -> list[weight_packing.PackedWeight]:
     outs, inner = 4096, 1024
     codes, halves = torch.empty((outs, inner), dtype=torch.int8), torch.empty((outs, inner // 2), dtype=torch.uint8)
     floats = torch.zeros((outs, inner), dtype=torch.float8_e4m3fn)
@@ -252,43 +252,50 @@ def weights_of_few_bits() -> list[packing.Packed]:
 
     native = CAPABILITY >= 89
     made = [
-        packing.pack_grouped(GroupedWeight(halves, scales(32), scales(32))),
-        packing.pack_grouped(GroupedWeight(halves, scales(128))),
-        packing.pack_grouped(GroupedWeight(halves, scales(16), values=tuple(range(16)))),
-        packing.pack_grouped(GroupedWeight(halves, scales(32), values=E2M1)),
-        packing.pack_grouped(GroupedWeight(codes, scales(32), scales(32))),
-        packing.pack_grouped(GroupedWeight(codes, scales(inner))),
-        packing.pack_float8(Float8Weight(floats, torch.ones((outs // 128, inner // 128)), (128, 128)), native=native),
-        packing.pack_float8(Float8Weight(floats, torch.ones((outs, 1)), (1, inner)), native=native),
-        packing.pack_float8(Float8Weight(floats, scales(64), (1, 64)), native=native),
+        weight_packing.pack_grouped(GroupedWeight(halves, scales(32), scales(32))),
+        weight_packing.pack_grouped(GroupedWeight(halves, scales(128))),
+        weight_packing.pack_grouped(GroupedWeight(halves, scales(16), code_values=tuple(range(16)))),
+        weight_packing.pack_grouped(GroupedWeight(halves, scales(32), code_values=E2M1)),
+        weight_packing.pack_grouped(GroupedWeight(codes, scales(32), scales(32))),
+        weight_packing.pack_grouped(GroupedWeight(codes, scales(inner))),
+        weight_packing.pack_float8(
+            Float8Weight(floats, torch.ones((outs // 128, inner // 128)), (128, 128)), native=native
+        ),
+        weight_packing.pack_float8(Float8Weight(floats, torch.ones((outs, 1)), (1, inner)), native=native),
+        weight_packing.pack_float8(Float8Weight(floats, scales(64), (1, 64)), native=native),
     ]
-    return [laid_for_decodes(each) for each in made if each is not None]
+    return [interleave_for_decode(each) for each in made if each is not None]
 
 
-def few_bits(rows: int, parts: list[packing.Packed]) -> None:
+def few_bits(rows: int, parts: list[weight_packing.PackedWeight]) -> None:
     """By Triton, and what it does beside PyTorch's products."""
-    x = torch.empty((rows, parts[0].inner), dtype=torch.bfloat16)
+    x = torch.empty((rows, parts[0].in_features), dtype=torch.bfloat16)
     for fixed in (False, True):
         for part in parts:
-            quantized.QuantizedLinear([part], None, wide=False, fixed=fixed)(x, NO_ADAPTERS)
+            quantized_linear.TritonQuantizedLinear([part], None, wide=False, fixed=fixed)(x, NO_ADAPTERS)
     for part in parts:
-        out = x.new_empty((rows, part.outs))
-        quantized.multiply_whole(part, x, None, out, fixed=False)
-        library.multiply_expanded(part, x, None, out)
-        if part.rounds:
-            Eights(part.form[0] == triton_quantized.INTEGERS, by_blocks=False, paired=part.paired).of(x)
+        out = x.new_empty((rows, part.out_features))
+        quantized_linear.multiply_unrounded(part, x, None, out, fixed=False)
+        torch_matmul.multiply_dequantized(part, x, None, out)
+        if part.rounds_activations:
+            EightBitRounding(
+                part.kernel_form[0] == triton_quantized.INTEGERS, has_block_scales=False, pair_step=part.pair_step
+            ).round_rows(x)
 
 
 def rounded(rows: int = 3) -> None:
     """Norms and gates in 8 bits and as they are, of gpt-oss' width, Llama's and DeepSeek's."""
     for (size, integers), by_blocks in product(((2880, False), (4096, True), (7168, False)), (False, True)):
-        form, weight = Eights(integers, by_blocks, paired=64 if size % packing.BLOCK == 0 else 32), torch.empty(size)
+        form, weight = (
+            EightBitRounding(integers, by_blocks, pair_step=64 if size % weight_packing.SCALE_BLOCK == 0 else 32),
+            torch.empty(size),
+        )
         x, gate_up = (torch.empty((rows, width), dtype=torch.bfloat16) for width in (size, 2 * size))
         for bias, residual, whole in ((None, None, False), (None, x, False), (None, x, True), (weight, x, False)):
-            form.norm(x, residual, weight, bias, 1e-5, whole=whole)
+            form.round_norm(x, residual, weight, bias, 1e-5, whole=whole)
         for whole in (False, True):
-            form.gate(gate_up, gelu=False, whole=whole)
-        form.of(x)
+            form.round_gate(gate_up, gelu=False, whole=whole)
+        form.round_rows(x)
         triton_fused.rms_norm(x, weight, 1e-5)
         triton_fused.add_rms_norm(x, x.clone(), weight, 1e-5)
         triton_fused.add_layer_norm(x, x.clone(), weight, weight, 1e-5)
@@ -300,24 +307,24 @@ def products() -> None:
         few_bits(rows, weights_of_few_bits())
 
 
-def few_bits_elsewhere(parts: list[packing.Packed]) -> None:
+def few_bits_elsewhere(parts: list[weight_packing.PackedWeight]) -> None:
     """Other types, and rows of a table."""
     for part in parts[:2]:
         for dtype in (torch.float32, torch.float16):
-            linear = quantized.QuantizedLinear([part], torch.empty(4096), wide=True, fixed=False)
-            linear(torch.empty((70, part.inner), dtype=dtype), NO_ADAPTERS)
+            linear = quantized_linear.TritonQuantizedLinear([part], torch.empty(4096), wide=True, fixed=False)
+            linear(torch.empty((70, part.in_features), dtype=dtype), NO_ADAPTERS)
     for part in parts:
-        quantized.look_up(part, torch.zeros(3, dtype=torch.int64), torch.bfloat16)
+        quantized_linear.look_up_rows(part, torch.zeros(3, dtype=torch.int64), torch.bfloat16)
 
 
 def decodes_of_few_bits() -> None:
     """The products of up to 16 rows alone."""
     for part in weights_of_few_bits():
-        quantized.multiply_whole(
+        quantized_linear.multiply_unrounded(
             part,
-            x := torch.empty((1, part.inner), dtype=torch.bfloat16),
+            x := torch.empty((1, part.in_features), dtype=torch.bfloat16),
             None,
-            x.new_empty((1, part.outs)),
+            x.new_empty((1, part.out_features)),
             fixed=False,
         )
 
@@ -328,7 +335,7 @@ def adapters(rows: int) -> None:
     for dtype, (inner, parts, wide), ranks in product((torch.bfloat16, torch.float32), shapes, (16, 256)):
         slots = AdapterSlots(1, inner, parts, ranks, dtype, wide, torch.device("cpu"))
         out = torch.empty((rows, sum(parts)), dtype=torch.float32 if wide else dtype)
-        linear = triton_lora.TritonAdaptedLinear(lambda x, context, out=out: out, slots)
+        linear = triton_lora.TritonLinearWithLora(lambda x, context, out=out: out, slots)
         slot = torch.ones(2 * rows, dtype=torch.int64)[rows % 2 :][:rows]  # any alignment
         linear(torch.empty((rows, inner), dtype=dtype), LinearContext(slot, slot))
 
@@ -340,7 +347,7 @@ def convolutions(rows: int) -> None:
         *[positions.int()] * 3, torch.zeros((rows, rows), dtype=torch.int32), positions, positions, 1, 1
     )
     bcx = torch.empty((rows, 3 * 2048), dtype=torch.bfloat16)
-    columns = Columns(torch.empty((4, 1, 2, 2048)).bfloat16(), 16, torch.empty((3, 10, 2048)).bfloat16())
+    columns = ConvColumns(torch.empty((4, 1, 2, 2048)).bfloat16(), 16, torch.empty((3, 10, 2048)).bfloat16())
     for bias in (None, torch.empty(2048)):
         conv = ShortConv(torch.empty((3, 2048)), bias)
         triton_short_conv.short_conv(bcx, conv, columns, replace(step, state_slots=positions))
@@ -355,24 +362,22 @@ def mixture(rows: int) -> None:
     """gpt-oss-20b's and Qwen3-30B-A3B's experts, in the forms in which they are stored."""
     for hidden, inner, count, chosen, forms in ((2880, 2880, 32, 4, "wm"), (2048, 768, 128, 8, "wif")):
         for form in forms:
-            backend = triton_paged.Triton()
+            backend = triton_backend.TritonBackend()
             gate_up, down = (expert_linear(backend, *shape, form) for shape in ((2 * inner, hidden), (hidden, inner)))
             for fixed in (False, True):
-                stacks = [Stack.of([each] * count, fixed=fixed) for each in (gate_up, down)]
+                stacks = [ExpertStack.from_linears([each] * count, fixed=fixed) for each in (gate_up, down)]
                 experts = Experts(lambda x, _: torch.zeros((len(x), count)), [], [], Routing(chosen))  # noqa: B023
                 assert stacks[0] is not None
                 assert stacks[1] is not None
-                GroupedMixture(backend, experts, stacks[0], stacks[1])(
-                    torch.empty((rows, hidden), dtype=torch.bfloat16)
-                )
+                GroupedMoE(backend, experts, stacks[0], stacks[1])(torch.empty((rows, hidden), dtype=torch.bfloat16))
 
 
-def expert_linear(backend: triton_paged.Triton, outs: int, inner: int, form: str) -> Linear:
+def expert_linear(backend: triton_backend.TritonBackend, outs: int, inner: int, form: str) -> Linear:
     bias, scales = torch.empty(outs).bfloat16(), torch.ones((outs, inner // 32))
     if form == "w":
         return DenseLinear(torch.empty((outs, inner), dtype=torch.bfloat16), bias, False, lambda x, _: x)
     halves = torch.zeros((outs, inner // 2), dtype=torch.uint8)
-    weight: QuantizedWeight = GroupedWeight(halves, scales, values=tuple(range(16)))
+    weight: QuantizedWeight = GroupedWeight(halves, scales, code_values=tuple(range(16)))
     if form == "i":
         weight = GroupedWeight(halves, scales, scales)
     if form == "f":
@@ -385,7 +390,7 @@ def one_shot_sums(rows: int = 3) -> None:
     words = torch.zeros(2, dtype=torch.int32)
     for ranks, dtype in product((2, 4, 8), (torch.bfloat16, torch.float32)):
         memory = [torch.zeros(4096, dtype=torch.uint8)] * ranks
-        OneShot(ranks - 1, memory, words).sum(torch.empty((rows, 4096), dtype=dtype))
+        OneShotAllReduce(ranks - 1, memory, words).all_reduce(torch.empty((rows, 4096), dtype=dtype))
 
 
 def sinks() -> None:
@@ -399,10 +404,10 @@ def sinks() -> None:
 
 def main() -> None:
     driver.set_active(NoGPU())
-    triton_sizes.processors = lambda device: 132  # type: ignore[assignment]
+    triton_launch_sizes.num_multiprocessors = lambda device: 132  # type: ignore[assignment]
     shared = 227 if CAPABILITY in (90, 100) else 99
-    triton_sizes.shared_bytes = lambda device: shared * 1024  # type: ignore[assignment]
-    triton_sizes.is_hopper = lambda device: CAPABILITY == 90  # type: ignore[assignment]
+    triton_launch_sizes.shared_memory_bytes = lambda device: shared * 1024  # type: ignore[assignment]
+    triton_launch_sizes.is_hopper = lambda device: CAPABILITY == 90  # type: ignore[assignment]
     jit.JITFunction.run = compile_only
     if chosen := sys.argv[3:]:
         for name in chosen:

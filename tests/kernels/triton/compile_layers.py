@@ -6,24 +6,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.kernels.attention.own import Own
+from quire.kernels.attention.context_shard import ContextShard
+from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata
 from quire.kernels.gpu import triton_short_conv
-from quire.kernels.gpu.latents.expanded import expanded_attention
-from quire.kernels.gpu.recurrent.recur import recur
-from quire.kernels.gpu.triton_paged import Triton
-from quire.kernels.kv_codes import KV_CODES, scale_elements
-from quire.kernels.latents.latent import Latent
+from quire.kernels.gpu.latents.expanded_attention import run_expanded_attention
+from quire.kernels.gpu.recurrent.triton_recurrence import run_recurrence
+from quire.kernels.gpu.triton_backend import TritonBackend
+from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, num_scale_elements
+from quire.kernels.latents.mla_latent import LatentParams
 from quire.kernels.recurrent.delta_rule import DeltaRule
-from quire.kernels.recurrent.recurrence import Guesses, Matrices
+from quire.kernels.recurrent.recurrence import DraftStateLengths, RecurrentStates
 from quire.kernels.recurrent.selective_scan import SelectiveScan
-from quire.kernels.recurrent.short_conv import Columns, ShortConv
+from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
 from quire.kernels.recurrent.state_space import StateSpace
-from quire.kernels.softmax import Softmax
 
 QWEN = DeltaRule(torch.ones(32), torch.ones(32), torch.ones(128), 1e-6, 16, 128)
 GRANITE = StateSpace(*torch.ones((3, 48)), torch.ones(48 * 64), 1e-6, 1, 128, 64)
-NEMOTRON = StateSpace(*torch.ones((3, 64)), torch.ones(64 * 64), 1e-6, 8, 128, 64, norm_first=True)
+NEMOTRON = StateSpace(*torch.ones((3, 64)), torch.ones(64 * 64), 1e-6, 8, 128, 64, norm_before_gate=True)
 FALCON_H1 = StateSpace(*torch.ones((3, 24)), None, 1e-6, 1, 256, 64)
 JAMBA = SelectiveScan(torch.ones((128, 16, 64)), *torch.ones((2, 8192)), *torch.ones((2, 16)), 1e-6)
 FALCON_MAMBA = SelectiveScan(torch.ones((128, 16, 64)), *torch.ones((2, 8192)), None, None, 1e-6)
@@ -34,30 +34,35 @@ RULES = {QWEN: 128, GRANITE: 64, NEMOTRON: 64, FALCON_H1: 64, JAMBA: 64, FALCON_
 def step(rows: int, *, guesses: bool = False, longest: int = 1) -> AttentionMetadata:
     lens, where = torch.ones(rows + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
     numbers = (lens, lens[1:], lens, torch.zeros((rows, rows), dtype=torch.int32), where, where, longest, longest)
-    known = Guesses(lens[1:], lens[1:]) if guesses else None
-    return AttentionMetadata(*numbers, state_slots=where, guesses=known)
+    known = DraftStateLengths(lens[1:], lens[1:]) if guesses else None
+    return AttentionMetadata(*numbers, state_slots=where, draft_state_lengths=known)
 
 
 def recurrences(rows: int = 3) -> None:
     """Without guesses and with some, token by token and by pieces, at any alignment of what sequences have."""
     for rule, value in RULES.items():
-        heads = rule.heads
+        heads = rule.num_heads
         given, z, beside = (
-            torch.empty((rows, size), dtype=torch.bfloat16) for size in (rule.inputs, heads * value, rule.beside)
+            torch.empty((rows, size), dtype=torch.bfloat16)
+            for size in (rule.input_dim, heads * value, rule.head_input_dim)
         )
         for most in (0, 8):
-            states = Matrices(torch.empty((2, heads, rule.key, value)), torch.empty((2, most, rule.kept)).bfloat16())
+            states = RecurrentStates(
+                torch.empty((2, heads, rule.key_dim, value)), torch.empty((2, most, rule.draft_dim)).bfloat16()
+            )
             for guesses in (False, True):
                 for longest in (1, 100):
-                    recur(given, z, beside, rule, states, step(rows, guesses=guesses, longest=longest), fixed=False)
+                    run_recurrence(
+                        given, z, beside, rule, states, step(rows, guesses=guesses, longest=longest), fixed=False
+                    )
     wide(rows)
 
 
 def wide(rows: int) -> None:
     """Convolutions without gates, of Qwen3.5's channels."""
     x: Tensor = torch.empty((rows, 8192), dtype=torch.bfloat16)
-    conv = ShortConv(torch.empty((4, 8192)), None, gated=False)
-    columns = Columns(None, 1, torch.empty((3, 11, 8192)).bfloat16())
+    conv = ShortConv(torch.empty((4, 8192)), None, is_gated=False)
+    columns = ConvColumns(None, 1, torch.empty((3, 11, 8192)).bfloat16())
     triton_short_conv.short_conv(x, conv, columns, step(rows))
 
 
@@ -67,7 +72,7 @@ def latents(rows: int = 3) -> None:
         for fixed in (False, True):
             for contexts, queries in (([2000], 1), ([600] * (40 + rows), 1), ([600], 3), ([600] * 2, 300)):
                 latent(heads, contexts, queries, torch.bfloat16, fixed=fixed)
-    for held in KV_CODES:
+    for held in QUANTIZED_KV_DTYPES:
         for contexts, queries in (([2000], 1), ([600] * 2, 300)):
             latent(16, contexts, queries, torch.bfloat16, held=held)
     latent(16, [2000], 1, torch.float32)
@@ -86,9 +91,9 @@ def latent(
     fixed: bool = False,
     held: torch.dtype | None = None,
     page: int = 16,
-    own: Own | None = None,
+    own: ContextShard | None = None,
 ) -> None:
-    backend, seqs = Triton(deterministic=fixed), len(contexts)
+    backend, seqs = TritonBackend(deterministic=fixed), len(contexts)
     tokens, held = seqs * queries, held or dtype
     metadata = AttentionMetadata(
         query_start=torch.arange(seqs + 1, dtype=torch.int32) * queries,
@@ -96,19 +101,19 @@ def latent(
         key_start=torch.zeros(seqs + 1, dtype=torch.int32),
         block_table=torch.zeros((seqs, -(-max(contexts) // page)), dtype=torch.int32),
         positions=torch.zeros(tokens, dtype=torch.int64),
-        slots=torch.zeros(tokens, dtype=torch.int64),
+        slot_mapping=torch.zeros(tokens, dtype=torch.int64),
         max_query_len=queries,
         max_context_len=max(contexts),
     )
-    cache = torch.empty((4, page, 1, 576 + scale_elements(held)), dtype=held)
-    of_token = Latent(torch.ones(512), 1e-6, torch.ones((9, 64)), neighbours=True)
-    absorb = backend.pack_blocks([torch.empty((512, 128), dtype=dtype)] * heads, 64)
-    expand = backend.pack_blocks([torch.empty((128, 512), dtype=dtype)] * heads, 0)
+    cache = torch.empty((4, page, 1, 576 + num_scale_elements(held)), dtype=held)
+    of_token = LatentParams(torch.ones(512), 1e-6, torch.ones((9, 64)), is_interleaved=True)
+    absorb = backend.pack_per_head_linear([torch.empty((512, 128), dtype=dtype)] * heads, 64)
+    expand = backend.pack_per_head_linear([torch.empty((128, 512), dtype=dtype)] * heads, 0)
     q = absorb(torch.empty((tokens, heads * 192), dtype=dtype), NO_ADAPTERS)
-    q = backend.latent_store(q, torch.empty((tokens, 576), dtype=dtype), of_token, cache, metadata)
-    rule = Softmax(0.1, values=512)
+    q = backend.store_latent_kv(q, torch.empty((tokens, 576), dtype=dtype), of_token, cache, metadata)
+    rule = AttentionParams(0.1, value_dim=512)
     if own is not None:
-        backend.packed_sums(q, (cache, cache), metadata, rule, own)
+        backend.compute_packed_softmax(q, (cache, cache), metadata, rule, own)
         return
     expand(backend.paged_attention(q, cache, cache, metadata, rule).flatten(1), NO_ADAPTERS)
 
@@ -118,7 +123,7 @@ def expanded(heads: int = 16, plain: int = 128, values: int = 128, dtype: torch.
     where = torch.arange(600)
     lens = torch.tensor([600], dtype=torch.int32)
     starts = torch.tensor([0, 600], dtype=torch.int32)
-    step = AttentionMetadata(starts, lens, starts, lens[None], where, where, 600, 600, whole=True)
+    step = AttentionMetadata(starts, lens, starts, lens[None], where, where, 600, 600, is_full_prefill=True)
     q, cache = torch.empty((600, heads, plain + 64), dtype=dtype), torch.empty((40, 16, 1, 576), dtype=dtype)
     halves = torch.empty((heads, 512, plain), dtype=dtype), torch.empty((heads, values, 512), dtype=dtype)
-    expanded_attention(q, halves, cache, step, Softmax(0.1, values=512))
+    run_expanded_attention(q, halves, cache, step, AttentionParams(0.1, value_dim=512))

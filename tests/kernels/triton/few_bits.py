@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.kernels.quantized import Float8Weight, GroupedWeight, QuantizedWeight
+from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, QuantizedWeight
 
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -48,8 +48,10 @@ def there(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
     """The weight on a device."""
     if isinstance(weight, Float8Weight):
         return replace(weight, codes=weight.codes.to(device), scales=weight.scales.to(device))
-    offsets, order = (None if each is None else each.to(device) for each in (weight.offsets, weight.order))
-    return replace(weight, codes=weight.codes.to(device), scales=weight.scales.to(device), offsets=offsets, order=order)
+    offsets, order = (None if each is None else each.to(device) for each in (weight.offsets, weight.input_order))
+    return replace(
+        weight, codes=weight.codes.to(device), scales=weight.scales.to(device), offsets=offsets, input_order=order
+    )
 
 
 FEW = 16

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.gpu.quantization.assembly import of_bytes, of_nibbles
+from quire.kernels.gpu.quantization.ptx_decode import byte_decode_asm, nibble_decode_asm
 from tests.kernels.triton.few_bits import E2M1
 
 TYPES = {True: torch.bfloat16, False: torch.float16}
@@ -71,10 +71,10 @@ def test_all_codes_become_their_numbers(floats: bool, wide: bool) -> None:
     words = np.random.default_rng(0).integers(0, 2**32, 2**14, dtype=np.uint32)  # every byte in every place
     values = torch.tensor(E2M1 if floats else range(-8, 8)).double()
     for part in range(4):
-        for half, got in enumerate(ran(of_nibbles(floats, wide, part), words, wide)):
+        for half, got in enumerate(ran(nibble_decode_asm(floats, wide, part), words, wide)):
             assert torch.equal(got, values[(words >> (16 * half + 4 * part)) & 15])
     for part in range(2):
-        for half, got in enumerate(ran(of_bytes(floats, wide, part), words, wide)):
+        for half, got in enumerate(ran(byte_decode_asm(floats, wide, part), words, wide)):
             codes = torch.from_numpy(((words >> (16 * half + 8 * part)) & 255).astype(np.uint8))
             wanted = codes.view(torch.float8_e4m3fn if floats else torch.int8).double()
             known = ~wanted.isnan()  # what is no number becomes one: factors say it

@@ -10,21 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu import triton_paged, triton_sizes
-from quire.kernels.reference import Reference
-from quire.kernels.softmax import Softmax
+from quire.kernels.gpu import triton_backend, triton_launch_sizes
+from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import Part, attend, attended_on, error, page, random_part, to_device
 from tests.kernels.triton.conftest import INTERPRETED
 
-reference = Reference()
+reference = ReferenceBackend()
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.2e-2}
 DTYPES = list(TOLERANCE)
 DECODE = [(1, 1), (17, 1), (330, 1), (64, 1)]  # (context, queries)
 MIXED = [(270, 1), (5, 5), (16, 16), (60, 33), (33, 2)]
 
 
-class Paged(Reference):
+class Paged(ReferenceBackend):
     """The backend with pages of some size, taking and returning tensors of the CPU. Keys and values are stored by the
     reference, whose layout it is: our own kernel takes the interpreter seconds."""
 
@@ -32,10 +32,10 @@ class Paged(Reference):
         super().__init__()
         self.block_size = size
         self._device = device
-        self._triton = triton_paged.Triton(deterministic=fixed)
+        self._triton = triton_backend.TritonBackend(deterministic=fixed)
 
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
         return attended_on(self._device, self._triton.paged_attention, (q, k_cache, v_cache), metadata, softmax)
 
@@ -127,7 +127,7 @@ def test_strided_layers(device: torch.device, generator: torch.Generator) -> Non
     k_cache, v_cache, metadata = (x.to(device) if isinstance(x, Tensor) else x for x in page(backend, [part]))
     k_layers, v_layers = (torch.stack([c, torch.zeros_like(c)], dim=1) for c in (k_cache, v_cache))
     q, there = part.q.to(device), to_device(metadata, device)
-    run, softmax = triton_paged.Triton().paged_attention, Softmax(0.2)
+    run, softmax = triton_backend.TritonBackend().paged_attention, AttentionParams(0.2)
     straight = run(q, k_cache, v_cache, there, softmax)
     assert torch.equal(straight, run(q, k_layers[:, 0], v_layers[:, 0], there, softmax))
 
@@ -152,7 +152,7 @@ def test_fixed_splits_do_not_depend_on_the_batch(
         parts = [*[other] * beside, part.rows(begin, end)]
         chunk = attend(backend, parts, seed=end, window=window, softcap=softcap)[-1]
         assert torch.equal(chunk, whole[begin:end]), (begin, end, beside)
-    monkeypatch.setattr(triton_sizes, "processors", lambda device: 0)
+    monkeypatch.setattr(triton_launch_sizes, "num_multiprocessors", lambda device: 0)
     assert torch.equal(attend(backend, [other, part], window=window, softcap=softcap)[1], whole)
 
 
@@ -189,8 +189,8 @@ def test_any_mix(
 
 
 def test_a_full_gpu_is_not_split_but_for_long_contexts() -> None:
-    assert triton_sizes.even_splits(1, 8000, one_token=True) == 1
-    assert triton_sizes.even_splits(1, 60000, one_token=True) == 8
-    assert triton_sizes.even_splits(1, 60000, one_token=False) == 1
-    assert triton_sizes.even_splits(33, 300, one_token=True) == 2
-    assert triton_sizes.even_splits(33, 60000, one_token=True) == 32
+    assert triton_launch_sizes.num_even_splits(1, 8000, one_token=True) == 1
+    assert triton_launch_sizes.num_even_splits(1, 60000, one_token=True) == 8
+    assert triton_launch_sizes.num_even_splits(1, 60000, one_token=False) == 1
+    assert triton_launch_sizes.num_even_splits(33, 300, one_token=True) == 2
+    assert triton_launch_sizes.num_even_splits(33, 60000, one_token=True) == 32

@@ -1,5 +1,5 @@
-"""Triton on pages of 8-bit codes: attention against float64 on the rounded numbers, what rope_store rounds, and the
-bitwise contract."""
+"""Triton on pages of 8-bit codes: attention against float64 on the rounded numbers, what rope_and_store_kv rounds, and
+the bitwise contract."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from quire.kernels.gpu import triton_fused
-from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales
-from quire.kernels.reference import Reference
-from quire.kernels.rotation import Rope
+from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, UNIT_KV_SCALES, KVScales
+from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import Part, attend, empty_cache, error, page, random_part
-from tests.kernels.test_kv_codes import on_codes
+from tests.kernels.test_kv_quantization import on_codes
 from tests.kernels.triton.test_attention import DECODE, DTYPES, MIXED, TOLERANCE, Paged, to_device
 
-reference = Reference()
-codes = pytest.mark.parametrize("kv_dtype", KV_CODES, ids=str)
+reference = ReferenceBackend()
+codes = pytest.mark.parametrize("kv_dtype", QUANTIZED_KV_DTYPES, ids=str)
 
 
 @codes
@@ -35,7 +35,7 @@ def test_attention(
     kv_dtype: torch.dtype,
     generator: torch.Generator,
 ) -> None:
-    scales = UNSCALED if kv_dtype == torch.int8 else KVScales(0.05, 1.7)
+    scales = UNIT_KV_SCALES if kv_dtype == torch.int8 else KVScales(0.05, 1.7)
     parts = [random_part(c, q, 6, 2, dim, dtype, generator) for c, q in mix]
     judged = [on_codes(part, kv_dtype, scales) for part in parts]
     expected = attend(reference, judged, window=window, softcap=softcap)
@@ -59,7 +59,7 @@ def test_small_values_in_float16(device: torch.device, kv_dtype: torch.dtype, ge
     """Many keys of small values: weights times scales would be below float16's normal numbers."""
     part = random_part(900, 1, 2, 1, 64, torch.float16, generator)
     small = Part(part.q, part.k * 0.1, part.v * 2**-9)
-    scales = UNSCALED if kv_dtype == torch.int8 else KVScales(0.05, 2**-13)
+    scales = UNIT_KV_SCALES if kv_dtype == torch.int8 else KVScales(0.05, 2**-13)
     (expected,) = attend(reference, [on_codes(small, kv_dtype, scales)])
     (got,) = attend(Paged(16, device), [small], kv_dtype=kv_dtype, scales=scales)
     assert error(got, expected) < 4e-3
@@ -81,7 +81,7 @@ def test_fixed_splits_do_not_depend_on_the_batch(
 
 @codes
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scales", [UNSCALED, KVScales(0.01, 3.0)], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize("scales", [UNIT_KV_SCALES, KVScales(0.01, 3.0)], ids=["unscaled", "scaled"])
 def test_rope_store(
     device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, scales: KVScales, generator: torch.Generator
 ) -> None:
@@ -89,14 +89,14 @@ def test_rope_store(
     heads, kv_heads, dim = 4, 3, 24
     parts = [random_part(c, q, heads, kv_heads, dim, dtype, generator) for c, q in [(1, 1), (9, 9), (30, 20)]]
     k_cache, _, metadata = page(reference, parts, kv_dtype=kv_dtype)
-    tokens = len(metadata.slots)
+    tokens = len(metadata.slot_mapping)
     sizes = torch.tensor([0.0, 1e-30, 1e-3, 1.0, 50.0, 1e4]).repeat(tokens)[: tokens * (heads + 2 * kv_heads), None]
     qkv = (torch.randn((len(sizes), dim), generator=generator) * sizes).to(dtype).view(tokens, -1)
     rope = Rope(dim, None, kv_scales=scales)
     mine, judge = ([empty_cache(tuple(k_cache.shape), kv_dtype) for _ in range(2)] for _ in range(2))
-    expected = reference.rope_store(qkv.clone(), rope, *judge, metadata)
+    expected = reference.rope_and_store_kv(qkv.clone(), rope, *judge, metadata)
     there = [cache.to(device) for cache in mine]
-    got = triton_fused.rope_store(qkv.to(device), rope, *there, to_device(metadata, device))
+    got = triton_fused.rope_and_store_kv(qkv.to(device), rope, *there, to_device(metadata, device))
     assert torch.equal(got.cpu(), expected)
     for ours, theirs in zip(there, judge, strict=True):
         assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8))

@@ -9,32 +9,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.attention.in_turn import InTurn
-from quire.kernels.attention.own import Own
+from quire.kernels.attention.context_shard import ContextShard
+from quire.kernels.attention.serial_context_parallel import SerialContextParallel
+from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu import triton_sizes
-from quire.kernels.gpu.triton_paged import Triton
-from quire.kernels.kv_codes import UNSCALED, KVScales
-from quire.kernels.reference import Reference
-from quire.kernels.softmax import Softmax
+from quire.kernels.gpu import triton_launch_sizes
+from quire.kernels.gpu.triton_backend import TritonBackend
+from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
+from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import attend, attended_on, empty_cache, error, random_part, to_device
 from tests.kernels.triton.test_attention import DECODE, MIXED, TOLERANCE
 
-reference = Reference()
+reference = ReferenceBackend()
 
 
-class Divided(InTurn):
+class Divided(SerialContextParallel):
     """Takes and returns tensors of the CPU, and stores as the reference does."""
 
     def __init__(self, ranks: int, device: torch.device, *, fixed: bool = False) -> None:
-        super().__init__(Triton(deterministic=fixed), ranks)
+        super().__init__(TritonBackend(deterministic=fixed), ranks)
         self._device = device
 
     def store_kv(self, *given: Any) -> None:
-        Reference.store_kv(self, *given)
+        ReferenceBackend.store_kv(self, *given)
 
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
         return attended_on(self._device, super().paged_attention, (q, k_cache, v_cache), metadata, softmax)
 
@@ -106,7 +106,7 @@ def test_fixed_splits_do_not_depend_on_the_batch(
     for begin, end, beside in ((0, 1, 0), (0, 11, 0), (11, 13, 2), (17, 18, 9)):
         parts = [*[other] * beside, part.rows(begin, end)]
         assert torch.equal(attend(backend, parts, seed=end, **rules)[-1], whole[begin:end]), (begin, end, beside)
-    monkeypatch.setattr(triton_sizes, "processors", lambda device: 0)
+    monkeypatch.setattr(triton_launch_sizes, "num_multiprocessors", lambda device: 0)
     assert torch.equal(attend(backend, [other, part], **rules)[1], whole)
 
 
@@ -116,7 +116,7 @@ def test_pages_of_codes(device: torch.device, kv_dtype: torch.dtype, queries: in
     """Each rank's pages of its own, as ranks have them."""
     ranks, tile, dim, pages = 2, 16, 64, 5
     part = random_part(150, queries, 4, 2, dim, torch.bfloat16, generator)
-    scales = UNSCALED if kv_dtype == torch.int8 else KVScales(0.03, 0.03)
+    scales = UNIT_KV_SCALES if kv_dtype == torch.int8 else KVScales(0.03, 0.03)
     table, at = torch.tensor([[3, 1, 0, 4, 2]], dtype=torch.int32), torch.arange(150)
     positions = at[150 - queries :]
     step = AttentionMetadata(
@@ -125,21 +125,21 @@ def test_pages_of_codes(device: torch.device, kv_dtype: torch.dtype, queries: in
         key_start=torch.tensor([0, 150], dtype=torch.int32),
         block_table=table,
         positions=positions,
-        slots=positions,
+        slot_mapping=positions,
         max_query_len=queries,
         max_context_len=150,
     )
-    rule, found = Softmax(dim**-0.5, kv_scales=scales), []
-    judge = Reference()
+    rule, found = AttentionParams(dim**-0.5, kv_scales=scales), []
+    judge = ReferenceBackend()
     width = dim + (2 if kv_dtype == torch.int8 else 0)
-    for backend, where in ((Triton(), device), (judge, torch.device("cpu"))):
+    for backend, where in ((TritonBackend(), device), (judge, torch.device("cpu"))):
         parts = []
         for rank in range(ranks):
-            own = Own(rank, ranks, tile, elsewhere=pages * tile)
+            own = ContextShard(rank, ranks, tile, remote_slot=pages * tile)
             caches = [empty_cache((pages + 1, tile, 2, width), kv_dtype) for _ in range(2)]
-            slots = own.slots(table[0, at // (tile * ranks)].long(), at)
+            slots = own.slot_mapping(table[0, at // (tile * ranks)].long(), at)
             judge.store_kv(part.k, part.v, *caches, slots, scales)
             there = tuple(each.to(where) for each in caches)
-            parts.append(backend.packed_sums(part.q.to(where), there, to_device(step, where), rule, own))
-        found.append(backend.merged_sums(torch.stack(parts), None, torch.bfloat16).cpu())
+            parts.append(backend.compute_packed_softmax(part.q.to(where), there, to_device(step, where), rule, own))
+        found.append(backend.merge_packed_softmax(torch.stack(parts), None, torch.bfloat16).cpu())
     assert error(*found) < TOLERANCE[torch.bfloat16]

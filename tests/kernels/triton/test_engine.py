@@ -10,9 +10,9 @@ import torch
 
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
-from quire.engine.worker import runner
+from quire.engine.worker import model_runner
 from quire.engine.worker.sampling.device_sampler import sample_on_device
-from quire.kernels.gpu import triton_paged
+from quire.kernels.gpu import triton_backend
 from tests.engine.harness import request, run
 from tests.engine.images.test_families import about
 from tests.kernels.triton.conftest import INTERPRETED
@@ -40,8 +40,8 @@ def test_tokens_are_those_of_the_reference(
     family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if INTERPRETED:
-        monkeypatch.setattr(triton_paged.Triton, "cannot_serve", lambda *_: None)
-        monkeypatch.setattr(runner, "choose_sampler", lambda device, argmax, draw, group: sample_on_device)
+        monkeypatch.setattr(triton_backend.TritonBackend, "unsupported_reason", lambda *_: None)
+        monkeypatch.setattr(model_runner, "choose_sampler", lambda device, argmax, draw, group: sample_on_device)
     path = save_tiny_model(tmp_path, family)
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (3, 9, 36)]
@@ -68,8 +68,8 @@ def test_images_are_read_as_the_reference_reads_them(
 ) -> None:
     """Tokens that see each other; features behind the first layers, positions by row and column."""
     if INTERPRETED:
-        monkeypatch.setattr(triton_paged.Triton, "cannot_serve", lambda *_: None)
-        monkeypatch.setattr(runner, "choose_sampler", lambda device, argmax, draw, group: sample_on_device)
+        monkeypatch.setattr(triton_backend.TritonBackend, "unsupported_reason", lambda *_: None)
+        monkeypatch.setattr(model_runner, "choose_sampler", lambda device, argmax, draw, group: sample_on_device)
     path = save_family(tmp_path, name)
     asked = [about(path, name, "one", 1, max_tokens=3), about(path, name, "two", 2, 3, max_tokens=3)]
 

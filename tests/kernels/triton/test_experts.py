@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.layers.quantize import int4, int8
+from quire.engine.layers.online_quantization import quantize_int4, quantize_int8
 from quire.kernels.activation import Activation
 from quire.kernels.backend import Experts
-from quire.kernels.gpu.experts.mixture import GroupedMixture, choose_at_once, sort_rows
-from quire.kernels.gpu.triton_paged import Triton
-from quire.kernels.quantized import Float8Weight, GroupedWeight, QuantizedWeight
-from quire.kernels.reference import Reference
-from quire.kernels.routing import Routing, route
+from quire.kernels.gpu.experts.grouped_moe import GroupedMoE, route_on_device, sort_rows_by_expert
+from quire.kernels.gpu.triton_backend import TritonBackend
+from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, QuantizedWeight
+from quire.kernels.reference import ReferenceBackend
+from quire.kernels.routing import Routing, choose_experts
 from tests.kernels.ragged import error
 from tests.kernels.test_experts import CHOSEN, CLAMP, COUNT, HIDDEN, INNER, TOLERANCE, experts, wanted, weights
 
@@ -32,7 +32,7 @@ def mxfp4(weight: Tensor) -> GroupedWeight:
     """Some weight of that form, not this one."""
     codes = (weight.float().view(torch.int32) >> 7).to(torch.uint8)[:, ::2].contiguous()
     scales = torch.full((len(weight), weight.shape[1] // 32), 2.0**-6, device=weight.device)
-    return GroupedWeight(codes, scales, values=FP4)
+    return GroupedWeight(codes, scales, code_values=FP4)
 
 
 def fp8(weight: Tensor) -> Float8Weight:
@@ -41,8 +41,8 @@ def fp8(weight: Tensor) -> Float8Weight:
 
 
 FORMS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
-    "int4": lambda weight: int4(weight, Reference()),
-    "int8": int8,
+    "int4": lambda weight: quantize_int4(weight, ReferenceBackend()),
+    "int8": quantize_int8,
     "mxfp4": mxfp4,
     "fp8": fp8,
 }
@@ -56,9 +56,9 @@ def test_every_row_is_the_weighed_sum_of_its_experts(
 ) -> None:
     given, x = weights(dtype, generator), torch.randn((rows, HIDDEN), generator=generator).to(dtype)
     judge = wanted(x, given, normalized=normalized, clamp=clamp)
-    backend = Triton()
-    mixture = backend.mixture(experts(backend, moved(given, device), normalized=normalized, clamp=clamp))
-    assert isinstance(mixture, GroupedMixture)
+    backend = TritonBackend()
+    mixture = backend.make_moe(experts(backend, moved(given, device), normalized=normalized, clamp=clamp))
+    assert isinstance(mixture, GroupedMoE)
     assert error(mixture(x.to(device)).cpu(), judge) < TOLERANCE[dtype]
 
 
@@ -66,55 +66,60 @@ def test_every_row_is_the_weighed_sum_of_its_experts(
 @pytest.mark.parametrize("rows", [3, 90])
 def test_experts_in_few_bits(device: torch.device, form: str, rows: int, generator: torch.Generator) -> None:
     given, x = weights(torch.bfloat16, generator), torch.randn((rows, HIDDEN), generator=generator).bfloat16()
-    backend, judge = Triton(), dict(given)
+    backend, judge = TritonBackend(), dict(given)
     for name in ("gate_up", "down"):
-        judge[name] = torch.stack([FORMS[form](each).dequantized() for each in given[name]])
-    mixture = backend.mixture(experts(backend, moved(given, device), form=FORMS[form]))
-    assert isinstance(mixture, GroupedMixture)
+        judge[name] = torch.stack([FORMS[form](each).dequantize() for each in given[name]])
+    mixture = backend.make_moe(experts(backend, moved(given, device), form=FORMS[form]))
+    assert isinstance(mixture, GroupedMoE)
     expected = wanted(x, judge, normalized=True, clamp=CLAMP)
     assert error(mixture(x.to(device)).cpu(), expected) < TOLERANCE[torch.bfloat16]
 
 
 ROUTINGS = [
-    Routing(CHOSEN, "sigmoid", added=1e-9, scale=2.5),
-    Routing(2, groups=7, groups_kept=3),
+    Routing(CHOSEN, "sigmoid", normalizer_eps=1e-9, scale=2.5),
+    Routing(2, num_groups=7, top_k_groups=3),
     Routing(2, "mixer", jitter=0.1),
-    Routing(2, "sigmoid", normalized=False, inputs=True),
-    Routing(CHOSEN, softcap=2.0, normalized=False),
+    Routing(2, "sigmoid", is_normalized=False, weights_inputs=True),
+    Routing(CHOSEN, softcap=2.0, is_normalized=False),
 ]
 
 
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 def test_every_router(device: torch.device, routing: Routing, generator: torch.Generator) -> None:
     given, x = weights(torch.float32, generator), torch.randn((20, HIDDEN), generator=generator)
-    correction = torch.randn(COUNT, generator=generator) if routing.weights != "mixer" else None
+    correction = torch.randn(COUNT, generator=generator) if routing.score_function != "mixer" else None
 
-    def mixed(backend: Reference, where: torch.device) -> Tensor:
+    def mixed(backend: ReferenceBackend, where: torch.device) -> Tensor:
         of: Experts = experts(backend, moved(given, where))
         there = None if correction is None else correction.to(where)
-        return backend.mixture(replace(of, routing=routing, correction=there))(x.to(where)).cpu()
+        return backend.make_moe(replace(of, routing=routing, score_correction_bias=there))(x.to(where)).cpu()
 
-    assert error(mixed(Triton(), device), mixed(Reference(), torch.device("cpu"))) < TOLERANCE[torch.float32]
+    assert (
+        error(mixed(TritonBackend(), device), mixed(ReferenceBackend(), torch.device("cpu"))) < TOLERANCE[torch.float32]
+    )
 
 
 @pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("count", [7, 128])
 def test_choices_of_one_kernel(count: int, corrected: bool, device: torch.device, generator: torch.Generator) -> None:
-    """Those of `route`, in its order: the first of equal ones, each expert once, also where scores are no numbers."""
+    """Those of `choose_experts`, in its order: the first of equal ones, each expert once, also where scores are no
+    numbers."""
     scores = torch.randn((9, count), generator=generator).mul(4).round().div(4)  # many are equal
     scores[3], scores[4, 2], scores[5] = -torch.inf, torch.inf, 0.0
     scores[5, ::2] = -0.0
     scores[6, 5] = torch.nan
     correction = torch.randn(count, generator=generator).round() if corrected else None
-    for routing in (Routing(4), Routing(4, "sigmoid", added=1e-9, scale=2.5), Routing(3, normalized=False)):
-        of = Experts(lambda x, _: x, [], [], routing, correction=None if correction is None else correction.to(device))
-        chosen, shares, found = choose_at_once(of, scores.to(device))
-        expected, weights = route(scores, routing, correction)
+    for routing in (Routing(4), Routing(4, "sigmoid", normalizer_eps=1e-9, scale=2.5), Routing(3, is_normalized=False)):
+        of = Experts(
+            lambda x, _: x, [], [], routing, score_correction_bias=None if correction is None else correction.to(device)
+        )
+        chosen, shares, found = route_on_device(of, scores.to(device))
+        expected, weights = choose_experts(scores, routing, correction)
         assert found == count
         numbers = torch.arange(9)[scores.isfinite().all(1)]
         assert torch.equal(chosen.cpu()[numbers], expected[numbers])
         torch.testing.assert_close(shares.cpu()[numbers], weights[numbers], rtol=1e-5, atol=1e-7)
-        assert all(len(set(row)) == routing.per_token for row in chosen.tolist())
+        assert all(len(set(row)) == routing.top_k for row in chosen.tolist())
         assert ((chosen >= 0) & (chosen < count)).all()
         assert not shares.cpu()[6].isfinite().all()
 
@@ -123,17 +128,19 @@ def test_experts_without_gates(device: torch.device, generator: torch.Generator)
     given, x = weights(torch.float32, generator), torch.randn((9, HIDDEN), generator=generator)
     given["gate_up"], given["gate_up_bias"] = given["gate_up"][:, :INNER].contiguous(), given["gate_up_bias"][:, :INNER]
 
-    def mixed(backend: Reference, where: torch.device) -> Tensor:
-        of = replace(experts(backend, moved(given, where)), activation=Activation("relu2"), clamp=None)
-        return backend.mixture(of)(x.to(where)).cpu()
+    def mixed(backend: ReferenceBackend, where: torch.device) -> Tensor:
+        of = replace(experts(backend, moved(given, where)), activation=Activation("relu2"), clamped_swiglu=None)
+        return backend.make_moe(of)(x.to(where)).cpu()
 
-    assert error(mixed(Triton(), device), mixed(Reference(), torch.device("cpu"))) < TOLERANCE[torch.float32]
+    assert (
+        error(mixed(TritonBackend(), device), mixed(ReferenceBackend(), torch.device("cpu"))) < TOLERANCE[torch.float32]
+    )
 
 
 def test_fixed_tiles_give_a_row_the_same_bits_in_every_batch(device: torch.device, generator: torch.Generator) -> None:
     given, x = weights(torch.bfloat16, generator), torch.randn((150, HIDDEN), generator=generator).bfloat16()
-    backend = Triton(deterministic=True)
-    mixture, x = backend.mixture(experts(backend, moved(given, device))), x.to(device)
+    backend = TritonBackend(deterministic=True)
+    mixture, x = backend.make_moe(experts(backend, moved(given, device))), x.to(device)
     whole = mixture(x)
     for rows in ([0], [149], [17, 4], list(range(30, 61))):
         assert torch.equal(mixture(x[rows]), whole[rows])
@@ -144,8 +151,8 @@ def test_experts_that_nobody_chose_are_not_read(device: torch.device, generator:
     given["router_bias"][:] = torch.tensor([9.0, 0.0, 9.0, 0.0, 9.0, 0.0, 0.0])
     for expert in (1, 3, 5, 6):
         given["gate_up"][expert] = given["down"][expert] = torch.nan
-    backend = Triton()
-    assert backend.mixture(experts(backend, moved(given, device)))(x.to(device)).isfinite().all()
+    backend = TritonBackend()
+    assert backend.make_moe(experts(backend, moved(given, device)))(x.to(device)).isfinite().all()
 
 
 @pytest.mark.parametrize("form", [None, "mxfp4"])
@@ -157,22 +164,22 @@ def test_ranks_that_have_some_experts_give_the_sum_together(
     given, x = weights(torch.float32, generator), torch.randn((60, HIDDEN), generator=generator)
     packed = None if form is None else FORMS[form]
 
-    def part(backend: Reference, where: torch.device, here: range) -> Tensor:
+    def part(backend: ReferenceBackend, where: torch.device, here: range) -> Tensor:
         of = experts(backend, moved(given, where), form=packed)
         of = replace(of, gate_up=[of.gate_up[each] for each in here], down=[of.down[each] for each in here])
-        mixture = backend.mixture(replace(of, first=here.start))
-        assert isinstance(mixture, GroupedMixture) == isinstance(backend, Triton)
+        mixture = backend.make_moe(replace(of, first_expert=here.start))
+        assert isinstance(mixture, GroupedMoE) == isinstance(backend, TritonBackend)
         return mixture(x.to(where), x.to(where)).cpu()
 
     cpu, everything = torch.device("cpu"), range(COUNT)
     ranks = [range(3), range(3, 6), range(6, COUNT)]
-    found = [part(Triton(), device, here) for here in ranks]
+    found = [part(TritonBackend(), device, here) for here in ranks]
     for here, each in zip(ranks, found, strict=True):
-        wanted_here = part(Reference(), cpu, here)
+        wanted_here = part(ReferenceBackend(), cpu, here)
         assert torch.equal(each.any(1), wanted_here.any(1))
         assert error(each, wanted_here) < TOLERANCE[torch.float32]
     assert not found[2].any(1).all()
-    assert error(found[0] + found[1] + found[2], part(Triton(), device, everything)) < TOLERANCE[torch.float32]
+    assert error(found[0] + found[1] + found[2], part(TritonBackend(), device, everything)) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize(("tokens", "count"), [(1, 4), (700, 8), (1300, 128)])
@@ -180,6 +187,6 @@ def test_rows_are_sorted_and_those_of_an_expert_keep_their_order(
     device: torch.device, tokens: int, count: int, generator: torch.Generator
 ) -> None:
     chosen = torch.randint(0, count, (tokens, 2), generator=generator)
-    order, starts = sort_rows(chosen.to(device), count)
+    order, starts = sort_rows_by_expert(chosen.to(device), count)
     assert torch.equal(order.cpu().long(), chosen.flatten().argsort(stable=True))
     assert starts.tolist() == [int((chosen < expert).sum()) for expert in range(count + 1)]

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels.gpu import triton_fused
-from quire.kernels.reference import Reference
-from quire.kernels.rotation import Rope
+from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import error, page, random_part
 from tests.kernels.triton.test_attention import Paged, to_device
 
-reference = Reference()
+reference = ReferenceBackend()
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
 DTYPES = list(TOLERANCE)
 
@@ -108,7 +108,7 @@ def test_rope_store(
     heads, kv_heads, backend = 6, 2, Paged(size, device)
     parts = [random_part(c, q, heads, kv_heads, dim, dtype, generator) for c, q in [(1, 1), (9, 9), (300, 2)]]
     k_cache, v_cache, metadata = page(backend, parts)
-    qkv = torch.randn((len(metadata.slots), (heads + 2 * kv_heads) * dim), generator=generator).to(dtype)
+    qkv = torch.randn((len(metadata.slot_mapping), (heads + 2 * kv_heads) * dim), generator=generator).to(dtype)
     norms = [1 + torch.randn(dim, generator=generator) / 4 if name in normed else None for name in "qk"]
     table = tables(300, dim).float() if rotate else None
 
@@ -116,7 +116,7 @@ def test_rope_store(
         caches = [cache.to(where, kind, copy=True) for cache in (k_cache, v_cache)]
         angles, *weights = (None if each is None else each.to(where) for each in (table, *norms))
         there = to_device(metadata, where)
-        q = module.rope_store(qkv.to(where, kind), Rope(dim, angles, *weights, 1e-5), *caches, there)
+        q = module.rope_and_store_kv(qkv.to(where, kind), Rope(dim, angles, *weights, 1e-5), *caches, there)
         return q.cpu(), caches[0].cpu(), caches[1].cpu()
 
     expected = run(reference, torch.float64, torch.device("cpu"))
@@ -131,12 +131,12 @@ def test_rope_store_by_other_places(device: torch.device, generator: torch.Gener
     heads, kv_heads, dim = 6, 2, 72
     parts = [random_part(c, q, heads, kv_heads, dim, torch.float32, generator) for c, q in [(1, 1), (40, 40), (300, 2)]]
     k_cache, v_cache, metadata = page(Paged(16, device), parts)
-    qkv = torch.randn((len(metadata.slots), (heads + 2 * kv_heads) * dim), generator=generator)
+    qkv = torch.randn((len(metadata.slot_mapping), (heads + 2 * kv_heads) * dim), generator=generator)
     turns = torch.randint(0, 60, (len(qkv),), generator=generator)
-    rope, turned = Rope(dim, tables(60, dim).float()), replace(metadata, turns=turns)
-    expected = reference.rope_store(qkv.double(), rope, k_cache.double(), v_cache.double(), turned)
-    there = replace(to_device(turned, device), turns=turns.to(device))
-    found = triton_fused.rope_store(
+    rope, turned = Rope(dim, tables(60, dim).float()), replace(metadata, rope_position_override=turns)
+    expected = reference.rope_and_store_kv(qkv.double(), rope, k_cache.double(), v_cache.double(), turned)
+    there = replace(to_device(turned, device), rope_position_override=turns.to(device))
+    found = triton_fused.rope_and_store_kv(
         qkv.to(device), Rope(dim, rope.cos_sin.to(device)), k_cache.to(device), v_cache.to(device), there
     )
     assert error(found.cpu(), expected) < 1.5 * TOLERANCE[torch.float32]
@@ -148,7 +148,7 @@ def test_store_kv(device: torch.device, size: int, dtype: torch.dtype, generator
     part = random_part(40, 40, 2, 2, 48, dtype, generator)
     k_cache, v_cache, metadata = page(Paged(size, device), [part])
     got = [torch.full_like(cache, torch.nan, device=device) for cache in (k_cache, v_cache)]
-    triton_fused.store_kv(part.k.to(device), part.v.to(device), *got, metadata.slots.to(device))
+    triton_fused.store_kv(part.k.to(device), part.v.to(device), *got, metadata.slot_mapping.to(device))
     for mine, judge in zip(got, (k_cache, v_cache), strict=True):
         assert torch.equal(mine.cpu().isnan(), judge.isnan())
         assert torch.equal(mine.cpu().nan_to_num(0), judge.nan_to_num(0))

@@ -12,19 +12,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.engine.layers.quantize import int4, int8
+from quire.engine.layers.online_quantization import quantize_int4, quantize_int8
+from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS
-from quire.kernels.gpu.experts.mixture import GroupedMixture
-from quire.kernels.gpu.latents.expanded import expanded_attention
-from quire.kernels.gpu.quantization.packing import Packed
-from quire.kernels.gpu.quantization.quantized import QuantizedLinear
-from quire.kernels.gpu.quantization.rounding import Eights
-from quire.kernels.gpu.triton_paged import Triton
-from quire.kernels.latents.latent import Latent
-from quire.kernels.quantized import GroupedWeight, Rounded
-from quire.kernels.reference import Reference
-from quire.kernels.rotation import Rope
-from quire.kernels.softmax import Softmax
+from quire.kernels.gpu.experts.grouped_moe import GroupedMoE
+from quire.kernels.gpu.latents.expanded_attention import run_expanded_attention
+from quire.kernels.gpu.quantization.activation_rounding import EightBitRounding
+from quire.kernels.gpu.quantization.quantized_linear import TritonQuantizedLinear
+from quire.kernels.gpu.quantization.weight_packing import PackedWeight
+from quire.kernels.gpu.triton_backend import TritonBackend
+from quire.kernels.latents.mla_latent import LatentParams
+from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.quantized_tensors import GroupedWeight, RoundedActivations
+from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import page, random_part
 from tests.kernels.recurrences import Kept, Row, given
 from tests.kernels.test_experts import HIDDEN, experts, weights
@@ -58,17 +58,17 @@ def held(compute: Callable[[], Tensor], *others: Tensor) -> None:
 def test_attention(
     mix: str, heads: int, kv_heads: int, dim: int, size: int, fixed: bool, generator: torch.Generator
 ) -> None:
-    backend = Triton(deterministic=fixed)
+    backend = TritonBackend(deterministic=fixed)
     backend.block_size = size
     parts = [random_part(c, q, heads, kv_heads, dim, torch.bfloat16, generator) for c, q in MIXES[mix]]
     k_cache, v_cache, metadata = page(backend, parts, spare=1)
     q, sinks = torch.cat([part.q for part in parts]), torch.zeros(heads)
-    for softmax in (Softmax(0.1), Softmax(0.1, window=20, sinks=sinks)):
+    for softmax in (AttentionParams(0.1), AttentionParams(0.1, window=20, sinks=sinks)):
         held(lambda: backend.paged_attention(q, k_cache, v_cache, metadata, softmax))  # noqa: B023
 
 
 def test_norms_and_rotations(generator: torch.Generator) -> None:
-    backend, parts = Triton(), [random_part(20, 7, 3, 1, 96, torch.bfloat16, generator)]
+    backend, parts = TritonBackend(), [random_part(20, 7, 3, 1, 96, torch.bfloat16, generator)]
     x, weight = torch.randn((5, 96), generator=generator).bfloat16(), torch.ones(96)
     held(lambda: backend.rms_norm(x, weight, 1e-6))
     held(lambda: backend.silu_mul(x))
@@ -76,36 +76,38 @@ def test_norms_and_rotations(generator: torch.Generator) -> None:
     k_cache, v_cache, metadata = page(backend, parts)
     qkv = torch.cat([parts[0].q.flatten(1), parts[0].k[-7:].flatten(1), parts[0].v[-7:].flatten(1)], dim=1)
     rope = Rope(96, torch.randn((20, 96), generator=generator), weight, weight, 1e-6)
-    held(lambda: backend.rope_store(qkv, rope, k_cache, v_cache, metadata))
+    held(lambda: backend.rope_and_store_kv(qkv, rope, k_cache, v_cache, metadata))
 
 
 @pytest.mark.parametrize("by_blocks", [False, True])
 @pytest.mark.parametrize("integers", [False, True])
 def test_norms_and_gates_in_8_bits(integers: bool, by_blocks: bool, generator: torch.Generator) -> None:
-    form = Eights(integers, by_blocks, paired=0)
+    form = EightBitRounding(integers, by_blocks, pair_step=0)
     x, residual = torch.randn((2, 5, 300), generator=generator).bfloat16()
     weight, gate_up = torch.ones(300), torch.randn((5, 2 * 300), generator=generator).bfloat16()
 
-    def bits(made: Rounded) -> Tensor:
+    def bits(made: RoundedActivations) -> Tensor:
         return torch.cat([made.codes.view(torch.uint8).flatten(), made.scales.flatten().view(torch.uint8)])
 
     def norm() -> Tensor:
-        made, total = form.norm(x.clone(), residual.clone(), weight, weight, 1e-6, whole=True)
-        assert made.whole is not None
-        return torch.cat([bits(made), *(each.flatten().view(torch.uint8) for each in (made.whole, total))])
+        made, total = form.round_norm(x.clone(), residual.clone(), weight, weight, 1e-6, whole=True)
+        assert made.unrounded is not None
+        return torch.cat([bits(made), *(each.flatten().view(torch.uint8) for each in (made.unrounded, total))])
 
     held(norm)
-    held(lambda: bits(form.norm(x, None, weight, None, 1e-6, whole=False)[0]))
-    held(lambda: bits(form.gate(gate_up, gelu=True, whole=False)))
-    held(lambda: bits(form.of(x)))
+    held(lambda: bits(form.round_norm(x, None, weight, None, 1e-6, whole=False)[0]))
+    held(lambda: bits(form.round_gate(gate_up, gelu=True, whole=False)))
+    held(lambda: bits(form.round_rows(x)))
 
 
-@pytest.mark.parametrize("form", [int8, lambda weight: int4(weight, Reference())], ids=["int8", "int4"])
+@pytest.mark.parametrize(
+    "form", [quantize_int8, lambda weight: quantize_int4(weight, ReferenceBackend())], ids=["int8", "int4"]
+)
 @pytest.mark.parametrize("rows", [1, 70])
 def test_products(form: Callable[[Tensor], object], rows: int, generator: torch.Generator) -> None:
     """Of fewer outputs than a tile of few rows has, which end where their lines do."""
     weight = torch.randn((60, 160), generator=generator)
-    linear = Triton().pack_quantized([form(weight)], None, dtype=torch.bfloat16)
+    linear = TritonBackend().pack_quantized([form(weight)], None, dtype=torch.bfloat16)
     x = torch.randn((rows, 160), generator=generator).bfloat16()
     held(lambda: linear(x, NO_ADAPTERS))
 
@@ -113,20 +115,20 @@ def test_products(form: Callable[[Tensor], object], rows: int, generator: torch.
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("size", [16, 128])
 def test_latents(size: int, fixed: bool, generator: torch.Generator) -> None:
-    backend = Triton(deterministic=fixed)
+    backend = TritonBackend(deterministic=fixed)
     backend.block_size = size
     for mix in MIXES.values():
         parts = [random_part(context, count, 5, 1, 40, torch.bfloat16, generator) for context, count in mix]
         cache, _, metadata = page(backend, parts, spare=1)
         q = torch.cat([part.q for part in parts])
-        softmax = Softmax(0.1, values=32)
+        softmax = AttentionParams(0.1, value_dim=32)
         held(lambda: backend.paged_attention(q, cache, cache, metadata, softmax))  # noqa: B023
         kv, rule = (
             torch.randn((len(q), 40), generator=generator).bfloat16(),
-            Latent(torch.ones(32), 1e-6, angles(8), True),
+            LatentParams(torch.ones(32), 1e-6, angles(8), True),
         )
-        held(lambda: backend.latent_store(q.clone(), kv, rule, cache, metadata))  # noqa: B023
-    blocks = backend.pack_blocks(list(torch.randn((3, 20, 12), generator=generator).bfloat16()), 6)
+        held(lambda: backend.store_latent_kv(q.clone(), kv, rule, cache, metadata))  # noqa: B023
+    blocks = backend.pack_per_head_linear(list(torch.randn((3, 20, 12), generator=generator).bfloat16()), 6)
     x = torch.randn((70, 3 * 18), generator=generator).bfloat16()
     held(lambda: blocks(x, NO_ADAPTERS))
 
@@ -140,17 +142,17 @@ def test_matrices(kind: str) -> None:
     """Whose states are as they were before each order."""
     generator = torch.Generator().manual_seed(4)
     shape = KINDS[kind][0](generator)
-    kept = Kept(Triton(), shape, torch.bfloat16, 3)
+    kept = Kept(TritonBackend(), shape, torch.bfloat16, 3)
     numbers = [given(shape, length, generator, torch.bfloat16) for length in (9, 6)]
     kept.step([Row(each[:4], 0, 0, 4 - at, at) for at, each in enumerate(numbers)])
-    before = [each.clone() for each in (kept.states.matrices, kept.states.guesses)]
+    before = [each.clone() for each in (kept.states.matrices, kept.states.draft_inputs)]
 
     def computed() -> Tensor:
-        for each, was in zip((kept.states.matrices, kept.states.guesses), before, strict=True):
+        for each, was in zip((kept.states.matrices, kept.states.draft_inputs), before, strict=True):
             each.copy_(was)
         rows = [Row(each, 4, 4 - at, len(each) - 2, at) for at, each in enumerate(numbers)]
         found = torch.cat(kept.step(rows)).flatten()
-        states = [each[:2].flatten().float() for each in (kept.states.matrices, kept.states.guesses)]
+        states = [each[:2].flatten().float() for each in (kept.states.matrices, kept.states.draft_inputs)]
         return torch.cat([found.float(), *states]).nan_to_num(77.0)  # one place for a guess is never written
 
     held(computed)
@@ -161,7 +163,7 @@ def test_matrices_by_pieces(kind: str) -> None:
     """Of a prompt whose last piece is not whole, beside a decode."""
     generator = torch.Generator().manual_seed(4)
     shape = KINDS[kind][0](generator)
-    kept = Kept(Triton(), shape, torch.bfloat16)
+    kept = Kept(TritonBackend(), shape, torch.bfloat16)
     numbers = [given(shape, length, generator, torch.bfloat16) for length in (1, 71)]
     kept.states.matrices.zero_()
 
@@ -175,13 +177,13 @@ def test_matrices_by_pieces(kind: str) -> None:
 
 def test_convolutions_without_gates(generator: torch.Generator) -> None:
     conv = convolution(40, 4, bias=True, generator=generator, gated=False)
-    kept = KeptColumns(Triton(), conv, torch.bfloat16, paged=False, drafts=2)
+    kept = KeptColumns(TritonBackend(), conv, torch.bfloat16, paged=False, drafts=2)
     prompt = torch.randn((20, 40), generator=generator).bfloat16()
     kept.step([(prompt[:11], 0, [0], 1)])
-    before = kept.columns.recent.clone()
+    before = kept.columns.slot_columns.clone()
 
     def computed() -> Tensor:
-        kept.columns.recent.copy_(before)
+        kept.columns.slot_columns.copy_(before)
         return kept.step([(prompt, 11, [0], 1)])[0]
 
     held(computed)
@@ -189,28 +191,28 @@ def test_convolutions_without_gates(generator: torch.Generator) -> None:
 
 def test_experts(generator: torch.Generator) -> None:
     given, x = weights(torch.bfloat16, generator), torch.randn((9, HIDDEN), generator=generator).bfloat16()
-    backend = Triton()
+    backend = TritonBackend()
     whole = experts(backend, given)
-    of_a_rank = replace(whole, gate_up=whole.gate_up[2:5], down=whole.down[2:5], first=2)
+    of_a_rank = replace(whole, gate_up=whole.gate_up[2:5], down=whole.down[2:5], first_expert=2)
     for each in (whole, of_a_rank):
-        mixture = backend.mixture(each)
-        assert isinstance(mixture, GroupedMixture)
+        mixture = backend.make_moe(each)
+        assert isinstance(mixture, GroupedMoE)
         mixture(x)
         held(partial(mixture, x), *given.values())
 
 
-@pytest.mark.parametrize("form", [mxfp4, int8])
+@pytest.mark.parametrize("form", [mxfp4, quantize_int8])
 def test_experts_in_few_bits(form: Callable[[Tensor], GroupedWeight], generator: torch.Generator) -> None:
     given, x = weights(torch.bfloat16, generator), torch.randn((9, HIDDEN), generator=generator).bfloat16()
-    backend = Triton()
+    backend = TritonBackend()
     of = experts(backend, given, form=form)
     packed = [
-        part for linear in (*of.gate_up, *of.down) if isinstance(linear, QuantizedLinear) for part in linear.parts
+        part for linear in (*of.gate_up, *of.down) if isinstance(linear, TritonQuantizedLinear) for part in linear.parts
     ]
-    held(partial(backend.mixture(of), x), *given.values(), *(each.codes for each in packed), *scales_of(packed))
+    held(partial(backend.make_moe(of), x), *given.values(), *(each.codes for each in packed), *scales_of(packed))
 
 
-def scales_of(packed: list[Packed]) -> list[Tensor]:
+def scales_of(packed: list[PackedWeight]) -> list[Tensor]:
     return [each for part in packed for each in (part.factors, *part.kernel_scales)]
 
 
@@ -219,12 +221,12 @@ def test_expanded_latents(plain: int, rotated: int, values: int, generator: torc
     """Where both parts of a key are one, and where they are apart; of sequences that end inside of tiles."""
     heads, size, lengths = 3, 40, (70, 1, 33)
     parts = [random_part(length, length, 1, 1, size + rotated, torch.bfloat16, generator) for length in lengths]
-    cache, _, metadata = page(Triton(), parts)
+    cache, _, metadata = page(TritonBackend(), parts)
     q = torch.randn((sum(lengths), heads, plain + rotated), generator=generator).bfloat16()
     # Small integers, whose sums PyTorch's products on a CPU round alike wherever in memory they lie.
     absorb = torch.randint(-2, 3, (heads, size, plain), generator=generator).bfloat16()
     halves = absorb, torch.randint(-2, 3, (heads, values, size), generator=generator).bfloat16()
-    held(lambda: expanded_attention(q, halves, cache, metadata, Softmax(0.3, values=size)))
+    held(lambda: run_expanded_attention(q, halves, cache, metadata, AttentionParams(0.3, value_dim=size)))
 
 
 def test_a_guard_that_can_tell() -> None:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.triton_paged import Triton
-from quire.kernels.latents.latent import Latent
-from quire.kernels.recurrent.short_conv import Columns, ShortConv
-from quire.kernels.reference import Reference
-from quire.kernels.rotation import Rope
-from quire.kernels.softmax import Softmax
+from quire.kernels.gpu.triton_backend import TritonBackend
+from quire.kernels.latents.mla_latent import LatentParams
+from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
+from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import page, random_part, to_device
 
 _NUMBERS = 2**31
@@ -38,9 +38,9 @@ def behind(small: Tensor) -> tuple[Tensor, int]:
 
 
 def moved(metadata: AttentionMetadata, pages: int, size: int) -> AttentionMetadata:
-    parts = tuple(moved(each, pages, size) for each in metadata.parts)
-    table, slots = metadata.block_table + pages, metadata.slots + pages * size
-    return replace(metadata, block_table=table, slots=slots, parts=parts)
+    parts = tuple(moved(each, pages, size) for each in metadata.decode_prefill_parts)
+    table, slots = metadata.block_table + pages, metadata.slot_mapping + pages * size
+    return replace(metadata, block_table=table, slot_mapping=slots, decode_prefill_parts=parts)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn], ids=str)
@@ -48,7 +48,7 @@ def moved(metadata: AttentionMetadata, pages: int, size: int) -> AttentionMetada
 def test_keys_and_values(
     device: torch.device, size: int, kv_dtype: torch.dtype | None, generator: torch.Generator
 ) -> None:
-    backend, paged = Triton(), Reference()  # pages are made on the CPU
+    backend, paged = TritonBackend(), ReferenceBackend()  # pages are made on the CPU
     backend.block_size = paged.block_size = size
     parts = [random_part(context, count, 4, 2, 64, torch.bfloat16, generator) for context, count in CONTEXTS]
     k_cache, v_cache, metadata = page(paged, parts, kv_dtype=kv_dtype)
@@ -56,8 +56,8 @@ def test_keys_and_values(
     qkv = torch.randn((sum(count for _, count in CONTEXTS), 8 * 64), generator=generator).bfloat16().to(device)
 
     def computed(k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        q = backend.rope_store(qkv.clone(), Rope(64, None), k_cache, v_cache, metadata)
-        return backend.paged_attention(q, k_cache, v_cache, metadata, Softmax(0.125, None))
+        q = backend.rope_and_store_kv(qkv.clone(), Rope(64, None), k_cache, v_cache, metadata)
+        return backend.paged_attention(q, k_cache, v_cache, metadata, AttentionParams(0.125, None))
 
     (far_k, pages), (far_v, _) = behind(k_cache), behind(v_cache)
     found = computed(far_k, far_v, moved(metadata, pages, size))
@@ -68,10 +68,10 @@ def test_keys_and_values(
 
 
 def test_latents(device: torch.device, generator: torch.Generator) -> None:
-    backend, context = Triton(), 40
+    backend, context = TritonBackend(), 40
     cache = torch.randn((3, 16, 1, 128 + 64), generator=generator).bfloat16().to(device)
     turns = torch.randn((64, 64), generator=generator).to(device)
-    latent = Latent(torch.ones(128, device=device), 1e-6, turns, False)
+    latent = LatentParams(torch.ones(128, device=device), 1e-6, turns, False)
     kv = torch.randn((1, 128 + 64), generator=generator).bfloat16().to(device)
     query = torch.randn((1, 4 * (128 + 64)), generator=generator).bfloat16().to(device)
     one = torch.tensor([0, 1], dtype=torch.int32)
@@ -80,8 +80,8 @@ def test_latents(device: torch.device, generator: torch.Generator) -> None:
     metadata = to_device(metadata, device)
 
     def computed(cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        q = backend.latent_store(query.clone(), kv, latent, cache, metadata)
-        return backend.paged_attention(q, cache, cache, metadata, Softmax(0.1, values=128))
+        q = backend.store_latent_kv(query.clone(), kv, latent, cache, metadata)
+        return backend.paged_attention(q, cache, cache, metadata, AttentionParams(0.1, value_dim=128))
 
     far, pages = behind(cache)
     assert torch.equal(computed(far, moved(metadata, pages, 16)), computed(cache, metadata))
@@ -99,8 +99,8 @@ def test_columns_of_convolutions(device: torch.device, generator: torch.Generato
     metadata = replace(to_device(metadata, device), state_slots=torch.tensor([1], device=device))
 
     def computed(recent: Tensor, metadata: AttentionMetadata) -> Tensor:
-        conv = ShortConv(weight, None, gated=False)
-        return Triton().short_conv(x, conv, Columns(None, 16, recent), metadata)
+        conv = ShortConv(weight, None, is_gated=False)
+        return TritonBackend().short_conv(x, conv, ConvColumns(None, 16, recent), metadata)
 
     far, slots = behind(recent)
     assert metadata.state_slots is not None

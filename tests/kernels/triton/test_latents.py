@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend
-from quire.kernels.gpu import triton_sizes
-from quire.kernels.gpu.latents import attention
-from quire.kernels.gpu.triton_paged import Triton
-from quire.kernels.kv_codes import UNSCALED, KVScales
-from quire.kernels.latents.blocks import expandable
-from quire.kernels.latents.latent import Latent
-from quire.kernels.reference import Reference
-from quire.kernels.softmax import Softmax
+from quire.kernels.gpu import triton_launch_sizes
+from quire.kernels.gpu.latents import absorbed_attention
+from quire.kernels.gpu.triton_backend import TritonBackend
+from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
+from quire.kernels.latents.mla_latent import LatentParams
+from quire.kernels.latents.per_head_linear import as_expandable
+from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import Part, empty_cache, error, page, random_part, to_device
 from tests.kernels.test_latent import MIX, TOLERANCE, expected
 
@@ -29,18 +29,18 @@ SIZES = [(32, 16, 5, 16), (30, 6, 3, 64), (512, 64, 2, 256)]
 def attended(
     backend: Backend, parts: list[Part], values: int, device: torch.device, *, seed: int = 0, **held: object
 ) -> list[Tensor]:
-    judge = Reference()
+    judge = ReferenceBackend()
     judge.block_size = backend.block_size
-    scales = held.get("scales", UNSCALED)
+    scales = held.get("scales", UNIT_KV_SCALES)
     cache, _, metadata = page(judge, parts, seed=seed, **held)  # type: ignore[arg-type]
     q = torch.cat([part.q for part in parts]).to(device)
-    softmax, cache = Softmax(0.1, values=values, kv_scales=scales), cache.to(device)  # type: ignore[arg-type]
+    softmax, cache = AttentionParams(0.1, value_dim=values, kv_scales=scales), cache.to(device)  # type: ignore[arg-type]
     out = backend.paged_attention(q, cache, cache, to_device(metadata, device), softmax)
     return list(out.cpu().split([len(part.q) for part in parts]))
 
 
-def made(size: int, *, fixed: bool = False) -> Triton:
-    backend = Triton(deterministic=fixed)
+def made(size: int, *, fixed: bool = False) -> TritonBackend:
+    backend = TritonBackend(deterministic=fixed)
     backend.block_size = size
     return backend
 
@@ -72,7 +72,7 @@ def test_decodes_and_chunks(
 def test_tiles_of_hopper(
     device: torch.device, heads: int, fixed: bool, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "is_hopper", lambda device: True)
+    monkeypatch.setattr(absorbed_attention, "is_hopper", lambda device: True)
     parts = [random_part(context, count, heads, 1, 48, torch.bfloat16, generator) for context, count in MIX]
     ones = [part.rows(len(part.q) - 1, len(part.q)) for part in parts]
     for given in (parts, ones):
@@ -81,7 +81,7 @@ def test_tiles_of_hopper(
 
 
 def test_many_splits(device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_sizes, "processors", lambda device: 132)
+    monkeypatch.setattr(triton_launch_sizes, "num_multiprocessors", lambda device: 132)
     parts = [random_part(context, 1, 2, 1, 48, torch.float32, generator) for context in (3000, 70)]
     for part, out in zip(parts, attended(made(16), parts, 32, device), strict=True):
         assert error(out, expected(part, 32, 0.1)) < TOLERANCE[torch.float32]
@@ -93,10 +93,10 @@ def test_pages_of_codes(
     device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     parts = [random_part(context, count, 5, 1, 48, dtype, generator) for context, count in MIX]
-    scales = UNSCALED if kv_dtype == torch.int8 else KVScales(0.7, 9.0)
+    scales = UNIT_KV_SCALES if kv_dtype == torch.int8 else KVScales(0.7, 9.0)
     given = {"kv_dtype": kv_dtype, "scales": scales}
     found = attended(made(16), parts, 32, device, **given)
-    judge = attended(Reference(), [part.to(torch.float64) for part in parts], 32, torch.device("cpu"), **given)
+    judge = attended(ReferenceBackend(), [part.to(torch.float64) for part in parts], 32, torch.device("cpu"), **given)
     for out, wanted in zip(found, judge, strict=True):
         assert error(out, wanted) < TOLERANCE[dtype]
 
@@ -113,7 +113,7 @@ def test_fixed_tiles_give_a_row_the_same_bits_in_every_batch(
     """Decoded alone, in chunks of any kind, or as one prompt; stored in parts, or merged. The most heads have tiles of
     an H100."""
     if heads == 18:
-        monkeypatch.setattr(attention, "is_hopper", lambda device: True)
+        monkeypatch.setattr(absorbed_attention, "is_hopper", lambda device: True)
     backend = made(16, fixed=True)
     part = random_part(520, 18, heads, 1, 40, dtype, generator)
     (whole,) = attended(backend, [part], 32, device)
@@ -122,14 +122,16 @@ def test_fixed_tiles_give_a_row_the_same_bits_in_every_batch(
         parts = [*[other] * beside, part.rows(begin, end)]
         chunk = attended(backend, parts, 32, device, seed=end)[-1]
         assert torch.equal(chunk, whole[begin:end]), (begin, end, beside)
-    monkeypatch.setattr(triton_sizes, "processors", lambda device: 0)
+    monkeypatch.setattr(triton_launch_sizes, "num_multiprocessors", lambda device: 0)
     assert torch.equal(attended(backend, [other, part], 32, device)[1], whole)
 
 
-def of_tokens(size: int, rotated: int, neighbours: bool, generator: torch.Generator, device: torch.device) -> Latent:
+def of_tokens(
+    size: int, rotated: int, neighbours: bool, generator: torch.Generator, device: torch.device
+) -> LatentParams:
     angles = torch.rand((40, rotated // 2), generator=generator)
     table = torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
-    return Latent(torch.rand(size, generator=generator).to(device), 1e-6, table, neighbours)
+    return LatentParams(torch.rand(size, generator=generator).to(device), 1e-6, table, neighbours)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn])
@@ -146,18 +148,18 @@ def test_what_is_stored_is_the_references(
     generator: torch.Generator,
 ) -> None:
     latent = of_tokens(size, rotated, neighbours, generator, torch.device("cpu"))
-    latent = replace(latent, kv_scales=KVScales(0.5) if kv_dtype == torch.float8_e4m3fn else UNSCALED)
-    there = replace(latent, norm=latent.norm.to(device), cos_sin=latent.cos_sin.to(device))
+    latent = replace(latent, kv_scales=KVScales(0.5) if kv_dtype == torch.float8_e4m3fn else UNIT_KV_SCALES)
+    there = replace(latent, norm_weight=latent.norm_weight.to(device), cos_sin=latent.cos_sin.to(device))
     q, kv = torch.randn((5, 3 * (size + rotated)), generator=generator), torch.randn(5, size + rotated)
     slots, positions = torch.tensor([3, 17, 63, 40, 18]), torch.tensor([5, 0, 1, 30, 7])
     nothing = torch.zeros((1, 2), dtype=torch.int32)
     step = AttentionMetadata(nothing[0], nothing[0], nothing[0], nothing, positions, slots, 0, 0)
     found, caches = [], []
-    for backend, where, own in ((Reference(), torch.device("cpu"), latent), (Triton(), device, there)):
+    for backend, where, own in ((ReferenceBackend(), torch.device("cpu"), latent), (TritonBackend(), device, there)):
         held = kv_dtype or dtype
         cache = empty_cache(backend.kv_cache_shape(4, 1, size + rotated, held), held).to(where)
         given = (each.to(where, dtype) for each in (q, kv))
-        found.append(backend.latent_store(*given, own, cache, to_device(step, where)).cpu())
+        found.append(backend.store_latent_kv(*given, own, cache, to_device(step, where)).cpu())
         caches.append(cache.cpu())
     assert found[1].shape == (5, 3, size + rotated)
     assert error(found[1], found[0]) < TOLERANCE[dtype]
@@ -183,7 +185,7 @@ def test_blocks(
     x = torch.randn((70, blocks, inner + passed), generator=generator).to(dtype)
     wanted = torch.einsum("tbi,boi->tbo", x[..., :inner].double(), weights.double())
     for fixed in (False, True):
-        linear = Triton(deterministic=fixed).pack_blocks(list(weights.to(device)), passed)
+        linear = TritonBackend(deterministic=fixed).pack_per_head_linear(list(weights.to(device)), passed)
         whole = linear(x.flatten(1).to(device), NO_ADAPTERS).cpu()
         for rows in (slice(0, 70), slice(3, 8)):
             found = linear(x[rows].flatten(1).to(device), NO_ADAPTERS).cpu()
@@ -199,24 +201,28 @@ def test_expanding_gives_what_absorbing_gives(
 ) -> None:
     """Where both parts of a key are one, and where they are apart."""
     heads, size = 3, 40
-    backend, lengths = Triton(), (37, 5, 16, 1, 39)
+    backend, lengths = TritonBackend(), (37, 5, 16, 1, 39)
     latent = of_tokens(size, rotated, True, generator, device)
     absorb = torch.randn((heads, size, plain), generator=generator) * plain**-0.5
     expand = torch.randn((heads, value, size), generator=generator) * size**-0.5
     q = torch.randn((sum(lengths), heads * (plain + rotated)), generator=generator).to(device)
     kv = torch.randn((sum(lengths), size + rotated), generator=generator).to(device)
     parts = [random_part(length, length, 1, 1, 8, torch.float32, generator) for length in lengths]
-    metadata = to_device(page(Reference(), parts)[2], device)
+    metadata = to_device(page(ReferenceBackend(), parts)[2], device)
     cache = empty_cache(backend.kv_cache_shape(16, 1, size + rotated, torch.float32), torch.float32).to(device)
-    softmax = Softmax(0.3, values=size)
-    assert metadata.whole
-    halves = [backend.pack_blocks(list(each.to(device)), passed) for each, passed in ((absorb, rotated), (expand, 0))]
-    blocks = expandable(halves[0], cache, metadata)
+    softmax = AttentionParams(0.3, value_dim=size)
+    assert metadata.is_full_prefill
+    halves = [
+        backend.pack_per_head_linear(list(each.to(device)), passed) for each, passed in ((absorb, rotated), (expand, 0))
+    ]
+    blocks = as_expandable(halves[0], cache, metadata)
     assert blocks is not None
-    assert None is expandable(Triton(deterministic=True).pack_blocks(list(absorb), rotated), cache, metadata)
-    turned = backend.latent_store(halves[0](q, NO_ADAPTERS), kv, latent, cache, metadata)
+    assert None is as_expandable(
+        TritonBackend(deterministic=True).pack_per_head_linear(list(absorb), rotated), cache, metadata
+    )
+    turned = backend.store_latent_kv(halves[0](q, NO_ADAPTERS), kv, latent, cache, metadata)
     attended = backend.paged_attention(turned, cache, cache, metadata, softmax)
     wanted = halves[1](attended.flatten(1), NO_ADAPTERS)
-    heads_of_q = backend.latent_store(q.view(-1, heads, plain + rotated), kv, latent, cache, metadata)
-    found = blocks.attend(heads_of_q, halves[1], cache, metadata, softmax)
+    heads_of_q = backend.store_latent_kv(q.view(-1, heads, plain + rotated), kv, latent, cache, metadata)
+    found = blocks.attend_expanded(heads_of_q, halves[1], cache, metadata, softmax)
     assert error(found.cpu(), wanted.cpu()) < 1e-5

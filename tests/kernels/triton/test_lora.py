@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.backend import NO_ADAPTERS, AdapterSlots, Delta, LinearContext
+from quire.kernels.backend import NO_ADAPTERS, AdapterSlots, LinearContext, LoraDelta
 from quire.kernels.gpu.triton_linear import pack_linear
-from quire.kernels.gpu.triton_lora import TritonAdaptedLinear
+from quire.kernels.gpu.triton_lora import TritonLinearWithLora
 from tests.kernels.ragged import error
 
 PARTS = (48, 16, 130)
@@ -21,12 +21,12 @@ SLOTS = len(RANKS) + 1
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
-def deltas(rank: int, inner: int, dtype: torch.dtype, generator: torch.Generator) -> list[Delta]:
+def deltas(rank: int, inner: int, dtype: torch.dtype, generator: torch.Generator) -> list[LoraDelta]:
     """Of the first part and the last; the one between has none."""
     found = []
     for first, outs in ((0, PARTS[0]), (PARTS[0] + PARTS[1], PARTS[2])):
         down, up = (torch.randn(s, generator=generator) * s[1] ** -0.5 for s in ((rank, inner), (outs, rank)))
-        found.append(Delta(first, down.to(dtype), up.to(dtype)))
+        found.append(LoraDelta(first, down.to(dtype), up.to(dtype)))
     return found
 
 
@@ -44,10 +44,10 @@ class Made:
         self.weight = torch.randn((sum(PARTS), inner), generator=generator).to(device, dtype)
         self.plain = pack_linear(self.weight, None, wide=wide)
         slots = AdapterSlots(SLOTS, inner, PARTS, max(RANKS), dtype, wide, device)
-        self.linear = TritonAdaptedLinear(self.plain, slots, **options)
+        self.linear = TritonLinearWithLora(self.plain, slots, **options)
         self.deltas = [deltas(rank, inner, dtype, generator) for rank in RANKS]
         for slot, own in enumerate(self.deltas, 1):
-            self.linear.put(slot, self.linear.pack(own))
+            self.linear.put_adapter(slot, self.linear.pack_deltas(own))
 
     def expected(self, x: Tensor, adapters: Tensor) -> Tensor:
         """float64, with the weights merged."""
@@ -55,7 +55,9 @@ class Made:
         for row, slot in zip(x.cpu().double(), adapters.tolist(), strict=True):
             merged = self.weight.cpu().double()
             for delta in self.deltas[slot - 1] if 0 < slot <= len(self.deltas) else []:
-                merged[delta.first : delta.first + len(delta.up)] += delta.up.double() @ delta.down.double()
+                merged[delta.first_output : delta.first_output + len(delta.up)] += (
+                    delta.up.double() @ delta.down.double()
+                )
             out.append(merged @ row)
         return torch.stack(out)
 
@@ -107,12 +109,12 @@ def test_every_row_an_adapter_of_its_own(device: torch.device, generator: torch.
     inner, count = 32, 20
     weight = torch.randn((48, inner), generator=generator).to(device)
     slots = AdapterSlots(count, inner, (48,), 8, torch.float32, False, device)
-    linear = TritonAdaptedLinear(pack_linear(weight, None), slots)
+    linear = TritonLinearWithLora(pack_linear(weight, None), slots)
     halves = []
     for slot in range(1, count + 1):
         down, up = torch.randn((8, inner), generator=generator), torch.randn((48, 8), generator=generator)
         halves.append((down, up))
-        linear.put(slot, linear.pack([Delta(0, down, up)]))
+        linear.put_adapter(slot, linear.pack_deltas([LoraDelta(0, down, up)]))
     adapters = torch.cat([torch.randperm(count, generator=generator) + 1, torch.zeros(5, dtype=torch.int64)])
     x = torch.randn((len(adapters), inner), generator=generator)
     merged = [weight.cpu().double(), *(weight.cpu().double() + up.double() @ down.double() for down, up in halves)]
@@ -125,9 +127,9 @@ def test_slots_are_filled_again(device: torch.device, generator: torch.Generator
     made = Made(70, torch.float32, device, generator)
     x = torch.randn((5, 70), generator=generator).to(device)
     for slot, other in ((1, 3), (5, 1)):
-        made.linear.put(slot, made.linear.pack(made.deltas[other]))
-    made.linear.put(2, None)
-    made.linear.put(3, made.linear.pack(made.deltas[2][1:]))
+        made.linear.put_adapter(slot, made.linear.pack_deltas(made.deltas[other]))
+    made.linear.put_adapter(2, None)
+    made.linear.put_adapter(3, made.linear.pack_deltas(made.deltas[2][1:]))
     got = made.linear(x, of(torch.tensor([1, 2, 5, 3, 0], device=device))).cpu()
     assert error(got[:3], made.expected(x[:3], torch.tensor([4, 0, 2]))) < 3e-6
     plain = F.linear(x[3], made.weight).cpu()

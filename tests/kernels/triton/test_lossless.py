@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from quire.engine.config import EngineConfig
-from quire.engine.drafting.adaptive import Adaptive
+from quire.engine.drafting.draft_length import AdaptiveLengthDrafter
 from quire.engine.engine_core import EngineCore
-from quire.engine.worker.graphs import prompts as prompt_graphs
-from quire.engine.worker.loading import room
-from quire.kernels import select
-from quire.kernels.gpu import triton_paged
+from quire.engine.worker.graphs import mixed_batch_graphs as prompt_graphs
+from quire.engine.worker.loading import kv_allocation
+from quire.kernels import backend_selection
+from quire.kernels.gpu import triton_backend
 from tests.engine.harness import request, run
 from tests.engine.test_speculation import CHEAP, Garbage
 from tests.kernels.triton.conftest import INTERPRETED
@@ -37,8 +37,12 @@ def test_neither_chunks_nor_neighbours_nor_hits_nor_guesses_change_a_token(
     """Deterministic, against each request alone with nothing cached. graphs: decodes and guesses are rows, each of a
     token, as in CUDA graphs."""
     if INTERPRETED:
-        monkeypatch.setattr(triton_paged.Triton, "cannot_serve", lambda *_: None)
-    monkeypatch.setitem(select._MADE_BY, "triton", lambda deterministic: triton_paged.Triton(deterministic=True))
+        monkeypatch.setattr(triton_backend.TritonBackend, "unsupported_reason", lambda *_: None)
+    monkeypatch.setitem(
+        backend_selection._BACKEND_FACTORIES,
+        "triton",
+        lambda deterministic: triton_backend.TritonBackend(deterministic=True),
+    )
     options = {"model": str(save_tiny_model(tmp_path, family)), "attention_backend": "triton", "max_model_len": 96}
     generator = torch.Generator().manual_seed(7)
     shared = torch.randint(3, VOCAB, (37,), generator=generator).tolist()
@@ -47,17 +51,17 @@ def test_neither_chunks_nor_neighbours_nor_hits_nor_guesses_change_a_token(
     alone = EngineCore(EngineConfig(num_kv_blocks=40, enable_prefix_caching=False, **options))
     wanted = [run(alone, [each])[each.id].ids for each in asked]
     if graphs:
-        monkeypatch.setattr(room, "choose_capture", lambda *_: run_again)
+        monkeypatch.setattr(kv_allocation, "choose_capture", lambda *_: run_again)
         monkeypatch.setattr(prompt_graphs, "GRAPH_TOKENS", (32,))
     made = EngineCore(
         EngineConfig(num_kv_blocks=40, warmup_seconds=0, max_num_batched_tokens=21, snapshot_tokens=16, **options),
-        make_drafter=lambda *_: Adaptive(Garbage(random.Random(3)), 8, CHEAP),
+        make_drafter=lambda *_: AdaptiveLengthDrafter(Garbage(random.Random(3)), 8, CHEAP),
     )
     for _ in range(2):
         found = run(made, asked)
         assert [found[each.id].ids for each in asked] == wanted
-    assert made.stats.prefix_hits > 0
-    assert made.stats.draft_tokens > 0
+    assert made.engine_stats.prefix_hits > 0
+    assert made.engine_stats.draft_tokens > 0
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "gpt_oss", "gemma2"])
@@ -66,19 +70,23 @@ def test_small_steps_of_graphs_give_the_tokens_of_a_request_alone(
 ) -> None:
     """Deterministic: each with rows and sequences beside it that fill up."""
     if INTERPRETED:
-        monkeypatch.setattr(triton_paged.Triton, "cannot_serve", lambda *_: None)
-    monkeypatch.setitem(select._MADE_BY, "triton", lambda deterministic: triton_paged.Triton(deterministic=True))
+        monkeypatch.setattr(triton_backend.TritonBackend, "unsupported_reason", lambda *_: None)
+    monkeypatch.setitem(
+        backend_selection._BACKEND_FACTORIES,
+        "triton",
+        lambda deterministic: triton_backend.TritonBackend(deterministic=True),
+    )
     options = {"model": str(save_tiny_model(tmp_path, family)), "attention_backend": "triton", "max_model_len": 96}
     generator = torch.Generator().manual_seed(7)
     shared = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (19, 3, 24)]
     asked = [request(str(i), prompt, seed=i, max_tokens=4, temperature=0.0) for i, prompt in enumerate(shared)]
     alone = EngineCore(EngineConfig(num_kv_blocks=40, enable_prefix_caching=False, **options))
     wanted = [run(alone, [each])[each.id].ids for each in asked]
-    monkeypatch.setattr(room, "choose_capture", lambda *_: run_again)
+    monkeypatch.setattr(kv_allocation, "choose_capture", lambda *_: run_again)
     monkeypatch.setattr(prompt_graphs, "GRAPH_TOKENS", (16,))
     kept = {"num_kv_blocks": 40, "warmup_seconds": 0, "max_num_batched_tokens": 10, "enable_prefix_caching": False}
     made = EngineCore(EngineConfig(**kept, **options))
     for _ in range(2):
         found = run(made, asked)
         assert [found[each.id].ids for each in asked] == wanted
-    assert made.stats.captured_prompt_steps > 2
+    assert made.engine_stats.captured_prompt_steps > 2

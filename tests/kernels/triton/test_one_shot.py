@@ -19,8 +19,8 @@ from torch import Tensor
 
 from quire.kernels.collective import RankEnded
 from quire.kernels.distributed import DistributedCollective
-from quire.kernels.gpu.ranks import one_shot
-from quire.kernels.gpu.ranks.one_shot import MOST, PROGRAMS, OneShot, memory_bytes
+from quire.kernels.gpu.ranks import one_shot_all_reduce
+from quire.kernels.gpu.ranks.one_shot_all_reduce import MAX_ELEMENTS, NUM_PROGRAMS, OneShotAllReduce, rank_memory_bytes
 from tests.kernels.triton.conftest import INTERPRETED
 
 if not INTERPRETED:
@@ -104,9 +104,9 @@ def at_once(seed: int, threads: int) -> Iterator[Turns]:
         yield turns
 
 
-def ranks(count: int, most_looks: int = 10**9) -> list[OneShot]:
-    memory = [torch.zeros(memory_bytes(count), dtype=torch.uint8) for _ in range(count)]
-    return [OneShot(rank, memory, torch.zeros(2, dtype=torch.int32), most_looks) for rank in range(count)]
+def ranks(count: int, most_looks: int = 10**9) -> list[OneShotAllReduce]:
+    memory = [torch.zeros(rank_memory_bytes(count), dtype=torch.uint8) for _ in range(count)]
+    return [OneShotAllReduce(rank, memory, torch.zeros(2, dtype=torch.int32), most_looks) for rank in range(count)]
 
 
 def together(seed: int, work: list[Callable[[], Any]]) -> list[Any]:
@@ -158,7 +158,7 @@ def test_sums_have_the_bits_of_numbers_that_are_added_in_order(count: int, seed:
         asked.append(parts)
 
     def of(rank: int) -> list[Tensor]:
-        return [made[rank].sum(parts[rank].view(1, -1)).view(-1) for parts in asked]
+        return [made[rank].all_reduce(parts[rank].view(1, -1)).view(-1) for parts in asked]
 
     found = together(seed, [lambda rank=rank: of(rank) for rank in range(count)])
     for number, parts in enumerate(asked):
@@ -166,17 +166,17 @@ def test_sums_have_the_bits_of_numbers_that_are_added_in_order(count: int, seed:
         for own in found:
             assert torch.equal(own[number].view(torch.uint8), wanted.view(torch.uint8))
     for each in made:
-        each.check()
+        each.raise_if_failed()
 
 
 def test_what_it_takes() -> None:
     (made,) = ranks(1)
-    assert made.takes(torch.zeros(MOST))
-    assert not made.takes(torch.zeros(MOST + 1))
-    assert not made.takes(torch.zeros(0))
-    assert not made.takes(torch.zeros(3, dtype=torch.int64))
+    assert made.can_reduce(torch.zeros(MAX_ELEMENTS))
+    assert not made.can_reduce(torch.zeros(MAX_ELEMENTS + 1))
+    assert not made.can_reduce(torch.zeros(0))
+    assert not made.can_reduce(torch.zeros(3, dtype=torch.int64))
     x = torch.randn(3, 5).t()
-    assert torch.equal(made.sum(x), x)
+    assert torch.equal(made.all_reduce(x), x)
 
 
 @pytest.mark.parametrize("how", ["stopped", "looked often enough"])
@@ -186,20 +186,20 @@ def test_a_rank_that_is_dead_is_not_waited_for(how: str) -> None:
     x = torch.randn(5000)
 
     def alive(rank: int) -> None:
-        assert torch.equal(made[rank].sum(x), in_order([x, x, x]))
-        made[rank].sum(x)  # the last one does not come to this
+        assert torch.equal(made[rank].all_reduce(x), in_order([x, x, x]))
+        made[rank].all_reduce(x)  # the last one does not come to this
         with pytest.raises(RankEnded, match="given up"):
-            made[rank].check()
-        made[rank].sum(x)
+            made[rank].raise_if_failed()
+        made[rank].all_reduce(x)
 
     def dies() -> None:
-        made[2].sum(x)
+        made[2].all_reduce(x)
         if how == "stopped":
             for each in made[:2]:
-                each.stop()
+                each.stop_waiting()
 
     together(5, [lambda: alive(0), lambda: alive(1), dies])
-    told = made[2].memory[2][: 8 * PROGRAMS * 3].view(torch.int64).view(PROGRAMS, 3)
+    told = made[2].rank_memories[2][: 8 * NUM_PROGRAMS * 3].view(torch.int64).view(NUM_PROGRAMS, 3)
     assert told[:, 2].max() == 1
     assert told[:, :2].max() == 2, "of the sum that was given up, and of none after it"
 
@@ -208,15 +208,15 @@ def test_one_that_comes_late_finds_no_numbers() -> None:
     """A rank that gave up stays silent: no other may add what it computes from then on."""
     made = ranks(2, 300)
     x = torch.ones(10)
-    made[0].sum(x)  # alone
+    made[0].all_reduce(x)  # alone
     with pytest.raises(RankEnded):
-        made[0].check()
-    made[0].sum(x * 100)
-    assert torch.equal(made[1].sum(x), 2 * x), "what was told before is right"
-    made[1].check()
-    made[1].sum(x)
+        made[0].raise_if_failed()
+    made[0].all_reduce(x * 100)
+    assert torch.equal(made[1].all_reduce(x), 2 * x), "what was told before is right"
+    made[1].raise_if_failed()
+    made[1].all_reduce(x)
     with pytest.raises(RankEnded):
-        made[1].check()
+        made[1].raise_if_failed()
 
 
 class Done:
@@ -265,7 +265,7 @@ def met(memories: Memories) -> list[Any]:
     """At the store they wait for each other, so they take no turns, and try no sums."""
     store, device = dist.HashStore(), torch.device("cpu")
     with ThreadPoolExecutor(2) as pool:
-        meet = partial(one_shot.meet, store, storages=memories, trial=lambda *_: None)
+        meet = partial(one_shot_all_reduce.connect_one_shot, store, storages=memories, trial=lambda *_: None)
         asked = [pool.submit(meet, rank, 2, device) for rank in range(2)]
         return [each.result(30) for each in asked]
 
@@ -276,9 +276,11 @@ def test_ranks_meet() -> None:
     memories = Memories()
     made = met(memories)
     assert len(memories.shared) == 2
-    assert [each.memory[0].data_ptr() for each in made if each] == [made[0].memory[0].data_ptr()] * 2
+    assert [each.rank_memories[0].data_ptr() for each in made if each] == [made[0].rank_memories[0].data_ptr()] * 2
     x = torch.ones(9)
-    assert [each.tolist() for each in together(1, [lambda: made[0].sum(x), lambda: made[1].sum(x)])] == [[2.0] * 9] * 2
+    assert [each.tolist() for each in together(1, [lambda: made[0].all_reduce(x), lambda: made[1].all_reduce(x)])] == [
+        [2.0] * 9
+    ] * 2
 
 
 @pytest.mark.usefixtures("_no_gpu")
@@ -296,15 +298,15 @@ def test_the_trial(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Done)
     made = ranks(2)
     if fault == "wrong":
-        launched = OneShot.sum
-        monkeypatch.setattr(OneShot, "sum", lambda own, x: launched(own, x) + (own is made[1]))
+        launched = OneShotAllReduce.all_reduce
+        monkeypatch.setattr(OneShotAllReduce, "all_reduce", lambda own, x: launched(own, x) + (own is made[1]))
 
     def tried(rank: int) -> str:
         if fault == "silent" and rank == 1:
             return ""
         sizes = ((1, torch.bfloat16), (3000, torch.float32))
         try:
-            one_shot.try_sums(made[rank], rank, 2, torch.device("cpu"), sizes, most_looks=600)
+            one_shot_all_reduce.try_all_reduce(made[rank], rank, 2, torch.device("cpu"), sizes, max_polls=600)
         except ValueError as error:
             return str(error)
         return "right"
@@ -325,20 +327,20 @@ def test_a_trial_ends_before_the_others_give_up(monkeypatch: pytest.MonkeyPatch)
     def slept(seconds: float) -> None:
         clock[0] += 1
 
-    def summed(own: OneShot, x: Tensor) -> Tensor:
+    def summed(own: OneShotAllReduce, x: Tensor) -> Tensor:
         begun[0] = clock[0]
         return x
 
     class Late(Done):
         def query(self) -> bool:
-            return bool(made.words[0]) or clock[0] > begun[0] + 25
+            return bool(made.host_flags[0]) or clock[0] > begun[0] + 25
 
-    monkeypatch.setattr(one_shot, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=slept))
+    monkeypatch.setattr(one_shot_all_reduce, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=slept))
     monkeypatch.setattr(torch.cuda, "Event", Late)
-    monkeypatch.setattr(OneShot, "sum", summed)
-    monkeypatch.setattr(OneShot, "stop", lambda own: own.words.fill_(1))
+    monkeypatch.setattr(OneShotAllReduce, "all_reduce", summed)
+    monkeypatch.setattr(OneShotAllReduce, "stop_waiting", lambda own: own.host_flags.fill_(1))
     with pytest.raises(ValueError, match="a sum did not come"):
-        one_shot.try_sums(made, 0, 1, torch.device("cpu"))
+        one_shot_all_reduce.try_all_reduce(made, 0, 1, torch.device("cpu"))
     assert clock[0] < 60
 
 
@@ -356,22 +358,22 @@ def test_behind_the_ranks_interface() -> None:
     made, groups = ranks(2), [NoGroup(), NoGroup()]
     both = [
         DistributedCollective(
-            lambda rank=rank: groups[rank], rank, 2, in_order=False, near=lambda rank=rank: made[rank]
+            lambda rank=rank: groups[rank], rank, 2, in_order=False, make_small_all_reduce=lambda rank=rank: made[rank]
         )
         for rank in range(2)
     ]
     x = torch.randn(3, 11)
-    found = together(4, [lambda each=each: each.sum(x) for each in both])
+    found = together(4, [lambda each=each: each.all_reduce(x) for each in both])
     assert torch.equal(found[0], x + x)
     assert torch.equal(found[1], x + x)
     with pytest.raises(AttributeError, match="allreduce"):
-        both[0].sum(torch.zeros(MOST + 1))
+        both[0].all_reduce(torch.zeros(MAX_ELEMENTS + 1))
     both[0].close()
     assert groups[0].aborted
-    assert made[0].words.tolist() == [1, 0]
+    assert made[0].host_flags.tolist() == [1, 0]
     with pytest.raises(RankEnded):
-        both[0].sum(x)
-    made[1].stop()
-    made[1].sum(x)  # that the other one has ended
+        both[0].all_reduce(x)
+    made[1].stop_waiting()
+    made[1].all_reduce(x)  # that the other one has ended
     with pytest.raises(RankEnded):
-        both[1].check()
+        both[1].raise_if_failed()

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.gpu.recurrent.pieces import LONG
-from quire.kernels.gpu.recurrent.triton_pieces import PIECE
-from quire.kernels.gpu.triton_paged import Triton
+from quire.kernels.gpu.recurrent.chunked_recurrence import MIN_CHUNKED_TOKENS
+from quire.kernels.gpu.recurrent.triton_chunks import RECURRENCE_CHUNK
+from quire.kernels.gpu.triton_backend import TritonBackend
 from quire.kernels.recurrent.delta_rule import DeltaRule
-from quire.kernels.reference import Reference
+from quire.kernels.reference import ReferenceBackend
 from tests.kernels import test_state_space
 from tests.kernels.ragged import error
 from tests.kernels.recurrences import Kept, Row, Shape, given, on, parts
@@ -37,10 +37,17 @@ def near(got: Tensor, wanted: Tensor) -> bool:
 def test_long_prompts_beside_short_ones(device: torch.device, kind: str) -> None:
     """Whole ones and chunks, with empty sequences among them, as steps with prompts in graphs have some."""
     generator, (made, expected) = torch.Generator().manual_seed(4), KINDS[kind]
-    shape, cuts = made(generator), [(0, 0, 0, 0), (PIECE + 7, 1, 0, PIECE + 1), (PIECE + 7, 3, 40, 2 * PIECE + 5)]
+    shape, cuts = (
+        made(generator),
+        [
+            (0, 0, 0, 0),
+            (RECURRENCE_CHUNK + 7, 1, 0, RECURRENCE_CHUNK + 1),
+            (RECURRENCE_CHUNK + 7, 3, 40, 2 * RECURRENCE_CHUNK + 5),
+        ],
+    )
     numbers = [given(shape, length, generator, torch.bfloat16) for length in cuts[-1]]
     states = []
-    for backend, there in ((Triton(), device), (Reference(), torch.device("cpu"))):
+    for backend, there in ((TritonBackend(), device), (ReferenceBackend(), torch.device("cpu"))):
         kept = Kept(backend, on(shape, there), torch.bfloat16, device=there)
         found = [Tensor()] * len(numbers)
         for before, after in pairwise(cuts):
@@ -59,14 +66,14 @@ def test_keys_that_are_alike(device: torch.device, decays: bool) -> None:
     generator = torch.Generator().manual_seed(4)
     shape = KINDS["delta"][0](generator)
     assert isinstance(shape.rule, DeltaRule)
-    numbers = given(shape, 2 * PIECE, generator, torch.bfloat16)
+    numbers = given(shape, 2 * RECURRENCE_CHUNK, generator, torch.bfloat16)
     numbers[:] = numbers[:1]
     _, _, beside = parts(shape, numbers)
     b, a = beside.view(-1, 2, shape.heads).unbind(1)
     b[:], a[:] = 20.0, 2.0 if decays else -20.0
     states = []
-    for backend in (Triton(), Reference()):
-        there = device if isinstance(backend, Triton) else torch.device("cpu")
+    for backend in (TritonBackend(), ReferenceBackend()):
+        there = device if isinstance(backend, TritonBackend) else torch.device("cpu")
         kept = Kept(backend, on(shape, there), torch.bfloat16, device=there)
         kept.step([Row(numbers, 0, 0, len(numbers), 2)])
         states.append(kept.states.matrices[2])
@@ -78,7 +85,7 @@ def test_sequences_with_guesses_go_token_by_token(device: torch.device) -> None:
     shape = KINDS["delta"][0](generator)
     numbers = [given(shape, length, generator, torch.bfloat16) for length in (50, 45)]
     found = []
-    for backend in (Triton(), Triton(deterministic=True)):
+    for backend in (TritonBackend(), TritonBackend(deterministic=True)):
         kept = Kept(backend, on(shape, device), torch.bfloat16, 3, device)
         kept.step([Row(numbers[0][:10], 0, 0, 8, 0), Row(numbers[1][:5], 0, 0, 5, 1)])
         rows = [Row(numbers[0], 10, 8, 50, 0), Row(numbers[1], 5, 5, 43, 1)]
@@ -92,12 +99,12 @@ def test_other_types_go_token_by_token(device: torch.device, dtype: torch.dtype)
     """Whose products would not be exact."""
     generator = torch.Generator().manual_seed(4)
     shape = KINDS["space"][0](generator)
-    numbers = given(shape, LONG + 1, generator, dtype)
-    found = [of_a_prompt(Triton(deterministic=fixed), shape, numbers, device) for fixed in (False, True)]
+    numbers = given(shape, MIN_CHUNKED_TOKENS + 1, generator, dtype)
+    found = [of_a_prompt(TritonBackend(deterministic=fixed), shape, numbers, device) for fixed in (False, True)]
     assert torch.equal(*found)
 
 
-def of_a_prompt(backend: Triton, shape: Shape, numbers: Tensor, device: torch.device) -> Tensor:
+def of_a_prompt(backend: TritonBackend, shape: Shape, numbers: Tensor, device: torch.device) -> Tensor:
     kept = Kept(backend, on(shape, device), numbers.dtype, device=device)
     return kept.step([Row(numbers, 0, 0, len(numbers), 0)])[0]
 
@@ -107,33 +114,35 @@ def test_many_sequences(device: torch.device) -> None:
     """More than a program looks at at once: a piece finds its own, behind empty ones and short ones."""
     generator = torch.Generator().manual_seed(4)
     shape = space(1, 1, 12, 16)(generator)
-    numbers = given(shape, 2 * PIECE, generator, torch.bfloat16)
-    counts = [1, 0, 2] * 90 + [PIECE + 9, 1, 40]
-    kept = Kept(Triton(), on(shape, device), torch.bfloat16, device=device)
+    numbers = given(shape, 2 * RECURRENCE_CHUNK, generator, torch.bfloat16)
+    counts = [1, 0, 2] * 90 + [RECURRENCE_CHUNK + 9, 1, 40]
+    kept = Kept(TritonBackend(), on(shape, device), torch.bfloat16, device=device)
     kept.states = replace(
         kept.states,
         matrices=kept.states.matrices[:1].repeat(len(counts), 1, 1, 1),
-        guesses=kept.states.guesses[:1].repeat(len(counts), 1, 1),
+        draft_inputs=kept.states.draft_inputs[:1].repeat(len(counts), 1, 1),
     )
     found = kept.step([Row(numbers[:count], 0, 0, count, at) for at, count in enumerate(counts)])
     for got, count in zip(found[-3:], counts[-3:], strict=True):
         assert error(got, test_state_space.expected(shape, numbers[:count])) < TOLERANCE[torch.bfloat16]
 
 
-class Parted(Triton):
+class Parted(TritonBackend):
     """Says of steps that their first three sequences are decodes."""
 
-    def recur(self, *given: Any) -> Tensor:
+    def run_recurrence(self, *given: Any) -> Tensor:
         *others, step = given
-        return super().recur(*others, replace(step, parts=(replace(step, context_lens=step.context_lens[:3]), step)))
+        return super().run_recurrence(
+            *others, replace(step, decode_prefill_parts=(replace(step, context_lens=step.context_lens[:3]), step))
+        )
 
 
 def test_pieces_behind_decodes(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(4)
     shape = space(1, 1, 12, 16)(generator)
-    numbers = [given(shape, length, generator, torch.bfloat16) for length in (1, 1, 1, PIECE + 9, 40)]
+    numbers = [given(shape, length, generator, torch.bfloat16) for length in (1, 1, 1, RECURRENCE_CHUNK + 9, 40)]
     found = []
-    for backend in (Triton(), Parted()):
+    for backend in (TritonBackend(), Parted()):
         kept = Kept(backend, on(shape, device), torch.bfloat16, device=device)
         found.append(kept.step([Row(each, 0, 0, len(each), at) for at, each in enumerate(numbers)]))
     for got, wanted in zip(*found, strict=True):

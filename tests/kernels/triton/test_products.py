@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import NO_ADAPTERS, Linear
-from quire.kernels.gpu.quantization import library, quantized, trial
-from quire.kernels.gpu.quantization.library import Product
-from quire.kernels.gpu.triton_paged import Triton
-from quire.kernels.quantized import Float8Weight, GroupedWeight, QuantizedWeight
+from quire.kernels.gpu.quantization import quantized_linear, torch_matmul, weight_trial
+from quire.kernels.gpu.quantization.torch_matmul import TorchMatmul
+from quire.kernels.gpu.triton_backend import TritonBackend
+from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, QuantizedWeight
 from tests.kernels.ragged import error
 from tests.kernels.triton.few_bits import DTYPES, E2M1, FEW, TABLE, float8, grouped, rounded, there
 
@@ -32,15 +32,17 @@ def test_few_rows_divide_the_inner_dimension(kind: str, device: torch.device, ge
     weight = LONG[kind](generator)
     bias = torch.randn(70, generator=generator).bfloat16()
     x = torch.randn((66, 1536), generator=generator).bfloat16()
-    expected = x.double() @ weight.dequantized().double().T + bias.double()
-    linear = Triton().pack_quantized([there(weight, device)], bias.to(device), dtype=x.dtype, wide=True)
-    assert isinstance(linear, quantized.QuantizedLinear)
-    count, length = quantized.divided(linear.parts[0], quantized.choose_tiles(1, x.dtype, fixed=False))
+    expected = x.double() @ weight.dequantize().double().T + bias.double()
+    linear = TritonBackend().pack_quantized([there(weight, device)], bias.to(device), dtype=x.dtype, wide=True)
+    assert isinstance(linear, quantized_linear.TritonQuantizedLinear)
+    count, length = quantized_linear.split_inner_dim(
+        linear.parts[0], quantized_linear.choose_matmul_tiles(1, x.dtype, fixed=False)
+    )
     assert count > 1
-    assert (count - 1) * length < linear.parts[0].stride <= count * length
+    assert (count - 1) * length < linear.parts[0].words_per_output <= count * length
     for rows in (1, 16):
         assert error(linear(x[:rows].to(device), NO_ADAPTERS).cpu(), expected[:rows]) < 2e-6
-    fixed = Triton(deterministic=True).pack_quantized([there(weight, device)], bias.to(device), dtype=x.dtype)
+    fixed = TritonBackend(deterministic=True).pack_quantized([there(weight, device)], bias.to(device), dtype=x.dtype)
     whole = fixed(x.to(device), NO_ADAPTERS)
     for begin, rows in ((0, 1), (7, 3), (2, 64)):
         assert torch.equal(fixed(x[begin : begin + rows].to(device), NO_ADAPTERS), whole[begin : begin + rows])
@@ -56,20 +58,20 @@ def test_many_rows_of_expanded_weights(dtype: torch.dtype, device: torch.device,
         float8(50, 192, (50, 64), generator),
     ]
     x, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((256, 192), (270,)))
-    whole = torch.cat([each.dequantized() for each in weights]).double()
+    whole = torch.cat([each.dequantize() for each in weights]).double()
     for given in (None, bias):
         there_bias = None if given is None else given.to(device)
-        linear = Triton().pack_quantized([there(each, device) for each in weights], there_bias, dtype=dtype)
-        assert isinstance(linear, quantized.QuantizedLinear)
-        linear.expanded_bytes = 64 * 192 * 2
+        linear = TritonBackend().pack_quantized([there(each, device) for each in weights], there_bias, dtype=dtype)
+        assert isinstance(linear, quantized_linear.TritonQuantizedLinear)
+        linear.dequantized_bytes = 64 * 192 * 2
         expected = x.double() @ whole.T + (0 if given is None else given.double())
         assert error(linear(x.to(device), NO_ADAPTERS).cpu(), expected) < 2 * DTYPES[dtype]
 
 
 BY_PYTORCH = {
-    Product.INTEGERS: lambda generator: grouped(64, 512, 512, 8, generator),
-    Product.FLOATS: lambda generator: float8(64, 512, (1, 512), generator),
-    Product.SQUARES: lambda generator: float8(64, 512, (128, 128), generator),
+    TorchMatmul.INT8: lambda generator: grouped(64, 512, 512, 8, generator),
+    TorchMatmul.FLOAT8_ROW_SCALED: lambda generator: float8(64, 512, (1, 512), generator),
+    TorchMatmul.FLOAT8_BLOCK_SCALED: lambda generator: float8(64, 512, (128, 128), generator),
 }
 
 
@@ -104,32 +106,34 @@ def scaled_mm(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, bias: T
 @pytest.fixture
 def _tried_again() -> Iterator[None]:
     """What a trial found is forgotten."""
-    library.why_not.cache_clear()
+    torch_matmul.trial_failure_reason.cache_clear()
     yield
-    library.why_not.cache_clear()
+    torch_matmul.trial_failure_reason.cache_clear()
 
 
 @pytest.mark.usefixtures("_tried_again")
-@pytest.mark.parametrize("product", list(Product))
+@pytest.mark.parametrize("product", list(TorchMatmul))
 def test_products_of_pytorch(
-    product: Product, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    product: TorchMatmul, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From 17 rows on, where the trial passes."""
-    if device.type == "cpu" and product == Product.SQUARES:  # which PyTorch has on Hopper alone
-        monkeypatch.setattr(library, "scaled_mm", scaled_mm)
-    if (reason := library.why_not(product, torch.bfloat16, device)) is not None:
+    if device.type == "cpu" and product == TorchMatmul.FLOAT8_BLOCK_SCALED:  # which PyTorch has on Hopper alone
+        monkeypatch.setattr(torch_matmul, "scaled_mm", scaled_mm)
+    if (reason := torch_matmul.trial_failure_reason(product, torch.bfloat16, device)) is not None:
         assert device.type == "cuda", reason
         pytest.skip(reason)
-    calls, multiply = list[Product](), library.multiply
-    monkeypatch.setattr(library, "multiply", lambda part, by, *rest: calls.append(by) or multiply(part, by, *rest))
+    calls, multiply = list[TorchMatmul](), torch_matmul.multiply_rounded
+    monkeypatch.setattr(
+        torch_matmul, "multiply_rounded", lambda part, by, *rest: calls.append(by) or multiply(part, by, *rest)
+    )
     weight, bias = BY_PYTORCH[product](generator), torch.randn(64, generator=generator).bfloat16() * 100
-    linear = Triton().pack_quantized([there(weight, device)], bias.to(device), dtype=torch.bfloat16)
+    linear = TritonBackend().pack_quantized([there(weight, device)], bias.to(device), dtype=torch.bfloat16)
     calls.clear()  # those of a GPU's trial
     for rows in (1, 16, 17, 40):
         x = torch.randn((rows, 512), generator=generator).bfloat16()
-        block = 128 if product == Product.SQUARES else 512
-        seen = rounded(x, floats=product != Product.INTEGERS, block=block) if rows > FEW else x.double()
-        expected = seen @ weight.dequantized().double().T + bias.double()
+        block = 128 if product == TorchMatmul.FLOAT8_BLOCK_SCALED else 512
+        seen = rounded(x, floats=product != TorchMatmul.INT8, block=block) if rows > FEW else x.double()
+        expected = seen @ weight.dequantize().double().T + bias.double()
         assert error(linear(x.to(device), NO_ADAPTERS).cpu(), expected) < DTYPES[torch.bfloat16]
     assert calls == [product, product]
     x[3, 7] = torch.nan
@@ -137,7 +141,7 @@ def test_products_of_pytorch(
     assert got[3].isnan().all()
     assert torch.cat((got[:3], got[4:])).isfinite().all()
     for others in ({"wide": True}, {}):
-        backend = Triton(deterministic=not others)
+        backend = TritonBackend(deterministic=not others)
         backend.pack_quantized([there(weight, device)], None, dtype=torch.bfloat16, **others)(
             x[:17].to(device), NO_ADAPTERS
         )
@@ -165,12 +169,12 @@ def none(*args: Any, **named: Any) -> Tensor:
 def test_what_fails_its_trial_is_not_used(
     fault: Any, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "scaled_mm", fault)
-    assert library.why_not(Product.FLOATS, torch.bfloat16, device) is not None
-    weight = there(BY_PYTORCH[Product.FLOATS](generator), device)
-    linear = Triton().pack_quantized([weight], None, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch_matmul, "scaled_mm", fault)
+    assert torch_matmul.trial_failure_reason(TorchMatmul.FLOAT8_ROW_SCALED, torch.bfloat16, device) is not None
+    weight = there(BY_PYTORCH[TorchMatmul.FLOAT8_ROW_SCALED](generator), device)
+    linear = TritonBackend().pack_quantized([weight], None, dtype=torch.bfloat16)
     x = torch.randn((20, 512), generator=generator).bfloat16()
-    expected = rounded(x, floats=True) @ weight.dequantized().double().cpu().T
+    expected = rounded(x, floats=True) @ weight.dequantize().double().cpu().T
     assert error(linear(x.to(device), NO_ADAPTERS).cpu(), expected) < DTYPES[torch.bfloat16]
 
 
@@ -186,19 +190,19 @@ KINDS = {
 @pytest.mark.parametrize("weight", KINDS.values(), ids=list(KINDS))
 def test_the_trial_of_a_kind(weight: QuantizedWeight, device: torch.device) -> None:
     """It passes what computes right, and notices a scale 5 % off where there are many rows alone, and what raises."""
-    kind = trial.kind_of(weight)
+    kind = weight_trial.quantized_format(weight)
 
     def found(pack: Any) -> str | None:
-        trial.why_not.cache_clear()
-        return trial.why_not(kind, torch.bfloat16, device, False, False, pack, (3, 40))
+        weight_trial.trial_failure_reason.cache_clear()
+        return weight_trial.trial_failure_reason(kind, torch.bfloat16, device, False, False, pack, (3, 40))
 
     def off(*args: Any, **named: Any) -> Linear:
-        linear = quantized.made(*args, **named)
+        linear = quantized_linear.pack_without_trial(*args, **named)
         assert linear is not None
         return lambda x, context: linear(x, context) * (1.05 if len(x) > FEW else 1.0)
 
-    assert found(quantized.made) is None
+    assert found(quantized_linear.pack_without_trial) is None
     assert "computes something else for 40 rows" in str(found(off))
     assert str(found(lacks)).startswith("RuntimeError: torch._scaled_mm is only supported")
     assert found(lambda *_, **__: None) is None
-    trial.why_not.cache_clear()
+    weight_trial.trial_failure_reason.cache_clear()

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quire.kernels.backend import NO_ADAPTERS
-from quire.kernels.gpu.quantization import packing, quantized
-from quire.kernels.gpu.triton_paged import Triton
+from quire.kernels.gpu.quantization import quantized_linear, weight_packing
+from quire.kernels.gpu.triton_backend import TritonBackend
 from tests.kernels.ragged import error
 from tests.kernels.triton.few_bits import DTYPES, E2M1, FEW, TABLE, float8, grouped, rounded, there
 
@@ -31,9 +31,9 @@ def test_integers(kind: str, dtype: torch.dtype, device: torch.device, generator
     bias = torch.randn(70, generator=generator).to(dtype)
     for rows in (0, 1, 20, 70):
         x = torch.randn((rows, 192), generator=generator).to(dtype)
-        expected = x.double() @ weight.dequantized().double().T + bias.double()
+        expected = x.double() @ weight.dequantize().double().T + bias.double()
         for wide in (False, True):
-            linear = Triton().pack_quantized([there(weight, device)], bias.to(device), dtype=dtype, wide=wide)
+            linear = TritonBackend().pack_quantized([there(weight, device)], bias.to(device), dtype=dtype, wide=wide)
             got = linear(x.to(device), NO_ADAPTERS)
             assert got.shape == (rows, 70)
             assert got.dtype == (torch.float32 if wide else dtype)
@@ -50,10 +50,10 @@ def test_groups(
 ) -> None:
     """All that are multiples of 16, and one for all inputs, however many these are."""
     weight, x = grouped(35, inner, group, bits, generator, offset=offset), torch.randn((3, inner), generator=generator)
-    linear = Triton().pack_quantized([there(weight, device)], None, dtype=x.dtype)
-    assert isinstance(linear, quantized.QuantizedLinear)
-    assert linear.parts[0].rounds == (bits == 8 and group == inner and not offset)
-    assert error(linear(x.to(device), NO_ADAPTERS).cpu(), x.double() @ weight.dequantized().double().T) < 2e-6
+    linear = TritonBackend().pack_quantized([there(weight, device)], None, dtype=x.dtype)
+    assert isinstance(linear, quantized_linear.TritonQuantizedLinear)
+    assert linear.parts[0].rounds_activations == (bits == 8 and group == inner and not offset)
+    assert error(linear(x.to(device), NO_ADAPTERS).cpu(), x.double() @ weight.dequantize().double().T) < 2e-6
 
 
 BLOCKS = [(70, 200), (1, 200), (128, 128), (32, 128), (1, 64), (48, 16)]
@@ -71,32 +71,32 @@ def test_8_bit_floats(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On GPUs that multiply them, and on others: there x is not rounded."""
-    if native and not quantized.has_float8(torch.empty(0, device=device)):
+    if native and not quantized_linear.has_float8(torch.empty(0, device=device)):
         pytest.skip("this GPU multiplies no 8-bit floats")
-    monkeypatch.setattr(quantized, "has_float8", lambda codes: native)
+    monkeypatch.setattr(quantized_linear, "has_float8", lambda codes: native)
     weight = float8(70, 200, block, generator)
-    linear = Triton().pack_quantized([there(weight, device)], None, dtype=dtype, wide=True)
-    assert isinstance(linear, quantized.QuantizedLinear)
-    assert linear.parts[0].rounds == (native and block[1] >= 128)
+    linear = TritonBackend().pack_quantized([there(weight, device)], None, dtype=dtype, wide=True)
+    assert isinstance(linear, quantized_linear.TritonQuantizedLinear)
+    assert linear.parts[0].rounds_activations == (native and block[1] >= 128)
     for rows in (1, 20, 70):
         x = torch.randn((rows, 200), generator=generator).to(dtype)
-        seen = rounded(x, floats=True) if linear.parts[0].rounds and rows > FEW else x.double()
-        expected = seen @ weight.dequantized().double().T
+        seen = rounded(x, floats=True) if linear.parts[0].rounds_activations and rows > FEW else x.double()
+        expected = seen @ weight.dequantize().double().T
         # A GPU that multiplies 8-bit floats keeps few bits of their sums: 2.7e-4 on an H100.
-        most = 1e-3 if device.type == "cuda" and linear.parts[0].rounds and rows > FEW else 1e-5
+        most = 1e-3 if device.type == "cuda" and linear.parts[0].rounds_activations and rows > FEW else 1e-5
         assert error(linear(x.to(device), NO_ADAPTERS).cpu(), expected) < most
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_x_in_8_bits(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     weight, bias = grouped(70, 200, 200, 8, generator), torch.randn(70, generator=generator).to(dtype)
-    linear = Triton().pack_quantized([there(weight, device)], bias.to(device), dtype=dtype)
+    linear = TritonBackend().pack_quantized([there(weight, device)], bias.to(device), dtype=dtype)
     for rows in (0, 1, 20, 70):
         x = torch.randn((rows, 200), generator=generator).to(dtype)
         x[:, 3] *= 100  # what is large spoils its own block alone
         x[rows // 2 :, 128:] = 0
         seen = rounded(x, floats=False).nan_to_num() if rows > FEW else x.double()
-        expected = seen @ weight.dequantized().double().T + bias.double()
+        expected = seen @ weight.dequantize().double().T + bias.double()
         got = linear(x.to(device), NO_ADAPTERS)
         assert got.dtype == dtype
         assert rows == 0 or error(got.cpu(), expected) < DTYPES[dtype]
@@ -107,7 +107,7 @@ def test_x_in_8_bits(dtype: torch.dtype, device: torch.device, generator: torch.
 def test_what_is_no_number_stays_none(kind: str, bad: float, device: torch.device, generator: torch.Generator) -> None:
     """And its row's neighbours are not touched."""
     weight = grouped(5, 130, 130, 8, generator) if kind == "integers" else float8(5, 130, (5, 130), generator)
-    linear = Triton().pack_quantized([there(weight, device)], None, dtype=torch.float32)
+    linear = TritonBackend().pack_quantized([there(weight, device)], None, dtype=torch.float32)
     for rows in (3, 20):
         x = torch.randn((rows, 130), generator=generator)
         x[1, 129] = bad
@@ -119,7 +119,7 @@ def test_what_is_no_number_stays_none(kind: str, bad: float, device: torch.devic
 def test_a_code_that_is_no_number(device: torch.device, generator: torch.Generator) -> None:
     weight = float8(4, 64, (1, 64), generator)
     weight.codes[2, 7] = torch.nan
-    for made in (packing.pack_float8(weight, native=native) for native in (False, True)):
+    for made in (weight_packing.pack_float8(weight, native=native) for native in (False, True)):
         assert made is not None
         assert made.factors.isnan().tolist() == [False, False, True, False]
 
@@ -134,20 +134,22 @@ def test_weights_of_several_kinds_side_by_side(device: torch.device, generator: 
         grouped(20, 128, 64, 4, generator, values=TABLE, ordered=True),
     ]
     bias = torch.randn(150, generator=generator)
-    made = Triton().pack_quantized([there(each, device) for each in weights], bias.to(device), dtype=torch.float32)
-    assert isinstance(made, quantized.QuantizedLinear)
-    assert [each.outs for each in made.parts] == [73, 7, 50, 20]
+    made = TritonBackend().pack_quantized(
+        [there(each, device) for each in weights], bias.to(device), dtype=torch.float32
+    )
+    assert isinstance(made, quantized_linear.TritonQuantizedLinear)
+    assert [each.out_features for each in made.parts] == [73, 7, 50, 20]
     x = torch.randn((5, 128), generator=generator)
-    whole = torch.cat([each.dequantized() for each in weights])
+    whole = torch.cat([each.dequantize() for each in weights])
     assert error(made(x.to(device), NO_ADAPTERS).cpu(), x.double() @ whole.double().T + bias) < 2e-6
 
 
 def test_a_group_that_kernels_do_not_know_is_dequantized(device: torch.device, generator: torch.Generator) -> None:
     weight = grouped(6, 40, 8, 8, generator)
-    linear = Triton().pack_quantized([there(weight, device)], None, dtype=torch.float32)
-    assert not isinstance(linear, quantized.QuantizedLinear)
+    linear = TritonBackend().pack_quantized([there(weight, device)], None, dtype=torch.float32)
+    assert not isinstance(linear, quantized_linear.TritonQuantizedLinear)
     x = torch.randn((2, 40), generator=generator)
-    assert error(linear(x.to(device), NO_ADAPTERS).cpu(), x.double() @ weight.dequantized().double().T) < 2e-6
+    assert error(linear(x.to(device), NO_ADAPTERS).cpu(), x.double() @ weight.dequantize().double().T) < 2e-6
 
 
 ALIKE = {
@@ -167,7 +169,7 @@ def test_a_row_has_the_same_bits_in_every_batch(
     kind: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
     weight = there(ALIKE[kind](generator), device)
-    linear = Triton(deterministic=True).pack_quantized([weight], None, dtype=dtype)
+    linear = TritonBackend(deterministic=True).pack_quantized([weight], None, dtype=dtype)
     x = torch.randn((80, 192), generator=generator).to(device, dtype)
     whole = linear(x, NO_ADAPTERS)
     for begin, rows in [(0, 1), (79, 1), (7, 2), (3, 64), (10, 70)]:
@@ -180,17 +182,17 @@ def test_a_table(kind: str, dtype: torch.dtype, device: torch.device, generator:
     weight = ALIKE[kind](generator)
     ids = torch.tensor([3, 69, 0, 3])
     for tied in (False, True):
-        table = Triton().pack_table(there(weight, device), dtype=dtype, tied=tied)
-        assert table.look_up(ids[:0].to(device)).shape == (0, 192)
-        got = table.look_up(ids.to(device))
+        table = TritonBackend().pack_embedding(there(weight, device), dtype=dtype, tied=tied)
+        assert table.embed_tokens(ids[:0].to(device)).shape == (0, 192)
+        got = table.embed_tokens(ids.to(device))
         assert got.dtype == dtype
         # One rounding to the type; two where an offset follows the scale.
-        assert torch.allclose(got.cpu().double(), weight.dequantized()[ids].double(), rtol=DTYPES[dtype], atol=1e-6)
-        assert (table.project is not None) == tied
-    assert table.project is not None
+        assert torch.allclose(got.cpu().double(), weight.dequantize()[ids].double(), rtol=DTYPES[dtype], atol=1e-6)
+        assert (table.lm_head is not None) == tied
+    assert table.lm_head is not None
     x = torch.randn((2, 192), generator=generator).to(device, dtype)
-    alone = Triton().pack_quantized([there(weight, device)], None, dtype=dtype, wide=True)
-    assert torch.equal(table.project(x, NO_ADAPTERS), alone(x, NO_ADAPTERS))
+    alone = TritonBackend().pack_quantized([there(weight, device)], None, dtype=dtype, wide=True)
+    assert torch.equal(table.lm_head(x, NO_ADAPTERS), alone(x, NO_ADAPTERS))
 
 
 def test_memory(device: torch.device, generator: torch.Generator) -> None:
@@ -201,6 +203,6 @@ def test_memory(device: torch.device, generator: torch.Generator) -> None:
         (grouped(256, 576, 576, 8, generator), 8.06),
         (float8(256, 576, (128, 128), generator), 8.34),
     ):
-        linear = Triton().pack_quantized([there(weight, device)], None, dtype=torch.bfloat16)
-        assert isinstance(linear, quantized.QuantizedLinear)
+        linear = TritonBackend().pack_quantized([there(weight, device)], None, dtype=torch.bfloat16)
+        assert isinstance(linear, quantized_linear.TritonQuantizedLinear)
         assert sum(each.nbytes for each in linear.parts) * 8 <= most * 256 * 576

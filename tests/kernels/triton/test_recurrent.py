@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.triton_paged import Triton
+from quire.kernels.gpu.triton_backend import TritonBackend
 from tests.kernels import test_delta_rule, test_selective_scan, test_state_space
 from tests.kernels.ragged import error
 from tests.kernels.recurrences import Kept, Row, Shape, cut_at_random, given, on
@@ -42,10 +42,10 @@ KINDS: dict[str, tuple[Made, Callable[[Shape, Tensor], Tensor]]] = {
     "delta of Qwen3.5": (delta(1, 2, 128, 128), test_delta_rule.expected),
     "space": (space(2, 4, 12, 32), test_state_space.expected),
     "space of Granite, without a norm": (
-        space(1, 2, 128, 64, norm=False, limits=(0.3, 1.1)),
+        space(1, 2, 128, 64, norm=False, dt_limits=(0.3, 1.1)),
         test_state_space.expected,
     ),
-    "space, normed first": (space(3, 3, 6, 80, norm_first=True), test_state_space.expected),
+    "space, normed first": (space(3, 3, 6, 80, norm_before_gate=True), test_state_space.expected),
     "scan": (scan(2, 12, 80), test_selective_scan.expected),
     "scan with norms": (scan(1, 16, 64, norm=True), test_selective_scan.expected),
     "scan with large steps": (scan(1, 10, 32, far=12.0), test_selective_scan.expected),
@@ -58,7 +58,7 @@ def test_whole_prompts(device: torch.device, kind: str, dtype: torch.dtype) -> N
     generator, (made, expected) = torch.Generator().manual_seed(4), KINDS[kind]
     shape = made(generator)
     prompts = [given(shape, length, generator, dtype) for length in (1, 2, 23)]
-    kept = Kept(Triton(), on(shape, device), dtype, device=device)
+    kept = Kept(TritonBackend(), on(shape, device), dtype, device=device)
     rows = [Row(each, 0, 0, len(each), at) for at, each in enumerate(prompts)]
     for got, prompt in zip(kept.step(rows), prompts, strict=True):
         assert error(got, expected(shape, prompt)) < TOLERANCE[dtype]
@@ -76,17 +76,17 @@ def test_whole_prompts(device: torch.device, kind: str, dtype: torch.dtype) -> N
 def test_however_it_is_cut_the_bits_are_the_same(device: torch.device, made: Made, dtype: torch.dtype) -> None:
     shape = on(made(torch.Generator().manual_seed(2)), device)
     for seed in range(3):
-        cut_at_random(Triton(deterministic=True), shape, dtype, seed, device, most=50)
+        cut_at_random(TritonBackend(deterministic=True), shape, dtype, seed, device, most=50)
 
 
 def test_slots_that_no_row_has_stay_as_they_are(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(2)
     shape = delta(1, 1, 12, 20)(generator)
-    kept = Kept(Triton(), on(shape, device), torch.float32, 2, device)
+    kept = Kept(TritonBackend(), on(shape, device), torch.float32, 2, device)
     kept.step([Row(given(shape, 5, generator, torch.float32), 0, 0, 4, 3)])
     assert kept.states.matrices[3].isfinite().all()
     assert kept.states.matrices[[0, 1, 2, 4]].isnan().all()
-    written = kept.states.guesses.isfinite().all(-1)
+    written = kept.states.draft_inputs.isfinite().all(-1)
     assert written.tolist() == [[slot == 3 and place == 0 for place in range(2)] for slot in range(5)]
 
 
@@ -97,10 +97,10 @@ def test_convolutions_without_gates_and_pages(device: torch.device, dtype: torch
     conv = convolution(70, 4, bias=True, generator=generator, gated=False)
     prompt = torch.randn((45, 70), generator=generator).to(dtype)
     there = moved(conv, device)
-    (whole,) = KeptColumns(Triton(), there, dtype, device, paged=False).step([(prompt, 0, [0], 1)])
+    (whole,) = KeptColumns(TritonBackend(), there, dtype, device, paged=False).step([(prompt, 0, [0], 1)])
     assert error(whole, convolved(prompt, conv)) < OF_CONVOLUTIONS[dtype]
     for drafts in (0, 3):
-        kept, done, found = KeptColumns(Triton(), there, dtype, device, drafts, paged=False), 0, whole[:0]
+        kept, done, found = KeptColumns(TritonBackend(), there, dtype, device, drafts, paged=False), 0, whole[:0]
         for count in (1, 1, 2, 3, 20, 1, 14, 3):
             wrong = torch.randn((drafts, 70), generator=generator).to(dtype)
             (got,) = kept.step([(torch.cat([prompt[: done + count], wrong]), done, [0], 2)])
@@ -111,9 +111,9 @@ def test_convolutions_without_gates_and_pages(device: torch.device, dtype: torch
 def test_a_step_without_tokens(device: torch.device) -> None:
     shape = on(delta(1, 1, 12, 20)(torch.Generator().manual_seed(2)), device)
     kept, nothing = (
-        Kept(Triton(), shape, torch.float32, device=device),
+        Kept(TritonBackend(), shape, torch.float32, device=device),
         torch.zeros(0, dtype=torch.int64, device=device),
     )
     where = AttentionMetadata(*[nothing] * 6, 0, 0, state_slots=nothing)
-    empty = [torch.zeros((0, size), device=device) for size in (shape.rule.inputs, 20, shape.rule.beside)]
-    assert Triton().recur(*empty, shape.rule, kept.states, where).shape == (0, 20)
+    empty = [torch.zeros((0, size), device=device) for size in (shape.rule.input_dim, 20, shape.rule.head_input_dim)]
+    assert TritonBackend().run_recurrence(*empty, shape.rule, kept.states, where).shape == (0, 20)

@@ -15,17 +15,17 @@ from torch import Tensor
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.layers.norm import NormSpec, NormWeights
-from quire.engine.layers.part import gated
-from quire.engine.worker import runner
+from quire.engine.layers.sublayer import activate_gate_up
+from quire.engine.worker import model_runner
 from quire.engine.worker.sampling.device_sampler import sample_on_device
-from quire.kernels.backend import NO_ADAPTERS, AdapterSlots, Delta, Linear, LinearContext
-from quire.kernels.gpu import triton_fused, triton_paged
-from quire.kernels.gpu.quantization import library, quantized, rounding
-from quire.kernels.gpu.quantization.rounding import Eights
-from quire.kernels.gpu.triton_lora import TritonAdaptedLinear
-from quire.kernels.gpu.triton_paged import Triton
-from quire.kernels.quantized import Rounded, rounding_of
-from quire.kernels.reference import Reference
+from quire.kernels.backend import NO_ADAPTERS, AdapterSlots, Linear, LinearContext, LoraDelta
+from quire.kernels.gpu import triton_backend, triton_fused
+from quire.kernels.gpu.quantization import activation_rounding, quantized_linear, torch_matmul
+from quire.kernels.gpu.quantization.activation_rounding import EightBitRounding
+from quire.kernels.gpu.triton_backend import TritonBackend
+from quire.kernels.gpu.triton_lora import TritonLinearWithLora
+from quire.kernels.quantized_tensors import RoundedActivations, shared_rounding
+from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import request, run
 from tests.kernels.ragged import error
 from tests.kernels.triton.conftest import INTERPRETED
@@ -34,25 +34,25 @@ from tests.kernels.triton.test_products import scaled_mm
 from tests.tiers import slow
 from tests.tiny_models import VOCAB, save_tiny_model
 
-FORMS = [Eights(integers, by_blocks, paired=0) for integers, by_blocks in product((False, True), repeat=2)]
+FORMS = [EightBitRounding(integers, by_blocks, pair_step=0) for integers, by_blocks in product((False, True), repeat=2)]
 SHAPES = [(3, 128), (5, 200), (2, 1090)]
 """One block, a part of a second, and several; rows of no power of two."""
 OFF = {False: 0.07, True: 0.01}
 """Of the largest number: half a step of an 8-bit float, or of an integer, and of bfloat16 before."""
-reference = Reference()
+reference = ReferenceBackend()
 
 
-def numbers(made: Rounded) -> Tensor:
+def numbers(made: RoundedActivations) -> Tensor:
     """What codes and scales stand for, float64."""
-    assert isinstance(made.form, Eights)
-    codes = made.codes if made.form.integers else made.codes.view(torch.float8_e4m3fn)
+    assert isinstance(made.rounding, EightBitRounding)
+    codes = made.codes if made.rounding.is_integer else made.codes.view(torch.float8_e4m3fn)
     scales = made.scales[:, None]
-    if made.form.by_blocks:
+    if made.rounding.has_block_scales:
         scales = made.scales.t().repeat_interleave(128, 1)[:, : codes.shape[1]]
     return codes.cpu().double() * scales.cpu().double()
 
 
-def assert_same(made: Rounded, wanted: Rounded) -> None:
+def assert_same(made: RoundedActivations, wanted: RoundedActivations) -> None:
     assert made.codes.dtype == wanted.codes.dtype
     assert torch.equal(made.codes, wanted.codes)
     assert torch.equal(made.scales, wanted.scales)
@@ -61,104 +61,108 @@ def assert_same(made: Rounded, wanted: Rounded) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_rows_by_themselves(form: Eights, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+def test_rows_by_themselves(
+    form: EightBitRounding, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
     """As plain PyTorch rounds them, bit for bit."""
     x = torch.randn((5, 1090), generator=generator).to(dtype)
     x[2] *= 1000
-    made = form.of(x.to(device))
-    seen = rounded(x, floats=not form.integers, block=128 if form.by_blocks else 1090)
+    made = form.round_rows(x.to(device))
+    seen = rounded(x, floats=not form.is_integer, block=128 if form.has_block_scales else 1090)
     assert torch.equal(numbers(made), seen)
-    assert len(form.of(x[:0].to(device))) == 0
+    assert len(form.round_rows(x[:0].to(device))) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_norms(
-    shape: tuple[int, int], form: Eights, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+    shape: tuple[int, int], form: EightBitRounding, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
     """RMSNorms and LayerNorms, of x or of a sum that stays, and beside what is not rounded."""
     x, residual = torch.randn((2, *shape), generator=generator).to(device, dtype)
     weight, bias = torch.randn((2, shape[1]), generator=generator).to(device)
     for shift, beside, whole in product((None, bias), (None, residual), (False, True)):
         given = None if beside is None else beside.clone()
-        made, total = form.norm(x.clone(), given, weight, shift, 1e-5, whole=whole)
+        made, total = form.round_norm(x.clone(), given, weight, shift, 1e-5, whole=whole)
         if beside is None:
             wanted, summed = triton_fused.layer_norm(x, weight, shift, 1e-5), x
         else:
             wanted, summed = triton_fused.add_layer_norm(x.clone(), beside.clone(), weight, shift, 1e-5)
         assert torch.equal(total, summed)
-        assert_same(made, form.of(wanted))
-        assert (made.whole is not None) == whole
-        assert made.whole is None or torch.equal(made.whole, wanted)
+        assert_same(made, form.round_rows(wanted))
+        assert (made.unrounded is not None) == whole
+        assert made.unrounded is None or torch.equal(made.unrounded, wanted)
         wide, factor = summed.cpu().double(), weight.cpu().double()
         judge = reference.rms_norm(wide, factor, 1e-5)
         if shift is not None:
             judge = reference.layer_norm(wide, factor, shift.cpu().double(), 1e-5)
         assert error(wanted.cpu(), judge) < (1e-6 if dtype == torch.float32 else 8e-3)
-        assert error(numbers(made), judge) < OFF[form.integers]
+        assert error(numbers(made), judge) < OFF[form.is_integer]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 2500)], ids=str)
 def test_gates(
-    shape: tuple[int, int], form: Eights, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+    shape: tuple[int, int], form: EightBitRounding, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
     rows, size = shape
     gate_up = (torch.randn((rows, 2 * size), generator=generator) * 4).to(device, dtype)
     for gelu, whole in product((False, True), repeat=2):
-        made = form.gate(gate_up, gelu=gelu, whole=whole)
+        made = form.round_gate(gate_up, gelu=gelu, whole=whole)
         wanted = triton_fused.gelu_mul(gate_up) if gelu else triton_fused.silu_mul(gate_up)
-        assert_same(made, form.of(wanted))
-        assert (made.whole is not None) == whole
-        assert made.whole is None or torch.equal(made.whole, wanted)
+        assert_same(made, form.round_rows(wanted))
+        assert (made.unrounded is not None) == whole
+        assert made.unrounded is None or torch.equal(made.unrounded, wanted)
         judge = (reference.gelu_mul if gelu else reference.silu_mul)(gate_up.cpu().double())
-        assert error(numbers(made), judge) < OFF[form.integers]
+        assert error(numbers(made), judge) < OFF[form.is_integer]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("step", [32, 64])
-def test_codes_in_pairs(step: int, form: Eights, device: torch.device, generator: torch.Generator) -> None:
+def test_codes_in_pairs(step: int, form: EightBitRounding, device: torch.device, generator: torch.Generator) -> None:
     """Those of two steps of inputs are in words of two, as weights' are: the first ones are the lower bytes."""
-    paired = replace(form, paired=step)
+    paired = replace(form, pair_step=step)
     gate_up, weight = torch.randn((3, 2 * 384), generator=generator).to(device), torch.ones(384, device=device)
     x = gate_up[:, 384:].contiguous()
 
-    def both(round_: Callable[[Eights], Rounded]) -> None:
+    def both(round_: Callable[[EightBitRounding], RoundedActivations]) -> None:
         alone, made = round_(form), round_(paired)
         assert torch.equal(made.codes, alone.codes.unflatten(1, (-1, 2, step)).transpose(2, 3).flatten(1))
         assert torch.equal(made.scales, alone.scales)
 
-    both(lambda each: each.of(x))
-    both(lambda each: each.norm(x, None, weight, None, 1e-5, whole=False)[0])
-    both(lambda each: each.gate(gate_up, gelu=False, whole=False))
+    both(lambda each: each.round_rows(x))
+    both(lambda each: each.round_norm(x, None, weight, None, 1e-5, whole=False)[0])
+    both(lambda each: each.round_gate(gate_up, gelu=False, whole=False))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_what_is_no_number(form: Eights, bad: float, device: torch.device, generator: torch.Generator) -> None:
+def test_what_is_no_number(
+    form: EightBitRounding, bad: float, device: torch.device, generator: torch.Generator
+) -> None:
     """Its row has a scale that is none, and no other row or block has."""
     gate_up = torch.randn((4, 2 * 300), generator=generator)
     gate_up[1, 300 + 130] = bad
-    of_gate = form.gate(gate_up.to(device), gelu=False, whole=False).scales.cpu()
-    expected = form.of(triton_fused.silu_mul(gate_up.to(device))).scales.cpu()
+    of_gate = form.round_gate(gate_up.to(device), gelu=False, whole=False).scales.cpu()
+    expected = form.round_rows(triton_fused.silu_mul(gate_up.to(device))).scales.cpu()
     assert torch.equal(of_gate.isnan(), expected.isnan())
-    assert of_gate.isnan().nonzero().tolist() == ([[1, 1]] if form.by_blocks else [[1]])
+    assert of_gate.isnan().nonzero().tolist() == ([[1, 1]] if form.has_block_scales else [[1]])
     x = gate_up[:, 300:]
-    made, _ = form.norm(x.to(device), None, torch.ones(300, device=device), None, 1e-5, whole=False)
+    made, _ = form.round_norm(x.to(device), None, torch.ones(300, device=device), None, 1e-5, whole=False)
     rows = made.scales.cpu().isnan()
-    assert (rows.any(0) if form.by_blocks else rows).tolist() == [False, True, False, False]
+    assert (rows.any(0) if form.has_block_scales else rows).tolist() == [False, True, False, False]
 
 
 @pytest.fixture
 def squares(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[None]:
     """PyTorch multiplies blocks of 128 on Hopper alone."""
-    library.why_not.cache_clear()
+    torch_matmul.trial_failure_reason.cache_clear()
     if device.type == "cpu":
-        monkeypatch.setattr(library, "scaled_mm", scaled_mm)
+        monkeypatch.setattr(torch_matmul, "scaled_mm", scaled_mm)
     yield
-    library.why_not.cache_clear()
+    torch_matmul.trial_failure_reason.cache_clear()
 
 
 WEIGHTS: dict[str, Any] = {
@@ -175,20 +179,20 @@ WEIGHTS: dict[str, Any] = {
 def test_linears_behind_them(kind: str, fixed: bool, device: torch.device, generator: torch.Generator) -> None:
     """By PyTorch's products and by Triton's: the bits of a norm, then a linear. Few rows are not rounded."""
     weight = there(WEIGHTS[kind](generator), device)
-    linear = Triton(deterministic=fixed).pack_quantized([weight], None, dtype=torch.bfloat16)
-    assert isinstance(linear, quantized.QuantizedLinear)
+    linear = TritonBackend(deterministic=fixed).pack_quantized([weight], None, dtype=torch.bfloat16)
+    assert isinstance(linear, quantized_linear.TritonQuantizedLinear)
     factor = torch.randn(512, generator=generator).to(device)
     for rows in (1, 16, 17):
         x, gate_up = (torch.randn((rows, size), generator=generator).to(device).bfloat16() for size in (512, 1024))
-        found = rounding_of([linear], x)
+        found = shared_rounding([linear], x)
         assert (found is None) == (rows <= 16 and not fixed)
         if found is None:
             continue
         form, whole = found
         assert not whole
-        made, _ = form.norm(x, None, factor, None, 1e-6, whole=whole)
+        made, _ = form.round_norm(x, None, factor, None, 1e-6, whole=whole)
         assert torch.equal(linear(made, NO_ADAPTERS), linear(triton_fused.rms_norm(x, factor, 1e-6), NO_ADAPTERS))
-        made = form.gate(gate_up, gelu=False, whole=whole)
+        made = form.round_gate(gate_up, gelu=False, whole=whole)
         assert torch.equal(linear(made, NO_ADAPTERS), linear(triton_fused.silu_mul(gate_up), NO_ADAPTERS))
 
 
@@ -200,9 +204,9 @@ class Held:
 
 
 def norms(weight: Tensor, bias: Tensor | None = None) -> NormWeights:
-    made = NormWeights({"norm": len(weight)}, torch.float32, NormSpec(1e-6, centred=bias is not None, bias=True))
+    made = NormWeights({"norm": len(weight)}, torch.float32, NormSpec(1e-6, is_layer_norm=bias is not None, bias=True))
     for name, parameter in made.parameters().items():
-        parameter.put(weight if name.endswith("weight") or bias is None else bias)
+        parameter.weight_loader(weight if name.endswith("weight") or bias is None else bias)
     return made
 
 
@@ -211,11 +215,11 @@ def test_one_rounding_for_all_that_read_it(
     centred: bool, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts of one linear, several linears, and those that read it otherwise, or as it is."""
-    times = list[Eights]()
-    of = Eights.of
-    monkeypatch.setattr(Eights, "of", lambda form, x: times.append(form) or of(form, x))
-    monkeypatch.setattr(library, "why_not", lambda *_: "for a test")  # all by Triton's kernels
-    backend = Triton()
+    times = list[EightBitRounding]()
+    of = EightBitRounding.round_rows
+    monkeypatch.setattr(EightBitRounding, "round_rows", lambda form, x: times.append(form) or of(form, x))
+    monkeypatch.setattr(torch_matmul, "trial_failure_reason", lambda *_: "for a test")  # all by Triton's kernels
+    backend = TritonBackend()
 
     def pack(*weights: Any) -> Held:
         return Held(backend.pack_quantized([there(each, device) for each in weights], None, dtype=torch.bfloat16))
@@ -235,73 +239,73 @@ def test_one_rounding_for_all_that_read_it(
         ((dense, integers, several, beside), 2),  # two have 8-bit floats, each rounds them
         ((plain, dense), 0),
     ):
-        separate, total = norm.add(backend, "norm", x.clone(), residual.clone())
-        wanted = [backend.apply(each.packed, separate, NO_ADAPTERS) for each in readers]
+        separate, total = norm.add_and_norm(backend, "norm", x.clone(), residual.clone())
+        wanted = [backend.apply_linear(each.packed, separate, NO_ADAPTERS) for each in readers]
         times.clear()
-        read, summed = norm.read_by(readers, backend, "norm", x.clone(), residual.clone())
+        read, summed = norm.norm_for_linears(readers, backend, "norm", x.clone(), residual.clone())
         assert torch.equal(summed, total)
-        found = [backend.apply(each.packed, read, NO_ADAPTERS) for each in readers]
+        found = [backend.apply_linear(each.packed, read, NO_ADAPTERS) for each in readers]
         assert all(map(torch.equal, found, wanted))
         assert len(times) == again
     gate_up = torch.randn((20, 512), generator=generator).to(device).bfloat16()
     times.clear()
-    read = gated(backend, gate_up, several)
-    assert isinstance(read, Rounded)
+    read = activate_gate_up(backend, gate_up, several)
+    assert isinstance(read, RoundedActivations)
     assert torch.equal(several.packed(read, NO_ADAPTERS), several.packed(backend.silu_mul(gate_up), NO_ADAPTERS))
     assert len(times) == 1, "of the separate way alone"
 
 
 def test_adapters_read_what_is_not_rounded(device: torch.device, generator: torch.Generator) -> None:
     weight = there(float8(48, 256, (1, 256), generator), device)
-    inner = Triton().pack_quantized([weight], None, dtype=torch.bfloat16)
-    linear = TritonAdaptedLinear(inner, AdapterSlots(2, 256, (32, 16), 8, torch.bfloat16, False, device))
+    inner = TritonBackend().pack_quantized([weight], None, dtype=torch.bfloat16)
+    linear = TritonLinearWithLora(inner, AdapterSlots(2, 256, (32, 16), 8, torch.bfloat16, False, device))
     down, up = torch.randn((8, 256), generator=generator), torch.randn((32, 8), generator=generator)
-    linear.put(1, linear.pack([Delta(0, down.bfloat16() / 16, up.bfloat16())]))
+    linear.put_adapter(1, linear.pack_deltas([LoraDelta(0, down.bfloat16() / 16, up.bfloat16())]))
     slots = (torch.arange(20) % 2).to(device)
     x, factor = torch.randn((20, 256), generator=generator).to(device).bfloat16(), torch.ones(256, device=device)
-    found = rounding_of([linear], x)
+    found = shared_rounding([linear], x)
     assert found is not None
     form, whole = found
     assert whole
-    made, _ = form.norm(x, None, factor, None, 1e-6, whole=whole)
+    made, _ = form.round_norm(x, None, factor, None, 1e-6, whole=whole)
     separate = triton_fused.rms_norm(x, factor, 1e-6)
     for context in (NO_ADAPTERS, LinearContext(slots, torch.argsort(slots, stable=True))):
         assert torch.equal(linear(made, context), linear(separate, context))
     assert not torch.equal(linear(made, context), inner(made, NO_ADAPTERS))
-    plain = TritonAdaptedLinear(lambda x, _: x[:, :48] + 0, AdapterSlots(1, 256, (48,), 8, x.dtype, False, device))
-    assert rounding_of([plain], x) is None
+    plain = TritonLinearWithLora(lambda x, _: x[:, :48] + 0, AdapterSlots(1, 256, (48,), 8, x.dtype, False, device))
+    assert shared_rounding([plain], x) is None
 
 
 def test_a_watched_linear_is_shown_numbers(device: torch.device, generator: torch.Generator) -> None:
-    """JoinedLinear.watch puts a function in a linear's place."""
+    """FusedLinear.watch_inputs puts a function in a linear's place."""
     weight = there(float8(48, 256, (1, 256), generator), device)
-    inner = Triton().pack_quantized([weight], None, dtype=torch.bfloat16)
+    inner = TritonBackend().pack_quantized([weight], None, dtype=torch.bfloat16)
     seen = list[Tensor]()
     watched = Held(lambda x, context: seen.append(x) or inner(x, context))
     x = torch.randn((20, 256), generator=generator).to(device).bfloat16()
     norm = norms(torch.ones(256, device=device))
-    read, _ = norm.read_by((watched,), Triton(), "norm", x, None)
-    Triton().apply(watched.packed, read, NO_ADAPTERS)
+    read, _ = norm.norm_for_linears((watched,), TritonBackend(), "norm", x, None)
+    TritonBackend().apply_linear(watched.packed, read, NO_ADAPTERS)
     assert torch.equal(seen[0], triton_fused.rms_norm(x, torch.ones(256, device=device), 1e-6))
 
 
 def test_what_is_not_rounded_in_a_norm(device: torch.device, generator: torch.Generator) -> None:
     """Rows that are narrower than a block, inputs in another order, and a GPU on which the bits are others."""
     for weight in (float8(8, 96, (1, 96), generator), grouped(8, 256, 256, 8, generator, ordered=True)):
-        linear = Triton().pack_quantized([there(weight, device)], None, dtype=torch.float32)
+        linear = TritonBackend().pack_quantized([there(weight, device)], None, dtype=torch.float32)
         x = torch.randn((20, weight.shape[1]), generator=generator).to(device)
-        assert rounding_of([linear], x) is None
-        seen = rounded(x.cpu(), floats=not hasattr(weight, "order"))
-        assert error(linear(x, NO_ADAPTERS).cpu(), seen @ weight.dequantized().double().T) < 0.02
+        assert shared_rounding([linear], x) is None
+        seen = rounded(x.cpu(), floats=not hasattr(weight, "input_order"))
+        assert error(linear(x, NO_ADAPTERS).cpu(), seen @ weight.dequantize().double().T) < 0.02
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_the_trial(form: Eights, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial(form: EightBitRounding, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """It passes what has the same bits, and notices what has not, and what raises."""
 
     def found() -> str | None:
-        rounding.why_not.cache_clear()
-        return rounding.why_not(form, torch.bfloat16, device, (3, 300))
+        activation_rounding.trial_failure_reason.cache_clear()
+        return activation_rounding.trial_failure_reason(form, torch.bfloat16, device, (3, 300))
 
     assert found() is None
     layer_norm = triton_fused.add_layer_norm
@@ -311,7 +315,7 @@ def test_the_trial(form: Eights, device: torch.device, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(triton_fused, "silu_mul", lambda gate_up: 1 / 0)
         assert found() == "ZeroDivisionError: division by zero"
-    rounding.why_not.cache_clear()
+    activation_rounding.trial_failure_reason.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -327,20 +331,20 @@ def test_a_model_has_the_same_bits(
 ) -> None:
     """Log probabilities too; norms and gates then round, and the kernels that round by themselves have less to do."""
     if INTERPRETED:
-        monkeypatch.setattr(triton_paged.Triton, "cannot_serve", lambda *_: None)
-        monkeypatch.setattr(runner, "choose_sampler", lambda device, argmax, draw, group: sample_on_device)
+        monkeypatch.setattr(triton_backend.TritonBackend, "unsupported_reason", lambda *_: None)
+        monkeypatch.setattr(model_runner, "choose_sampler", lambda device, argmax, draw, group: sample_on_device)
     path = save_tiny_model(tmp_path, family, hidden_size=128, intermediate_size=256)
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (3, 36)]
-    counts = {"of": 0, "norm": 0, "gate": 0}
+    counts = {"round_rows": 0, "round_norm": 0, "round_gate": 0}
     for name in counts:
-        method = getattr(Eights, name)
+        method = getattr(EightBitRounding, name)
 
-        def counted(form: Eights, *args: Any, name: str = name, method: Any = method, **named: Any) -> Any:
+        def counted(form: EightBitRounding, *args: Any, name: str = name, method: Any = method, **named: Any) -> Any:
             counts[name] += 1
             return method(form, *args, **named)
 
-        monkeypatch.setattr(Eights, name, counted)
+        monkeypatch.setattr(EightBitRounding, name, counted)
 
     def answers() -> list[Any]:
         kept = {"num_kv_blocks": 64, "max_num_batched_tokens": 32, "attention_backend": "triton"}
@@ -351,10 +355,10 @@ def test_a_model_has_the_same_bits(
         return [(found[str(i)].ids, found[str(i)].logprobs) for i in range(len(prompts))]
 
     fused = answers()
-    assert counts["norm"] > 0
-    assert family == "starcoder2" or counts["gate"] > 0
-    rounded_alone = counts["of"]
-    monkeypatch.setattr(rounding, "fuses", lambda *_: False)
+    assert counts["round_norm"] > 0
+    assert family == "starcoder2" or counts["round_gate"] > 0
+    rounded_alone = counts["round_rows"]
+    monkeypatch.setattr(activation_rounding, "can_fuse", lambda *_: False)
     assert answers() == fused
-    assert counts["norm"] == counts["gate"] == 0
-    assert counts["of"] > rounded_alone
+    assert counts["round_norm"] == counts["round_gate"] == 0
+    assert counts["round_rows"] > rounded_alone

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from quire.engine.types import SamplingParams, ThinkingBudget
 from quire.engine.worker.sampling.device_sampler import sample_on_device
-from quire.engine.worker.sampling.grammar import GrammarMask
-from quire.engine.worker.sampling.sampler import sample, uniforms
-from quire.engine.worker.sampling.sampling_rules import SamplingRow, rules_of
+from quire.engine.worker.sampling.sampler import sample, uniform_draws
+from quire.engine.worker.sampling.sampling_rules import SamplingRow, make_sampling_rules
+from quire.engine.worker.sampling.slot_grammars import GrammarBitmask
 from quire.kernels.gpu.triton_sampling import _uniform
 from tests.kernels.triton.conftest import INTERPRETED
 
@@ -43,7 +43,7 @@ def check(
     logits: torch.Tensor,
     params: list[dict[str, Any]],
     history: torch.Tensor | None = None,
-    mask: GrammarMask | None = None,
+    mask: GrammarBitmask | None = None,
 ) -> list[int]:
     """Both samplers on rows of these parameters, row i owning slot i of the history; returns the tokens."""
     table = torch.zeros((len(params), 40), dtype=torch.int32) if history is None else history
@@ -51,7 +51,14 @@ def check(
 
     def rows(where: torch.Tensor) -> list[SamplingRow]:
         return [
-            SamplingRow(rules_of(SamplingParams(**each), EOS), index * 7919 - 3, position, position // 2, where, index)
+            SamplingRow(
+                make_sampling_rules(SamplingParams(**each), EOS),
+                index * 7919 - 3,
+                position,
+                position // 2,
+                where,
+                index,
+            )
             for index, (each, position) in enumerate(zip(params, positions, strict=True))
         ]
 
@@ -90,7 +97,7 @@ def test_equal_logits_are_kept_together_and_the_first_is_the_greedy_pick() -> No
 def test_a_row_is_drawn_alike_whatever_is_beside_it() -> None:
     logits = noise(6, 5000)
     table = torch.zeros((6, 8), dtype=torch.int32)
-    rows = [SamplingRow(rules_of(SamplingParams(**KINDS[-6:][i]), EOS), i, 5, 2, table, i) for i in range(6)]
+    rows = [SamplingRow(make_sampling_rules(SamplingParams(**KINDS[-6:][i]), EOS), i, 5, 2, table, i) for i in range(6)]
     device = torch.device("cpu" if INTERPRETED else "cuda")
     together = sample_on_device(logits.to(device, copy=True), rows).tolist()
     assert together == [int(sample_on_device(logits[i : i + 1].to(device, copy=True), [rows[i]])) for i in range(6)]
@@ -129,7 +136,7 @@ def test_grammar_masks() -> None:
     """A row whose own bans leave nothing of the grammar takes its unmodified logits."""
     words = np.array([[1 << 4 | 1 << 9, 1 << 17 | -(1 << 31)], [1 << 7, 0]], dtype=np.int32)  # 49 too, and 63
     kinds = [{}, {"temperature": 0.8}, {"allowed_token_ids": (3,), "temperature": 1.3}]
-    got = check(noise(3, 50), kinds, mask=GrammarMask([1, 2], words))
+    got = check(noise(3, 50), kinds, mask=GrammarBitmask([1, 2], words))
     assert got[1] in (4, 9, 49)
     assert got[2] == 7
 
@@ -138,7 +145,7 @@ def test_a_request_that_forbids_everything_still_gets_a_token_of_the_vocabulary(
     table = torch.zeros((1, 8), dtype=torch.int32)
     device = torch.device("cpu" if INTERPRETED else "cuda")
     for params in ({"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 3}):
-        rules = rules_of(SamplingParams(**params, allowed_token_ids=(4,), bad_words_ids=((4,),)), EOS)
+        rules = make_sampling_rules(SamplingParams(**params, allowed_token_ids=(4,), bad_words_ids=((4,),)), EOS)
         assert 0 <= int(sample_on_device(noise(1, 10).to(device), [SamplingRow(rules, 0, 5, 2, table, 0)])) < 10
 
 
@@ -175,8 +182,10 @@ def test_uniforms() -> None:
 
     table = torch.zeros((1, 1), dtype=torch.int32)
     keys = [(0, 0), (1, 0), (-1, 7), (2**63 - 1, 10**6), (-(2**63), 1)]
-    rows = [SamplingRow(rules_of(SamplingParams(), EOS), seed, position, 0, table, 0) for seed, position in keys]
+    rows = [
+        SamplingRow(make_sampling_rules(SamplingParams(), EOS), seed, position, 0, table, 0) for seed, position in keys
+    ]
     device = torch.device("cpu" if INTERPRETED else "cuda")
     out = torch.empty(len(keys), dtype=torch.float64, device=device)
     draw[len(keys),](out, *(torch.tensor(part, device=device) for part in zip(*keys, strict=True)))
-    assert out.tolist() == uniforms(rows).tolist()
+    assert out.tolist() == uniform_draws(rows).tolist()

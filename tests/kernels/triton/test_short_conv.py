@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.kernels.gpu.triton_paged import Triton
+from quire.kernels.gpu.triton_backend import TritonBackend
 from tests.kernels.ragged import error
 from tests.kernels.test_short_conv import TOLERANCE, Kept, cut_at_random, expected, made, on
 
@@ -16,7 +16,7 @@ def test_whole_prompts(device: torch.device, channels: int, width: int, bias: bo
     generator = torch.Generator().manual_seed(4)
     conv = made(channels, width, bias=bias, generator=generator)
     prompts = [torch.randn((length, 3 * channels), generator=generator).to(dtype) for length in (1, 2, 19, 16)]
-    kept = Kept(Triton(), on(conv, device), dtype, device)
+    kept = Kept(TritonBackend(), on(conv, device), dtype, device)
     found = kept.step([(each, 0, kept.pages(len(each)), at) for at, each in enumerate(prompts)])
     for got, prompt in zip(found, prompts, strict=True):
         assert error(got, expected(prompt, conv)) < TOLERANCE[dtype]
@@ -26,7 +26,7 @@ def test_whole_prompts(device: torch.device, channels: int, width: int, bias: bo
 def test_however_it_is_cut_the_bits_are_the_same(device: torch.device, width: int) -> None:
     conv = on(made(33, width, bias=width == 3, generator=torch.Generator().manual_seed(width)), device)
     for seed in range(3):
-        cut_at_random(Triton(), conv, torch.bfloat16, seed, pieces=1 + seed % 2, device=device)
+        cut_at_random(TritonBackend(), conv, torch.bfloat16, seed, pieces=1 + seed % 2, device=device)
 
 
 def test_drafts_that_are_rows_of_their_own(device: torch.device) -> None:
@@ -34,7 +34,7 @@ def test_drafts_that_are_rows_of_their_own(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(8)
     conv = on(made(40, 3, bias=False, generator=generator), device)
     numbers = torch.randn((40, 120), generator=generator)
-    kept, own = (Kept(Triton(), conv, torch.float32, device, drafts=4) for _ in range(2))
+    kept, own = (Kept(TritonBackend(), conv, torch.float32, device, drafts=4) for _ in range(2))
     pages = kept.pages(50)
     (whole,) = own.step([(numbers, 0, own.pages(40), 0)])
     done, found = 0, []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.engine.errors import InvalidRequest, Overloaded
-from quire.server.access.admission import Admission, Admitted
+from quire.server.access.admission import Admission, AdmissionTicket
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
@@ -19,7 +19,7 @@ def test_the_queue_begins_where_all_engines_are_full(engines: int) -> None:
     client: Any = SimpleNamespace(refusing=False, queued_tokens=0, num_open=0, num_open_of=lambda name: 0)
     tenant: Any = SimpleNamespace(name="")
     config = ServerConfig(max_num_seqs=4, max_queued_requests=2, data_parallel_size=engines)
-    admission = Admission(client, config, 512, keyed=False)
+    admission = Admission(client, config, 512, has_api_keys=False)
     client.num_open = 4 * engines + 1
     admission.check_open(tenant)
     client.num_open += 1
@@ -32,20 +32,20 @@ def test_prompts_count_until_their_call_is_settled() -> None:
     client: Any = SimpleNamespace(refusing=False, queued_tokens=0, num_open=0, num_open_of=lambda name: 0)
     tenant = Tenant("", b"", RateLimits(None, None))
     config = ServerConfig(max_num_seqs=2, max_queued_tokens=1000)
-    admission = Admission(client, config, 500, keyed=False)
+    admission = Admission(client, config, 500, has_api_keys=False)
 
-    def admit(tokens: int) -> Admitted:
-        return admission.admit(tenant, prompts=1, prompt_tokens=tokens, n=1, max_tokens=9, priority=0)
+    def admit(tokens: int) -> AdmissionTicket:
+        return admission.admit_generation(tenant, num_prompts=1, prompt_tokens=tokens, n=1, max_tokens=9, priority=0)
 
     first, second = admit(1500), admit(500)
     with pytest.raises(Overloaded, match="held already"):
         admit(1)
-    first.settle(5)
-    first.settle(5)
+    first.settle_usage(5)
+    first.settle_usage(5)
     admit(1500)
     with pytest.raises(Overloaded):
         admit(1)
-    second.settle(5)
+    second.settle_usage(5)
     admit(500)
 
 
@@ -53,10 +53,10 @@ def test_more_than_a_key_can_ever_have_waiting_is_refused_for_good() -> None:
     """A 503 would let it come again and again: a key's share is what it leaves to others."""
     client: Any = SimpleNamespace(refusing=False, queued_tokens=0, num_open=0, num_open_of=lambda name: 0)
     tenant = Tenant("a", b"", RateLimits(None, None))
-    admission = Admission(client, ServerConfig(max_num_seqs=4, max_queued_requests=9), 1000, keyed=True)
+    admission = Admission(client, ServerConfig(max_num_seqs=4, max_queued_requests=9), 1000, has_api_keys=True)
 
     def admit(prompts: int) -> None:
-        admission.admit(tenant, prompts=prompts, prompt_tokens=prompts, n=1, max_tokens=1, priority=0)
+        admission.admit_generation(tenant, num_prompts=prompts, prompt_tokens=prompts, n=1, max_tokens=1, priority=0)
 
     admit(9)
     with pytest.raises(InvalidRequest, match="10 prompts with n 1 are more than 9 answers"):

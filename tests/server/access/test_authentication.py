@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from quire.server.access.paths import OPEN_PATHS
+from quire.server.access.path_rules import PUBLIC_PATHS
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed
 
@@ -50,7 +50,7 @@ async def test_every_route_but_health_needs_a_key() -> None:
     async with open_api(FakeEngine(LETTERS), api_key=KEYS) as api:
         routes = {*api.app.openapi()["paths"], *(getattr(route, "path", "/") for route in api.app.routes)}
         assert {COMPLETIONS, "/metrics", "/tokenize", "/v1/models/{model}"} <= routes
-        for path in sorted((routes | set(UNKNOWN_PATHS)) - OPEN_PATHS - {"/"}):
+        for path in sorted((routes | set(UNKNOWN_PATHS)) - PUBLIC_PATHS - {"/"}):
             for method in METHODS:
                 for headers in WRONG_HEADERS if method == "POST" else WRONG_HEADERS[:2]:
                     answer = await api.http.request(method, path, headers=headers, content=b"x" * 100)
@@ -67,7 +67,7 @@ async def test_every_route_but_health_needs_a_key() -> None:
                         continue
                     assert error["type"] == "authentication_error"
                     assert path.startswith("/v1/messages") or error["code"] == "invalid_api_key"
-        for path in OPEN_PATHS:
+        for path in PUBLIC_PATHS:
             assert (await api.http.get(path)).status_code == 200
         assert api.engine.seen == []
         with pytest.raises(openai.AuthenticationError):

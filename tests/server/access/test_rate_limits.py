@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.errors import RateLimited
-from quire.server.access.rate_limits import Bucket, RateLimits, duration
+from quire.server.access.rate_limits import RateLimits, TokenBucket, format_duration
 
 
 class Clock:
@@ -23,7 +23,7 @@ class Clock:
 @given(st.integers(1, 1000), st.lists(st.tuples(st.floats(0, 30), st.integers(1, 50)), max_size=100))
 def test_a_bucket_gives_no_more_and_no_less_than_its_rate(per_minute: int, takes: list[tuple[float, int]]) -> None:
     clock = Clock()
-    bucket = Bucket(per_minute, clock)
+    bucket = TokenBucket(per_minute, clock)
     taken = 0
     for pause, amount in takes:
         clock.now += pause
@@ -31,7 +31,7 @@ def test_a_bucket_gives_no_more_and_no_less_than_its_rate(per_minute: int, takes
         if amount <= per_minute:
             assert wait <= 60 * amount / per_minute + 1e-6, "an empty bucket fills at its rate"
         if wait == 0:
-            bucket.take(amount)
+            bucket.withdraw(amount)
             taken += amount
         assert taken <= per_minute * (1 + (clock.now - 1000) / 60) + 1e-6
         assert bucket.level <= per_minute
@@ -42,7 +42,7 @@ def test_requests_per_minute() -> None:
     limits = RateLimits(3, None, clock)
     for left in (2, 1, 0):
         limits.count_request()
-        assert limits.headers()["x-ratelimit-remaining-requests"] == str(left)
+        assert limits.ratelimit_headers()["x-ratelimit-remaining-requests"] == str(left)
     with pytest.raises(RateLimited, match="3 requests per minute, 0 left") as error:
         limits.count_request()
     assert error.value.headers == {
@@ -59,14 +59,14 @@ def test_requests_per_minute() -> None:
 def test_tokens_are_reserved_and_settled() -> None:
     clock = Clock()
     limits = RateLimits(None, 100, clock)
-    first = limits.reserve(80)
+    first = limits.reserve_tokens(80)
     with pytest.raises(RateLimited, match="100 tokens per minute, 20 left, 30 are needed"):
-        limits.reserve(30)
-    first.settle(10)
-    first.settle(0)
-    assert limits.headers()["x-ratelimit-remaining-tokens"] == "90"
-    second = limits.reserve(30)
-    second.settle(150)
+        limits.reserve_tokens(30)
+    first.settle_usage(10)
+    first.settle_usage(0)
+    assert limits.ratelimit_headers()["x-ratelimit-remaining-tokens"] == "90"
+    second = limits.reserve_tokens(30)
+    second.settle_usage(150)
     with pytest.raises(RateLimited) as error:
         limits.count_request()
     assert error.value.headers["Retry-After"] == "36", "the bucket must first make up for 60 tokens of debt"
@@ -76,7 +76,7 @@ def test_tokens_are_reserved_and_settled() -> None:
 
 def test_a_request_larger_than_the_limit_is_marked_as_not_worth_retrying() -> None:
     with pytest.raises(RateLimited, match="101 tokens, the limit is 100") as error:
-        RateLimits(None, 100).reserve(101)
+        RateLimits(None, 100).reserve_tokens(101)
     assert error.value.headers["x-should-retry"] == "false"
     assert "Retry-After" not in error.value.headers
 
@@ -84,20 +84,20 @@ def test_a_request_larger_than_the_limit_is_marked_as_not_worth_retrying() -> No
 def test_without_limits_there_are_no_headers() -> None:
     limits = RateLimits(None, None)
     limits.count_request()
-    limits.reserve(10**9).settle(10**9)
-    assert limits.headers() == {}
+    limits.reserve_tokens(10**9).settle_usage(10**9)
+    assert limits.ratelimit_headers() == {}
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.0, "0ms"), (0.12, "120ms"), (1.0, "1s"), (7.66, "7.7s"), (59.99, "60s"), (360.0, "6m0s")]
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 @given(st.floats(0, 10_000))
 def test_a_duration_is_never_too_short(seconds: float) -> None:
-    text = duration(seconds)
+    text = format_duration(seconds)
     if text.endswith("ms"):
         assert int(text[:-2]) >= math.floor(seconds * 1000)
     elif "m" in text:

@@ -36,37 +36,37 @@ def tenants(tmp_path: Path, text: str | None = None, **options: Any) -> Tenants:
 def test_a_file_of_keys(tmp_path: Path) -> None:
     text = FILE.format(hashlib.sha256(b"sk-bob").hexdigest())
     found = tenants(tmp_path, text, api_key=["one"], requests_per_minute=60, tokens_per_minute=70)
-    alice, bob, one = (found.find(key) for key in ("sk-alice", "sk-bob", "one"))
+    alice, bob, one = (found.find_by_key(key) for key in ("sk-alice", "sk-bob", "one"))
     assert None not in (alice, bob, one)
     assert [(each.name, each.weight, each.priority, each.admin) for each in (alice, bob, one)] == [
         ("alice", 2.0, 0, False),
         ("bob", 1.0, -3, True),
         ("key-1", 1.0, 0, False),
     ]
-    limits = [each.limits.headers() for each in (alice, bob, one)]
+    limits = [each.limits.ratelimit_headers() for each in (alice, bob, one)]
     assert [each["x-ratelimit-limit-requests"] for each in limits] == ["5", "60", "60"]
     assert [each["x-ratelimit-limit-tokens"] for each in limits] == ["70", "1000", "70"]
-    assert len({each.salt("s") for each in (alice, bob, one)}) == 3
-    assert found.closed
+    assert len({each.prefix_cache_salt("s") for each in (alice, bob, one)}) == 3
+    assert found.requires_key
     for wrong in ("", "sk-alic", "sha256:" + hashlib.sha256(b"sk-bob").hexdigest(), "alice", "\xff"):
-        assert found.find(wrong) is None
+        assert found.find_by_key(wrong) is None
     assert "sk-alice" not in repr(alice)
 
 
 def test_a_hashed_key_may_have_any_bytes(tmp_path: Path) -> None:
     key = "ключ-é".encode()
     found = tenants(tmp_path, FILE.format(hashlib.sha256(key).hexdigest()))
-    assert found.find(key.decode("latin-1")).name == "bob"  # as Starlette reads a header
+    assert found.find_by_key(key.decode("latin-1")).name == "bob"  # as Starlette reads a header
 
 
 def test_admin_keys_and_a_server_without_keys(tmp_path: Path) -> None:
     found = tenants(tmp_path, admin_api_key=["root"], api_key=["root", "user"])
-    assert found.find("root").admin
-    assert not found.find("user").admin
+    assert found.find_by_key("root").admin
+    assert not found.find_by_key("user").admin
     without_keys = tenants(tmp_path)
-    assert not without_keys.closed
+    assert not without_keys.requires_key
     assert without_keys.anonymous.admin
-    assert without_keys.anonymous.salt("s") == "s"
+    assert without_keys.anonymous.prefix_cache_salt("s") == "s"
     without_keys.anonymous.check_priority(-(2**31))
 
 

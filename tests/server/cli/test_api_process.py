@@ -12,13 +12,13 @@ import msgspec
 import zmq
 
 from quire.engine.processes.child import module
-from quire.server.cli.api_processes import Setup
+from quire.server.cli.api_process_manager import ApiProcessSetup
 
 
 def test_a_process_that_cannot_follow_the_hub_ends_at_once_and_says_nothing(tmp_path: Path) -> None:
     """As if it were killed: what it has goes on elsewhere, and nothing of it is told or stored as failed."""
     hub = f"ipc://{tmp_path}/hub"
-    setup = Setup("{}", hub, "0.0", socket.AF_INET, ("127.0.0.1", 0), time.perf_counter())
+    setup = ApiProcessSetup("{}", hub, "0.0", socket.AF_INET, ("127.0.0.1", 0), time.perf_counter())
     with zmq.Context() as context, context.socket(zmq.ROUTER) as wire:
         wire.bind(hub)
         wire.setsockopt(zmq.RCVTIMEO, 60_000)

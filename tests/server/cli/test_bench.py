@@ -22,11 +22,18 @@ import pytest
 import uvloop
 
 from quire.engine.errors import ConfigError, EngineError
-from quire.server.cli.bench import report, start
-from quire.server.cli.bench.client import StreamClient, StreamError
-from quire.server.cli.bench.serve import Stream
-from quire.server.cli.bench.start import first_token
-from quire.server.cli.bench.stats import Answer, Failure, arrivals, distribution, percentile, summarize
+from quire.server.cli.bench import bench_report, start
+from quire.server.cli.bench.latency_stats import (
+    BenchAnswer,
+    BenchFailure,
+    arrival_times,
+    distribution,
+    percentile,
+    summarize,
+)
+from quire.server.cli.bench.serve import ReceivedStream
+from quire.server.cli.bench.start import seconds_to_first_token
+from quire.server.cli.bench.stream_client import StreamClient, StreamError
 from quire.server.cli.bench.workload import random_prompts, read_prompts
 from quire.server.cli.main import main
 from tests.server.cli.processes import children, needs_proc, wait_until_gone
@@ -148,9 +155,9 @@ def test_a_distribution_is_in_milliseconds_in_any_order() -> None:
 
 def test_a_summary_of_two_answers_and_a_failure() -> None:
     results = [
-        Answer([0.1, 0.2, 0.4], prompt_tokens=10, completion_tokens=3),
-        Answer([0.3, 0.5], prompt_tokens=20, completion_tokens=5),  # several tokens in a chunk
-        Failure("HTTP 503"),
+        BenchAnswer([0.1, 0.2, 0.4], prompt_tokens=10, completion_tokens=3),
+        BenchAnswer([0.3, 0.5], prompt_tokens=20, completion_tokens=5),  # several tokens in a chunk
+        BenchFailure("HTTP 503"),
     ]
     summary = summarize(results, seconds=2.0)
     assert (summary.requests, summary.failed, summary.errors) == (2, 1, {"HTTP 503": 1})
@@ -161,18 +168,18 @@ def test_a_summary_of_two_answers_and_a_failure() -> None:
 
 
 def test_a_summary_of_failures_alone_has_no_latencies() -> None:
-    summary = summarize([Failure("a"), Failure("a"), Failure("b")], seconds=1.0)
+    summary = summarize([BenchFailure("a"), BenchFailure("a"), BenchFailure("b")], seconds=1.0)
     assert summary.errors == {"a": 2, "b": 1}
     assert (summary.output_tokens_per_second, summary.ttft_ms, summary.itl_ms) == (0, None, None)
 
 
 def test_arrivals_keep_their_rate_and_their_seed() -> None:
-    times = arrivals(20_000, rate=50.0, seed=1)
+    times = arrival_times(20_000, rate=50.0, seed=1)
     assert times == sorted(times)
     assert 20_000 / times[-1] == pytest.approx(50, rel=0.05)
     gaps = [after - before for before, after in pairwise(times)]
     assert sum(gap > 1 / 50 for gap in gaps) / len(gaps) == pytest.approx(0.368, abs=0.02)  # 1/e, if exponential
-    assert times == arrivals(20_000, rate=50.0, seed=1) != arrivals(20_000, rate=50.0, seed=2)
+    assert times == arrival_times(20_000, rate=50.0, seed=1) != arrival_times(20_000, rate=50.0, seed=2)
 
 
 def workload(**changes: int) -> argparse.Namespace:
@@ -312,10 +319,10 @@ def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("quire bench: a request to warm up failed: cannot connect")
 
 
-async def post(client: StreamClient, count: int) -> list[Stream]:
-    streams = [Stream() for _ in range(count)]
+async def post(client: StreamClient, count: int) -> list[ReceivedStream]:
+    streams = [ReceivedStream() for _ in range(count)]
     for stream in streams:
-        await client.post("completions", b'{"max_tokens": 2}', stream.add)
+        await client.post_stream("completions", b'{"max_tokens": 2}', stream.add_event)
     client.close()
     return streams
 
@@ -324,14 +331,14 @@ async def test_connections_are_kept_unless_told_otherwise() -> None:
     for keep_alive, connections in ((True, 1), (False, 3)):
         with serving(lambda _, body: tokens(body)) as server:
             streams = await post(StreamClient(server.url, keep_alive=keep_alive), 3)
-        assert [len(stream.times) for stream in streams] == [2, 2, 2]
+        assert [len(stream.chunk_times) for stream in streams] == [2, 2, 2]
         assert server.connections == connections
 
 
 async def test_a_connection_that_the_server_dropped_while_idle_fails_no_request() -> None:
     with serving(lambda _, body: tokens(body), linger=False) as server:
         streams = await post(StreamClient(server.url + "/v1/"), 3)
-    assert [len(stream.times) for stream in streams] == [2, 2, 2]
+    assert [len(stream.chunk_times) for stream in streams] == [2, 2, 2]
     assert [head.split()[1] for head in server.heads] == ["/v1/completions"] * 3
 
 
@@ -365,16 +372,16 @@ def test_reports_that_cannot_be_written_are_refused_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="no such directory"):
-        report.check_report(tmp_path / "no" / "out.json")
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
+        bench_report.check_report(tmp_path / "no" / "out.json")
+    monkeypatch.setattr(bench_report, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"--png needs matplotlib.*pip install"):
-        report.check_report(None, tmp_path / "out.png")
+        bench_report.check_report(None, tmp_path / "out.png")
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "out.png"
-    report.draw(path, "a title", {"ttft_ms": [0.1, 0.2], "itl_ms": [], "e2e_ms": [1.0]})
+    bench_report.draw_latencies(path, "a title", {"ttft_ms": [0.1, 0.2], "itl_ms": [], "e2e_ms": [1.0]})
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -429,7 +436,7 @@ def test_start_waits_for_the_first_token_and_ends_what_it_started(
 )
 def test_a_server_that_does_not_start_is_reported(command: list[str], message: str) -> None:
     with pytest.raises(EngineError, match=message):
-        first_token(command, None, 10.0 if "status" in message else 0.2)
+        seconds_to_first_token(command, None, 10.0 if "status" in message else 0.2)
 
 
 @pytest.mark.slow
@@ -452,10 +459,10 @@ def test_a_server_that_fails_requests_is_not_waited_for() -> None:
     with (
         serving(lambda *_: plain("500 Oops", b"broken")) as server,
         open(os.devnull, "wb") as log,
-        start.running(command, log) as process,
+        start.run_process(command, log) as process,
         pytest.raises(EngineError, match="refuses: HTTP 500 broken"),
     ):
-        uvloop.run(start._poll(server.url, None, process, float("inf")))
+        uvloop.run(start._wait_for_first_token(server.url, None, process, float("inf")))
 
 
 @pytest.mark.parametrize("command", [["serve-something"], ["no-such-command-at-all", "{port}"]])

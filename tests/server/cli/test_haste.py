@@ -12,8 +12,8 @@ from typing import Any, cast
 import httpx
 from fastapi import FastAPI
 
-from quire.server.cli.environment import INTERRUPTED
-from quire.server.cli.serve import OneModel, Service
+from quire.server.cli.process_setup import INTERRUPTED_STATUS
+from quire.server.cli.serve import ServerRun, SingleModelHost
 from quire.server.config import ServerConfig
 from tests.server.api import NAME, make_app
 from tests.server.fake import FakeEngine, hashed
@@ -30,11 +30,11 @@ class Models:
     def num_open(self) -> int:
         return self.engine.owner.num_open
 
-    def launch(self) -> None:
+    def launch_engine(self) -> None:
         """It is there."""
 
     @asynccontextmanager
-    async def running(self, _: object) -> AsyncIterator[FastAPI]:
+    async def open_app(self, _: object) -> AsyncIterator[FastAPI]:
         app = make_app(self.engine)
         async with app.router.lifespan_context(app):
             yield app
@@ -42,7 +42,7 @@ class Models:
     async def stop(self) -> None:
         await self.engine.stop()
 
-    def announcement(self, *_: object) -> str:
+    def announcement_text(self, *_: object) -> str:
         self.ready.set()
         return ""
 
@@ -53,7 +53,7 @@ async def test_open_requests_end_before_the_process_does() -> None:
     main = cast(Any, asyncio.current_task())
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        service = Service(config, cast(OneModel, models), listener, 0.0, lambda _: nullcontext())
+        service = ServerRun(config, cast(SingleModelHost, models), listener, 0.0, lambda _: nullcontext())
         running = asyncio.create_task(service.run())
         await models.ready.wait()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -63,7 +63,7 @@ async def test_open_requests_end_before_the_process_does() -> None:
             await anext(lines)
             for _ in range(2):
                 service._on_signal(main, signal.SIGTERM)
-            assert await running == INTERRUPTED
+            assert await running == INTERRUPTED_STATUS
             assert service._server is not None
             assert not service._server.server_state.tasks
             assert any(["the engine was stopped" in line async for line in lines])

@@ -20,8 +20,8 @@ from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.errors import ModelError
 from quire.server.cli.main import main
 from quire.server.cli.models import table
-from quire.server.cli.plan.machine import Machine, find_card
-from quire.server.cli.settings import add_flags, parse
+from quire.server.cli.plan.machine import Machine, find_gpu
+from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 from quire.server.config import ServerConfig
 from tests.gguf_models import write_gguf
 from tests.server.cli.test_serve import command, serving
@@ -127,10 +127,10 @@ def test_hf_asks_for_a_gguf_file(argv: list[str], model: str) -> None:
     parser = argparse.ArgumentParser("quire serve", allow_abbrev=False, add_help=False)
     parser.add_argument("name", nargs="?")
     parser.add_argument("-hf", "-hfr", "--hf-repo", dest="gguf")
-    add_flags(parser, ServerConfig, {ServerConfig: "server"})
-    assert parse(parser, argv, ServerConfig, "name", gguf="gguf")[1].model == model
+    add_settings_flags(parser, ServerConfig, {ServerConfig: "server"})
+    assert parse_settings(parser, argv, ServerConfig, "name", gguf="gguf")[1].model == model
     with pytest.raises(SystemExit):
-        parse(parser, ["smollm2", *argv], ServerConfig, "name", gguf="gguf")
+        parse_settings(parser, ["smollm2", *argv], ServerConfig, "name", gguf="gguf")
 
 
 @pytest.mark.slow
@@ -195,12 +195,12 @@ PARAMETERS |= {"qwen2.5-coder:7b": 7.62, "bge:small": 0.0334, "e5:small": 0.118,
 
 @pytest.mark.parametrize("name", known_models())
 def test_a_short_name_has_a_shape_that_is_served(name: str) -> None:
-    model, machine = known_models()[name], table.laptops()[-1]
+    model, machine = known_models()[name], table.read_laptops()[-1]
     assert not why_not_served(model.config)
-    row = table.row_of(model, machine)
+    row = table.build_row(model, machine)
     assert row.parameters / 1e9 == pytest.approx(PARAMETERS.get(name, row.parameters / 1e9), rel=0.006)
     if not row.context and model.gigabytes is None:  # 16-bit weights of a model for a GPU
-        card = table.row_of(model, find_card("H100"))
+        card = table.build_row(model, find_gpu("H100"))
         assert card.context >= 4096
         return
     assert 0 < row.memory < machine.memory
@@ -225,7 +225,7 @@ def test_what_does_not_fit_is_told(capsys: pytest.CaptureFixture[str], monkeypat
 
 
 def test_the_documents_have_the_table() -> None:
-    rows = table.as_markdown()
+    rows = table.format_markdown()
     assert rows in (ROOT / "docs/checkpoints.md").read_text()
     shown = re.findall(
         r"^\|(`\w.*?`)\|(.*? GiB)\|(?:at most )?(\d+)\|$", (ROOT / "README.md").read_text(), re.MULTILINE
@@ -257,7 +257,7 @@ def test_a_short_name_is_planned_without_a_network(
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
     assert main(["plan", name, "--gpu", "h100"]) == 0
-    parameters = table.row_of(known_models()[name.lower()], find_card("H100")).parameters
+    parameters = table.build_row(known_models()[name.lower()], find_gpu("H100")).parameters
     assert f"{parameters / 1e9:.2f} B parameters" in capsys.readouterr().out
 
 

@@ -15,8 +15,8 @@ import pytest
 from quire.engine.config import DEMO_MODEL
 from quire.engine.errors import ConfigError
 from quire.server.cli.main import main
-from quire.server.cli.models.names import names_of
-from quire.server.cli.run.vllm import translated
+from quire.server.cli.models.model_names import equivalent_names
+from quire.server.cli.run.vllm import translate_arguments
 
 SEVERAL = [{"id": "owner/one", "state": "awake"}, {"id": "qwen3:4b", "state": "unloaded"}]
 
@@ -202,17 +202,21 @@ def test_no_server_is_one_line_with_the_way_out(capsys: pytest.CaptureFixture[st
 
 
 def test_a_model_has_all_its_names() -> None:
-    assert names_of("owner/one") == ["owner/one"]
-    assert "qwen3:4b" in names_of("Qwen/Qwen3-4B-GGUF:Q4_K_M")
-    assert "Qwen/Qwen3-4B-GGUF:Q4_K_M" in names_of("qwen3:4b")
+    assert equivalent_names("owner/one") == ["owner/one"]
+    assert "qwen3:4b" in equivalent_names("Qwen/Qwen3-4B-GGUF:Q4_K_M")
+    assert "Qwen/Qwen3-4B-GGUF:Q4_K_M" in equivalent_names("qwen3:4b")
 
 
 def test_run_batch_is_run_with_vllm_s_flags() -> None:
     given = ["-i", "in.jsonl", "--output-file=out.jsonl", "--model", "m", "--enable-metrics", "--port", "9", "--url=x"]
-    assert translated(given) == ["in.jsonl", "--output", "out.jsonl", "--model", "m"]
-    assert translated(["--input_file", "a", "-o", "b", "--response-role", "assistant"]) == ["a", "--output", "b"]
+    assert translate_arguments(given) == ["in.jsonl", "--output", "out.jsonl", "--model", "m"]
+    assert translate_arguments(["--input_file", "a", "-o", "b", "--response-role", "assistant"]) == [
+        "a",
+        "--output",
+        "b",
+    ]
     with pytest.raises(ConfigError, match="fetch it first"):
-        translated(["-i", "https://example.com/in.jsonl"])
+        translate_arguments(["-i", "https://example.com/in.jsonl"])
 
 
 def test_collect_env_tells_versions_and_no_secret(
@@ -262,11 +266,11 @@ def test_models_of_the_cache_are_served_the_smallest_that_generates_first(
 ) -> None:
     from huggingface_hub import constants
 
-    from quire.server.cli.models.cache import cached_fleet
+    from quire.server.cli.models.cached_models import read_cached_models
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConfigError, match="nothing is downloaded that could be served"):
-        cached_fleet({"device": "cpu"})
+        read_cached_models({"device": "cpu"})
     config = (Path(DEMO_MODEL) / "config.json").read_text()
     other = json.dumps(json.loads(config) | {"model_type": "no_such_family"})
     repository(tmp_path, "owner/large", **{"config.json": config, "model.safetensors": "x" * 900})
@@ -274,9 +278,9 @@ def test_models_of_the_cache_are_served_the_smallest_that_generates_first(
     repository(tmp_path, "owner/embedder", **{"config.json": config, "model.safetensors": ""})
     repository(tmp_path, "owner/other", **{"config.json": other, "model.safetensors": "x"})
     repository(tmp_path, "owner/config-alone", **{"config.json": config})
-    fleet = cached_fleet({"device": "cpu", "kv_cache_memory": 0.5})
+    fleet = read_cached_models({"device": "cpu", "kv_cache_memory": 0.5})
     assert [entry.name for entry in fleet.entries] == ["owner/small", "owner/large", "owner/embedder"]
     assert fleet.entries[0].config.kv_cache_memory == 0.5
-    assert fleet.memory is not None
-    assert fleet.memory > 0
+    assert fleet.memory_bytes is not None
+    assert fleet.memory_bytes > 0
     assert "owner/other is not served" in caplog.text

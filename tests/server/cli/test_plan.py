@@ -26,24 +26,24 @@ from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError, ModelError
-from quire.engine.images.reader import Asked, image_reader
+from quire.engine.images.image_reader import RequestImage, make_image_reader
 from quire.engine.layers.rope import rope_table
 from quire.engine.text.tokenizer import Tokenizer
-from quire.kernels.cpu.backend import Cpu
-from quire.kernels.cpu.native import ISAS
-from quire.kernels.gpu.libraries.flash import Flash
-from quire.kernels.gpu.libraries.flash3 import Flash3
-from quire.kernels.gpu.libraries.flash4 import Flash4
-from quire.kernels.gpu.libraries.torch_varlen import TorchVarlen
-from quire.kernels.reference import Reference
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.cpu.native_library import ISAS
+from quire.kernels.gpu.libraries.flash2 import Flash2Backend
+from quire.kernels.gpu.libraries.flash3 import Flash3Backend
+from quire.kernels.gpu.libraries.flash4 import Flash4Backend
+from quire.kernels.gpu.libraries.torch_varlen import TorchVarlenBackend
+from quire.kernels.reference import ReferenceBackend
 from quire.server.cli import main as cli
-from quire.server.cli.plan import rates
-from quire.server.cli.plan.configured import predicted_tokens, way_out
-from quire.server.cli.plan.drafts import planned_draft
-from quire.server.cli.plan.estimate import Wishes, estimate, step_bytes, step_tokens
-from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine, divided, find_card, read_cards
-from quire.server.cli.plan.rates import machine_key
-from quire.server.cli.plan.report import unserved
+from quire.server.cli.plan import cpu_rates
+from quire.server.cli.plan.cpu_rates import machine_key
+from quire.server.cli.plan.draft_plan import plan_draft
+from quire.server.cli.plan.estimate import PlanRequest, estimate_model, max_step_bytes, max_step_tokens
+from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine, divide_machine, find_gpu, read_gpu_table
+from quire.server.cli.plan.model_plan import memory_advice, predict_kv_tokens
+from quire.server.cli.plan.plan_report import unserved_reasons
 from tests import tiny_models, tiny_vision
 from tests.engine.ranks import thread_ranks
 from tests.kernels.fake_flash import FakeFlashAttn
@@ -96,14 +96,14 @@ def test_a_plan_for_this_machine_says_how_fast_it_is(
 @pytest.mark.slow
 def test_rates_are_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = rates.rates()
+    found = cpu_rates.read_or_measure_rates()
     assert found is not None
     assert (1e8 < found.bandwidth < 1e13, 1e8 < found.flops < 1e16) == (True, True)
     monkeypatch.setattr(subprocess, "run", None)
-    assert rates.rates() == found
+    assert cpu_rates.read_or_measure_rates() == found
     (tmp_path / "quire" / "rates.json").write_text('{"' + machine_key() + '": {}}')
     with pytest.raises(TypeError):
-        rates.rates()
+        cpu_rates.read_or_measure_rates()
 
 
 def test_a_plan_takes_the_flags_of_serve_by_their_names(capsys: pytest.CaptureFixture[str], coder: str) -> None:
@@ -151,12 +151,12 @@ def test_limits_are_the_roofline(coder: str, capsys: pytest.CaptureFixture[str])
 
 
 def test_two_devices_share_weights_and_cache() -> None:
-    one = estimate(read_sizes(LLAMA_70B), find_card("h100"), Wishes())
+    one = estimate_model(read_sizes(LLAMA_70B), find_gpu("h100"), PlanRequest())
     assert "nothing is left" in one.reasons[0]
-    two = estimate(read_sizes(LLAMA_70B), replace(find_card("h100"), count=4), Wishes())
+    two = estimate_model(read_sizes(LLAMA_70B), replace(find_gpu("h100"), count=4), PlanRequest())
     assert two.fits
     assert two.kv_token_bytes == 2 * 8 * 128 * 80 * 2 // 4
-    assert two.kv_budget > 30 * GIB
+    assert two.kv_budget_bytes > 30 * GIB
 
 
 @pytest.mark.usefixtures("thread_ranks")
@@ -202,9 +202,15 @@ def test_tiers_below_the_cache(coder: str, capsys: pytest.CaptureFixture[str]) -
 def test_the_host_s_tier_takes_from_the_cache_of_a_cpu(coder: str) -> None:
     sizes = read_sizes(read_raw_config(coder)[0])
     machine = Machine("test", memory=18 * GIB, gpu=False, bf16=True)
-    without, with_it = (estimate(sizes, machine, Wishes(EngineConfig(kv_offload_memory=each))) for each in (None, 1.0))
-    assert with_it.kv_budget == machine.kv_budget(without.device_weight_bytes + GIB, 0, 1.0) < without.kv_budget
-    assert with_it.tiers[0].tokens == GIB // with_it.page_bytes * with_it.block_size
+    without, with_it = (
+        estimate_model(sizes, machine, PlanRequest(EngineConfig(kv_offload_memory=each))) for each in (None, 1.0)
+    )
+    assert (
+        with_it.kv_budget_bytes
+        == machine.kv_budget_bytes(without.device_weight_bytes + GIB, 0, 1.0)
+        < without.kv_budget_bytes
+    )
+    assert with_it.tier_plans[0].num_tokens == GIB // with_it.block_bytes * with_it.block_size
 
 
 def test_what_does_not_fit_says_why_and_what_does(coder: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,7 +220,7 @@ def test_what_does_not_fit_says_why_and_what_does(coder: str, capsys: pytest.Cap
     assert plan(capsys, coder, "--gpu", "rtx 4090", "--context", str(best), "--concurrency", "4")["fits"]
     more = str(best + found["kv"]["block_size"])
     assert not plan(capsys, coder, "--gpu", "rtx 4090", "--context", more, "--concurrency", "4", status=1)["fits"]
-    assert find_card(found["fits_on"]["name"]).memory > find_card("rtx 4090").memory
+    assert find_gpu(found["fits_on"]["name"]).memory > find_gpu("rtx 4090").memory
     undivided = plan(capsys, coder, "--gpu", "h100", "--tp", "3", status=1)
     assert undivided["reasons"] == ["the model's 32 heads cannot be divided among 3 devices"]
     assert cli.main(["plan", coder, "--gpu", "rtx 3060"]) == 1
@@ -253,19 +259,19 @@ def test_flags_are_the_servers_and_mean_the_plan(coder: str, capsys: pytest.Capt
     ],
 )
 def test_a_driver_s_name_finds_its_card(driver: str, name: str) -> None:
-    assert find_card(driver).name == name
+    assert find_gpu(driver).name == name
 
 
 def test_a_card_that_is_not_there_is_refused_with_those_that_are() -> None:
-    assert find_card("4090") == find_card("RTX-4090")
+    assert find_gpu("4090") == find_gpu("RTX-4090")
     with pytest.raises(ConfigError, match="A100-40GB or A100-80GB"):
-        find_card("a100")
+        find_gpu("a100")
     with pytest.raises(ConfigError, match="RTX-4090"):
-        find_card("voodoo 2")
+        find_gpu("voodoo 2")
 
 
 def test_the_table_is_sound() -> None:
-    for card in read_cards().values():
+    for card in read_gpu_table().values():
         assert 8 * GIB < card.memory < 300 * GIB
         assert card.bandwidth is not None
         assert card.flops is not None
@@ -291,7 +297,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_a_gpu_holds_weights_in_their_bits() -> None:
     """As the plan of a CPU says it: 5 bits for a linear's weights, 8 for the embedding's and the head's."""
     sizes = read_sizes(DEEPSEEK_CODER)
-    found = estimate(sizes, find_card("h100"), Wishes(EngineConfig(quantization="int4")))
+    found = estimate_model(sizes, find_gpu("h100"), PlanRequest(EngineConfig(quantization="int4")))
     linears = sizes.parameters - sizes.embeddings
     assert found.device_weight_bytes == pytest.approx(linears * 5 / 8 + sizes.embeddings, rel=1e-6)
     assert "--quantization" in found.flags
@@ -323,19 +329,21 @@ def test_the_engine_gets_what_was_planned(
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what earlier tests left would be given back meanwhile, and count as room
     before = resident_bytes()
-    monkeypatch.setattr("quire.engine.worker.memory.available_host_bytes", lambda: GIB - (resident_bytes() - before))
+    monkeypatch.setattr(
+        "quire.engine.worker.device_memory.available_host_bytes", lambda: GIB - (resident_bytes() - before)
+    )
     config = EngineConfig(model=path, load_format="dummy", dtype="bfloat16", **options)
-    cpu = Cpu()
-    compresses = cpu.missing is None and cpu.isa in (ISAS["avx512_bf16"], ISAS["avx512_amx"])
-    planned = predicted_tokens(
-        config, Machine("test", memory=GIB + ENGINE_HOST_BYTES, gpu=False, compresses=compresses)
+    cpu = CpuBackend()
+    compresses = cpu.missing_reason is None and cpu.isa in (ISAS["avx512_bf16"], ISAS["avx512_amx"])
+    planned = predict_kv_tokens(
+        config, Machine("test", memory=GIB + ENGINE_HOST_BYTES, gpu=False, compresses_weights=compresses)
     )
     info = EngineCore(config).info
     assert planned == pytest.approx(info.num_blocks * info.block_size, rel=0.03)
 
 
 @pytest.mark.few(2)
-@pytest.mark.skipif(Cpu().missing is not None, reason="several ranks need the compiled kernels")
+@pytest.mark.skipif(CpuBackend().missing_reason is not None, reason="several ranks need the compiled kernels")
 @pytest.mark.usefixtures("thread_ranks")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("drafts", [False, True])
@@ -351,12 +359,12 @@ def test_ranks_are_planned(drafts: bool, ranks: int) -> None:
         max_num_seqs=16,
     )
     info = EngineCore(config).info
-    planned = predicted_tokens(config, Machine("test", memory=4 * GIB, gpu=False))
+    planned = predict_kv_tokens(config, Machine("test", memory=4 * GIB, gpu=False))
     assert planned is not None
     assert abs(planned - info.num_blocks * info.block_size) <= info.block_size
 
 
-@pytest.mark.skipif(Cpu().missing is not None, reason="stages need the compiled kernels")
+@pytest.mark.skipif(CpuBackend().missing_reason is not None, reason="stages need the compiled kernels")
 @pytest.mark.usefixtures("thread_ranks")
 @pytest.mark.parametrize("stages", [2, 3])
 def test_stages_are_planned(stages: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -371,11 +379,11 @@ def test_stages_are_planned(stages: int, tmp_path: Path, capsys: pytest.CaptureF
     )
     info = EngineCore(config).info
     machine = Machine("test", memory=4 * GIB, gpu=False)
-    planned = predicted_tokens(config, machine)
+    planned = predict_kv_tokens(config, machine)
     assert planned is not None
     assert abs(planned - info.num_blocks * info.block_size) <= info.block_size
     sizes = read_sizes(read_raw_config(config.model)[0])
-    made = estimate(sizes, divided(machine, 1, 1, stages), Wishes(EngineConfig(dtype="bfloat16")))
+    made = estimate_model(sizes, divide_machine(machine, 1, 1, stages), PlanRequest(EngineConfig(dtype="bfloat16")))
     assert made.device_weight_bytes * stages == pytest.approx(info.weight_bytes, rel=0.03)
     assert made.flags[made.flags.index("--pipeline-parallel-size") + 1] == str(stages)
     assert cli.main(["plan", config.model, "--pipeline-parallel-size", str(stages)]) == 0
@@ -386,63 +394,68 @@ def test_a_pipeline_is_as_fast_as_one_of_its_stages_for_one_stream() -> None:
     """A stream alone is in one stage at a time; two are in both."""
     sizes = read_sizes(read_raw_config(DEMO_MODEL)[0])
     machine = Machine("test", memory=4 * GIB, gpu=False, bandwidth=20e9, flops=1e11)
-    one, two = (estimate(sizes, divided(machine, 1, 1, stages), Wishes()) for stages in (1, 2))
+    one, two = (estimate_model(sizes, divide_machine(machine, 1, 1, stages), PlanRequest()) for stages in (1, 2))
     alone, together = two.decode_limit(1, 100), two.decode_limit(2, 100)
     assert alone == pytest.approx(one.decode_limit(1, 100) / 2)
     assert together == pytest.approx(2 * alone)
     first, begun = one.prefill_seconds(100), two.prefill_seconds(100)
     assert begun == pytest.approx(2 * first)
     with pytest.raises(ConfigError, match=r"pipeline_parallel_size: .*tensor_parallel_size"):
-        divided(machine, 2, 1, 2)
-    assert "cannot be divided among 99 stages" in estimate(sizes, divided(machine, 1, 1, 99), Wishes()).reasons[0]
+        divide_machine(machine, 2, 1, 2)
+    assert (
+        "cannot be divided among 99 stages"
+        in estimate_model(sizes, divide_machine(machine, 1, 1, 99), PlanRequest()).reasons[0]
+    )
 
 
 def test_replicas_share_what_is_there() -> None:
     """Each has a copy of the weights, and its part of the memory for keys and values; the fit is the engines' rule."""
     sizes, machine = read_sizes(read_raw_config(DEMO_MODEL)[0]), Machine("test", memory=GIB, gpu=False)
-    wishes = Wishes(EngineConfig(dtype="float32", max_num_seqs=4096))
-    one, each = estimate(sizes, machine, wishes), estimate(sizes, divided(machine, 1, 2), wishes)
+    wishes = PlanRequest(EngineConfig(dtype="float32", max_num_seqs=4096))
+    one, each = estimate_model(sizes, machine, wishes), estimate_model(sizes, divide_machine(machine, 1, 2), wishes)
     assert each.device_weight_bytes == one.device_weight_bytes
     used = ENGINE_HOST_BYTES + one.device_weight_bytes
-    assert one.kv_budget == (GIB - used) // 2
-    assert each.kv_budget == (GIB - 2 * used) // 4
+    assert one.kv_budget_bytes == (GIB - used) // 2
+    assert each.kv_budget_bytes == (GIB - 2 * used) // 4
     assert each.flags[:2] == ("--data-parallel-size", "2")
     config = EngineConfig(data_parallel_size=2, dtype="float32", kv_cache_memory=0.1)
     lone = config.model_copy(update={"data_parallel_size": 1, "kv_cache_memory": 0.05})
-    assert predicted_tokens(config, machine) == predicted_tokens(lone, machine)
+    assert predict_kv_tokens(config, machine) == predict_kv_tokens(lone, machine)
     with pytest.raises(ConfigError, match=r"data_parallel_size.*--gpu"):
-        divided(Machine("card", memory=GIB, gpu=True), 1, 2)
+        divide_machine(Machine("card", memory=GIB, gpu=True), 1, 2)
 
 
 def test_machines_each_have_a_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """Of four ranks on two machines two share a memory, as two ranks of one machine do, and each has a quarter."""
     sizes, machine = read_sizes(read_raw_config(DEMO_MODEL)[0]), Machine("test", memory=GIB, gpu=False)
-    wishes = Wishes(EngineConfig(dtype="float32", max_num_seqs=4096))
-    four, two = (estimate(sizes, divided(machine, 4, nodes=nodes), wishes) for nodes in (1, 2))
+    wishes = PlanRequest(EngineConfig(dtype="float32", max_num_seqs=4096))
+    four, two = (estimate_model(sizes, divide_machine(machine, 4, nodes=nodes), wishes) for nodes in (1, 2))
     assert two.device_weight_bytes == four.device_weight_bytes
     used = ENGINE_HOST_BYTES + two.device_weight_bytes
-    assert two.kv_budget == (GIB - 2 * used) // 2 // 2
-    assert four.kv_budget == (GIB - 4 * used) // 2 // 4
+    assert two.kv_budget_bytes == (GIB - 2 * used) // 2 // 2
+    assert four.kv_budget_bytes == (GIB - 4 * used) // 2 // 4
     assert cli.main(["plan", DEMO_MODEL, "--tensor-parallel-size", "4", "--nnodes", "2"]) == 0
     assert "--tensor-parallel-size 4 --nnodes 2 --master-addr" in capsys.readouterr().out
     for wrong in ({"ranks": 3}, {"ranks": 1, "stages": 2}, {"ranks": 2, "replicas": 2}):
         with pytest.raises(ConfigError, match=r"nnodes: .*tensor_parallel_size"):
-            divided(machine, nodes=2, **wrong)
+            divide_machine(machine, nodes=2, **wrong)
 
 
 def test_mixtures_of_experts_are_planned_on_ranks_and_in_stages(tmp_path: Path) -> None:
     path = tiny_models.save_tiny_model(tmp_path, "mixtral")
     sizes = read_sizes(read_raw_config(str(path))[0])
     for parts in ((2,), (1, 1, 2)):
-        assert not unserved(estimate(sizes, divided(Machine("test", 4 * GIB, gpu=False), *parts), Wishes()))
+        assert not unserved_reasons(
+            estimate_model(sizes, divide_machine(Machine("test", 4 * GIB, gpu=False), *parts), PlanRequest())
+        )
 
 
 def test_whole_experts_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of seven experts a rank has four, which is half an expert more than half; what it has is counted."""
     path = tiny_models.save_tiny_model(tmp_path, "mixtral", num_local_experts=7, intermediate_size=512)
-    sizes, machine = read_sizes(read_raw_config(str(path))[0]), divided(Machine("test", 4 * GIB, gpu=False), 2)
+    sizes, machine = read_sizes(read_raw_config(str(path))[0]), divide_machine(Machine("test", 4 * GIB, gpu=False), 2)
     parts, whole = (
-        estimate(sizes, machine, Wishes(EngineConfig(dtype="float32", enable_expert_parallel=each)))
+        estimate_model(sizes, machine, PlanRequest(EngineConfig(dtype="float32", enable_expert_parallel=each)))
         for each in (False, True)
     )
     more = sizes.expert_parameters * (4 / 7 - 1 / 2) * 4
@@ -464,11 +477,13 @@ def test_experts_on_a_disk_are_planned(tmp_path: Path, capsys: pytest.CaptureFix
     sizes, machine = read_sizes(read_raw_config(str(path))[0]), Machine("test", 4 * GIB, gpu=False)
     settings: list[dict[str, Any]] = [{}, {"weights_on_disk": "/disk"}]
     settings.append({**settings[1], "weights_in_memory": 0.004})
-    memory, disk, some = (estimate(sizes, machine, Wishes(EngineConfig(dtype="float32", **each))) for each in settings)
+    memory, disk, some = (
+        estimate_model(sizes, machine, PlanRequest(EngineConfig(dtype="float32", **each))) for each in settings
+    )
     saved = memory.device_weight_bytes - disk.device_weight_bytes
-    assert saved == disk.experts.on_disk == sizes.expert_parameters * 4
-    assert some.device_weight_bytes - disk.device_weight_bytes == some.experts.kept == int(0.004 * GIB)
-    assert some.experts.token_bytes < disk.experts.token_bytes == saved * 2 // 16
+    assert saved == disk.experts_plan.disk_bytes == sizes.expert_parameters * 4
+    assert some.device_weight_bytes - disk.device_weight_bytes == some.experts_plan.memory_bytes == int(0.004 * GIB)
+    assert some.experts_plan.token_read_bytes < disk.experts_plan.token_read_bytes == saved * 2 // 16
     args = ["plan", str(path), "--weights-on-disk", "/disk", "--weights-in-memory", "0.004", "--dtype", "float32"]
     assert cli.main(args) == 0
     told = capsys.readouterr().out
@@ -487,14 +502,20 @@ def test_streamed_layers_are_planned(tmp_path: Path, capsys: pytest.CaptureFixtu
         (True, {"cpu_offload_gb": 0.02}),
     ):
         machine = Machine("test", 4 * GIB, gpu=gpu)
-        memory, some = (estimate(sizes, machine, Wishes(EngineConfig(dtype="float32", **each))) for each in ({}, moved))
-        plan, each = some.layers, (sizes.parameters - sizes.embeddings) * 4 // 8
-        assert 0 < plan.streamed < plan.layers == 8
-        assert plan.read == plan.streamed * each
-        assert memory.device_weight_bytes - some.device_weight_bytes == plan.read - 2 * each
-        on_device = each * (8 - plan.streamed + 2)
-        assert on_device <= 0.02 * GIB < on_device + each if not gpu else plan.read <= 0.02 * GIB < plan.read + each
-        assert plan.steps == pytest.approx((25e9 if gpu else 1e9) / plan.read)
+        memory, some = (
+            estimate_model(sizes, machine, PlanRequest(EngineConfig(dtype="float32", **each))) for each in ({}, moved)
+        )
+        plan, each = some.layers_plan, (sizes.parameters - sizes.embeddings) * 4 // 8
+        assert 0 < plan.num_streamed < plan.num_layers == 8
+        assert plan.read_bytes == plan.num_streamed * each
+        assert memory.device_weight_bytes - some.device_weight_bytes == plan.read_bytes - 2 * each
+        on_device = each * (8 - plan.num_streamed + 2)
+        assert (
+            on_device <= 0.02 * GIB < on_device + each
+            if not gpu
+            else plan.read_bytes <= 0.02 * GIB < plan.read_bytes + each
+        )
+        assert plan.max_steps_per_second == pytest.approx((25e9 if gpu else 1e9) / plan.read_bytes)
     args = ["plan", str(path), "--weights-on-disk", "/disk", "--weights-in-memory", "0.02", "--dtype", "float32"]
     assert cli.main(args) == 0
     told = capsys.readouterr().out
@@ -529,13 +550,13 @@ def test_drafts_are_planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     config = EngineConfig(speculative_config=SpeculativeConfig(**draft), **given)
     machine = Machine("test", memory=4 * GIB, gpu=False)
     info = EngineCore(config).info
-    assert predicted_tokens(config, machine) == info.num_blocks * info.block_size
+    assert predict_kv_tokens(config, machine) == info.num_blocks * info.block_size
     page = info.kv_bytes // info.num_blocks
     used = info.kv_bytes + 2 * 16 * page // 2
     assert 0.05 * GIB - page < used <= 0.05 * GIB
     plain, drafting = (
-        estimate(read_sizes(read_raw_config(DEMO_MODEL)[0]), machine, Wishes(draft=each))
-        for each in (None, planned_draft(config.speculative_config, {}, None))
+        estimate_model(read_sizes(read_raw_config(DEMO_MODEL)[0]), machine, PlanRequest(draft=each))
+        for each in (None, plan_draft(config.speculative_config, {}, None))
     )
     assert drafting.device_weight_bytes - plain.device_weight_bytes == drafting.draft_bytes > 2**20
     args = ["plan", "--memory", "4", "--json", "--speculative-config", json.dumps(draft)]
@@ -571,7 +592,7 @@ def test_text_table_and_picture(coder: str, tmp_path: Path, capsys: pytest.Captu
     capsys.readouterr()
     assert cli.main(["plan", coder, "--gpu", "all"]) == 0
     table = capsys.readouterr().out
-    assert all(name in table for name in read_cards())
+    assert all(name in table for name in read_gpu_table())
 
 
 def test_it_needs_no_torch(coder: str) -> None:
@@ -597,9 +618,9 @@ def test_images_are_planned_as_they_are_read(
     assert found["tiles"] == tokens // tiny_vision.TILE_TOKENS
     assert found["tokens"] == len(ids) - count * (found["tiles"] > count), "a byte's tokenizer has two for two breaks"
     assert found["feature_bytes"] == tokens * tiny_models.SHAPE["hidden_size"] * 4
-    reader = image_reader(tmp_path, Tokenizer.load(tmp_path))
+    reader = make_image_reader(tmp_path, Tokenizer.from_pretrained(tmp_path))
     assert reader is not None
-    read = reader.read("<image>", [Asked("a", shown[0])], lambda text: ids[: len(ids) // count])
+    read = reader.read_prompt("<image>", [RequestImage("a", shown[0])], lambda text: ids[: len(ids) // count])
     assert found["pixel_bytes"] == count * sum(len(each.pixels) for each in read.images)
     assert found["tower_bytes"] > 0
     assert plan(capsys, *args, "--gpu", "H100")["images"] == found
@@ -661,24 +682,33 @@ def test_a_page_is_as_large_as_the_backend_s(
     card: str, dtype: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the first backend for GPUs that would serve such heads there, with flash-attn installed."""
-    machine = find_card(card)
+    machine = find_gpu(card)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0) if machine.bf16 else (7, 0))
     install_flash(monkeypatch, FakeFlashAttn())
-    backends = [Flash(), Reference()]
+    backends = [Flash2Backend(), ReferenceBackend()]
     chosen = next(
-        each for each in backends if each.cannot_serve(torch.device("cuda"), getattr(torch, dtype), head_dim) is None
+        each
+        for each in backends
+        if each.unsupported_reason(torch.device("cuda"), getattr(torch, dtype), head_dim) is None
     )
-    assert machine.page_tokens(dtype, head_dim) == chosen.block_size
-    for backend in (Flash3(), Flash4(), Flash(), TorchVarlen(), Reference(), Cpu()):
-        assert machine.page_tokens(dtype, head_dim, backend.name) == backend.block_size
-    assert replace(machine, gpu=False).page_tokens(dtype, head_dim) == Cpu.block_size
+    assert machine.kv_block_size(dtype, head_dim) == chosen.block_size
+    for backend in (
+        Flash3Backend(),
+        Flash4Backend(),
+        Flash2Backend(),
+        TorchVarlenBackend(),
+        ReferenceBackend(),
+        CpuBackend(),
+    ):
+        assert machine.kv_block_size(dtype, head_dim, backend.name) == backend.block_size
+    assert replace(machine, gpu=False).kv_block_size(dtype, head_dim) == CpuBackend.block_size
 
 
 def test_contexts_are_counted_in_the_backend_s_pages() -> None:
     """A context of one token more than a page takes two pages, of 256 tokens on a GPU and of 16 on a CPU."""
-    for machine, size in ((find_card("h100"), 256), (Machine("cpu", memory=64 * GIB, gpu=False), 16)):
-        made = estimate(read_sizes(DEEPSEEK_CODER), machine, Wishes(EngineConfig(max_model_len=size + 1)))
-        pages = made.kv_budget // (made.kv_token_bytes * size)
+    for machine, size in ((find_gpu("h100"), 256), (Machine("cpu", memory=64 * GIB, gpu=False), 16)):
+        made = estimate_model(read_sizes(DEEPSEEK_CODER), machine, PlanRequest(EngineConfig(max_model_len=size + 1)))
+        pages = made.kv_budget_bytes // (made.kv_token_bytes * size)
         assert made.concurrency == min(pages // 2, EngineConfig().max_num_seqs)
         assert made.num_blocks == min(pages, 2 * EngineConfig().max_num_seqs)
 
@@ -739,7 +769,7 @@ def test_an_encoder_needs_room_for_its_weights_alone(tmp_path: Path, capsys: pyt
     said = capsys.readouterr().out
     assert "none: an encoder" in said
     assert "up to 320 tokens" in said
-    assert predicted_tokens(EngineConfig(model=str(path)), find_card("T4")) is None
+    assert predict_kv_tokens(EngineConfig(model=str(path)), find_gpu("T4")) is None
     assert cli.main(["plan", str(path), "--memory", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fits"] is True
 
@@ -748,12 +778,14 @@ def test_an_encoder_needs_room_for_its_weights_alone(tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize("card", ["H100", None])
 def test_keys_and_values_in_few_bits(card: str | None, kv: str, head: int) -> None:
     """Two heads in each of six layers; flash-attn, whose pages have 256 tokens, holds no 8 bits."""
-    machine = Machine("cpu", memory=64 * GIB, gpu=False) if card is None else find_card(card)
-    made = estimate(read_sizes(read_raw_config(DEMO_MODEL)[0]), machine, Wishes(EngineConfig(kv_cache_dtype=kv)))
+    machine = Machine("cpu", memory=64 * GIB, gpu=False) if card is None else find_gpu(card)
+    made = estimate_model(
+        read_sizes(read_raw_config(DEMO_MODEL)[0]), machine, PlanRequest(EngineConfig(kv_cache_dtype=kv))
+    )
     assert made.kv_token_bytes == 2 * 2 * 6 * head
     assert made.block_size == (256 if card is not None and kv == "auto" else 16)
-    assert made.page_bytes == made.block_size * made.kv_token_bytes
-    assert made.layer_page_bytes * 6 == made.page_bytes
+    assert made.block_bytes == made.block_size * made.kv_token_bytes
+    assert made.layer_block_bytes * 6 == made.block_bytes
     assert (("--kv-cache-dtype", kv) == made.flags[:2]) == (kv != "auto")
 
 
@@ -784,18 +816,21 @@ def test_a_plan_counts_what_graphs_take_as_the_engine_does(
     card: str, config: dict[str, Any], beside: float | None
 ) -> None:
     """beside: what graphs share, as a part of the largest step's bytes; None: a quarter, and none is of prompts."""
-    sizes, machine, asked = read_sizes(DEEPSEEK_CODER), find_card(card), EngineConfig(**config)
-    step = step_bytes(sizes, 2, step_tokens(machine, asked))
+    sizes, machine, asked = read_sizes(DEEPSEEK_CODER), find_gpu(card), EngineConfig(**config)
+    step = max_step_bytes(sizes, 2, max_step_tokens(machine, asked))
     more = 0 if not beside else MOST_GRAPHS * GRAPH_BYTES
-    made = estimate(sizes, machine, Wishes(asked))
+    made = estimate_model(sizes, machine, PlanRequest(asked))
     assert made.step_bytes == pytest.approx(step * (1 + (1 / 4 if beside is None else beside)) + more, abs=1)
     for settings, calls in (({}, 2), ({"decode_context_parallel_size": 2}, 4)):
         together = asked.model_copy(update={"tensor_parallel_size": 2} | settings)
-        of_two = estimate(sizes, divided(machine, 2), Wishes(together)).step_bytes
+        of_two = estimate_model(sizes, divide_machine(machine, 2), PlanRequest(together)).step_bytes
         nccl = MOST_GRAPHS * (1 + calls * sizes.num_layers) * CALL_BYTES if beside else 0
         assert of_two == made.step_bytes + nccl
     guessed = asked.model_copy(update={"speculative_config": SpeculativeConfig(method="mtp")})
-    assert estimate(sizes, machine, Wishes(guessed)).step_bytes - made.step_bytes == (beside != 0) * DRAFT_GRAPHS_BYTES
+    assert (
+        estimate_model(sizes, machine, PlanRequest(guessed)).step_bytes - made.step_bytes
+        == (beside != 0) * DRAFT_GRAPHS_BYTES
+    )
 
 
 def test_a_picture_is_an_svg_or_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -856,10 +891,10 @@ def test_a_gguf_file_s_embedding_is_planned_as_it_is_held(kind: str, tmp_path: P
     sizes, stored = read_sizes(read_raw_config(str(file))[0]), read_stored_weights(file)
     assert stored is not None
     assert sizes.embeddings == sizes.head_parameters, "tied"
-    planned = estimate(
+    planned = estimate_model(
         sizes,
         Machine("test", GIB, gpu=False),
-        Wishes(EngineConfig(dtype="float16", attention_backend="reference")),
+        PlanRequest(EngineConfig(dtype="float16", attention_backend="reference")),
         stored,
     )
     config = EngineConfig(model=str(file), dtype="float16", num_kv_blocks=64, attention_backend="reference")
@@ -873,15 +908,15 @@ def test_a_configuration_that_does_not_fit_says_with_what_it_would(tmp_path: Pat
     config |= {"intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 131072}))
     asked = EngineConfig(model=str(tmp_path), device="cpu", load_format="dummy", dtype="bfloat16")
-    told = way_out(asked, Machine("test", memory=10 * GIB, gpu=False))
+    told = memory_advice(asked, Machine("test", memory=10 * GIB, gpu=False))
     assert re.match(r"the weights take 1\d\.\d GiB and test has 10\.0 GiB for them: nothing is left", told)
     assert f"; with --quantization int8 it fits. quire plan {tmp_path} has the arithmetic" in told
-    assert "int4 it fits" in way_out(asked, Machine("test", memory=6 * GIB, gpu=False))
-    assert "it fits" not in way_out(asked, Machine("test", memory=2 * GIB, gpu=False))
+    assert "int4 it fits" in memory_advice(asked, Machine("test", memory=6 * GIB, gpu=False))
+    assert "it fits" not in memory_advice(asked, Machine("test", memory=2 * GIB, gpu=False))
     longer = asked.model_copy(update={"max_model_len": 131072})
-    told = way_out(longer, Machine("test", memory=20 * GIB, gpu=False))
+    told = memory_advice(longer, Machine("test", memory=20 * GIB, gpu=False))
     assert re.search(r"131,072 tokens need .* 1 x [\d,]+ tokens fit", told)
-    assert way_out(asked, Machine("test", memory=64 * GIB, gpu=False)) == ""
+    assert memory_advice(asked, Machine("test", memory=64 * GIB, gpu=False)) == ""
 
 
 @pytest.mark.parametrize("where", [(), ("--gpu", "L4"), ("--gpu", "L4", "--tp", "2")])

@@ -17,7 +17,7 @@ from quire.engine.types import EngineInfo
 from quire.engine.worker.sampling import device_sampler
 from quire.server.cli import main as cli
 from quire.server.cli import verify as verify_command
-from quire.server.cli.verify import Check, Verification, show
+from quire.server.cli.verify import Verification, VerificationCheck, print_checks
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -29,8 +29,8 @@ def model(tmp_path: Path) -> str:
     return str(save_tiny_model(tmp_path, "llama"))
 
 
-async def verify(model: str) -> tuple[EngineInfo, dict[str, Check]]:
-    info, checks = await Verification(EngineConfig(model=model, threads=1), 12, InProcessLink).run()
+async def verify(model: str) -> tuple[EngineInfo, dict[str, VerificationCheck]]:
+    info, checks = await Verification(EngineConfig(model=model, threads=1), 12, InProcessLink).run_checks()
     return info, {check.name: check for check in checks}
 
 
@@ -46,7 +46,7 @@ def test_the_embedded_model_keeps_the_promise(capsys: pytest.CaptureFixture[str]
 async def test_in_this_process_all_but_the_kill_is_exercised(model: str) -> None:
     info, checks = await verify(model)
     assert info.deterministic
-    assert {name: check.passed for name, check in checks.items()} == {
+    assert {name: check.has_passed for name, check in checks.items()} == {
         "batched": True,
         "prefix-hit": True,
         "respawned": False,
@@ -66,18 +66,18 @@ async def test_a_sampler_that_looks_at_its_batch_is_found(model: str, monkeypatc
     monkeypatch.setattr(device_sampler, "sample", broken)
     _, checks = await verify(model)
     assert checks["batched"].differing > 0
-    assert not checks["batched"].passed
+    assert not checks["batched"].has_passed
 
 
 async def test_a_kernel_that_rounds_by_batch_is_found(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from quire.engine.models.decoder import Decoder
 
-    honest = Decoder.logits
+    honest = Decoder.compute_logits
 
     def broken(self: Decoder, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
         return honest(self, hidden + 0.02 * len(hidden), *rest)
 
-    monkeypatch.setattr(Decoder, "logits", broken)
+    monkeypatch.setattr(Decoder, "compute_logits", broken)
     _, checks = await verify(model)
     assert checks["batched"].differing > 0
     assert checks["chunked"].differing > 0
@@ -90,7 +90,13 @@ def test_replicas_are_refused_by_name() -> None:
 
 def test_the_table_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     info = EngineInfo("m", "float32", "cpu", "b", 1, 1, 1, 1, 1, 0.0, "a")
-    show(info, [Check("batched", "all at once", 8, 99, 3, True), Check("preempted", "no", 8, 99, 0, False)])
+    print_checks(
+        info,
+        [
+            VerificationCheck("batched", "all at once", 8, 99, 3, True),
+            VerificationCheck("preempted", "no", 8, 99, 0, False),
+        ],
+    )
     text = capsys.readouterr().out
     for part in ("batch-dependent", "DIFFERENT", "not exercised"):
         assert part in text

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.advice import Foreign, foreign_flags, other_names
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.engine.offline.options import engine_config
-from quire.server.cli.settings import add_flags
-from quire.server.cli.unknown_flags import parse_known
+from quire.engine.offline.options import make_engine_config
+from quire.engine.unsupported_options import ForeignFlag, flag_aliases, foreign_flags
+from quire.server.cli.settings_flags import add_settings_flags
+from quire.server.cli.unknown_flags import parse_known_flags
 from quire.server.config import ServerConfig
 
 TABLE = tomllib.loads(Path(__file__).with_name("vllm_0_33.toml").read_text())
@@ -27,14 +27,14 @@ FIELDS = {"--" + name.replace("_", "-"): name for name in ServerConfig.model_fie
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="serve", allow_abbrev=False, add_help=False)
     made.add_argument("model_tag", nargs="?")
-    add_flags(made, ServerConfig, {EngineConfig: "engine", ServerConfig: "server"})
+    add_settings_flags(made, ServerConfig, {EngineConfig: "engine", ServerConfig: "server"})
     return made
 
 
 def given(flag: str) -> list[str]:
     """The flag with what follows it, a value that asks for something."""
     found = foreign_flags().get(flag.lstrip("-"))
-    return [flag, *{"": [], "=": ["7"], "+": ["7", "8"]}["" if found is None else found.takes]]
+    return [flag, *{"": [], "=": ["7"], "+": ["7", "8"]}["" if found is None else found.value_kind]]
 
 
 def test_the_table_has_every_flag_once() -> None:
@@ -45,10 +45,10 @@ def test_the_table_has_every_flag_once() -> None:
 
 
 def test_what_is_honoured_is_a_flag_of_ours_or_the_same_under_another_name() -> None:
-    names = [FIELDS.get(f"--{other_names().get(flag.lstrip('-'), flag.lstrip('-'))}") for flag in FLAGS["honoured"]]
+    names = [FIELDS.get(f"--{flag_aliases().get(flag.lstrip('-'), flag.lstrip('-'))}") for flag in FLAGS["honoured"]]
     others = [flag for flag, name in zip(FLAGS["honoured"], names, strict=True) if not name]
     assert others == ["--config", "--data-parallel-size-local", "-dpl"]
-    assert vars(parse_known(parser(), ["-n", "2", "-asc=3", "--max-num-queued-reqs", "4"])) == {
+    assert vars(parse_known_flags(parser(), ["-n", "2", "-asc=3", "--max-num-queued-reqs", "4"])) == {
         **{"model_tag": None, "config": None},
         **{"nnodes": "2", "api_server_count": "3", "max_queued_requests": "4"},
     }
@@ -56,7 +56,7 @@ def test_what_is_honoured_is_a_flag_of_ours_or_the_same_under_another_name() -> 
 
 def test_what_is_accepted_is_left_out_and_named_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     argv = [part for flag in FLAGS["accepted"] for part in given(flag)]
-    assert vars(parse_known(parser(), [*argv, "--port", "9", "mine"])) == {
+    assert vars(parse_known_flags(parser(), [*argv, "--port", "9", "mine"])) == {
         **{"model_tag": "mine", "config": None, "port": "9"},
         **{"data_parallel_size": "1"},  # the flags of one rank are among them: each is a server of its own
     }
@@ -68,7 +68,7 @@ def test_what_is_accepted_is_left_out_and_named_in_one_line(capsys: pytest.Captu
 
 def test_what_is_refused_says_what_to_do_instead(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_known(parser(), [part for flag in FLAGS["refused"] for part in given(flag)])
+        parse_known_flags(parser(), [part for flag in FLAGS["refused"] for part in given(flag)])
     lines = capsys.readouterr().err.splitlines()[1:]
     assert [line.split(":")[0].strip() for line in lines] == FLAGS["refused"]
     assert not [line for line in lines if "--help" in line or "mean" in line]
@@ -78,7 +78,7 @@ def test_a_switch_that_is_off_asks_for_nothing_or_says_what_to_do(capsys: pytest
     unknown, made = [], parser()
     for flag in SWITCHES:
         try:
-            parse_known(made, [flag.replace("--", "--no-", 1)])
+            parse_known_flags(made, [flag.replace("--", "--no-", 1)])
         except SystemExit:
             if "--help" in capsys.readouterr().err:
                 unknown.append(flag)
@@ -102,7 +102,7 @@ def test_a_switch_that_is_off_asks_for_nothing_or_says_what_to_do(capsys: pytest
 def test_values_that_ask_for_what_is_done_anyway_are_accepted(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert parse_known(parser(), ["mine", *argv, "--port", "1"]).model_tag == "mine"
+    assert parse_known_flags(parser(), ["mine", *argv, "--port", "1"]).model_tag == "mine"
     flag = argv[0].split("=")[0] if "False" not in " ".join(argv) else "--no-enable-eplb"
     assert capsys.readouterr().err.startswith(f"serve: changes nothing: {flag} (")
 
@@ -110,22 +110,22 @@ def test_values_that_ask_for_what_is_done_anyway_are_accepted(
 @pytest.mark.parametrize("argv", [["--enable-eplb=true"], ["--enable-eplb"]])
 def test_other_values_of_these_are_refused(argv: list[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_known(parser(), argv)
+        parse_known_flags(parser(), argv)
 
 
 def asked(name: str) -> object:
-    return "7" if (foreign_flags().get(name.replace("_", "-")) or Foreign("", False, "=")).takes else True
+    return "7" if (foreign_flags().get(name.replace("_", "-")) or ForeignFlag("", False, "=")).value_kind else True
 
 
 def test_arguments_of_programs_are_honoured_accepted_or_refused(caplog: pytest.LogCaptureFixture) -> None:
-    ours = {other_names().get(name.replace("_", "-"), name).replace("-", "_") for name in ARGUMENTS["honoured"]}
+    ours = {flag_aliases().get(name.replace("_", "-"), name).replace("-", "_") for name in ARGUMENTS["honoured"]}
     assert ours <= EngineConfig.model_fields.keys()
     accepted = {name: asked(name) for name in ARGUMENTS["accepted"]}
-    assert engine_config("m", accepted) == EngineConfig(model="m")  # type: ignore[arg-type]
+    assert make_engine_config("m", accepted) == EngineConfig(model="m")  # type: ignore[arg-type]
     (told,) = caplog.messages
     assert not [name for name in accepted if name not in told]
     with pytest.raises(ConfigError) as refused:
-        engine_config("m", {name: asked(name) for name in ARGUMENTS["refused"]})  # type: ignore[arg-type]
+        make_engine_config("m", {name: asked(name) for name in ARGUMENTS["refused"]})  # type: ignore[arg-type]
     said = str(refused.value).split(f" (argument {ARGUMENTS['refused'][-1]})")[0]
     assert not [name for name in ARGUMENTS["refused"] if f"{name}: no such setting, " not in said]
 
@@ -138,23 +138,25 @@ def test_arguments_that_ask_for_nothing_are_no_matter(caplog: pytest.LogCaptureF
         switched_off.pop(name, None)
     usual = {"offload_num_in_group": 1, "convert": "auto"}
     given = {**unset, **{name: False for name in switched_off if name in unset}, **usual}
-    assert engine_config("m", given) == EngineConfig(model="m")  # type: ignore[arg-type]
+    assert make_engine_config("m", given) == EngineConfig(model="m")  # type: ignore[arg-type]
     assert all(text.startswith("changes nothing: ") for text in caplog.messages)
-    assert engine_config("m", {"enable_chunked_prefill": False}) == EngineConfig(model="m")  # type: ignore[typeddict-item]
+    assert make_engine_config("m", {"enable_chunked_prefill": False}) == EngineConfig(model="m")  # type: ignore[typeddict-item]
     with caplog.at_level(logging.ERROR), pytest.raises(ConfigError, match="a program's engines are all on its machine"):
-        engine_config("m", {"data_parallel_rank": 1})  # type: ignore[typeddict-item]
-    assert engine_config("m", {"num_gpu_blocks_override": 9}).num_kv_blocks == 9  # type: ignore[typeddict-item]
+        make_engine_config("m", {"data_parallel_rank": 1})  # type: ignore[typeddict-item]
+    assert make_engine_config("m", {"num_gpu_blocks_override": 9}).num_kv_blocks == 9  # type: ignore[typeddict-item]
 
 
 def test_vllm_s_usual_n_grams_are_understood() -> None:
     asked = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
-    found = engine_config("m", {"speculative_config": asked}).speculative_config
+    found = make_engine_config("m", {"speculative_config": asked}).speculative_config
     assert found is not None
     assert (found.method, found.num_speculative_tokens, found.prompt_lookup_min) == ("ngram", 5, 2)
 
 
 def test_guesses_that_nobody_makes_are_told_to_programs_too(caplog: pytest.LogCaptureFixture) -> None:
-    found = engine_config("m", {"speculative_config": {"method": "dflash", "model": "OWNER/DRAFT"}}).speculative_config
+    found = make_engine_config(
+        "m", {"speculative_config": {"method": "dflash", "model": "OWNER/DRAFT"}}
+    ).speculative_config
     assert found is not None
     assert found.method == "none"
     assert "nothing guesses as dflash does" in caplog.text
@@ -162,9 +164,9 @@ def test_guesses_that_nobody_makes_are_told_to_programs_too(caplog: pytest.LogCa
 
 def test_a_quantization_of_vllm_s_is_left_to_the_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
     given = {"quantization": "none", "load_format": "safetensors", "max_model_len": -1}
-    assert engine_config("m", given) == EngineConfig(model="m")  # type: ignore[arg-type]
+    assert make_engine_config("m", given) == EngineConfig(model="m")  # type: ignore[arg-type]
     assert "changes nothing: quantization (what a checkpoint says" in caplog.text
-    assert engine_config("m", {"quantization": "gptq_marlin"}).stored_as == "gptq"
-    assert engine_config("m", {"quantization": "int4"}).quantization == "int4"
+    assert make_engine_config("m", {"quantization": "gptq_marlin"}).checkpoint_quantization == "gptq"
+    assert make_engine_config("m", {"quantization": "int4"}).quantization == "int4"
     with pytest.raises(ConfigError, match="quantization: input should be"):
-        engine_config("m", {"quantization": "fbgemm_fp8"})  # type: ignore[typeddict-item]
+        make_engine_config("m", {"quantization": "fbgemm_fp8"})  # type: ignore[typeddict-item]

@@ -12,10 +12,10 @@ import pytest
 
 from quire.engine.checkpoint.overrides import with_overrides
 from quire.engine.config import EngineConfig
-from quire.server.cli.bench.serve import make_parser
-from quire.server.cli.bench.vllm_flags import settle
-from quire.server.cli.settings import add_flags, parse
-from quire.server.cli.unknown_flags import parse_known
+from quire.server.cli.bench.serve import serve_bench_parser
+from quire.server.cli.bench.vllm_flags import apply_vllm_flags
+from quire.server.cli.settings_flags import add_settings_flags, parse_settings
+from quire.server.cli.unknown_flags import parse_known_flags
 from quire.server.config import ServerConfig
 
 TABLE = json.loads(Path(__file__).with_name("vllm_recipes.json").read_text(encoding="utf-8"))
@@ -27,12 +27,12 @@ ASCEND = ["--quantization", "ascend"]
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="serve", allow_abbrev=False, add_help=False)
     made.add_argument("model_tag", nargs="?")
-    add_flags(made, ServerConfig, {EngineConfig: "engine", ServerConfig: "server"})
+    add_settings_flags(made, ServerConfig, {EngineConfig: "engine", ServerConfig: "server"})
     return made
 
 
 def configured(*argv: str) -> ServerConfig:
-    return parse(parser(), argv, ServerConfig, "model_tag")[1]
+    return parse_settings(parser(), argv, ServerConfig, "model_tag")[1]
 
 
 def is_runnable(argv: Sequence[str]) -> bool:
@@ -46,7 +46,7 @@ def test_every_line_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
     for file, lines in SERVED.items():
         for argv in filter(is_runnable, lines):
             try:
-                config = parse(made, argv, ServerConfig, "model_tag")[1]
+                config = parse_settings(made, argv, ServerConfig, "model_tag")[1]
                 assert config.model in argv or f"--model={config.model}" in argv or not argv[0][0].isalpha()
             except SystemExit:
                 wrong.append((file, argv, capsys.readouterr().err.splitlines()[-1]))
@@ -60,9 +60,9 @@ def test_every_measurement_is_understood_or_needs_a_data_set_from_elsewhere(
     lines = [argv for each in TABLE["files"].values() for argv in each.get("bench", [])]
     wrong = []
     for argv in lines:
-        made = make_parser()
+        made = serve_bench_parser()
         try:
-            settle(made, parse_known(made, argv[2:]))
+            apply_vllm_flags(made, parse_known_flags(made, argv[2:]))
         except SystemExit:
             if "would be fetched from elsewhere" not in (said := capsys.readouterr().err):
                 wrong.append((argv, said))

@@ -16,10 +16,10 @@ from quire.engine.link.client import EngineClient
 from quire.server.access.tenants import Tenants
 from quire.server.config import ServerConfig
 from quire.server.fleet.added_models import AddedModels
-from quire.server.fleet.app import fleet_app
-from quire.server.fleet.config import FleetConfig, ModelEntry, read_fleet
-from quire.server.fleet.fleet import Fleet
-from quire.server.runtime import Runtime, Server, serving
+from quire.server.fleet.model_manager import ModelManager
+from quire.server.fleet.models_config import ModelEntry, ModelsConfig, read_models_file
+from quire.server.fleet.multi_model_app import create_multi_model_app
+from quire.server.runtime import ModelRuntime, ServerContext, open_runtime
 from quire.server.served_model import ModelSource
 from tests.server.api import VOCAB_SIZE
 from tests.server.fake import FakeEngine, hashed
@@ -34,25 +34,29 @@ PIRATE = (
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
-def fleet(tmp_path: Path, text: str) -> FleetConfig:
+def fleet(tmp_path: Path, text: str) -> ModelsConfig:
     file = tmp_path / "models.toml"
     file.write_text(text)
-    return read_fleet(file, {})
+    return read_models_file(file, {})
 
 
 @asynccontextmanager
-async def opened(settings: FleetConfig) -> AsyncIterator[tuple[list[FakeEngine], httpx.AsyncClient, Server]]:
+async def opened(settings: ModelsConfig) -> AsyncIterator[tuple[list[FakeEngine], httpx.AsyncClient, ServerContext]]:
     engines: list[FakeEngine] = []
 
     @asynccontextmanager
-    async def of(entry: ModelEntry) -> AsyncIterator[Runtime]:
+    async def of(entry: ModelEntry) -> AsyncIterator[ModelRuntime]:
         source = ModelSource(entry.config, byte_level_tokenizer(CHATML).tokenizer, VOCAB_SIZE, {})
         engines.append(engine := FakeEngine(hashed(b"abcdef")))
-        async with serving(source, None, EngineClient(engine), keyed=False, folder=None, launch=FORKED) as runtime:
+        async with open_runtime(
+            source, None, EngineClient(engine), has_api_keys=False, folder=None, launch_process=FORKED
+        ) as runtime:
             yield runtime
 
     config = ServerConfig()
-    app = fleet_app(Fleet(settings, of), settings, AddedModels(settings, None), config, Tenants(config))
+    app = create_multi_model_app(
+        ModelManager(settings, of), settings, AddedModels(settings, None), config, Tenants(config)
+    )
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://quire") as http,
@@ -145,4 +149,4 @@ def test_what_a_name_may_not_say_is_named(text: str, said: str, tmp_path: Path) 
 
 def test_a_model_that_is_added_later_has_no_name_of_this_kind(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="system can be set in the file alone"):
-        fleet(tmp_path, SMALL).entry("b", {"model": DEMO_MODEL, "system": "x"})
+        fleet(tmp_path, SMALL).parse_entry("b", {"model": DEMO_MODEL, "system": "x"})

@@ -17,8 +17,8 @@ from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.config import ServerConfig
 from quire.server.formats.chat_formats import ChatFormats
-from quire.server.formats.message import MessageFormat, MessageParser
-from quire.server.formats.tools.format import Tool
+from quire.server.formats.message_parser import MessageFormat, MessageParser
+from quire.server.formats.tools.tool_parser import Tool
 from tests.texts import BYTES
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
@@ -115,13 +115,13 @@ class Subject:
         messages behind the user's."""
         self.template, self.by_quire, self.head = template, by_quire, head
         self.tokenizer = tokenizer_for(template)
-        self.formats = ChatFormats.chosen(ServerConfig(), self.tokenizer)
-        shows = ChatRenderer({"default": template}, SPECIAL).shows
-        self.named_ids = getattr(self.formats.tools, "named_ids", False)
+        self.formats = ChatFormats.from_config(ServerConfig(), self.tokenizer)
+        shows = ChatRenderer({"default": template}, SPECIAL).capabilities
+        self.named_ids = getattr(self.formats.tool_format, "named_ids", False)
         self.text_arguments = shows.text_arguments
-        self.tools = SHOWN if shows.tools else None
+        self.tools = SHOWN if shows.shows_tools else None
         self.prompt, self.bare = self.render([]), self._rendered([{"role": "user", "content": USER}], prompt=False)
-        self.shows_end = self.formats.reasoning is None or self.formats.reasoning.end in self.render(
+        self.shows_end = self.formats.reasoning_format is None or self.formats.reasoning_format.end in self.render(
             [{"role": "assistant", "content": "x"}]
         ).removeprefix(self.bare)
 
@@ -166,8 +166,8 @@ class Subject:
 
     def _thought(self, thought: str | None) -> str:
         """Thinking that the prompt begins and a turn does not show."""
-        reasoning = self.formats.reasoning
-        if reasoning is None or not reasoning.begun(self.prompt) or self.shows_end:
+        reasoning = self.formats.reasoning_format
+        if reasoning is None or not reasoning.starts_in_thinking(self.prompt) or self.shows_end:
             return ""
         return f"{thought or 'hm'}\n{reasoning.end}\n\n"
 
@@ -175,13 +175,13 @@ class Subject:
         return json.dumps(call.arguments, ensure_ascii=False) if self.text_arguments else call.arguments
 
     def message_format(self) -> MessageFormat:
-        reasoning = self.formats.reasoning
+        reasoning = self.formats.reasoning_format
         return MessageFormat(
-            reasoning=reasoning,
-            begun=None if reasoning is None else reasoning.begun(self.prompt),
-            tools=self.formats.tools,
-            known=TOOLS,
-            frame=self.formats.frame,
+            reasoning_format=reasoning,
+            starts_in_thinking=None if reasoning is None else reasoning.starts_in_thinking(self.prompt),
+            tool_format=self.formats.tool_format,
+            tools_by_name=TOOLS,
+            content_frame=self.formats.content_frame,
         )
 
 
@@ -207,10 +207,10 @@ def read(format: MessageFormat, pieces: Sequence[str]) -> Read:
     found, content, reasoning = list[list[str]](), "", ""
     place = 0
     for index, piece in enumerate(pieces):
-        delta = parser.push(piece, range(place, place + len(piece)), final=index == len(pieces) - 1)
+        delta = parser.parse_delta(piece, range(place, place + len(piece)), final=index == len(pieces) - 1)
         place += len(piece)
         content, reasoning = content + delta.content, reasoning + delta.reasoning
-        for call in delta.calls:
+        for call in delta.tool_calls:
             if call.name is not None:
                 found.append([call.name, ""])
             found[-1][1] += call.arguments

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from quire.engine.text.grammar import GrammarCompiler, json_grammar, vocabulary_of
-from quire.server.formats.grammars import after_thinking, framed
-from quire.server.formats.message import MessageParser
+from quire.engine.text.grammar_compiler import GrammarCompiler, json_grammar, make_grammar_vocabulary
+from quire.server.formats.grammar_composition import add_frame_grammar, add_thinking_grammar
+from quire.server.formats.message_parser import MessageParser
 from tests.server.api import open_api
 from tests.server.fake import FakeEngine, scripted
 from tests.server.formats.proof import Call, Subject, read
@@ -92,8 +92,8 @@ def test_the_parts_of_an_answer_however_it_is_cut(
 @pytest.mark.parametrize("name", ["bare_python", "json_in_string", "lines", "fenced", "python_dict"])
 def test_text_that_is_no_call_is_not_held_back(name: str) -> None:
     parser = MessageParser(Subject(OWN[name]).message_format())
-    assert parser.push("Hello, ", range(7)).content.rstrip() == "Hello,"
-    assert parser.push("world (", range(7, 14)).content.strip() == "world ("
+    assert parser.parse_delta("Hello, ", range(7)).content.rstrip() == "Hello,"
+    assert parser.parse_delta("world (", range(7, 14)).content.strip() == "world ("
 
 
 def test_what_ends_a_turn_is_dropped_where_calls_begin_with_it() -> None:
@@ -122,13 +122,13 @@ def test_a_requested_format_stands_in_the_frame_of_content(name: str, right: str
     one = Subject(MODELS[name])
     format, tokenizer = one.message_format(), one.tokenizer
     schema = {"properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
-    grammar = framed(json_grammar(schema), one.formats.frame, tokenizer)
-    assert format.reasoning is not None
-    grammar = after_thinking(grammar, format.reasoning, format.begun, tokenizer)
-    compiler = GrammarCompiler(vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids))
-    compiler.check(grammar)
+    grammar = add_frame_grammar(json_grammar(schema), one.formats.content_frame, tokenizer)
+    assert format.reasoning_format is not None
+    grammar = add_thinking_grammar(grammar, format.reasoning_format, format.starts_in_thinking, tokenizer)
+    compiler = GrammarCompiler(make_grammar_vocabulary(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids))
+    compiler.check_grammar(grammar)
     for text, fits in ((right, True), (wrong, False)):
-        matcher = compiler.matcher(grammar)
+        matcher = compiler.new_matcher(grammar)
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is fits, text
     assert json.loads(read(format, [right]).content) == {"a": 1}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.server.formats.tools.format import ToolParser
+from quire.server.formats.tools.tool_parser import ToolParser
 from tests.server.api import NAME, open_api
 from tests.server.fake import FakeEngine, scripted
 from tests.server.formats.test_tools import CALLS, ROME, TOOLS, TWO_CALLS, Found, all_cuts, named, slowly
@@ -54,7 +54,7 @@ def read(pieces: list[str], name: str = "hermes", *, in_blocks: bool = True) -> 
     parser = ToolParser(named(name), TOOLS, in_blocks=in_blocks)
     found = Found()
     for position, piece in enumerate(pieces):
-        content, deltas = parser.push(piece, final=position == len(pieces) - 1)
+        content, deltas = parser.extract_tool_calls(piece, final=position == len(pieces) - 1)
         found.content += content
         for delta in deltas:
             if delta.name is not None:
@@ -100,10 +100,10 @@ def test_every_format_reads_blocks_too_and_its_own_calls(name: str) -> None:
 
 def test_arguments_of_a_block_are_passed_on_while_they_come() -> None:
     parser = ToolParser(named("hermes"), TOOLS, in_blocks=True)
-    content, deltas = parser.push(f"```json\n{WEATHER[: WEATHER.index('Ro') + 2]}")
+    content, deltas = parser.extract_tool_calls(f"```json\n{WEATHER[: WEATHER.index('Ro') + 2]}")
     assert content == ""
     assert "".join(delta.arguments for delta in deltas) == '{"city": "Ro'
-    content, _ = ToolParser(named("hermes"), TOOLS, in_blocks=True).push('```json\n{"city": "Rome", ')
+    content, _ = ToolParser(named("hermes"), TOOLS, in_blocks=True).extract_tool_calls('```json\n{"city": "Rome", ')
     assert content == '```json\n{"city": "Rome",', "an object that begins otherwise is not held back"
 
 

@@ -13,16 +13,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.engine.text.chat_template import ChatRenderer
-from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
+from quire.engine.text.grammar_compiler import GrammarCompiler, make_grammar_vocabulary
 from quire.engine.types import Grammar
-from quire.server.formats.derived.derive import derive_calls
-from quire.server.formats.derived.probes import NotDerived
-from quire.server.formats.forms.arguments import JsonArguments
-from quire.server.formats.forms.form import CallForm
-from quire.server.formats.grammars import literal
-from quire.server.formats.tools.format import ToolParser
+from quire.server.formats.derived.call_inference import infer_call_form
+from quire.server.formats.derived.template_prober import TemplateInferenceError
+from quire.server.formats.forms.argument_forms import JsonArguments
+from quire.server.formats.forms.call_form import CallForm
+from quire.server.formats.grammar_composition import lark_literal
+from quire.server.formats.tools.tool_parser import ToolParser
 from quire.server.protocol.chat import ChatRequest
-from quire.server.resolve.tools import tool_use
+from quire.server.resolve.tool_use import resolve_tool_use
 from tests.server.formats.proof import SPECIAL, TOOLS, Call, Subject, calls, read, words
 from tests.server.formats.templates import OWN
 from tests.server.formats.test_tools_grammar import TOOLS as STRICT_TOOLS
@@ -70,7 +70,7 @@ def subject(name: str) -> Subject:
 
 
 def made(name: str, form: CallForm) -> Any:
-    found = calls(TEXTS.get(name), most=3 if form.many else 1, null=name not in NO_NULL)
+    found = calls(TEXTS.get(name), most=3 if form.allows_many else 1, null=name not in NO_NULL)
     return found.filter(lambda made: all(map(filled, made))) if name in NO_NULL else found
 
 
@@ -85,9 +85,9 @@ def filled(call: Any) -> bool:
 
 
 def form_of(name: str) -> CallForm:
-    form = subject(name).formats.tools
-    assert isinstance(form, CallForm) or name in BY_TEXT, subject(name).formats.tools_from
-    return form if isinstance(form, CallForm) else derive_calls(subject(name).formats.renderer)
+    form = subject(name).formats.tool_format
+    assert isinstance(form, CallForm) or name in BY_TEXT, subject(name).formats.tools_source
+    return form if isinstance(form, CallForm) else infer_call_form(subject(name).formats.renderer)
 
 
 @pytest.mark.few(1)
@@ -130,9 +130,13 @@ def test_the_grammar_allows_what_transformers_renders_and_no_mutation_that_is_no
     expected = data.draw(made(name, form))
     text = one.turn(expected)
     format = one.message_format()
-    reasoning = one.formats.reasoning
+    reasoning = one.formats.reasoning_format
     marks = () if reasoning is None else (reasoning.begin, reasoning.end)
-    if reasoning is not None and (format.begun or text.lstrip().startswith(marks)) and reasoning.end in text:
+    if (
+        reasoning is not None
+        and (format.starts_in_thinking or text.lstrip().startswith(marks))
+        and reasoning.end in text
+    ):
         text = text.partition(reasoning.end)[2].lstrip()
     text = text.rstrip().removesuffix("</s>").rstrip()
     assert fits(name, text, must=True), text
@@ -140,7 +144,7 @@ def test_the_grammar_allows_what_transformers_renders_and_no_mutation_that_is_no
     rng = data.draw(st.randoms(use_true_random=False))
     for mutant in (mutated(text, rng), text.replace(expected[0].name, "stranger"), text[: rng.randrange(len(text))]):
         if name not in FREE_LISTS and fits(name, mutant, must=True):
-            found = read(replace(format, begun=False), [mutant])
+            found = read(replace(format, starts_in_thinking=False), [mutant])
             assert found.calls, mutant
             assert {call.name for call in found.calls} <= TOOLS.keys(), mutant
             assert not found.content.strip(), mutant
@@ -154,20 +158,20 @@ def mutated(text: str, rng: random.Random) -> str:
 @cache
 def compiler(name: str) -> GrammarCompiler:
     tokenizer = subject(name).tokenizer
-    return GrammarCompiler(vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids))
+    return GrammarCompiler(make_grammar_vocabulary(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids))
 
 
 @cache
 def grammar(name: str, must: bool) -> Grammar:
     one = subject(name)
-    token = partial(literal, tokenizer=one.tokenizer)
-    made = Grammar("lark", form_of(name).grammar(list(TOOLS.values()), True, token, must=must))
-    compiler(name).check(made)
+    token = partial(lark_literal, tokenizer=one.tokenizer)
+    made = Grammar("lark", form_of(name).build_calls_grammar(list(TOOLS.values()), True, token, must=must))
+    compiler(name).check_grammar(made)
     return made
 
 
 def fits(name: str, text: str, *, must: bool) -> bool:
-    matcher = compiler(name).matcher(grammar(name, must))
+    matcher = compiler(name).new_matcher(grammar(name, must))
     ids = subject(name).tokenizer.encode(text, add_special_tokens=False)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
@@ -176,29 +180,29 @@ def fits(name: str, text: str, *, must: bool) -> bool:
 @pytest.mark.parametrize("name", SHOWING)
 def test_what_a_grammar_lets_through_are_whole_calls_that_fit_their_schemas(name: str) -> None:
     one, form = subject(name), form_of(name)
-    json_arguments = isinstance(form.arguments, JsonArguments) and not form.arguments.in_string
+    json_arguments = isinstance(form.arguments, JsonArguments) and not form.arguments.is_json_string
     tools = STRICT_TOOLS if json_arguments else STRICT_TOOLS[1:2] if name in FREE_LISTS else STRICT_TOOLS[:2]
     strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in tools]
     asked = {"messages": [{"role": "user"}], "tools": strict}
-    use = tool_use(ChatRequest.model_validate({**asked, "tool_choice": "required"}), form)
-    required = use.grammar(one.tokenizer)
-    auto = tool_use(ChatRequest.model_validate(asked), form).grammar(one.tokenizer)
+    use = resolve_tool_use(ChatRequest.model_validate({**asked, "tool_choice": "required"}), form)
+    required = use.build_tool_grammar(one.tokenizer)
+    auto = resolve_tool_use(ChatRequest.model_validate(asked), form).build_tool_grammar(one.tokenizer)
     assert required is not None
     assert auto is not None
     for seed in range(4):
         text = walk(compiler(name), one.tokenizer, required, seed)
-        matcher = compiler(name).matcher(auto)
+        matcher = compiler(name).new_matcher(auto)
         ids = one.tokenizer.encode(text, add_special_tokens=False)
         assert matcher.try_consume_tokens(ids) == len(ids), text
         assert matcher.is_accepting(), text
-        parser = ToolParser(form, use.known)
-        _, deltas = parser.push(text, final=True)
+        parser = ToolParser(form, use.tools_by_name)
+        _, deltas = parser.extract_tool_calls(text, final=True)
         names = [delta.name for delta in deltas if delta.name]
         assert parser.all_complete, text
         for index, called in enumerate(names):
             arguments = "".join(delta.arguments for delta in deltas if delta.index == index)
             check_arguments(called, arguments, not json_arguments)
-        assert set(names) <= use.known.keys()
+        assert set(names) <= use.tools_by_name.keys()
         assert names
 
 
@@ -206,9 +210,9 @@ def test_what_a_grammar_lets_through_are_whole_calls_that_fit_their_schemas(name
 def test_templates_that_show_no_calls_have_a_format_and_say_why(name: str) -> None:
     shared("templates")
     text = PATHS[name].read_text(encoding="utf-8")
-    with pytest.raises(NotDerived):
-        derive_calls(ChatRenderer({"default": text}, SPECIAL))
-    assert subject(name).formats.tools_from.startswith(NONE_SHOWN[name])
+    with pytest.raises(TemplateInferenceError):
+        infer_call_form(ChatRenderer({"default": text}, SPECIAL))
+    assert subject(name).formats.tools_source.startswith(NONE_SHOWN[name])
 
 
 def test_content_before_calls_and_reasoning_before_it_are_told_apart() -> None:
@@ -227,11 +231,11 @@ def _some_calls() -> list[Call]:
 
 
 def test_a_template_without_calls_says_why_nothing_was_found() -> None:
-    with pytest.raises(NotDerived, match="does not show calls"):
-        derive_calls(ChatRenderer({"default": CHATML}, SPECIAL))
+    with pytest.raises(TemplateInferenceError, match="does not show calls"):
+        infer_call_form(ChatRenderer({"default": CHATML}, SPECIAL))
 
 
 def test_a_template_that_hides_what_calls_say_is_not_guessed_at() -> None:
     hiding = OWN["sorted"].replace("f.arguments | tojson(sort_keys=true)", "f.arguments | length")
-    with pytest.raises(NotDerived, match="arguments"):
-        derive_calls(ChatRenderer({"default": hiding}, SPECIAL))
+    with pytest.raises(TemplateInferenceError, match="arguments"):
+        infer_call_form(ChatRenderer({"default": hiding}, SPECIAL))

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from quire.server.formats.forms.form import CallForm
-from quire.server.formats.message import MessageParser
-from quire.server.formats.tools.table import tool_format
-from quire.server.formats.tools.trial import CallTrial
+from quire.server.formats.forms.call_form import CallForm
+from quire.server.formats.message_parser import MessageParser
+from quire.server.formats.tools.call_trial import CallTrial
+from quire.server.formats.tools.named_formats import find_tool_format
 from tests.server.formats.proof import Call, Read, Subject, read
 from tests.server.formats.templates import each, template
 from tests.server.formats.test_derived import PATHS, SHOWING, form_of, subject
@@ -25,7 +25,7 @@ QWEN = "Qwen3.5-4B"
 
 def answered(name: str, text: str, begun: bool | None) -> Read:
     """The same however the text is cut."""
-    format = replace(subject(name).message_format(), begun=begun)
+    format = replace(subject(name).message_format(), starts_in_thinking=begun)
     whole = read(format, [text])
     for pieces in all_cuts(text):
         assert read(format, pieces) == whole, pieces
@@ -69,26 +69,28 @@ def thinking() -> list[str]:
 @pytest.mark.parametrize("name", thinking())
 def test_every_template_that_shows_thinking_calls_in_the_end_of_it(name: str) -> None:
     one = subject(name)
-    reasoning, form = one.formats.reasoning, one.formats.tools
-    if reasoning is None or not isinstance(form, CallForm) or form.given or not form.strong:
+    reasoning, form = one.formats.reasoning_format, one.formats.tool_format
+    if reasoning is None or not isinstance(form, CallForm) or form.prompt_head or not form.has_distinct_marker:
         pytest.skip("it has no thinking, or its calls have no mark of their own")
-    made = [Call("clock", {"city": "x"}), Call("x", {"city": "y"})][: 2 if form.many else 1]
+    made = [Call("clock", {"city": "x"}), Call("x", {"city": "y"})][: 2 if form.allows_many else 1]
     text = one.turn(made)
     text = (text.partition(reasoning.end)[2] if reasoning.end in text else text).strip()
-    format = replace(one.message_format(), begun=True)
+    format = replace(one.message_format(), starts_in_thinking=True)
     for pieces in ([f"So.\n{text}"], list(f"So.\n{text}")):
         found = read(format, pieces)
         assert (found.reasoning, found.content.strip(), found.calls) == ("So.", "", made), text
-    refused = read(replace(format, known={}), [f"So.\n{text}"])
+    refused = read(replace(format, tools_by_name={}), [f"So.\n{text}"])
     assert (refused.content, refused.calls) == ("", [])
 
 
 def test_thinking_is_streamed_up_to_what_may_be_a_call_and_on_when_it_is_none() -> None:
-    parser = MessageParser(replace(subject(QWEN).message_format(), begun=True))
-    assert parser.push("I think <tool", []).reasoning == "I think"
-    assert parser.push("_call>\n", []).reasoning == ""
-    assert parser.push("<function=clock>\n<parameter=city>\n", []).reasoning == ""
-    assert parser.push("x\n</parameter>\n</function>\n</tool_call>\nNo.\n", []).reasoning.endswith("</tool_call>\nNo.")
+    parser = MessageParser(replace(subject(QWEN).message_format(), starts_in_thinking=True))
+    assert parser.parse_delta("I think <tool", []).reasoning == "I think"
+    assert parser.parse_delta("_call>\n", []).reasoning == ""
+    assert parser.parse_delta("<function=clock>\n<parameter=city>\n", []).reasoning == ""
+    assert parser.parse_delta("x\n</parameter>\n</function>\n</tool_call>\nNo.\n", []).reasoning.endswith(
+        "</tool_call>\nNo."
+    )
 
 
 INNER = ("ByteDance-Seed-OSS", "MiniMax-M3", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", QWEN, "StepFun3.5-Flash")
@@ -126,7 +128,7 @@ def test_what_is_written_about_calls_is_none(text: str) -> None:
     """ollama#16398."""
     found = answered(QWEN, text, False)
     assert (found.content, found.calls) == (text, [])
-    format = replace(subject(QWEN).message_format(), begun=False, in_blocks=True)
+    format = replace(subject(QWEN).message_format(), starts_in_thinking=False, reads_code_blocks=True)
     for pieces in ([text], list(text), [text + "\n" + BARE]):
         found = read(format, pieces)
         assert (found.content, found.calls) == (text, ONE if len(pieces[0]) > len(text) else [])
@@ -150,7 +152,7 @@ def test_two_calls_of_llama_3_are_two_calls(name: str, between: str) -> None:
     """unsloth#7426, vllm#25108."""
     if "<" not in between:  # that token is dropped, unless a flag names the format
         assert answered(name, FIRST + between + SECOND, None) == Read("", "", PAIR)
-    format = replace(subject(name).message_format(), tools=tool_format("llama3_json", ""))
+    format = replace(subject(name).message_format(), tool_format=find_tool_format("llama3_json", ""))
     for text in (FIRST + between + SECOND, "<|python_tag|>" + FIRST + between + SECOND):
         for pieces in all_cuts(text):
             assert read(format, pieces) == Read("", "", PAIR), pieces
@@ -176,21 +178,21 @@ def test_any_order_of_calls_thoughts_and_marks_is_read_the_same_in_pieces() -> N
     for _ in range(150):
         text = "".join(rng.choices(parts, k=rng.randint(1, 7)))
         for begun in (True, False, None):
-            whole = parsed(replace(format, begun=begun), [text])
+            whole = parsed(replace(format, starts_in_thinking=begun), [text])
             cuts = sorted(rng.choices(range(len(text) + 1), k=5))
             pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-            assert parsed(replace(format, begun=begun), pieces) == whole, (pieces, begun)
-            assert parsed(replace(format, begun=begun), list(text)) == whole, (text, begun)
+            assert parsed(replace(format, starts_in_thinking=begun), pieces) == whole, (pieces, begun)
+            assert parsed(replace(format, starts_in_thinking=begun), list(text)) == whole, (text, begun)
 
 
 def parsed(format: object, pieces: list[str]) -> tuple[str, str, str]:
     """Reasoning, content, and the calls with their arguments as text, for these may be cut off."""
     parser, found = MessageParser(format), ["", "", ""]  # type: ignore[arg-type]
     for position, piece in enumerate(pieces):
-        delta = parser.push(piece, [], final=position == len(pieces) - 1)
+        delta = parser.parse_delta(piece, [], final=position == len(pieces) - 1)
         found[0] += delta.reasoning
         found[1] += delta.content
-        found[2] += "".join((f"{call.name}: " if call.name else "") + call.arguments for call in delta.calls)
+        found[2] += "".join((f"{call.name}: " if call.name else "") + call.arguments for call in delta.tool_calls)
     return found[0], found[1], found[2]
 
 
@@ -206,13 +208,13 @@ def test_templates_of_ones_own_forget_too() -> None:
 def test_a_long_call_in_thinking_is_read_once(filler: str) -> None:
     """What a trial leaves unread is searched again with each token: at most a short piece, however long the call is."""
     format = subject(QWEN).message_format()
-    assert format.tools is not None
-    trial = CallTrial(format.tools, format.known)
+    assert format.tool_format is not None
+    trial = CallTrial(format.tool_format, format.tools_by_name)
     begin, end = CALL.split("x")
     unread = ""
     for start in range(0, len(begin) + 5_000, 7):
         unread += (begin + filler * 5_000)[start : start + 7]
-        unread = unread[trial.push(unread, len(unread)) :]
-        assert not trial.failed
+        unread = unread[trial.try_text(unread, len(unread)) :]
+        assert not trial.has_failed
         assert len(unread) < 300
-    assert trial.finish(unread + end)
+    assert trial.finish_trial(unread + end)

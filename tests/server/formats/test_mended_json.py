@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.server.formats.tools.format import Tool, ToolParser
-from quire.server.formats.tools.mended_json import MendedJson, mended
-from quire.server.formats.tools.table import tool_format
+from quire.server.formats.tools.json_repair import JsonRepairer, repair_json
+from quire.server.formats.tools.named_formats import find_tool_format
+from quire.server.formats.tools.tool_parser import Tool, ToolParser
 from tests.server.formats.test_tools import ROME, TWO_CALLS, all_cuts, in_pieces, values
 
 BS = "\\"
@@ -46,22 +46,22 @@ BS = "\\"
     ],
 )
 def test_what_has_one_meaning_is_mended_however_it_is_cut(text: str, value: Any) -> None:
-    expected, _ = MendedJson().read(text, closed=True)
+    expected, _ = JsonRepairer().repair_piece(text, closed=True)
     for pieces in all_cuts(text):
-        reader, rest, written = MendedJson(), "", ""
+        reader, rest, written = JsonRepairer(), "", ""
         for position, piece in enumerate(pieces):
             rest += piece
-            more, count = reader.read(rest, closed=position == len(pieces) - 1)
+            more, count = reader.repair_piece(rest, closed=position == len(pieces) - 1)
             written, rest = written + more, rest[count:]
         assert written == expected, pieces
-    reader = MendedJson()
-    written, _ = reader.read(text, closed=True)
-    assert json.loads(written + ("" if reader.done else reader.close())) == value
+    reader = JsonRepairer()
+    written, _ = reader.repair_piece(text, closed=True)
+    assert json.loads(written + ("" if reader.is_done else reader.close_brackets())) == value
 
 
 @pytest.mark.parametrize("text", ["", "5", "[1]", '"x"', '{"a": <b>}', '{"a": "x', '{"a": 1', "{[1]: 2}", '{"a": 1} x'])
 def test_what_has_no_one_meaning_is_left(text: str) -> None:
-    assert mended(text) is None
+    assert repair_json(text) is None
 
 
 @settings(deadline=None)
@@ -73,11 +73,11 @@ def test_what_has_no_one_meaning_is_left(text: str) -> None:
 def test_json_is_passed_on_character_by_character(value: Any, indent: int | None, lengths: list[int]) -> None:
     for ascii_only in (True, False):
         text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
-        reader, rest, written = MendedJson(), "", ""
+        reader, rest, written = JsonRepairer(), "", ""
         for piece in in_pieces(text, lengths):
-            more, count = reader.read(rest + piece, closed=False)
+            more, count = reader.repair_piece(rest + piece, closed=False)
             written, rest = written + more, (rest + piece)[count:]
-        assert (written, rest, reader.done) == (text, "", True)
+        assert (written, rest, reader.is_done) == (text, "", True)
 
 
 TOKENS = [*"{}[]\"',:1-. \n<é", BS, "u12", "true", "Tr"]
@@ -87,24 +87,24 @@ TOKENS = [*"{}[]\"',:1-. \n<é", BS, "u12", "true", "Tr"]
 @given(parts=st.lists(st.sampled_from(TOKENS), max_size=16), lengths=st.lists(st.integers(1, 4), min_size=1))
 def test_whatever_is_read_to_its_end_is_json_and_the_same_in_pieces(parts: list[str], lengths: list[int]) -> None:
     text = "{" + "".join(parts)
-    whole = MendedJson()
-    expected, count = whole.read(text, closed=True)
-    if whole.done or (whole.broken and (end := whole.close()) and (expected := expected + end)):
+    whole = JsonRepairer()
+    expected, count = whole.repair_piece(text, closed=True)
+    if whole.is_done or (whole.is_broken and (end := whole.close_brackets()) and (expected := expected + end)):
         json.loads(expected)
-    reader, rest, written = MendedJson(), "", ""
+    reader, rest, written = JsonRepairer(), "", ""
     pieces = in_pieces(text, lengths)
     for position, piece in enumerate(pieces):
         rest += piece
-        if not (reader.done or reader.broken):
-            more, taken = reader.read(rest, closed=position == len(pieces) - 1)
+        if not (reader.is_done or reader.is_broken):
+            more, taken = reader.repair_piece(rest, closed=position == len(pieces) - 1)
             written, rest = written + more, rest[taken:]
-    written += reader.close() if reader.broken else ""
+    written += reader.close_brackets() if reader.is_broken else ""
     assert (written, rest) == (expected, text[count:])
 
 
 @pytest.mark.parametrize("name", sorted(TWO_CALLS.keys() - {"pythonic", "qwen3_coder", "seed_oss"}))
 def test_arguments_of_every_format_are_mended(name: str) -> None:
-    format = tool_format(name, "")
+    format = find_tool_format(name, "")
     assert format is not None
     raw = '{"city": "a\nb' + BS + "d" + BS + '\'", "days": 2,}'
     text = TWO_CALLS[name].replace(ROME, raw)
@@ -112,7 +112,7 @@ def test_arguments_of_every_format_are_mended(name: str) -> None:
     for pieces in ([text], list(text)):
         parser, found = ToolParser(format, tools), ["", ""]
         for position, piece in enumerate(pieces):
-            _, deltas = parser.push(piece, final=position == len(pieces) - 1)
+            _, deltas = parser.extract_tool_calls(piece, final=position == len(pieces) - 1)
             for delta in deltas:
                 found[delta.index] += delta.arguments
         assert [json.loads(one) for one in found] == [{"city": "a\nb\\d'", "days": 2}, {}]
@@ -130,12 +130,12 @@ def test_arguments_of_every_format_are_mended(name: str) -> None:
     ],
 )
 def test_whole_calls_are_mended(text: str, arguments: Any) -> None:
-    format = tool_format("hermes", "")
+    format = find_tool_format("hermes", "")
     assert format is not None
     for pieces in all_cuts(text):
         parser, found, content = ToolParser(format, {"clock": Tool("clock", {})}), "", ""
         for position, piece in enumerate(pieces):
-            more, deltas = parser.push(piece, final=position == len(pieces) - 1)
+            more, deltas = parser.extract_tool_calls(piece, final=position == len(pieces) - 1)
             content += more
             found += "".join(delta.arguments for delta in deltas)
         assert (content, json.loads(found), parser.all_complete) == ("", arguments, True)

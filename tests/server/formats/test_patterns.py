@@ -8,18 +8,18 @@ import re
 
 import pytest
 
-from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
+from quire.engine.text.grammar_compiler import GrammarCompiler, make_grammar_vocabulary
 from quire.engine.text.tokenizer import Tokenizer
-from quire.server.formats.forms.arguments import LiteralArguments
-from quire.server.formats.forms.patterns import whole
-from quire.server.formats.tools.format import ToolFormat, ToolParser
-from quire.server.formats.tools.table import TABLE, NamedFormat
+from quire.server.formats.forms.argument_forms import LiteralArguments
+from quire.server.formats.forms.schema_patterns import full_match_pattern
+from quire.server.formats.tools.named_formats import TOOL_FORMATS, NamedToolFormat
+from quire.server.formats.tools.tool_parser import ToolFormat, ToolParser
 from quire.server.protocol.chat import ChatRequest
-from quire.server.resolve.custom_tools import holds_patterns
-from quire.server.resolve.tools import ToolUse, tool_use
+from quire.server.resolve.custom_tools import can_enforce_patterns
+from quire.server.resolve.tool_use import ToolUse, resolve_tool_use
 from tests.server.formats.proof import Call
 from tests.server.formats.test_derived import SHOWING, compiler, form_of, subject
-from tests.server.formats.test_regular import FITS, FITS_NOT, PATCHES
+from tests.server.formats.test_lark_to_regex import FITS, FITS_NOT, PATCHES
 from tests.server.formats.test_tools_grammar import TOKENIZERS, walk
 
 NOT_HELD = {"escaped_attributes", "json_in_string"}
@@ -33,13 +33,13 @@ def use_of(format: ToolFormat, syntax: str, definition: str) -> ToolUse:
     grammar = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
     tool = {"type": "custom", "custom": {"name": "clock", "format": grammar}}
     asked = {"messages": [{"role": "user"}], "tools": [tool]}
-    return tool_use(ChatRequest.model_validate({**asked, "tool_choice": "required"}), format)
+    return resolve_tool_use(ChatRequest.model_validate({**asked, "tool_choice": "required"}), format)
 
 
 def inputs_of(use: ToolUse, text: str) -> list[str]:
-    assert use.format is not None
-    parser = ToolParser(use.format, use.known)
-    _, deltas = parser.push(text, final=True)
+    assert use.tool_format is not None
+    parser = ToolParser(use.tool_format, use.tools_by_name)
+    _, deltas = parser.extract_tool_calls(text, final=True)
     assert parser.all_complete, text
     indices = sorted({delta.index for delta in deltas})
     return [json.loads("".join(each.arguments for each in deltas if each.index == at))["input"] for at in indices]
@@ -50,8 +50,8 @@ def written(name: str, text: str) -> str:
     the template would write Python's, and letters as they are where it would escape them."""
     one, form = subject(name), form_of(name)
     turn = one.turn([Call("clock", {"input": text})])
-    if one.formats.reasoning is not None and one.formats.reasoning.end in turn:
-        turn = turn.partition(one.formats.reasoning.end)[2].lstrip()
+    if one.formats.reasoning_format is not None and one.formats.reasoning_format.end in turn:
+        turn = turn.partition(one.formats.reasoning_format.end)[2].lstrip()
     turn = turn.rstrip().removesuffix("</s>").rstrip().replace("\\u00e9", "é")
     if isinstance(form.arguments, LiteralArguments) and len(form.arguments.syntax.quote) == 1:
         for python in (repr(text), f"'{text}'"):
@@ -64,12 +64,12 @@ def written(name: str, text: str) -> str:
 def test_what_a_template_renders_is_allowed_where_it_matches(name: str) -> None:
     one, form = subject(name), form_of(name)
     use = use_of(form, "lark", PATCHES)
-    grammar = use.grammar(one.tokenizer)
+    grammar = use.build_tool_grammar(one.tokenizer)
     assert grammar is not None
-    compiler(name).check(grammar)
+    compiler(name).check_grammar(grammar)
     for text in (*FITS, *FITS_NOT):
         turn = written(name, text)
-        matcher = compiler(name).matcher(grammar)
+        matcher = compiler(name).new_matcher(grammar)
         ids = one.tokenizer.encode(turn, add_special_tokens=False)
         allowed = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
         assert allowed is (text in FITS), turn
@@ -85,15 +85,15 @@ def test_what_a_grammar_lets_through_is_read_as_what_matches(name: str) -> None:
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
-def test_formats_with_names_let_nothing_else_through(row: NamedFormat, kind: str) -> None:
+@pytest.mark.parametrize("row", TOOL_FORMATS, ids=lambda row: row.name)
+def test_formats_with_names_let_nothing_else_through(row: NamedToolFormat, kind: str) -> None:
     one = TOKENIZERS[kind]
-    made = GrammarCompiler(vocabulary_of(one, one.vocab_size, one.eos_token_ids))
+    made = GrammarCompiler(make_grammar_vocabulary(one, one.vocab_size, one.eos_token_ids))
     check_walks(made, one, use_of(row.format, "regex", HARD))
 
 
 def check_walks(compiler: GrammarCompiler, tokenizer: Tokenizer, use: ToolUse) -> None:
-    grammar = use.grammar(tokenizer)
+    grammar = use.build_tool_grammar(tokenizer)
     assert grammar is not None
     for seed in range(12):
         text = walk(compiler, tokenizer, grammar, seed)
@@ -104,7 +104,7 @@ def check_walks(compiler: GrammarCompiler, tokenizer: Tokenizer, use: ToolUse) -
 
 @pytest.mark.parametrize("name", sorted(NOT_HELD))
 def test_where_strings_have_escapes_of_their_own_no_pattern_is_held(name: str) -> None:
-    assert not holds_patterns(form_of(name))
+    assert not can_enforce_patterns(form_of(name))
 
 
 @pytest.mark.parametrize(
@@ -122,4 +122,4 @@ def test_where_strings_have_escapes_of_their_own_no_pattern_is_held(name: str) -
 def test_a_pattern_finds_its_place_in_a_text(pattern: str, fits: list[str], fits_not: list[str]) -> None:
     for text in (*fits, *fits_not):
         assert (re.search(pattern, text) is not None) is (text in fits), "what the pattern means"
-        assert (re.fullmatch(whole(pattern), text) is not None) is (text in fits), text
+        assert (re.fullmatch(full_match_pattern(pattern), text) is not None) is (text in fits), text

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
+from quire.engine.text.grammar_compiler import GrammarCompiler, make_grammar_vocabulary
 from quire.engine.types import Grammar
-from quire.server.formats.forms.form import CallForm
-from quire.server.formats.forms.tagged import TaggedArguments
-from quire.server.formats.grammars import literal
-from quire.server.formats.message import MessageParser
-from quire.server.formats.tools.format import Tool
+from quire.server.formats.forms.call_form import CallForm
+from quire.server.formats.forms.tagged_arguments import TaggedArguments
+from quire.server.formats.grammar_composition import lark_literal
+from quire.server.formats.message_parser import MessageParser
+from quire.server.formats.tools.tool_parser import Tool
 from tests.server.formats.proof import Call, read, words
 from tests.server.formats.test_derived import PATHS, subject
 
@@ -99,7 +99,7 @@ UNTYPED = [
 
 @cache
 def is_tagged(name: str) -> bool:
-    form = subject(name).formats.tools
+    form = subject(name).formats.tool_format
     return isinstance(form, CallForm) and isinstance(form.arguments, TaggedArguments)
 
 
@@ -113,7 +113,7 @@ def tagged() -> list[str]:
 def test_a_text_is_what_its_schema_says(name: str) -> None:
     assert is_tagged(name)
     one = subject(name)
-    format = replace(one.message_format(), begun=False, known={"clock": Tool("clock", PARAMETERS)})
+    format = replace(one.message_format(), starts_in_thinking=False, tools_by_name={"clock": Tool("clock", PARAMETERS)})
     for key, written, value in CASES:
         text = answer(name, [Call("clock", {key: written})])
         expected = [Call("clock", {key: value})]
@@ -124,7 +124,7 @@ def test_a_text_is_what_its_schema_says(name: str) -> None:
 def answer(name: str, made: list[Call]) -> str:
     one = subject(name)
     text = one.turn(made)
-    reasoning = one.formats.reasoning
+    reasoning = one.formats.reasoning_format
     return text.partition(reasoning.end)[2] if reasoning is not None and reasoning.end in text else text
 
 
@@ -135,10 +135,10 @@ def answer(name: str, made: list[Call]) -> str:
 def test_any_text_of_a_nullable_string_comes_through_and_fits_the_grammar(
     name: str, text: str, key: str, data: st.DataObject
 ) -> None:
-    if text in ("null", subject(name).formats.tools.arguments.words.null):  # type: ignore[union-attr]
+    if text in ("null", subject(name).formats.tool_format.arguments.words.null):  # type: ignore[union-attr]
         return
     one = subject(name)
-    format = replace(one.message_format(), begun=False, known={"clock": Tool("clock", PARAMETERS)})
+    format = replace(one.message_format(), starts_in_thinking=False, tools_by_name={"clock": Tool("clock", PARAMETERS)})
     written = answer(name, [Call("clock", {key: text})])
     cut = data.draw(st.integers(0, len(written)))
     for pieces in ([written], [written[:cut], written[cut:]]):
@@ -151,18 +151,20 @@ def test_any_text_of_a_nullable_string_comes_through_and_fits_the_grammar(
 def compiled(name: str) -> tuple[GrammarCompiler, Grammar]:
     one = subject(name)
     tokenizer = one.tokenizer
-    compiler = GrammarCompiler(vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids))
+    compiler = GrammarCompiler(make_grammar_vocabulary(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids))
     optional = {**PARAMETERS, "required": []}
-    assert one.formats.tools is not None
-    token = partial(literal, tokenizer=tokenizer)
-    grammar = Grammar("lark", one.formats.tools.grammar([Tool("clock", optional)], True, token, must=True))
-    compiler.check(grammar)
+    assert one.formats.tool_format is not None
+    token = partial(lark_literal, tokenizer=tokenizer)
+    grammar = Grammar(
+        "lark", one.formats.tool_format.build_calls_grammar([Tool("clock", optional)], True, token, must=True)
+    )
+    compiler.check_grammar(grammar)
     return compiler, grammar
 
 
 def fits(name: str, text: str) -> bool:
     compiler, grammar = compiled(name)
-    matcher = compiler.matcher(grammar)
+    matcher = compiler.new_matcher(grammar)
     ids = subject(name).tokenizer.encode(text, add_special_tokens=False)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
@@ -170,17 +172,21 @@ def fits(name: str, text: str) -> bool:
 def test_a_nullable_string_is_streamed_while_it_comes() -> None:
     """Held back only as long as it may be null."""
     one = subject("Qwen3.5-4B")
-    parser = MessageParser(replace(one.message_format(), begun=False, known={"clock": Tool("clock", PARAMETERS)}))
+    parser = MessageParser(
+        replace(one.message_format(), starts_in_thinking=False, tools_by_name={"clock": Tool("clock", PARAMETERS)})
+    )
     head = "<tool_call>\n<function=clock>\n<parameter=maybe>\n"
-    assert "".join(call.arguments for call in parser.push(head + "nu", []).calls) == '{"maybe": '
-    assert "".join(call.arguments for call in parser.push("mber", []).calls) == '"number'
+    assert "".join(call.arguments for call in parser.parse_delta(head + "nu", []).tool_calls) == '{"maybe": '
+    assert "".join(call.arguments for call in parser.parse_delta("mber", []).tool_calls) == '"number'
 
 
 def test_typed_tags_are_believed() -> None:
     """DeepSeek V4 and Kimi K3 write the type beside each value."""
     for name in ("deepseek-ai-DeepSeek-V4", "Kimi-K3"):
         one = subject(name)
-        format = replace(one.message_format(), begun=False, known={"clock": Tool("clock", PARAMETERS)})
+        format = replace(
+            one.message_format(), starts_in_thinking=False, tools_by_name={"clock": Tool("clock", PARAMETERS)}
+        )
         expected = [Call("clock", {"maybe": "null", "number": 5, "object": {"a": 1}})]
         text = answer(name, expected)
         for pieces in ([text], list(text)):
@@ -189,6 +195,6 @@ def test_typed_tags_are_believed() -> None:
 
 def test_json_of_numbers_beyond_a_double_is_not_changed() -> None:
     one = subject("Qwen3.5-4B")
-    format = replace(one.message_format(), begun=False, known={"clock": Tool("clock", PARAMETERS)})
+    format = replace(one.message_format(), starts_in_thinking=False, tools_by_name={"clock": Tool("clock", PARAMETERS)})
     text = answer("Qwen3.5-4B", [Call("clock", {"number": 12345678901234567890123})])
     assert json.dumps(read(format, [text]).calls[0].arguments) == '{"number": 12345678901234567890123}'

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.server.config import ToolCallParser
-from quire.server.formats.tools.format import Tool, ToolFormat, ToolParser
-from quire.server.formats.tools.table import TABLE, tool_format
+from quire.server.formats.tools.named_formats import TOOL_FORMATS, find_tool_format
+from quire.server.formats.tools.tool_parser import Tool, ToolFormat, ToolParser
 from tests.texts import real_tokenizers, shared
 
 TOOLS = {
@@ -144,7 +144,7 @@ def read(format: ToolFormat, pieces: Sequence[str], most_calls: int | None = Non
     found = Found()
     ids = set()
     for position, piece in enumerate(pieces):
-        content, deltas = parser.push(piece, final=position == len(pieces) - 1)
+        content, deltas = parser.extract_tool_calls(piece, final=position == len(pieces) - 1)
         found.content += content
         for delta in deltas:
             if delta.name is not None:
@@ -162,7 +162,7 @@ def read(format: ToolFormat, pieces: Sequence[str], most_calls: int | None = Non
 
 
 def named(name: str) -> ToolFormat:
-    format = tool_format(name, "")
+    format = find_tool_format(name, "")
     assert format is not None
     return format
 
@@ -200,7 +200,7 @@ def test_arguments_are_passed_on_while_they_come(name: str) -> None:
         pytest.skip("read call by call: Python's literals are not JSON's")
     text = TWO_CALLS[name]
     parser = ToolParser(named(name), TOOLS)
-    _, deltas = parser.push(text[: text.index("Ro") + 2])
+    _, deltas = parser.extract_tool_calls(text[: text.index("Ro") + 2])
     assert [delta.name for delta in deltas if delta.name] == ["weather"]
     assert "".join(delta.arguments for delta in deltas) == '{"city": "Ro'
 
@@ -212,9 +212,9 @@ def test_without_parallel_calls_the_first_is_kept(name: str) -> None:
 
 
 def test_ids_are_as_templates_want_them() -> None:
-    assert named("hermes").new_id("a/1").startswith("call_")
-    assert len(named("mistral").new_id("a/1")) == 9
-    assert named("mistral_args").new_id("a/1").isalnum()
+    assert named("hermes").new_call_id("a/1").startswith("call_")
+    assert len(named("mistral").new_call_id("a/1")) == 9
+    assert named("mistral_args").new_call_id("a/1").isalnum()
 
 
 values = st.recursive(
@@ -362,13 +362,14 @@ SPOKEN = {
 @pytest.mark.parametrize(("template", "name"), SPOKEN.items())
 def test_real_templates_tell_their_format(template: str, name: str | None) -> None:
     text = (shared("templates") / f"{template}.jinja").read_text(encoding="utf-8")
-    assert tool_format("auto", text) is (None if name is None else named(name))
-    assert tool_format("none", text) is None
+    assert find_tool_format("auto", text) is (None if name is None else named(name))
+    assert find_tool_format("none", text) is None
 
 
 def test_real_tokenizers_tell_their_format() -> None:
     found = {
-        one.name: tool_format("auto", "\n".join(one.tokenizer.chat_templates.values())) for one in real_tokenizers()
+        one.name: find_tool_format("auto", "\n".join(one.tokenizer.chat_templates.values()))
+        for one in real_tokenizers()
     }
     if not found:
         pytest.skip("../shared/tokenizers is not there")
@@ -377,9 +378,9 @@ def test_real_tokenizers_tell_their_format() -> None:
 
 
 def test_the_flag_names_the_table() -> None:
-    assert {row.name for row in TABLE} == set(get_args(ToolCallParser)) - {"auto", "none"} == TWO_CALLS.keys()
+    assert {row.name for row in TOOL_FORMATS} == set(get_args(ToolCallParser)) - {"auto", "none"} == TWO_CALLS.keys()
 
 
 def test_json_that_is_no_call_is_not_held_back() -> None:
     parser = ToolParser(named("llama3_json"), TOOLS)
-    assert parser.push('{"answer": "for')[0] == '{"answer": "for'
+    assert parser.extract_tool_calls('{"answer": "for')[0] == '{"answer": "for'

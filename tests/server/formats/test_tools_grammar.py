@@ -12,16 +12,16 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from quire.engine.text.grammar import GrammarCompiler, json_grammar, vocabulary_of
+from quire.engine.text.grammar_compiler import GrammarCompiler, json_grammar, make_grammar_vocabulary
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Grammar
 from quire.server.formats.forms.slots import TAG
-from quire.server.formats.grammars import after_thinking, either
-from quire.server.formats.reasoning import ReasoningFormat
-from quire.server.formats.tools.format import ToolParser
-from quire.server.formats.tools.table import TABLE, NamedFormat
+from quire.server.formats.grammar_composition import add_thinking_grammar, either_grammar
+from quire.server.formats.reasoning_parser import ReasoningFormat
+from quire.server.formats.tools.named_formats import TOOL_FORMATS, NamedToolFormat
+from quire.server.formats.tools.tool_parser import ToolParser
 from quire.server.protocol.chat import ChatRequest
-from quire.server.resolve.tools import tool_use
+from quire.server.resolve.tool_use import resolve_tool_use
 from tests.texts import BYTES
 
 TOOLS = [
@@ -52,7 +52,7 @@ TOOLS = [
         },
     },
 ]  # fmt: skip
-MARKERS = {mark for row in TABLE for text in row.format.literals for mark in TAG.findall(text)}
+MARKERS = {mark for row in TOOL_FORMATS for text in row.format.literals for mark in TAG.findall(text)}
 MARKERS -= {"</function>", "</parameter>"}
 EOS = "<|end|>"
 
@@ -72,14 +72,15 @@ TOKENIZERS = {"text": make_tokenizer(False), "special": make_tokenizer(True)}
 @pytest.fixture(scope="module")
 def compilers() -> Mapping[str, GrammarCompiler]:
     return {
-        name: GrammarCompiler(vocabulary_of(one, one.vocab_size, one.eos_token_ids)) for name, one in TOKENIZERS.items()
+        name: GrammarCompiler(make_grammar_vocabulary(one, one.vocab_size, one.eos_token_ids))
+        for name, one in TOKENIZERS.items()
     }
 
 
 def walk(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: Any, seed: int) -> str:
     """A text that the grammar allows, picked token by token; it ends as soon as it may after 300."""
     rng = random.Random(seed)
-    matcher = compiler.matcher(grammar)
+    matcher = compiler.new_matcher(grammar)
     end = tokenizer.eos_token_ids[0]
     ids: list[int] = []
     while not matcher.is_stopped():
@@ -112,24 +113,24 @@ def check_arguments(name: str, arguments: str, xml: bool) -> None:
 
 @pytest.mark.few(10)
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", TOOL_FORMATS, ids=lambda row: row.name)
 @pytest.mark.parametrize("choice", ["required", "weather", "one"])
 def test_what_a_grammar_lets_through_are_whole_calls(
-    row: NamedFormat, kind: str, choice: str, compilers: Mapping[str, GrammarCompiler]
+    row: NamedToolFormat, kind: str, choice: str, compilers: Mapping[str, GrammarCompiler]
 ) -> None:
     xml = row.name in ("qwen3_coder", "seed_oss")
     tools = TOOLS[:2] if xml else TOOLS
     named = {"type": "function", "function": {"name": choice}} if choice == "weather" else "required"
     asked = {"messages": [{"role": "user"}], "tools": tools, "tool_choice": named}
-    use = tool_use(ChatRequest.model_validate({**asked, "parallel_tool_calls": choice != "one"}), row.format)
-    grammar = use.grammar(TOKENIZERS[kind])
+    use = resolve_tool_use(ChatRequest.model_validate({**asked, "parallel_tool_calls": choice != "one"}), row.format)
+    grammar = use.build_tool_grammar(TOKENIZERS[kind])
     assert grammar is not None
-    compilers[kind].check(grammar)
+    compilers[kind].check_grammar(grammar)
     counts = set()
     for seed in range(12):
         text = walk(compilers[kind], TOKENIZERS[kind], grammar, seed)
-        parser = ToolParser(row.format, use.known)
-        content, deltas = parser.push(text, final=True)
+        parser = ToolParser(row.format, use.tools_by_name)
+        content, deltas = parser.extract_tool_calls(text, final=True)
         assert (content, parser.all_complete) == ("", True), text
         names = [delta.name for delta in deltas if delta.name]
         for index, name in enumerate(names):
@@ -141,24 +142,24 @@ def test_what_a_grammar_lets_through_are_whole_calls(
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", TOOL_FORMATS, ids=lambda row: row.name)
 def test_strict_tools_leave_text_free_and_constrain_calls(
-    row: NamedFormat, kind: str, compilers: Mapping[str, GrammarCompiler]
+    row: NamedToolFormat, kind: str, compilers: Mapping[str, GrammarCompiler]
 ) -> None:
     def grammar(choice: str) -> Grammar:
         tools: list[Any] = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS[:2]]
         asked = {"messages": [{"role": "user"}], "tools": tools, "tool_choice": choice}
-        found = tool_use(ChatRequest.model_validate(asked), row.format).grammar(TOKENIZERS[kind])
+        found = resolve_tool_use(ChatRequest.model_validate(asked), row.format).build_tool_grammar(TOKENIZERS[kind])
         assert found is not None
         return found
 
     def fits(text: str) -> bool:
-        matcher = compilers[kind].matcher(auto)
+        matcher = compilers[kind].new_matcher(auto)
         ids = TOKENIZERS[kind].encode(text)
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
     auto, required = grammar("auto"), grammar("required")
-    compilers[kind].check(auto)
+    compilers[kind].check_grammar(auto)
     if row.name == "openai":
         assert fits("<|channel|>final<|message|>Hé!"), "content has marks there"
         return
@@ -174,28 +175,28 @@ def test_strict_tools_leave_text_free_and_constrain_calls(
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", TOOL_FORMATS, ids=lambda row: row.name)
 def test_calls_beside_a_format_of_the_content(
-    row: NamedFormat, kind: str, compilers: Mapping[str, GrammarCompiler]
+    row: NamedToolFormat, kind: str, compilers: Mapping[str, GrammarCompiler]
 ) -> None:
     """The answer is calls or what the format allows; nothing else, and not both; also after a model's thinking."""
     asked = {"messages": [{"role": "user"}], "tools": TOOLS[:2]}
-    use = tool_use(ChatRequest.model_validate(asked), row.format)
+    use = resolve_tool_use(ChatRequest.model_validate(asked), row.format)
     tokenizer, compiler = TOKENIZERS[kind], compilers[kind]
-    calls = use.grammar(tokenizer, alone=True)
+    calls = use.build_tool_grammar(tokenizer, calls_only=True)
     assert calls is not None
-    assert use.grammar(tokenizer) is None, "without a format the answer is free"
+    assert use.build_tool_grammar(tokenizer) is None, "without a format the answer is free"
     shape = {"a": {"type": "integer"}, "name": {"type": "string"}}  # calls have a name too
     content = json_grammar({"properties": shape, "minProperties": 1, "additionalProperties": False})
-    both = either(content, calls)
-    thinking = after_thinking(both, ReasoningFormat("think", "<think>", "</think>"), True, tokenizer)
+    both = either_grammar(content, calls)
+    thinking = add_thinking_grammar(both, ReasoningFormat("think", "<think>", "</think>"), True, tokenizer)
 
     def fits(grammar: Grammar, text: str) -> bool:
-        matcher = compiler.matcher(grammar)
+        matcher = compiler.new_matcher(grammar)
         ids = tokenizer.encode(text)
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
-    compiler.check(both)
+    compiler.check_grammar(both)
     for grammar, lead in ((both, ""), (thinking, "hm</think>\n\n")):
         for text in ('{"a": 1}', '{"name": "Bob"}', '{"name":"weather"}'):
             assert fits(grammar, lead + text), text
@@ -209,13 +210,13 @@ def test_calls_beside_a_format_of_the_content(
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_free_text_in_xml_ends_at_the_parameters_end(kind: str, compilers: Mapping[str, GrammarCompiler]) -> None:
-    row = next(row for row in TABLE if row.name == "qwen3_coder")
+    row = next(row for row in TOOL_FORMATS if row.name == "qwen3_coder")
     asked = {"messages": [{"role": "user"}], "tools": TOOLS, "tool_choice": "required"}
-    grammar = tool_use(ChatRequest.model_validate(asked), row.format).grammar(TOKENIZERS[kind])
+    grammar = resolve_tool_use(ChatRequest.model_validate(asked), row.format).build_tool_grammar(TOKENIZERS[kind])
     assert grammar is not None
     head = "<tool_call>\n<function=note>\n<parameter=text>\na <b>\n</parameter>\n"
     for text, allowed in ((f"{head}</function>\n</tool_call>", True), (f"{head}a", False), ("<tool_call>\n{", False)):
-        matcher = compilers[kind].matcher(grammar)
+        matcher = compilers[kind].new_matcher(grammar)
         ids = TOKENIZERS[kind].encode(text)
         assert (matcher.try_consume_tokens(ids) == len(ids)) is allowed, matcher.get_error()
         assert not allowed or matcher.is_accepting()

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from quire.engine.types import SamplingParams
 from quire.server.encoding import encode_json
-from quire.server.generation.answers.chunks import ChatWriter, CompletionWriter
-from quire.server.generation.choice import ChoiceDelta
+from quire.server.generation.answers.completion_chunks import ChatWriter, CompletionWriter
+from quire.server.generation.choice_state import ChoiceDelta
 from quire.server.generation.generation import Usage
-from quire.server.generation.spec import GenerationSpec, Prompt
+from quire.server.generation.request_specs import GenerationSpec, Prompt
 from tests.texts import byte_level_tokenizer
 
 ODD = ['"', "\\", "\u2028\u2029", "\x00\x1f\x7f", "👩‍👩‍👧", "</script>", "é\ufffd\U0010ffff", "\r\n\ndata: x\n\n"]
@@ -25,7 +25,13 @@ TEXTS = st.one_of(st.sampled_from(ODD), st.text(st.characters(exclude_categories
 def spec(*, usage: bool, token_ids: bool, model: str = "m") -> GenerationSpec:
     prompts, params = [Prompt([1], "")], SamplingParams(n=4)
     return GenerationSpec(
-        id="id", model=model, prompts=prompts, params=params, keep=4, include_usage=usage, token_ids=token_ids
+        id="id",
+        model=model,
+        prompts=prompts,
+        params=params,
+        num_returned=4,
+        include_usage=usage,
+        return_token_ids=token_ids,
     )
 
 
@@ -49,17 +55,17 @@ def test_a_chunk_has_the_bytes_of_its_object(
         writer = kind(spec(usage=usage, token_ids=token_ids), byte_level_tokenizer().tokenizer, "fp")
         writer.weights_version = "7"
         for _ in range(2):  # the second time from what was kept
-            found = one(writer.step([delta]))
+            found = one(writer.step_events([delta]))
             (choice,) = found["choices"]
             shown = choice["delta"].get("content", "") if kind is ChatWriter else choice["text"]
             assert (choice["index"], shown, choice["finish_reason"]) == (index, text, reason)
             assert choice["token_ids"] == (list(ids) if token_ids else None)
             assert found.get("usage", "none") == (None if usage else "none")
             assert found.get("weights_version") == (None if reason is None else "7")
-        assert writer.step([delta, delta]) == 2 * writer.step([delta])
+        assert writer.step_events([delta, delta]) == 2 * writer.step_events([delta])
         counted = Usage(3, 4, 0)
-        writer.tell_usage(counted)
-        assert one(writer.step([delta]))["usage"] == counted.as_dict()
+        writer.set_usage(counted)
+        assert one(writer.step_events([delta]))["usage"] == counted.to_openai_usage()
 
 
 @given(TEXTS.filter(bool), st.integers(0, 3), st.booleans())
@@ -67,8 +73,8 @@ def test_a_form_makes_the_bytes_of_a_chunk(text: str, index: int, usage: bool) -
     for kind in (ChatWriter, CompletionWriter):
         made = spec(usage=usage, token_ids=False, model="m%d %b%")
         writer = kind(made, byte_level_tokenizer().tokenizer, "fp%s")
-        form = writer.text_form(index)
+        form = writer.text_event_template(index)
         assert form is not None
-        assert form % encode_json(text) == writer.step([ChoiceDelta(index, text, [])])
-        for other in (replace(made, token_ids=True), replace(made, continuous_usage=True)):
-            assert kind(other, byte_level_tokenizer().tokenizer, "fp").text_form(index) is None
+        assert form % encode_json(text) == writer.step_events([ChoiceDelta(index, text, [])])
+        for other in (replace(made, return_token_ids=True), replace(made, continuous_usage=True)):
+            assert kind(other, byte_level_tokenizer().tokenizer, "fp").text_event_template(index) is None

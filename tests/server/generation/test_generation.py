@@ -9,11 +9,11 @@ import pytest
 
 from quire.engine.errors import Overloaded
 from quire.engine.types import SamplingParams, TokenLogprob
-from quire.server.generation import fold as folds
-from quire.server.generation.choice import ChoiceDelta, TokenText
-from quire.server.generation.fold import fold
+from quire.server.generation import output_parts as folds
+from quire.server.generation.choice_state import ChoiceDelta, TokenText
 from quire.server.generation.generation import Generation
-from quire.server.generation.spec import GenerationSpec, Prompt
+from quire.server.generation.output_parts import collect_choices
+from quire.server.generation.request_specs import GenerationSpec, Prompt
 from quire.server.routes.reply import start
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, scripted
@@ -26,7 +26,7 @@ both_ways = pytest.mark.parametrize("beam_search", [False, True])
 def generation(api: Api, *, max_tokens: int, **fields: Any) -> Generation:
     """Three choices for each of two prompts."""
     params = SamplingParams(n=3, max_tokens=max_tokens)
-    spec = GenerationSpec(id="cmpl-1", model="m", prompts=PROMPTS, params=params, keep=3, **fields)
+    spec = GenerationSpec(id="cmpl-1", model="m", prompts=PROMPTS, params=params, num_returned=3, **fields)
     return start(spec, api.runtime)
 
 
@@ -44,10 +44,10 @@ async def metrics(api: Api) -> dict[str, float]:
 async def test_what_counts_once_for_a_prompt_and_what_for_each_choice(beam_search: bool) -> None:
     async with open_api(FakeEngine(scripted(b"xyz", EOS), eos=[EOS])) as api:
         running = generation(api, max_tokens=2, beam_search=beam_search)
-        answers = await fold(running.deltas(), lambda step: None)
+        answers = await collect_choices(running.deltas(), lambda step: None)
         counted = await metrics(api)
     assert [answer.index for answer in answers] == list(range(6))
-    assert running.complete
+    assert running.is_complete
     assert (running.usage.prompt_tokens, running.usage.completion_tokens, running.usage.cached_tokens) == (3, 12, 1)
     assert (counted["request_params_n_count"], counted["request_params_n_sum"]) == (2, 6)
     assert (counted["request_max_num_generation_tokens_count"], counted["request_success_total"]) == (2, 6)
@@ -59,14 +59,14 @@ async def test_a_closed_generation_ends_and_is_not_complete(beam_search: bool) -
     engine = FakeEngine(scripted(b"x" * 200, EOS), step_seconds=0.001)
     async with open_api(engine) as api:
         running = generation(api, max_tokens=200, beam_search=beam_search)
-        folding = asyncio.create_task(fold(running.deltas(), lambda step: None))
+        folding = asyncio.create_task(collect_choices(running.deltas(), lambda step: None))
         await engine.sent.wait()
         for _ in range(2):
             running.close()
         answers = await folding
         counted = await metrics(api)
     assert all(answer.finish_reason is None for answer in answers)
-    assert not running.complete
+    assert not running.is_complete
     assert not engine.running
     assert (counted["request_success_total"], counted["request_params_n_count"]) == (6, 2)
 
@@ -82,7 +82,7 @@ async def test_whole_answers_hold_only_so_many_log_probabilities(monkeypatch: py
         assert not engine.running
         streamed = await api.http.post("/v1/completions", json={**body, "max_tokens": 60, "stream": True})
         assert streamed.text.endswith("data: [DONE]\n\n")
-        assert api.runtime.kept._total == 0
+        assert api.runtime.logprob_budget._total_logprobs == 0
 
 
 def test_the_call_that_holds_most_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +90,8 @@ def test_the_call_that_holds_most_gives_way(monkeypatch: pytest.MonkeyPatch) -> 
     token = TokenText(1, TokenLogprob(1, -1.0, 1, [(1, -1.0)]), 0)
     step = [ChoiceDelta(0, "x", [token] * 2)]
     kept = folds.LogprobBudget()
-    with kept.call() as small:
-        with kept.call() as large:
+    with kept.track_call() as small:
+        with kept.track_call() as large:
             large(step)
             large(step)
             small([ChoiceDelta(0, "x", [token])])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.server.api import NAME, open_api
-from tests.server.formats.test_reasoning import THINKING
+from tests.server.formats.test_reasoning_parser import THINKING
 from tests.server.say import saying_engine
 
 CHAT = "/v1/chat/completions"

@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 
 from quire.engine.link.client import EngineClient
 from quire.engine.offline.in_process import InProcessLink
-from quire.server.cli.hosting import running_app
+from quire.server.cli.http_server import open_engine_app
 from quire.server.config import ServerConfig
 from tests.server.api import Api
 
@@ -18,7 +18,7 @@ from tests.server.api import Api
 @asynccontextmanager
 async def serving(config: ServerConfig) -> AsyncIterator[Api]:
     client = EngineClient(InProcessLink(config))
-    async with running_app(config, client) as app:
+    async with open_engine_app(config, client) as app:
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://quire", timeout=60) as http:
             openai = AsyncOpenAI(base_url="http://quire/v1", api_key="none", http_client=http, max_retries=0)

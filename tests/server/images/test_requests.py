@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from quire.engine.errors import InvalidRequest
-from quire.engine.images.reader import image_reader
+from quire.engine.images.image_reader import make_image_reader
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.config import ServerConfig
 from quire.server.resolve.chat import resolve_chat
@@ -128,14 +128,14 @@ class Fetched:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    async def all(self, urls: Mapping[str, str], hold: Callable[[int], None]) -> dict[str, bytes]:
+    async def fetch_images(self, urls: Mapping[str, str], hold: Callable[[int], None]) -> dict[str, bytes]:
         self.asked.extend(urls)
         return dict.fromkeys(urls, PNG)
 
 
 async def test_an_address_is_asked_and_its_image_read(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     fetcher = Fetched()
-    monkeypatch.setattr(api.runtime, "fetcher", fetcher)
+    monkeypatch.setattr(api.runtime, "image_fetcher", fetcher)
     url = "https://pictures.example.com/cat.png"
     by_address = await api.post(CHAT, {"messages": asking(url, url), **SAMPLING, "logprobs": True})
     assert fetcher.asked == [url]
@@ -144,11 +144,11 @@ async def test_an_address_is_asked_and_its_image_read(api: Api, monkeypatch: pyt
 
 
 async def test_addresses_are_not_asked_by_default(path: Path) -> None:
-    tokenizer = Tokenizer.load(path)
-    source = ModelSource(ServerConfig(), tokenizer, VOCAB, {}, 2048, images=image_reader(path, tokenizer))
+    tokenizer = Tokenizer.from_pretrained(path)
+    source = ModelSource(ServerConfig(), tokenizer, VOCAB, {}, 2048, image_reader=make_image_reader(path, tokenizer))
     body = json.dumps({"messages": asking("https://example.com/a.png")}).encode()
     with pytest.raises(InvalidRequest, match="not fetched from addresses here: send a data: URL"):
-        resolve_chat(body, source.model(expendable=True), ServerConfig())
+        resolve_chat(body, source.build_served_model(expendable=True), ServerConfig())
 
 
 async def test_low_detail_takes_one_tile(api: Api, path: Path) -> None:
@@ -376,8 +376,10 @@ def test_a_template_that_shows_no_image_of_a_tool_is_named(path: Path) -> None:
         "{% for c in m['tool_calls'] or [] %}{{ c['function']['name'] }}{{ c['function']['arguments'] }}{% endfor %}\n"
         "{% endfor %}"
     )
-    config, tokenizer = ServerConfig(), Tokenizer.load(path, template)
-    model = ModelSource(config, tokenizer, VOCAB, {}, 2048, images=image_reader(path, tokenizer)).model(expendable=True)
+    config, tokenizer = ServerConfig(), Tokenizer.from_pretrained(path, template)
+    model = ModelSource(
+        config, tokenizer, VOCAB, {}, 2048, image_reader=make_image_reader(path, tokenizer)
+    ).build_served_model(expendable=True)
     result = {"role": "tool", "tool_call_id": "c", "content": asking(data_url(PNG))[0]["content"]}
     body = json.dumps({"messages": [*asking(data_url(PNG)), result]}).encode()
     with pytest.raises(InvalidRequest, match=r"messages\[1\]\.content\[0\]\.image_url\.url: this model's chat t"):

@@ -11,11 +11,11 @@ import jsonschema
 import pytest
 from msgspec.structs import replace
 
-from quire.engine.core.history import Step, Timeline
+from quire.engine.core.request_history import StepEntry, Timeline
 from quire.engine.core.stats import StepRecord
 from quire.engine.types import EngineCoreRequest, SamplingParams
 from quire.server.observe import engine_trace as tracing
-from quire.server.observe.engine_trace import phase_totals, trace
+from quire.server.observe.engine_trace import build_trace, phase_totals
 from tests.server.api import Api
 
 COMMON = {"pid": {"type": "integer"}, "tid": {"type": "integer"}, "ts": {"type": "number", "minimum": 0}}
@@ -87,17 +87,19 @@ def check(found: Any) -> None:
             inside.append(end)
 
 
-def step(number: int, began: float, decided: float, computed: float, ended: float) -> Step:
-    return Step(StepRecord(number, began, decided, computed, ended, 1, 5, (("cmpl-a-0", 0, 5),), ()), 0, ("cmpl-a-0",))
+def step(number: int, began: float, decided: float, computed: float, ended: float) -> StepEntry:
+    return StepEntry(
+        StepRecord(number, began, decided, computed, ended, 1, 5, (("cmpl-a-0", 0, 5),), ()), 0, ("cmpl-a-0",)
+    )
 
 
 def timeline(name: str, *marks: Any, ended: float | None = None) -> Timeline:
-    return Timeline(name, 5, marks[0][0], list(marks), ended=ended, finish_reason=ended and "stop")
+    return Timeline(name, 5, marks[0][0], list(marks), ended_at=ended, finish_reason=ended and "stop")
 
 
 def test_engines_beside_each_other_have_tracks_of_their_own() -> None:
-    steps = [step(1, 10.0, 10.5, 12, 13), replace(step(1, 10.5, 11, 13, 14), engine=1, replica=1)]
-    found = trace(steps, [], 10.0, 15.0, replicas=2)
+    steps = [step(1, 10.0, 10.5, 12, 13), replace(step(1, 10.5, 11, 13, 14), engine_number=1, replica=1)]
+    found = build_trace(steps, [], 10.0, 15.0, replicas=2)
     check(found)
     begins = {(e["tid"], e["ts"], e["dur"]) for e in found["traceEvents"] if e.get("cat") == "step"}
     assert begins == {(1, 0.0, 3e6), (2, 0.5e6, 3.5e6)}, "neither is cut short by the other"
@@ -113,7 +115,7 @@ def test_a_recording_accounts_for_all_its_time() -> None:
         timeline("cmpl-b-0", (13.0, "queued"), (18, "prefill")),
         timeline("cmpl-c-0", (1.0, "queued"), (2.0, "decode"), ended=3.0),
     ]
-    found = trace(steps, requests, 10.0, 20.0)
+    found = build_trace(steps, requests, 10.0, 20.0)
     check(found)
     totals = {name: total / 1e6 for name, total in phase_totals(found["traceEvents"]).items()}
     assert totals == pytest.approx(
@@ -126,13 +128,13 @@ def test_a_recording_accounts_for_all_its_time() -> None:
 
 def test_steps_that_overlap_are_laid_end_to_end() -> None:
     steps = [step(1, 0, 0.1, 2, 2.1), step(2, 1, 1.1, 3, 3.1), step(3, 2.2, 2.3, 4, 4.1)]
-    found = trace(steps, [], 0.0, 5.0)
+    found = build_trace(steps, [], 0.0, 5.0)
     check(found)
     assert sum(phase_totals(found["traceEvents"]).values()) == pytest.approx(5e6)
 
 
 def test_an_idle_engine_has_a_trace_too() -> None:
-    found = trace([], [], 0.0, 1.0)
+    found = build_trace([], [], 0.0, 1.0)
     check(found)
     assert phase_totals(found["traceEvents"]) == {"between steps": 1e6}
 
@@ -141,17 +143,17 @@ async def test_a_trace_is_made_beside_the_streams_of_what_was_then(api: Api, mon
     going_on = api.engine.owner.submit(
         [EngineCoreRequest(id="cmpl-a-0", prompt_ids=[1], params=SamplingParams(), seed=0)]
     )
-    (timeline,) = api.engine.owner.history.open
-    plain = tracing.trace
+    (timeline,) = api.engine.owner.history.open_timelines
+    plain = tracing.build_trace
 
     def meanwhile(steps: Any, timelines: Any, *times: float) -> Any:
         assert threading.current_thread() is not threading.main_thread()
         before = plain(steps, timelines, *times)
-        timeline.enter("preempted", time.monotonic())
+        timeline.enter_phase("preempted", time.monotonic())
         assert plain(steps, timelines, *times) == before
         return before
 
-    monkeypatch.setattr(tracing, "trace", meanwhile)
+    monkeypatch.setattr(tracing, "build_trace", meanwhile)
     response = await api.http.get("/v1/engine/trace?seconds=0.05")
     assert response.status_code == 200
     assert response.headers["content-type"] == "application/json"

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from quire.engine.core.stats import EngineStats, TierStats
-from quire.server.observe.collectors import engine_metrics, refusal_metrics
+from quire.server.observe.metric_collectors import engine_metrics, refusal_metrics
 
 
 def test_each_engine_has_its_own_figures() -> None:

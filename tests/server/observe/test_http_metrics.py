@@ -9,8 +9,8 @@ from collections import defaultdict
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.server.observe.http_metrics import HttpMetrics, HttpOfAll, lasting
-from quire.server.observe.summed import Count
+from quire.server.observe.http_metrics import HttpMetrics, MergedHttpMetrics, without_process_gauges
+from quire.server.observe.metric_sums import PeerSample
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed
 
@@ -95,20 +95,22 @@ async def test_the_process_says_what_it_takes(api: Api) -> None:
 
 def test_several_processes_are_one_server() -> None:
     other = HttpMetrics([])
-    other.begin({"path": "/v1/models"})
+    other.count_request_start({"path": "/v1/models"})
     counts = [
-        *(each for each in other.counts() if not each.metric.startswith("process_")),
-        Count("process_start_time_seconds", "process_start_time_seconds", {}, 5.0),
-        Count("process_cpu_seconds", "process_cpu_seconds_total", {}, 1e6),
-        Count("http_requests", "http_requests_total", {"method": "GET", "status": "2xx", "handler": "/x"}, 3.0),
+        *(each for each in other.collect_samples() if not each.metric.startswith("process_")),
+        PeerSample("process_start_time_seconds", "process_start_time_seconds", {}, 5.0),
+        PeerSample("process_cpu_seconds", "process_cpu_seconds_total", {}, 1e6),
+        PeerSample("http_requests", "http_requests_total", {"method": "GET", "status": "2xx", "handler": "/x"}, 3.0),
     ]
     samples = {
-        each.name: each.value for metric in HttpOfAll(HttpMetrics([]), counts).collect() for each in metric.samples
+        each.name: each.value
+        for metric in MergedHttpMetrics(HttpMetrics([]), counts).collect()
+        for each in metric.samples
     }
     assert samples["http_requests_inprogress"] == 1
     assert samples["http_requests_total"] == 3
     assert samples["process_start_time_seconds"] == 5
     assert samples["process_cpu_seconds_total"] > 1e6
-    left = {each.metric for each in lasting(counts)}
+    left = {each.metric for each in without_process_gauges(counts)}
     assert "http_requests" in left
     assert not left & {"http_requests_inprogress", "process_start_time_seconds"}

@@ -12,7 +12,7 @@ import pytest
 
 from quire.server.observe.live_view import LiveViewStream
 from quire.server.observe.rolling_stats import LatencyHistogram
-from quire.server.routes.engine import facts
+from quire.server.routes.engine_admin import server_facts
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed
 
@@ -39,7 +39,7 @@ async def test_a_watcher_sees_requests_come_and_go(slow: Api) -> None:
     await slow.post("/v1/completions", {"prompt": "before", "max_tokens": 5})
     await asyncio.sleep(1.1)  # until the second in which it ended is over
     watching = watcher(slow)
-    events = watching.events(facts(slow.runtime, slow.runtime.model))
+    events = watching.events(server_facts(slow.runtime, slow.runtime.model))
     name, hello = parse(await anext(events))
     assert (name, hello["models"], hello["info"]["num_blocks"]) == ("hello", ["owner/model", "second"], 100)
     assert "model" not in hello["info"], "a path of this machine's is nobody's business"
@@ -59,18 +59,18 @@ async def test_a_watcher_sees_requests_come_and_go(slow: Api) -> None:
     assert (await call)["choices"][0]["finish_reason"] == "abort"
     while parse(await anext(events))[1]["engine"]["requests"]:
         pass
-    watching.close()
+    watching.close_stream()
     assert [event async for event in events] == []
 
 
 async def test_tokens_per_second_are_the_engines_own_count(slow: Api) -> None:
-    engine, rolling = slow.engine, slow.runtime.metrics.rolling
+    engine, rolling = slow.engine, slow.runtime.metrics.rolling_stats
     began = int(time.time())
     await slow.post("/v1/completions", {"prompt": "Hello", "max_tokens": 7, "n": 3})
     await slow.post("/v1/completions", {"prompt": "Hello", "max_tokens": 4, "n": 2, "use_beam_search": True})
     await asyncio.sleep(1.1)  # until the second in which the last came is over
-    bins = rolling.since(began)
-    assert sum(each.generated for each in bins) == engine.stats.generation_tokens > 21
+    bins = rolling.bins_since(began)
+    assert sum(each.generated_tokens for each in bins) == engine.stats.generation_tokens > 21
     assert any(each.first_token.percentiles() for each in bins)
 
 
@@ -78,7 +78,7 @@ def test_percentiles_are_those_of_a_sort() -> None:
     durations = [0.001 * 1.01**i for i in range(801)]
     spread = LatencyHistogram()
     for each in durations:
-        spread.add(each)
+        spread.observe_sorted(each)
     median, high = spread.percentiles() or ()
     ordered = sorted(durations)
     assert median == pytest.approx(ordered[400], rel=0.06)
@@ -96,7 +96,7 @@ async def test_one_look_serves_all_watchers_and_none_is_taken_for_nobody(api: Ap
         events = [await anext(stream) for stream in streams]
         assert len(set(events)) == 1
     assert api.engine.looks <= 4
-    api.runtime.live_view.close()
+    api.runtime.live_view.close_streams()
     for stream in streams:
         assert [event async for event in stream] == []
     await asyncio.sleep(0.6)  # the snapshot under way

@@ -16,9 +16,9 @@ import pytest
 from quire.engine.core.stats import EngineStats
 from quire.engine.errors import ConfigError
 from quire.engine.link.client import EngineClient
-from quire.server.observe.logs import JsonFormatter, access
-from quire.server.observe.opentelemetry import otlp_exporter
-from quire.server.observe.throughput import tell_throughput, throughput
+from quire.server.observe.log_setup import JsonFormatter, access_log
+from quire.server.observe.request_spans import create_otlp_exporter
+from quire.server.observe.throughput_log import format_throughput, log_throughput
 from tests.server.api import open_api
 from tests.server.fake import FakeEngine, hashed
 
@@ -31,10 +31,10 @@ def lines() -> Iterator[io.StringIO]:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
-    access.addHandler(handler)
-    access.setLevel(logging.INFO)
+    access_log.addHandler(handler)
+    access_log.setLevel(logging.INFO)
     yield stream
-    access.removeHandler(handler)
+    access_log.removeHandler(handler)
 
 
 async def test_a_json_line_for_each_request_with_its_id_and_no_prompt(lines: io.StringIO) -> None:
@@ -68,7 +68,7 @@ async def test_the_lines_can_be_switched_off(lines: io.StringIO) -> None:
 async def test_throughput_is_told_while_something_runs(caplog: pytest.LogCaptureFixture) -> None:
     engine = FakeEngine(hashed(b"abc"))
     with caplog.at_level(logging.INFO, "quire.throughput"):
-        telling = asyncio.create_task(tell_throughput(EngineClient(engine), 0.01))
+        telling = asyncio.create_task(log_throughput(EngineClient(engine), 0.01))
         await asyncio.sleep(0.05)
         assert caplog.messages == []
         engine.stats = EngineStats(running=2, waiting=1, steps=5, used_blocks=1, total_blocks=4)
@@ -92,7 +92,7 @@ def test_a_line_of_throughput() -> None:
     said = (
         "100 prompt and 2 generated tokens/s; 0 running, 0 waiting; KV cache 0 %, prefix hits 25 %, drafts taken 75 %"
     )
-    assert throughput(before, now, 10) == said
+    assert format_throughput(before, now, 10) == said
 
 
 def test_exceptions_stay_on_their_line() -> None:
@@ -183,4 +183,4 @@ async def test_spans_reach_an_otlp_receiver_below_the_caller_s(monkeypatch: pyte
 def test_an_endpoint_that_is_no_address_is_refused_by_name() -> None:
     for wrong in ("localhost:4317", "ftp://x", ""):
         with pytest.raises(ConfigError, match="otlp_traces_endpoint"):
-            otlp_exporter(wrong)
+            create_otlp_exporter(wrong)

@@ -7,22 +7,22 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from quire.engine.link.client import EngineClient
-from quire.server.observe.metrics import ENGINE, TOKEN_SECONDS, Metrics, SpanCollector
+from quire.server.observe.metrics import ENGINE_LABEL, TOKEN_BUCKETS, BulkHistogram, Metrics
 from tests.server.fake import FakeEngine
 
-SPANS = st.lists(st.one_of(st.sampled_from([*TOKEN_SECONDS, 0.0, 81.0]), st.floats(0, 100)), max_size=50)
+SPANS = st.lists(st.one_of(st.sampled_from([*TOKEN_BUCKETS, 0.0, 81.0]), st.floats(0, 100)), max_size=50)
 
 
 @given(st.lists(SPANS, max_size=4))
 def test_spans_are_shown_as_prometheus_own_histogram_shows_them(batches: list[list[float]]) -> None:
     name, text = "vllm:inter_token_latency_seconds", "Seconds."
     theirs, ours = CollectorRegistry(), CollectorRegistry()
-    histogram = Histogram(name, text, ("model_name", "engine"), buckets=TOKEN_SECONDS, registry=theirs)
-    spans = SpanCollector(name, text, "m", TOKEN_SECONDS)
+    histogram = Histogram(name, text, ("model_name", "engine"), buckets=TOKEN_BUCKETS, registry=theirs)
+    spans = BulkHistogram(name, text, "m", TOKEN_BUCKETS)
     ours.register(spans)
-    child = histogram.labels("m", ENGINE)
+    child = histogram.labels("m", ENGINE_LABEL)
     for batch in batches:
-        spans.add(sorted(batch))
+        spans.observe_sorted(sorted(batch))
         for span in batch:
             child.observe(span)
 
@@ -37,11 +37,11 @@ def test_spans_are_shown_as_prometheus_own_histogram_shows_them(batches: list[li
 def test_spans_that_wait_to_be_counted_are_in_what_is_read() -> None:
     client = EngineClient(FakeEngine(lambda request, position: 1))
     metrics = Metrics(client, "m", 64, {})
-    metrics.rolling.next_token(0.03)
-    metrics.rolling.next_token(0.5)
-    assert b'vllm:inter_token_latency_seconds_count{engine="0",model_name="m"} 2.0' in Metrics.text([metrics])
-    metrics.rolling.next_token(0.2)
-    metrics.rolling.since(0)
-    (second, *_) = metrics.rolling._bins
-    assert sum(each.between_tokens._buckets.total() for each in metrics.rolling._bins) == 3
+    metrics.rolling_stats.record_gap(0.03)
+    metrics.rolling_stats.record_gap(0.5)
+    assert b'vllm:inter_token_latency_seconds_count{engine="0",model_name="m"} 2.0' in Metrics.render_metrics([metrics])
+    metrics.rolling_stats.record_gap(0.2)
+    metrics.rolling_stats.bins_since(0)
+    (second, *_) = metrics.rolling_stats._bins
+    assert sum(each.between_tokens._buckets.total() for each in metrics.rolling_stats._bins) == 3
     assert second.between_tokens.percentiles() is not None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from quire.engine.schemas.enforceable import WEAKEST, weaker
+from quire.engine.schemas.enforcement import WEAKEST_LEVEL, weaken_schema
 from tests.server.resolve.test_tool_requests import HELLO, ONE, PATH, TOOLS, function, having, speaker, strict
 
 HELD = strict(function("ok", a={"type": "boolean"}))
@@ -105,10 +105,10 @@ async def test_a_strict_tool_is_refused_by_name() -> None:
     assert error["param"] == "tools"
 
 
-@pytest.mark.parametrize("level", range(WEAKEST + 1))
+@pytest.mark.parametrize("level", range(WEAKEST_LEVEL + 1))
 @pytest.mark.parametrize("name", CASES)
 def test_a_weaker_schema_is_at_least_one_that_allows_an_object(name: str, level: int) -> None:
-    found = weaker(CASES[name]["function"]["parameters"], level)
+    found = weaken_schema(CASES[name]["function"]["parameters"], level)
     assert found["type"] == "object"
     if level >= 2:
         source = LLMatcher.grammar_from_json_schema(json.dumps(found))

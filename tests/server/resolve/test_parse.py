@@ -10,7 +10,7 @@ from quire.engine.errors import InvalidRequest
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.messages import MessagesRequest
 from quire.server.protocol.responses import ResponsesRequest
-from quire.server.resolve.parse import validated
+from quire.server.resolve.parse import validate_body
 
 HI = [{"role": "user", "content": "hi"}]
 CHOICES = "tool_choice: Input should be 'none', 'auto' or 'required'"
@@ -47,9 +47,9 @@ CHOICES = "tool_choice: Input should be 'none', 'auto' or 'required'"
 )
 def test_members_of_unions_are_not_named(model: Any, body: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        validated({"messages": HI, "max_tokens": 5, **body}, model)
+        validate_body({"messages": HI, "max_tokens": 5, **body}, model)
     assert said in refused.value.message
-    assert "NamedTool" not in refused.value.message
+    assert "FunctionOrCustomName" not in refused.value.message
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,10 @@ def test_members_of_unions_are_not_named(model: Any, body: dict[str, Any], said:
 )
 def test_no_message_is_in_pydantics_words(model: Any, body: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        validated({"messages": HI, "max_tokens": 5, **body}, model)
+        validate_body({"messages": HI, "max_tokens": 5, **body}, model)
     assert refused.value.message.startswith(said)
 
 
 def test_functions_of_old_are_told_what_to_use() -> None:
     with pytest.raises(InvalidRequest, match="functions is not supported: use tools"):
-        validated({"messages": HI, "functions": [{"name": "f"}]}, ChatRequest).ignored_params()
+        validate_body({"messages": HI, "functions": [{"name": "f"}]}, ChatRequest).find_ignored_params()

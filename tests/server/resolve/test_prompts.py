@@ -14,7 +14,7 @@ from quire.engine.errors import ContextLengthExceeded, InvalidRequest
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.config import ServerConfig
-from quire.server.resolve.prompts import SLICE, check_fits, encode, slices
+from quire.server.resolve.prompts import SLICE_CHARACTERS, check_text_fits, encode_texts, split_into_slices
 from quire.server.served_model import ModelSource, ServedModel
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed
@@ -139,21 +139,21 @@ def words() -> Named:
 
 TOKENIZERS = [
     *(byte_level_tokenizer(), sentence_piece_tokenizer(), words()),
-    *(Named("demo", Tokenizer.load(ROOT / "quire" / "configs" / "demo")), *real_tokenizers()),
+    *(Named("demo", Tokenizer.from_pretrained(ROOT / "quire" / "configs" / "demo")), *real_tokenizers()),
 ]
 
 
 def model_of(tokenizer: Tokenizer, context: int) -> ServedModel:
-    return ModelSource(ServerConfig(), tokenizer, 320, {}, context_length=context).model()
+    return ModelSource(ServerConfig(), tokenizer, 320, {}, context_length=context).build_served_model()
 
 
-@given(st.text("ab <|im_start|>\n\u0301é世\U0001f600 ", min_size=1, max_size=60), st.integers(1, 5 * SLICE))
+@given(st.text("ab <|im_start|>\n\u0301é世\U0001f600 ", min_size=1, max_size=60), st.integers(1, 5 * SLICE_CHARACTERS))
 def test_slices_are_the_text(piece: str, length: int) -> None:
     text = (piece * (length // len(piece) + 1))[:length]
-    found = list(slices(text))
+    found = list(split_into_slices(text))
     assert "".join(found) == text
-    assert all(len(each) <= SLICE for each in found)
-    assert all(len(each) >= SLICE // 2 for each in found[:-1])
+    assert all(len(each) <= SLICE_CHARACTERS for each in found)
+    assert all(len(each) >= SLICE_CHARACTERS // 2 for each in found[:-1])
 
 
 @pytest.mark.few(2)
@@ -161,16 +161,16 @@ def test_slices_are_the_text(piece: str, length: int) -> None:
 @settings(max_examples=10, deadline=None)
 @given(
     st.text("ab <|im_start|>\n\u0301é世\U0001f600 ", min_size=1, max_size=60) | st.text(min_size=1, max_size=9),
-    st.integers(SLICE + 1, 6 * SLICE),
+    st.integers(SLICE_CHARACTERS + 1, 6 * SLICE_CHARACTERS),
 )
 def test_only_what_cannot_fit_is_refused_before_it_is_tokenized(named: Named, piece: str, length: int) -> None:
     text = (piece * (length // len(piece) + 1))[:length].encode(errors="replace").decode()
     ids = named.tokenizer.encode_batch([text], add_special_tokens=False)[0]
-    check_fits(model_of(named.tokenizer, len(ids)), text, "prompt")
-    assert encode(model_of(named.tokenizer, len(ids)), [text], False, "prompt") == [ids]
+    check_text_fits(model_of(named.tokenizer, len(ids)), text, "prompt")
+    assert encode_texts(model_of(named.tokenizer, len(ids)), [text], False, "prompt") == [ids]
     if len(ids) > 1000:
         with pytest.raises(ContextLengthExceeded):
-            check_fits(model_of(named.tokenizer, len(ids) * 2 // 3), text, "prompt")
+            check_text_fits(model_of(named.tokenizer, len(ids) * 2 // 3), text, "prompt")
 
 
 def test_a_long_text_costs_no_more_than_the_context() -> None:
@@ -184,7 +184,7 @@ def test_a_long_text_costs_no_more_than_the_context() -> None:
 
     counting = Counting(tokenizer.backend, special_tokens={}, chat_templates={})
     with pytest.raises(ContextLengthExceeded) as raised:
-        encode(model_of(counting, 40_000), ["once upon a time " * 1_000_000], True, "prompt")
+        encode_texts(model_of(counting, 40_000), ["once upon a time " * 1_000_000], True, "prompt")
     assert "is 40000 tokens, but prompt came to about 17000000 tokens" in raised.value.message
     assert sum(asked) < 70_000
     assert raised.value.param == "prompt"

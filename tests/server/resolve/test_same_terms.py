@@ -8,7 +8,7 @@ import pytest
 
 from quire.engine.errors import InvalidRequest
 from quire.engine.text.chat_template import ChatRenderer
-from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
+from quire.engine.text.grammar_compiler import GrammarCompiler, make_grammar_vocabulary
 from quire.engine.types import Grammar
 from quire.server.formats.thinking_switch import ThinkingSwitch
 from tests.server.resolve.test_tool_requests import HELLO, ONE, PATH, TOOLS, prompt, speaker
@@ -80,7 +80,7 @@ async def test_an_effort_that_a_template_refuses_becomes_the_nearest(effort: str
 
 def test_a_variable_that_changes_nothing_is_no_switch() -> None:
     template = CHATML + "{% set thinking = 1 %}{{ '' if enable_thinking else '' }}"
-    assert not ThinkingSwitch.of(ChatRenderer({"default": template}, {}), template).works
+    assert not ThinkingSwitch.from_template(ChatRenderer({"default": template}, {}), template).is_switchable
 
 
 @pytest.mark.parametrize(("path", "body", "name"), LIMITS)
@@ -135,7 +135,7 @@ async def test_allowed_tools_are_those_that_the_model_sees(mode: str) -> None:
 )
 def test_escapes_of_gbnf_stand_for_characters(text: str, good: str) -> None:
     tokenizer = byte_level_tokenizer().tokenizer
-    matcher = GrammarCompiler(vocabulary_of(tokenizer, 259, [258])).matcher(Grammar("lark", text))
+    matcher = GrammarCompiler(make_grammar_vocabulary(tokenizer, 259, [258])).new_matcher(Grammar("lark", text))
     for token in tokenizer.encode(good, add_special_tokens=False):
         assert matcher.consume_token(token), good
     assert matcher.is_accepting()
@@ -144,4 +144,6 @@ def test_escapes_of_gbnf_stand_for_characters(text: str, good: str) -> None:
 @pytest.mark.parametrize("text", [r'root ::= "\ud800"', r'root ::= "\U00110000"'])
 def test_an_escape_that_is_no_character_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest):
-        GrammarCompiler(vocabulary_of(byte_level_tokenizer().tokenizer, 259, [258])).matcher(Grammar("lark", text))
+        GrammarCompiler(make_grammar_vocabulary(byte_level_tokenizer().tokenizer, 259, [258])).new_matcher(
+            Grammar("lark", text)
+        )

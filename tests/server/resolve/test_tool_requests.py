@@ -18,10 +18,10 @@ from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import SamplingParams
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
-from quire.server.formats.tools.sink import CallDelta
-from quire.server.generation.answers.chunks import ChatWriter
-from quire.server.generation.choice import ChoiceDelta
-from quire.server.generation.spec import GenerationSpec, Prompt
+from quire.server.formats.tools.tool_call_sink import ToolCallDelta
+from quire.server.generation.answers.completion_chunks import ChatWriter
+from quire.server.generation.choice_state import ChoiceDelta
+from quire.server.generation.request_specs import GenerationSpec, Prompt
 from quire.server.served_model import ModelSource
 from tests.server.api import Api, open_api, parse_events
 from tests.server.fake import FakeEngine, scripted
@@ -190,11 +190,11 @@ async def test_max_tokens_gives_length_and_what_there_is(length: int) -> None:
 def test_what_one_step_brings_comes_in_order() -> None:
     """With several tokens per step, content and the call behind it are in one delta."""
     tokenizer = byte_level_tokenizer().tokenizer
-    spec = GenerationSpec(id="id", model="m", prompts=[Prompt([1], "")], params=SamplingParams(), keep=1)
+    spec = GenerationSpec(id="id", model="m", prompts=[Prompt([1], "")], params=SamplingParams(), num_returned=1)
     writer = ChatWriter(spec, tokenizer, "fp")
-    calls = (CallDelta(0, id="call_1", name="f"), CallDelta(0, "{}"))
-    delta = ChoiceDelta(0, "Hm.", [], "tool_calls", None, reasoning="why", calls=calls)
-    events = parse_events(writer.step([delta]).decode())
+    calls = (ToolCallDelta(0, id="call_1", name="f"), ToolCallDelta(0, "{}"))
+    delta = ChoiceDelta(0, "Hm.", [], "tool_calls", None, reasoning="why", tool_calls=calls)
+    events = parse_events(writer.step_events([delta]).decode())
     kinds = [next(iter(event["choices"][0]["delta"]), None) for event in events]
     assert kinds == ["reasoning", "content", "tool_calls", "tool_calls", None]
     assert events[1]["choices"][0]["delta"] == {"content": "Hm."}
@@ -368,7 +368,7 @@ async def test_a_format_leaves_the_model_free_to_call() -> None:
 async def test_special_tokens_that_mark_calls_are_read_and_others_dropped() -> None:
     tokenizer = make_tokenizer(special=True, chat_template=HERMES)
     ids = tokenizer.encode(f"a[ARGS]b{ONE}[ARGS]")
-    assert any(tokenizer.token(token_id) == "<tool_call>" for token_id in ids)
+    assert any(tokenizer.id_to_token(token_id) == "<tool_call>" for token_id in ids)
     async with served(tokenizer, ids) as http:
         answer = (await http.post(PATH, json={"messages": HELLO, "tools": TOOLS})).json()
         message = answer["choices"][0]["message"]
@@ -379,7 +379,7 @@ async def test_special_tokens_that_mark_calls_are_read_and_others_dropped() -> N
 
 @pytest.mark.parametrize("name", ["minimind", "qwen2.5"])
 async def test_real_tokenizers_and_their_templates(name: str) -> None:
-    tokenizer = Tokenizer.load(shared("tokenizers") / name)
+    tokenizer = Tokenizer.from_pretrained(shared("tokenizers") / name)
     thought = "hm é\n</think>\n\n" if name == "minimind" else ""
     async with served(tokenizer, tokenizer.encode(f"{thought}Ah.\n{TWO}", add_special_tokens=False)) as http:
         body = {"messages": HELLO, "tools": TOOLS, "chat_template_kwargs": {"open_thinking": True}}
@@ -399,7 +399,9 @@ async def served(tokenizer: Tokenizer, ids: list[int]) -> AsyncIterator[httpx.As
     """A server whose model answers with these tokens."""
     engine = FakeEngine(scripted(ids, tokenizer.eos_token_ids[0]), eos=tokenizer.eos_token_ids, max_model_len=2048)
     config = ServerConfig(served_model_name=["m"])
-    app = create_app(EngineClient(engine), ModelSource(config, tokenizer, tokenizer.vocab_size, {}), launch=FORKED)
+    app = create_app(
+        EngineClient(engine), ModelSource(config, tokenizer, tokenizer.vocab_size, {}), launch_process=FORKED
+    )
     transport = httpx.ASGITransport(app=app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://q") as http:
         yield http

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.errors import ConfigError
 from quire.engine.link.client import EngineClient
-from quire.engine.lora.modules import adaptable_modules
+from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.offline.in_process import InProcessLink
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
@@ -52,7 +52,7 @@ async def serving(model: Path, **options: Any) -> AsyncIterator[Api]:
     client = EngineClient(InProcessLink(config))
     modules = adaptable_modules(read_model_config(model))
     tokenizer = byte_level_tokenizer(CHATML).tokenizer
-    app = create_app(client, ModelSource(config, tokenizer, VOCAB, {}), modules, launch=FORKED)
+    app = create_app(client, ModelSource(config, tokenizer, VOCAB, {}), modules, launch_process=FORKED)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),

@@ -15,7 +15,7 @@ import openai
 import pytest
 from openai.types import Batch, FileObject
 
-from quire.server.batches import reader, runner
+from quire.server.batches import input_file, runner
 from quire.server.store.batches import Batches
 from tests.machine import set_clock
 from tests.server.api import NAME, Api, open_api
@@ -152,7 +152,7 @@ async def test_a_file_with_wrong_lines_fails_whole(content: bytes, errors: list[
 
 
 async def test_bounds_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "MAX_LINES", 2)
+    monkeypatch.setattr(input_file, "MAX_LINES", 2)
     async with keeping(tmp_path, max_body_size=0.01) as api:
         ended = await at_its_end(api, (await begin(api, jsonl(*map(request, "abc")))).id)
         assert [each.code for each in (ended.errors and ended.errors.data) or []] == ["too_many_requests"]
@@ -172,7 +172,7 @@ async def test_a_full_disk_costs_no_place(tmp_path: Path, monkeypatch: pytest.Mo
     def full(*_: Any) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
-    monkeypatch.setattr(runner, "MAX_OPEN", 2)
+    monkeypatch.setattr(runner, "MAX_OPEN_BATCHES", 2)
     async with keeping(tmp_path) as api:
         file = await upload(api, jsonl(request("a")))
         asked = {"input_file_id": file.id, "endpoint": CHAT}

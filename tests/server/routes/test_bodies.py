@@ -14,7 +14,7 @@ import pytest
 from quire.server.routes.bodies import QUICK_BYTES, SMALL_BYTES
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, scripted
-from tests.server.test_errors import BAD_INPUTS
+from tests.server.test_error_responses import BAD_INPUTS
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -72,7 +72,7 @@ async def test_what_is_asked_does_not_depend_on_where_it_is_read(api: Api, path:
     here, between, there = [await sent(api, path, body, padding) for padding in PADDED]
     assert here[0][0] == 200, here
     assert here == between == there
-    assert api.runtime.workers.pids, "the last was read in a worker"
+    assert api.runtime.workers.worker_pids, "the last was read in a worker"
 
 
 async def test_errors_do_not_depend_on_where_they_are_found(api: Api) -> None:
@@ -86,7 +86,7 @@ async def test_errors_do_not_depend_on_where_they_are_found(api: Api) -> None:
 async def test_templates_of_requests_are_rendered_in_workers() -> None:
     async with open_api(FakeEngine(scripted(b"ab", 258), eos=[258]), trust_request_chat_template=True) as api:
         await api.post(CHAT, {**ASKED, "chat_template": "{{ messages[0].content }}!"})
-        assert api.runtime.workers.pids
+        assert api.runtime.workers.worker_pids
         assert bytes(api.engine.seen[-1].prompt_ids).decode() == "Hi \u4e16!"
         endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
         doubling = "{% set n = namespace(x='a' * 9999) %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
@@ -102,11 +102,11 @@ async def test_who_leaves_while_his_body_is_read_ends_the_worker() -> None:
         slow = "{% for a in range(999) %}{% for b in range(999) %}{% endfor %}{% endfor %}"
         call = asyncio.create_task(api.post(CHAT, {**ASKED, "chat_template": slow}))
         async with asyncio.timeout(60):
-            while not workers.busy:  # noqa: ASYNC110
+            while not workers.num_busy:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-            (pid,) = workers.pids
+            (pid,) = workers.worker_pids
             call.cancel()
             while Path(f"/proc/{pid}").exists():  # noqa: ASYNC110, ASYNC240
                 await asyncio.sleep(0.001)
         assert not api.engine.seen
-        assert api.app.state.server.bodies.held == 0
+        assert api.app.state.server.body_reader.reserved_bytes == 0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion
 
-from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
+from quire.engine.text.grammar_compiler import GrammarCompiler, make_grammar_vocabulary
 from tests.server.api import VOCAB_SIZE
 from tests.server.resolve.test_tool_requests import HELLO, PATH, TOOLS, TWO, prompt, speaker
 from tests.texts import byte_level_tokenizer
@@ -133,7 +133,7 @@ async def test_choices_of_custom_tools() -> None:
 @pytest.mark.parametrize("choice", ["auto", "required"])
 async def test_the_input_is_held_to_its_grammar(choice: str) -> None:
     tokenizer = byte_level_tokenizer().tokenizer
-    compiler = GrammarCompiler(vocabulary_of(tokenizer, VOCAB_SIZE, [258]))
+    compiler = GrammarCompiler(make_grammar_vocabulary(tokenizer, VOCAB_SIZE, [258]))
     call = '<tool_call>\n{{"name": "patch", "arguments": {{"input": "{}"}}}}\n</tool_call>'
     async with speaker(call.format("42")) as api:
         for tool in (held_to("[0-9]+"), held_to("start: /[0-9]+/", "lark")):
@@ -143,7 +143,7 @@ async def test_the_input_is_held_to_its_grammar(choice: str) -> None:
             grammar = api.engine.seen[-1].params.grammar
             assert grammar is not None
             for text, fits in (("42", True), ("4x", False)):
-                matcher = compiler.matcher(grammar)
+                matcher = compiler.new_matcher(grammar)
                 taken = all(matcher.consume_token(token) for token in call.format(text).encode())
                 assert (taken and matcher.is_accepting()) is fits
             assert "[0-9]+" in prompt(api), "the model reads the grammar"

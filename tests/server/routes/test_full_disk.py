@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from quire.server.store.calls import Calls
-from quire.server.store.store import Store
+from quire.server.store.journal import Calls
+from quire.server.store.response_store import Store
 from tests.server.routes.test_stored_responses import PATH, body, storing
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.server.generation.spec import GenerationSpec
+from quire.server.generation.request_specs import GenerationSpec
 from tests.server.api import NAME
 from tests.server.fake import FakeEngine, hashed, scripted
 from tests.server.hosted import idle, serving

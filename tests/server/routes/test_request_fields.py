@@ -12,9 +12,9 @@ import tokenizers
 from quire.engine.errors import InvalidRequest
 from quire.engine.text.bad_words import bad_words_ids
 from quire.engine.types import TokenLogprob
-from quire.server.generation.choice import repeats
-from quire.server.generation.spec import RepetitionRule
-from quire.server.resolve.prompts import INFILL_MARKS, infill
+from quire.server.generation.choice_state import has_repetition
+from quire.server.generation.request_specs import RepetitionRule
+from quire.server.resolve.prompts import INFILL_TOKENS, build_infill_ids
 from tests.server.api import NAME, Api, open_api
 from tests.server.fake import FakeEngine, hashed, scripted
 from tests.texts import byte_level_tokenizer, real_tokenizers, sentence_piece_tokenizer
@@ -290,7 +290,7 @@ def test_a_repetition_is_as_vllm_has_it() -> None:
             for size in range(max(1, low), high + 1)
         )
         rule = RepetitionRule(min_pattern_size=low, max_pattern_size=high, min_count=count)
-        assert repeats(ids, rule) is wanted
+        assert has_repetition(ids, rule) is wanted
 
 
 @pytest.mark.parametrize("burst", [1, 5, 50])
@@ -315,7 +315,7 @@ async def test_an_answer_that_repeats_itself_is_ended(burst: int) -> None:
             assert choice["text"] == kept
 
 
-@pytest.mark.parametrize("marks", INFILL_MARKS)
+@pytest.mark.parametrize("marks", INFILL_TOKENS)
 async def test_the_middle_is_filled_in(marks: tuple[str, str, str]) -> None:
     engine = FakeEngine(scripted(b"ab", EOS), eos=[EOS])
     async with open_api(engine) as api:
@@ -354,14 +354,14 @@ async def test_codestral_reads_the_suffix_first() -> None:
 @pytest.mark.parametrize("named", real_tokenizers(), ids=lambda named: named.name)
 def test_an_infilled_prompt_is_the_text_with_its_marks(named: Any) -> None:
     tokenizer = named.tokenizer
-    marks = next((marks for marks in INFILL_MARKS if None not in map(tokenizer.backend.token_to_id, marks)), None)
+    marks = next((marks for marks in INFILL_TOKENS if None not in map(tokenizer.backend.token_to_id, marks)), None)
     prompt, suffix = (tokenizer.encode(text, add_special_tokens=False) for text in ("def f(x):", " return y"))
     if marks is None:
         with pytest.raises(InvalidRequest, match="no fill-in-the-middle"):
-            infill(tokenizer, prompt, suffix, add_special_tokens=True)
+            build_infill_ids(tokenizer, prompt, suffix, add_special_tokens=True)
     else:
         whole = f"{marks[0]}def f(x):{marks[1]} return y{marks[2]}"
-        assert infill(tokenizer, prompt, suffix, add_special_tokens=True) == tokenizer.encode(whole)
+        assert build_infill_ids(tokenizer, prompt, suffix, add_special_tokens=True) == tokenizer.encode(whole)
 
 
 @pytest.mark.few(1)

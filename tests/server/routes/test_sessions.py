@@ -79,7 +79,7 @@ async def test_a_conversation_is_warmed_with_the_tokens_that_it_had(api: Api) ->
     assert told["tokens"] == told["cached_tokens"] + told["computed_tokens"] == len(said.prompt_ids) + 2
     again = api.engine.seen[-1]
     assert again.prompt_ids[: len(said.prompt_ids)] == said.prompt_ids
-    assert (again.keep_seconds, again.session, again.sampling.max_tokens) == (50.0, "", 1)
+    assert (again.keep_seconds, again.session, again.sampling_params.max_tokens) == (50.0, "", 1)
     assert (await api.post("/v1/sessions/talk/warm", {}))["tokens"] == told["tokens"], "a hint is no turn"
     without = await api.http.post("/v1/sessions/talk/warm")
     assert without.status_code == 200

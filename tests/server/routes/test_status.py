@@ -123,7 +123,7 @@ async def test_answers_of_503_are_counted_by_their_reason() -> None:
         api.engine.owner.share({}, 5)  # as of requests that have no token yet
         await api.post("/v1/completions", {"prompt": "xyz"}, 503)
         api.engine.owner.share({}, 0)
-        api.runtime.admission.drain()
+        api.runtime.admission.start_draining()
         await api.post("/v1/completions", {"prompt": "x"}, 503)
         await api.post("/v1/chat/completions", {"messages": []}, 503)
         told = {"max_num_queued_reqs": 1, "max_num_queued_tokens": 1, "shutting_down": 2, "asleep": 0}

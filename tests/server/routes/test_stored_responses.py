@@ -18,8 +18,8 @@ from pydantic import TypeAdapter
 from quire.engine.errors import Overloaded
 from quire.server.resolve.translated import history
 from quire.server.routes.stored import conversations
-from quire.server.store.database import FILE
-from quire.server.store.store import Bounds
+from quire.server.store.database import DATABASE_FILE
+from quire.server.store.response_store import ConversationLimits
 from tests.server.api import NAME, Api, open_api
 from tests.server.fake import FakeEngine, hashed, scripted
 from tests.server.hosted import serving
@@ -356,7 +356,7 @@ async def test_a_response_adds_so_many_items_to_its_conversation(tmp_path: Path)
 async def test_a_conversation_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "MAX_ITEMS", 3)
     for room in (history, conversations):
-        monkeypatch.setattr(room, "CONVERSATION", Bounds(3, 1 << 20))
+        monkeypatch.setattr(room, "CONVERSATION_BOUNDS", ConversationLimits(3, 1 << 20))
     said = {"role": "user", "content": "Hi"}
     async with storing(tmp_path, "Fine.") as api:
         talk = await api.post("/v1/conversations", {"items": [said, said]})
@@ -377,7 +377,7 @@ async def test_items_are_added_without_reading_the_others(tmp_path: Path, monkey
     """Nothing that the event loop's process does with a conversation depends on what is in it."""
     async with storing(tmp_path, "Fine.") as api:
         talk = await api.post("/v1/conversations", {"items": [{"role": "user", "content": "Zero"}]})
-        with sqlite3.Connection(tmp_path / FILE) as database:
+        with sqlite3.Connection(tmp_path / DATABASE_FILE) as database:
             database.execute("update items set data = cast('{broken' as blob)")
         items = f"/v1/conversations/{talk['id']}/items"
         added = await api.post(items, {"items": [{"role": "user", "content": "One"}]})
@@ -391,14 +391,14 @@ async def test_items_are_added_without_reading_the_others(tmp_path: Path, monkey
 
 
 def _first(folder: Path) -> str:
-    with sqlite3.Connection(folder / FILE) as database:
+    with sqlite3.Connection(folder / DATABASE_FILE) as database:
         return str(database.execute("select id from items order by place limit 1").fetchone()[0])
 
 
 async def test_a_chain_is_bounded_in_bytes(tmp_path: Path) -> None:
     async with storing(tmp_path, "Fine.") as api:
         answer = await api.post(PATH, body("One"))
-        with sqlite3.Connection(tmp_path / FILE) as database:
-            database.execute("update objects set size = ?", (history.MAX_BEFORE_BYTES + 1,))
+        with sqlite3.Connection(tmp_path / DATABASE_FILE) as database:
+            database.execute("update objects set size = ?", (history.MAX_HISTORY_BYTES + 1,))
         error = (await api.post(PATH, body("Two", previous_response_id=answer["id"]), 400))["error"]
         assert (error["param"], "bytes come before" in error["message"]) == ("previous_response_id", True)

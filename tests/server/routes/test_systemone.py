@@ -19,7 +19,7 @@ from quire.engine.receipts.receipt import decode_receipt
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
-from quire.server.generation.answers.decisions import confidence_of_choice, confidence_of_score
+from quire.server.generation.answers.decisions import choice_confidence, score_confidence
 from quire.server.served_model import ModelSource
 from tests.server.api import NAME
 from tests.server.forked import FORKED
@@ -116,11 +116,11 @@ async def test_keys() -> None:
 
 
 def test_confidences() -> None:
-    assert confidence_of_choice([0.25] * 4) == confidence_of_score([1 / 3] * 3) == 0.0
-    assert confidence_of_choice([1.0, 0.0]) == confidence_of_score([0.0, 1.0, 0.0]) == 1.0
-    assert confidence_of_choice([0.7, 0.3]) == pytest.approx(0.4)
-    assert confidence_of_score([0.5, 0.0, 0.5]) == pytest.approx(0.0, abs=1e-9)
-    assert confidence_of_score([0.2, 0.6, 0.2]) == pytest.approx(1 - 0.4 / (2 / 3))
+    assert choice_confidence([0.25] * 4) == score_confidence([1 / 3] * 3) == 0.0
+    assert choice_confidence([1.0, 0.0]) == score_confidence([0.0, 1.0, 0.0]) == 1.0
+    assert choice_confidence([0.7, 0.3]) == pytest.approx(0.4)
+    assert score_confidence([0.5, 0.0, 0.5]) == pytest.approx(0.0, abs=1e-9)
+    assert score_confidence([0.2, 0.6, 0.2]) == pytest.approx(1 - 0.4 / (2 / 3))
 
 
 @asynccontextmanager
@@ -128,7 +128,9 @@ async def served(**options: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Engin
     """The embedded model, in this process."""
     config = ServerConfig(**{"threads": 1, "max_model_len": 1024, "num_kv_blocks": 400, **options})
     client = EngineClient(InProcessLink(config))
-    app = create_app(client, ModelSource(config, Tokenizer.load(DEMO_MODEL), 4096, {}), launch=FORKED)
+    app = create_app(
+        client, ModelSource(config, Tokenizer.from_pretrained(DEMO_MODEL), 4096, {}), launch_process=FORKED
+    )
     transport = httpx.ASGITransport(app=app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://q") as http:
         yield http, client
@@ -174,7 +176,7 @@ async def test_questions_share_their_state_in_one_step() -> None:
     questions = {str(index): {"type": "noul", "instructions": f"Is fox {index} clever?"} for index in range(16)}
     async with served() as (http, client):
         steps: list[tuple[int, int]] = []
-        client.history.listeners.append(lambda step: steps.append((step.record.rows, step.record.tokens)))
+        client.history.listeners.append(lambda step: steps.append((step.record.num_requests, step.record.num_tokens)))
         body = {"model": "jev-latest", "state": state, "questions": questions}
         usage = (await http.post(PATH, json=body, timeout=120)).json()["usage"]
     ((rows, tokens),) = steps

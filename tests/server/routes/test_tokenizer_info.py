@@ -29,7 +29,7 @@ TALK = [{"role": "user", "content": "Hé"}, {"role": "assistant", "content": "So
 async def told(tokenizer: Tokenizer, **options: Any) -> dict[str, Any]:
     config = ServerConfig(**options)
     files = ModelSource(config, tokenizer, tokenizer.vocab_size, {})
-    app = create_app(EngineClient(FakeEngine(hashed(b"a"))), files, launch=FORKED)
+    app = create_app(EngineClient(FakeEngine(hashed(b"a"))), files, launch_process=FORKED)
     transport = httpx.ASGITransport(app=app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport) as http:
         answer = await http.get("http://quire/tokenizer_info")
@@ -42,7 +42,7 @@ async def told(tokenizer: Tokenizer, **options: Any) -> dict[str, Any]:
 async def test_transformers_reads_it_as_the_model_s_own(folder: Path, tmp_path: Path) -> None:
     if not (folder / "tokenizer.json").is_file():
         pytest.skip("its tokenizer.json is not there")
-    info = await told(Tokenizer.load(folder))
+    info = await told(Tokenizer.from_pretrained(folder))
     shutil.copy(folder / "tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(info))
     theirs, ours = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(tmp_path)
@@ -62,7 +62,9 @@ async def test_transformers_reads_it_as_the_model_s_own(folder: Path, tmp_path: 
 async def test_a_template_of_the_operator_s_is_told(tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages[0].content }}!")
-    assert (await told(Tokenizer.load(DEMO_MODEL, str(template))))["chat_template"] == "{{ messages[0].content }}!"
+    assert (await told(Tokenizer.from_pretrained(DEMO_MODEL, str(template))))[
+        "chat_template"
+    ] == "{{ messages[0].content }}!"
 
 
 async def test_paths_and_limits_that_mean_nothing_are_left_out(tmp_path: Path) -> None:
@@ -70,7 +72,7 @@ async def test_paths_and_limits_that_mean_nothing_are_left_out(tmp_path: Path) -
     config = {"name_or_path": "/home/x", "vocab_file": "/home/x/v", "model_max_length": 10**30}
     config["eos_token"] = "<|im_end|>"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    info = await told(Tokenizer.load(tmp_path))
+    info = await told(Tokenizer.from_pretrained(tmp_path))
     assert not {"name_or_path", "vocab_file"} & info.keys()
     assert (info["model_max_length"], info["eos_token"], info["bos_token"]) == (512, "<|im_end|>", None)
 

@@ -41,7 +41,7 @@ async def serving(path: Path, tokenizer: Tokenizer, **options: Any) -> AsyncIter
     config = ServerConfig(model=str(path), **{"served_model_name": ["tiny"], "num_kv_blocks": 200, **options})
     client = EngineClient(InProcessLink(config))
     pooling, _ = read_tasks(path, read_model_config(path), config)
-    app = create_app(client, ModelSource(config, tokenizer, VOCAB, {}, pooling=pooling), launch=FORKED)
+    app = create_app(client, ModelSource(config, tokenizer, VOCAB, {}, pooling=pooling), launch_process=FORKED)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from quire.server.store.data import Data, open_data
-from quire.server.store.garbage import BATCH_ROWS
-from quire.server.store.store import Put, Stored
-from quire.server.store.sweeper import DAY
+from quire.server.store.data_dir import DataDir, open_data_dir
+from quire.server.store.garbage import MAX_TRANSACTION_ROWS
+from quire.server.store.response_store import ObjectToStore, StoredObject
+from quire.server.store.sweeper import SECONDS_PER_DAY
 from tests.machine import set_clock
 from tests.server.statements import Counted
-from tests.server.store.test_calls import call
-from tests.server.store.test_store import BIG, conversation, item, response
+from tests.server.store.test_journal import call
+from tests.server.store.test_response_store import BIG, conversation, item, response
 from tests.server.store.version_2 import write_version_2
 
 A = "a"
@@ -29,9 +29,9 @@ class Clock:
         self.now = BEGIN
         set_clock(monkeypatch, monotonic=lambda: self.now, time=lambda: self.now)
 
-    def sweep(self, data: Data, days: float = 0.0) -> None:
+    def sweep(self, data: DataDir, days: float = 0.0) -> None:
         """All that is due so many days later."""
-        self.now += days * DAY + 61  # a minute lies between two passes
+        self.now += days * SECONDS_PER_DAY + 61  # a minute lies between two passes
         while data.processes.sweep():
             pass
 
@@ -41,16 +41,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def following(id: str, previous: str) -> Put:
-    return Put(id, Stored("response", {"status": "completed", "previous": previous}, b"{}"), [item("i")])
+def following(id: str, previous: str) -> ObjectToStore:
+    return ObjectToStore(
+        id, StoredObject("response", {"status": "completed", "previous": previous}, b"{}"), [item("i")]
+    )
 
 
-def there(data: Data, *ids: str) -> list[str]:
+def there(data: DataDir, *ids: str) -> list[str]:
     return [id for id in ids if data.store.known(A, "response", id) is not None]
 
 
 def test_a_response_goes_after_its_days_and_other_objects_stay(tmp_path: Path, clock: Clock) -> None:
-    data = open_data(tmp_path, BIG, retention=30 * DAY)
+    data = open_data_dir(tmp_path, BIG, retention_seconds=30 * SECONDS_PER_DAY)
     data.store.put(A, response("old", "i"))
     data.store.put(A, response("going", "i", unfinished=True))
     data.store.put(A, conversation("talk", "i"))
@@ -66,14 +68,14 @@ def test_a_response_goes_after_its_days_and_other_objects_stay(tmp_path: Path, c
     clock.sweep(data)
     assert there(data, "going") == [], "its age counts from its creation, not from its end"
     data.close()
-    data = open_data(tmp_path, BIG, retention=0)
+    data = open_data_dir(tmp_path, BIG, retention_seconds=0)
     clock.sweep(data, 10_000)
     assert there(data, "new") == ["new"], "0 keeps all"
     data.close()
 
 
 def test_a_chain_goes_when_its_last_response_does(tmp_path: Path, clock: Clock) -> None:
-    data = open_data(tmp_path, BIG, retention=30 * DAY)
+    data = open_data_dir(tmp_path, BIG, retention_seconds=30 * SECONDS_PER_DAY)
     data.store.put(A, response("1"))
     data.store.put(A, following("2", "1"))
     data.store.put("b", response("1"))
@@ -84,17 +86,17 @@ def test_a_chain_goes_when_its_last_response_does(tmp_path: Path, clock: Clock) 
     assert data.store.known("b", "response", "1") is None, "another owner's response of this name continues nothing"
     clock.sweep(data, 20)
     assert there(data, "1", "2", "3") == []
-    assert data.store.size == 0
+    assert data.store.stored_bytes == 0
     data.close()
 
 
 def test_many_are_due_at_once_and_some_stay(tmp_path: Path, clock: Clock) -> None:
-    data = open_data(tmp_path, BIG, retention=DAY)
-    count = 3 * BATCH_ROWS
+    data = open_data_dir(tmp_path, BIG, retention_seconds=SECONDS_PER_DAY)
+    count = 3 * MAX_TRANSACTION_ROWS
     for number in range(count):
         data.store.put(A, response(str(number), "i", "j"))
-    data.store.put(A, response("long", *map(str, range(2 * BATCH_ROWS))))
-    clock.now += DAY + 1
+    data.store.put(A, response("long", *map(str, range(2 * MAX_TRANSACTION_ROWS))))
+    clock.now += SECONDS_PER_DAY + 1
     for number in range(count // 2):
         data.store.put(A, following(f"next {number}", str(number)))
     clock.sweep(data)
@@ -102,20 +104,20 @@ def test_many_are_due_at_once_and_some_stay(tmp_path: Path, clock: Clock) -> Non
     data.close()
 
 
-@pytest.mark.parametrize("retention", [30 * DAY, 0.0])
+@pytest.mark.parametrize("retention", [30 * SECONDS_PER_DAY, 0.0])
 def test_what_an_earlier_version_stored_has_its_days_from_the_first_start(
     tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture, retention: float
 ) -> None:
-    write_version_2(tmp_path, {"1": None, "2": "1", "3": None}, at=BEGIN - 1000 * DAY)
-    clock.now += 40 * DAY  # the machine was off
+    write_version_2(tmp_path, {"1": None, "2": "1", "3": None}, at=BEGIN - 1000 * SECONDS_PER_DAY)
+    clock.now += 40 * SECONDS_PER_DAY  # the machine was off
     with caplog.at_level(logging.WARNING):
-        data = open_data(tmp_path, BIG, retention=retention)
+        data = open_data_dir(tmp_path, BIG, retention_seconds=retention)
     said = "3 stored responses will be deleted on 2027-03-26, 30 days from now"
     assert (said in caplog.text) == bool(retention)
     clock.sweep(data, 29)
     data.close()
     caplog.clear()
-    data = open_data(tmp_path, BIG, retention=retention)
+    data = open_data_dir(tmp_path, BIG, retention_seconds=retention)
     assert "will be deleted" not in caplog.text, "it is said once"
     data.store.put(A, following("4", "3"))
     clock.sweep(data, 1.01)
@@ -127,9 +129,11 @@ def instructions_of_a_pass(folder: Path, clock: Clock, count: int) -> int:
     """The most that a statement takes while so many responses of an earlier version are due, and all are continued."""
     folder.mkdir()
     before = {str(number): str(number - 1) if number else None for number in range(count)}
-    write_version_2(folder, before, at=BEGIN - 1000 * DAY, items=0)
-    data = open_data(folder, BIG, retention=DAY, connect=partial(sqlite3.connect, factory=Counted))
-    clock.now += DAY + 1
+    write_version_2(folder, before, at=BEGIN - 1000 * SECONDS_PER_DAY, items=0)
+    data = open_data_dir(
+        folder, BIG, retention_seconds=SECONDS_PER_DAY, connect=partial(sqlite3.connect, factory=Counted)
+    )
+    clock.now += SECONDS_PER_DAY + 1
     data.store.put(A, following("new", str(count - 1)))
     Counted.counts.clear()
     clock.sweep(data)

@@ -11,27 +11,27 @@ from typing import Any
 
 import msgspec
 
-from quire.server.store.batches import Batch, Line, Result
-from quire.server.store.calls import Call, Note, Pins
-from quire.server.store.data import Data, open_data
-from quire.server.store.database import FILE, ROW
+from quire.server.store.batches import Batch, BatchLine, LineResult
+from quire.server.store.data_dir import DataDir, open_data_dir
+from quire.server.store.data_dir_rpc import RPC_METHODS
+from quire.server.store.database import DATABASE_FILE, ROW_OVERHEAD_BYTES
 from quire.server.store.files import new_file
-from quire.server.store.progress import Progress
-from quire.server.store.shared import METHODS
-from quire.server.store.store import Bounds, reading
-from quire.server.store.sweeper import DAY
+from quire.server.store.journal import JournaledCall, ProgressUpdate, ReplayInputs
+from quire.server.store.progress import CallProgress
+from quire.server.store.response_store import ConversationLimits, open_store_reader
+from quire.server.store.sweeper import SECONDS_PER_DAY
 from tests.server.statements import Counted, Watched
-from tests.server.store.test_store import BIG, conversation, item, response
+from tests.server.store.test_response_store import BIG, conversation, item, response
 
 A = "a"
-OLD = time.time() - 1000 * DAY
+OLD = time.time() - 1000 * SECONDS_PER_DAY
 SIZES = (1_300, 2_600)
 """Rows of each table: more than any statement reads at once."""
 ABOUT = {"response": '{"status": "completed", "previous": null}', "conversation": "{}"}
 ENDS = {"batch": OLD, "vision": None}
 """When files expire, by purpose."""
 PINS = b'{"id":"x","name":"","created":0,"seed":1}'
-PROGRESS = msgspec.msgpack.encode(Progress())
+PROGRESS = msgspec.msgpack.encode(CallProgress())
 
 
 def batch(id: str, status: Any = "validating") -> Batch:
@@ -48,8 +48,8 @@ def batch(id: str, status: Any = "validating") -> Batch:
 
 def fill(folder: Path, rows: int) -> None:
     """What an owner has stored: so many rows of each kind, of which most are due to be deleted."""
-    open_data(folder, BIG).close()
-    connection = sqlite3.connect(folder / FILE, isolation_level=None)
+    open_data_dir(folder, BIG).close()
+    connection = sqlite3.connect(folder / DATABASE_FILE, isolation_level=None)
     connection.execute("begin")
 
     def insert(table: str, columns: int, values: Iterator[tuple[Any, ...]]) -> None:
@@ -58,16 +58,16 @@ def fill(folder: Path, rows: int) -> None:
     def objects() -> Iterator[tuple[Any, ...]]:
         for n in range(rows):
             for kind, about in ABOUT.items():
-                yield A, f"{kind}{n}", kind, n, 0, ROW + 2, 0, about, b"{}", OLD + n, f"k{n}"
+                yield A, f"{kind}{n}", kind, n, 0, ROW_OVERHEAD_BYTES + 2, 0, about, b"{}", OLD + n, f"k{n}"
         for id in ("long", "gone"):
-            size = rows * (ROW + 2) + ROW + 2
+            size = rows * (ROW_OVERHEAD_BYTES + 2) + ROW_OVERHEAD_BYTES + 2
             yield A, id, "conversation", OLD + rows, 0, size, rows, "{}", b"{}", OLD, id
 
     numbers, data = range(rows), msgspec.json.encode(batch("b", "completed"))
     insert("objects", 11, objects())
     insert("items", 5, ((A, key, n, f"i{n}", b"{}") for n in numbers for key in ("long", "gone", "old")))
-    insert("garbage", 5, iter([(1, "items", A, "old", rows * (ROW + 2)), (2, "lines", "", "ended", 0)]))
-    insert("calls", 9, ((A, f"c{n}", "/p", b"", PINS, f"n{n}", OLD + n, ROW, PROGRESS) for n in numbers))
+    insert("garbage", 5, iter([(1, "items", A, "old", rows * (ROW_OVERHEAD_BYTES + 2)), (2, "lines", "", "ended", 0)]))
+    insert("calls", 9, ((A, f"c{n}", "/p", b"", PINS, f"n{n}", OLD + n, ROW_OVERHEAD_BYTES, PROGRESS) for n in numbers))
     insert("bodies", 3, ((A, f"c{n}", b"") for n in numbers))
     insert("files", 7, ((A, f"{use}{n}", n, ends, 1, "", use) for n in numbers for use, ends in ENDS.items()))
     insert("batches", 7, ((A, f"b{n}", n, 9, "completed", data, 1) for n in numbers))
@@ -76,13 +76,13 @@ def fill(folder: Path, rows: int) -> None:
     connection.close()
 
 
-def scenario(data: Data, folder: Path) -> dict[Callable[..., Any], Callable[[], object]]:
+def scenario(data: DataDir, folder: Path) -> dict[Callable[..., Any], Callable[[], object]]:
     """Each method that other processes may ask for, in an order in which all of them have something to do."""
     store, files, batches, calls, processes = data.store, data.files, data.batches, data.calls, data.processes
     file = new_file("x", "batch", 2, keep_seconds=None)
     (folder / "files" / file.id).write_bytes(b"{}")
-    call = Call(path="/p", body=b"{}", pins=Pins(id="new", name="", created=0, seed=1), key="k")
-    lines, later = [Line(n, n, 0, 1, "") for n in range(300)], time.time() + 1000
+    call = JournaledCall(path="/p", body=b"{}", pins=ReplayInputs(id="new", name="", created=0, seed=1), key="k")
+    lines, later = [BatchLine(n, n, 0, 1, "") for n in range(300)], time.time() + 1000
     orders = (True, False)
 
     def file_page(newest: bool, purpose: str | None) -> object:
@@ -95,7 +95,7 @@ def scenario(data: Data, folder: Path) -> dict[Callable[..., Any], Callable[[], 
         (store.get, lambda: store.get(A, "response", "response7")),
         (store.known, lambda: store.known(A, "response", "response7")),
         (store.put, lambda: store.put(A, conversation("new", *map(str, range(300))))),
-        (store.append, lambda: store.append(A, "long", [item("more")], Bounds(BIG, BIG))),
+        (store.append, lambda: store.append(A, "long", [item("more")], ConversationLimits(BIG, BIG))),
         (store.describe, lambda: store.describe(A, "long", {"a": "b"})),
         (store.page, lambda: [item_page(newest) for newest in orders]),
         (store.item, lambda: store.item(A, "long", "i5")),
@@ -115,14 +115,14 @@ def scenario(data: Data, folder: Path) -> dict[Callable[..., Any], Callable[[], 
         (batches.reads, lambda: batches.reads(A, "f")),
         (batches.set_lines, lambda: batches.set_lines(A, batch("x", "in_progress"), lines)),
         (batches.left, lambda: batches.left("other", 5, 64)),
-        (batches.put_result, lambda: batches.put_result("x", Result(7, failed=False, line=b"{}"))),
+        (batches.put_result, lambda: batches.put_result("x", LineResult(7, failed=False, line=b"{}"))),
         (batches.results, lambda: batches.results("other", 3, failed=True)),
         (batches.page, lambda: batches.page(A, 20, "b1200")),
         (batches.cancel, lambda: batches.cancel(A, "y")),
         (batches.finalize, lambda: batches.finalize(A, "x")),
         (batches.end, lambda: batches.end(A, batch("x", "completed"), [])),
         (calls.put, lambda: calls.put(A, call, later, "0")),
-        (calls.note, lambda: calls.note([Note(A, "new", Progress(), later, answered=True)], "0")),
+        (calls.note, lambda: calls.note([ProgressUpdate(A, "new", CallProgress(), later, is_complete=True)], "0")),
         (calls.claim, lambda: calls.claim(A, "c1", "0", 1)),
         (calls.give_up, lambda: calls.give_up(A, "c1", 1)),
         (calls.holder, lambda: calls.holder(A, "c1")),
@@ -140,21 +140,21 @@ def instructions(folder: Path, rows: int) -> dict[str, int]:
     """By statement: the most that one execution took, in a full store with so many rows of each kind."""
     folder.mkdir()
     fill(folder, rows)
-    opened = open_data(folder, BIG)
-    full = opened.store.size - 1000
+    opened = open_data_dir(folder, BIG)
+    full = opened.store.stored_bytes - 1000
     opened.close()
     counted = partial(sqlite3.connect, factory=Counted)
-    data = open_data(folder, full, retention=30 * DAY, connect=counted)
+    data = open_data_dir(folder, full, retention_seconds=30 * SECONDS_PER_DAY, connect=counted)
     steps = scenario(data, folder)
-    assert {*steps} == {*METHODS}, "a method is not tried here"
+    assert {*steps} == {*RPC_METHODS}, "a method is not tried here"
     Counted.counts.clear()
-    data.calls.room.make(full - 1000)
+    data.calls.quota.make_room(full - 1000)
     for step in steps.values():
         step()
-    with reading(folder, counted) as reader:
-        reader.known(A, "conversation", "long")
-        reader.get(A, "conversation", "long")
-        reader.items(A, "new")
+    with open_store_reader(folder, counted) as reader:
+        reader.read_summary(A, "conversation", "long")
+        reader.read_object(A, "conversation", "long")
+        reader.read_items(A, "new")
     data.close()
     return {text: count for text, count in Counted.counts.items() if not text.startswith("pragma")}
 
@@ -169,8 +169,8 @@ def test_no_statement_does_more_in_a_larger_store(tmp_path: Path) -> None:
 
 def test_a_statement_that_reads_or_sorts_a_whole_table_is_noticed(tmp_path: Path) -> None:
     """In any test of the server."""
-    open_data(tmp_path, BIG).close()
-    connection = Watched(tmp_path / FILE)
+    open_data_dir(tmp_path, BIG).close()
+    connection = Watched(tmp_path / DATABASE_FILE)
     for wrong in (
         "select id from objects where size > ?",
         "select id from objects where owner = ? order by unfinished, size limit 1",

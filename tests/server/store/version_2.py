@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
-from quire.server.store.database import FILE, ROW
+from quire.server.store.database import DATABASE_FILE, ROW_OVERHEAD_BYTES
 
 TABLES = """
 create table objects (
@@ -44,12 +44,12 @@ pragma user_version = 2;
 
 def write_version_2(folder: Path, responses: Mapping[str, str | None], at: float, *, items: int = 1) -> None:
     """The owner `a` has responses, by their ids with the ids of those that they continue."""
-    with closing(sqlite3.connect(folder / FILE)) as database:
+    with closing(sqlite3.connect(folder / DATABASE_FILE)) as database:
         database.executescript(TABLES)
         for id, previous in responses.items():
             about = json.dumps({"status": "completed", "background": False, "previous": previous, "events": 0})
             packed = [("a", id, place, f"i{place}", b'{"id":"i%d"}' % place) for place in range(items)]
-            size = ROW + 2 + sum(ROW + len(row[4]) for row in packed)
+            size = ROW_OVERHEAD_BYTES + 2 + sum(ROW_OVERHEAD_BYTES + len(row[4]) for row in packed)
             row = ("a", id, "response", at, 0, size, items, about, b"{}")
             database.execute("insert into objects values (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
             database.executemany("insert into items values (?, ?, ?, ?, ?)", packed)

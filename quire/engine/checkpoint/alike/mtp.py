@@ -17,7 +17,7 @@ from typing import Any
 from quire.engine.checkpoint.families import WITH_EXPERTS, sparse_layers
 from quire.engine.checkpoint.safetensors import is_of_text, read_tensor_headers
 from quire.engine.errors import ModelError
-from quire.engine.gguf.files import read_gguf
+from quire.engine.gguf.model_files import read_gguf_header
 
 BELOW = "mtp."
 """What the names of such a layer begin with, where it is not the model's next one."""
@@ -82,7 +82,7 @@ class MtpNames:
 def find_mtp(path: Path, layers: int) -> MtpNames:
     """How the checkpoint at `path`, a directory or a GGUF file, names it, beside so many layers of the model's. Raises
     ModelError where it has none."""
-    names: Iterable[str] = read_tensor_headers(path, str) if path.is_dir() else read_gguf(path).tensors
+    names: Iterable[str] = read_tensor_headers(path, str) if path.is_dir() else read_gguf_header(path).tensors
     if below := [name for name in names if name.startswith(BELOW)]:
         ends = [place for name in below if (place := _PLACE.fullmatch(name)) and _NEMOTRON_END in place["inside"]]
         return MtpNames(layers, below=True, parts=1 + min((int(place["number"]) for place in ends), default=0))

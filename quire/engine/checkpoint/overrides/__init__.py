@@ -23,7 +23,7 @@ from quire.engine.checkpoint.files import (
 )
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
-from quire.engine.folder import checked, read_json
+from quire.engine.folder_reader import read_json, validate_json
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _PART = "_config"
@@ -96,7 +96,7 @@ def sampling_defaults(config: EngineConfig) -> dict[str, float]:
             param="override_generation_config",
         )
     try:
-        checked(overrides, GenerationFields, "override_generation_config")
+        validate_json(overrides, GenerationFields, "override_generation_config")
         most = _most_tokens(overrides, "override_generation_config")
     except ModelError as error:
         raise ConfigError(error.message.removeprefix("model: "), param="override_generation_config") from None

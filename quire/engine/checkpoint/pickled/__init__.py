@@ -2,7 +2,7 @@
 
 Such a file is a pickle, which may call anything. So none is unpickled here: the few instructions of which torch.save
 makes tensors by name are followed on a stack of our own, and whatever else they name is refused. Numbers are read
-by torch's weights-only loader (engine/worker/loading/loader.py).
+by torch's weights-only loader (engine/worker/loading/weight_loader.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from quire.engine.errors import ModelError
-from quire.engine.folder import MIB, open_file
+from quire.engine.folder_reader import MIB, open_file
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SUFFIX = ".bin"

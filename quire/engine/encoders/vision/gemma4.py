@@ -10,123 +10,141 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.encoders.pieces import pages_of, parts_of, weight
-from quire.engine.encoders.vision.tower import ColourPatches, Reading, Tower, TowerMaking, apart, normalised
-from quire.engine.images.gemma4 import Gemma4
-from quire.engine.layers.attention import AttentionSpec
-from quire.engine.layers.mlp import MlpSpec
+from quire.engine.encoders.encoder_chunks import chunk_cost, count_blocks, split_step
+from quire.engine.encoders.vision.tower import (
+    ChannelLastPatchEmbedding,
+    ChunkedEncoding,
+    Tower,
+    TowerBuildContext,
+    equal_lengths,
+    normalize_pixels,
+)
+from quire.engine.images.gemma4 import Gemma4Vision
+from quire.engine.layers.attention import AttentionLayerSpec
+from quire.engine.layers.mlp import MLPSpec
 from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.parameters import Parameter, ParameterTable, held, parameters_of
-from quire.engine.layers.part import BuildContext, Step
-from quire.engine.layers.schemes.clipped import Clippable
+from quire.engine.layers.parameters import Parameter, ParameterTable, make_parameter, merge_parameters
+from quire.engine.layers.schemes.clipped import ClippedScheme
+from quire.engine.layers.sublayer import BuildContext, ForwardContext
 from quire.engine.types import Image
 from quire.kernels.backend import NO_ADAPTERS
 
 _TOWER, _EMBEDDER = "vision_tower", "embed_vision"
-_TURNED = ("self_attn.q_proj.linear.weight", "self_attn.k_proj.linear.weight")
-_NORMED = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+_ROTATED_WEIGHTS = ("self_attn.q_proj.linear.weight", "self_attn.k_proj.linear.weight")
+_HEAD_NORM_WEIGHTS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
 
 class Gemma4Tower(Tower):
-    unused = ("audio_tower.", "embed_audio.")
+    unused_prefixes = ("audio_tower.", "embed_audio.")
 
-    def __init__(self, vision: Gemma4, making: TowerMaking) -> None:
-        shape, self._vision, self._making = vision.shape, vision, making
+    def __init__(self, vision: Gemma4Vision, build_context: TowerBuildContext) -> None:
+        shape, self._vision, self._build_context = vision.tower_shape, vision, build_context
         norm, quarter = NormSpec(shape.eps), vision.head_dim // 4
-        attention = AttentionSpec(
-            *(shape.num_heads, vision.kv_heads, vision.head_dim),
+        attention = AttentionLayerSpec(
+            *(shape.num_heads, vision.num_kv_heads, vision.head_dim),
             scale=1.0,
-            rope={"rope_type": "axial", "rope_theta": vision.theta},
+            rope={"rope_type": "axial", "rope_theta": vision.rope_theta},
             norm=norm,
             qk_norm="heads",
             output_norm=True,
             v_norm=True,
-            axes=(1,) * quarter + (2,) * quarter,
-            ahead=None,
+            mrope_axes=(1,) * quarter + (2,) * quarter,
+            lookahead=None,
         )
-        mlp = MlpSpec(shape.intermediate_size, norm, activation="gelu_tanh", output_norm=True)
-        scheme = Clippable(making.scheme, clipped=vision.clipped)
-        kinds = (making.dtype, making.dtype, making.device, vision.most_tokens * vision.pool)
-        parts = BuildContext(making.backend, scheme, shape.hidden_size, *kinds, {})
+        mlp = MLPSpec(shape.intermediate_size, norm, activation="gelu_tanh", output_norm=True)
+        scheme = ClippedScheme(build_context.scheme, has_bounds=vision.has_clipped_linears)
+        dtypes_and_sizes = (
+            build_context.dtype,
+            build_context.dtype,
+            build_context.device,
+            vision.max_tokens * vision.pooling_size,
+        )
+        layer_context = BuildContext(build_context.backend, scheme, shape.hidden_size, *dtypes_and_sizes, {})
         names = (f"{_TOWER}.encoder.layers.{index}" for index in range(shape.num_layers))
-        self._layers = [(attention.part(parts, name), mlp.part(parts, name)) for name in names]
+        self._layers = [
+            (attention.build_sublayer(layer_context, name), mlp.build_sublayer(layer_context, name)) for name in names
+        ]
         hidden = shape.hidden_size
-        self._patches = ColourPatches(making, shape, f"{_TOWER}.patch_embedder.input_proj", bias=False)
-        self._project = making.linear(hidden, f"{_EMBEDDER}.embedding_projection", making.text_size, bias=False)
+        self._patch_embedding = ChannelLastPatchEmbedding(
+            build_context, shape, f"{_TOWER}.patch_embedder.input_proj", bias=False
+        )
+        self._projection = build_context.make_linear(
+            hidden, f"{_EMBEDDER}.embedding_projection", build_context.text_hidden_size, bias=False
+        )
         self._weights: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:
-        vision, hidden = self._vision, self._vision.shape.hidden_size
-        table = parameters_of(self._patches, self._project)
-        for each in (part for layer in self._layers for part in layer):
-            table |= {name: self._turned(name, given) for name, given in each.parameters().items()}
-        positions = (2, vision.table, hidden)
+        vision, hidden = self._vision, self._vision.tower_shape.hidden_size
+        table = merge_parameters(self._patch_embedding, self._projection)
+        for each in (sublayer for layer in self._layers for sublayer in layer):
+            table |= {name: self._reorder_heads(name, parameter) for name, parameter in each.parameters().items()}
+        positions = (2, vision.position_table_size, hidden)
         name = f"{_TOWER}.patch_embedder.position_embedding_table"
-        table[name] = held(self._weights, "positions", positions, self._making.dtype)
-        for name in ("std_bias", "std_scale") if vision.standardized else ():
-            table[f"{_TOWER}.{name}"] = held(self._weights, name, (hidden,), torch.float32)
+        table[name] = make_parameter(self._weights, "positions", positions, self._build_context.dtype)
+        for name in ("std_bias", "std_scale") if vision.standardizes_tokens else ():
+            table[f"{_TOWER}.{name}"] = make_parameter(self._weights, name, (hidden,), torch.float32)
         return table
 
-    def _turned(self, name: str, given: Parameter) -> Parameter:
+    def _reorder_heads(self, name: str, parameter: Parameter) -> Parameter:
         """Stored heads have two halves, of columns and of rows, each of which is turned by itself: numbers are put
         where turns of the whole head find them."""
-        if not name.endswith((*_TURNED, *_NORMED)):
-            return given
+        if not name.endswith((*_ROTATED_WEIGHTS, *_HEAD_NORM_WEIGHTS)):
+            return parameter
         size = self._vision.head_dim
         order = torch.arange(size).view(2, 2, size // 4).transpose(0, 1).flatten()
 
-        def put(tensor: Tensor) -> None:
+        def load_reordered(tensor: Tensor) -> None:
             heads = tensor.view(-1, size, *tensor.shape[1:])
-            given.put(heads[:, order.to(tensor.device)].reshape(tensor.shape))
+            parameter.weight_loader(heads[:, order.to(tensor.device)].reshape(tensor.shape))
 
-        return replace(given, put=put)
+        return replace(parameter, weight_loader=load_reordered)
 
-    def reading(self, images: Sequence[Image]) -> Reading:
-        embedded = [self._embedded(each) for each in images]
-        places = embedded[0][1].repeat(len(images), 1)
-        x = yield from self._through_layers(torch.cat([each for each, _ in embedded]), places, len(images))
-        rows, columns = (each // self._vision.shape.patch_size for each in (images[0].height, images[0].width))
-        return [self._pooled(each, rows, columns) for each in x.chunk(len(images))]
+    def encode_in_chunks(self, images: Sequence[Image]) -> ChunkedEncoding:
+        embedded = [self._embed_patches(each) for each in images]
+        coordinates = embedded[0][1].repeat(len(images), 1)
+        x = yield from self._run_layers(torch.cat([each for each, _ in embedded]), coordinates, len(images))
+        rows, columns = (each // self._vision.tower_shape.patch_size for each in (images[0].height, images[0].width))
+        return [self._pool_patches(each, rows, columns) for each in x.chunk(len(images))]
 
-    def _pooled(self, x: Tensor, rows: int, columns: int) -> Tensor:
+    def _pool_patches(self, x: Tensor, rows: int, columns: int) -> Tensor:
         """An image's patches [T, hidden] to tokens."""
-        vision, backend = self._vision, self._making.backend
+        vision, backend = self._vision, self._build_context.backend
         grid = x.float().view(1, rows, columns, -1).permute(0, 3, 1, 2)
-        means = F.avg_pool2d(grid, vision.pool).flatten(2)[0].T.to(x.dtype).float()
-        means = means * vision.shape.hidden_size**0.5
-        if vision.standardized:
+        means = F.avg_pool2d(grid, vision.pooling_size).flatten(2)[0].T.to(x.dtype).float()
+        means = means * vision.tower_shape.hidden_size**0.5
+        if vision.standardizes_tokens:
             means = (means - self._weights["std_bias"]) * self._weights["std_scale"]
         normed = backend.rms_norm(
-            means.to(x.dtype).contiguous(), torch.ones(x.shape[1], device=x.device), vision.shape.eps
+            means.to(x.dtype).contiguous(), torch.ones(x.shape[1], device=x.device), vision.tower_shape.eps
         )
-        return self._project.packed(normed, NO_ADAPTERS)
+        return self._projection.packed_linear(normed, NO_ADAPTERS)
 
-    def _embedded(self, image: Image) -> tuple[Tensor, Tensor]:
-        """The patches [T, hidden] by rows, and where they are, [T, 3] int64, as AttentionMetadata.axes has it, columns
-        in the second place."""
-        size = self._vision.shape.patch_size
+    def _embed_patches(self, image: Image) -> tuple[Tensor, Tensor]:
+        """The patches [T, hidden] by rows, and where they are, [T, 3] int64, as AttentionMetadata.mrope_positions has
+        it, columns in the second place."""
+        size = self._vision.tower_shape.patch_size
         rows, columns = image.height // size, image.width // size
-        device = self._making.device
-        pixels = 2 * (normalised(image, self._vision.colours, device) - 0.5)
+        device = self._build_context.device
+        pixels = 2 * (normalize_pixels(image, self._vision.normalization, device) - 0.5)
         place = torch.arange(rows * columns, device=device)
         table = self._weights["positions"]
-        x = self._patches(pixels) + (table[0, place % columns] + table[1, place // columns])
+        x = self._patch_embedding(pixels) + (table[0, place % columns] + table[1, place // columns])
         return x, torch.stack((place, place % columns, place // columns), dim=1)
 
-    def _through_layers(self, x: Tensor, places: Tensor, images: int) -> Generator[float, None, Tensor]:
+    def _run_layers(self, x: Tensor, coordinates: Tensor, num_images: int) -> Generator[float, None, Tensor]:
         """What goes out of the layers, whose parts are pieces: few tokens stand for an image."""
-        backend, vision, device = self._making.backend, self._vision, self._making.device
-        (lengths,), size = apart(len(x) // images, images), backend.block_size
-        ((_, metadata),) = parts_of(lengths, size, device)
-        shape = backend.kv_cache_shape(pages_of(lengths, size), vision.kv_heads, vision.head_dim, x.dtype)
+        backend, vision, device = self._build_context.backend, self._vision, self._build_context.device
+        (lengths,), size = equal_lengths(len(x) // num_images, num_images), backend.block_size
+        ((_, metadata),) = split_step(lengths, size, device)
+        shape = backend.kv_cache_shape(count_blocks(lengths, size), vision.num_kv_heads, vision.head_dim, x.dtype)
         keys, values = (torch.empty(shape, dtype=x.dtype, device=device) for _ in range(2))
-        step = Step(replace(metadata, axes=places), (keys, values), None)
+        step = ForwardContext(replace(metadata, mrope_positions=coordinates), (keys, values), None)
         residual: Tensor | None = None
-        each = weight(len(x), len(x) // images, vision.shape.hidden_size) / len(self._layers) / 2
+        sublayer_cost = chunk_cost(len(x), len(x) // num_images, vision.tower_shape.hidden_size) / len(self._layers) / 2
         for layer in self._layers:
-            for part in layer:
-                x, residual = part.forward(backend, x, residual, step)
-                yield each
-            self._making.progress()
+            for sublayer in layer:
+                x, residual = sublayer.forward(backend, x, residual, step)
+                yield sublayer_cost
+            self._build_context.report_progress()
         assert residual is not None
         return x + residual

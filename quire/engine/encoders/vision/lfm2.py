@@ -9,54 +9,66 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.encoders.vision.connectors import ShuffledLinears
-from quire.engine.encoders.vision.squares import siglip
-from quire.engine.encoders.vision.tower import ColourPatches, Reading, Tower, TowerMaking, apart, normalised
-from quire.engine.images.lfm2 import Lfm2
-from quire.engine.layers.parameters import ParameterTable, held, parameters_of
+from quire.engine.encoders.vision.projectors import PixelShuffleMLP
+from quire.engine.encoders.vision.square_tower import siglip_spec
+from quire.engine.encoders.vision.tower import (
+    ChannelLastPatchEmbedding,
+    ChunkedEncoding,
+    Tower,
+    TowerBuildContext,
+    equal_lengths,
+    normalize_pixels,
+)
+from quire.engine.images.lfm2 import Lfm2Vision
+from quire.engine.layers.parameters import ParameterTable, make_parameter, merge_parameters
 from quire.engine.types import Image
 
 _TOWER = "vision_tower"
 
 
 class Lfm2Tower(Tower):
-    unused = (f"{_TOWER}.head.",)
+    unused_prefixes = (f"{_TOWER}.head.",)
 
-    def __init__(self, vision: Lfm2, making: TowerMaking) -> None:
-        shape = vision.shape
-        self._vision, self._making = vision, making
-        spec = siglip(shape, _TOWER)
-        self._encoder = making.encoder(spec.encoder)
-        self._patches, self._table = ColourPatches(making, shape, spec.patches, bias=True), spec.positions
-        self._connector = ShuffledLinears(
-            making,
+    def __init__(self, vision: Lfm2Vision, build_context: TowerBuildContext) -> None:
+        shape = vision.tower_shape
+        self._vision, self._build_context = vision, build_context
+        spec = siglip_spec(shape, _TOWER)
+        self._encoder = build_context.make_encoder(spec.encoder)
+        self._patch_embedding, self._position_table_name = (
+            ChannelLastPatchEmbedding(build_context, shape, spec.patch_embedding, bias=True),
+            spec.position_embedding,
+        )
+        self._projector = PixelShuffleMLP(
+            build_context,
             shape.hidden_size,
-            vision.merge,
-            vision.act,
+            vision.merge_size,
+            vision.projector_activation,
             "multi_modal_projector",
-            inner=vision.inner,
-            bias=vision.bias,
-            norm=vision.norm,
+            intermediate_size=vision.projector_hidden_size,
+            bias=vision.has_projector_bias,
+            norm=vision.has_projector_norm,
         )
         self._weights: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:
-        shape = (self._vision.table**2, self._vision.shape.hidden_size)
-        table = {self._table: held(self._weights, "positions", shape, self._making.dtype)}
-        return parameters_of(self._encoder, self._patches, self._connector) | table
+        shape = (self._vision.positions_per_side**2, self._vision.tower_shape.hidden_size)
+        table = {
+            self._position_table_name: make_parameter(self._weights, "positions", shape, self._build_context.dtype)
+        }
+        return merge_parameters(self._encoder, self._patch_embedding, self._projector) | table
 
-    def reading(self, images: Sequence[Image]) -> Reading:
-        size = self._vision.shape.patch_size
+    def encode_in_chunks(self, images: Sequence[Image]) -> ChunkedEncoding:
+        size = self._vision.tower_shape.patch_size
         rows, columns = images[0].height // size, images[0].width // size
-        places = self._placed(rows, columns)
-        pixels = (normalised(each, self._vision.colours, self._making.device) for each in images)
-        x = torch.cat([self._patches(each) + places for each in pixels])
-        hidden, _ = yield from self._encoder.pieces(x, apart(rows * columns, len(images)))
-        return [self._connector.of(each, rows, columns) for each in hidden.chunk(len(images))]
+        position_embeddings = self._interpolate_positions(rows, columns)
+        pixels = (normalize_pixels(each, self._vision.normalization, self._build_context.device) for each in images)
+        x = torch.cat([self._patch_embedding(each) + position_embeddings for each in pixels])
+        hidden, _ = yield from self._encoder.forward_chunks(x, equal_lengths(rows * columns, len(images)))
+        return [self._projector.project_grid(each, rows, columns) for each in hidden.chunk(len(images))]
 
-    def _placed(self, rows: int, columns: int) -> Tensor:
+    def _interpolate_positions(self, rows: int, columns: int) -> Tensor:
         """Positions of patches by rows, [rows * columns, hidden]. Interpolated in float32."""
-        side = self._vision.table
+        side = self._vision.positions_per_side
         square = self._weights["positions"].view(1, side, side, -1).permute(0, 3, 1, 2).float()
-        found = F.interpolate(square, (rows, columns), mode="bilinear", align_corners=False, antialias=True)
-        return found[0].flatten(1).T.to(self._making.dtype)
+        resized = F.interpolate(square, (rows, columns), mode="bilinear", align_corners=False, antialias=True)
+        return resized[0].flatten(1).T.to(self._build_context.dtype)

@@ -9,63 +9,84 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.encoders.vision.connectors import TwoLinears
-from quire.engine.encoders.vision.squares import SquareTower, clip, siglip
-from quire.engine.encoders.vision.tower import Reading, Tower, TowerMaking, normalised
-from quire.engine.images.llava import Llava
-from quire.engine.layers.parameters import ParameterTable, held
+from quire.engine.encoders.vision.projectors import MLPProjector
+from quire.engine.encoders.vision.square_tower import SquareTower, clip_spec, siglip_spec
+from quire.engine.encoders.vision.tower import ChunkedEncoding, Tower, TowerBuildContext, normalize_pixels
+from quire.engine.images.llava import LlavaVision
+from quire.engine.layers.parameters import ParameterTable, make_parameter
 from quire.engine.types import Image
 
-_TOWER, _CONNECTOR, _NEWLINE = "vision_tower", "multi_modal_projector", "image_newline"
+_TOWER, _PROJECTOR, _NEWLINE = "vision_tower", "multi_modal_projector", "image_newline"
 
 
 class LlavaTower(Tower):
-    def __init__(self, vision: Llava, making: TowerMaking) -> None:
-        shape, of_clip = vision.shape, vision.kind == "clip"
-        self.unused = (f"{_TOWER}.post_layernorm.", f"{_TOWER}.head.", f"{_TOWER}.embeddings.position_ids")
-        behind = range(shape.num_layers, shape.num_layers + vision.behind)
-        self.unused += tuple(f"{_TOWER}.encoder.layers.{index}." for index in behind)
-        spec = clip(shape, _TOWER) if of_clip else siglip(shape, _TOWER, final_norm=False)
-        skipped = int(of_clip and not vision.class_token)
-        connector = TwoLinears(making, shape.hidden_size, vision.act, _CONNECTOR, bias=vision.bias, skipped=skipped)
-        places = torch.arange(vision.along**2)
-        self._square = SquareTower(spec, shape, vision.colours, places, vision.along, making, connector)
-        self._vision, self._making = vision, making
+    def __init__(self, vision: LlavaVision, build_context: TowerBuildContext) -> None:
+        shape, is_clip = vision.tower_shape, vision.tower_kind == "clip"
+        self.unused_prefixes = (f"{_TOWER}.post_layernorm.", f"{_TOWER}.head.", f"{_TOWER}.embeddings.position_ids")
+        unused_layers = range(shape.num_layers, shape.num_layers + vision.num_skipped_layers)
+        self.unused_prefixes += tuple(f"{_TOWER}.encoder.layers.{index}." for index in unused_layers)
+        spec = clip_spec(shape, _TOWER) if is_clip else siglip_spec(shape, _TOWER, final_norm=False)
+        num_skipped = int(is_clip and not vision.uses_class_token)
+        projector = MLPProjector(
+            build_context,
+            shape.hidden_size,
+            vision.projector_activation,
+            _PROJECTOR,
+            bias=vision.has_projector_bias,
+            num_skipped=num_skipped,
+        )
+        position_ids = torch.arange(vision.patches_per_side**2)
+        self._square_tower = SquareTower(
+            spec, shape, vision.normalization, position_ids, vision.patches_per_side, build_context, projector
+        )
+        self._vision, self._build_context = vision, build_context
         self._weights: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:
-        table = self._square.parameters()
-        if self._vision.newline:
-            size = (self._making.text_size,)
-            table[_NEWLINE] = held(self._weights, _NEWLINE, size, self._making.dtype, lambda token: token[None])
+        table = self._square_tower.parameters()
+        if self._vision.has_newline_token:
+            size = (self._build_context.text_hidden_size,)
+            table[_NEWLINE] = make_parameter(
+                self._weights, _NEWLINE, size, self._build_context.dtype, lambda token: token[None]
+            )
         return table
 
-    def reading(self, images: Sequence[Image]) -> Reading:
-        pixels = (normalised(each, self._vision.colours, self._making.device) for each in images)
-        squares = [square for each in pixels for square in each.split(self._vision.side)]
-        found = yield from self._square.read(squares)
-        each = len(found) // len(images)
-        return [self._joined(image, found[at * each :][:each]) for at, image in enumerate(images)]
+    def encode_in_chunks(self, images: Sequence[Image]) -> ChunkedEncoding:
+        pixels = (
+            normalize_pixels(squares_per_image, self._vision.normalization, self._build_context.device)
+            for squares_per_image in images
+        )
+        squares = [
+            square for squares_per_image in pixels for square in squares_per_image.split(self._vision.square_side)
+        ]
+        features = yield from self._square_tower.encode_squares(squares)
+        squares_per_image = len(features) // len(images)
+        return [
+            self._join_squares(image, features[at * squares_per_image :][:squares_per_image])
+            for at, image in enumerate(images)
+        ]
 
-    def _joined(self, image: Image, squares: list[Tensor]) -> Tensor:
+    def _join_squares(self, image: Image, squares: list[Tensor]) -> Tensor:
         """The features of an image by those of its squares, of which the first shows all of it."""
-        if not self._vision.newline:
+        if not self._vision.has_newline_token:
             return squares[0]
-        best = self._vision.best(image)
+        best = self._vision.content_pinpoint(image)
         if best is None:
             return torch.cat((squares[0], self._weights[_NEWLINE]))
         assert image.original is not None
-        return torch.cat((squares[0], self._rows(torch.stack(squares[1:]), image.original, best)))
+        return torch.cat((squares[0], self._unpad_grid(torch.stack(squares[1:]), image.original, best)))
 
-    def _rows(self, squares: Tensor, original: tuple[int, int], best: tuple[int, int]) -> Tensor:
+    def _unpad_grid(self, squares: Tensor, original: tuple[int, int], best: tuple[int, int]) -> Tensor:
         """[squares, along * along, text] to the patches of the image by rows, each with a token at its end."""
         vision = self._vision
-        down, across = best[0] // vision.side, best[1] // vision.side
-        grid = squares.view(down, across, vision.along, vision.along, -1).transpose(1, 2)
-        grid = grid.reshape(down * vision.along, across * vision.along, -1)
-        kept = vision.kept(original, best)
-        grid = grid[kept.top : kept.top + kept.rows, kept.left : kept.left + kept.columns]
-        if kept.wanted is not None:
+        down, across = best[0] // vision.square_side, best[1] // vision.square_side
+        grid = squares.view(down, across, vision.patches_per_side, vision.patches_per_side, -1).transpose(1, 2)
+        grid = grid.reshape(down * vision.patches_per_side, across * vision.patches_per_side, -1)
+        crop = vision.unpadded_patches(original, best)
+        grid = grid[crop.top : crop.top + crop.rows, crop.left : crop.left + crop.columns]
+        if crop.interpolated_shape is not None:
             channels = grid.permute(2, 0, 1)[None].float()
-            grid = F.interpolate(channels, kept.wanted, mode="bilinear")[0].permute(1, 2, 0).to(squares.dtype)
+            grid = (
+                F.interpolate(channels, crop.interpolated_shape, mode="bilinear")[0].permute(1, 2, 0).to(squares.dtype)
+            )
         return torch.cat((grid, self._weights[_NEWLINE].expand(len(grid), 1, -1)), dim=1).flatten(0, 1)

@@ -8,29 +8,29 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.engine.encoders.encoder import EncoderNames
-from quire.engine.encoders.vision.connectors import TwoLinears
+from quire.engine.encoders.encoder import EncoderWeightNames
+from quire.engine.encoders.vision.projectors import MLPProjector
 from quire.engine.encoders.vision.tower import (
-    Patches,
-    Reading,
+    ChunkedEncoding,
+    PatchEmbedding,
     Tower,
-    TowerMaking,
-    apart,
-    axial_turns,
-    encoder_spec,
-    frequencies,
-    normalised,
+    TowerBuildContext,
+    axial_rope_table,
+    equal_lengths,
+    normalize_pixels,
+    rope_frequencies,
+    tower_encoder_spec,
 )
-from quire.engine.images.pixtral import Pixtral
+from quire.engine.images.pixtral import PixtralVision
 from quire.engine.layers.norm import LayerNormWeights
-from quire.engine.layers.parameters import ParameterTable, parameters_of
+from quire.engine.layers.parameters import ParameterTable, merge_parameters
 from quire.engine.types import Image
 from quire.kernels.backend import NO_ADAPTERS
 
-_TOWER, _CONNECTOR = "vision_tower", "multi_modal_projector"
-_NAMES = EncoderNames(
-    words="",
-    layer=f"{_TOWER}.transformer.layers.{{}}",
+_TOWER, _PROJECTOR = "vision_tower", "multi_modal_projector"
+_NAMES = EncoderWeightNames(
+    word_embeddings="",
+    layer_template=f"{_TOWER}.transformer.layers.{{}}",
     qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
     out="attention.o_proj",
     attention_norm="attention_norm",
@@ -41,38 +41,55 @@ _NAMES = EncoderNames(
 
 
 class PixtralTower(Tower):
-    def __init__(self, vision: Pixtral, making: TowerMaking) -> None:
-        shape = vision.shape
-        self._vision, self._making = vision, making
-        plain = {"root_mean_square": True, "bias": False, "norm_bias": False, "gated": True}
-        spec = replace(encoder_spec(replace(shape, eps=1e-5), _NAMES), **plain)  # type: ignore[arg-type]
-        self._encoder = making.encoder(spec)
-        self._patches = Patches(making, shape, f"{_TOWER}.patch_conv", bias=False)
+    def __init__(self, vision: PixtralVision, build_context: TowerBuildContext) -> None:
+        shape = vision.tower_shape
+        self._vision, self._build_context = vision, build_context
+        plain = {"has_rms_norms": True, "bias": False, "norm_bias": False, "gated": True}
+        spec = replace(tower_encoder_spec(replace(shape, eps=1e-5), _NAMES), **plain)  # type: ignore[arg-type]
+        self._encoder = build_context.make_encoder(spec)
+        self._patch_embedding = PatchEmbedding(build_context, shape, f"{_TOWER}.patch_conv", bias=False)
         self._first_norm = LayerNormWeights(f"{_TOWER}.ln_pre", shape.hidden_size, bias=False)
-        hidden, merged = shape.hidden_size, shape.hidden_size * vision.merge**2
-        self._norm = LayerNormWeights(f"{_CONNECTOR}.norm", hidden, bias=False)
-        self._merger = making.linear(merged, f"{_CONNECTOR}.patch_merger.merging_layer", hidden, bias=False)
-        self._connector = TwoLinears(making, hidden, vision.act, _CONNECTOR, bias=vision.bias)
+        hidden, merged = shape.hidden_size, shape.hidden_size * vision.merge_size**2
+        self._norm = LayerNormWeights(f"{_PROJECTOR}.norm", hidden, bias=False)
+        self._merger = build_context.make_linear(merged, f"{_PROJECTOR}.patch_merger.merging_layer", hidden, bias=False)
+        self._projector = MLPProjector(
+            build_context, hidden, vision.projector_activation, _PROJECTOR, bias=vision.has_projector_bias
+        )
 
     def parameters(self) -> ParameterTable:
-        merging = (self._norm, self._merger) if self._vision.merges else ()
-        return parameters_of(self._encoder, self._patches, self._first_norm, self._connector, *merging)
+        merging = (self._norm, self._merger) if self._vision.has_patch_merger else ()
+        return merge_parameters(self._encoder, self._patch_embedding, self._first_norm, self._projector, *merging)
 
-    def reading(self, images: Sequence[Image]) -> Reading:
-        vision, shape, backend, device = self._vision, self._vision.shape, self._making.backend, self._making.device
+    def encode_in_chunks(self, images: Sequence[Image]) -> ChunkedEncoding:
+        vision, shape, backend, device = (
+            self._vision,
+            self._vision.tower_shape,
+            self._build_context.backend,
+            self._build_context.device,
+        )
         rows, columns = images[0].height // shape.patch_size, images[0].width // shape.patch_size
-        x = torch.cat([self._patches(normalised(each, vision.colours, device)) for each in images])
+        x = torch.cat(
+            [
+                self._patch_embedding(normalize_pixels(inverse_frequencies, vision.normalization, device))
+                for inverse_frequencies in images
+            ]
+        )
         x = backend.rms_norm(x, self._first_norm.weight, 1e-5)
-        places = torch.arange(rows * columns, device=device)
-        each = frequencies(shape.hidden_size // shape.num_heads, vision.theta, device)
-        turns = axial_turns(places // columns, places % columns, each[0::2], each[1::2]).repeat(len(images), 1)
-        hidden, _ = yield from self._encoder.pieces(x, apart(rows * columns, len(images)), turns)
-        merged = (self._merged(one, rows, columns) if vision.merges else one for one in hidden.chunk(len(images)))
-        return [self._connector(one) for one in merged]
+        patch_ids = torch.arange(rows * columns, device=device)
+        inverse_frequencies = rope_frequencies(shape.hidden_size // shape.num_heads, vision.rope_theta, device)
+        cos_sin = axial_rope_table(
+            patch_ids // columns, patch_ids % columns, inverse_frequencies[0::2], inverse_frequencies[1::2]
+        ).repeat(len(images), 1)
+        hidden, _ = yield from self._encoder.forward_chunks(x, equal_lengths(rows * columns, len(images)), cos_sin)
+        merged = (
+            self._merge_patches(features, rows, columns) if vision.has_patch_merger else features
+            for features in hidden.chunk(len(images))
+        )
+        return [self._projector(features) for features in merged]
 
-    def _merged(self, hidden: Tensor, rows: int, columns: int) -> Tensor:
+    def _merge_patches(self, hidden: Tensor, rows: int, columns: int) -> Tensor:
         """merge x merge patches side by side, channel by channel, as one."""
-        merge = self._vision.merge
-        x = self._making.backend.rms_norm(hidden, self._norm.weight, self._vision.norm_eps)
+        merge = self._vision.merge_size
+        x = self._build_context.backend.rms_norm(hidden, self._norm.weight, self._vision.merger_norm_eps)
         squares = x.view(rows // merge, merge, columns // merge, merge, -1).permute(0, 2, 4, 1, 3)
-        return self._merger.packed(squares.reshape(rows * columns // merge**2, -1).contiguous(), NO_ADAPTERS)
+        return self._merger.packed_linear(squares.reshape(rows * columns // merge**2, -1).contiguous(), NO_ADAPTERS)

@@ -11,35 +11,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.encoders.encoder import Encoder, EncoderNames, EncoderSpec, activation_of
-from quire.engine.encoders.pieces import finished
-from quire.engine.images.vision import Colours, TowerShape
-from quire.engine.layers.linear import JoinedLinear
+from quire.engine.encoders.encoder import Encoder, EncoderSpec, EncoderWeightNames, parse_activation
+from quire.engine.encoders.encoder_chunks import run_all_chunks
+from quire.engine.images.vision_spec import PixelNormalization, TowerShape
+from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.parameters import ParameterTable
-from quire.engine.layers.schemes import Scheme, Unquantized
+from quire.engine.layers.schemes import QuantizationScheme, UnquantizedScheme
 from quire.engine.types import Image
 from quire.kernels.backend import NO_ADAPTERS, Backend
-from quire.kernels.gpu.transfer import upload
+from quire.kernels.gpu.host_transfer import upload_arrays
 
 _CPU = torch.device("cpu")
-Reading = Generator[float, None, list[Tensor]]
+ChunkedEncoding = Generator[float, None, list[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class TowerMaking:
+class TowerBuildContext:
     """What a tower and what follows are made with."""
 
     backend: Backend
-    scheme: Scheme
+    scheme: QuantizationScheme
     """Of the linears of the tower's layers; others are whole."""
     dtype: torch.dtype
-    text_size: int
+    text_hidden_size: int
     """Of the hidden states that features take the place of."""
-    progress: Callable[[], None]
+    report_progress: Callable[[], None]
     """Called after every layer."""
     device: torch.device = _CPU
 
-    def encoder(self, spec: EncoderSpec) -> Encoder:
+    def make_encoder(self, spec: EncoderSpec) -> Encoder:
         """Of the tower's layers, which have no table of rotations."""
         return Encoder(
             spec,
@@ -48,17 +48,17 @@ class TowerMaking:
             dtype=self.dtype,
             device=self.device,
             max_model_len=1,
-            progress=self.progress,
+            report_progress=self.report_progress,
         )
 
-    def linear(self, size: int, name: str, out: int, *, bias: bool = True) -> JoinedLinear:
-        return JoinedLinear(Unquantized(self.backend, self.dtype), size, {name: out}, bias=bias)
+    def make_linear(self, size: int, name: str, out: int, *, bias: bool = True) -> FusedLinear:
+        return FusedLinear(UnquantizedScheme(self.backend, self.dtype), size, {name: out}, bias=bias)
 
 
 class Tower(ABC):
     """Weights and the forward pass of what is read at once. Fill it by way of `parameters()` before use."""
 
-    unused: tuple[str, ...] = ()
+    unused_prefixes: tuple[str, ...] = ()
     """How the names of tensors begin that are not needed."""
 
     @abstractmethod
@@ -67,67 +67,73 @@ class Tower(ABC):
         (engine/checkpoint/safetensors.py) says it."""
 
     @abstractmethod
-    def reading(self, images: Sequence[Image]) -> Reading:
-        """Read images of one height and width, in pieces (engine/encoders/pieces.py), which weigh what Vision.work
-        says. Gives of each its features, [tokens, text_size], or wider as Features (engine/models/decoder.py) says it:
-        the same bits whatever else is read beside it."""
+    def encode_in_chunks(self, images: Sequence[Image]) -> ChunkedEncoding:
+        """Read images of one height and width, in pieces (engine/encoders/encoder_chunks.py), which weigh what
+        VisionSpec.encoder_cost says. Gives of each its features, [tokens, text_hidden_size], or wider as Features
+        (engine/models/decoder.py) says it: the same bits whatever else is read beside it."""
 
     @torch.inference_mode()
-    def features(self, images: Sequence[Image]) -> list[Tensor]:
+    def encode_images(self, images: Sequence[Image]) -> list[Tensor]:
         """The same at once."""
-        return finished(self.reading(images))
+        return run_all_chunks(self.encode_in_chunks(images))
 
 
-class Patches:
+class PatchEmbedding:
     """A convolution whose stride is its size, as a linear. `frames`: of a video, for each patch; an image's are
     alike."""
 
-    def __init__(self, making: TowerMaking, shape: TowerShape, name: str, *, bias: bool, frames: int = 0) -> None:
+    def __init__(
+        self, build_context: TowerBuildContext, shape: TowerShape, name: str, *, bias: bool, frames: int = 0
+    ) -> None:
         self._size, self._frames, self._name = shape.patch_size, frames, name
-        self._stored = (shape.hidden_size, 3, *([frames] if frames else []), shape.patch_size, shape.patch_size)
-        self._linear = making.linear(prod(self._stored[1:]), name, shape.hidden_size, bias=bias)
-        self._dtype = making.dtype
+        self._weight_shape = (shape.hidden_size, 3, *([frames] if frames else []), shape.patch_size, shape.patch_size)
+        self._linear = build_context.make_linear(prod(self._weight_shape[1:]), name, shape.hidden_size, bias=bias)
+        self._dtype = build_context.dtype
 
     def parameters(self) -> ParameterTable:
         table = self._linear.parameters()
         weight = table[f"{self._name}.weight"]
-        flat = replace(weight, shape=self._stored, put=lambda tensor: weight.put(tensor.flatten(1)))
+        flat = replace(
+            weight, shape=self._weight_shape, weight_loader=lambda tensor: weight.weight_loader(tensor.flatten(1))
+        )
         return table | {f"{self._name}.weight": flat}
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """[height, width, 3] to [rows * columns, hidden]."""
         size = self._size
         rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
-        cut = pixels.view(rows, size, columns, size, 3).permute(0, 2, 4, 1, 3)
+        patches = pixels.view(rows, size, columns, size, 3).permute(0, 2, 4, 1, 3)
         if self._frames:
-            cut = cut[:, :, :, None].expand(-1, -1, -1, self._frames, -1, -1)
-        return self._linear.packed(cut.reshape(rows * columns, -1).to(self._dtype).contiguous(), NO_ADAPTERS)
+            patches = patches[:, :, :, None].expand(-1, -1, -1, self._frames, -1, -1)
+        return self._linear.packed_linear(patches.reshape(rows * columns, -1).to(self._dtype).contiguous(), NO_ADAPTERS)
 
 
-class ColourPatches:
+class ChannelLastPatchEmbedding:
     """Patches whose pixels' colours stand side by side, through a linear."""
 
-    def __init__(self, making: TowerMaking, shape: TowerShape, name: str, *, bias: bool) -> None:
-        self._size, self._dtype = shape.patch_size, making.dtype
-        self._linear = making.linear(3 * shape.patch_size**2, name, shape.hidden_size, bias=bias)
+    def __init__(self, build_context: TowerBuildContext, shape: TowerShape, name: str, *, bias: bool) -> None:
+        self._size, self._dtype = shape.patch_size, build_context.dtype
+        self._linear = build_context.make_linear(3 * shape.patch_size**2, name, shape.hidden_size, bias=bias)
         self.parameters = self._linear.parameters
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """[height, width, 3] to [rows * columns, hidden]."""
         size = self._size
         rows, columns = pixels.shape[0] // size, pixels.shape[1] // size
-        cut = pixels.view(rows, size, columns, size, 3).transpose(1, 2).reshape(rows * columns, -1)
-        return self._linear.packed(cut.to(self._dtype).contiguous(), NO_ADAPTERS)
+        patches = pixels.view(rows, size, columns, size, 3).transpose(1, 2).reshape(rows * columns, -1)
+        return self._linear.packed_linear(patches.to(self._dtype).contiguous(), NO_ADAPTERS)
 
 
-def normalised(image: Image, colours: Colours, device: torch.device = _CPU) -> Tensor:
+def normalize_pixels(image: Image, normalization: PixelNormalization, device: torch.device = _CPU) -> Tensor:
     """Its pixels as the tower reads them, float32 [height, width, 3]."""
     pixels = np.frombuffer(bytearray(image.pixels), dtype=np.uint8).reshape(image.height, image.width, 3)
-    there = upload([pixels, *(np.array(each, dtype=np.float32) for each in (colours.mean, colours.std))], device)
-    return there[0].float().mul_(colours.rescale).sub_(there[1]).div_(there[2])
+    uploaded = upload_arrays(
+        [pixels, *(np.array(each, dtype=np.float32) for each in (normalization.mean, normalization.std))], device
+    )
+    return uploaded[0].float().mul_(normalization.rescale).sub_(uploaded[1]).div_(uploaded[2])
 
 
-def encoder_spec(shape: TowerShape, names: EncoderNames) -> EncoderSpec:
+def tower_encoder_spec(shape: TowerShape, names: EncoderWeightNames) -> EncoderSpec:
     """Of what all towers are: norms before the parts of every layer, no positions of its own. Raises ModelError for an
     activation that is not computed."""
     return EncoderSpec(
@@ -141,24 +147,24 @@ def encoder_spec(shape: TowerShape, names: EncoderNames) -> EncoderSpec:
         ropes=(None,) * shape.num_layers,
         windows=(None,) * shape.num_layers,
         classifier=lambda hidden, labels: [],
-        activation=activation_of(shape.activation),
+        activation=parse_activation(shape.activation),
         pre_norm=True,
         first_norm=True,
     )
 
 
-def apart(tokens: int, images: int) -> list[np.ndarray]:
+def equal_lengths(num_tokens: int, num_images: int) -> list[np.ndarray]:
     """The lengths of so many sequences of so many tokens each, in one group of layers."""
-    return [np.full(images, tokens)]
+    return [np.full(num_images, num_tokens)]
 
 
-def axial_turns(rows: Tensor, columns: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
+def axial_rope_table(rows: Tensor, columns: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
     """What patches at these places [T] are rotated by, [T, head_dim] as Rope.cos_sin has it: by frequencies
     [head_dim / 4] of the row, then by those of the column."""
     angles = torch.cat((rows[:, None].float() * by_row, columns[:, None].float() * by_column), dim=1)
     return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
-def frequencies(size: int, theta: float, device: torch.device) -> Tensor:
+def rope_frequencies(size: int, theta: float, device: torch.device) -> Tensor:
     """Of a rotation of so many numbers, [size / 2] float32."""
     return 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32, device=device) / size)

@@ -10,69 +10,83 @@ from functools import cached_property
 from torch import Tensor
 
 from quire.engine.layers.norm import NormSpec, NormWeights
-from quire.engine.layers.parameters import ParameterTable, parameters_of, rows_of
-from quire.engine.layers.part import BuildContext, Normed, Step, uneven
-from quire.engine.layers.recurrent.part import CONV, MatrixPart, MatrixSpec
+from quire.engine.layers.parameters import ParameterTable, make_row_slicer, merge_parameters
+from quire.engine.layers.recurrent.mixer import CONV_WEIGHT, MatrixStateMixer, MatrixStateSpec
+from quire.engine.layers.sublayer import BuildContext, FoldableNorm, ForwardContext, divisibility_error
 from quire.kernels.backend import Operations
 from quire.kernels.recurrent.delta_rule import DeltaRule
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNetSpec(MatrixSpec):
+class DeltaNetSpec(MatrixStateSpec):
     """Its heads are value heads. Results are normed without the norm's offset."""
 
-    key_heads: int
+    num_key_heads: int
     """Each of them is read by as many value heads."""
 
     @property
-    def convolved(self) -> tuple[tuple[int, int], ...]:
+    def conv_inputs(self) -> tuple[tuple[int, int], ...]:
         """Queries, keys and values."""
-        return (self.key_heads, self.key), (self.key_heads, self.key), (self.heads, self.value)
+        return (self.num_key_heads, self.key_dim), (self.num_key_heads, self.key_dim), (self.num_heads, self.value_dim)
 
-    def beside(self, heads: int) -> int:
+    def draft_extra_size(self, heads: int) -> int:
         return 2 * heads
 
-    def part(self, making: BuildContext, layer: str) -> DeltaNet:
-        return DeltaNet(self, making, layer)
+    def build_sublayer(self, build_context: BuildContext, layer: str) -> DeltaNet:
+        return DeltaNet(self, build_context, layer)
 
-    def indivisible(self, ranks: int) -> str | None:
-        return uneven(self.key_heads, f"{self.key_heads} key heads of delta nets", ranks)
+    def tensor_parallel_error(self, ranks: int) -> str | None:
+        return divisibility_error(self.num_key_heads, f"{self.num_key_heads} key heads of delta nets", ranks)
 
 
-class DeltaNet(MatrixPart):
-    def __init__(self, spec: DeltaNetSpec, making: BuildContext, layer: str) -> None:
-        super().__init__(spec, making, layer, "linear_attn")
-        shard, hidden = making.shard, making.hidden_size
-        self._spec, self._key_heads = spec, shard.span(spec.key_heads)
-        keys, values = spec.key_heads * spec.key, spec.heads * spec.value
-        key, value = (keys, shard.heads(self._key_heads, spec.key)), (values, shard.heads(self._heads, spec.value))
-        head = (spec.heads, shard.heads(self._heads, 1))
-        reads = {"q": key, "k": key, "v": value, "z": value, "b": head, "a": head}
-        self._qkv, self._z, self._ba = (
-            self._linear(hidden, {f"in_proj_{name}": reads[name] for name in names}) for names in ("qkv", "z", "ba")
+class DeltaNet(MatrixStateMixer):
+    def __init__(self, spec: DeltaNetSpec, build_context: BuildContext, layer: str) -> None:
+        super().__init__(spec, build_context, layer, "linear_attn")
+        shard, hidden = build_context.shard, build_context.hidden_size
+        self._spec, self._key_head_span = spec, shard.rank_span(spec.num_key_heads)
+        keys, values = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim
+        key, value = (
+            (keys, shard.head_slice(self._key_head_span, spec.key_dim)),
+            (values, shard.head_slice(self._head_span, spec.value_dim)),
         )
-        self._out = self._linear(values, {"out_proj": (hidden, shard.ins(values))})
-        self._result_norm = f"{self._prefix}.norm"
-        self._result_norms = NormWeights({self._result_norm: spec.value}, making.dtype, NormSpec(spec.norm.eps))
+        head_gate = (spec.num_heads, shard.head_slice(self._head_span, 1))
+        projections = {"q": key, "k": key, "v": value, "z": value, "b": head_gate, "a": head_gate}
+        self._qkv, self._z, self._ba = (
+            self._make_linear(hidden, {f"in_proj_{name}": projections[name] for name in names})
+            for names in ("qkv", "z", "ba")
+        )
+        self._out = self._make_linear(values, {"out_proj": (hidden, shard.input_slice(values))})
+        self._output_norm_name = f"{self._prefix}.norm"
+        self._output_norms = NormWeights(
+            {self._output_norm_name: spec.value_dim}, build_context.dtype, NormSpec(spec.norm.eps)
+        )
 
     def parameters(self) -> ParameterTable:
         spec = self._spec
-        table = parameters_of(self._norms, self._result_norms, self._qkv, self._z, self._ba, self._out)
-        table |= self._kept(dict.fromkeys(("A_log", "dt_bias"), (spec.heads,)), rows_of(self._heads))
-        return table | self._kept({CONV: (spec.channels, 1, spec.width)}, self._own_channels)
+        table = merge_parameters(self._norms, self._output_norms, self._qkv, self._z, self._ba, self._out)
+        table |= self._make_parameters(
+            dict.fromkeys(("A_log", "dt_bias"), (spec.num_heads,)), make_row_slicer(self._head_span)
+        )
+        return table | self._make_parameters(
+            {CONV_WEIGHT: (spec.num_channels, 1, spec.conv_width)}, self._slice_channels
+        )
 
-    def normed(self) -> tuple[Normed, ...]:
-        return (Normed(self._norm, self._spec.norm.offset, (self._qkv, self._z, self._ba)),)
+    def foldable_norms(self) -> tuple[FoldableNorm, ...]:
+        return (FoldableNorm(self._input_norm, self._spec.norm.weight_offset, (self._qkv, self._z, self._ba)),)
 
-    def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        reads = (self._qkv, self._z, self._ba)
-        normed, residual = self._norms.read_by(reads, run, self._norm, x, residual)
-        qkv, z, ba = (run.apply(each.packed, normed, step.context) for each in reads)
-        return self._given(run, self._recur(run, self._convolve(run, qkv, step), z, ba, step), residual, step)
+    def forward(
+        self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        input_linears = (self._qkv, self._z, self._ba)
+        normed, residual = self._norms.norm_for_linears(input_linears, ops, self._input_norm, x, residual)
+        qkv, z, ba = (ops.apply_linear(each.packed_linear, normed, step.linear_context) for each in input_linears)
+        return self._project_output(
+            ops, self._run_recurrence(ops, self._convolve(ops, qkv, step), z, ba, step), residual, step
+        )
 
     @cached_property
-    def rule(self) -> DeltaRule:
-        norm, spec = self._result_norms.get(self._result_norm), self._spec
+    def recurrence(self) -> DeltaRule:
+        norm, spec = self._output_norms.get_weight(self._output_norm_name), self._spec
         assert norm is not None
-        rate, shift = -self._weights["A_log"].exp(), self._weights["dt_bias"].contiguous()
-        return DeltaRule(rate, shift, norm, spec.norm.eps, len(self._key_heads), spec.key)
+        decay_rate, dt_bias = -self._weights["A_log"].exp(), self._weights["dt_bias"].contiguous()
+        return DeltaRule(decay_rate, dt_bias, norm, spec.norm.eps, len(self._key_head_span), spec.key_dim)

@@ -10,17 +10,24 @@ from torch import Tensor
 
 from quire.engine.checkpoint.parts.states import PIECE, ColumnState
 from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.parameters import ParameterTable, parameters_of, rows_of
-from quire.engine.layers.part import BuildContext, Normed, PageTensor, Step, SublayerSpec, uneven
-from quire.engine.layers.recurrent.part import RecurrentPart
+from quire.engine.layers.parameters import ParameterTable, make_row_slicer, merge_parameters
+from quire.engine.layers.recurrent.mixer import RecurrentMixer
+from quire.engine.layers.sublayer import (
+    BuildContext,
+    CacheTensorSpec,
+    FoldableNorm,
+    ForwardContext,
+    SublayerSpec,
+    divisibility_error,
+)
 from quire.kernels.backend import Operations
-from quire.kernels.recurrent.short_conv import Columns, ShortConv
+from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
 
 
 @dataclass(frozen=True, slots=True)
 class ShortConvSpec(SublayerSpec):
-    channels: int
-    width: int
+    num_channels: int
+    conv_width: int
     """Tokens that a token sees, itself included."""
     norm: NormSpec
     """Of what is read."""
@@ -30,56 +37,62 @@ class ShortConvSpec(SublayerSpec):
     """Norm of what it gives, before it joins the residual stream."""
 
     @property
-    def state(self) -> ColumnState:
-        return ColumnState(self.channels, self.width - 1)
+    def kv_cache_spec(self) -> ColumnState:
+        return ColumnState(self.num_channels, self.conv_width - 1)
 
-    def part(self, making: BuildContext, layer: str) -> ShortConvolution:
-        return ShortConvolution(self, making, layer)
+    def build_sublayer(self, build_context: BuildContext, layer: str) -> ShortConvolution:
+        return ShortConvolution(self, build_context, layer)
 
-    def indivisible(self, ranks: int) -> str | None:
-        return uneven(self.channels, f"{self.channels} channels of convolutions", ranks)
+    def tensor_parallel_error(self, ranks: int) -> str | None:
+        return divisibility_error(self.num_channels, f"{self.num_channels} channels of convolutions", ranks)
 
 
-class ShortConvolution(RecurrentPart):
-    def __init__(self, spec: ShortConvSpec, making: BuildContext, layer: str) -> None:
-        super().__init__(making, layer, "conv", spec.norm, output_norm=spec.output_norm)
-        self._spec, channels, shard, hidden = spec, spec.channels, making.shard, making.hidden_size
-        self._own = shard.span(channels)
-        reads = {f"{name}_proj": (channels, shard.outs(channels)) for name in "bcx"}
-        self._in = self._linear(hidden, reads, bias=spec.bias)
-        self._out = self._linear(channels, {"out_proj": (hidden, shard.ins(channels))}, bias=spec.bias)
+class ShortConvolution(RecurrentMixer):
+    def __init__(self, spec: ShortConvSpec, build_context: BuildContext, layer: str) -> None:
+        super().__init__(build_context, layer, "conv", spec.norm, output_norm=spec.output_norm)
+        self._spec, channels, shard, hidden = spec, spec.num_channels, build_context.shard, build_context.hidden_size
+        self._channels = shard.rank_span(channels)
+        projections = {f"{name}_proj": (channels, shard.output_slice(channels)) for name in "bcx"}
+        self._in = self._make_linear(hidden, projections, bias=spec.bias)
+        self._out = self._make_linear(channels, {"out_proj": (hidden, shard.input_slice(channels))}, bias=spec.bias)
 
     def parameters(self) -> ParameterTable:
-        channels, width = self._spec.channels, self._spec.width
+        channels, width = self._spec.num_channels, self._spec.conv_width
         shapes: dict[str, tuple[int, ...]] = {"conv.weight": (channels, 1, width)}
         shapes |= {"conv.bias": (channels,)} if self._spec.bias else {}
-        kept = self._kept(shapes, rows_of(self._own))
-        return parameters_of(self._norms, self._in, self._out) | kept
+        conv_parameters = self._make_parameters(shapes, make_row_slicer(self._channels))
+        return merge_parameters(self._norms, self._in, self._out) | conv_parameters
 
-    def normed(self) -> tuple[Normed, ...]:
-        return (Normed(self._norm, self._spec.norm.offset, (self._in,)),)
+    def foldable_norms(self) -> tuple[FoldableNorm, ...]:
+        return (FoldableNorm(self._input_norm, self._spec.norm.weight_offset, (self._in,)),)
 
-    def pages(self, num_blocks: int) -> tuple[PageTensor, ...]:
+    def block_tensors(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
         """The columns at the end of each piece, for whoever begins behind it."""
-        pieces = self._making.backend.block_size // PIECE
-        shape = (num_blocks, pieces, self._spec.width - 1, len(self._own))
-        return (PageTensor(shape, self._making.dtype),)
+        pieces = self._build_context.backend.block_size // PIECE
+        shape = (num_blocks, pieces, self._spec.conv_width - 1, len(self._channels))
+        return (CacheTensorSpec(shape, self._build_context.dtype),)
 
-    def slots(self, count: int, drafts: int) -> tuple[PageTensor, ...]:
+    def slot_tensors(self, num_slots: int, num_drafts: int) -> tuple[CacheTensorSpec, ...]:
         """Its last columns."""
-        return (PageTensor((count, self._spec.width - 1 + drafts, len(self._own)), self._making.dtype),)
+        return (
+            CacheTensorSpec(
+                (num_slots, self._spec.conv_width - 1 + num_drafts, len(self._channels)), self._build_context.dtype
+            ),
+        )
 
     @property
-    def page_formula(self) -> str:
-        pieces = self._making.backend.block_size // PIECE
-        columns = (self._spec.width - 1) * pieces
-        return f"{columns} columns x {len(self._own)} channels x {self._making.dtype.itemsize} B"
+    def block_bytes_formula(self) -> str:
+        pieces = self._build_context.backend.block_size // PIECE
+        columns = (self._spec.conv_width - 1) * pieces
+        return f"{columns} columns x {len(self._channels)} channels x {self._build_context.dtype.itemsize} B"
 
-    def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        normed, residual = self._norms.read_by((self._in,), run, self._norm, x, residual)
-        bcx, (ends, recent) = run.apply(self._in.packed, normed, step.context), step.pages
-        convolved = run.short_conv(bcx, self._conv, Columns(ends, PIECE, recent), step.metadata)
-        return self._given(run, convolved, residual, step)
+    def forward(
+        self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        normed, residual = self._norms.norm_for_linears((self._in,), ops, self._input_norm, x, residual)
+        bcx, (ends, recent) = ops.apply_linear(self._in.packed_linear, normed, step.linear_context), step.cache
+        convolved = ops.short_conv(bcx, self._conv, ConvColumns(ends, PIECE, recent), step.metadata)
+        return self._project_output(ops, convolved, residual, step)
 
     @cached_property
     def _conv(self) -> ShortConv:

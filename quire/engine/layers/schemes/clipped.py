@@ -8,59 +8,65 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.engine.layers.schemes import OtherScheme, Scheme, Stored
-from quire.engine.layers.shard import Cut
+from quire.engine.layers.schemes import QuantizationScheme, TensorSpec, WrappedScheme
+from quire.engine.layers.shard import LinearSlice
 from quire.kernels.backend import Linear, LinearContext
 
-_WITHIN = "linear."
+_LINEAR_PREFIX = "linear."
 """Before the names of what the linear itself has."""
-_BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+_BOUND_NAMES = ("input_min", "input_max", "output_min", "output_max")
 
 
-class Clippable(OtherScheme):
-    def __init__(self, scheme: Scheme, *, clipped: bool) -> None:
+class ClippedScheme(WrappedScheme):
+    def __init__(self, scheme: QuantizationScheme, *, has_bounds: bool) -> None:
         """`scheme`: of the linears without their bounds; clipped: they have some."""
         super().__init__(scheme)
-        self._clipped = clipped
+        self._has_bounds = has_bounds
 
-    def tensors(self, linear: str, in_features: int, out_features: int, *, bias: bool) -> dict[str, Stored]:
-        inner = super().tensors(linear, in_features, out_features, bias=bias)
-        bounds = {name: Stored((), torch.float32) for name in _BOUNDS} if self._clipped else {}
-        return {f"{_WITHIN}{name}": stored for name, stored in inner.items()} | bounds
+    def linear_tensor_specs(
+        self, linear: str, in_features: int, out_features: int, *, bias: bool
+    ) -> dict[str, TensorSpec]:
+        inner = super().linear_tensor_specs(linear, in_features, out_features, bias=bias)
+        bounds = {name: TensorSpec((), torch.float32) for name in _BOUND_NAMES} if self._has_bounds else {}
+        return {f"{_LINEAR_PREFIX}{name}": stored for name, stored in inner.items()} | bounds
 
-    def pack(self, linears: dict[str, dict[str, Tensor]], cuts: Mapping[str, Cut], *, wide: bool) -> Linear:
+    def pack_linears(
+        self, linears: dict[str, dict[str, Tensor]], cuts: Mapping[str, LinearSlice], *, wide: bool
+    ) -> Linear:
         """Those of other bounds than their neighbours' multiply by themselves."""
-        parts = list[_Part]()
+        groups = list[_BoundsGroup]()
         for name, tensors in linears.items():
-            bounds = tuple(tensors[each].item() for each in _BOUNDS) if self._clipped else ()
-            if not parts or parts[-1].bounds != bounds:
-                parts.append(_Part(bounds, {}))
-            parts[-1].linears[name] = _inner(tensors)
-        packed = [self._scheme.pack(each.linears, cuts, wide=wide) for each in parts]
-        if len(packed) == 1 and not self._clipped:
+            bounds = tuple(tensors[each].item() for each in _BOUND_NAMES) if self._has_bounds else ()
+            if not groups or groups[-1].bounds != bounds:
+                groups.append(_BoundsGroup(bounds, {}))
+            groups[-1].linears[name] = _strip_linear_prefix(tensors)
+        packed = [self._scheme.pack_linears(each.linears, cuts, wide=wide) for each in groups]
+        if len(packed) == 1 and not self._has_bounds:
             return packed[0]
-        return _Clipped([each.bounds for each in parts], packed)
+        return _ClippedLinear([each.bounds for each in groups], packed)
 
-    def dense(self, linear: str, tensors: dict[str, Tensor], cut: Cut) -> Tensor:
-        return super().dense(linear, _inner(tensors), cut)
+    def dense_weight(self, linear: str, tensors: dict[str, Tensor], cut: LinearSlice) -> Tensor:
+        return super().dense_weight(linear, _strip_linear_prefix(tensors), cut)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _BoundsGroup:
     """Linears side by side that have the same bounds."""
 
     bounds: tuple[float, ...]
     linears: dict[str, dict[str, Tensor]]
 
 
-class _Clipped:
+class _ClippedLinear:
     def __init__(self, bounds: Sequence[tuple[float, ...]], linears: Sequence[Linear]) -> None:
-        self._parts = list(zip(bounds, linears, strict=True))
+        self._bounded_linears = list(zip(bounds, linears, strict=True))
 
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
-        outs = [linear(x.clamp(*b[:2]), context).clamp_(*b[2:]) for b, linear in self._parts]
+        outs = [linear(x.clamp(*b[:2]), context).clamp_(*b[2:]) for b, linear in self._bounded_linears]
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
 
-def _inner(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(_WITHIN): each for name, each in tensors.items() if name.startswith(_WITHIN)}
+def _strip_linear_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(_LINEAR_PREFIX): each for name, each in tensors.items() if name.startswith(_LINEAR_PREFIX)
+    }

@@ -11,12 +11,17 @@ import torch
 from quire.engine.checkpoint.quantization import WeightFormat, WeightFormats
 from quire.engine.checkpoint.safetensors import TensorHeader
 from quire.engine.errors import ModelError
-from quire.engine.layers.schemes import Stored
-from quire.engine.layers.schemes.floats import Bnb8, Float4, Float8, bnb4
-from quire.engine.layers.schemes.integers import Awq, Gptq, Int8, Packed
-from quire.engine.layers.schemes.mixed import Format
+from quire.engine.layers.schemes import TensorSpec
+from quire.engine.layers.schemes.floats import (
+    BitsAndBytesInt8Format,
+    Float4Format,
+    Float8Format,
+    make_bitsandbytes_4bit,
+)
+from quire.engine.layers.schemes.integers import AWQFormat, GPTQFormat, Int8Format, PackQuantizedFormat
+from quire.engine.layers.schemes.mixed import LinearFormat
 
-_HEAD = "lm_head"
+_LM_HEAD = "lm_head"
 _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
@@ -24,62 +29,71 @@ _DTYPES = {
 }
 
 
-def formats_of(
-    formats: WeightFormats, headers: Mapping[str, TensorHeader], stored: Callable[[str], str], *, beside: bool = False
-) -> Callable[[str], Format | None]:
+def make_format_lookup(
+    formats: WeightFormats,
+    headers: Mapping[str, TensorHeader],
+    config_name_of: Callable[[str], str],
+    *,
+    is_extra_layer: bool = False,
+) -> Callable[[str], LinearFormat | None]:
     """The format of a linear by its name; None: it is not quantized. headers: of all the checkpoint's tensors; stored:
     what config.json calls a linear. beside: they are of a layer beside the model's, of which config.json may not say
     that it is not quantized, as it may not of a head."""
     names = sorted(headers)
 
-    def tensors_of(linear: str) -> dict[str, Stored]:
+    def linear_tensor_specs(linear: str) -> dict[str, TensorSpec]:
         prefix = f"{linear}."
         first = bisect_left(names, prefix)
-        found = takewhile(lambda name: name.startswith(prefix), islice(names, first, None))
-        own = {name.removeprefix(prefix): headers[name] for name in found}
-        return {name: Stored(each.shape, _DTYPES.get(each.dtype, torch.float64)) for name, each in own.items()}
+        prefixed_names = takewhile(lambda name: name.startswith(prefix), islice(names, first, None))
+        linear_headers = {name.removeprefix(prefix): headers[name] for name in prefixed_names}
+        return {
+            name: TensorSpec(each.shape, _DTYPES.get(each.dtype, torch.float64))
+            for name, each in linear_headers.items()
+        }
 
-    def format_of(linear: str) -> Format | None:
-        weight_format, tensors = formats.of(stored(linear)), tensors_of(linear)
-        if weight_format is None or ((beside or linear == _HEAD) and _is_plain(tensors)):
+    def format_of(linear: str) -> LinearFormat | None:
+        weight_format, tensors = formats.of(config_name_of(linear)), linear_tensor_specs(linear)
+        if weight_format is None or ((is_extra_layer or linear == _LM_HEAD) and _is_unquantized(tensors)):
             return None
-        return _made(weight_format, tensors, linear)
+        return _make_format(weight_format, tensors, linear)
 
     return format_of
 
 
-def _made(weight_format: WeightFormat, beside: dict[str, Stored], linear: str) -> Format:
-    def needed(name: str) -> Stored:
-        if name not in beside:
+def _make_format(weight_format: WeightFormat, specs: dict[str, TensorSpec], linear: str) -> LinearFormat:
+    def require_spec(name: str) -> TensorSpec:
+        if name not in specs:
             raise ModelError(f"model: the weights lack {linear}.{name}, which quantization_config means")
-        return beside[name]
+        return specs[name]
 
-    def floats(name: str) -> Stored:
-        return Stored(needed(name).shape, torch.float32)
+    def float_spec(name: str) -> TensorSpec:
+        return TensorSpec(require_spec(name).shape, torch.float32)
 
     match weight_format.kind:
         case "gptq":
-            return Gptq(weight_format, ordered="g_idx" in beside)
+            return GPTQFormat(weight_format, has_group_index="g_idx" in specs)
         case "awq":
-            return Awq(weight_format)
+            return AWQFormat(weight_format)
         case "packed":
-            sides = needed("weight_shape").dtype
-            return Packed(weight_format, floats("weight_scale"), sides, ordered="weight_g_idx" in beside)
+            shape_dtype = require_spec("weight_shape").dtype
+            return PackQuantizedFormat(
+                weight_format, float_spec("weight_scale"), shape_dtype, has_group_index="weight_g_idx" in specs
+            )
         case "int8":
-            zero = None if weight_format.symmetric else beside.get("weight_zero_point")
-            return Int8(weight_format, floats("weight_scale"), zero)
+            zero = None if weight_format.symmetric else specs.get("weight_zero_point")
+            return Int8Format(weight_format, float_spec("weight_scale"), zero)
         case "float8":
-            return Float8(weight_format, floats(weight_format.scale_name))
+            return Float8Format(weight_format, float_spec(weight_format.scale_name))
         case "float4":
-            return Float4(weight_format)
+            return Float4Format(weight_format)
         case "bnb8":
-            return Bnb8()
+            return BitsAndBytesInt8Format()
         case _:
-            return bnb4(beside, linear)
+            return make_bitsandbytes_4bit(specs, linear)
 
 
-def _is_plain(beside: dict[str, Stored]) -> bool:
+def _is_unquantized(specs: dict[str, TensorSpec]) -> bool:
     """Whether these are the tensors of a linear in floating point: heads mostly are, and few files say it of them. A
     tied head has none."""
-    weight = beside.get("weight")
-    return not beside or (weight is not None and weight.dtype.is_floating_point and weight.dtype.itemsize > 1)
+    weight = specs.get("weight")
+    return not specs or (weight is not None and weight.dtype.is_floating_point and weight.dtype.itemsize > 1)

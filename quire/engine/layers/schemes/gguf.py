@@ -12,149 +12,155 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from quire.engine.gguf.types import TensorType
-from quire.engine.layers.schemes import Stored
-from quire.engine.layers.schemes.floats import FLOATS_OF_4, half_powers
-from quire.engine.layers.schemes.mixed import Format
-from quire.kernels.quantized import GroupedWeight
+from quire.engine.gguf.tensor_types import GGMLType
+from quire.engine.layers.schemes import TensorSpec
+from quire.engine.layers.schemes.floats import DOUBLED_E2M1_VALUES, halve_e8m0_scales
+from quire.engine.layers.schemes.mixed import LinearFormat
+from quire.kernels.quantized_tensors import GroupedWeight
 
-_UNSIGNED = tuple(range(16))
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_UINT4_VALUES = tuple(range(16))
+_IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 @dataclass(frozen=True, slots=True)
-class Gguf(Format):
+class GGUFFormat(LinearFormat):
     """Rows of blocks."""
 
-    type: TensorType
-    order: Tensor | None = field(default=None, compare=False)
+    tensor_type: GGMLType
+    input_order: Tensor | None = field(default=None, compare=False)
     """As GroupedWeight has it."""
 
-    def tensors(self, in_features: int, out_features: int) -> dict[str, Stored]:
-        shape = (out_features, in_features // self.type.numbers * self.type.size)
-        return {"weight": Stored(shape, torch.uint8)}
+    def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
+        shape = (out_features, in_features // self.tensor_type.block_size * self.tensor_type.type_size)
+        return {"weight": TensorSpec(shape, torch.uint8)}
 
-    def form(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
-        return replace(unpacked(tensors["weight"], self.type.name), order=self.order)
+    def unpack_weight(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
+        return replace(unpack_blocks(tensors["weight"], self.tensor_type.name), input_order=self.input_order)
 
 
-def unpacked(rows: Tensor, kind: str) -> GroupedWeight:
-    """Rows of blocks, [out, bytes] uint8, as a grouped weight. kind: the type's name, one of `GROUPED`."""
-    size, unpack = _GROUPED[kind]
+def unpack_blocks(rows: Tensor, kind: str) -> GroupedWeight:
+    """Rows of blocks, [out, bytes] uint8, as a grouped weight. kind: the type's name, one of `UNPACKABLE_TYPES`."""
+    size, unpack = _UNPACKERS[kind]
     return unpack(rows.view(rows.shape[0], -1, size))
 
 
-def _q4_0(blocks: Tensor) -> GroupedWeight:
-    return GroupedWeight(_packed(_halves(blocks[..., 2:])), _half(blocks[..., :2]))
+def _unpack_q4_0(blocks: Tensor) -> GroupedWeight:
+    return GroupedWeight(_pack_nibbles(_unpack_nibbles(blocks[..., 2:])), _read_float16(blocks[..., :2]))
 
 
-def _q4_1(blocks: Tensor) -> GroupedWeight:
-    codes = _packed(_halves(blocks[..., 4:]))
-    return GroupedWeight(codes, _half(blocks[..., :2]), _half(blocks[..., 2:4]), _UNSIGNED)
+def _unpack_q4_1(blocks: Tensor) -> GroupedWeight:
+    codes = _pack_nibbles(_unpack_nibbles(blocks[..., 4:]))
+    return GroupedWeight(codes, _read_float16(blocks[..., :2]), _read_float16(blocks[..., 2:4]), _UINT4_VALUES)
 
 
-def _q5_0(blocks: Tensor) -> GroupedWeight:
-    codes = _halves(blocks[..., 6:]) | _bits(blocks[..., 2:6]) << 4
-    return GroupedWeight(_signed(codes, 16), _half(blocks[..., :2]))
+def _unpack_q5_0(blocks: Tensor) -> GroupedWeight:
+    codes = _unpack_nibbles(blocks[..., 6:]) | _unpack_bits(blocks[..., 2:6]) << 4
+    return GroupedWeight(_to_signed(codes, 16), _read_float16(blocks[..., :2]))
 
 
-def _q5_1(blocks: Tensor) -> GroupedWeight:
-    codes = _halves(blocks[..., 8:]) | _bits(blocks[..., 4:8]) << 4
-    return GroupedWeight(_signed(codes, 0), _half(blocks[..., :2]), _half(blocks[..., 2:4]))
+def _unpack_q5_1(blocks: Tensor) -> GroupedWeight:
+    codes = _unpack_nibbles(blocks[..., 8:]) | _unpack_bits(blocks[..., 4:8]) << 4
+    return GroupedWeight(_to_signed(codes, 0), _read_float16(blocks[..., :2]), _read_float16(blocks[..., 2:4]))
 
 
-def _q8_0(blocks: Tensor) -> GroupedWeight:
-    return GroupedWeight(blocks[..., 2:].contiguous().view(torch.int8).flatten(1), _half(blocks[..., :2]))
+def _unpack_q8_0(blocks: Tensor) -> GroupedWeight:
+    return GroupedWeight(blocks[..., 2:].contiguous().view(torch.int8).flatten(1), _read_float16(blocks[..., :2]))
 
 
-def _q2_k(blocks: Tensor) -> GroupedWeight:
-    d, least = _half(blocks[..., 80:82], 1), _half(blocks[..., 82:84], 1)
+def _unpack_q2_k(blocks: Tensor) -> GroupedWeight:
+    d, least = _read_float16(blocks[..., 80:82], 1), _read_float16(blocks[..., 82:84], 1)
     steps = blocks[..., :16]
-    codes = _planes(blocks[..., 16:80], (0, 2, 4, 6), 3)
+    codes = _unpack_bit_planes(blocks[..., 16:80], (0, 2, 4, 6), 3)
     scales, offsets = d * (steps & 15), -(least * (steps >> 4))
-    return GroupedWeight(_packed(codes), scales.flatten(1), offsets.flatten(1), _UNSIGNED)
+    return GroupedWeight(_pack_nibbles(codes), scales.flatten(1), offsets.flatten(1), _UINT4_VALUES)
 
 
-def _q3_k(blocks: Tensor) -> GroupedWeight:
-    low = _planes(blocks[..., 32:96], (0, 2, 4, 6), 3)
-    high = _planes(blocks[..., :32], range(8), 1)
+def _unpack_q3_k(blocks: Tensor) -> GroupedWeight:
+    low = _unpack_bit_planes(blocks[..., 32:96], (0, 2, 4, 6), 3)
+    high = _unpack_bit_planes(blocks[..., :32], range(8), 1)
     packed = blocks[..., 96:108]
     steps = torch.cat((packed[..., :8] & 15, packed[..., :8] >> 4), -1)
     steps |= torch.cat([packed[..., 8:] >> shift & 3 for shift in (0, 2, 4, 6)], -1) << 4
-    scales = _half(blocks[..., 108:110], 1) * (steps.to(torch.int8) - 32)
+    scales = _read_float16(blocks[..., 108:110], 1) * (steps.to(torch.int8) - 32)
     # low - 4 where the high bit is not set: as a code that stands for code - 8
-    return GroupedWeight(_packed(low + 4 + (high << 2)), scales.flatten(1))
+    return GroupedWeight(_pack_nibbles(low + 4 + (high << 2)), scales.flatten(1))
 
 
-def _q4_k(blocks: Tensor) -> GroupedWeight:
-    codes = _planes(blocks[..., 16:], (0, 4), 15)
-    return GroupedWeight(_packed(codes), *_scales_and_offsets(blocks), _UNSIGNED)
+def _unpack_q4_k(blocks: Tensor) -> GroupedWeight:
+    codes = _unpack_bit_planes(blocks[..., 16:], (0, 4), 15)
+    return GroupedWeight(_pack_nibbles(codes), *_unpack_k_scales(blocks), _UINT4_VALUES)
 
 
-def _q5_k(blocks: Tensor) -> GroupedWeight:
-    low, high = _planes(blocks[..., 48:], (0, 4), 15), _planes(blocks[..., 16:48], range(8), 1)
-    return GroupedWeight(_signed(low | high << 4, 0), *_scales_and_offsets(blocks))
+def _unpack_q5_k(blocks: Tensor) -> GroupedWeight:
+    low, high = _unpack_bit_planes(blocks[..., 48:], (0, 4), 15), _unpack_bit_planes(blocks[..., 16:48], range(8), 1)
+    return GroupedWeight(_to_signed(low | high << 4, 0), *_unpack_k_scales(blocks))
 
 
-def _q6_k(blocks: Tensor) -> GroupedWeight:
-    low = _planes(blocks[..., :128], (0, 4), 15, width=64)
-    high = _planes(blocks[..., 128:192], (0, 2, 4, 6), 3)
-    scales = _half(blocks[..., 208:210], 1) * blocks[..., 192:208].contiguous().view(torch.int8)
-    return GroupedWeight(_signed(low | high << 4, 32), scales.flatten(1))
+def _unpack_q6_k(blocks: Tensor) -> GroupedWeight:
+    low = _unpack_bit_planes(blocks[..., :128], (0, 4), 15, width=64)
+    high = _unpack_bit_planes(blocks[..., 128:192], (0, 2, 4, 6), 3)
+    scales = _read_float16(blocks[..., 208:210], 1) * blocks[..., 192:208].contiguous().view(torch.int8)
+    return GroupedWeight(_to_signed(low | high << 4, 32), scales.flatten(1))
 
 
-def _iq4_nl(blocks: Tensor) -> GroupedWeight:
-    return GroupedWeight(_packed(_halves(blocks[..., 2:])), _half(blocks[..., :2]), None, _IQ4)
+def _unpack_iq4_nl(blocks: Tensor) -> GroupedWeight:
+    return GroupedWeight(
+        _pack_nibbles(_unpack_nibbles(blocks[..., 2:])), _read_float16(blocks[..., :2]), None, _IQ4_VALUES
+    )
 
 
-def _iq4_xs(blocks: Tensor) -> GroupedWeight:
+def _unpack_iq4_xs(blocks: Tensor) -> GroupedWeight:
     high = blocks[..., 2:4].contiguous().view(torch.int16).int()
     steps = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), -1).flatten(-2).int()
     steps = steps | (high >> torch.arange(0, 16, 2, dtype=torch.int32, device=blocks.device) & 3) << 4
-    codes = _halves(blocks[..., 8:].unflatten(-1, (8, 16)).flatten(1, 2))
-    return GroupedWeight(_packed(codes), (_half(blocks[..., :2], 1) * (steps - 32)).flatten(1), None, _IQ4)
+    codes = _unpack_nibbles(blocks[..., 8:].unflatten(-1, (8, 16)).flatten(1, 2))
+    return GroupedWeight(
+        _pack_nibbles(codes), (_read_float16(blocks[..., :2], 1) * (steps - 32)).flatten(1), None, _IQ4_VALUES
+    )
 
 
-def _mxfp4(blocks: Tensor) -> GroupedWeight:
-    return GroupedWeight(_packed(_halves(blocks[..., 1:])), half_powers(blocks[..., 0]), None, FLOATS_OF_4)
+def _unpack_mxfp4(blocks: Tensor) -> GroupedWeight:
+    return GroupedWeight(
+        _pack_nibbles(_unpack_nibbles(blocks[..., 1:])), halve_e8m0_scales(blocks[..., 0]), None, DOUBLED_E2M1_VALUES
+    )
 
 
-_GROUPED: dict[str, tuple[int, Callable[[Tensor], GroupedWeight]]] = {
-    "Q4_0": (18, _q4_0),
-    "Q4_1": (20, _q4_1),
-    "Q5_0": (22, _q5_0),
-    "Q5_1": (24, _q5_1),
-    "Q8_0": (34, _q8_0),
-    "Q2_K": (84, _q2_k),
-    "Q3_K": (110, _q3_k),
-    "Q4_K": (144, _q4_k),
-    "Q5_K": (176, _q5_k),
-    "Q6_K": (210, _q6_k),
-    "IQ4_NL": (18, _iq4_nl),
-    "IQ4_XS": (136, _iq4_xs),
-    "MXFP4": (17, _mxfp4),
+_UNPACKERS: dict[str, tuple[int, Callable[[Tensor], GroupedWeight]]] = {
+    "Q4_0": (18, _unpack_q4_0),
+    "Q4_1": (20, _unpack_q4_1),
+    "Q5_0": (22, _unpack_q5_0),
+    "Q5_1": (24, _unpack_q5_1),
+    "Q8_0": (34, _unpack_q8_0),
+    "Q2_K": (84, _unpack_q2_k),
+    "Q3_K": (110, _unpack_q3_k),
+    "Q4_K": (144, _unpack_q4_k),
+    "Q5_K": (176, _unpack_q5_k),
+    "Q6_K": (210, _unpack_q6_k),
+    "IQ4_NL": (18, _unpack_iq4_nl),
+    "IQ4_XS": (136, _unpack_iq4_xs),
+    "MXFP4": (17, _unpack_mxfp4),
 }
 """By a type's name: the bytes of its blocks, and what makes [out, blocks, bytes] a weight."""
-GROUPED = frozenset(_GROUPED)
+UNPACKABLE_TYPES = frozenset(_UNPACKERS)
 
 
-def _half(data: Tensor, wider: int = 0) -> Tensor:
+def _read_float16(data: Tensor, wider: int = 0) -> Tensor:
     """[..., blocks, 2] bytes as float16 numbers in float32: [..., blocks], or with `wider` one axis more of size 1."""
     numbers = data.contiguous().view(torch.float16).float()
     return numbers if wider else numbers.squeeze(-1)
 
 
-def _halves(data: Tensor) -> Tensor:
+def _unpack_nibbles(data: Tensor) -> Tensor:
     """The codes of blocks whose first half of numbers is in the low half of their bytes: [out, in] uint8."""
     return torch.cat((data & 15, data >> 4), -1).flatten(1)
 
 
-def _bits(data: Tensor) -> Tensor:
+def _unpack_bits(data: Tensor) -> Tensor:
     """[out, blocks, bytes] as single bits, the lowest of each byte first: [out, in] uint8."""
     return (data.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=data.device) & 1).flatten(1)
 
 
-def _planes(data: Tensor, shifts: range | tuple[int, ...], mask: int, width: int = 32) -> Tensor:
+def _unpack_bit_planes(data: Tensor, shifts: range | tuple[int, ...], mask: int, width: int = 32) -> Tensor:
     """[out, blocks, bytes] as codes of which `width` bytes hold one plane after another: [out, in] uint8."""
     lines = data.unflatten(-1, (-1, 1, width)) >> torch.tensor(
         tuple(shifts), dtype=torch.uint8, device=data.device
@@ -162,19 +168,19 @@ def _planes(data: Tensor, shifts: range | tuple[int, ...], mask: int, width: int
     return (lines & mask).flatten(1)
 
 
-def _scales_and_offsets(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _unpack_k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Of Q4_K and Q5_K: eight groups share two float16 numbers, of which they have 6-bit multiples each."""
-    d, least = _half(blocks[..., :2], 1), _half(blocks[..., 2:4], 1)
+    d, least = _read_float16(blocks[..., :2], 1), _read_float16(blocks[..., 2:4], 1)
     first, second, last = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     steps = torch.cat((first & 63, last & 15 | first >> 2 & 48), -1)
     down = torch.cat((second & 63, last >> 4 | second >> 2 & 48), -1)
     return (d * steps).flatten(1), -(least * down).flatten(1)
 
 
-def _packed(codes: Tensor) -> Tensor:
+def _pack_nibbles(codes: Tensor) -> Tensor:
     """[out, in] uint8 codes below 16 as [out, in / 2]."""
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
-def _signed(codes: Tensor, zero: int) -> Tensor:
+def _to_signed(codes: Tensor, zero: int) -> Tensor:
     return codes.to(torch.int8) - zero

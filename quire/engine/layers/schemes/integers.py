@@ -14,122 +14,130 @@ from torch import Tensor
 
 from quire.engine.checkpoint.quantization import WeightFormat
 from quire.engine.errors import ModelError
-from quire.engine.layers.schemes import Stored
-from quire.engine.layers.schemes.mixed import Format
-from quire.kernels.quantized import GroupedWeight
+from quire.engine.layers.schemes import TensorSpec
+from quire.engine.layers.schemes.mixed import LinearFormat
+from quire.kernels.quantized_tensors import GroupedWeight
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """In which half byte of a word each of eight neighbouring outputs is."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gptq(Format):
+class GPTQFormat(LinearFormat):
     """Words along the inputs; zeros, in words along the outputs."""
 
-    stored: WeightFormat
-    ordered: bool
+    weight_format: WeightFormat
+    has_group_index: bool
     """There is a g_idx, which says the group of each input."""
 
-    def tensors(self, in_features: int, out_features: int) -> dict[str, Stored]:
-        bits, groups = self.stored.bits, _groups(in_features, self.stored.group)
-        found = {
-            "qweight": Stored((in_features * bits // 32, out_features), torch.int32),
-            "qzeros": Stored((groups, out_features * bits // 32), torch.int32),
-            "scales": Stored((groups, out_features), torch.float32),
+    def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
+        bits, groups = self.weight_format.bits, _num_groups(in_features, self.weight_format.group)
+        specs = {
+            "qweight": TensorSpec((in_features * bits // 32, out_features), torch.int32),
+            "qzeros": TensorSpec((groups, out_features * bits // 32), torch.int32),
+            "scales": TensorSpec((groups, out_features), torch.float32),
         }
-        return found | ({"g_idx": Stored((in_features,), torch.int32)} if self.ordered else {})
+        return specs | ({"g_idx": TensorSpec((in_features,), torch.int32)} if self.has_group_index else {})
 
-    def form(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
-        bits = self.stored.bits
-        codes = from_bits(tensors["qweight"].T, bits)
-        zeros = from_bits(tensors["qzeros"], bits).T
-        if self.stored.zero_added:
+    def unpack_weight(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
+        bits = self.weight_format.bits
+        codes = unpack_bits(tensors["qweight"].T, bits)
+        zeros = unpack_bits(tensors["qzeros"], bits).T
+        if self.weight_format.zero_added:
             zeros = zeros + 1 & 2**bits - 1
-        order = ordering(tensors.get("g_idx"), self.stored.group or codes.shape[1], f"{linear}.g_idx")
-        return grouped(codes, tensors["scales"].T, zeros, bits, self.stored.group, order)
+        order = sort_inputs_by_group(
+            tensors.get("g_idx"), self.weight_format.group or codes.shape[1], f"{linear}.g_idx"
+        )
+        return make_grouped_weight(codes, tensors["scales"].T, zeros, bits, self.weight_format.group, order)
 
 
 @dataclass(frozen=True, slots=True)
-class Awq(Format):
+class AWQFormat(LinearFormat):
     """Words along the outputs, each of eight in an order of its own."""
 
-    stored: WeightFormat
+    weight_format: WeightFormat
 
-    def tensors(self, in_features: int, out_features: int) -> dict[str, Stored]:
-        groups = _groups(in_features, self.stored.group)
+    def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
+        groups = _num_groups(in_features, self.weight_format.group)
         return {
-            "qweight": Stored((in_features, out_features // 8), torch.int32),
-            "qzeros": Stored((groups, out_features // 8), torch.int32),
-            "scales": Stored((groups, out_features), torch.float32),
+            "qweight": TensorSpec((in_features, out_features // 8), torch.int32),
+            "qzeros": TensorSpec((groups, out_features // 8), torch.int32),
+            "scales": TensorSpec((groups, out_features), torch.float32),
         }
 
-    def form(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
+    def unpack_weight(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
         codes, zeros = (
-            from_bits(tensors[name], 4).unflatten(1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(1).T
+            unpack_bits(tensors[name], 4).unflatten(1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(1).T
             for name in ("qweight", "qzeros")
         )
-        return grouped(codes, tensors["scales"].T, zeros, 4, self.stored.group, None)
+        return make_grouped_weight(codes, tensors["scales"].T, zeros, 4, self.weight_format.group, None)
 
 
 @dataclass(frozen=True, slots=True)
-class Packed(Format):
+class PackQuantizedFormat(LinearFormat):
     """compressed-tensors' pack-quantized: words along the inputs, of codes with half their number added; zeros
     likewise, in words along the outputs."""
 
-    stored: WeightFormat
-    scale: Stored
-    sides: torch.dtype
+    weight_format: WeightFormat
+    scale_spec: TensorSpec
+    shape_dtype: torch.dtype
     """Of weight_shape."""
-    ordered: bool
+    has_group_index: bool
 
-    def tensors(self, in_features: int, out_features: int) -> dict[str, Stored]:
-        bits, groups = self.stored.bits, _groups(in_features, self.stored.group)
-        found = {
-            "weight_packed": Stored((out_features, -(-in_features * bits // 32)), torch.int32),
-            "weight_scale": self.scale,
-            "weight_shape": Stored((2,), self.sides),
+    def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
+        bits, groups = self.weight_format.bits, _num_groups(in_features, self.weight_format.group)
+        specs = {
+            "weight_packed": TensorSpec((out_features, -(-in_features * bits // 32)), torch.int32),
+            "weight_scale": self.scale_spec,
+            "weight_shape": TensorSpec((2,), self.shape_dtype),
         }
-        if not self.stored.symmetric:
-            found["weight_zero_point"] = Stored((-(-out_features * bits // 32), groups), torch.int32)
-        return found | ({"weight_g_idx": Stored((in_features,), torch.int32)} if self.ordered else {})
+        if not self.weight_format.symmetric:
+            specs["weight_zero_point"] = TensorSpec((-(-out_features * bits // 32), groups), torch.int32)
+        return specs | ({"weight_g_idx": TensorSpec((in_features,), torch.int32)} if self.has_group_index else {})
 
-    def form(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
+    def unpack_weight(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
         outs, inner = tensors["weight_shape"].tolist()
-        packed, bits = tensors["weight_packed"], self.stored.bits
+        packed, bits = tensors["weight_packed"], self.weight_format.bits
         if outs != packed.shape[0] or -(-inner * bits // 32) != packed.shape[1]:
             shape = f"{[outs, inner]} is not the shape of {list(packed.shape)} words of {bits} bits"
             raise ModelError(f"model: {linear}.weight_shape: {shape}")
-        codes, zeros = from_bits(packed, bits)[:, :inner], tensors.get("weight_zero_point")
-        scales = per_group(tensors["weight_scale"], codes.shape, self.stored.group, f"{linear}.weight_scale")
+        codes, zeros = unpack_bits(packed, bits)[:, :inner], tensors.get("weight_zero_point")
+        scales = expand_per_group(
+            tensors["weight_scale"], codes.shape, self.weight_format.group, f"{linear}.weight_scale"
+        )
         if zeros is not None:
-            zeros = from_bits(zeros.T, bits)[:, :outs].T
-        order = ordering(tensors.get("weight_g_idx"), self.stored.group or inner, f"{linear}.weight_g_idx")
-        return grouped(codes, scales, zeros, bits, self.stored.group, order)
+            zeros = unpack_bits(zeros.T, bits)[:, :outs].T
+        order = sort_inputs_by_group(
+            tensors.get("weight_g_idx"), self.weight_format.group or inner, f"{linear}.weight_g_idx"
+        )
+        return make_grouped_weight(codes, scales, zeros, bits, self.weight_format.group, order)
 
 
 @dataclass(frozen=True, slots=True)
-class Int8(Format):
+class Int8Format(LinearFormat):
     """Plain int8 with a scale for the tensor, each output or each group, and perhaps zeros."""
 
-    stored: WeightFormat
-    scale: Stored
-    zero: Stored | None
+    weight_format: WeightFormat
+    scale_spec: TensorSpec
+    zero_point_spec: TensorSpec | None
 
-    def tensors(self, in_features: int, out_features: int) -> dict[str, Stored]:
-        found = {"weight": Stored((out_features, in_features), torch.int8), "weight_scale": self.scale}
-        return found if self.zero is None else found | {"weight_zero_point": self.zero}
+    def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
+        specs = {"weight": TensorSpec((out_features, in_features), torch.int8), "weight_scale": self.scale_spec}
+        return specs if self.zero_point_spec is None else specs | {"weight_zero_point": self.zero_point_spec}
 
-    def form(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
+    def unpack_weight(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
         codes = tensors["weight"]
-        scales = per_group(tensors["weight_scale"], codes.shape, self.stored.group, f"{linear}.weight_scale")
+        scales = expand_per_group(
+            tensors["weight_scale"], codes.shape, self.weight_format.group, f"{linear}.weight_scale"
+        )
         zeros = tensors.get("weight_zero_point")
         if zeros is not None:
             where = f"{linear}.weight_zero_point"
-            zeros = per_group(zeros, codes.shape, self.stored.group, where).to(torch.int16) + 128
-        return grouped(codes.to(torch.int16) + 128, scales, zeros, 8, self.stored.group, None)
+            zeros = expand_per_group(zeros, codes.shape, self.weight_format.group, where).to(torch.int16) + 128
+        return make_grouped_weight(codes.to(torch.int16) + 128, scales, zeros, 8, self.weight_format.group, None)
 
 
-def grouped(
+def make_grouped_weight(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int, order: Tensor | None
 ) -> GroupedWeight:
     """scales * (codes - zeros), for codes [out, in] from 0 to 2 ** bits - 1 in the order of the inputs, scales and
@@ -142,9 +150,9 @@ def grouped(
         offsets = scales * (middle - zeros.to(torch.int16))
     step = math.gcd(group or inner, inner)
     if step != (group or inner):
-        where = torch.arange(0, inner, step, device=scales.device) // group
-        scales = scales[:, where]
-        offsets = None if offsets is None else offsets[:, where]
+        group_of_step = torch.arange(0, inner, step, device=scales.device) // group
+        scales = scales[:, group_of_step]
+        offsets = None if offsets is None else offsets[:, group_of_step]
     if order is not None:
         codes = codes[:, order]
     if bits > 4 or inner % 2:
@@ -156,7 +164,7 @@ def grouped(
     return GroupedWeight(packed, scales, None if offsets is None else offsets.contiguous(), None, order)
 
 
-def from_bits(words: Tensor, bits: int) -> Tensor:
+def unpack_bits(words: Tensor, bits: int) -> Tensor:
     """Rows of 32-bit words [rows, n] as one stream of codes each, which may go on in the next word: [rows, codes]
     uint8, as many as there is room for."""
     rows = words.contiguous().view(torch.uint8).view(words.shape[0], -1)  # little-endian
@@ -172,7 +180,7 @@ def from_bits(words: Tensor, bits: int) -> Tensor:
     return ((padded[:, byte] | padded[:, byte + 1] << 8) >> shift & 2**bits - 1).to(torch.uint8)
 
 
-def ordering(group_of: Tensor | None, group: int, where: str) -> Tensor | None:
+def sort_inputs_by_group(group_of: Tensor | None, group: int, where: str) -> Tensor | None:
     """The inputs sorted by their group; None where they are. Raises ModelError for groups of other sizes."""
     if group_of is None:
         return None
@@ -183,9 +191,9 @@ def ordering(group_of: Tensor | None, group: int, where: str) -> Tensor | None:
     return None if torch.equal(order, inputs) else order
 
 
-def per_group(numbers: Tensor, shape: torch.Size, group: int, where: str) -> Tensor:
+def expand_per_group(numbers: Tensor, shape: torch.Size, group: int, where: str) -> Tensor:
     """A number for all, one for each output or one for each group of it: [out, groups]."""
-    outs, groups = shape[0], _groups(shape[1], group)
+    outs, groups = shape[0], _num_groups(shape[1], group)
     if numbers.numel() == 1:
         return numbers.reshape(1, 1).expand(outs, groups)
     if numbers.numel() not in (outs, outs * groups) or numbers.shape[0] != outs:
@@ -193,5 +201,5 @@ def per_group(numbers: Tensor, shape: torch.Size, group: int, where: str) -> Ten
     return numbers.reshape(outs, -1).expand(outs, groups)
 
 
-def _groups(inner: int, group: int) -> int:
+def _num_groups(inner: int, group: int) -> int:
     return -(-inner // group) if group else 1

@@ -8,75 +8,85 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from quire.engine.layers.schemes import Stored, Unquantized, joined_bias
-from quire.engine.layers.shard import WHOLE_LINEAR, Cut
-from quire.kernels.backend import Backend, Linear, Table
-from quire.kernels.quantized import QuantizedWeight
+from quire.engine.layers.schemes import TensorSpec, UnquantizedScheme, concat_biases
+from quire.engine.layers.shard import FULL_LINEAR, LinearSlice
+from quire.kernels.backend import Backend, Linear, QuantizedEmbedding
+from quire.kernels.quantized_tensors import QuantizedWeight
 
 
-class Format(ABC):
+class LinearFormat(ABC):
     """How one linear's weights are stored."""
 
     @abstractmethod
-    def tensors(self, in_features: int, out_features: int) -> dict[str, Stored]:
+    def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
         """What of a checkpoint makes the weights, by the name that follows the linear's own."""
 
     @abstractmethod
-    def form(self, tensors: dict[str, Tensor], linear: str) -> QuantizedWeight | Tensor:
+    def unpack_weight(self, tensors: dict[str, Tensor], linear: str) -> QuantizedWeight | Tensor:
         """The weights of these tensors; [out, in] numbers where no form has them. `linear`: its name, for errors.
         Raises ModelError for tensors that contradict themselves."""
 
 
-class MixedScheme(Unquantized):
+class MixedScheme(UnquantizedScheme):
     """Quantized linears and others, as `format_of` says it of each by its name; None: of floating-point numbers."""
 
     def __init__(
         self,
         backend: Backend,
         dtype: torch.dtype,
-        format_of: Callable[[str], Format | None],
-        table: Format | None = None,
+        format_of: Callable[[str], LinearFormat | None],
+        embedding_format: LinearFormat | None = None,
     ) -> None:
-        """`table`: of the embedding; None: it is of floating-point numbers."""
+        """`embedding_format`: of the embedding; None: it is of floating-point numbers."""
         super().__init__(backend, dtype)
-        self._table = table
+        self._embedding_format = embedding_format
         self._format_of = format_of
 
-    def tensors(self, linear: str, in_features: int, out_features: int, *, bias: bool) -> dict[str, Stored]:
-        stored = super().tensors(linear, in_features, out_features, bias=bias)
-        if (weights := self._format_of(linear)) is None:
-            return stored
-        del stored["weight"]
-        return stored | weights.tensors(in_features, out_features)
+    def linear_tensor_specs(
+        self, linear: str, in_features: int, out_features: int, *, bias: bool
+    ) -> dict[str, TensorSpec]:
+        specs = super().linear_tensor_specs(linear, in_features, out_features, bias=bias)
+        if (linear_format := self._format_of(linear)) is None:
+            return specs
+        del specs["weight"]
+        return specs | linear_format.weight_tensor_specs(in_features, out_features)
 
-    def pack(self, linears: dict[str, dict[str, Tensor]], cuts: Mapping[str, Cut], *, wide: bool) -> Linear:
-        weights = {name: self._weights(name, tensors, cuts[name]) for name, tensors in linears.items()}
+    def pack_linears(
+        self, linears: dict[str, dict[str, Tensor]], cuts: Mapping[str, LinearSlice], *, wide: bool
+    ) -> Linear:
+        weights = {name: self._unpack_linear(name, tensors, cuts[name]) for name, tensors in linears.items()}
         quantized = [each for each in weights.values() if not isinstance(each, Tensor)]
         if len(quantized) == len(weights):
-            return self._backend.pack_quantized(quantized, joined_bias(linears), dtype=self._dtype, wide=wide)
+            return self._backend.pack_quantized(quantized, concat_biases(linears), dtype=self._dtype, wide=wide)
         # Beside a part in full precision the others are computed in it too.
-        whole = {name: tensors | {"weight": self._dense(weights[name])} for name, tensors in linears.items()}
-        return super().pack(whole, cuts, wide=wide)
+        dense_linears = {name: tensors | {"weight": self._to_dense(weights[name])} for name, tensors in linears.items()}
+        return super().pack_linears(dense_linears, cuts, wide=wide)
 
-    def dense(self, linear: str, tensors: dict[str, Tensor], cut: Cut) -> Tensor:
-        return self._dense(self._weights(linear, tensors, cut))
+    def dense_weight(self, linear: str, tensors: dict[str, Tensor], cut: LinearSlice) -> Tensor:
+        return self._to_dense(self._unpack_linear(linear, tensors, cut))
 
-    def table(self, vocab_size: int, hidden_size: int) -> Stored:
-        if self._table is None:
-            return super().table(vocab_size, hidden_size)
-        return self._table.tensors(hidden_size, vocab_size)["weight"]
+    def embedding_tensor_spec(self, vocab_size: int, hidden_size: int) -> TensorSpec:
+        if self._embedding_format is None:
+            return super().embedding_tensor_spec(vocab_size, hidden_size)
+        return self._embedding_format.weight_tensor_specs(hidden_size, vocab_size)["weight"]
 
-    def pack_table(self, weight: Tensor, cut: Cut = WHOLE_LINEAR, *, tied: bool) -> Table:
-        form: QuantizedWeight | Tensor = weight
-        if self._table is not None:
-            form = cut.form(self._table.form({"weight": weight}, "the embedding"), "the embedding")
-        if isinstance(form, Tensor):
-            return super().pack_table(form, tied=tied)
-        return self._backend.pack_table(form, dtype=self._dtype, tied=tied)
+    def pack_embedding(self, weight: Tensor, cut: LinearSlice = FULL_LINEAR, *, tied: bool) -> QuantizedEmbedding:
+        quantized: QuantizedWeight | Tensor = weight
+        if self._embedding_format is not None:
+            quantized = cut.slice_quantized(
+                self._embedding_format.unpack_weight({"weight": weight}, "the embedding"), "the embedding"
+            )
+        if isinstance(quantized, Tensor):
+            return super().pack_embedding(quantized, tied=tied)
+        return self._backend.pack_embedding(quantized, dtype=self._dtype, tied=tied)
 
-    def _weights(self, linear: str, tensors: dict[str, Tensor], cut: Cut) -> QuantizedWeight | Tensor:
-        weights = self._format_of(linear)
-        return tensors["weight"] if weights is None else cut.form(weights.form(tensors, linear), linear)
+    def _unpack_linear(self, linear: str, tensors: dict[str, Tensor], cut: LinearSlice) -> QuantizedWeight | Tensor:
+        linear_format = self._format_of(linear)
+        return (
+            tensors["weight"]
+            if linear_format is None
+            else cut.slice_quantized(linear_format.unpack_weight(tensors, linear), linear)
+        )
 
-    def _dense(self, weights: QuantizedWeight | Tensor) -> Tensor:
-        return (weights if isinstance(weights, Tensor) else weights.dequantized()).to(self._dtype)
+    def _to_dense(self, weights: QuantizedWeight | Tensor) -> Tensor:
+        return (weights if isinstance(weights, Tensor) else weights.dequantize()).to(self._dtype)

@@ -11,33 +11,33 @@ from torch import Tensor
 from quire.engine.checkpoint.page_groups import PageGroups
 from quire.engine.errors import ModelError
 from quire.engine.models.adapted.interface import AttentionCall
-from quire.engine.models.adapted.probe import AdaptedAttention
-from quire.kernels.backend import AttentionMetadata, Backend, Pages
-from quire.kernels.softmax import Softmax
+from quire.engine.models.adapted.probe import TransformersAttentionSpec
+from quire.kernels.attention_params import AttentionParams
+from quire.kernels.backend import AttentionMetadata, Backend, LayerCache
 
 
-class Paged:
+class PagedAttentionFunction:
     """Attends by way of pages. A class calls its attention in the order in which it did when it was probed, so the
     n-th call of a step is the n-th layer's."""
 
     def __init__(
         self,
         backend: Backend,
-        layers: Sequence[AdaptedAttention],
+        layers: Sequence[TransformersAttentionSpec],
         groups: PageGroups,
-        progress: Callable[[], None],
+        report_progress: Callable[[], None],
     ) -> None:
-        self._backend, self._layers, self._groups, self._progress = backend, layers, groups, progress
-        self._softmax = [Softmax(each.scale, each.window, each.softcap) for each in layers]
+        self._backend, self._layers, self._groups, self._report_progress = backend, layers, groups, report_progress
+        self._attention_params = [AttentionParams(each.scale, each.window, each.softcap) for each in layers]
         self._metadata: AttentionMetadata | None = None
-        self._pages: Sequence[Pages] = ()
+        self._pages: Sequence[LayerCache] = ()
         self._calls = 0
 
-    def begin(self, metadata: AttentionMetadata, pages: Sequence[Pages]) -> None:
+    def bind_step(self, metadata: AttentionMetadata, pages: Sequence[LayerCache]) -> None:
         """Before each step; `pages`: by place."""
         self._metadata, self._pages, self._calls = metadata, pages, 0
 
-    def end(self) -> None:
+    def finish_step(self) -> None:
         if self._calls != len(self._layers):
             raise ModelError(f"model: its class attended {self._calls} times in a step, not {len(self._layers)} times")
         self._metadata, self._pages = None, ()
@@ -49,22 +49,22 @@ class Paged:
         return self._metadata.positions
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        number, self._calls, given = self._calls, self._calls + 1, call.given
+        call_index, self._calls, kwargs = self._calls, self._calls + 1, call.kwargs
         assert self._metadata is not None
-        spec, metadata = self._layers[number], self._metadata.of(self._groups.group_of[number])
-        k_cache, v_cache = self._pages[self._groups.place_of[number]]
-        q, k, v = (_rows(each, spec.head_dim) for each in (call.query, call.key, call.value))
-        self._backend.store_kv(k, v, k_cache, v_cache, metadata.slots)
-        softmax = self._softmax[number]
+        spec, metadata = self._layers[call_index], self._metadata.group_metadata(self._groups.group_of[call_index])
+        k_cache, v_cache = self._pages[self._groups.place_of[call_index]]
+        q, k, v = (_pad_heads(each, spec.head_dim) for each in (call.query, call.key, call.value))
+        self._backend.store_kv(k, v, k_cache, v_cache, metadata.slot_mapping)
+        params = self._attention_params[call_index]
         if spec.sinks:
-            sinks = given["s_aux"] if given.get("s_aux") is not None else given["sinks"]
-            softmax = Softmax(softmax.scale, softmax.window, softmax.softcap, sinks=sinks.flatten().float())
-        out = self._backend.paged_attention(q, k_cache, v_cache, metadata, softmax)
-        self._progress()
+            sinks = kwargs["s_aux"] if kwargs.get("s_aux") is not None else kwargs["sinks"]
+            params = AttentionParams(params.scale, params.window, params.softcap, sinks=sinks.flatten().float())
+        out = self._backend.paged_attention(q, k_cache, v_cache, metadata, params)
+        self._report_progress()
         return out[None, ..., : spec.value_dim].contiguous()
 
 
-def _rows(x: Tensor, width: int) -> Tensor:
+def _pad_heads(x: Tensor, width: int) -> Tensor:
     """[1, heads, T, D] to [T, heads, width], zeros behind D."""
     rows = x[0].transpose(0, 1)
     return (F.pad(rows, (0, width - x.shape[3])) if x.shape[3] < width else rows).contiguous()

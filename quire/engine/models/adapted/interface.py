@@ -1,8 +1,7 @@
 """Our names among transformers' interfaces: what a class calls for attention, for masks and for experts.
 
-Each calls what the module carries that asks: `Attending` on every module of a model, `Mixing` on those with experts. So
-nothing is kept outside of models.
-"""
+Each calls what the module carries that asks: `AttentionFunction` on every module of a model, `ExpertsFunction` on those
+with experts. So nothing is kept outside of models."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_expe
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-NAME = "quire"
-_ATTENDING, _MIXING, _ALLOWED = "quire_attending", "quire_mixing", "quire_allowed"
+INTERFACE_NAME = "quire"
+_ATTENTION_KEY, _EXPERTS_KEY, _MASK_KEY = "quire_attending", "quire_mixing", "quire_allowed"
 
 MaskFunction = Callable[[int, int, Tensor, Tensor], Tensor]
 """(batch, head, positions of queries, positions of keys) to whether these see those."""
@@ -33,59 +32,59 @@ class AttentionCall(NamedTuple):
     value: Tensor
     """and so, maybe of another D."""
     mask: Tensor | None
-    given: Mapping[str, Any]
+    kwargs: Mapping[str, Any]
     """What else the class says of it, by transformers' names."""
 
 
-Attending = Callable[[AttentionCall], Tensor]
+AttentionFunction = Callable[[AttentionCall], Tensor]
 """To [1, T, H, D of the value]."""
-Mixing = Callable[[Tensor, Tensor, Tensor], Tensor]
+ExpertsFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(x [T, hidden], the experts chosen for each token [T, k], their weights [T, k]) to [T, hidden]."""
 
 
-def register() -> None:
+def register_interfaces() -> None:
     """Make them known to transformers; once or often."""
-    ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
-    ALL_EXPERTS_FUNCTIONS.register(NAME, _mix)
+    ALL_ATTENTION_FUNCTIONS.register(INTERFACE_NAME, _run_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(INTERFACE_NAME, _make_mask)
+    ALL_EXPERTS_FUNCTIONS.register(INTERFACE_NAME, _run_experts)
 
 
-def attend_by(model: nn.Module, attending: Attending) -> None:
+def set_attention(model: nn.Module, function: AttentionFunction) -> None:
     """Let it compute all attention of a model."""
     for module in model.modules():
-        module.__dict__[_ATTENDING] = attending
+        module.__dict__[_ATTENTION_KEY] = function
 
 
-def mix_by(module: nn.Module, mixing: Mixing) -> None:
+def set_experts(module: nn.Module, function: ExpertsFunction) -> None:
     """Let it compute the experts of a module."""
-    module.__dict__[_MIXING] = mixing
+    module.__dict__[_EXPERTS_KEY] = function
 
 
-def allowed_by(mask: Tensor) -> MaskFunction | None:
+def mask_function_of(mask: Tensor) -> MaskFunction | None:
     """What a mask that a class has made allows; None: it is not as it was made."""
-    found: MaskFunction | None = mask.__dict__.get(_ALLOWED)
-    return found
+    function: MaskFunction | None = mask.__dict__.get(_MASK_KEY)
+    return function
 
 
-def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
+def _run_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    attending: Attending = module.__dict__[_ATTENDING]
-    return attending(AttentionCall(module, query, key, value, attention_mask, given)), None
+    function: AttentionFunction = module.__dict__[_ATTENTION_KEY]
+    return function(AttentionCall(module, query, key, value, attention_mask, kwargs)), None
 
 
-def _mask(*, device: torch.device, mask_function: MaskFunction, **given: Any) -> Tensor | None:
+def _make_mask(*, device: torch.device, mask_function: MaskFunction, **kwargs: Any) -> Tensor | None:
     """No mask: the pages know what is seen. On the meta device one that tells what it allows."""
     if torch.device(device).type != "meta":
         return None
     mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device="meta")
-    mask.__dict__[_ALLOWED] = mask_function
+    mask.__dict__[_MASK_KEY] = mask_function
     return mask
 
 
-def _mix(module: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    mixing: Mixing | None = module.__dict__.get(_MIXING)
-    if mixing is not None:
-        return mixing(x, chosen, weights)
-    mixed: Tensor = batched_mm_experts_forward(module, x, chosen, weights)
+def _run_experts(module: nn.Module, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    function: ExpertsFunction | None = module.__dict__.get(_EXPERTS_KEY)
+    if function is not None:
+        return function(x, expert_ids, weights)
+    mixed: Tensor = batched_mm_experts_forward(module, x, expert_ids, weights)
     return mixed

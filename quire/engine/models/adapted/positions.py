@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 
-class StandIn(nn.Module):
+class ModuleProxy(nn.Module):
     """In the place of a class's module, with whatever that has."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -25,14 +25,14 @@ class StandIn(nn.Module):
             return getattr(super().__getattr__("_module"), name)
 
 
-class RotationTable(StandIn):
+class CachedRotary(ModuleProxy):
     """What a class computes of positions for rotations, once for all of them: so a token's numbers do not depend on
     the tokens beside it, and scalings that a context's length chooses are those of one context."""
 
-    def __init__(self, module: nn.Module, positions: int, context: int) -> None:
-        """`positions`: as many as may be asked for. `context`: the tokens of that context, at least as many."""
+    def __init__(self, module: nn.Module, num_positions: int, context: int) -> None:
+        """`num_positions`: as many as may be asked for. `context`: the tokens of that context, at least as many."""
         super().__init__(module)
-        self._positions, self._context = positions, context
+        self._positions, self._context = num_positions, context
         self._tables: dict[str, tuple[Tensor, ...] | None] = {}
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -40,30 +40,30 @@ class RotationTable(StandIn):
             return self._module(x, position_ids, *args, **kwargs)
         key = f"{x.dtype} {args} {kwargs}"
         if key not in self._tables:
-            self._tables[key] = self._table(x, args, kwargs)
+            self._tables[key] = self._compute_table(x, args, kwargs)
         if (table := self._tables[key]) is None:
             return self._module(x, position_ids, *args, **kwargs)
-        found = tuple(each[:, position_ids[0]] for each in table)
-        return found if len(found) > 1 else found[0]
+        rotations = tuple(each[:, position_ids[0]] for each in table)
+        return rotations if len(rotations) > 1 else rotations[0]
 
-    def _table(self, x: Tensor, args: Any, kwargs: Any) -> tuple[Tensor, ...] | None:
+    def _compute_table(self, x: Tensor, args: Any, kwargs: Any) -> tuple[Tensor, ...] | None:
         """For all positions; None where what it gives is not by position."""
-        every = torch.arange(self._positions, device=x.device)[None]
+        position_ids = torch.arange(self._positions, device=x.device)[None]
         if self._context > self._positions:  # the class takes its last position for the context's end
-            every = torch.cat((every, every.new_tensor([[self._context - 1]])), dim=1)
-        found = self._module(x, every, *args, **kwargs)
-        parts = found if isinstance(found, tuple) else (found,)
-        by_position = all(isinstance(each, Tensor) and each.shape[:2] == every.shape for each in parts)
+            position_ids = torch.cat((position_ids, position_ids.new_tensor([[self._context - 1]])), dim=1)
+        output = self._module(x, position_ids, *args, **kwargs)
+        parts = output if isinstance(output, tuple) else (output,)
+        by_position = all(isinstance(each, Tensor) and each.shape[:2] == position_ids.shape for each in parts)
         return tuple(each[:, : self._positions] for each in parts) if by_position else None
 
 
-def is_rotation(module: nn.Module) -> bool:
+def is_rotary(module: nn.Module) -> bool:
     """Whether it gives rotations for (x, position_ids)."""
     names = list(inspect.signature(module.forward).parameters)
     return "Rotary" in type(module).__name__ and names[:2] == ["x", "position_ids"]
 
 
-class GivenPositions(nn.Module):
+class StepPositions(nn.Module):
     """A table of positions that a class looks up by counting from the length of what is cached: it gets those of the
     step's tokens in their place."""
 
@@ -75,7 +75,7 @@ class GivenPositions(nn.Module):
         return self._module(*args, position_ids=self._of_step().view(position_ids.shape), **kwargs)
 
 
-def takes_length(module: nn.Module) -> bool:
+def counts_positions(module: nn.Module) -> bool:
     """Whether it looks up positions by a length."""
     names = inspect.signature(module.forward).parameters
     lengths = {"cache_length", "past_key_values_length"}  # the second up to transformers 5.23

@@ -13,10 +13,16 @@ from transformers.pytorch_utils import Conv1D
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.layers.shard import Shard
-from quire.engine.models.adapted.build import build
-from quire.engine.models.adapted.probe import NO_NORM, AdaptedAttention, called, check_head, probe
-from quire.engine.models.adapted.ranks import divided_attention
+from quire.engine.layers.shard import ModelShard
+from quire.engine.models.adapted.model_builder import build_model
+from quire.engine.models.adapted.probe import (
+    NO_NORM,
+    TransformersAttentionSpec,
+    check_head,
+    probe_attention,
+    record_calls,
+)
+from quire.engine.models.adapted.tensor_parallel import probe_sharded_attention
 from quire.engine.models.spec import DecoderSpec
 
 ROUTERS = (".gate", ".router", ".shared_expert_gate")
@@ -24,70 +30,70 @@ ROUTERS = (".gate", ".router", ".shared_expert_gate")
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptedSpec(DecoderSpec):
-    given: Mapping[str, Any] = field(default_factory=dict, compare=False)
+class TransformersSpec(DecoderSpec):
+    config_fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """config.json, of which much means nothing here."""
-    made_by: str = ""
+    transformers_class: str = ""
     """The class's name."""
     rope_context: int | None = None
     """As the model's config has it."""
-    longest: int = 0
+    max_len: int = 0
     """Tokens of contexts."""
-    called: frozenset[str] = frozenset()
+    called_modules: frozenset[str] = frozenset()
     """The names of modules that it calls; of others it may use the weights in other ways."""
 
     @property
-    def attention(self) -> list[AdaptedAttention]:
+    def attention_calls(self) -> list[TransformersAttentionSpec]:
         """By call."""
-        return self.parts(AdaptedAttention)
+        return self.sublayers_of_kind(TransformersAttentionSpec)
 
-    def of_rank(self, shard: Shard) -> list[AdaptedAttention]:
+    def attention_of_rank(self, shard: ModelShard) -> list[TransformersAttentionSpec]:
         """The same of a rank's part. Raises ModelError where the class's plan cannot divide it."""
-        if shard.count == 1:
-            return self.attention
-        return divided_attention(self.given, self.longest, shard)
+        if shard.world_size == 1:
+            return self.attention_calls
+        return probe_sharded_attention(self.config_fields, self.max_len, shard)
 
-    def undivided_tokens(self) -> str | None:
+    def context_parallel_error(self) -> str | None:
         return "a model by transformers' classes keeps its own keys and values; see --model-impl"
 
-    def indivisible(self, ranks: int) -> str | None:
+    def tensor_parallel_error(self, ranks: int) -> str | None:
         try:
-            self.of_rank(Shard(0, ranks))
+            self.attention_of_rank(ModelShard(0, ranks))
         except ModelError as error:
             return str(error)
         return None
 
 
-def adapted_spec(config: ModelConfig) -> AdaptedSpec:
+def transformers_spec(config: ModelConfig) -> TransformersSpec:
     """Builds the class without weights. Raises ModelError where pages do not serve it."""
     assert config.given is not None
-    model = build(config.given, torch.float32)
-    with called(model) as names:
-        calls = probe(model, longest := config.context or config.max_position)
+    model = build_model(config.given, torch.float32)
+    with record_calls(model) as names:
+        calls = probe_attention(model, longest := config.context or config.max_position)
         check_head(model, config.vocab_size, config.hidden_size)
-    return AdaptedSpec(
+    return TransformersSpec(
         config.vocab_size,
         config.hidden_size,
         tuple((each,) for each in calls),
         NO_NORM,
         tie_embeddings=config.tie_embeddings,
-        given=config.given,
-        made_by=type(model).__name__,
+        config_fields=config.given,
+        transformers_class=type(model).__name__,
         rope_context=config.rope_context,
-        longest=longest,
-        called=frozenset(names),
-        linears=_linears(model, names),
+        max_len=longest,
+        called_modules=frozenset(names),
+        lora_target_sizes=_lora_target_sizes(model, names),
     )
 
 
-def _linears(model: PreTrainedModel, called: Mapping[str, bool]) -> dict[str, tuple[int, int]]:
+def _lora_target_sizes(model: PreTrainedModel, called: Mapping[str, bool]) -> dict[str, tuple[int, int]]:
     """(in, out) of those that may have adapters, which PEFT knows by these names: what multiplies each token of a step
     once, and chooses no experts."""
-    found = {}
+    sizes = {}
     for name, module in model.named_modules():
         if called.get(name) and not name.endswith(ROUTERS):
             if type(module) is nn.Linear:
-                found[name] = module.in_features, module.out_features
+                sizes[name] = module.in_features, module.out_features
             elif type(module) is Conv1D:
-                found[name] = module.weight.shape[0], module.weight.shape[1]
-    return found
+                sizes[name] = module.weight.shape[0], module.weight.shape[1]
+    return sizes

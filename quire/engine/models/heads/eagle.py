@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from quire.engine.errors import ModelError
-from quire.engine.layers.linear import JoinedLinear
+from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
-from quire.engine.layers.schemes import Scheme
+from quire.engine.layers.schemes import QuantizationScheme
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.heads.layers import LayersHead
+from quire.engine.models.heads.transformer_head import TransformerHead
 from quire.engine.models.spec import LayerSpec
-from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Pages
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LayerCache
 
-_UNSAID = -1e30
+_IMPOSSIBLE_LOGIT = -1e30
 """The logit of a token that the head cannot say."""
 
 
@@ -38,82 +38,82 @@ class EagleSpec:
     norm: NormSpec
     fc_bias: bool
     """Of the linear that makes one hidden state of what is read."""
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     """EAGLE-3's: the layers of the decoder whose inputs are read."""
     norm_before_residual: bool = False
     """EAGLE-3's: the hidden state is normed before it begins the residual stream."""
     draft_vocab_size: int | None = None
     """Tokens that EAGLE-3's own head can say; None: the decoder's head says them, as in EAGLE."""
-    maps_tokens: bool = False
+    has_token_map: bool = False
     """Whether the tokens that it can say have other ids than the decoder's."""
 
 
-class Eagle(LayersHead):
+class EagleHead(TransformerHead):
     """The first EAGLE. Its first layer has no norm before attention, and nothing is normed at the end."""
 
-    def __init__(self, spec: EagleSpec, scheme: Scheme, decoder: Decoder, backend: Backend) -> None:
+    def __init__(self, spec: EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> None:
         """It takes embedding and head of the decoder."""
         layers = {f"layers.{index}": layer for index, layer in enumerate(spec.layers)}
         super().__init__(layers, scheme, decoder, backend)
-        self._spec, self.taps = spec, spec.taps
-        size, read = spec.hidden_size, len(spec.taps) * decoder.spec.hidden_size or 2 * spec.hidden_size
-        self._fc = JoinedLinear(scheme, read, {"fc": size}, bias=spec.fc_bias)
+        self._spec, self.aux_layers = spec, spec.aux_layers
+        size, input_size = spec.hidden_size, len(spec.aux_layers) * decoder.spec.hidden_size or 2 * spec.hidden_size
+        self._fc = FusedLinear(scheme, input_size, {"fc": size}, bias=spec.fc_bias)
 
     def parameters(self) -> ParameterTable:
         return self._fc.parameters() | super().parameters()
 
-    def advance(
-        self, following: Tensor, states: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[Pages]
+    def advance_states(
+        self, next_tokens: Tensor, states: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[LayerCache]
     ) -> Tensor:
-        read = torch.cat((self._decoder.embed(following), states), dim=-1)
-        x = self._fc.packed(read, NO_ADAPTERS)
-        x, residual = self._run(x, x.clone(), metadata, kv_cache)
+        joined = torch.cat((self._decoder.embed_tokens(next_tokens), states), dim=-1)
+        x = self._fc.packed_linear(joined, NO_ADAPTERS)
+        x, residual = self._run_layers(x, x.clone(), metadata, kv_cache)
         return x + residual
 
 
-class Eagle3(Eagle):
-    def __init__(self, spec: EagleSpec, scheme: Scheme, decoder: Decoder, backend: Backend) -> None:
+class Eagle3Head(EagleHead):
+    def __init__(self, spec: EagleSpec, scheme: QuantizationScheme, decoder: Decoder, backend: Backend) -> None:
         """It takes the embedding of the decoder."""
         super().__init__(spec, scheme, decoder, backend)
         assert spec.draft_vocab_size is not None
         names, size = ("layers.0.input_layernorm", "layers.0.hidden_norm", "norm"), spec.hidden_size
         self._norms = NormWeights(dict.fromkeys(names, size), decoder.dtype, spec.norm)
-        self._head = JoinedLinear(scheme, size, {"lm_head": spec.draft_vocab_size}, bias=False, wide=True)
-        self._tokens: Tensor | None = None
+        self._head = FusedLinear(scheme, size, {"lm_head": spec.draft_vocab_size}, bias=False, wide=True)
+        self._token_ids: Tensor | None = None
         """[draft vocabulary] int64: the decoder's ids of what it can say; None: the same."""
 
     def parameters(self) -> ParameterTable:
         table = super().parameters() | self._norms.parameters() | self._head.parameters()
-        if self._spec.maps_tokens:
-            table["d2t"] = Parameter((self._spec.draft_vocab_size or 0,), torch.int64, self._put_offsets)
+        if self._spec.has_token_map:
+            table["d2t"] = Parameter((self._spec.draft_vocab_size or 0,), torch.int64, self._load_token_offsets)
         return table
 
-    def states_of(self, hidden: Tensor, tapped: Sequence[Tensor]) -> Tensor:
-        return self._fc.packed(torch.cat(tuple(tapped), dim=-1), NO_ADAPTERS)
+    def initial_states(self, hidden: Tensor, aux_hidden_states: Sequence[Tensor]) -> Tensor:
+        return self._fc.packed_linear(torch.cat(tuple(aux_hidden_states), dim=-1), NO_ADAPTERS)
 
-    def advance(
-        self, following: Tensor, states: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[Pages]
+    def advance_states(
+        self, next_tokens: Tensor, states: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[LayerCache]
     ) -> Tensor:
-        norm = partial(self._norms.norm, self._backend)
-        embedded = norm("layers.0.input_layernorm", self._decoder.embed(following))
+        norm = partial(self._norms.apply_norm, self._backend)
+        embedded = norm("layers.0.input_layernorm", self._decoder.embed_tokens(next_tokens))
         normed = norm("layers.0.hidden_norm", states)
         residual = (normed if self._spec.norm_before_residual else states).clone()  # a backend may overwrite it
-        x, residual = self._run(torch.cat((embedded, normed), dim=-1), residual, metadata, kv_cache)
+        x, residual = self._run_layers(torch.cat((embedded, normed), dim=-1), residual, metadata, kv_cache)
         return x + residual
 
-    def logits(self, states: Tensor, guessed: int) -> Tensor:
-        normed = self._norms.norm(self._backend, "norm", states)
-        own = self._head.packed(normed, NO_ADAPTERS)
-        if self._tokens is None:
-            return own
+    def compute_logits(self, states: Tensor, num_drafted: int) -> Tensor:
+        normed = self._norms.apply_norm(self._backend, "norm", states)
+        draft_logits = self._head.packed_linear(normed, NO_ADAPTERS)
+        if self._token_ids is None:
+            return draft_logits
         # A request may allow none of them, and then something must be drawn all the same.
-        logits = own.new_full((len(own), self._decoder.spec.vocab_size), _UNSAID)
-        return logits.index_copy_(1, self._tokens, own)
+        logits = draft_logits.new_full((len(draft_logits), self._decoder.spec.vocab_size), _IMPOSSIBLE_LOGIT)
+        return logits.index_copy_(1, self._token_ids, draft_logits)
 
-    def _put_offsets(self, offsets: Tensor) -> None:
+    def _load_token_offsets(self, offsets: Tensor) -> None:
         """Of each id from the decoder's."""
         tokens = offsets + torch.arange(len(offsets), device=offsets.device)
         vocab = self._decoder.spec.vocab_size
         if not bool(((tokens >= 0) & (tokens < vocab)).all()):
             raise ModelError(f"model: d2t: has a token that is none of the served model's {vocab}")
-        self._tokens = tokens
+        self._token_ids = tokens

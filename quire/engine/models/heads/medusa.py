@@ -9,52 +9,52 @@ from itertools import chain
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.layers.linear import JoinedLinear
-from quire.engine.layers.parameters import ParameterTable, parameters_of
-from quire.engine.layers.schemes import Scheme
+from quire.engine.layers.linear import FusedLinear
+from quire.engine.layers.parameters import ParameterTable, merge_parameters
+from quire.engine.layers.schemes import QuantizationScheme
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.heads.head import DraftHead
-from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Pages
+from quire.engine.models.heads.draft_head import DraftHead
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LayerCache
 
 
-class Medusa(DraftHead):
-    def __init__(self, scheme: Scheme, decoder: Decoder, heads: int, blocks: int) -> None:
+class MedusaHead(DraftHead):
+    def __init__(self, scheme: QuantizationScheme, decoder: Decoder, heads: int, blocks: int) -> None:
         """`blocks`: linears of a head before its last one."""
         hidden_size, vocab_size = decoder.spec.hidden_size, decoder.spec.vocab_size
         self.device = decoder.device
-        self.most = heads
+        self.max_draft_tokens = heads
         self._blocks = [
             [
-                JoinedLinear(scheme, hidden_size, {f"{head}.{block}.linear": hidden_size}, bias=True)
+                FusedLinear(scheme, hidden_size, {f"{head}.{block}.linear": hidden_size}, bias=True)
                 for block in range(blocks)
             ]
             for head in range(heads)
         ]
         self._last = [
-            JoinedLinear(scheme, hidden_size, {f"{head}.{blocks}": vocab_size}, bias=False, wide=True)
+            FusedLinear(scheme, hidden_size, {f"{head}.{blocks}": vocab_size}, bias=False, wide=True)
             for head in range(heads)
         ]
 
     def parameters(self) -> ParameterTable:
-        return parameters_of(*chain.from_iterable(self._blocks), *self._last)
+        return merge_parameters(*chain.from_iterable(self._blocks), *self._last)
 
-    def observe(
+    def compute_states(
         self,
-        following: Tensor,
+        next_tokens: Tensor,
         hidden: Tensor,
-        tapped: Sequence[Tensor],
+        aux_hidden_states: Sequence[Tensor],
         metadata: AttentionMetadata | None,
-        kv_cache: Sequence[Pages],
+        kv_cache: Sequence[LayerCache],
     ) -> Tensor:
         return hidden
 
-    def advance(
-        self, following: Tensor, states: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[Pages]
+    def advance_states(
+        self, next_tokens: Tensor, states: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[LayerCache]
     ) -> Tensor:
         return states
 
-    def logits(self, states: Tensor, guessed: int) -> Tensor:
+    def compute_logits(self, states: Tensor, num_drafted: int) -> Tensor:
         x = states
-        for block in self._blocks[guessed]:
-            x = x + F.silu(block.packed(x, NO_ADAPTERS))
-        return self._last[guessed].packed(x, NO_ADAPTERS)
+        for block in self._blocks[num_drafted]:
+            x = x + F.silu(block.packed_linear(x, NO_ADAPTERS))
+        return self._last[num_drafted].packed_linear(x, NO_ADAPTERS)

@@ -17,33 +17,35 @@ import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.alike.mtp import EMBEDDING_NORM, END, HIDDEN_NORM, JOIN
-from quire.engine.layers.linear import JoinedLinear
+from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable
-from quire.engine.layers.schemes import Scheme
+from quire.engine.layers.schemes import QuantizationScheme
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.heads.layers import LayersHead
+from quire.engine.models.heads.transformer_head import TransformerHead
 from quire.engine.models.spec import LayerSpec
-from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Pages
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LayerCache
 
 
-class Mtp(LayersHead):
-    def __init__(self, specs: Sequence[LayerSpec], scheme: Scheme, decoder: Decoder, backend: Backend) -> None:
+class MTPHead(TransformerHead):
+    def __init__(
+        self, specs: Sequence[LayerSpec], scheme: QuantizationScheme, decoder: Decoder, backend: Backend
+    ) -> None:
         """`specs`: of its layers. It takes embedding and head of the decoder, and norms like the decoder's last one."""
         named = {f"model.layers.{number}": spec for number, spec in enumerate(specs)}
         super().__init__(named, scheme, decoder, backend)
         size, names = decoder.spec.hidden_size, (EMBEDDING_NORM, HIDDEN_NORM, END)
         self._norms = NormWeights(dict.fromkeys(names, size), decoder.dtype, decoder.spec.norm)
-        self._join = JoinedLinear(scheme, 2 * size, {JOIN: size}, bias=False)
+        self._eh_proj = FusedLinear(scheme, 2 * size, {JOIN: size}, bias=False)
 
     def parameters(self) -> ParameterTable:
-        return self._norms.parameters() | self._join.parameters() | super().parameters()
+        return self._norms.parameters() | self._eh_proj.parameters() | super().parameters()
 
-    def advance(
-        self, following: Tensor, states: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[Pages]
+    def advance_states(
+        self, next_tokens: Tensor, states: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[LayerCache]
     ) -> Tensor:
-        embedded = self._norms.norm(self._backend, EMBEDDING_NORM, self._decoder.embed(following))
-        before = self._norms.norm(self._backend, HIDDEN_NORM, states)
-        x = self._join.packed(torch.cat((embedded, before), dim=-1), NO_ADAPTERS)
-        x, residual = self._run(x, None, metadata, kv_cache)
-        return self._norms.add(self._backend, END, x, residual)[0]
+        embedded = self._norms.apply_norm(self._backend, EMBEDDING_NORM, self._decoder.embed_tokens(next_tokens))
+        normed_states = self._norms.apply_norm(self._backend, HIDDEN_NORM, states)
+        x = self._eh_proj.packed_linear(torch.cat((embedded, normed_states), dim=-1), NO_ADAPTERS)
+        x, residual = self._run_layers(x, None, metadata, kv_cache)
+        return self._norms.add_and_norm(self._backend, END, x, residual)[0]

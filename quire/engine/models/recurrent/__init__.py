@@ -11,48 +11,48 @@ from quire.engine.checkpoint.families import STATES, shared_experts
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.part import SublayerSpec
 from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
 from quire.engine.layers.recurrent.short_conv import ShortConvSpec
-from quire.engine.models.dense import two_ropes
-from quire.engine.models.experts import mixture, where_sparse
-from quire.engine.models.family import Family, SpecAs, SpecOf, windows
+from quire.engine.layers.sublayer import SublayerSpec
+from quire.engine.models.config_fields import ConfigReader, attention_bias_readers, default_true_reader
+from quire.engine.models.dense import ropes_by_window
+from quire.engine.models.family import Family, FamilyEntry, FamilySpecBuilder, sliding_windows
+from quire.engine.models.moe_fields import moe_reader, optional_moe_reader
 from quire.engine.models.recurrent.falcon_h1 import falcon_h1
-from quire.engine.models.recurrent.selective_scan import selective_scan
-from quire.engine.models.recurrent.state_space import state_space
+from quire.engine.models.recurrent.mamba2_fields import mamba2_spec
+from quire.engine.models.recurrent.mamba_fields import mamba_spec
 from quire.engine.models.spec import DecoderSpec
-from quire.engine.models.values import Read, biased, unless
 
-PartOf = Callable[[ModelConfig, NormSpec], SublayerSpec]
-
-
-def beside_attention(part: PartOf) -> Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]]:
-    """Reads in which layers a part stands in attention's place, as Family.mixing."""
-
-    def read(config: ModelConfig, norm: NormSpec) -> Sequence[SublayerSpec | None]:
-        own, kinds = part(config, norm), STATES[config.model_type]
-        return [own if kind in kinds else None for kind in config.raw.get("layer_types") or ()]
-
-    return read
+SublayerReader = Callable[[ModelConfig, NormSpec], SublayerSpec]
 
 
-def _alone(part: PartOf) -> SpecOf:
+def hybrid_mixers(read_sublayer: SublayerReader) -> Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]]:
+    """Reads in which layers a part stands in attention's place, as Family.mixers."""
+
+    def read_mixers(config: ModelConfig, norm: NormSpec) -> Sequence[SublayerSpec | None]:
+        mixer, kinds = read_sublayer(config, norm), STATES[config.model_type]
+        return [mixer if kind in kinds else None for kind in config.raw.get("layer_types") or ()]
+
+    return read_mixers
+
+
+def _attention_free_family(read_sublayer: SublayerReader) -> FamilyEntry:
     """A family of layers that are this part, without attention and without MLPs."""
 
-    def spec(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
+    def build_family_spec(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:
         norm = NormSpec(config.norm_eps)
-        layers = ((part(config, norm),),) * config.num_layers
+        layers = ((read_sublayer(config, norm),),) * config.num_layers
         return DecoderSpec(config.vocab_size, config.hidden_size, layers, norm, tie_embeddings=config.tie_embeddings)
 
-    return spec
+    return build_family_spec
 
 
 def _falcon_mamba(config: ModelConfig, norm: NormSpec) -> SublayerSpec:
-    return selective_scan(config, norm, inner_norm="plain", inner_eps=config.raw.get("mixer_rms_eps") or 0.0)
+    return mamba_spec(config, norm, inner_norm="plain", inner_eps=config.raw.get("mixer_rms_eps") or 0.0)
 
 
 def _jamba(config: ModelConfig, norm: NormSpec) -> SublayerSpec:
-    return selective_scan(config, norm, inner_norm="learned", inner_eps=config.norm_eps)
+    return mamba_spec(config, norm, inner_norm="learned", inner_eps=config.norm_eps)
 
 
 def _short_conv(config: ModelConfig, norm: NormSpec) -> ShortConvSpec:
@@ -60,34 +60,36 @@ def _short_conv(config: ModelConfig, norm: NormSpec) -> ShortConvSpec:
     return ShortConvSpec(config.hidden_size, raw.get("conv_L_cache") or 3, norm, bool(raw.get("conv_bias")))
 
 
-def _lfm3(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
+def _lfm3(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:
     """Norms behind each part too, a gate for each head, and rotations of their own in layers with a window."""
     if config.raw.get("use_sandwich_norm") is False:
         raise ModelError("model: config.json: use_sandwich_norm: an LFM3 without norms behind its parts is not served")
-    return _LFM3(config, spec_as)
+    return _LFM3(config, build_spec)
 
 
-def _where_attending(values: Callable[[ModelConfig], Sequence[Any]]) -> Read:
+def _attention_layers_reader(values: Callable[[ModelConfig], Sequence[Any]]) -> ConfigReader:
     """Reads for all layers what `values` reads for those with attention; the others have None."""
 
-    def read(config: ModelConfig) -> list[Any]:
-        found, own = iter(values(config)), STATES[config.model_type]
-        return [None if kind in own else next(found) for kind in config.raw.get("layer_types") or ()]
+    def read_by_layer(config: ModelConfig) -> list[Any]:
+        attention_values, recurrent_kinds = iter(values(config)), STATES[config.model_type]
+        return [
+            None if kind in recurrent_kinds else next(attention_values) for kind in config.raw.get("layer_types") or ()
+        ]
 
-    return read
+    return read_by_layer
 
 
 _LFM3 = Family(
     attention={
         "qk_norm": "heads",
-        "window": _where_attending(windows),
-        "rope": _where_attending(two_ropes(lambda config: 1_000_000.0, lambda config: 10_000.0)),
-        "head_gates": unless("use_attention_gate"),
+        "window": _attention_layers_reader(sliding_windows),
+        "rope": _attention_layers_reader(ropes_by_window(lambda config: 1_000_000.0, lambda config: 10_000.0)),
+        "head_gates": default_true_reader("use_attention_gate"),
         "output_norm": True,
-        **biased("attention_bias"),
+        **attention_bias_readers("attention_bias"),
     },
     mlp={"output_norm": True},
-    mixing=beside_attention(lambda config, norm: replace(_short_conv(config, norm), output_norm=True)),
+    mixers=hybrid_mixers(lambda config, norm: replace(_short_conv(config, norm), output_norm=True)),
 )
 
 
@@ -104,50 +106,50 @@ def _delta_net(config: ModelConfig, norm: NormSpec) -> SublayerSpec:
     return DeltaNetSpec(heads, key, value, raw.get("linear_conv_kernel_dim") or 4, norm, key_heads)
 
 
-def _granite_hybrid(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
+def _granite_hybrid(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:
     """Experts beside an MLP, or an MLP alone; with or without positions."""
     name, width = shared_experts(config.raw)
     experts = bool(config.raw.get("num_local_experts"))
     attention: dict[str, Any] = {} if config.raw.get("position_embedding_type") == "rope" else {"rope": None}
     family = Family(
-        like="granitemoe" if experts else "granite",
+        base="granitemoe" if experts else "granite",
         attention=attention,
         mlp={} if experts else {"name": name, "intermediate_size": width},
-        mixing=beside_attention(state_space),
+        mixers=hybrid_mixers(mamba2_spec),
     )
-    return family(config, spec_as)
+    return family(config, build_spec)
 
 
-TABLE: Mapping[str, SpecOf] = {
+TABLE: Mapping[str, FamilyEntry] = {
     # LFM2 (Liquid AI, 2025): gated short convolutions in most layers.
-    "lfm2": Family(attention={"qk_norm": "heads"}, mixing=beside_attention(_short_conv)),
+    "lfm2": Family(attention={"qk_norm": "heads"}, mixers=hybrid_mixers(_short_conv)),
     # LFM3 (Liquid AI, 2026): wider convolutions, and attention within windows in some layers.
     "lfm3": _lfm3,
     # Qwen3.5's text models (Qwen Team, 2026): gated delta nets in most layers, attention with gates in the others;
     # norms whose weights are offsets from 1.
     "qwen3_5_text": Family(
         norm=lambda config: NormSpec(config.norm_eps, 1.0),
-        attention={"qk_norm": "heads", "gated": True, **biased("attention_bias")},
-        mixing=beside_attention(_delta_net),
+        attention={"qk_norm": "heads", "has_output_gate": True, **attention_bias_readers("attention_bias")},
+        mixers=hybrid_mixers(_delta_net),
     ),
     # Bamba (IBM, 2024): a Llama, rotated in part, with state spaces in most layers.
-    "bamba": Family(like="llama", mixing=beside_attention(state_space)),
+    "bamba": Family(base="llama", mixers=hybrid_mixers(mamba2_spec)),
     # Falcon-H1 (Zuo et al., 2025): attention and a state space side by side in each layer, and factors nearly
     # everywhere.
     "falcon_h1": falcon_h1,
     # Granite 4 (IBM, 2025): Granite with state spaces in most layers.
     "granitemoehybrid": _granite_hybrid,
     # Mamba 2 (Dao and Gu, 2024).
-    "mamba2": _alone(state_space),
+    "mamba2": _attention_free_family(mamba2_spec),
     # Mamba (Gu and Dao, 2023).
-    "mamba": _alone(selective_scan),
+    "mamba": _attention_free_family(mamba_spec),
     # Falcon Mamba (TII, 2024), which norms what steps, b and c are made of.
-    "falcon_mamba": _alone(_falcon_mamba),
+    "falcon_mamba": _attention_free_family(_falcon_mamba),
     # Jamba (AI21 Labs, 2024): selective scans in most layers, attention without positions in the others, and experts in
     # some MLPs' place, whose weights are not divided by their sum.
     "jamba": Family(
         attention={"rope": None},
-        mixing=beside_attention(_jamba),
-        experts=where_sparse(mixture({"normalized": False}, name="feed_forward", router="router")),
+        mixers=hybrid_mixers(_jamba),
+        experts=optional_moe_reader(moe_reader({"is_normalized": False}, name="feed_forward", router="router")),
     ),
 }

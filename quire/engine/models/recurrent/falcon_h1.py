@@ -5,45 +5,52 @@ from dataclasses import replace
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.layers.attention import AttentionSpec
-from quire.engine.layers.mlp import MlpSpec
+from quire.engine.layers.attention import AttentionLayerSpec
+from quire.engine.layers.mlp import MLPSpec
 from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.recurrent.state_space import Factors, StateSpaceSpec
-from quire.engine.models.family import SpecAs
-from quire.engine.models.recurrent.state_space import state_space
+from quire.engine.layers.recurrent.mamba2 import Mamba2LayerSpec, ProjectionMultipliers
+from quire.engine.models.family import FamilySpecBuilder
+from quire.engine.models.recurrent.mamba2_fields import mamba2_spec
 from quire.engine.models.spec import DecoderSpec
 
 
-def falcon_h1(config: ModelConfig, spec_as: SpecAs) -> DecoderSpec:
+def falcon_h1(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:
     """A factor of what attention reads is one of its queries, keys and values."""
-    raw, base = config.raw, spec_as("llama", config)
-    read, given = raw.get("attention_in_multiplier") or 1.0, raw.get("attention_out_multiplier") or 1.0
+    raw, base = config.raw, build_spec("llama", config)
+    input_multiplier, output_multiplier = (
+        raw.get("attention_in_multiplier") or 1.0,
+        raw.get("attention_out_multiplier") or 1.0,
+    )
     key = raw.get("key_multiplier") or 1.0
-    if read != 1 and raw.get("attention_bias"):
+    if input_multiplier != 1 and raw.get("attention_bias"):
         raise ModelError("model: config.json: attention_in_multiplier does not go with attention_bias")
-    base = base.having(AttentionSpec, scale=config.head_dim**-0.5 * read**2 * key, factor=read * given)
+    base = base.replace_sublayers(
+        AttentionLayerSpec,
+        scale=config.head_dim**-0.5 * input_multiplier**2 * key,
+        output_scale=input_multiplier * output_multiplier,
+    )
     gate, down = raw.get("mlp_multipliers") or (1.0, 1.0)
     if raw.get("mlp_bias") and (gate, down) != (1, 1):
         raise ModelError("model: config.json: mlp_multipliers do not go with mlp_bias")
-    base = base.having(MlpSpec, factors=[(gate, down)] * config.num_layers)
-    space = _state_space(config, base.norm)
+    base = base.replace_sublayers(MLPSpec, multipliers=[(gate, down)] * config.num_layers)
+    space = _mamba2_spec(config, base.norm)
     layers = tuple((attention, space, mlp) for attention, mlp in base.layers)
     embedding, head = raw.get("embedding_multiplier") or 1.0, raw.get("lm_head_multiplier") or 1.0
     return replace(base, layers=layers, embedding_scale=embedding, logit_scale=head)
 
 
-def _state_space(config: ModelConfig, norm: NormSpec) -> StateSpaceSpec:
+def _mamba2_spec(config: ModelConfig, norm: NormSpec) -> Mamba2LayerSpec:
     raw = config.raw
     read, out = raw.get("ssm_in_multiplier") or 1.0, raw.get("ssm_out_multiplier") or 1.0
     z, x, b, c, dt = (read * factor for factor in raw.get("ssm_multipliers") or (1.0,) * 5)
     if (raw.get("mamba_proj_bias") and read != 1) or (raw.get("projectors_bias") and out != 1):
         raise ModelError("model: config.json: ssm multipliers do not go with biases of what they multiply")
     before = "before" if raw.get("mamba_norm_before_gate") is not False else "behind"
-    return state_space(
+    return mamba2_spec(
         config,
         norm,
         out_bias=bool(raw.get("projectors_bias")),
         result_norm=before if raw.get("mamba_rms_norm") else None,
-        factors=Factors(z, x, b, c, dt, out),
+        multipliers=ProjectionMultipliers(z, x, b, c, dt, out),
         parallel=True,
     )

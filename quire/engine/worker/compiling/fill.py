@@ -19,84 +19,93 @@ from triton.backends.compiler import GPUTarget
 
 from quire.engine.checkpoint.files import ModelConfig, read_model_config
 from quire.engine.config import EngineConfig
-from quire.engine.layers.schemes import Unquantized
+from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.models import decoder_spec
 from quire.engine.models.decoder import Decoder
-from quire.engine.worker.compiling.processes import Compiled, compile_kinds
-from quire.engine.worker.compiling.steps import launch_every_kind
-from quire.engine.worker.inputs import Slots
-from quire.engine.worker.memory import allocate_pages, allocate_states, layers_of
-from quire.kernels.gpu.kinds import Kind, aim, recorded
-from quire.kernels.gpu.triton_paged import Triton
+from quire.engine.worker.compiling.kernel_compiler import CompileResult, compile_variants
+from quire.engine.worker.compiling.kernel_variants import launch_kernel_variants
+from quire.engine.worker.device_memory import allocate_kv_blocks, allocate_slot_states, kv_cache_by_layer
+from quire.engine.worker.input_batch import InputBatch
+from quire.kernels.gpu.kernel_variant import KernelVariant, record_variants, set_compile_target
+from quire.kernels.gpu.triton_backend import TritonBackend
 
-_COMMON = Path(__file__).with_name("common.toml")
-_PAGES = (16, 128, 256)
+_COMMON_MODELS = Path(__file__).with_name("common.toml")
+_BLOCK_SIZES = (16, 128, 256)
 """Tokens: Triton's, flash-attn 4's, and those of the others."""
-_CONTEXT = 8192
+_CONTEXT_TOKENS = 8192
 """Kinds do not follow from longer ones."""
-_LARGE = 40 * 2**30
-_META = torch.device("meta")
+_LARGE_GPU_BYTES = 40 * 2**30
+_META_DEVICE = torch.device("meta")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="fill", description=__doc__)
-    parser.add_argument("capability", type=target_of)
+    parser.add_argument("capability", type=parse_gpu_target)
     parser.add_argument("configs", nargs="*", type=Path)
     parser.add_argument("--list", action="store_true", help="Only say how many kinds there are")
-    given = parser.parse_args()
-    aim(given.capability)
-    if given.capability.backend == "hip":  # as a PyTorch for it says, by which kernels are launched with other sizes
+    args = parser.parse_args()
+    set_compile_target(args.capability)
+    if args.capability.backend == "hip":  # as a PyTorch for it says, by which kernels are launched with other sizes
         torch.version.hip = torch.version.hip or "none here"
-    kinds: dict[Kind, None] = {}
-    for model in [read_model_config(each.parent) for each in given.configs] or common_models():
-        for page in _PAGES:
-            kinds |= dict.fromkeys(kinds_of(model, page))
-    compiled = Compiled() if given.list else compile_kinds(list(kinds), lambda: None)
-    missing = sum(not kind.mark.exists() for kind in kinds)
-    why = f": {compiled.why}" if compiled.failed else ""
-    print(f"{len(kinds)} kinds for {given.capability.arch}, {compiled.count} compiled now, {missing} not there{why}")
+    variants: dict[KernelVariant, None] = {}
+    for model in [read_model_config(each.parent) for each in args.configs] or read_common_models():
+        for block_size in _BLOCK_SIZES:
+            variants |= dict.fromkeys(model_kernel_variants(model, block_size))
+    compiled = CompileResult() if args.list else compile_variants(list(variants), lambda: None)
+    missing = sum(not kind.marker_path.exists() for kind in variants)
+    why = f": {compiled.first_error}" if compiled.num_failed else ""
+    print(
+        f"{len(variants)} kinds for {args.capability.arch}, "
+        f"{compiled.num_compiled} compiled now, {missing} not there{why}"
+    )
     return 0
 
 
-def target_of(text: str) -> GPUTarget:
+def parse_gpu_target(text: str) -> GPUTarget:
     """Raises ValueError for what is neither a number nor the name of an AMD GPU's architecture."""
     if text.startswith("gfx"):
         return GPUTarget("hip", text, 64 if text.startswith("gfx9") else 32)  # how many threads a wave has
     return GPUTarget("cuda", int(text), 32)
 
 
-def common_models() -> list[ModelConfig]:
+def read_common_models() -> list[ModelConfig]:
     models = []
-    for raw in tomllib.loads(_COMMON.read_text(encoding="utf-8")).values():
+    for raw in tomllib.loads(_COMMON_MODELS.read_text(encoding="utf-8")).values():
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(raw | {"torch_dtype": "bfloat16"}), encoding="utf-8")
             models.append(read_model_config(Path(folder)))
     return models
 
 
-def kinds_of(model: ModelConfig, page: int) -> list[Kind]:
+def model_kernel_variants(model: ModelConfig, block_size: int) -> list[KernelVariant]:
     """Of a model in bfloat16 whose pages have so many tokens; of tensors that are nothing but shapes."""
-    backend, dtype, config = Triton(), torch.bfloat16, EngineConfig()
-    backend.block_size = page
-    spec = decoder_spec(replace(model, context=_CONTEXT))
-    made = Decoder(
+    backend, dtype, config = TritonBackend(), torch.bfloat16, EngineConfig()
+    backend.block_size = block_size
+    spec = decoder_spec(replace(model, context=_CONTEXT_TOKENS))
+    decoder = Decoder(
         spec,
         backend,
-        Unquantized(backend, dtype),
+        UnquantizedScheme(backend, dtype),
         dtype=dtype,
-        device=_META,
-        max_model_len=_CONTEXT,
-        progress=lambda: None,
+        device=_META_DEVICE,
+        max_model_len=_CONTEXT_TOKENS,
+        report_progress=lambda: None,
     )
-    for parameter in made.parameters().values():
-        parameter.put(parameter.cut(torch.empty(parameter.shape, dtype=parameter.dtype, device=_META)))
-    states = allocate_states(made, config.max_num_seqs + 1, 0)
-    pages = layers_of(made, allocate_pages(made, 2), states)
-    slots = Slots(config.max_num_seqs, _CONTEXT, page, _META, scratch_page=0, states=states)
-    found: dict[Kind, None] = {}
-    for sized in (config, config.of_card(_LARGE)):
-        found |= dict.fromkeys(recorded(partial(launch_every_kind, made, pages, slots, sized.step_tokens)))
-    return list(found)
+    for parameter in decoder.parameters().values():
+        parameter.weight_loader(
+            parameter.slice_tensor(torch.empty(parameter.shape, dtype=parameter.dtype, device=_META_DEVICE))
+        )
+    states = allocate_slot_states(decoder, config.max_num_seqs + 1, 0)
+    kv_cache = kv_cache_by_layer(decoder, allocate_kv_blocks(decoder, 2), states)
+    input_batch = InputBatch(
+        config.max_num_seqs, _CONTEXT_TOKENS, block_size, _META_DEVICE, scratch_block=0, recurrent_states=states
+    )
+    variants: dict[KernelVariant, None] = {}
+    for gpu_config in (config, config.with_gpu_defaults(_LARGE_GPU_BYTES)):
+        variants |= dict.fromkeys(
+            record_variants(partial(launch_kernel_variants, decoder, kv_cache, input_batch, gpu_config.max_step_tokens))
+        )
+    return list(variants)
 
 
 if __name__ == "__main__":

@@ -9,34 +9,39 @@ from pathlib import Path
 
 from quire.engine.checkpoint.safetensors import text_tensor, weight_files
 from quire.engine.errors import ModelError
-from quire.engine.worker.loading.loader import stored_tensors
-from quire.kernels.kv_codes import KVScales
+from quire.engine.worker.loading.weight_loader import iter_file_tensors
+from quire.kernels.kv_quantization import KVScales
 
-_SCALE = re.compile(r"layers\.(\d+)\.self_attn\.(?:attn\.)?(?:([kv])_scale|([kv])_proj\.(?:[kv]_scale|output_scale))$")
-_MOST_NUMBERS = 2**16
+_SCALE_NAME = re.compile(
+    r"layers\.(\d+)\.self_attn\.(?:attn\.)?(?:([kv])_scale|([kv])_proj\.(?:[kv]_scale|output_scale))$"
+)
+_MAX_SCALES = 2**16
 
 
-def calibrated_scales(path: Path) -> dict[str, KVScales]:
+def read_kv_scales(path: Path) -> dict[str, KVScales]:
     """By the layer's name; {} where a model directory has none. Where every head has a scale of its own, the largest
     is the layer's. Raises ModelError, naming the tensor, for what is no scale."""
-    found: dict[int, dict[str, float]] = {}
+    scales_by_layer: dict[int, dict[str, float]] = {}
     for shard in weight_files(path) if path.is_dir() else ():
-        for stored, tensor in stored_tensors(shard, lambda stored: _scale_of(stored) is not None):
-            match = _scale_of(stored)
+        for stored, tensor in iter_file_tensors(shard, lambda stored: _match_scale_name(stored) is not None):
+            match = _match_scale_name(stored)
             assert match is not None
-            if tensor.numel() > _MOST_NUMBERS:
+            if tensor.numel() > _MAX_SCALES:
                 raise ModelError(f"model: {stored} has more numbers than a layer has heads")
-            scale = _number(stored, float(tensor.float().max()))
-            found.setdefault(int(match[1]), {})[match[2] or match[3]] = scale
-    return {f"model.layers.{layer}": KVScales(each.get("k", 1.0), each.get("v", 1.0)) for layer, each in found.items()}
+            scale = _check_scale(stored, float(tensor.float().max()))
+            scales_by_layer.setdefault(int(match[1]), {})[match[2] or match[3]] = scale
+    return {
+        f"model.layers.{layer}": KVScales(each.get("k", 1.0), each.get("v", 1.0))
+        for layer, each in scales_by_layer.items()
+    }
 
 
-def _scale_of(stored: str) -> re.Match[str] | None:
+def _match_scale_name(stored: str) -> re.Match[str] | None:
     name = text_tensor(stored)
-    return None if name is None else _SCALE.search(name)
+    return None if name is None else _SCALE_NAME.search(name)
 
 
-def _number(name: str, scale: float) -> float:
+def _check_scale(name: str, scale: float) -> float:
     if not 0 < scale < math.inf:
         raise ModelError(f"model: {name} is {scale}, and a scale is above 0")
     return scale

@@ -11,23 +11,25 @@ from quire.engine.checkpoint.files import resolve_model
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.engine.layers.heads import Head
-from quire.engine.layers.pooling import Pooler, VectorOf
+from quire.engine.layers.pooler_head import PoolerHead
+from quire.engine.layers.pooling import Pooler, PoolerHeadFunction
 from quire.engine.models.decoder import Decoder
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.worker.loading.model import LoadedModel
+from quire.engine.worker.loading.model_loader import LoadedModel
 
 
-def choose_pooler(config: EngineConfig, path: Path, loaded: LoadedModel) -> Pooler | None:
+def make_pooler(config: EngineConfig, path: Path, loaded: LoadedModel) -> Pooler | None:
     """What makes vectors; None where requests may not ask for any."""
     if loaded.tasks == ("generate",):
         return None
     model, pooling = loaded.model, loaded.pooling
-    vector_of = decoder_head(model, pooling, loaded.head, lambda: read_tokenizer(config, path))
+    vector_of = make_decoder_head(model, pooling, loaded.pooling_head, lambda: read_tokenizer(config, path))
     return Pooler(pooling, vector_of, config.max_num_seqs, model.spec.hidden_size, model.device)
 
 
-def decoder_head(model: Decoder, pooling: Pooling, head: Head, tokenizer: Callable[[], Tokenizer]) -> VectorOf:
+def make_decoder_head(
+    model: Decoder, pooling: Pooling, head: PoolerHead, tokenizer: Callable[[], Tokenizer]
+) -> PoolerHeadFunction:
     """`head`, or the difference of two tokens' logits where the pooling is that. Raises ConfigError for what is not a
     token."""
     if pooling.score_tokens is None:
@@ -39,12 +41,14 @@ def decoder_head(model: Decoder, pooling: Pooling, head: Head, tokenizer: Callab
         wrong = f"classifier_from_token: the tokenizer has no token {unknown!r}"
         raise ConfigError(wrong, param="classifier_from_token")
 
-    def score(pooled: torch.Tensor) -> torch.Tensor:
-        first, second = model.logits(pooled)[:, ids].unbind(1)
+    def score_logit_difference(pooled: torch.Tensor) -> torch.Tensor:
+        first, second = model.compute_logits(pooled)[:, ids].unbind(1)
         return (second - first)[:, None]
 
-    return score
+    return score_logit_difference
 
 
 def read_tokenizer(config: EngineConfig, path: Path) -> Tokenizer:
-    return Tokenizer.load(path if config.tokenizer is None else resolve_model(config.tokenizer, config.revision))
+    return Tokenizer.from_pretrained(
+        path if config.tokenizer is None else resolve_model(config.tokenizer, config.revision)
+    )

@@ -2,7 +2,7 @@
 
 It does what it reads from standard input, in turn, and ends when that does: the first rank holds the other end. With
 `--joined` the first rank is on another machine: standard input has a line with what this machine knows better
-(engine/member.py), and orders come by the first rank's store.
+(engine/worker_node.py), and orders come by the first rank's store.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ import msgspec
 from quire.engine.config import EngineConfig
 from quire.engine.errors import QuireError
 from quire.engine.processes.child import end_with_parent, killed_with_parent, read_configuration
-from quire.engine.worker.ranks.meeting import find_store
-from quire.engine.worker.ranks.messages import (
-    Failed,
-    FromRank,
+from quire.engine.worker.ranks.follower_rank import FollowerRank, PipelineStageRank, TensorParallelRank
+from quire.engine.worker.ranks.rank_messages import (
+    FailureReply,
     Inbox,
-    Progress,
-    Start,
-    decode_to_rank,
-    encode,
-    frame,
+    ProgressReply,
+    RankReply,
+    StartCommand,
+    decode_command,
+    encode_frame,
+    encode_message,
     read_frame,
 )
-from quire.engine.worker.ranks.rank import Rank, StageRank, TensorRank
-from quire.engine.worker.ranks.remote import Joined, answers_of, orders_of
+from quire.engine.worker.ranks.remote_ranks import RankAssignment, answer_queue, order_queue
+from quire.engine.worker.ranks.rendezvous import connect_store
 from quire.kernels.collective import RankEnded
 
 _GRACE_SECONDS = 2.0
@@ -45,78 +45,80 @@ _GRACE_SECONDS = 2.0
 _NO_TIMEOUT = timedelta(days=365)
 """Between two orders. That the first rank has ended is noticed otherwise."""
 
-Read = Callable[[], bytes | None]
+ReadMessage = Callable[[], bytes | None]
 """The next message; None where the first rank has ended."""
 
 
-def follow(read: Read, say: Callable[[FromRank], None], here: Joined | None = None) -> int:
-    """Load, and then compute until there is nothing more to `read`. Returns the exit status."""
-    if (first := read()) is None:
+def run_follower(
+    read_message: ReadMessage, send_answer: Callable[[RankReply], None], assignment: RankAssignment | None = None
+) -> int:
+    """Load, and then compute until there is nothing more to `read_message`. Returns the exit status."""
+    if (first := read_message()) is None:
         return 0
-    start = decode_to_rank(first)
-    assert isinstance(start, Start)
+    start = decode_command(first)
+    assert isinstance(start, StartCommand)
     config = EngineConfig.model_validate_json(start.config)
-    kind = StageRank if config.pipeline_parallel_size > 1 else TensorRank
+    kind = PipelineStageRank if config.pipeline_parallel_size > 1 else TensorParallelRank
     try:
-        rank: Rank = kind(config, start, lambda: say(Progress()), here)
+        rank: FollowerRank = kind(config, start, lambda: send_answer(ProgressReply()), assignment)
     except QuireError as error:
-        say(Failed(error.message, error.param))
+        send_answer(FailureReply(error.message, error.param))
         # The first rank reads this when it has loaded its own part. A process that ended before would end that one too.
-        while read() is not None:
+        while read_message() is not None:
             pass
         return 0
     except ConnectionError:  # there is nobody to meet any more
         return 0
-    say(rank.loaded)
+    send_answer(rank.loaded_message)
     # The engine tells all stages and receives from one: it must not wait for one that waits for it.
-    read = Inbox(read).get if isinstance(rank, StageRank) else read
+    read_message = Inbox(read_message).get_message if isinstance(rank, PipelineStageRank) else read_message
     try:
-        while (content := read()) is not None:
-            if (answer := rank.do(content)) is not None:
-                say(answer)
+        while (content := read_message()) is not None:
+            if (answer := rank.handle_message(content)) is not None:
+                send_answer(answer)
     except QuireError as error:
         print(f"quire: rank {start.rank}: {error.message}", file=sys.stderr, flush=True)
-        say(Failed(error.message, error.param))
+        send_answer(FailureReply(error.message, error.param))
         # Mostly the first rank fails alike, and its error says more than that this one ended. Else it waits for this.
-        end = threading.Thread(target=read, daemon=True)
+        end = threading.Thread(target=read_message, daemon=True)
         end.start()
         end.join(_GRACE_SECONDS)
         return 1
     except (RankEnded, ConnectionError):
-        rank.close()
-        while read() is not None:  # the first rank ends this one, and is told by the other's end alone
+        rank.close_group()
+        while read_message() is not None:  # the first rank ends this one, and is told by the other's end alone
             pass
     return 0
 
 
-def teller(answers: BinaryIO) -> Callable[[FromRank], None]:
+def make_pipe_sender(answers: BinaryIO) -> Callable[[RankReply], None]:
     """What says something by a pipe."""
 
-    def say(answer: FromRank) -> None:
-        answers.write(frame(answer))
+    def send_answer(answer: RankReply) -> None:
+        answers.write(encode_frame(answer))
         answers.flush()
 
-    return say
+    return send_answer
 
 
-def store_of(joined: Joined) -> tuple[Read, Callable[[FromRank], None]]:
+def open_store_channel(assignment: RankAssignment) -> tuple[ReadMessage, Callable[[RankReply], None]]:
     """What reads orders, and what says something, by the first rank's store. Raises ConnectionError."""
-    orders, answers = find_store(joined.store), find_store(joined.store)
+    orders, answers = connect_store(assignment.store), connect_store(assignment.store)
     orders.set_timeout(_NO_TIMEOUT)
 
-    def read() -> bytes | None:
+    def read_order() -> bytes | None:
         try:
-            return orders.queue_pop(orders_of(joined.rank)) or None
+            return orders.queue_pop(order_queue(assignment.rank)) or None
         except RuntimeError:  # the store has gone
             return None
 
-    def say(answer: FromRank) -> None:
+    def send_answer(answer: RankReply) -> None:
         try:
-            answers.queue_push(answers_of(joined.rank), encode(answer))
+            answers.queue_push(answer_queue(assignment.rank), encode_message(answer))
         except RuntimeError as error:
             raise ConnectionError from error
 
-    return read, say
+    return read_order, send_answer
 
 
 def main() -> None:
@@ -126,13 +128,13 @@ def main() -> None:
     try:
         if sys.argv[1] != "--joined":
             with os.fdopen(int(sys.argv[1]), "wb") as answers:
-                status = follow(partial(read_frame, sys.stdin.buffer), teller(answers))
+                status = run_follower(partial(read_frame, sys.stdin.buffer), make_pipe_sender(answers))
         elif line := read_configuration():
-            joined = msgspec.json.decode(line, type=Joined)
+            assignment = msgspec.json.decode(line, type=RankAssignment)
             end_with_parent()
-            os.nice(joined.niceness)
+            os.nice(assignment.niceness)
             with suppress(ConnectionError):  # there is nobody to follow any more
-                status = follow(*store_of(joined), joined)
+                status = run_follower(*open_store_channel(assignment), assignment)
     except Exception:
         traceback.print_exc()
         status = 1

@@ -16,27 +16,27 @@ import torch
 from quire.engine.config import EngineConfig
 from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from quire.engine.models.decoder import Decoder
-from quire.engine.worker.device import Chosen
-from quire.engine.worker.loading.model import LoadedModel
-from quire.engine.worker.pending import PendingStep
-from quire.engine.worker.ranks.messages import Allocate, Loaded, Picked, Step
-from quire.engine.worker.ranks.processes import Ranks
-from quire.engine.worker.ranks.spmd import for_others
-from quire.engine.worker.ranks.stages import Stage
-from quire.engine.worker.runner import Begun, ModelRunner
+from quire.engine.worker.device_plan import DevicePlan
+from quire.engine.worker.loading.model_loader import LoadedModel
+from quire.engine.worker.model_runner import ModelRunner, PreparedBatch
+from quire.engine.worker.pending_step import PendingStep
+from quire.engine.worker.ranks.pipeline_stage import PipelineStage
+from quire.engine.worker.ranks.rank_messages import AllocateCommand, LoadReply, SampledTokens, StepCommand
+from quire.engine.worker.ranks.rank_processes import MultiProcessRanks
+from quire.engine.worker.ranks.spmd import redact_for_followers
 from quire.kernels.distributed import DistributedCollective
 
 
-class Stages(Ranks):
+class Stages(MultiProcessRanks):
     """The processes of all stages but the last, in their order."""
 
-    setting, called = "pipeline_parallel_size", "stages"
-    over_memory = False
+    setting, process_noun = "pipeline_parallel_size", "stages"
+    can_share_memory = False
 
     def __init__(
         self,
         config: EngineConfig,
-        chosen: Chosen,
+        chosen: DevicePlan,
         progress: Callable[[], None],
         on_end: Callable[[int], None] | None = None,
     ) -> None:
@@ -44,29 +44,29 @@ class Stages(Ranks):
         super().__init__(config, chosen, on_end)
         self._progress = progress
 
-    def load(self, load: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
-        own = load(kind=Stage)
-        assert isinstance(own.model, Stage)
+    def load_model(self, load: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
+        own = load(kind=PipelineStage)
+        assert isinstance(own.model, PipelineStage)
         assert isinstance(self.group, DistributedCollective)
-        own.model.follow(self.group, self.count - 1)
-        others = self.read(Loaded)
-        checkpoint = own.checkpoint.joined(each.table for each in others)
-        return replace(own, checkpoint=checkpoint), sum(each.weight_bytes for each in others)
+        own.model.receive_from(self.group, self.count - 1)
+        others = self.read_answers(LoadReply)
+        checkpoint = own.expected_weights.merge_stages(each.weight_shapes for each in others)
+        return replace(own, expected_weights=checkpoint), sum(each.weight_bytes for each in others)
 
-    def allocate(self, message: Allocate) -> None:
-        super().allocate(message)
-        for read in self._answers:  # from now on they answer nothing else
-            hearing = (partial(read, None), self._progress)
-            threading.Thread(target=_hear, args=hearing, name="progress", daemon=True).start()
+    def allocate_on_followers(self, message: AllocateCommand) -> None:
+        super().allocate_on_followers(message)
+        for read in self._answer_readers:  # from now on they answer nothing else
+            reporter_arguments = (partial(read, None), self._progress)
+            threading.Thread(target=_report_progress, args=reporter_arguments, name="progress", daemon=True).start()
 
     def runner(self, *parts: Any) -> ModelRunner:
         return PipelineRunner(self, *parts)
 
-    def everywhere(self, model: Decoder) -> None:
+    def make_collective_rpc(self, model: Decoder) -> None:
         """Stages answer nothing once they have loaded."""
 
 
-def _hear(read: Callable[[], bytes | None], progress: Callable[[], None]) -> None:
+def _report_progress(read: Callable[[], bytes | None], progress: Callable[[], None]) -> None:
     while read() is not None:
         progress()
 
@@ -79,43 +79,49 @@ class PipelineRunner(ModelRunner):
         """`parts`: a Runner's."""
         super().__init__(*parts)
         self._stages = stages
-        self._under_way: deque[_Passing] = deque()
-        self._picked: list[Picked] = []
+        self._in_flight: deque[_InFlightStep] = deque()
+        self._unsent_samples: list[SampledTokens] = []
         """What the stages before have not heard yet."""
 
     @torch.inference_mode()
-    def launch(self, batch: SchedulerOutput) -> _Passing:
+    def launch(self, scheduler_output: SchedulerOutput) -> _InFlightStep:
         """Begin a batch in the first stage. None of its rows may follow a pick that is still under way."""
-        taken = {admission.slot for admission in batch.new_requests}
-        if any(row.slot in taken for step in self._under_way for row in step.begun.batch.scheduled_requests):
-            self.finish(self._under_way[-1])  # what it picks for who had the slot, it must read there
-        self._stages.send(Step(for_others(batch), self._picked))
-        self._picked = []
-        self._under_way.append(step := _Passing(self, self._begin(batch)))
+        new_slots = {admission.slot for admission in scheduler_output.new_requests}
+        if any(
+            row.slot in new_slots
+            for step in self._in_flight
+            for row in step.prepared.scheduler_output.scheduled_requests
+        ):
+            self.finish_step(self._in_flight[-1])  # what it picks for who had the slot, it must read there
+        self._stages.send_to_followers(StepCommand(redact_for_followers(scheduler_output), self._unsent_samples))
+        self._unsent_samples = []
+        self._in_flight.append(step := _InFlightStep(self, self._prepare_batch(scheduler_output)))
         return step
 
     @torch.inference_mode()
-    def finish(self, step: _Passing) -> PendingStep:
+    def finish_step(self, step: _InFlightStep) -> PendingStep:
         """Compute the last layers of a step, and of all before it."""
-        while step.pending is None:
-            first = self._under_way.popleft()
-            with self._stages.watched():
-                first.pending = self._finish(first.begun)
-            picks, picked = first.begun.picks, first.pending.download.wait()[0]
-            self._picked.append(Picked(picks.slots.tolist(), picks.positions.tolist(), picked.tolist()))
-        return step.pending
+        while step.pending_step is None:
+            first = self._in_flight.popleft()
+            with self._stages.raise_rank_failures():
+                first.pending_step = self._compute_batch(first.prepared)
+            sample_targets, sampled_ids = first.prepared.sample_targets, first.pending_step.download.wait_for_copy()[0]
+            self._unsent_samples.append(
+                SampledTokens(sample_targets.slots.tolist(), sample_targets.positions.tolist(), sampled_ids.tolist())
+            )
+        return step.pending_step
 
 
 @dataclass(slots=True)
-class _Passing:
+class _InFlightStep:
     """A step under way."""
 
     runner: PipelineRunner
-    begun: Begun
-    pending: PendingStep | None = None
+    prepared: PreparedBatch
+    pending_step: PendingStep | None = None
 
     def result(self) -> ModelRunnerOutput:
-        return self.runner.finish(self).result()
+        return self.runner.finish_step(self).result()
 
 
 class StageRunner(ModelRunner):
@@ -127,13 +133,15 @@ class StageRunner(ModelRunner):
         self._group = group
 
     @torch.inference_mode()
-    def compute(self, batch: SchedulerOutput, picked: list[Picked]) -> None:
-        """`picked`: by steps before, what later ones go on with. Raises RankEnded where the next stage has."""
-        for each in picked:
+    def compute_stage(self, scheduler_output: SchedulerOutput, sampled_tokens: list[SampledTokens]) -> None:
+        """`sampled_tokens`: by steps before, what later ones go on with. Raises RankEnded where the next stage has."""
+        for each in sampled_tokens:
             at = torch.tensor([each.slots, each.positions], dtype=torch.int64)
-            self._slots.token_ids[at[0], at[1]] = torch.tensor(each.token_ids, dtype=torch.int32)
-        begun = self._begin(batch)
-        self._copy(batch)
-        if (inputs := begun.inputs) is not None:
-            for passed in self._model.pass_on(inputs.token_ids, inputs.metadata, self._kv_cache, begun.features):
-                self._group.send(passed, (self._group.rank + 1) % self._group.count)
+            self._input_batch.token_ids[at[0], at[1]] = torch.tensor(each.token_ids, dtype=torch.int32)
+        prepared = self._prepare_batch(scheduler_output)
+        self._apply_copies(scheduler_output)
+        if (inputs := prepared.inputs) is not None:
+            for passed in self._model.forward_stage(
+                inputs.token_ids, inputs.metadata, self._kv_cache, prepared.features
+            ):
+                self._group.send_tensor(passed, (self._group.rank + 1) % self._group.world_size)

@@ -7,48 +7,48 @@ from typing import Any
 
 from quire.engine.core.executor import AdapterLoader, CollectiveRPC
 from quire.engine.models.decoder import Decoder
-from quire.engine.worker.heads import Heads
-from quire.engine.worker.loading.model import LoadedModel
-from quire.engine.worker.ranks.calls import RankWorker, called
-from quire.engine.worker.ranks.messages import Allocate, ToRank
-from quire.engine.worker.runner import ModelRunner
+from quire.engine.worker.draft_head_runner import DraftHeadRunner
+from quire.engine.worker.loading.model_loader import LoadedModel
+from quire.engine.worker.model_runner import ModelRunner
+from quire.engine.worker.ranks.rank_messages import AllocateCommand, RankCommand
+from quire.engine.worker.ranks.rank_rpc import RankWorker, run_rank_call
 
 
 class SingleProcess:
     note: str | None = None
     """Which processes there are, for the log."""
 
-    def load(self, load: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
-        """This process' part of the model, which `load` loads, once all have theirs; and the bytes of what other stages
-        hold. Of ranks that divide every layer it counts what all have read."""
-        return load(), 0
+    def load_model(self, load_part: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
+        """This process' part of the model, which `load_part` loads, once all have theirs; and the bytes of what other
+        stages hold. Of ranks that divide every layer it counts what all have read."""
+        return load_part(), 0
 
-    def available(self, measure: Callable[[], int]) -> int:
+    def available_kv_bytes(self, measure: Callable[[], int]) -> int:
         """Bytes for the KV cache, here and where others compute; `measure` finds this process'."""
         return measure()
 
-    def allocate(self, message: Allocate) -> None:
+    def allocate_on_followers(self, message: AllocateCommand) -> None:
         """All others make room. Raises ConfigError where one has too little memory."""
 
-    def send(self, message: ToRank) -> None:
+    def send_to_followers(self, message: RankCommand) -> None:
         """To all others, which read it when they have done what they were told before."""
 
     def runner(self, *parts: Any) -> ModelRunner:
         """This process', which leads the others'. `parts`: a Runner's."""
         return ModelRunner(*parts)
 
-    def heads(self, *parts: Any) -> Heads:
+    def make_head_runner(self, *parts: Any) -> DraftHeadRunner:
         """`parts`: those of Heads."""
-        return Heads(*parts)
+        return DraftHeadRunner(*parts)
 
-    def adapters(self, own: AdapterLoader) -> AdapterLoader:
-        """What loads adapters on all of them; `own`: on this one."""
-        return own
+    def wrap_adapter_loader(self, loader: AdapterLoader) -> AdapterLoader:
+        """What loads adapters on all of them; `loader`: on this one."""
+        return loader
 
-    def everywhere(self, model: Decoder) -> CollectiveRPC | None:
+    def make_collective_rpc(self, model: Decoder) -> CollectiveRPC | None:
         """What calls something on all of them; None: they take no calls. `model`: this one's part."""
         worker = RankWorker(0, 1, model)
-        return lambda content: [called(worker, content)]
+        return lambda content: [run_rank_call(worker, content)]
 
-    def close(self) -> None:
+    def stop_ranks(self) -> None:
         """End the others."""

@@ -14,46 +14,54 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from quire.engine.core.executor import PendingOutput
-from quire.engine.core.scheduler_output import DraftRequest, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from quire.engine.core.scheduler_output import HeadDraftRequest, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire.engine.errors import ConfigError
-from quire.engine.layers.shard import Shard
+from quire.engine.layers.shard import ModelShard
 from quire.engine.types import SamplingParams
-from quire.engine.worker.heads import Heads
-from quire.engine.worker.loading.model import LoadedModel
-from quire.engine.worker.loading.samples import sampled
-from quire.engine.worker.ranks.messages import Draft, FindKinds, Kinds, Loaded, Prepare, Step, TryGuess
-from quire.engine.worker.ranks.processes import Ranks
-from quire.engine.worker.ranks.remote import Remote
-from quire.engine.worker.runner import ModelRunner
-from quire.engine.worker.sampling.sampling_rules import only_largest
+from quire.engine.worker.draft_head_runner import DraftHeadRunner
+from quire.engine.worker.loading.model_loader import LoadedModel
+from quire.engine.worker.loading.weight_digest import compute_weight_digest
+from quire.engine.worker.model_runner import ModelRunner
+from quire.engine.worker.ranks.rank_messages import (
+    DraftCommand,
+    DummyDraftCommand,
+    FindVariantsCommand,
+    KernelVariantsReply,
+    LoadReply,
+    PrepareCommand,
+    StepCommand,
+)
+from quire.engine.worker.ranks.rank_processes import MultiProcessRanks
+from quire.engine.worker.ranks.remote_ranks import RemoteRank
+from quire.engine.worker.sampling.sampling_rules import is_greedy_only
 
 if TYPE_CHECKING:
-    from quire.kernels.gpu.kinds import Kind
+    from quire.kernels.gpu.kernel_variant import KernelVariant
 
-KINDS_SECONDS = 600.0
+VARIANTS_TIMEOUT_SECONDS = 600.0
 """So long the first rank waits for the others' kinds of kernels, which they find without waiting for anybody."""
 
 
-class SpmdRanks(Ranks):
+class SpmdRanks(MultiProcessRanks):
     """The processes of the ranks but the first, on this machine and on others."""
 
-    setting, called = "tensor_parallel_size", "ranks"
+    setting, process_noun = "tensor_parallel_size", "ranks"
 
-    def load(self, load: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
-        own = load(shard=Shard(0, self.count, self.group, self._config.divides_tokens))
-        others = self.read(Loaded)
-        digest = sampled(self._config) if self._config.nnodes > 1 else ""
+    def load_model(self, load: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
+        own_model = load(shard=ModelShard(0, self.count, self.group, self._config.uses_context_parallel))
+        others = self.read_answers(LoadReply)
+        digest = compute_weight_digest(self._config) if self._config.nnodes > 1 else ""
         for process, each in zip(self._processes, others, strict=True):
-            if each.digest != digest:
-                where = f"the machine at {process.host}" if isinstance(process, Remote) else "a rank"
+            if each.weight_digest != digest:
+                where = f"the machine at {process.host}" if isinstance(process, RemoteRank) else "a rank"
                 raise ConfigError(f"model: {where} has other weights than machine 0", param="model")
-        return replace_fields(own, read_bytes=own.read_bytes + sum(each.weight_bytes for each in others)), 0
+        return replace_fields(own_model, read_bytes=own_model.read_bytes + sum(each.weight_bytes for each in others)), 0
 
     def runner(self, *parts: Any) -> ModelRunner:
         return SpmdRunner(self, *parts)
 
-    def heads(self, *parts: Any) -> Heads:
-        return SpmdHeads(self, *parts)
+    def make_head_runner(self, *parts: Any) -> DraftHeadRunner:
+        return SpmdHeadRunner(self, *parts)
 
 
 class SpmdRunner(ModelRunner):
@@ -64,40 +72,42 @@ class SpmdRunner(ModelRunner):
         super().__init__(*parts)
         self._ranks = ranks
 
-    def launch(self, batch: SchedulerOutput) -> PendingOutput:
-        with self._ranks.told(Step(for_others(batch))):
-            return _Watched(self._ranks, super().launch(batch))
+    def launch(self, scheduler_output: SchedulerOutput) -> PendingOutput:
+        with self._ranks.command_followers(StepCommand(redact_for_followers(scheduler_output))):
+            return _WatchedStep(self._ranks, super().launch(scheduler_output))
 
     def warm_up(self) -> bool:
-        with self._ranks.told(Prepare("warm_up")):
+        with self._ranks.command_followers(PrepareCommand("warm_up")):
             return super().warm_up()
 
     def warm_sampler(self) -> None:
-        with self._ranks.told(Prepare("warm_sampler")):
+        with self._ranks.command_followers(PrepareCommand("warm_sampler")):
             super().warm_sampler()
 
     def warm_prompts(self) -> None:
-        with self._ranks.told(Prepare("warm_prompts")):
+        with self._ranks.command_followers(PrepareCommand("warm_prompts")):
             super().warm_prompts()
 
-    def kinds(self, step_tokens: int) -> list[Kind]:
+    def kernel_variants(self, step_tokens: int) -> list[KernelVariant]:
         """Those of all ranks, each of which knows its own parts of layers; so what they would all compile is compiled
         once. Meanwhile none meets another. Raises RuntimeError where one of them fails to find its own."""
-        from quire.kernels.gpu.kinds import Kind
+        from quire.kernels.gpu.kernel_variant import KernelVariant
 
-        self._ranks.send(FindKinds(step_tokens))
+        self._ranks.send_to_followers(FindVariantsCommand(step_tokens))
         try:
-            found = dict.fromkeys(super().kinds(step_tokens))
+            variants = dict.fromkeys(super().kernel_variants(step_tokens))
         finally:
-            others = self._ranks.read(Kinds, KINDS_SECONDS)  # else they would be what the next one asks for
+            others = self._ranks.read_answers(
+                KernelVariantsReply, VARIANTS_TIMEOUT_SECONDS
+            )  # else they would be what the next one asks for
         for rank, each in enumerate(others, 1):
-            if each.why_not:
-                raise RuntimeError(f"rank {rank}: {each.why_not}")
-            found |= dict.fromkeys(Kind(*fields) for fields in each.found)
-        return list(found)
+            if each.error:
+                raise RuntimeError(f"rank {rank}: {each.error}")
+            variants |= dict.fromkeys(KernelVariant(*fields) for fields in each.variants)
+        return list(variants)
 
 
-class SpmdHeads(Heads):
+class SpmdHeadRunner(DraftHeadRunner):
     """The first rank's. All ranks have whole heads, which ask the decoder that the ranks share for embeddings and
     logits."""
 
@@ -106,45 +116,45 @@ class SpmdHeads(Heads):
         super().__init__(*parts)
         self._ranks = ranks
 
-    def draft(self, rows: Sequence[DraftRequest]) -> list[list[int]]:
-        with self._ranks.told(Draft(list(rows))):
-            return super().draft(rows)
+    def draft_tokens(self, rows: Sequence[HeadDraftRequest]) -> list[list[int]]:
+        with self._ranks.command_followers(DraftCommand(list(rows))):
+            return super().draft_tokens(rows)
 
-    def try_guess(self, count: int) -> None:
-        with self._ranks.told(TryGuess(count)):
-            super().try_guess(count)
+    def run_dummy_draft(self, count: int) -> None:
+        with self._ranks.command_followers(DummyDraftCommand(count)):
+            super().run_dummy_draft(count)
 
 
 @dataclass(frozen=True, slots=True)
-class _Watched:
+class _WatchedStep:
     """A step under way."""
 
     ranks: SpmdRanks
-    own: PendingOutput
+    pending: PendingOutput
 
     def result(self) -> ModelRunnerOutput:
-        with self.ranks.watched():
-            output = self.own.result()
-            self.ranks.group.check()
+        with self.ranks.raise_rank_failures():
+            output = self.pending.result()
+            self.ranks.group.raise_if_failed()
             return output
 
 
-def for_others(batch: SchedulerOutput) -> SchedulerOutput:
+def redact_for_followers(scheduler_output: SchedulerOutput) -> SchedulerOutput:
     """What ranks that answer nobody need of a batch. How tokens are picked is not theirs to know, not even grammars;
     but whether it is by the largest logit alone, which all ranks find together."""
-    admissions = [_computed(each) for each in batch.new_requests]
+    new_requests = [_redact_request(each) for each in scheduler_output.new_requests]
     return SchedulerOutput(
-        batch.scheduled_requests,
-        admissions,
-        batch.block_copies,
-        freed_slots=batch.freed_slots,
-        slot_copies=batch.slot_copies,
+        scheduler_output.scheduled_requests,
+        new_requests,
+        scheduler_output.block_copies,
+        freed_slots=scheduler_output.freed_slots,
+        slot_copies=scheduler_output.slot_copies,
     )
 
 
-def _computed(admission: NewRequestData) -> NewRequestData:
-    if not isinstance(admission.params, SamplingParams):
-        return admission
-    temperature = 0.0 if only_largest(admission.params) else 1.0
-    params = SamplingParams(temperature=temperature, prompt_logprobs=admission.params.prompt_logprobs)
-    return replace(admission, params=params)
+def _redact_request(new_request: NewRequestData) -> NewRequestData:
+    if not isinstance(new_request.params, SamplingParams):
+        return new_request
+    temperature = 0.0 if is_greedy_only(new_request.params) else 1.0
+    params = SamplingParams(temperature=temperature, prompt_logprobs=new_request.params.prompt_logprobs)
+    return replace(new_request, params=params)

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.worker.sampling.grammar import GrammarMask
 from quire.engine.worker.sampling.sampler import sample
-from quire.engine.worker.sampling.sampling_rules import NOTHING_LEFT, Numbered, SamplingRow, change_logits
+from quire.engine.worker.sampling.sampling_rules import NO_TOKEN_LEFT, IndexedRow, SamplingRow, process_logits
+from quire.engine.worker.sampling.slot_grammars import GrammarBitmask
 from quire.kernels.collective import Collective
-from quire.kernels.gpu.others import is_other
-from quire.kernels.gpu.transfer import upload
+from quire.kernels.gpu.host_transfer import upload_arrays
+from quire.kernels.gpu.other_devices import is_other_device
 
-Sampler = Callable[[Tensor, list[SamplingRow], GrammarMask | None], Tensor]
+Sampler = Callable[[Tensor, list[SamplingRow], GrammarBitmask | None], Tensor]
 """As `sampler.sample`: logits, rows, the grammars' mask."""
 
 
@@ -34,85 +34,94 @@ def choose_sampler(
     """The one for this device; `argmax` and `draw` are the backend's, `group` the model's ranks."""
     triton = device.type == "cuda" and find_spec("triton") is not None
     sampler: Sampler = sample_on_device if triton else partial(sample, argmax=argmax, draw=draw)
-    if is_other(device):
+    if is_other_device(device):
         sampler = sample_on_host
-    return sampler if group is None else partial(_sample_once, sampler, group)
+    return sampler if group is None else partial(_sample_on_first_rank, sampler, group)
 
 
-def sample_on_host(logits: Tensor, rows: list[SamplingRow], mask: GrammarMask | None = None) -> Tensor:
+def sample_on_host(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None = None) -> Tensor:
     """As `sample`, for devices that may have no float64, by which tokens are drawn: logits are copied to the host, and
     the picks back."""
-    here = [row if row.rules.plain else row._replace(table=row.table[row.slot].cpu()[None], slot=0) for row in rows]
-    return sample(logits.cpu(), here, mask).to(logits.device)
+    host_rows = [
+        row
+        if row.rules.keeps_logits_unchanged
+        else row._replace(token_table=row.token_table[row.slot].cpu()[None], slot=0)
+        for row in rows
+    ]
+    return sample(logits.cpu(), host_rows, mask).to(logits.device)
 
 
-def _sample_once(
-    sampler: Sampler, group: Collective, logits: Tensor, rows: list[SamplingRow], mask: GrammarMask | None
+def _sample_on_first_rank(
+    sampler: Sampler, group: Collective, logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None
 ) -> Tensor:
     """What the first rank picks, on all of them: no two can differ, and it alone has grammars, seeds and penalties."""
     if group.rank == 0:
-        return group.share(sampler(logits, rows, mask))
-    return group.share(torch.empty(len(logits), dtype=torch.int64, device=logits.device))
+        return group.broadcast(sampler(logits, rows, mask))
+    return group.broadcast(torch.empty(len(logits), dtype=torch.int64, device=logits.device))
 
 
-def sample_on_device(logits: Tensor, rows: list[SamplingRow], mask: GrammarMask | None = None) -> Tensor:
+def sample_on_device(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None = None) -> Tensor:
     """Token ids [R] int64 for contiguous logits [R, vocab] float32, which may be overwritten; NOTHING_LEFT as in
     `sample`."""
-    from quire.kernels.gpu.triton_sampling import MOST_TOKENS, pick
+    from quire.kernels.gpu.triton_sampling import MAX_VOCAB, sample_tokens
 
-    if logits.shape[1] > MOST_TOKENS:
+    if logits.shape[1] > MAX_VOCAB:
         return sample(logits, rows, mask)
-    empty = change_logits(logits, rows, mask, DeviceChanges())
-    asked, vocab = [row.rules.params for row in rows], logits.shape[1]
-    top_k = [each.top_k if 0 < each.top_k < vocab else vocab for each in asked]
+    without_tokens = process_logits(logits, rows, mask, DeviceLogitsProcessor())
+    params_list, vocab = [row.rules.params for row in rows], logits.shape[1]
+    top_k = [each.top_k if 0 < each.top_k < vocab else vocab for each in params_list]
     arrays: list[np.ndarray] = [
-        np.array([0.0 if each.greedy else each.temperature for each in asked], dtype=np.float32),
+        np.array([0.0 if each.greedy else each.temperature for each in params_list], dtype=np.float32),
         np.array(top_k, dtype=np.int32),
-        np.array([each.top_p for each in asked], dtype=np.float64),
-        np.array([each.min_p for each in asked], dtype=np.float32),
+        np.array([each.top_p for each in params_list], dtype=np.float64),
+        np.array([each.min_p for each in params_list], dtype=np.float32),
         np.array([row.seed & 0xFFFFFFFFFFFFFFFF for row in rows], dtype=np.uint64).view(np.int64),
         np.array([row.position for row in rows], dtype=np.int64),
     ]
-    drawn = [(k, each.top_p) for k, each in zip(top_k, asked, strict=True) if not each.greedy]
-    filtered = any(k < vocab or top_p < 1 for k, top_p in drawn)
-    picks = pick(logits, *upload(arrays, logits.device), drawn=bool(drawn), filtered=filtered)
-    return picks if empty is None else picks.masked_fill(empty, NOTHING_LEFT)
+    draw_filters = [(k, each.top_p) for k, each in zip(top_k, params_list, strict=True) if not each.greedy]
+    has_filters = any(k < vocab or top_p < 1 for k, top_p in draw_filters)
+    sampled = sample_tokens(
+        logits, *upload_arrays(arrays, logits.device), has_sampling=bool(draw_filters), has_filters=has_filters
+    )
+    return sampled if without_tokens is None else sampled.masked_fill(without_tokens, NO_TOKEN_LEFT)
 
 
-class DeviceChanges:
-    """LogitChanges that wait for nothing, most of them Triton kernels."""
+class DeviceLogitsProcessor:
+    """LogitsProcessor that wait for nothing, most of them Triton kernels."""
 
-    def add(self, logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
-        from quire.kernels.gpu.triton_logits import add
+    def add_biases(self, logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
+        from quire.kernels.gpu.triton_logits import add_logit_bias
 
-        add(logits, rows, token_ids, values)
+        add_logit_bias(logits, rows, token_ids, values)
 
-    def ban(self, logits: Tensor, words: list[tuple[int, SamplingRow, list[tuple[int, ...]]]]) -> None:
-        from quire.kernels.gpu.triton_logits import ban
+    def ban_words(self, logits: Tensor, words: list[tuple[int, SamplingRow, list[tuple[int, ...]]]]) -> None:
+        from quire.kernels.gpu.triton_logits import ban_bad_words
 
-        each = [(index, row, word) for index, row, begun in words for word in begun]
-        of = np.array([(index, row.slot, row.position) for index, row, _ in each], dtype=np.int64)
-        tokens = np.concatenate([word for _, _, word in each]).astype(np.int32)
-        ends = np.cumsum([0, *(len(word) for _, _, word in each)]).astype(np.int32)
-        arrays: list[np.ndarray] = [of[:, 0], of[:, 1], of[:, 2], tokens, ends]
-        ban(logits, words[0][1].table, *upload(arrays, logits.device))
+        word_rows = [(index, row, word) for index, row, row_words in words for word in row_words]
+        row_array = np.array([(index, row.slot, row.position) for index, row, _ in word_rows], dtype=np.int64)
+        tokens = np.concatenate([word for _, _, word in word_rows]).astype(np.int32)
+        ends = np.cumsum([0, *(len(word) for _, _, word in word_rows)]).astype(np.int32)
+        arrays: list[np.ndarray] = [row_array[:, 0], row_array[:, 1], row_array[:, 2], tokens, ends]
+        ban_bad_words(logits, words[0][1].token_table, *upload_arrays(arrays, logits.device))
 
-    def penalize(self, logits: Tensor, rows: list[Numbered]) -> None:
-        from quire.kernels.gpu.triton_logits import penalize
+    def apply_penalties(self, logits: Tensor, rows: list[IndexedRow]) -> None:
+        from quire.kernels.gpu.triton_logits import penalize_tokens
 
-        of = [(index, row.slot, row.position, row.num_prompt) for index, row in rows]
-        index, slot, position, num_prompt = np.array(of, dtype=np.int64).T
-        by = np.array([row.rules.penalties for _, row in rows], dtype=np.float32).T
-        there = upload([index, slot, position, num_prompt, *by], logits.device)
-        penalize(logits, rows[0][1].table, *there, longest=int(position.max()))
+        row_array = [(index, row.slot, row.position, row.num_prompt_tokens) for index, row in rows]
+        index, slot, position, num_prompt = np.array(row_array, dtype=np.int64).T
+        penalty_array = np.array([row.rules.penalties for _, row in rows], dtype=np.float32).T
+        on_device = upload_arrays([index, slot, position, num_prompt, *penalty_array], logits.device)
+        penalize_tokens(logits, rows[0][1].token_table, *on_device, longest=int(position.max()))
 
-    def constrain(self, logits: Tensor, mask: GrammarMask, unmodified: Tensor | None) -> None:
-        rows, words = upload([np.array(mask.rows), mask.words], logits.device)
-        places = torch.arange(8, dtype=torch.uint8, device=words.device)
-        bits = words.view(torch.uint8)[:, :, None].bitwise_right_shift(places).bitwise_and_(1)
+    def apply_bitmask(self, logits: Tensor, mask: GrammarBitmask, unmodified: Tensor | None) -> None:
+        rows, words = upload_arrays([np.array(mask.rows), mask.bitmask_words], logits.device)
+        bit_indices = torch.arange(8, dtype=torch.uint8, device=words.device)
+        bits = words.view(torch.uint8)[:, :, None].bitwise_right_shift(bit_indices).bitwise_and_(1)
         allowed = bits.flatten(1).view(torch.bool)[:, : logits.shape[1]]
-        found = logits[rows].masked_fill(~allowed, -torch.inf)  # torch.where copies a number to the GPU, and waits
+        constrained = logits[rows].masked_fill(
+            ~allowed, -torch.inf
+        )  # torch.where copies a number to the GPU, and waits
         if unmodified is not None:
-            stuck = found.amax(-1, keepdim=True) == -torch.inf
-            found = torch.where(stuck & allowed, unmodified[rows], found)
-        logits[rows] = found
+            stuck = constrained.amax(-1, keepdim=True) == -torch.inf
+            constrained = torch.where(stuck & allowed, unmodified[rows], constrained)
+        logits[rows] = constrained

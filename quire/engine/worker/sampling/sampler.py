@@ -17,65 +17,67 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.types import SamplingParams, TokenLogprob
-from quire.engine.worker.sampling.grammar import GrammarMask
-from quire.engine.worker.sampling.sampling_rules import NOTHING_LEFT, Numbered, SamplingRow, change_logits
+from quire.engine.worker.sampling.sampling_rules import NO_TOKEN_LEFT, IndexedRow, SamplingRow, process_logits
+from quire.engine.worker.sampling.slot_grammars import GrammarBitmask
 from quire.kernels import reference
 
 
 def sample(
     logits: Tensor,
     rows: list[SamplingRow],
-    mask: GrammarMask | None = None,
+    mask: GrammarBitmask | None = None,
     argmax: Callable[[Tensor], Tensor] = reference.argmax,
-    draw: Callable[[Tensor, Tensor, Tensor], Tensor] = reference.draw,
+    draw: Callable[[Tensor, Tensor, Tensor], Tensor] = reference.sample_tokens,
 ) -> Tensor:
     """Token ids [R] int64 for logits [R, vocab] float32, which may be overwritten; NOTHING_LEFT for a row to which its
     constraints left no token. `argmax` and `draw` are the backend's."""
-    empty = change_logits(logits, rows, mask, HostChanges())
-    picks = _picks(logits, rows, argmax, draw)
-    return picks if empty is None else picks.masked_fill(empty, NOTHING_LEFT)
+    without_tokens = process_logits(logits, rows, mask, HostLogitsProcessor())
+    sampled = _sample_rows(logits, rows, argmax, draw)
+    return sampled if without_tokens is None else sampled.masked_fill(without_tokens, NO_TOKEN_LEFT)
 
 
-def _picks(
+def _sample_rows(
     logits: Tensor,
     rows: list[SamplingRow],
     argmax: Callable[[Tensor], Tensor],
     draw: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    drawn = [index for index, row in enumerate(rows) if not row.rules.params.greedy]
-    if not drawn:
+    drawn_indices = [index for index, row in enumerate(rows) if not row.rules.params.greedy]
+    if not drawn_indices:
         return argmax(logits)
-    picks = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    greedy = [index for index, row in enumerate(rows) if row.rules.params.greedy]
-    if greedy:
-        picks[greedy] = argmax(logits[greedy])
-    chosen = [rows[index] for index in drawn]
-    filters = torch.tensor([_filters(row.rules.params, logits.shape[1]) for row in chosen], dtype=torch.float64)
-    u = uniforms(chosen).to(logits.device)
-    picks[drawn] = draw(logits if not greedy else logits[drawn], filters.to(logits.device), u)
-    return picks
+    sampled = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    greedy_indices = [index for index, row in enumerate(rows) if row.rules.params.greedy]
+    if greedy_indices:
+        sampled[greedy_indices] = argmax(logits[greedy_indices])
+    drawn_rows = [rows[index] for index in drawn_indices]
+    filters = torch.tensor(
+        [_sampling_filters(row.rules.params, logits.shape[1]) for row in drawn_rows], dtype=torch.float64
+    )
+    u = uniform_draws(drawn_rows).to(logits.device)
+    sampled[drawn_indices] = draw(logits if not greedy_indices else logits[drawn_indices], filters.to(logits.device), u)
+    return sampled
 
 
-def _filters(params: SamplingParams, vocab: int) -> tuple[float, ...]:
+def _sampling_filters(params: SamplingParams, vocab: int) -> tuple[float, ...]:
     top_k = params.top_k if 0 < params.top_k < vocab else vocab
     return params.temperature, top_k, params.top_p, params.min_p
 
 
-class HostChanges:
-    """LogitChanges by PyTorch's operators. On a GPU they serve too, but wait for it."""
+class HostLogitsProcessor:
+    """LogitsProcessor by PyTorch's operators. On a GPU they serve too, but wait for it."""
 
-    def add(self, logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
+    def add_biases(self, logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
         logits[rows, token_ids] += values
 
-    def ban(self, logits: Tensor, words: list[tuple[int, SamplingRow, list[tuple[int, ...]]]]) -> None:
-        for index, row, begun in words:
-            longest = max(map(len, begun), default=1)
+    def ban_words(self, logits: Tensor, words: list[tuple[int, SamplingRow, list[tuple[int, ...]]]]) -> None:
+        for index, row, applicable in words:
+            longest = max(map(len, applicable), default=1)
             tail = tuple(row.token_ids[row.position - longest + 1 :].tolist())
-            banned = [word[-1] for word in begun if tail[len(tail) - len(word) + 1 :] == word[:-1]]
+            banned = [word[-1] for word in applicable if tail[len(tail) - len(word) + 1 :] == word[:-1]]
             if banned:
                 logits[index, banned] = -torch.inf
 
-    def penalize(self, logits: Tensor, rows: list[Numbered]) -> None:
+    def apply_penalties(self, logits: Tensor, rows: list[IndexedRow]) -> None:
         for index, row in rows:
             assert row.rules.penalties is not None
             repetition, presence, frequency = row.rules.penalties
@@ -84,13 +86,13 @@ class HostChanges:
                 values = logits[index, seen]
                 logits[index, seen] = torch.where(values > 0, values / repetition, values * repetition)
             if presence or frequency:
-                ids, counts = row.token_ids[row.num_prompt :].long().unique(return_counts=True)
+                ids, counts = row.token_ids[row.num_prompt_tokens :].long().unique(return_counts=True)
                 logits[index, ids] -= presence + frequency * counts
 
-    def constrain(self, logits: Tensor, mask: GrammarMask, unmodified: Tensor | None) -> None:
+    def apply_bitmask(self, logits: Tensor, mask: GrammarBitmask, unmodified: Tensor | None) -> None:
         # NumPy: on one core it unpacks bits twenty times as fast as shifts in PyTorch do, and no thread of PyTorch's
         # waits for another, which takes milliseconds a token where other programs have the cores.
-        bits = np.unpackbits(mask.words.view(np.uint8), axis=1, bitorder="little")
+        bits = np.unpackbits(mask.bitmask_words.view(np.uint8), axis=1, bitorder="little")
         for row, allowed in zip(mask.rows, bits[:, : logits.shape[1]].view(bool), strict=True):
             values = logits[row].cpu().numpy()
             values[~allowed] = -np.inf
@@ -100,16 +102,16 @@ class HostChanges:
                 logits[row] = torch.from_numpy(values)
 
 
-def uniforms(rows: list[SamplingRow]) -> Tensor:
+def uniform_draws(rows: list[SamplingRow]) -> Tensor:
     """One float64 in [0, 1) per row, from its seed and position."""
     seeds = np.array([row.seed & 0xFFFFFFFFFFFFFFFF for row in rows], dtype=np.uint64)
     positions = np.array([row.position for row in rows], dtype=np.uint64)
     with np.errstate(over="ignore"):
-        z = _mix(seeds) + (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    return torch.from_numpy((_mix(z) >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+        z = _splitmix64(seeds) + (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    return torch.from_numpy((_splitmix64(z) >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
-def _mix(z: np.ndarray) -> np.ndarray:
+def _splitmix64(z: np.ndarray) -> np.ndarray:
     """SplitMix64's finalizer; seeds pass it too, so that neighbouring seeds share no part of their streams."""
     with np.errstate(over="ignore"):
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -118,45 +120,45 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def logprob_tensors(
-    logits: Tensor, picked: Tensor, most: int, listed: Tensor | None = None
+    logits: Tensor, sampled: Tensor, num_top: int, listed_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Under unmodified logits [R, vocab]: log probability and rank of the picked tokens [R] int64, and the `most` most
-    likely log probabilities and tokens [R, most], the smaller token first of equally likely ones. `listed` [R, L] int64
-    has tokens to give in their place, in the rows that do not begin with -1; then the last two are [R, max(most, L)].
-    Nothing waits for the device."""
+    """Under unmodified logits [R, vocab]: log probability and rank of the picked tokens [R] int64, and the `num_top`
+    most likely log probabilities and tokens [R, most], the smaller token first of equally likely ones. `listed_ids` [R,
+    L] int64 has tokens to give in their place, in the rows that do not begin with -1; then the last two are [R,
+    max(most, L)]. Nothing waits for the device."""
     logprobs = torch.log_softmax(logits, dim=-1)
-    own = logprobs.gather(-1, picked[:, None])
-    ids = _most_likely(logprobs, most)
-    if listed is not None:
-        width = max(most, listed.shape[1])
-        ids, listed = (F.pad(each, (0, width - each.shape[1])) for each in (ids, listed))
-        ids = torch.where(listed[:, :1] >= 0, listed, ids)
-    return own.squeeze(-1), (logprobs > own).sum(-1) + 1, logprobs.gather(-1, ids), ids
+    sampled_logprobs = logprobs.gather(-1, sampled[:, None])
+    ids = _top_token_ids(logprobs, num_top)
+    if listed_ids is not None:
+        width = max(num_top, listed_ids.shape[1])
+        ids, listed_ids = (F.pad(each, (0, width - each.shape[1])) for each in (ids, listed_ids))
+        ids = torch.where(listed_ids[:, :1] >= 0, listed_ids, ids)
+    return sampled_logprobs.squeeze(-1), (logprobs > sampled_logprobs).sum(-1) + 1, logprobs.gather(-1, ids), ids
 
 
-def _most_likely(logprobs: Tensor, most: int) -> Tensor:
+def _top_token_ids(logprobs: Tensor, num_top: int) -> Tensor:
     """Token ids [R, most]. Which of equally likely tokens torch.topk picks depends on its k, so on the batch."""
     if logprobs.device.type == "cpu":  # on a GPU the host would have to wait for this
-        best = torch.topk(logprobs, min(most + 1, logprobs.shape[1]))
+        best = torch.topk(logprobs, min(num_top + 1, logprobs.shape[1]))
         if not bool((best.values[:, 1:] == best.values[:, :-1]).any()):
-            return best.indices[:, :most]
+            return best.indices[:, :num_top]
     # Unique keys that sort by -logprob, then by token: as integers, the bits of floats >= 0 have the floats' order.
     keys = logprobs.abs().view(torch.int32).long().bitwise_left_shift_(32)
     keys |= torch.arange(logprobs.shape[1], device=logprobs.device)
-    return torch.topk(keys, most, largest=False).values & 0xFFFFFFFF
+    return torch.topk(keys, num_top, largest=False).values & 0xFFFFFFFF
 
 
-def token_logprobs(picked: Sequence[int], tensors: Iterable[Tensor], tops: Sequence[int]) -> list[TokenLogprob]:
+def token_logprobs(sampled: Sequence[int], tensors: Iterable[Tensor], tops: Sequence[int]) -> list[TokenLogprob]:
     """What `logprob_tensors` found, each picked token with as many of the others as `tops` says."""
-    own, ranks, values, ids = (tensor.tolist() for tensor in tensors)
+    sampled_logprobs, ranks, values, ids = (tensor.tolist() for tensor in tensors)
     return [
-        TokenLogprob(token, own[i], ranks[i], list(zip(ids[i][:top], values[i][:top], strict=True)))
-        for i, (token, top) in enumerate(zip(picked, tops, strict=True))
+        TokenLogprob(token, sampled_logprobs[i], ranks[i], list(zip(ids[i][:top], values[i][:top], strict=True)))
+        for i, (token, top) in enumerate(zip(sampled, tops, strict=True))
     ]
 
 
-def with_picked(found: TokenLogprob) -> TokenLogprob:
+def include_sampled_token(token_logprob: TokenLogprob) -> TokenLogprob:
     """With the picked token among the listed ones, the most likely first, the smaller one first of equally likely
     ones."""
-    values = {**dict(found.top), found.token_id: found.logprob}
-    return msgspec.structs.replace(found, top=sorted(values.items(), key=lambda item: (-item[1], item[0])))
+    values = {**dict(token_logprob.top), token_logprob.token_id: token_logprob.logprob}
+    return msgspec.structs.replace(token_logprob, top=sorted(values.items(), key=lambda item: (-item[1], item[0])))

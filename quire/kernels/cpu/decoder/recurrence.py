@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.recurrent.delta_rule import DeltaRule
-from quire.kernels.recurrent.recurrence import Matrices, Recurrence
+from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
 from quire.kernels.recurrent.selective_scan import SelectiveScan
 from quire.kernels.recurrent.state_space import StateSpace
 
@@ -26,27 +26,27 @@ class NativeRule(NamedTuple):
 def native_rule(rule: Recurrence) -> NativeRule:
     match rule:
         case DeltaRule():
-            sizes = (rule.key_heads, rule.heads, rule.key, rule.value)
-            return NativeRule("delta_rule", (rule.rate, rule.shift, rule.norm), sizes, (rule.eps,))
+            sizes = (rule.num_key_heads, rule.num_heads, rule.key_dim, rule.value_dim)
+            return NativeRule("delta_rule", (rule.decay_rate, rule.dt_bias, rule.norm_weight), sizes, (rule.eps,))
         case StateSpace():
-            weights = (rule.rate, rule.shift, rule.skip, rule.norm)
-            sizes = (rule.groups, rule.heads, rule.key, rule.value)
-            return NativeRule("state_space", weights, sizes, (rule.eps, *rule.limits, rule.norm_first))
+            weights = (rule.decay_rate, rule.dt_bias, rule.skip, rule.norm_weight)
+            sizes = (rule.num_groups, rule.num_heads, rule.key_dim, rule.value_dim)
+            return NativeRule("state_space", weights, sizes, (rule.eps, *rule.dt_limits, rule.norm_before_gate))
         case SelectiveScan():
-            read = (rule.rate, rule.shift, rule.skip, rule.write_norm, rule.read_norm)
-            return NativeRule("selective_scan", read, (1, rule.heads, rule.key, rule.value), (rule.eps,))
+            read = (rule.decay_rate, rule.dt_bias, rule.skip, rule.b_norm, rule.c_norm)
+            return NativeRule("selective_scan", read, (1, rule.num_heads, rule.key_dim, rule.value_dim), (rule.eps,))
     raise TypeError(f"no kernel computes a {type(rule).__name__}")
 
 
-def check(rule: Recurrence, states: Matrices, dtype: torch.dtype) -> None:
+def check_recurrence(rule: Recurrence, states: RecurrentStates, dtype: torch.dtype) -> None:
     """Raise TypeError, or ValueError, for what the kernels do not take."""
     _, weights, (groups, heads, key, value), _ = native_rule(rule)
     wide = [states.matrices, *(each for each in weights if each is not None)]
     if any(each.dtype != torch.float32 for each in wide):
         raise TypeError("a recurrence's weights and matrices must be float32")
-    if states.guesses.dtype != dtype:
-        raise TypeError(f"guesses of {states.guesses.dtype} cannot serve {dtype}")
-    if not all(each.is_contiguous() for each in (*wide, states.guesses)):
+    if states.draft_inputs.dtype != dtype:
+        raise TypeError(f"guesses of {states.draft_inputs.dtype} cannot serve {dtype}")
+    if not all(each.is_contiguous() for each in (*wide, states.draft_inputs)):
         raise ValueError("what a recurrence reads and keeps must be contiguous")
     if value % 16 or key % 2 or heads % groups:
         raise ValueError("a value must have a multiple of 16 numbers, a key an even number, and groups as many heads")

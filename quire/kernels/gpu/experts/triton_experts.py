@@ -1,7 +1,7 @@
-"""The Triton kernels of a mixture: kernels/gpu/experts/mixture.py launches them. None of them needs a number on the
+"""The Triton kernels of a mixture: kernels/gpu/experts/grouped_moe.py launches them. None of them needs a number on the
 host, so a CUDA graph holds them; none has atomics, so all sums have one order.
 
-A row is a token and one of the experts that it chose: row t * per_token + j is token t's j-th choice. Sorted, the rows
+A row is a token and one of the experts that it chose: row t * top_k + j is token t's j-th choice. Sorted, the rows
 of an expert are side by side, and starts [experts + 1] says where.
 """
 
@@ -40,15 +40,15 @@ def choose(
     rank = tl.where(wanted == wanted, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
     rank = tl.where(inside, rank, -0x80000000)
     j = tl.arange(0, PER_TOKEN_PAD)
-    found, parts = tl.zeros((PER_TOKEN_PAD,), dtype=tl.int32), tl.zeros((PER_TOKEN_PAD,), dtype=tl.float32)
+    best_experts, parts = tl.zeros((PER_TOKEN_PAD,), dtype=tl.int32), tl.zeros((PER_TOKEN_PAD,), dtype=tl.float32)
     for choice in range(PER_TOKEN):
         best = tl.argmax(rank, 0)
         part = tl.sum(tl.where(i == best, weight, 0.0), 0)
-        found, parts = tl.where(j == choice, best, found), tl.where(j == choice, part, parts)
+        best_experts, parts = tl.where(j == choice, best, best_experts), tl.where(j == choice, part, parts)
         rank = tl.where(i == best, -0x80000000, rank)
     if NORMALIZED:
         parts = parts / (tl.sum(parts, 0) + added)
-    tl.store(chosen + token * PER_TOKEN + j, found.to(tl.int64), mask=j < PER_TOKEN)
+    tl.store(chosen + token * PER_TOKEN + j, best_experts.to(tl.int64), mask=j < PER_TOKEN)
     tl.store(shares + token * PER_TOKEN + j, parts * scale, mask=j < PER_TOKEN)
 
 
@@ -59,8 +59,8 @@ def sort_rows(chosen, order, starts, rows, first, EXPERTS: tl.constexpr, BLOCK: 
     expert, i = tl.program_id(0), tl.arange(0, BLOCK)
     before = expert * 0
     for begin in range(0, rows, BLOCK):
-        found = tl.load(chosen + begin + i, mask=begin + i < rows, other=-1) - first
-        before += tl.sum(((found >= 0) & (found < expert)).to(tl.int32), 0)
+        local_expert = tl.load(chosen + begin + i, mask=begin + i < rows, other=-1) - first
+        before += tl.sum(((local_expert >= 0) & (local_expert < expert)).to(tl.int32), 0)
     tl.store(starts + expert, before)
     for begin in range(0, rows, BLOCK):
         mine = (tl.load(chosen + begin + i, mask=begin + i < rows, other=-1) - first == expert).to(tl.int32)

@@ -1,4 +1,4 @@
-"""The Triton kernel of attention over expanded latents; kernels/gpu/latents/expanded.py launches it.
+"""The Triton kernel of attention over expanded latents; kernels/gpu/latents/expanded_attention.py launches it.
 
 As triton_attention.py's, but keys and values are a step's own, in a row for each head, and of a key R numbers, which
 are the same for all heads, lie where its latent does. Nothing of it is promised to have the same bits in every batch.
@@ -91,5 +91,5 @@ def attend_expanded(
             peak, total, acc, q_plain, q_turned, m, begin, queries, plain, turned, v, to_base2,
             P, P_PAD, R, V, V_PAD, KEPT, BLOCK_N, MASKED=True,
         )  # fmt: skip
-    found = (acc / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + row[:, None] * V + e[None, :], found, mask=real[:, None] & (e[None, :] < V))
+    normalized = (acc / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + row[:, None] * V + e[None, :], normalized, mask=real[:, None] & (e[None, :] < V))

@@ -1,4 +1,4 @@
-"""Triton kernels of attention over pages of latents; kernels/gpu/latents/attention.py launches them.
+"""Triton kernels of attention over pages of latents; kernels/gpu/latents/absorbed_attention.py launches them.
 
 As triton_attention.py's, but a page has one key for all heads, of L numbers, which are the value too, and R rotated
 ones: a tile of keys is read once and serves both products. A tile's rows are queries and heads as they lie in q, so a
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.gpu.triton_attention import merge, own_before, position_of
-from quire.kernels.gpu.triton_codes import numbers
+from quire.kernels.gpu.triton_kv_quantization import numbers
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -173,8 +173,8 @@ def attend_latents(
         tl.store(at + L, peak, mask=real)
         tl.store(at + L + 1, total, mask=real)
     else:
-        found = tl.div_rn(acc, total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + row[:, None] * L + d[None, :], found, mask=real[:, None] & (d[None, :] < L))
+        normalized = tl.div_rn(acc, total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + row[:, None] * L + d[None, :], normalized, mask=real[:, None] & (d[None, :] < L))
 
 
 @triton.jit
@@ -221,15 +221,15 @@ def attend_latent_splits(
         length, count = SPLIT, tl.cdiv(end, SPLIT)
     else:
         length, count = tl.cdiv(tl.cdiv(end, splits), BLOCK_N) * BLOCK_N, splits
-    parts, kept = (weighted, peaks, totals, splits), (row, real)
+    parts, row_and_mask = (weighted, peaks, totals, splits), (row, real)
     if LOOPED:
         for split in range(tl.program_id(1), count, tl.num_programs(1)):
             _store_split(
-                parts, kept, q_low, q_turned, position, split, length, end, table, pages, rules,
+                parts, row_and_mask, q_low, q_turned, position, split, length, end, table, pages, rules,
                 L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, RANKS,
             )  # fmt: skip
     else:
         _store_split(
-            parts, kept, q_low, q_turned, position, tl.program_id(1), length, end, table, pages, rules,
+            parts, row_and_mask, q_low, q_turned, position, tl.program_id(1), length, end, table, pages, rules,
             L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, RANKS,
         )  # fmt: skip

@@ -9,29 +9,29 @@ from types import ModuleType
 
 from torch import Tensor
 
+from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.libraries.paged import FlashLibrary, loaded
-from quire.kernels.softmax import Softmax
+from quire.kernels.gpu.libraries.flash_backend import FlashLibraryBackend, import_library
 
 INSTALL = "pip install flash-attn-3, from PyTorch's index for your CUDA"
 
 
-class Flash3(FlashLibrary):
+class Flash3Backend(FlashLibraryBackend):
     name = "flash3"
     package = "flash_attn_3"
-    majors = (9,)
-    by_batch = "its tiles depend on the number of queries"
+    compute_majors = (9,)
+    batch_variance_reason = "its tiles depend on the number of queries"
 
     def __init__(self, *, deterministic: bool = False) -> None:
-        super().__init__(_load(), deterministic=deterministic)
+        super().__init__(_import_flash3(), deterministic=deterministic)
 
-    def attend(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
+    def attend_part(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
         """One function for all: with cumulative counts its queries are ragged, without them one per sequence. It
         chooses its splits on the host from the width of the page table, so a graph's are those of its longest context.
         """
-        window = softmax.window_in(metadata.max_context_len)
+        window = softmax.effective_window(metadata.max_context_len)
         one_each = metadata.max_query_len == 1
         ragged = {} if one_each else {"cu_seqlens_q": metadata.query_start, "max_seqlen_q": metadata.max_query_len}
         out: Tensor = self._library.flash_attn_with_kvcache(
@@ -51,5 +51,5 @@ class Flash3(FlashLibrary):
         return out.squeeze(1) if one_each else out
 
 
-def _load() -> ModuleType | str:
-    return loaded("flash_attn_interface", "flash-attn 3", INSTALL)
+def _import_flash3() -> ModuleType | str:
+    return import_library("flash_attn_interface", "flash-attn 3", INSTALL)

@@ -14,52 +14,52 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.libraries.paged import FlashLibrary, loaded
-from quire.kernels.softmax import Softmax
+from quire.kernels.gpu.libraries.flash_backend import FlashLibraryBackend, import_library
 
 INSTALL = "pip install 'flash-attn-4>=4.0.0b36'"
 """So far all of its versions are betas, which pip takes only when one is named."""
-_MOST_ON_BLACKWELL = 128
-_KEEP = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+_MAX_BLACKWELL_HEAD_DIM = 128
+_CACHE_VARIABLE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 """Without it every start compiles anew. The folder is the temporary one, or what ..._CACHE_DIR names."""
 
 
-class Flash4(FlashLibrary):
+class Flash4Backend(FlashLibraryBackend):
     name = "flash4"
     block_size = 128
     """The keys of its tiles on Blackwell, for which it reads pages by TMA."""
     package = "flash-attn-4"
-    majors = (9, 10)
-    by_batch = "its tiles and splits depend on the batch"
+    compute_majors = (9, 10)
+    batch_variance_reason = "its tiles and splits depend on the batch"
 
     def __init__(self, *, deterministic: bool = False) -> None:
-        super().__init__(_load(), deterministic=deterministic)
+        super().__init__(_import_flash4(), deterministic=deterministic)
 
-    def cannot_serve(
+    def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
-        reason = super().cannot_serve(device, dtype, head_dim, softcap)
-        if reason is None and self.can_split_keys(device) and head_dim > _MOST_ON_BLACKWELL:
-            return f"takes heads up to {_MOST_ON_BLACKWELL} on this GPU, not {head_dim}"
+        reason = super().unsupported_reason(device, dtype, head_dim, softcap)
+        if reason is None and self.can_split_keys(device) and head_dim > _MAX_BLACKWELL_HEAD_DIM:
+            return f"takes heads up to {_MAX_BLACKWELL_HEAD_DIM} on this GPU, not {head_dim}"
         return reason
 
     def can_split_keys(self, device: torch.device) -> bool:
         """True if several thread blocks can share the keys of a sequence."""
         return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
-    def attend(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
+    def attend_part(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
         """Steps of one query each are Triton's on Hopper, where flash-attn 4 does not split keys.
 
         Counts are given as numbers: without them it would choose splits for the whole cache.
         """
         one_each = metadata.max_query_len == 1
-        beside = self._for(q)
-        if one_each and beside.name == "triton" and not self.can_split_keys(q.device):
-            return beside.paged_attention(q, k_cache, v_cache, metadata, softmax)
-        window = softmax.window_in(metadata.max_context_len)
+        fallback = self._ops_for(q)
+        if one_each and fallback.name == "triton" and not self.can_split_keys(q.device):
+            return fallback.paged_attention(q, k_cache, v_cache, metadata, softmax)
+        window = softmax.effective_window(metadata.max_context_len)
         ragged = {} if one_each else {"cu_seqlens_q": metadata.query_start, "max_seqlen_q": metadata.max_query_len}
         out, _ = self._library(
             q.unsqueeze(1) if one_each else q,
@@ -79,8 +79,8 @@ class Flash4(FlashLibrary):
         return out.squeeze(1) if one_each else out
 
 
-def _load() -> Callable[..., tuple[Tensor, Tensor | None]] | str:
+def _import_flash4() -> Callable[..., tuple[Tensor, Tensor | None]] | str:
     """Its function, or why it cannot be used."""
-    os.environ.setdefault(_KEEP, "1")
-    found = loaded("flash_attn.cute", "flash-attn 4", INSTALL)
-    return found if isinstance(found, str) else cast(Callable[..., Any], found.flash_attn_varlen_func)
+    os.environ.setdefault(_CACHE_VARIABLE, "1")
+    module = import_library("flash_attn.cute", "flash-attn 4", INSTALL)
+    return module if isinstance(module, str) else cast(Callable[..., Any], module.flash_attn_varlen_func)

@@ -12,89 +12,98 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.images.ahead import attend_ahead, serves
-from quire.kernels.gpu.mixed import by_parts
-from quire.kernels.kv_codes import KV_CODES
-from quire.kernels.reference import Reference
-from quire.kernels.softmax import Softmax
+from quire.kernels.gpu.images.bidirectional_attention import attend_bidirectional, can_attend_bidirectional
+from quire.kernels.gpu.prefill_decode_split import attend_by_parts
+from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
+from quire.kernels.reference import ReferenceBackend
 
 
-class Sdpa(Reference):
+class SdpaBackend(ReferenceBackend):
     """Pages are [page, token, KV head, head_dim]."""
 
     name = "sdpa"
     block_size = 16
-    in_graphs = "decodes"
+    cuda_graph_support = "decodes"
 
     def description(self) -> str:
         return f"torch {torch.__version__}'s scaled_dot_product_attention over gathered pages, plain PyTorch beside it"
 
-    def cannot_serve(
+    def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
         return "has no softcap" if softcap else None
 
-    def cannot_hold(self, kv_dtype: torch.dtype) -> str | None:
-        return "keeps keys and values in the model's type" if kv_dtype in KV_CODES else None
+    def unsupported_kv_dtype_reason(self, kv_dtype: torch.dtype) -> str | None:
+        return "keeps keys and values in the model's type" if kv_dtype in QUANTIZED_KV_DTYPES else None
 
-    def cannot_attend(self, *, sinks: bool, latents: bool, chunks: bool) -> str | None:
+    def unsupported_attention_reason(self, *, sinks: bool, latents: bool, chunks: bool) -> str | None:
         if sinks:
             return "has no sinks of attention"
         return "has no attention over latents" if latents else None
 
-    def divided(self, ranks: int) -> None:
+    def make_context_parallel(self, ranks: int) -> None:
         return None
 
-    def keeps_rows_apart(self, device: torch.device, dtype: torch.dtype) -> bool:
+    def is_batch_invariant(self, device: torch.device, dtype: torch.dtype) -> bool:
         return False  # its sums follow the longest context of the batch
 
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        if serves(k_cache, softmax):
-            return attend_ahead(q, k_cache, v_cache, metadata, softmax)
-        if softmax.softcap is not None or softmax.bias is not None or softmax.sinks is not None or softmax.ahead != 0:
+        if can_attend_bidirectional(k_cache, softmax):
+            return attend_bidirectional(q, k_cache, v_cache, metadata, softmax)
+        if (
+            softmax.softcap is not None
+            or softmax.relative_bias is not None
+            or softmax.sinks is not None
+            or softmax.lookahead != 0
+        ):
             return super().paged_attention(q, k_cache, v_cache, metadata, softmax)
-        return by_parts(lambda rows, part: _attended(rows, k_cache, v_cache, part, softmax), q, metadata)
+        return attend_by_parts(lambda rows, part: _attend_batch(rows, k_cache, v_cache, part, softmax), q, metadata)
 
 
-def _attended(q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax) -> Tensor:
+def _attend_batch(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
+) -> Tensor:
     if metadata.max_query_len == 1:  # without a look at the host, so that a CUDA graph holds it
-        return _decoded(q, k_cache, v_cache, metadata.block_table, metadata.context_lens, softmax)
+        return _attend_decodes(q, k_cache, v_cache, metadata.block_table, metadata.context_lens, softmax)
     out, starts, contexts = torch.empty_like(q), metadata.query_start.tolist(), metadata.context_lens.tolist()
     for s, context in enumerate(contexts):
         rows = slice(starts[s], starts[s + 1])
         pages = metadata.block_table[s, : -(-context // k_cache.shape[1])].long()
         k, v = (cache[pages].flatten(0, 1)[:context] for cache in (k_cache, v_cache))
-        out[rows] = _prompt(q[rows], k, v, softmax)
+        out[rows] = _attend_prompt(q[rows], k, v, softmax)
     return out
 
 
-def _decoded(q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, softmax: Softmax) -> Tensor:
+def _attend_decodes(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, lens: Tensor, softmax: AttentionParams
+) -> Tensor:
     """One query each [S, H, D], whose key is the last of its context."""
     k, v = (cache[table.long()].flatten(1, 2).transpose(1, 2) for cache in (k_cache, v_cache))  # [S, K, L, D]
     at = torch.arange(k.shape[2], device=q.device)
     seen = at < lens[:, None]
     if softmax.window is not None:
-        seen &= at >= softmax.first_seen(lens[:, None] - 1)
+        seen &= at >= softmax.first_visible_key(lens[:, None] - 1)
     unseen = ~seen[:, None, :, None]  # what was never written may be NaN, whose part no weight of 0 is 0
     k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
-    return _attend(q[:, :, None], k, v, seen[:, None, None], softmax)[:, :, 0]
+    return _call_sdpa(q[:, :, None], k, v, seen[:, None, None], softmax)[:, :, 0]
 
 
-def _prompt(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+def _attend_prompt(q: Tensor, k: Tensor, v: Tensor, softmax: AttentionParams) -> Tensor:
     """The last queries [T, H, D] of a sequence whose keys and values are [C, K, D]."""
     keys = torch.arange(len(k), device=q.device)
-    own = keys[len(k) - len(q) :, None]
-    seen = keys <= own
+    query_positions = keys[len(k) - len(q) :, None]
+    seen = keys <= query_positions
     if softmax.window is not None:
-        seen &= keys >= softmax.first_seen(own)
+        seen &= keys >= softmax.first_visible_key(query_positions)
     q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
-    return _attend(q, k, v, seen, softmax)[0].transpose(0, 1)
+    return _call_sdpa(q, k, v, seen, softmax)[0].transpose(0, 1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softmax: Softmax) -> Tensor:
+def _call_sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softmax: AttentionParams) -> Tensor:
     """q [S, H, T, D], k and v [S, K, L, D]."""
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=softmax.scale, enable_gqa=grouped)

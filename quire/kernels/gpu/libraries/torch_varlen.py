@@ -11,39 +11,39 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.libraries.flash import INSTALL
-from quire.kernels.gpu.libraries.paged import FlashPages, built_for, fresh
-from quire.kernels.softmax import Softmax
+from quire.kernels.gpu.libraries.flash2 import INSTALL
+from quire.kernels.gpu.libraries.flash_backend import FlashPagedBackend, gather_step_tokens, has_code_for
 
-_FIRST = (2, 13)
+_MIN_TORCH_VERSION = (2, 13)
 _NO_SOFTCAP = f"PyTorch's varlen attention has no softcap; install flash-attn ({INSTALL})"
 
 
-class TorchVarlen(FlashPages):
+class TorchVarlenBackend(FlashPagedBackend):
     name = "torch_varlen"
 
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
-        self._library = _varlen_attn()
+        self._library = _find_varlen_attn()
 
     def description(self) -> str:
         return f"flash-attn as built into PyTorch {torch.__version__}"
 
-    def cannot_serve(
+    def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
     ) -> str | None:
         if self._library is None:
             return f"PyTorch {torch.__version__} has no paged attention, 2.13 has"
-        if (reason := super().cannot_serve(device, dtype, head_dim, softcap)) is not None:
+        if (reason := super().unsupported_reason(device, dtype, head_dim, softcap)) is not None:
             return reason
         capability, built = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
-        if built and not built_for(capability, built):
+        if built and not has_code_for(capability, built):
             return f"this build of PyTorch has no kernels for compute capability {capability[0]}.{capability[1]}"
         return _NO_SOFTCAP if softcap else None
 
-    def attend(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
+    def attend_part(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
         """Raises NotImplementedError for a softcap.
 
@@ -54,16 +54,18 @@ class TorchVarlen(FlashPages):
         """
         if softmax.softcap is not None:
             raise NotImplementedError(_NO_SOFTCAP)
-        beside = self._for(q)
-        if metadata.max_query_len == 1 and not self.deterministic and beside.name == "triton":
-            return beside.paged_attention(q, k_cache, v_cache, metadata, softmax)
+        fallback = self._ops_for(q)
+        if metadata.max_query_len == 1 and not self.deterministic and fallback.name == "triton":
+            return fallback.paged_attention(q, k_cache, v_cache, metadata, softmax)
         assert self._library is not None
-        window = softmax.window if self.deterministic else softmax.window_in(metadata.max_context_len)
-        plain = metadata.whole and not self.deterministic  # then a faster kernel takes copies of the keys in a row
+        window = softmax.window if self.deterministic else softmax.effective_window(metadata.max_context_len)
+        plain = (
+            metadata.is_full_prefill and not self.deterministic
+        )  # then a faster kernel takes copies of the keys in a row
         return self._library(
             q,
-            fresh(k_cache, metadata) if plain else k_cache,
-            fresh(v_cache, metadata) if plain else v_cache,
+            gather_step_tokens(k_cache, metadata) if plain else k_cache,
+            gather_step_tokens(v_cache, metadata) if plain else v_cache,
             metadata.query_start,
             metadata.key_start,
             metadata.max_query_len,
@@ -78,9 +80,9 @@ class TorchVarlen(FlashPages):
         )
 
 
-def _varlen_attn() -> Callable[..., Tensor] | None:
+def _find_varlen_attn() -> Callable[..., Tensor] | None:
     """PyTorch's function, if it takes block tables."""
-    if tuple(int(number) for number in torch.__version__.split(".")[:2]) < _FIRST:
+    if tuple(int(number) for number in torch.__version__.split(".")[:2]) < _MIN_TORCH_VERSION:
         return None
     try:
         from torch.nn.attention.varlen import varlen_attn

@@ -19,8 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.quantization.assembly import ASSEMBLED, of_bytes, of_nibbles
-from quire.kernels.gpu.triton_codes import from_float8
+from quire.kernels.gpu.quantization.ptx_decode import HAS_PTX, byte_decode_asm, nibble_decode_asm
+from quire.kernels.gpu.triton_kv_quantization import from_float8
 
 INTEGERS, FLOATS, NIBBLES, TABLE, NUMBERS, NIBBLE_FLOATS = range(6)
 """What codes are: int8; the bits of 8-bit floats, both a byte each or two in a word of 16 bits; four integers of 4 bits
@@ -29,7 +29,7 @@ in a word, where a code less 8 is its value; four with a table of values; number
 
 
 @triton.constexpr_function
-def _codes_of(kind: int, bits: int) -> int:
+def _codes_per_word(kind: int, bits: int) -> int:
     """How many codes a word of so many bits has."""
     return 1 if kind == 4 or bits == 8 else 2 if kind in (0, 1) else 4
 
@@ -40,16 +40,16 @@ def _values(codes, part: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HI
     each."""
     wide: tl.constexpr = dtype == tl.bfloat16
     short: tl.constexpr = tl.bfloat16 if wide else tl.float16
-    fits: tl.constexpr = ASSEMBLED and codes.dtype == tl.int16 and (wide or dtype == tl.float16)
+    fits: tl.constexpr = HAS_PTX and codes.dtype == tl.int16 and (wide or dtype == tl.float16)
     if KIND == 4:
         return codes
     elif fits and (KIND == 0 or KIND == 1):
         return tl.inline_asm_elementwise(
-            of_bytes(KIND == 1, wide, part), "=r,r", [codes], dtype=short.value, is_pure=True, pack=2
+            byte_decode_asm(KIND == 1, wide, part), "=r,r", [codes], dtype=short.value, is_pure=True, pack=2
         )
     elif fits and (KIND == 2 or KIND == 5):
         return tl.inline_asm_elementwise(
-            of_nibbles(KIND == 5, wide, part), "=r,r", [codes], dtype=short.value, is_pure=True, pack=2
+            nibble_decode_asm(KIND == 5, wide, part), "=r,r", [codes], dtype=short.value, is_pure=True, pack=2
         )
     else:
         return _of_code(_code(codes, part, KIND), KIND, LOW, HIGH).to(dtype)
@@ -135,7 +135,7 @@ def sum_whole(
     BLOCK_K words are as many inputs, the others the next. LINES, where they are not 1, are of whole steps.
 
     Scales are read a step before they are used: Triton prefetches what tensor cores multiply, and nothing else."""
-    parts: tl.constexpr = _codes_of(KIND, lines.dtype.element_ty.primitive_bitwidth)
+    parts: tl.constexpr = _codes_per_word(KIND, lines.dtype.element_ty.primitive_bitwidth)
     dtype: tl.constexpr = x_rows.dtype.element_ty
     k = tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
@@ -263,7 +263,7 @@ def expand(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """out [some outputs, inner], from output `first` on, in its type. Grid: tiles of outputs, steps of a line."""
-    parts: tl.constexpr = _codes_of(KIND, codes.dtype.element_ty.primitive_bitwidth)
+    parts: tl.constexpr = _codes_per_word(KIND, codes.dtype.element_ty.primitive_bitwidth)
     row, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     n = first + row
     inside, begin = n < outs, tl.program_id(1) * BLOCK_K
@@ -341,10 +341,12 @@ def multiply_integers(
     if BIASED:
         added = tl.load(bias + n, mask=n_inside, other=0.0).to(tl.float32)
     scale, factor = tl.load(x_scales + m, mask=m_inside, other=0.0), tl.load(factors + n, mask=n_inside, other=0.0)
-    found = total.to(tl.float32) * scale[:, None]
-    found = tl.fma(found, tl.broadcast_to(factor[None, :], found.shape), tl.broadcast_to(added[None, :], found.shape))
+    scaled = total.to(tl.float32) * scale[:, None]
+    scaled = tl.fma(
+        scaled, tl.broadcast_to(factor[None, :], scaled.shape), tl.broadcast_to(added[None, :], scaled.shape)
+    )
     where = out + m.to(tl.int64)[:, None] * outs + n[None, :]
-    tl.store(where, found.to(out.dtype.element_ty), mask=m_inside[:, None] & n_inside[None, :])
+    tl.store(where, scaled.to(out.dtype.element_ty), mask=m_inside[:, None] & n_inside[None, :])
 
 
 @triton.jit
@@ -372,7 +374,7 @@ def look_up(
     inside = column < inner
     row = tl.load(ids + tl.program_id(0)).to(tl.int64)
     line = lines_at(codes, row, outs, stride, LINES, STEP)
-    parts: tl.constexpr = _codes_of(KIND, codes.dtype.element_ty.primitive_bitwidth)
+    parts: tl.constexpr = _codes_per_word(KIND, codes.dtype.element_ty.primitive_bitwidth)
     if parts == 1:
         value = _of_code(_code(tl.load(line + column, mask=inside, other=0), 0, KIND), KIND, LOW, HIGH)
     else:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.triton_codes import to_float8, to_integer
 from quire.kernels.gpu.triton_fused import gated, normed_row
+from quire.kernels.gpu.triton_kv_quantization import to_float8, to_integer
 
 
 @triton.jit
@@ -131,10 +131,10 @@ def gate_rounded(
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     column = (first + tl.arange(0, BLOCKS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < size
-    found = gated(gate_up + row * 2 * size, size, column, inside, GELU)
+    gate_output = gated(gate_up + row * 2 * size, size, column, inside, GELU)
     if WHOLE:
-        tl.store(out + row * size + column, found, mask=inside)
-    _store_blocks(found.to(tl.float32), codes, scales, row, rows, first, size, KIND, PAIRED)
+        tl.store(out + row * size + column, gate_output, mask=inside)
+    _store_blocks(gate_output.to(tl.float32), codes, scales, row, rows, first, size, KIND, PAIRED)
 
 
 @triton.jit
@@ -148,10 +148,10 @@ def gate_rounded_whole(
     most, bad = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, size, BLOCK):
         inside = begin + i < size
-        found = gated(gate_up + row * 2 * size, size, begin + i, inside, GELU)
+        gate_output = gated(gate_up + row * 2 * size, size, begin + i, inside, GELU)
         if WHOLE:
-            tl.store(out + row * size + begin + i, found, mask=inside)
-        numbers = found.to(tl.float32)
+            tl.store(out + row * size + begin + i, gate_output, mask=inside)
+        numbers = gate_output.to(tl.float32)
         most, bad = tl.maximum(most, tl.abs(numbers)), bad + numbers * 0.0
     scale = _scale(tl.max(most, 0), KIND)
     spread = tl.broadcast_to(scale, (BLOCK,))

@@ -52,12 +52,14 @@ def sum_over_ranks(
         there = rank < RANKS
         theirs = tl.load(addresses + rank, mask=there, other=0).to(tl.pointer_type(tl.int64))
         tl.atomic_xchg(theirs + program * RANKS + RANK, count + 1, mask=there, sem="release", scope="sys")
-        told = tl.load(addresses + RANK).to(tl.pointer_type(tl.int64)) + program * RANKS + rank
+        own_counts = tl.load(addresses + RANK).to(tl.pointer_type(tl.int64)) + program * RANKS + rank
         least = count
         looks = 0
         stopped = 0
         while (least <= count) & (stopped == 0):
-            seen = tl.atomic_add(told, tl.zeros((RANKS_PADDED,), tl.int64), mask=there, sem="acquire", scope="sys")
+            seen = tl.atomic_add(
+                own_counts, tl.zeros((RANKS_PADDED,), tl.int64), mask=there, sem="acquire", scope="sys"
+            )
             least = tl.min(tl.where(there, seen, count + 1), 0)
             looks += 1
             if looks % _LOOKS == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.recurrent.triton_rows import COUNTS, by_pieces, softplus, token_at, tokens_of
+from quire.kernels.gpu.recurrent.triton_common import SEQUENCE_POINTERS, by_pieces, softplus, token_at, tokens_of
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def _taken(
     return q, k, v, b, a
 
 
-@triton.jit(do_not_specialize=["guessed", "long"], do_not_specialize_on_alignment=COUNTS)
+@triton.jit(do_not_specialize=["guessed", "long"], do_not_specialize_on_alignment=SEQUENCE_POINTERS)
 def advance_delta(
     read, matrices, given, beside, guesses, rate, shift, query_start, contexts, seen, known, slots, guessed, long,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
@@ -57,9 +57,9 @@ def advance_delta(
         k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
         state = state * decay
         delta = beta * (v - tl.sum(state * k[:, None], 0))
-        found = tl.fma(delta, tl.sum(q * k, 0), tl.sum(state * q[:, None], 0))
+        readout = tl.fma(delta, tl.sum(q * k, 0), tl.sum(state * q[:, None], 0))
         state = tl.fma(k[:, None], delta[None, :], state)
         to = read + ((start + position - first).to(tl.int64) * HEADS + head) * VALUE + v_at
-        tl.store(to, found, mask=(v_at < VALUE) & (position >= first))
+        tl.store(to, readout, mask=(v_at < VALUE) & (position >= first))
         if position + 1 == stop:
             tl.store(own, state, mask=inside)

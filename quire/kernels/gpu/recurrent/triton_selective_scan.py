@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.recurrent.triton_rows import COUNTS, softplus, token_at, tokens_of
+from quire.kernels.gpu.recurrent.triton_common import SEQUENCE_POINTERS, softplus, token_at, tokens_of
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def _normed(numbers, weight, eps, KEY: tl.constexpr):
     return numbers * tl.rsqrt(tl.sum(numbers * numbers, 0) / KEY + eps) * weight
 
 
-@triton.jit(do_not_specialize=["guessed"], do_not_specialize_on_alignment=COUNTS)
+@triton.jit(do_not_specialize=["guessed"], do_not_specialize_on_alignment=SEQUENCE_POINTERS)
 def advance_scan(
     read, matrices, given, beside, guesses, rate, shift, skip, write_norm, read_norm,
     query_start, contexts, seen, known, slots, guessed, eps,
@@ -66,8 +66,8 @@ def advance_scan(
         if NORMED:
             b, c = _normed(b, writes, eps, KEY), _normed(c, reads, eps, KEY)
         state = tl.fma(b[:, None], (step * x)[None, :], state * tl.exp(rates * step[None, :]))
-        found = tl.fma(x, skips, tl.sum(state * c[:, None], 0))
+        readout = tl.fma(x, skips, tl.sum(state * c[:, None], 0))
         to = read + (start + position - first).to(tl.int64) * CHANNELS + channel
-        tl.store(to, found, mask=v_inside & (position >= first))
+        tl.store(to, readout, mask=v_inside & (position >= first))
         if position + 1 == stop:
             tl.store(own, state, mask=inside)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.recurrent.triton_rows import COUNTS, by_pieces, softplus, token_at, tokens_of
+from quire.kernels.gpu.recurrent.triton_common import SEQUENCE_POINTERS, by_pieces, softplus, token_at, tokens_of
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def _taken(
     return x, b, c, tl.load(others + head, mask=wanted, other=0.0)
 
 
-@triton.jit(do_not_specialize=["guessed", "long"], do_not_specialize_on_alignment=COUNTS)
+@triton.jit(do_not_specialize=["guessed", "long"], do_not_specialize_on_alignment=SEQUENCE_POINTERS)
 def advance_space(
     read, matrices, given, beside, guesses, rate, shift, skip, query_start, contexts, seen, known, slots, guessed, long,
     least, most,
@@ -53,8 +53,8 @@ def advance_space(
             numbers, others, position + 1 < context, head, k_at, v_at, GROUPS, HEADS, KEY, VALUE
         )  # fmt: skip
         state = tl.fma(b[:, None], (step * x)[None, :], state * tl.exp(head_rate * step))
-        found = tl.fma(x, head_skip, tl.sum(state * c[:, None], 0))
+        readout = tl.fma(x, head_skip, tl.sum(state * c[:, None], 0))
         to = read + ((start + position - first).to(tl.int64) * HEADS + head) * VALUE + v_at
-        tl.store(to, found, mask=(v_at < VALUE) & (position >= first))
+        tl.store(to, readout, mask=(v_at < VALUE) & (position >= first))
         if position + 1 == stop:
             tl.store(own, state, mask=inside)

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from quire.engine.advice import nearest
+from quire.engine.unsupported_options import suggest_nearest
 
-PARTS = {
+SUBCOMMANDS = {
     "serve": "a running server, any that speaks the OpenAI API: throughput and latencies under load",
     "offline": "an engine in this process: tokens per second",
     "throughput": "the same with vLLM's flags, and its datasets",
@@ -19,15 +19,15 @@ PARTS = {
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status, which is 1 when a request failed."""
-    if argv and argv[0] in PARTS:
+    if argv and argv[0] in SUBCOMMANDS:
         part = import_module(f"quire.server.cli.bench.{argv[0]}")
         status: int = part.main(argv[1:])
         return status
-    listing = "\n".join(f"  {name:<10}  {text}" for name, text in PARTS.items())
-    usage = f"usage: quire bench {{{','.join(PARTS)}}} [flags]\n\n{__doc__}\n\n{listing}"
-    asked = bool(argv) and argv[0] in ("-h", "--help")
-    if argv and (near := nearest(argv[0], PARTS)):
+    listing = "\n".join(f"  {name:<10}  {text}" for name, text in SUBCOMMANDS.items())
+    usage = f"usage: quire bench {{{','.join(SUBCOMMANDS)}}} [flags]\n\n{__doc__}\n\n{listing}"
+    wants_help = bool(argv) and argv[0] in ("-h", "--help")
+    if argv and (near := suggest_nearest(argv[0], SUBCOMMANDS)):
         print(f"quire bench: no {argv[0]!r}; {near}", file=sys.stderr)
         return 2
-    print(usage, file=sys.stdout if asked else sys.stderr)
-    return 0 if asked else 2
+    print(usage, file=sys.stdout if wants_help else sys.stderr)
+    return 0 if wants_help else 2

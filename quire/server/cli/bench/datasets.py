@@ -13,23 +13,23 @@ import httpx
 
 from quire.engine.errors import ConfigError
 
-_LEAST, _LONGEST, _LONGEST_TOGETHER = 4, 1024, 2048
+_MIN_TOKENS, _MAX_PROMPT_TOKENS, _MAX_TOTAL_TOKENS = 4, 1024, 2048
 """Tokens of a prompt, and of prompt and answer together: vLLM's bounds, so that figures compare."""
-_CHARACTERS = 4
+_CHARACTERS_PER_TOKEN = 4
 """Of a token, where nobody counts them."""
 
 
-def read_dataset(args: argparse.Namespace, count: Callable[[str], int]) -> list[dict[str, Any]]:
-    """What is to be asked, at most --num-requests, with the length of each answer. `count`: tokens of a text. Raises
-    ConfigError."""
+def read_dataset(args: argparse.Namespace, count_tokens: Callable[[str], int]) -> list[dict[str, Any]]:
+    """What is to be asked, at most --num-requests, with the length of each answer. `count_tokens`: tokens of a text.
+    Raises ConfigError."""
     if args.dataset_name == "custom":
-        return _custom(args.dataset_path, args.dataset_output_len or args.output_len, chats=args.chats)
-    return _sharegpt(args, count)
+        return _read_custom(args.dataset_path, args.dataset_output_len or args.output_len, chats=args.chats)
+    return _read_sharegpt(args, count_tokens)
 
 
-def _custom(path: Path, length: int, *, chats: bool) -> list[dict[str, Any]]:
-    found = []
-    for number, line in enumerate(_text(path).splitlines(), 1):
+def _read_custom(path: Path, length: int, *, chats: bool) -> list[dict[str, Any]]:
+    entries = []
+    for number, line in enumerate(_read_text_file(path).splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -37,36 +37,40 @@ def _custom(path: Path, length: int, *, chats: bool) -> list[dict[str, Any]]:
             prompt = entry["prompt"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ConfigError(f"{path}, line {number}: must be an object with a prompt") from None
-        found.append(_asked(prompt, int(entry.get("output_tokens") or length), chats=chats))
-    if not found:
+        entries.append(_dataset_entry(prompt, int(entry.get("output_tokens") or length), chats=chats))
+    if not entries:
         raise ConfigError(f"{path} holds no prompts")
-    return found
+    return entries
 
 
-def _sharegpt(args: argparse.Namespace, count: Callable[[str], int]) -> list[dict[str, Any]]:
+def _read_sharegpt(args: argparse.Namespace, count_tokens: Callable[[str], int]) -> list[dict[str, Any]]:
     path = args.dataset_path
     try:
-        content = json.loads(_text(path))
+        content = json.loads(_read_text_file(path))
         if not isinstance(content, list):
             raise TypeError(type(content))
         pairs = [pair for each in content if (pair := _first_turns(each)) is not None]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{path}: must be a JSON list of ShareGPT's objects with conversations") from None
     random.Random(args.seed).shuffle(pairs)
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for prompt, answer in pairs:
-        if len(found) >= args.num_requests:
+        if len(entries) >= args.num_requests:
             break
-        asked = count(prompt)
-        length = args.dataset_output_len or count(answer)
-        if asked < _LEAST or asked > _LONGEST or asked + length > _LONGEST_TOGETHER:
+        prompt_tokens = count_tokens(prompt)
+        length = args.dataset_output_len or count_tokens(answer)
+        if (
+            prompt_tokens < _MIN_TOKENS
+            or prompt_tokens > _MAX_PROMPT_TOKENS
+            or prompt_tokens + length > _MAX_TOTAL_TOKENS
+        ):
             continue
-        if args.dataset_output_len is None and length < _LEAST:
+        if args.dataset_output_len is None and length < _MIN_TOKENS:
             continue
-        found.append(_asked(prompt, length, chats=args.chats))
-    if not found:
-        raise ConfigError(f"{path} holds no conversations of {_LEAST} to {_LONGEST} tokens")
-    return found
+        entries.append(_dataset_entry(prompt, length, chats=args.chats))
+    if not entries:
+        raise ConfigError(f"{path} holds no conversations of {_MIN_TOKENS} to {_MAX_PROMPT_TOKENS} tokens")
+    return entries
 
 
 def _first_turns(entry: dict[str, Any]) -> tuple[str, str] | None:
@@ -77,21 +81,21 @@ def _first_turns(entry: dict[str, Any]) -> tuple[str, str] | None:
     return str(turns[0]["value"]), str(turns[1]["value"])
 
 
-def tokens_at(http: httpx.Client, model: str, text: str) -> int:
+def count_server_tokens(http: httpx.Client, model: str, text: str) -> int:
     """How many a text has, as the server counts them; a guess where it does not. The client's base is its /v1."""
     try:
         answer = http.post("../tokenize", json={"model": model, "prompt": text})
         return int(answer.json()["count"])
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
-        return max(1, len(text) // _CHARACTERS)
+        return max(1, len(text) // _CHARACTERS_PER_TOKEN)
 
 
-def _asked(prompt: str, length: int, *, chats: bool) -> dict[str, Any]:
+def _dataset_entry(prompt: str, length: int, *, chats: bool) -> dict[str, Any]:
     content: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if chats else {"prompt": prompt}
     return content | {"max_tokens": length}
 
 
-def _text(path: Path) -> str:
+def _read_text_file(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

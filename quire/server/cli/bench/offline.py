@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from quire.engine.config import EngineConfig
 from quire.engine.offline.llm import LLM
 from quire.engine.offline.params import SamplingParams
-from quire.server.cli.bench.report import REPORT_FLAGS, check_report, write_json
+from quire.server.cli.bench.bench_report import REPORT_FLAGS, check_report, write_json
 from quire.server.cli.bench.workload import WORKLOAD_FLAGS, check_workload, random_prompts
-from quire.server.cli.flags import add, command
-from quire.server.cli.settings import add_flags, parse
+from quire.server.cli.flags import add_flag_table, build_parser
+from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 
 WARMUP_TOKENS = 4
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = command(
+    parser = build_parser(
         "quire bench offline",
         __doc__,
         {"name": {"nargs": "?", "metavar": "MODEL", "help": "model to load"}},
@@ -26,14 +26,14 @@ def main(argv: Sequence[str]) -> int:
         add_help=False,
         conflict_handler="resolve",  # the workload and the engine both have a flag --seed; one serves both
     )
-    add_flags(parser, EngineConfig, {EngineConfig: "engine"})
-    add(parser, WORKLOAD_FLAGS | REPORT_FLAGS)
-    args, config = parse(parser, argv, EngineConfig, "name")
+    add_settings_flags(parser, EngineConfig, {EngineConfig: "engine"})
+    add_flag_table(parser, WORKLOAD_FLAGS | REPORT_FLAGS)
+    args, config = parse_settings(parser, argv, EngineConfig, "name")
     check_workload(parser, args)
     check_report(args.json)
     llm = LLM(**config.model_dump())
     try:
-        figures = measure(llm, args)
+        figures = measure_throughput(llm, args)
     finally:
         llm.close()
     print(f"{args.label or llm.info.model}, {args.num_requests} requests, {args.input_len}/{args.output_len}")
@@ -44,13 +44,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def measure(llm: LLM, args: argparse.Namespace) -> dict[str, float]:
+def measure_throughput(llm: LLM, args: argparse.Namespace) -> dict[str, float]:
     """Warm up, then generate answers to all prompts once and measure it."""
     prompts, warming = random_prompts(args, min(args.vocab, llm.tokenizer.vocab_size))
     if warming:
-        llm.generate(warming, _exactly(WARMUP_TOKENS, args.temperature), use_tqdm=False)
+        llm.generate(warming, _fixed_length_params(WARMUP_TOKENS, args.temperature), use_tqdm=False)
     started = time.perf_counter()
-    generations = llm.generate(prompts, _exactly(args.output_len, args.temperature), use_tqdm=False)
+    generations = llm.generate(prompts, _fixed_length_params(args.output_len, args.temperature), use_tqdm=False)
     seconds = time.perf_counter() - started
     inputs = sum(len(generation.prompt_token_ids) for generation in generations)
     outputs = sum(len(generation.outputs[0].token_ids) for generation in generations)
@@ -63,5 +63,5 @@ def measure(llm: LLM, args: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def _exactly(tokens: int, temperature: float) -> SamplingParams:
+def _fixed_length_params(tokens: int, temperature: float) -> SamplingParams:
     return SamplingParams(max_tokens=tokens, min_tokens=tokens, ignore_eos=True, temperature=temperature, seed=0)

@@ -20,32 +20,37 @@ from typing import IO
 import uvloop
 
 from quire.engine.errors import ConfigError, EngineError
-from quire.server.cli.bench.client import StreamClient, StreamError
-from quire.server.cli.bench.report import REPORT_FLAGS, check_report, write_json
-from quire.server.cli.bench.serve import Stream
-from quire.server.cli.flags import command
-from quire.server.cli.settings import number
-from quire.server.cli.unknown_flags import parse_known
+from quire.server.cli.bench.bench_report import REPORT_FLAGS, check_report, write_json
+from quire.server.cli.bench.serve import ReceivedStream
+from quire.server.cli.bench.stream_client import StreamClient, StreamError
+from quire.server.cli.flags import build_parser
+from quire.server.cli.settings_flags import bounded_number
+from quire.server.cli.unknown_flags import parse_known_flags
 
-QUIRE = [sys.executable, "-m", "quire", "serve", "--port", "{port}"]
+QUIRE_COMMAND = [sys.executable, "-m", "quire", "serve", "--port", "{port}"]
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 20.0
-TOKENS = 8
-NOT_YET = (None, 404, 429, 502, 503, 504)
+MAX_TOKENS = 8
+LOADING_STATUSES = (None, 404, 429, 502, 503, 504)
 """HTTP statuses of servers that are still loading; None: no response."""
 
 
 def main(argv: Sequence[str]) -> int:
     split = argv.index("--") if "--" in argv else len(argv)
-    starting = list(argv[split + 1 :]) or QUIRE
-    parser = command(
+    server_command = list(argv[split + 1 :]) or QUIRE_COMMAND
+    parser = build_parser(
         "quire bench start",
         __doc__,
         {
-            "--runs": {"type": number(int, 1), "default": 3, "metavar": "N", "help": "starts to measure (%(default)s)"},
+            "--runs": {
+                "type": bounded_number(int, 1),
+                "default": 3,
+                "metavar": "N",
+                "help": "starts to measure (%(default)s)",
+            },
             "--model": {"metavar": "NAME", "help": "model to ask for, where the server insists on one"},
             "--timeout": {
-                "type": number(float, 0),
+                "type": bounded_number(float, 0),
                 "default": 600.0,
                 "metavar": "SECONDS",
                 "help": "longest wait for a start (600)",
@@ -55,44 +60,46 @@ def main(argv: Sequence[str]) -> int:
         usage="quire bench start [flags] [-- COMMAND ... {port} ...]",
         epilog="COMMAND must serve on the port put for {port}; default: quire serve with the embedded model.",
     )
-    args = parse_known(parser, argv[:split])
+    args = parse_known_flags(parser, argv[:split])
     check_report(args.json)
-    if not any("{port}" in word for word in starting):
+    if not any("{port}" in word for word in server_command):
         raise ConfigError("the command must say {port} where its port goes")
-    print(f"{args.label or shlex.join(starting)}")
+    print(f"{args.label or shlex.join(server_command)}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # treat it as Ctrl-C, so that the started server ends too
     seconds = []
     for run in range(args.runs):
-        seconds.append(first_token(starting, args.model, args.timeout))
+        seconds.append(seconds_to_first_token(server_command, args.model, args.timeout))
         print(f"run {run + 1}: {seconds[-1]:.2f} s", flush=True)
     low, high, median = min(seconds), max(seconds), statistics.median(seconds)
     print(f"command to first token: median {median:.2f} s, min {low:.2f} s, max {high:.2f} s")
     if args.json:
-        figures = {"command": starting, "seconds": seconds, "median": median, "min": low, "max": high}
+        figures = {"command": server_command, "seconds": seconds, "median": median, "min": low, "max": high}
         write_json(args.json, args, figures)
     return 0
 
 
-def first_token(command: Sequence[str], model: str | None, timeout: float) -> float:
+def seconds_to_first_token(command: Sequence[str], model: str | None, timeout: float) -> float:
     """Start a server, send it requests until one is answered, and end it.
 
     Returns the seconds from its start to the first token. Raises EngineError.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with socket.socket() as probe_socket:
+        probe_socket.bind(("127.0.0.1", 0))
+        port = probe_socket.getsockname()[1]
     with tempfile.TemporaryFile() as log:
         started = time.perf_counter()
-        with running([word.replace("{port}", str(port)) for word in command], log) as process:
+        with run_process([word.replace("{port}", str(port)) for word in command], log) as process:
             try:
-                arrived = uvloop.run(_poll(f"http://127.0.0.1:{port}", model, process, started + timeout))
+                arrived = uvloop.run(
+                    _wait_for_first_token(f"http://127.0.0.1:{port}", model, process, started + timeout)
+                )
             except EngineError as error:
-                raise EngineError(f"{error}\n{_tail(log)}") from None
+                raise EngineError(f"{error}\n{_last_log_lines(log)}") from None
     return arrived - started
 
 
 @contextmanager
-def running(command: Sequence[str], log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+def run_process(command: Sequence[str], log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
     """Run a process in a group of its own. At the end of the block it is ended, together with its child processes."""
     try:
         process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -109,21 +116,23 @@ def running(command: Sequence[str], log: IO[bytes]) -> Iterator[subprocess.Popen
         process.wait()
 
 
-async def _poll(url: str, model: str | None, process: subprocess.Popen[bytes], deadline: float) -> float:
+async def _wait_for_first_token(
+    url: str, model: str | None, process: subprocess.Popen[bytes], deadline: float
+) -> float:
     """Send requests until a token arrives; returns when it did, by time.perf_counter."""
     named = {"model": model} if model else {}
-    body = {**named, "prompt": "Once upon a time", "max_tokens": TOKENS, "temperature": 0, "stream": True}
+    body = {**named, "prompt": "Once upon a time", "max_tokens": MAX_TOKENS, "temperature": 0, "stream": True}
     client = StreamClient(url, keep_alive=False)
     while True:
-        stream = Stream()
+        stream = ReceivedStream()
         try:
-            await client.post("completions", json.dumps(body).encode(), stream.add)
-            if stream.times:
-                return stream.sent + stream.times[0]
+            await client.post_stream("completions", json.dumps(body).encode(), stream.add_event)
+            if stream.chunk_times:
+                return stream.sent_at + stream.chunk_times[0]
             reason = "an answer without a token"
         except StreamError as error:
             reason = str(error)
-            if error.status not in NOT_YET:
+            if error.status not in LOADING_STATUSES:
                 raise EngineError(f"the server refuses: {reason}") from None
         if process.poll() is not None:
             raise EngineError(f"the command ended with status {process.returncode} before it served")
@@ -132,7 +141,7 @@ async def _poll(url: str, model: str | None, process: subprocess.Popen[bytes], d
         await asyncio.sleep(POLL_SECONDS)
 
 
-def _tail(log: IO[bytes]) -> str:
+def _last_log_lines(log: IO[bytes]) -> str:
     """The last lines of what the command printed."""
     log.seek(0)
     return "\n".join(log.read().decode(errors="replace").splitlines()[-20:])

@@ -12,18 +12,18 @@ from typing import Any
 from quire.engine.config import EngineConfig
 from quire.engine.offline.llm import LLM
 from quire.engine.offline.params import SamplingParams
+from quire.server.cli.bench.bench_report import check_report
 from quire.server.cli.bench.datasets import read_dataset
-from quire.server.cli.bench.report import check_report
-from quire.server.cli.bench.workload import WORKLOAD_FLAGS, check_workload, lengths, random_prompts
-from quire.server.cli.flags import add, command
-from quire.server.cli.settings import add_flags, number, parse
+from quire.server.cli.bench.workload import WORKLOAD_FLAGS, check_workload, random_lengths, random_prompts
+from quire.server.cli.flags import add_flag_table, build_parser
+from quire.server.cli.settings_flags import add_settings_flags, bounded_number, parse_settings
 
 _DATASETS = ("random", "sharegpt", "custom")
 _WARMUP_TOKENS = 4
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = command(
+    parser = build_parser(
         "quire bench throughput",
         __doc__,
         {"name": {"nargs": "?", "metavar": "MODEL", "help": "model to load"}},
@@ -31,24 +31,29 @@ def main(argv: Sequence[str]) -> int:
         add_help=False,
         conflict_handler="resolve",  # the workload and the engine both have a flag --seed; one serves both
     )
-    add_flags(parser, EngineConfig, {EngineConfig: "engine"})
+    add_settings_flags(parser, EngineConfig, {EngineConfig: "engine"})
     hidden = {"help": argparse.SUPPRESS}
-    add(
+    add_flag_table(
         parser,
         WORKLOAD_FLAGS
         | {
             "--dataset-name": {"choices": _DATASETS, "help": "what is asked (random)"},
             "--dataset-path --dataset": {"type": Path, "metavar": "FILE", "help": "ShareGPT's JSON, or lines of JSON"},
-            "--sharegpt-output-len": {"type": number(int, 1), "dest": "dataset_output_len", "metavar": "N", **hidden},
-            "--random-range-ratio": {"type": number(float, 0, 1), "default": 0.0, "metavar": "R", **hidden},
+            "--sharegpt-output-len": {
+                "type": bounded_number(int, 1),
+                "dest": "dataset_output_len",
+                "metavar": "N",
+                **hidden,
+            },
+            "--random-range-ratio": {"type": bounded_number(float, 0, 1), "default": 0.0, "metavar": "R", **hidden},
             "--output-json": {"type": Path, "metavar": "FILE", "help": "write the figures, by vLLM's keys"},
             "--backend": {"choices": ("vllm", "vllm-chat"), **hidden},
-            "--n": {"type": number(int, 1), "default": 1, "metavar": "N", **hidden},
+            "--n": {"type": bounded_number(int, 1), "default": 1, "metavar": "N", **hidden},
             "--async-engine": {"action": "store_true", **hidden},
             "--disable-detokenize": {"action": "store_true", **hidden},
         },
     )
-    args, config = parse(parser, argv, EngineConfig, "name")
+    args, config = parse_settings(parser, argv, EngineConfig, "name")
     args.chats = False
     if args.dataset_path is not None and args.dataset_name in (None, "random"):
         args.dataset_name = "sharegpt"
@@ -58,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     check_report(args.output_json)
     llm = LLM(**config.model_dump())
     try:
-        figures = measure(llm, args)
+        figures = measure_throughput(llm, args)
     finally:
         llm.close()
     print(
@@ -72,34 +77,34 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def measure(llm: LLM, args: argparse.Namespace) -> dict[str, float]:
+def measure_throughput(llm: LLM, args: argparse.Namespace) -> dict[str, float]:
     """Warm up, then generate answers to all prompts once and measure it."""
     prompts: list[Any]
     if args.dataset_path is None:
         prompts, warming = random_prompts(args, min(args.vocab, llm.tokenizer.vocab_size))
-        wanted = lengths(args, args.output_len, len(prompts))
+        output_lengths = random_lengths(args, args.output_len, len(prompts))
     else:
-        found = read_dataset(args, lambda text: len(llm.tokenizer.encode(text)))
-        prompts, wanted = [each["prompt"] for each in found], [each["max_tokens"] for each in found]
+        entries = read_dataset(args, lambda text: len(llm.tokenizer.encode(text)))
+        prompts, output_lengths = [each["prompt"] for each in entries], [each["max_tokens"] for each in entries]
         warming = prompts[: args.warmup]
     if warming:
-        llm.generate(warming, _exactly(_WARMUP_TOKENS, args), use_tqdm=False)
+        llm.generate(warming, _fixed_length_params(_WARMUP_TOKENS, args), use_tqdm=False)
         llm.reset_prefix_cache()
     started = time.perf_counter()
-    answers = llm.generate(prompts, [_exactly(length, args) for length in wanted], use_tqdm=False)
+    answers = llm.generate(prompts, [_fixed_length_params(length, args) for length in output_lengths], use_tqdm=False)
     seconds = time.perf_counter() - started
-    asked = sum(len(each.prompt_token_ids) for each in answers)
+    prompt_tokens = sum(len(each.prompt_token_ids) for each in answers)
     generated = sum(len(output.token_ids) for each in answers for output in each.outputs)
     return {
         "elapsed_time": seconds,
         "num_requests": len(answers),
-        "total_num_tokens": asked + generated,
+        "total_num_tokens": prompt_tokens + generated,
         "requests_per_second": len(answers) / seconds,
-        "tokens_per_second": (asked + generated) / seconds,
-        "prompt_tokens": asked,
+        "tokens_per_second": (prompt_tokens + generated) / seconds,
+        "prompt_tokens": prompt_tokens,
         "output_tokens": generated,
     }
 
 
-def _exactly(tokens: int, args: argparse.Namespace) -> SamplingParams:
+def _fixed_length_params(tokens: int, args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(n=args.n, max_tokens=tokens, ignore_eos=True, temperature=args.temperature, seed=0)

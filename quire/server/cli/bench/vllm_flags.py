@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from quire.server.cli.flags import Group
-from quire.server.cli.settings import number
+from quire.server.cli.flags import FlagGroup
+from quire.server.cli.settings_flags import bounded_number
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
 _BACKENDS = ("vllm", "openai", "openai-chat", "openai-completions", "vllm-chat", "sglang", "sglang-oai", "lmdeploy")
 _DATASETS = ("random", "sharegpt", "custom")
-_UNNEEDED = {
+_IGNORED_FLAGS = {
     **dict.fromkeys(("--tokenizer", "--tokenizer-mode", "--ready-check-timeout-sec", "--num-gpus", "--best-of"), 1),
     **dict.fromkeys(("--trust-remote-code", "--disable-tqdm", "--disable-shuffle", "--no-oversample", "--insecure"), 0),
     **dict.fromkeys(("--no-stream", "--skip-chat-template", "--profile", "--random-batch-size", "--random-rerank"), 0),
@@ -21,24 +21,24 @@ _UNNEEDED = {
 }
 """vLLM's that change nothing here, with the number of their values: prompts are token ids or go as they are, and all
 latencies are always told."""
-_BODY = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logprobs")
+_BODY_FIELDS = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logprobs")
 
 
 def _rate(text: str) -> float:
-    return float("inf") if text.lower() == "inf" else float(number(float, 1e-6)(text))
+    return float("inf") if text.lower() == "inf" else float(bounded_number(float, 1e-6)(text))
 
 
-def _object(text: str) -> dict[str, Any]:
+def _json_object(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        content = None
+    if not isinstance(content, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
-    return found
+    return content
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _name_value_pair(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
@@ -49,22 +49,26 @@ def _goal(text: str) -> tuple[str, float]:
     name, colon, value = text.partition(":")
     if name not in ("ttft", "tpot", "e2el") or not colon:
         raise argparse.ArgumentTypeError(f"must be ttft:MS, tpot:MS or e2el:MS, got {text!r}")
-    return name, float(number(float, 0)(value))
+    return name, float(bounded_number(float, 0)(value))
 
 
 def _percentiles(text: str) -> list[float]:
-    return [float(number(float, 0, 100)(part)) for part in text.split(",")]
+    return [float(bounded_number(float, 0, 100)(part)) for part in text.split(",")]
 
 
-RATE = {"type": _rate, "metavar": "NUMBER", "help": "requests a second, arriving at random (Poisson); inf: all at once"}
+RATE_FLAG = {
+    "type": _rate,
+    "metavar": "NUMBER",
+    "help": "requests a second, arriving at random (Poisson); inf: all at once",
+}
 VLLM_FLAGS = {
-    "as vllm bench serve": Group(
+    "as vllm bench serve": FlagGroup(
         {
             "--backend --endpoint-type": {"choices": _BACKENDS, "help": "…-chat asks for chats"},
-            "--endpoint": {"choices": (TEXT, CHAT), "help": "the same"},
+            "--endpoint": {"choices": (COMPLETIONS_PATH, CHAT_PATH), "help": "the same"},
             "--base-url": {"metavar": "URL", "help": "as --url"},
             "--host": {"metavar": "NAME", "help": "with --port, instead of --url"},
-            "--port": {"type": number(int, 1, 65535), "metavar": "N", "help": "of --host"},
+            "--port": {"type": bounded_number(int, 1, 65535), "metavar": "N", "help": "of --host"},
             "--served-model-name": {"metavar": "NAME", "help": "as --model"},
             "--dataset-name": {"metavar": "{" + ",".join(_DATASETS) + "}", "help": "what is asked (random)"},
             "--dataset-path": {
@@ -73,14 +77,19 @@ VLLM_FLAGS = {
                 "help": "ShareGPT's JSON, or lines of JSON with a prompt",
             },
             "--sharegpt-output-len --custom-output-len": {
-                "type": number(int, 1),
+                "type": bounded_number(int, 1),
                 "dest": "dataset_output_len",
                 "metavar": "N",
                 "help": "tokens of an answer; default: ShareGPT's own",
             },
-            "--random-prefix-len": {"type": number(int, 0), "default": 0, "metavar": "N", "help": "tokens before all"},
+            "--random-prefix-len": {
+                "type": bounded_number(int, 0),
+                "default": 0,
+                "metavar": "N",
+                "help": "tokens before all",
+            },
             "--random-range-ratio": {
-                "type": number(float, 0, 1),
+                "type": bounded_number(float, 0, 1),
                 "default": 0.0,
                 "metavar": "R",
                 "help": "lengths are from 1-R to 1+R of what is asked (0)",
@@ -92,36 +101,41 @@ VLLM_FLAGS = {
                 "metavar": "N,N",
                 "help": "in the result",
             },
-            "--extra-body": {"type": _object, "metavar": "JSON", "help": "more fields of every request"},
+            "--extra-body": {"type": _json_object, "metavar": "JSON", "help": "more fields of every request"},
             "--save-result": {"action": "store_true", "help": "write vLLM's JSON of the result"},
             "--save-detailed": {"action": "store_true", "help": "with the figures of every request"},
             "--append-result": {"action": "store_true", "help": "as a line more of the file"},
             "--result-dir": {"type": Path, "metavar": "DIR", "help": "where (here)"},
             "--result-filename": {"metavar": "FILE", "help": "its name; default: of backend, rate, model and time"},
-            "--metadata": {"type": _pair, "nargs": "+", "metavar": "NAME=VALUE", "help": "more of what it says"},
+            "--metadata": {
+                "type": _name_value_pair,
+                "nargs": "+",
+                "metavar": "NAME=VALUE",
+                "help": "more of what it says",
+            },
             **{
                 f"--{name.replace('_', '-')}": {"type": float, "metavar": "NUMBER", "help": argparse.SUPPRESS}
-                for name in _BODY
+                for name in _BODY_FIELDS
             },
             **{
                 name: {"nargs": 1, "help": argparse.SUPPRESS}
                 if count
                 else {"action": "store_true", "help": argparse.SUPPRESS}
-                for name, count in _UNNEEDED.items()
+                for name, count in _IGNORED_FLAGS.items()
             },
         }
     )
 }
 
 
-def settle(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def apply_vllm_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Make of vLLM's flags what ours say. Exits with status 2 for those that contradict each other, or cannot be."""
     args.url = args.base_url or args.url
     if args.host is not None or args.port is not None:
         host = "127.0.0.1" if args.host in (None, "0.0.0.0") else args.host
         args.url = f"http://{host}:{args.port or 8000}"
     args.model = args.served_model_name or args.model
-    args.chats = args.endpoint == CHAT or (args.endpoint is None and str(args.backend).endswith("chat"))
+    args.chats = args.endpoint == CHAT_PATH or (args.endpoint is None and str(args.backend).endswith("chat"))
     if args.dataset_name not in (None, *_DATASETS):
         parser.error(
             f"argument --dataset-name: {args.dataset_name} would be fetched from elsewhere, or made of pictures; there "
@@ -138,6 +152,6 @@ def settle(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         args.concurrency = args.concurrency or 8
     args.shared_prefix = args.shared_prefix or args.random_prefix_len
     args.input_len += args.random_prefix_len
-    args.body = {name: getattr(args, name) for name in _BODY if getattr(args, name) is not None}
+    args.body = {name: getattr(args, name) for name in _BODY_FIELDS if getattr(args, name) is not None}
     args.body |= {name: int(args.body[name]) for name in ("top_k", "logprobs") if name in args.body}
     args.body |= args.extra_body or {}

@@ -9,29 +9,36 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.errors import ConfigError
-from quire.server.cli.flags import Group
-from quire.server.cli.settings import number
+from quire.server.cli.flags import FlagGroup
+from quire.server.cli.settings_flags import bounded_number
 
-FIRST_ID = 10
+FIRST_TOKEN_ID = 10
 """The smallest token id of random prompts, as smaller ones are often special tokens."""
 
 
-_COUNTS = (  # the second names are those of vLLM's bench
+_COUNT_FLAGS = (  # the second names are those of vLLM's bench
     ("--num-requests --num-prompts --num-prompt", 32, 1, "requests to measure"),
     ("--input-len --random-input-len --random-input", 128, 1, "tokens of a made-up prompt, random ids"),
     ("--output-len --random-output-len --random-output", 64, 1, "tokens of an answer"),
     ("--shared-prefix", 0, 0, "tokens that all made-up prompts have in common"),
-    ("--vocab", 4000, FIRST_ID + 1, "made-up prompts have token ids below this"),
+    ("--vocab", 4000, FIRST_TOKEN_ID + 1, "made-up prompts have token ids below this"),
     ("--warmup --num-warmups", 2, 0, "short requests sent first, not measured"),
     ("--seed", 0, 0, "of prompts and arrivals"),
 )
 WORKLOAD_FLAGS = {
-    "load": Group(
+    "load": FlagGroup(
         {
-            names: {"type": number(int, low), "default": default, "metavar": "N", "help": f"{text} ({default})"}
-            for names, default, low, text in _COUNTS
+            names: {"type": bounded_number(int, low), "default": default, "metavar": "N", "help": f"{text} ({default})"}
+            for names, default, low, text in _COUNT_FLAGS
         }
-        | {"--temperature": {"type": number(float, 0), "default": 0.0, "metavar": "NUMBER", "help": "0 is greedy (0)"}}
+        | {
+            "--temperature": {
+                "type": bounded_number(float, 0),
+                "default": 0.0,
+                "metavar": "NUMBER",
+                "help": "0 is greedy (0)",
+            }
+        }
     )
 }
 
@@ -41,7 +48,7 @@ def check_workload(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         parser.error(f"argument --shared-prefix: longer than --input-len, {args.shared_prefix} > {args.input_len}")
 
 
-def lengths(args: argparse.Namespace, length: int, count: int) -> list[int]:
+def random_lengths(args: argparse.Namespace, length: int, count: int) -> list[int]:
     """Of so many prompts or answers: `length`, or around it by --random-range-ratio."""
     ratio = getattr(args, "random_range_ratio", 0.0)
     if not ratio:
@@ -54,30 +61,30 @@ def random_prompts(args: argparse.Namespace, vocab: int) -> tuple[list[list[int]
     """Token ids of the prompts to measure, and of those for the warm-up. They differ, except for the shared prefix."""
     rng = random.Random(args.seed)
 
-    def draw(count: int) -> list[int]:
-        return [rng.randrange(FIRST_ID, vocab) for _ in range(count)]
+    def random_ids(count: int) -> list[int]:
+        return [rng.randrange(FIRST_TOKEN_ID, vocab) for _ in range(count)]
 
-    shared = draw(args.shared_prefix)
-    own = lengths(args, args.input_len - args.shared_prefix, args.num_requests)
-    measured = [shared + draw(length) for length in own]
-    return measured, [shared + draw(args.input_len - args.shared_prefix) for _ in range(args.warmup)]
+    shared = random_ids(args.shared_prefix)
+    own_lengths = random_lengths(args, args.input_len - args.shared_prefix, args.num_requests)
+    measured = [shared + random_ids(length) for length in own_lengths]
+    return measured, [shared + random_ids(args.input_len - args.shared_prefix) for _ in range(args.warmup)]
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
     """Read lines of {"prompt": ...} or {"messages": ...}; other fields are added to the request. Raises ConfigError."""
-    found = []
+    entries = []
     try:
-        for place, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        for line_number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if not line.strip():
                 continue
             entry = json.loads(line)
             if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
-                raise ConfigError(f"{path}, line {place}: must be an object with either prompt or messages")
-            found.append(entry)
+                raise ConfigError(f"{path}, line {line_number}: must be an object with either prompt or messages")
+            entries.append(entry)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
-        raise ConfigError(f"{path}, line {place}: not JSON: {error}") from None
-    if not found:
+        raise ConfigError(f"{path}, line {line_number}: not JSON: {error}") from None
+    if not entries:
         raise ConfigError(f"{path} holds no prompts")
-    return found
+    return entries

@@ -11,18 +11,18 @@ from rich.markdown import Markdown
 from rich.spinner import Spinner
 
 FENCE = re.compile(r"^ {0,3}(```+|~~~+)")
-_GOES_ON = re.compile(r"\s|[-*+>|]|\d+[.)]")
+_CONTINUATION = re.compile(r"\s|[-*+>|]|\d+[.)]")
 """A line that may belong to the block before a blank line: of a list, a quotation or a table."""
-_REFRESH = 12
+_REFRESHES_PER_SECOND = 12
 """Drawings a second."""
 
 
-def split(text: str) -> tuple[list[str], str]:
+def split_blocks(text: str) -> tuple[list[str], str]:
     """The blocks that nothing that follows can change, and the rest. A block ends at a blank line outside of a fence,
     when the line behind it shows that it does not go on."""
     blocks, lines, blank = [], list[str](), False
-    for line, before, after in _fenced(text.split("\n")[:-1]):
-        if not before and blank and lines and line.strip() and not _GOES_ON.match(line):
+    for line, before, after in _track_fences(text.split("\n")[:-1]):
+        if not before and blank and lines and line.strip() and not _CONTINUATION.match(line):
             blocks.append("\n".join(lines))
             lines = []
         blank = not after and not line.strip()
@@ -30,7 +30,7 @@ def split(text: str) -> tuple[list[str], str]:
     return blocks, "\n".join([*lines, text.rpartition("\n")[2]])
 
 
-def _fenced(lines: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
+def _track_fences(lines: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
     """Each line, and whether a fence is open before it and behind it."""
     fence = ""
     for line in lines:
@@ -42,20 +42,22 @@ def _fenced(lines: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
         yield line, bool(before), bool(fence)
 
 
-def drawn(text: str) -> Markdown:
+def render_markdown(text: str) -> Markdown:
     """With the line breaks of the text, as of a verse: Markdown would make spaces of them."""
-    lines = [line if before or after else line.rstrip() + "  " for line, before, after in _fenced(text.split("\n"))]
+    lines = [
+        line if before or after else line.rstrip() + "  " for line, before, after in _track_fences(text.split("\n"))
+    ]
     return Markdown("\n".join(lines))
 
 
-def show(console: Console, pieces: Iterable[str], waiting: str = "") -> None:
+def print_stream(console: Console, pieces: Iterable[str], waiting: str = "") -> None:
     """Print an answer as it comes; a spinner turns until its first piece. Raises what `pieces` raises, with all that
     came printed."""
     text, printed = "", 0
     live = Live(
         Spinner("dots", waiting, style="dim"),
         console=console,
-        refresh_per_second=_REFRESH,
+        refresh_per_second=_REFRESHES_PER_SECOND,
         transient=True,
         vertical_overflow="crop",
         redirect_stdout=False,
@@ -65,24 +67,24 @@ def show(console: Console, pieces: Iterable[str], waiting: str = "") -> None:
         with live:
             for piece in pieces:
                 text += piece
-                blocks, rest = split(text)
+                blocks, rest = split_blocks(text)
                 for block in blocks:
-                    _print(console, block, first=printed == 0)
+                    _print_block(console, block, first=printed == 0)
                     printed += 1
                 text = rest
-                live.update(drawn(_end_of(text, console.height - 2)))
+                live.update(render_markdown(_last_lines(text, console.height - 2)))
     finally:
         if text.strip():
-            _print(console, text, first=printed == 0)
+            _print_block(console, text, first=printed == 0)
 
 
-def _print(console: Console, block: str, *, first: bool) -> None:
+def _print_block(console: Console, block: str, *, first: bool) -> None:
     if not first:
         console.print()
-    console.print(drawn(block.strip("\n")))
+    console.print(render_markdown(block.strip("\n")))
 
 
-def _end_of(text: str, height: int) -> str:
+def _last_lines(text: str, height: int) -> str:
     """The last lines of a block, which must fit on the screen to be drawn anew; in a fence if its beginning was."""
     lines = text.split("\n")
     if len(lines) <= height:

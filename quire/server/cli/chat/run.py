@@ -16,52 +16,52 @@ import httpx
 
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
-from quire.server.cli.chat import connect, converse_with
-from quire.server.cli.chat.conversation import Chat
-from quire.server.cli.chat.plain import say
-from quire.server.cli.connect import chosen_model, headers, server_flags, server_url
-from quire.server.cli.flags import command
-from quire.server.cli.models.names import names_of
+from quire.server.cli.chat import open_http_client, run_chat
+from quire.server.cli.chat.chat_session import ChatSession
+from quire.server.cli.chat.piped_chat import print_answer
+from quire.server.cli.flags import build_parser
+from quire.server.cli.models.model_names import equivalent_names
 from quire.server.cli.models.pull import pull_missing
-from quire.server.cli.settings import add_flags, parse
+from quire.server.cli.server_client import auth_headers, choose_model, server_flags, server_url
+from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 from quire.server.config import ServerConfig
 
-_LOCAL = "http://127.0.0.1:8000"
-_ASK_SECONDS = 1.0
-_UNNEEDED = ("--nowordwrap", "--insecure", "--hidethinking", "--truncate", "--experimental", "--experimental-yolo")
+_LOCAL_URL = "http://127.0.0.1:8000"
+_PROBE_SECONDS = 1.0
+_IGNORED_FLAGS = ("--nowordwrap", "--insecure", "--hidethinking", "--truncate", "--experimental", "--experimental-yolo")
 """Ollama's switches that ask for what is done anyway: thoughts are never shown, nor lines broken."""
 
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status."""
-    parser = _parser()
-    args, config = parse(parser, argv, ServerConfig, "name")
+    parser = _run_parser()
+    args, config = parse_settings(parser, argv, ServerConfig, "name")
     if args.name is None and "model" not in config.model_fields_set:
         parser.error(
             "give a model: `quire run MODEL`, `quire run MODEL PROMPT`, or `quire run FILE.jsonl -o OUT.jsonl`"
         )
     if args.name is not None and (args.name.endswith(".jsonl") or args.name == "-"):
         parser.error(f"{args.name}: a file of requests needs -o OUT.jsonl for the results")
-    prompt = _prompt(args.prompt)
-    options = _options(args)
-    url, asked = _place(args, config)
+    prompt = _read_prompt(args.prompt)
+    options = _request_options(args)
+    url, requested_model = _find_server(args, config)
     if url is None:
         pull_missing(config)
     with ExitStack() as stack:
         if prompt is None:
-            return converse_with(stack, url, config, args, asked, options)
-        http = stack.enter_context(connect(url, config, args.bearer, args.cacert))
-        chat = Chat(http, chosen_model(http, asked), options, args.system)
+            return run_chat(stack, url, config, args, requested_model, options)
+        http = stack.enter_context(open_http_client(url, config, args.bearer, args.cacert))
+        chat = ChatSession(http, choose_model(http, requested_model), options, args.system)
         began = time.perf_counter()
-        status = say(chat, prompt, sys.stdout)
+        status = print_answer(chat, prompt, sys.stdout)
         if args.verbose:
-            _tell_speed(chat, time.perf_counter() - began)
+            _print_speed(chat, time.perf_counter() - began)
         return status
 
 
-def _parser() -> argparse.ArgumentParser:
-    unneeded = {name: {"action": "store_true", "help": argparse.SUPPRESS} for name in _UNNEEDED}
-    parser = command(
+def _run_parser() -> argparse.ArgumentParser:
+    unneeded = {name: {"action": "store_true", "help": argparse.SUPPRESS} for name in _IGNORED_FLAGS}
+    parser = build_parser(
         "quire run",
         __doc__,
         {
@@ -95,18 +95,18 @@ def _parser() -> argparse.ArgumentParser:
         "engine of its own.",
         add_help=False,
     )
-    add_flags(parser, ServerConfig, {EngineConfig: "the engine, where no server has the model"})
+    add_settings_flags(parser, ServerConfig, {EngineConfig: "the engine, where no server has the model"})
     return parser
 
 
-def _prompt(words: Sequence[str]) -> str | None:
+def _read_prompt(words: Sequence[str]) -> str | None:
     """What is piped in and the words, as one; None where neither is there."""
     piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().strip()
     whole = "\n".join(part for part in (piped, " ".join(words)) if part)
     return whole or None
 
 
-def _options(args: argparse.Namespace) -> dict[str, Any]:
+def _request_options(args: argparse.Namespace) -> dict[str, Any]:
     """Fields of every request. Raises ConfigError."""
     options: dict[str, Any] = {}
     if args.temperature is not None:
@@ -133,7 +133,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def _place(args: argparse.Namespace, config: ServerConfig) -> tuple[str | None, str | None]:
+def _find_server(args: argparse.Namespace, config: ServerConfig) -> tuple[str | None, str | None]:
     """The address of the server that is to answer, and the name to ask it for; None and None: an engine of its own."""
     model = args.name or config.model
     if args.url is not None:
@@ -141,16 +141,16 @@ def _place(args: argparse.Namespace, config: ServerConfig) -> tuple[str | None, 
     if args.bearer == os.environ.get("OPENAI_API_KEY"):
         args.bearer = None  # nobody has said that it is meant for whoever listens here
     with suppress(httpx.HTTPError, ValueError, LookupError, TypeError, ConfigError):
-        base = server_url(_LOCAL if config.port == 8000 else f"http://127.0.0.1:{config.port}")
-        answer = httpx.get(f"{base}/v1/models", headers=headers(args.bearer), timeout=_ASK_SECONDS)
+        base = server_url(_LOCAL_URL if config.port == 8000 else f"http://127.0.0.1:{config.port}")
+        answer = httpx.get(f"{base}/v1/models", headers=auth_headers(args.bearer), timeout=_PROBE_SECONDS)
         served = [str(each["id"]) for each in answer.json()["data"]]
         with suppress(ModelError):
-            if (name := next((each for each in names_of(model) if each in served), None)) is not None:
+            if (name := next((each for each in equivalent_names(model) if each in served), None)) is not None:
                 return base, name
     return None, None
 
 
-def _tell_speed(chat: Chat, seconds: float) -> None:
+def _print_speed(chat: ChatSession, seconds: float) -> None:
     """What Ollama's --verbose says, as far as a client sees it."""
     prompt, generated = chat.usage.get("prompt_tokens", 0), chat.usage.get("completion_tokens", 0)
     print(f"\ntotal duration:       {seconds:.3f}s", file=sys.stderr)

@@ -18,17 +18,17 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from rich.console import Console
 
 from quire.engine.errors import QuireError
-from quire.server.cli.chat.commands import COMMANDS, obey
-from quire.server.cli.chat.conversation import Chat
-from quire.server.cli.chat.markdown import show
+from quire.server.cli.chat.chat_session import ChatSession
+from quire.server.cli.chat.commands import COMMANDS, handle_line
+from quire.server.cli.chat.markdown import print_stream
 
 
-def converse(chat: Chat, console: Console) -> int:
+def chat_in_terminal(chat: ChatSession, console: Console) -> int:
     """Until Ctrl-D or /exit. Returns 1 if the last request was refused."""
     session: PromptSession[str] = PromptSession(
-        history=_history(),
+        history=_open_history(),
         multiline=True,
-        key_bindings=_keys(),
+        key_bindings=_key_bindings(),
         prompt_continuation=lambda width, line, wrapped: " " * width,
         completer=WordCompleter([*COMMANDS], sentence=True),
         complete_while_typing=False,
@@ -44,20 +44,20 @@ def converse(chat: Chat, console: Console) -> int:
             continue
         except EOFError:
             return status
-        outcome = obey(chat, line, tell, refuse)
-        if outcome.leave:
+        outcome = handle_line(chat, line, tell, refuse)
+        if outcome.should_exit:
             return status
-        draft = outcome.edit or ""
-        if outcome.ask:
-            status = _say(chat, outcome.ask, console)
+        draft = outcome.draft or ""
+        if outcome.prompt:
+            status = _print_answer(chat, outcome.prompt, console)
 
 
-def _say(chat: Chat, text: str, console: Console) -> int:
-    answer = chat.answer(text)
+def _print_answer(chat: ChatSession, text: str, console: Console) -> int:
+    answer = chat.stream_answer(text)
     try:
-        with unseen_keys():
-            show(console, answer, "thinking")
-        if chat.cut:
+        with hide_typed_keys():
+            print_stream(console, answer, "thinking")
+        if chat.was_truncated:
             console.print("[dim]cut at max tokens[/]")
     except KeyboardInterrupt:
         console.print("[dim]stopped; /retry asks again[/]")
@@ -70,7 +70,7 @@ def _say(chat: Chat, text: str, console: Console) -> int:
     return 0
 
 
-def _keys() -> KeyBindings:
+def _key_bindings() -> KeyBindings:
     """Enter sends, but behind a backslash; Alt+Enter begins another line."""
     keys = KeyBindings()
 
@@ -90,7 +90,7 @@ def _keys() -> KeyBindings:
     return keys
 
 
-def _history() -> History:
+def _open_history() -> History:
     """What was typed, for the next time too; readable by its user alone. In memory where no file can be written."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     path = Path(state).expanduser() / "quire" / "chat_history"
@@ -104,14 +104,14 @@ def _history() -> History:
 
 
 @contextmanager
-def unseen_keys() -> Iterator[None]:
+def hide_typed_keys() -> Iterator[None]:
     """What is typed meanwhile is not shown now, but where the next message is typed."""
-    there = sys.stdin.fileno()
-    before = termios.tcgetattr(there)
-    quiet = termios.tcgetattr(there)
-    quiet[3] &= ~(termios.ECHO | termios.ICANON)  # signals, as of Ctrl-C, stay
-    termios.tcsetattr(there, termios.TCSANOW, quiet)
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    hidden = termios.tcgetattr(descriptor)
+    hidden[3] &= ~(termios.ECHO | termios.ICANON)  # signals, as of Ctrl-C, stay
+    termios.tcsetattr(descriptor, termios.TCSANOW, hidden)
     try:
         yield
     finally:
-        termios.tcsetattr(there, termios.TCSANOW, before)
+        termios.tcsetattr(descriptor, termios.TCSANOW, before)

@@ -12,10 +12,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from quire.engine import VERSION
-from quire.engine.settings.reader import PREFIX
-from quire.server.cli.flags import command
+from quire.engine.settings.settings_reader import ENV_PREFIX
+from quire.server.cli.flags import build_parser
 from quire.server.cli.plan.machine import this_machine
-from quire.server.cli.unknown_flags import parse_known
+from quire.server.cli.unknown_flags import parse_known_flags
 
 _PACKAGES = (
     *("torch", "transformers", "triton", "flash-attn", "tokenizers", "safetensors", "huggingface_hub", "llguidance"),
@@ -25,40 +25,40 @@ _VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "PYTORCH_ALLOC_CONF", "NCCL_DEBUG"),
     *("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "LD_PRELOAD", "MALLOC_ARENA_MAX"),
 )
-_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "MODEL", "DIR", "FILE", "PATH", "URL", "ENDPOINT")
+_SECRET_NAME_PARTS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "MODEL", "DIR", "FILE", "PATH", "URL", "ENDPOINT")
 """Parts of the names of settings whose values are not shown."""
-_SECONDS = 10.0
+_TIMEOUT_SECONDS = 10.0
 
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status."""
-    parse_known(command("quire collect-env", __doc__, {}), argv)
-    for name, value in facts():
+    parse_known_flags(build_parser("quire collect-env", __doc__, {}), argv)
+    for name, value in environment_facts():
         print(f"{name:<18}{value}")
     return 0
 
 
-def facts() -> Iterator[tuple[str, str]]:
+def environment_facts() -> Iterator[tuple[str, str]]:
     """Names and values."""
     yield "quire", VERSION
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
     yield "system", f"{platform.system()} {platform.release()}, {platform.machine()}, {' '.join(platform.libc_ver())}"
     machine = this_machine()
     yield "computes on", f"{machine.name}, {machine.memory / 2**30:.1f} GiB free for a model"
-    yield "cpu", f"{_cpu()}; {os.cpu_count()} threads, {len(os.sched_getaffinity(0))} of them for this process"
+    yield "cpu", f"{_cpu_name()}; {os.cpu_count()} threads, {len(os.sched_getaffinity(0))} of them for this process"
     yield "container", "yes" if Path("/.dockerenv").exists() or Path("/run/.containerenv").exists() else "not seen"
-    yield from _cards()
+    yield from _gpu_facts()
     for package in _PACKAGES:
         try:
             yield package, version(package)
         except PackageNotFoundError:
             yield package, "not installed"
     for name, value in sorted(os.environ.items()):
-        if name in _VARIABLES or name.startswith(PREFIX):
-            yield name, "set" if any(part in name for part in _SECRET) else value
+        if name in _VARIABLES or name.startswith(ENV_PREFIX):
+            yield name, "set" if any(part in name for part in _SECRET_NAME_PARTS) else value
 
 
-def _cpu() -> str:
+def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -66,13 +66,13 @@ def _cpu() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), sys.platform)
 
 
-def _cards() -> Iterator[tuple[str, str]]:
+def _gpu_facts() -> Iterator[tuple[str, str]]:
     """What the driver says of NVIDIA's cards."""
-    asked = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        found = subprocess.run(asked, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
+        listing = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         yield "gpu", "nvidia-smi tells of none"
         return
-    for number, line in enumerate(found.splitlines()):
+    for number, line in enumerate(listing.splitlines()):
         yield f"gpu {number}", line

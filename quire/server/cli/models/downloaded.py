@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.engine.gguf.choice import by_tag
-from quire.server.cli.flags import command
-from quire.server.cli.unknown_flags import parse_known
+from quire.engine.gguf.file_selection import group_by_tag
+from quire.server.cli.flags import build_parser
+from quire.server.cli.unknown_flags import parse_known_flags
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedFileInfo, CachedRevisionInfo, HFCacheInfo
@@ -18,21 +18,21 @@ _NO_WEIGHTS = "no weights"
 
 
 @dataclass(frozen=True, slots=True)
-class Downloaded:
+class DownloadedModel:
     """A model in the cache."""
 
     name: str
     """As `quire serve` takes it: OWNER/REPO, of a GGUF model with its tag or file."""
     repo: str
-    gguf: bool
+    is_gguf: bool
     files: Mapping[str, CachedFileInfo]
     """By path in the repository."""
-    place: Path
+    path: Path
     ref: str
     """Branch, tag or commit that it is of."""
 
     @property
-    def size(self) -> int:
+    def size_bytes(self) -> int:
         return sum({file.blob_path: file.size_on_disk for file in self.files.values()}.values())
 
     @property
@@ -42,27 +42,32 @@ class Downloaded:
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status."""
-    parse_known(command("quire list", __doc__, {}), argv)
-    cache = cached()
-    found = [] if cache is None else sorted(models(cache), key=lambda each: (each.name, each.ref))
-    if not found:
+    parse_known_flags(build_parser("quire list", __doc__, {}), argv)
+    cache = scan_hub_cache()
+    downloads = [] if cache is None else sorted(iterate_downloads(cache), key=lambda each: (each.name, each.ref))
+    if not downloads:
         from huggingface_hub import constants
 
         print(f"nothing is downloaded to {constants.HF_HUB_CACHE}; `quire pull OWNER/REPO` downloads a model")
         return 0
-    rows = [("NAME", "FILES", "SIZE", "WHERE"), *map(_row, found)]
+    rows = [("NAME", "FILES", "SIZE", "WHERE"), *map(_model_row, downloads)]
     wide = [max(len(row[column]) for row in rows) for column in range(3)]
     for name, files, much, where in rows:
         print(f"{name:<{wide[0]}}  {files:>{wide[1]}}  {much:>{wide[2]}}  {where}")
     return 0
 
 
-def _row(model: Downloaded) -> tuple[str, str, str, str]:
+def _model_row(model: DownloadedModel) -> tuple[str, str, str, str]:
     name = model.name if model.ref == "main" else f"{model.name} ({model.ref})"
-    return name, str(len(model.files)) if model.has_weights else _NO_WEIGHTS, size(model.size), str(model.place)
+    return (
+        name,
+        str(len(model.files)) if model.has_weights else _NO_WEIGHTS,
+        format_size(model.size_bytes),
+        str(model.path),
+    )
 
 
-def cached() -> HFCacheInfo | None:
+def scan_hub_cache() -> HFCacheInfo | None:
     """The hub's cache; None where there is none yet."""
     from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
@@ -72,27 +77,27 @@ def cached() -> HFCacheInfo | None:
         return None
 
 
-def models(cache: HFCacheInfo) -> Iterator[Downloaded]:
+def iterate_downloads(cache: HFCacheInfo) -> Iterator[DownloadedModel]:
     """All downloaded models, in no order; each revision counts as one."""
     for repo in cache.repos:
         if repo.repo_type == "model":
             for revision in repo.revisions:
-                yield from _of_revision(repo.repo_id, revision)
+                yield from _models_of_revision(repo.repo_id, revision)
 
 
-def _of_revision(repo: str, revision: CachedRevisionInfo) -> Iterator[Downloaded]:
+def _models_of_revision(repo: str, revision: CachedRevisionInfo) -> Iterator[DownloadedModel]:
     ref = "main" if "main" in revision.refs else min(revision.refs, default=revision.commit_hash[:8])
     place = revision.snapshot_path
     files = {file.file_path.relative_to(place).as_posix(): file for file in revision.files}
-    left = dict(files)
-    for tag, several in by_tag(files).items():
+    other_files = dict(files)
+    for tag, several in group_by_tag(files).items():
         for paths in several:
             name = f"{repo}:{tag}" if len(several) == 1 else f"{repo}/{paths[0]}"
-            own = {path: left.pop(path) for path in paths}
-            yield Downloaded(name, repo, True, own, place / paths[0], ref)
-    if left and (len(left) == len(files) or any(path.endswith(".safetensors") for path in left)):
-        yield Downloaded(repo, repo, False, left, place, ref)
+            own = {path: other_files.pop(path) for path in paths}
+            yield DownloadedModel(name, repo, True, own, place / paths[0], ref)
+    if other_files and (len(other_files) == len(files) or any(path.endswith(".safetensors") for path in other_files)):
+        yield DownloadedModel(repo, repo, False, other_files, place, ref)
 
 
-def size(count: float) -> str:
+def format_size(count: float) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -1,4 +1,5 @@
-"""`quire pull`: downloads models from the hub, into the cache that the hub's client shares with other programs."""
+"""`quire pull`: downloads models from the hub, into the cache that the hub's client shares with other
+programs."""
 
 from __future__ import annotations
 
@@ -8,16 +9,16 @@ from pathlib import Path
 
 from quire.engine.checkpoint.files import must_come, pull_model
 from quire.engine.config import EngineConfig
-from quire.engine.gguf.files import SUFFIX, all_parts
-from quire.server.cli.flags import command
-from quire.server.cli.models.downloaded import size
-from quire.server.cli.unknown_flags import parse_known
+from quire.engine.gguf.model_files import GGUF_SUFFIX, part_paths
+from quire.server.cli.flags import build_parser
+from quire.server.cli.models.downloaded import format_size
+from quire.server.cli.unknown_flags import parse_known_flags
 
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status."""
-    args = parse_known(
-        command(
+    args = parse_known_flags(
+        build_parser(
             "quire pull",
             __doc__,
             {
@@ -32,9 +33,9 @@ def main(argv: Sequence[str], started: float) -> int:
         argv,
     )
     for name in args.names:
-        path = pull(name, args.revision)
-        files = all_parts(path) if path.suffix == SUFFIX else [file for file in path.rglob("*") if file.is_file()]
-        print(f"{name}: {size(sum(file.stat().st_size for file in files))} in {path}")
+        path = download_model(name, args.revision)
+        files = part_paths(path) if path.suffix == GGUF_SUFFIX else [file for file in path.rglob("*") if file.is_file()]
+        print(f"{name}: {format_size(sum(file.stat().st_size for file in files))} in {path}")
     return 0
 
 
@@ -42,10 +43,10 @@ def pull_missing(config: EngineConfig) -> None:
     """Download what an engine is to serve, where it is not there yet: before the engine starts, so that one process
     does it, and its progress and errors are seen. Raises ModelError."""
     if must_come(config.model, config.revision):
-        pull(config.model, config.revision)
+        download_model(config.model, config.revision)
 
 
-def pull(name: str, revision: str | None) -> Path:
+def download_model(name: str, revision: str | None) -> Path:
     """The model's directory or file, after a download with progress bars, where somebody sees them. Raises
     ModelError."""
     if not sys.stderr.isatty():

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.engine.advice import nearest
 from quire.engine.checkpoint.files import hub_model
 from quire.engine.checkpoint.names import ANY_GGUF
 from quire.engine.errors import ModelError
-from quire.engine.gguf.files import PACKAGED
-from quire.server.cli.flags import command
-from quire.server.cli.models.downloaded import Downloaded, cached, models, size
-from quire.server.cli.unknown_flags import parse_known
+from quire.engine.gguf.model_files import PACKAGED_MODELS
+from quire.engine.unsupported_options import suggest_nearest
+from quire.server.cli.flags import build_parser
+from quire.server.cli.models.downloaded import DownloadedModel, format_size, iterate_downloads, scan_hub_cache
+from quire.server.cli.unknown_flags import parse_known_flags
 
 if TYPE_CHECKING:
     from huggingface_hub import HFCacheInfo
@@ -22,36 +22,42 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status."""
     names = "as `quire list` prints it; OWNER/REPO is all of that repository"
-    args = parse_known(command("quire rm", __doc__, {"names": {"nargs": "+", "metavar": "MODEL", "help": names}}), argv)
+    args = parse_known_flags(
+        build_parser("quire rm", __doc__, {"names": {"nargs": "+", "metavar": "MODEL", "help": names}}), argv
+    )
     for name in args.names:
-        print(f"{name}: {size(remove(name))} freed")
+        print(f"{name}: {format_size(remove_model(name))} freed")
     return 0
 
 
-def remove(name: str) -> int:
+def remove_model(name: str) -> int:
     """Delete a model's files, those of all its revisions; the number of bytes that this frees. Raises ModelError."""
     if Path(name).expanduser().exists():
         raise ModelError(f"model: {name} is a path, not a name: only what was downloaded is deleted")
-    if name in PACKAGED:
-        raise ModelError(f"model: {name} is in a package: pip uninstall {PACKAGED[name][2].partition('==')[0]}")
-    wanted, cache = hub_model(name), cached()
-    there = [] if cache is None else [each for each in models(cache) if each.repo.lower() == wanted.repo.lower()]
-    chosen = there
-    if wanted.file is not None:
-        chosen = [each for each in there if wanted.file in each.files]
-    elif wanted.tag == ANY_GGUF:
-        chosen = [each for each in there if each.gguf]
-    elif wanted.tag is not None:
-        chosen = [each for each in there if each.name.lower() == f"{wanted.repo}:{wanted.tag}".lower()]
+    if name in PACKAGED_MODELS:
+        raise ModelError(f"model: {name} is in a package: pip uninstall {PACKAGED_MODELS[name][2].partition('==')[0]}")
+    requested, cache = hub_model(name), scan_hub_cache()
+    downloads = (
+        []
+        if cache is None
+        else [each for each in iterate_downloads(cache) if each.repo.lower() == requested.repo.lower()]
+    )
+    chosen = downloads
+    if requested.file is not None:
+        chosen = [each for each in downloads if requested.file in each.files]
+    elif requested.tag == ANY_GGUF:
+        chosen = [each for each in downloads if each.is_gguf]
+    elif requested.tag is not None:
+        chosen = [each for each in downloads if each.name.lower() == f"{requested.repo}:{requested.tag}".lower()]
     if cache is None or not chosen:
-        every = [] if cache is None else [each.name for each in models(cache)]
-        advice = nearest(name, every) or "`quire list` shows what is"
+        every = [] if cache is None else [each.name for each in iterate_downloads(cache)]
+        advice = suggest_nearest(name, every) or "`quire list` shows what is"
         raise ModelError(f"model: {name} is not downloaded; {advice}")
-    return _delete(cache, chosen, whole=len(chosen) == len(there))
+    return _delete_downloads(cache, chosen, is_whole_repo=len(chosen) == len(downloads))
 
 
-def _delete(cache: HFCacheInfo, chosen: Sequence[Downloaded], *, whole: bool) -> int:
-    if whole:
+def _delete_downloads(cache: HFCacheInfo, chosen: Sequence[DownloadedModel], *, is_whole_repo: bool) -> int:
+    if is_whole_repo:
         commits = {
             revision.commit_hash
             for repo in cache.repos

@@ -12,17 +12,17 @@ from quire.engine.checkpoint.catalog import CatalogEntry, known_models
 from quire.engine.checkpoint.files import read_generation_defaults, read_raw_config, text_config
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.errors import ModelError, QuireError
-from quire.engine.gguf.files import ModelFiles, all_parts
+from quire.engine.gguf.model_files import ModelFiles, part_paths
 from quire.engine.text.chat_template import ChatRenderer
-from quire.engine.text.tokenizer_files import read_chat_templates, read_object, read_special_tokens
-from quire.server.cli.connect import Unreachable, server_flags
-from quire.server.cli.flags import OneOf, command
-from quire.server.cli.models.asking import LOCAL, ask, opened
-from quire.server.cli.models.downloaded import size
-from quire.server.cli.models.names import names_of
-from quire.server.cli.unknown_flags import parse_known
+from quire.engine.text.tokenizer_files import read_chat_templates, read_config_object, read_special_tokens
+from quire.server.cli.flags import ExclusiveFlags, build_parser
+from quire.server.cli.models.downloaded import format_size
+from quire.server.cli.models.model_names import equivalent_names
+from quire.server.cli.models.server_requests import LOCAL_URL, open_client, request_json
+from quire.server.cli.server_client import ServerUnreachable, server_flags
+from quire.server.cli.unknown_flags import parse_known_flags
 
-_PARTS = {
+_PART_FLAGS = {
     "--license": "its licence",
     "--modelfile": "what a table of quire serve --models would say of it",
     "--parameters": "its defaults of sampling",
@@ -33,85 +33,88 @@ _PARTS = {
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status."""
-    parts = {name: {"action": "store_true", "help": f"only {text}"} for name, text in _PARTS.items()}
+    parts = {name: {"action": "store_true", "help": f"only {text}"} for name, text in _PART_FLAGS.items()}
     unneeded = {"-v --verbose": {"action": "store_true", "help": argparse.SUPPRESS}}
     flags = {
         "name": {"metavar": "MODEL", "help": "as quire serve takes it, or the name of one that a server has"},
-        "part": OneOf(parts),
+        "part": ExclusiveFlags(parts),
         **unneeded,
-        **server_flags(LOCAL),
+        **server_flags(LOCAL_URL),
     }
-    args = parse_known(command("quire show", __doc__, flags), argv)
-    about = _served(args)
-    if about is None:
-        about = _stored(args.name)
-    part = next((name[2:] for name in _PARTS if getattr(args, name[2:])), None)
-    print(_whole(about) if part is None else about.get(part, ""))
+    args = parse_known_flags(build_parser("quire show", __doc__, flags), argv)
+    description = _describe_served(args)
+    if description is None:
+        description = _describe_stored(args.name)
+    part = next((name[2:] for name in _PART_FLAGS if getattr(args, name[2:])), None)
+    print(_format_description(description) if part is None else description.get(part, ""))
     return 0
 
 
-def _served(args: argparse.Namespace) -> dict[str, Any] | None:
+def _describe_served(args: argparse.Namespace) -> dict[str, Any] | None:
     """What a server says of a model; None where none has it. Raises where --url names one, and it does not answer."""
     try:
-        with opened(args) as http:
-            served = [str(each["id"]) for each in ask(http, "GET", "/v1/models")["data"]]
-            name = next((each for each in names_of(args.name) if each in served), None)
+        with open_client(args) as http:
+            served = [str(each["id"]) for each in request_json(http, "GET", "/v1/models")["data"]]
+            name = next((each for each in equivalent_names(args.name) if each in served), None)
             if name is None:
                 return None
-            told = ask(http, "POST", "/api/show", {"model": name})
-    except Unreachable:
-        if args.url != LOCAL:
+            details = request_json(http, "POST", "/api/show", {"model": name})
+    except ServerUnreachable:
+        if args.url != LOCAL_URL:
             raise
         return None
     except (QuireError, KeyError, TypeError):
         return None
-    info = told.get("model_info", {})
+    info = details.get("model_info", {})
     return {
         "Model": {
             "name": name,
             "architecture": info.get("general.architecture", ""),
             "context length": next((value for key, value in info.items() if key.endswith("context_length")), ""),
-            "quantization": told.get("details", {}).get("quantization_level", ""),
+            "quantization": details.get("details", {}).get("quantization_level", ""),
         },
-        "Capabilities": told.get("capabilities", []),
-        "parameters": told.get("parameters", ""),
-        "template": told.get("template", ""),
-        "modelfile": _table(name, {}),
+        "Capabilities": details.get("capabilities", []),
+        "parameters": details.get("parameters", ""),
+        "template": details.get("template", ""),
+        "modelfile": _models_file_table(name, {}),
     }
 
 
-def _stored(name: str) -> dict[str, Any]:
+def _describe_stored(name: str) -> dict[str, Any]:
     """What the files of a model say. Raises ModelError."""
-    entry = next((each for each in known_models().values() if each.name in names_of(name)), None)
-    raw, folder = _config(name, entry)
+    entry = next((each for each in known_models().values() if each.name in equivalent_names(name)), None)
+    raw, folder = _read_config(name, entry)
     sizes, text = read_sizes(raw), text_config(raw)
     method = (raw.get("quantization_config") or {}).get("quant_method", "")
     bits = method if folder is None or folder.is_dir() else "GGUF"
     parameters = sizes.parameters
-    about: dict[str, Any] = {
+    description: dict[str, Any] = {
         "Model": {
             "architecture": sizes.model_type,
             "parameters": f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M",
             "context length": sizes.max_position,
             "embedding length": text.get("hidden_size", ""),
             "quantization": bits or str(text.get("torch_dtype") or text.get("dtype") or ""),
-            "size": "" if folder is None else size(_bytes(folder)),
+            "size": "" if folder is None else format_size(_total_bytes(folder)),
             "place": "" if folder is None else str(folder),
         },
         "parameters": "",
         "template": "",
         "license": "" if entry is None else entry.licence,
-        "modelfile": _table(name, {}),
+        "modelfile": _models_file_table(name, {}),
     }
     if folder is not None:
         defaults = read_generation_defaults(folder)
-        about["parameters"] = "\n".join(f"{key} {value:g}" for key, value in defaults.items())
-        renderer, about["template"] = _template(folder)
-        about["Capabilities"] = ["completion", *(["tools"] if renderer.has_template and renderer.shows.tools else [])]
-    return about
+        description["parameters"] = "\n".join(f"{key} {value:g}" for key, value in defaults.items())
+        renderer, description["template"] = _read_chat_template(folder)
+        description["Capabilities"] = [
+            "completion",
+            *(["tools"] if renderer.has_template and renderer.capabilities.shows_tools else []),
+        ]
+    return description
 
 
-def _config(name: str, entry: CatalogEntry | None) -> tuple[Mapping[str, Any], Path | None]:
+def _read_config(name: str, entry: CatalogEntry | None) -> tuple[Mapping[str, Any], Path | None]:
     """As read_raw_config; what the catalogue knows, where the model is not downloaded and the hub not reached."""
     try:
         return read_raw_config(name)
@@ -121,29 +124,29 @@ def _config(name: str, entry: CatalogEntry | None) -> tuple[Mapping[str, Any], P
         return entry.config, None
 
 
-def _template(path: Path) -> tuple[ChatRenderer, str]:
+def _read_chat_template(path: Path) -> tuple[ChatRenderer, str]:
     """Of a folder or a GGUF file; its chat templates' text too. Raises ModelError."""
     files = ModelFiles(path)
-    config = read_object(files, "tokenizer_config.json")
+    config = read_config_object(files, "tokenizer_config.json")
     templates = read_chat_templates(files, config)
     return ChatRenderer(templates, read_special_tokens(config)), "\n".join(templates.values())
 
 
-def _bytes(path: Path) -> int:
+def _total_bytes(path: Path) -> int:
     """Of all files of a model."""
-    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else all_parts(path)
+    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else part_paths(path)
     return sum(file.stat().st_size for file in files)
 
 
-def _table(name: str, settings: Mapping[str, Any]) -> str:
+def _models_file_table(name: str, settings: Mapping[str, Any]) -> str:
     return "\n".join([f'["mine"]\nmodel = "{name}"', *(f"{key} = {value}" for key, value in settings.items())])
 
 
-def _whole(about: Mapping[str, Any]) -> str:
+def _format_description(description: Mapping[str, Any]) -> str:
     """All of it, in Ollama's form: titles, and below them names with values."""
     lines: list[str] = []
     for title in ("Model", "Capabilities", "parameters", "license"):
-        content = about.get(title)
+        content = description.get(title)
         if not content:
             continue
         lines += ["", f"  {title.capitalize()}"]

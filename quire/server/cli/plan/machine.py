@@ -16,16 +16,21 @@ from quire.engine.checkpoint.kv_plan import (
 )
 from quire.engine.errors import ConfigError
 
-_CARDS = Path(__file__).with_name("cards.toml")
-_DRIVER = Path("/proc/driver/nvidia/gpus")
-_CPU = Path("/proc/cpuinfo")
-TILE = 256
+_GPU_TABLE = Path(__file__).with_name("cards.toml")
+_DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
+_CPU_INFO = Path("/proc/cpuinfo")
+CPU_RANK_BLOCK_SIZE = 256
 """Tokens of a page that each rank keeps, where ranks divide the tokens on a CPU; elsewhere it is a PAGE."""
-PAGE, FLASH_PAGE = 16, 256
+BLOCK_SIZE, FLASH_BLOCK_SIZE = 16, 256
 """Tokens of a page: of most attention backends, and of most made of flash-attn."""
-FLASH_PAGES = {"flash3": FLASH_PAGE, "flash4": 128, "flash": FLASH_PAGE, "torch_varlen": FLASH_PAGE}
+FLASH_BLOCK_SIZES = {
+    "flash3": FLASH_BLOCK_SIZE,
+    "flash4": 128,
+    "flash": FLASH_BLOCK_SIZE,
+    "torch_varlen": FLASH_BLOCK_SIZE,
+}
 """By the backend that is asked for."""
-FLASH_HEAD_DIM = 256
+MAX_FLASH_HEAD_DIM = 256
 """The largest head size that flash-attn takes; it also needs 16-bit numbers, and a GPU that computes bfloat16."""
 ENGINE_HOST_BYTES = 200 * 2**20
 """Memory that the API and engine processes take besides weights and KV cache; measured on Linux."""
@@ -47,7 +52,7 @@ class Machine:
     """Whether bandwidth and flops were measured on this machine; else they are its maker's figures."""
     bf16: bool = True
     """Whether it can compute bfloat16."""
-    compresses: bool = False
+    compresses_weights: bool = False
     """Whether it is a CPU whose kernels compress bfloat16 linear layers to 12 bits."""
     count: int = 1
     stages: int = 1
@@ -58,19 +63,19 @@ class Machine:
     """How many machines like this the devices are divided among."""
 
     @property
-    def sharing(self) -> int:
+    def devices_per_memory(self) -> int:
         """How many devices of an engine share one memory: the parts of a CPU's machine."""
         return 1 if self.gpu else self.count // self.nodes
 
-    def page_tokens(
+    def kv_block_size(
         self,
         dtype: str,
         head_dim: int,
         backend: str = "auto",
         *,
-        codes: bool = False,
-        divided: bool = False,
-        asked: int | None = None,
+        is_8_bit: bool = False,
+        divides_tokens: bool = False,
+        block_size: int | None = None,
     ) -> int:
         """Tokens of a page of the KV cache, which the attention backend decides.
 
@@ -78,21 +83,21 @@ class Machine:
         pages hold 8 bits, which flash-attn's larger ones do not; divided: ranks divide the tokens; asked: as was asked
         for, where a backend has such pages.
         """
-        if divided:
-            return self.count * (PAGE if self.gpu or backend == "reference" else TILE)
-        if codes:
-            return PAGE
-        flash = self.gpu and self.bf16 and dtype != "float32" and head_dim % 8 == 0 and head_dim <= FLASH_HEAD_DIM
-        if backend == "auto" and flash and asked in (PAGE, *FLASH_PAGES.values()):
-            return asked
-        return FLASH_PAGE if backend == "auto" and flash else FLASH_PAGES.get(backend, PAGE)
+        if divides_tokens:
+            return self.count * (BLOCK_SIZE if self.gpu or backend == "reference" else CPU_RANK_BLOCK_SIZE)
+        if is_8_bit:
+            return BLOCK_SIZE
+        flash = self.gpu and self.bf16 and dtype != "float32" and head_dim % 8 == 0 and head_dim <= MAX_FLASH_HEAD_DIM
+        if backend == "auto" and flash and block_size in (BLOCK_SIZE, *FLASH_BLOCK_SIZES.values()):
+            return block_size
+        return FLASH_BLOCK_SIZE if backend == "auto" and flash else FLASH_BLOCK_SIZES.get(backend, BLOCK_SIZE)
 
-    def left_for_cache(self, weight_bytes: int, step_bytes: int) -> int:
+    def max_kv_bytes(self, weight_bytes: int, step_bytes: int) -> int:
         """Bytes of each device that a KV cache could take if nothing else wanted them."""
         others = CUDA_CONTEXT_BYTES + step_bytes if self.gpu else ENGINE_HOST_BYTES
         return max(self.memory - weight_bytes - others, 0)
 
-    def kv_budget(self, weight_bytes: int, step_bytes: int, utilization: float) -> int:
+    def kv_budget_bytes(self, weight_bytes: int, step_bytes: int, utilization: float) -> int:
         """Bytes for the KV cache of each device, by the engine's own rule.
 
         weight_bytes: of the weights on one device. step_bytes: what a step takes on a GPU.
@@ -100,13 +105,13 @@ class Machine:
         if self.gpu:
             free = self.memory - CUDA_CONTEXT_BYTES - weight_bytes
             return max(device_kv_budget(free, self.memory, utilization) - step_bytes, 0)
-        parts = self.sharing * self.replicas
+        parts = self.devices_per_memory * self.replicas
         return host_kv_budget(parts * (self.memory - ENGINE_HOST_BYTES - weight_bytes)) // parts
 
 
-def read_cards() -> dict[str, Machine]:
+def read_gpu_table() -> dict[str, Machine]:
     """The table of common GPUs, by name."""
-    table = tomllib.loads(_CARDS.read_text(encoding="utf-8"))
+    table = tomllib.loads(_GPU_TABLE.read_text(encoding="utf-8"))
     return {
         name: Machine(
             name,
@@ -120,21 +125,21 @@ def read_cards() -> dict[str, Machine]:
     }
 
 
-def find_card(name: str) -> Machine:
+def find_gpu(name: str) -> Machine:
     """Find a GPU by its name in the table, or by its driver's name, such as NVIDIA H100 80GB HBM3.
 
     Raises ConfigError, with similar names, if there is none.
     """
-    cards = read_cards()
-    asked = _plain(name)
-    for known, card in cards.items():
-        if _plain(known) == asked:
-            return card
-    words = _words(name)
-    if inside := [card for known, card in cards.items() if _words(known) <= words]:
-        return max(inside, key=lambda card: len(card.name))
-    close = [known for known in cards if asked in _plain(known)]
-    if len(close) == 1 and _plain(close[0]).endswith(asked):  # 4090
+    cards = read_gpu_table()
+    plain_name = _plain_name(name)
+    for known, gpu in cards.items():
+        if _plain_name(known) == plain_name:
+            return gpu
+    words = _name_words(name)
+    if inside := [gpu for known, gpu in cards.items() if _name_words(known) <= words]:
+        return max(inside, key=lambda gpu: len(gpu.name))
+    close = [known for known in cards if plain_name in _plain_name(known)]
+    if len(close) == 1 and _plain_name(close[0]).endswith(plain_name):  # 4090
         return cards[close[0]]
     hint = f"did you mean {' or '.join(close)}" if close else f"it has {', '.join(cards)}"
     asks = "?" if close else ""
@@ -143,17 +148,17 @@ def find_card(name: str) -> Machine:
 
 def this_machine(*, gpu: bool = True) -> Machine:
     """The first GPU of this machine that is in the table, or else its CPU with the memory that is free now."""
-    for file in sorted(_DRIVER.glob("*/information")) if gpu else ():
+    for file in sorted(_DRIVER_FOLDER.glob("*/information")) if gpu else ():
         model = next((line for line in file.read_text().splitlines() if line.startswith("Model:")), "")
         try:
-            return find_card(model.removeprefix("Model:").strip())
+            return find_gpu(model.removeprefix("Model:").strip())
         except ConfigError:
             continue
-    compresses = _CPU.exists() and " avx512_bf16 " in _CPU.read_text(encoding="utf-8")
-    return Machine("this machine's CPU", memory=available_host_bytes(), gpu=False, compresses=compresses)
+    compresses = _CPU_INFO.exists() and " avx512_bf16 " in _CPU_INFO.read_text(encoding="utf-8")
+    return Machine("this machine's CPU", memory=available_host_bytes(), gpu=False, compresses_weights=compresses)
 
 
-def divided(machine: Machine, ranks: int, replicas: int = 1, stages: int = 1, nodes: int = 1) -> Machine:
+def divide_machine(machine: Machine, ranks: int, replicas: int = 1, stages: int = 1, nodes: int = 1) -> Machine:
     """The machine as ranks, stages and replicas share it. A GPU is counted once for each rank or stage. A CPU machine
     is divided into equal parts, one for each process, because these share its memory and cores; `nodes` is the number
     of such machines.
@@ -181,14 +186,14 @@ def divided(machine: Machine, ranks: int, replicas: int = 1, stages: int = 1, no
     return replace(part, bandwidth=bandwidth, flops=flops, count=count, stages=stages, replicas=replicas, nodes=nodes)
 
 
-def with_memory(gib: float) -> Machine:
+def gpu_with_memory(gib: float) -> Machine:
     """A GPU with this much memory and of unknown speed."""
     return Machine(f"a GPU of {gib:g} GiB", memory=int(gib * GIB), gpu=True)
 
 
-def _plain(name: str) -> str:
+def _plain_name(name: str) -> str:
     return "".join(char for char in name.lower() if char.isalnum())
 
 
-def _words(name: str) -> set[str]:
+def _name_words(name: str) -> set[str]:
     return set(re.split(r"[^a-z0-9]+", name.lower())) - {""}

@@ -14,26 +14,30 @@ from quire.engine.checkpoint.families import FAMILIES, STACKED
 from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.text.tokenizer import Tokenizer
-from quire.server.cli.flags import command
+from quire.server.cli.flags import build_parser
 from quire.server.cli.quantize.calibration import read_samples
-from quire.server.cli.unknown_flags import parse_known
+from quire.server.cli.unknown_flags import parse_known_flags
 
-FORMATS = ("int8", "w8a8", "int4", "fp8")
+QUANTIZATION_FORMATS = ("int8", "w8a8", "int4", "fp8")
 """w8a8 is another name of int8."""
-_STRENGTH = 0.5
+_DEFAULT_STRENGTH = 0.5
 """SmoothQuant's own for most models."""
 
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status."""
-    args = parse_known(
-        command(
+    args = parse_known_flags(
+        build_parser(
             "quire quantize",
             __doc__,
             {
                 "model": {"metavar": "MODEL", "help": "directory or hub id of floating-point weights"},
                 "out": {"metavar": "OUT", "type": Path, "help": "directory to make"},
-                "--format": {"choices": FORMATS, "required": True, "help": "of the layers' linears; w8a8 is int8"},
+                "--format": {
+                    "choices": QUANTIZATION_FORMATS,
+                    "required": True,
+                    "help": "of the layers' linears; w8a8 is int8",
+                },
                 "--smooth": {
                     "metavar": "FILE",
                     "type": Path,
@@ -43,8 +47,8 @@ def main(argv: Sequence[str], started: float) -> int:
                 "--smooth-strength": {
                     "metavar": "NUMBER",
                     "type": float,
-                    "default": _STRENGTH,
-                    "help": f"how much of activations' range goes to the weights, 0 to 1 (default {_STRENGTH})",
+                    "default": _DEFAULT_STRENGTH,
+                    "help": f"how much of activations' range goes to the weights, 0 to 1 (default {_DEFAULT_STRENGTH})",
                 },
                 "--revision": {"metavar": "TEXT", "help": "branch, tag or commit of a hub id"},
             },
@@ -55,9 +59,17 @@ def main(argv: Sequence[str], started: float) -> int:
     path = resolve_model(args.model, args.revision)
     _check_model(path)
     name, samples = args.format.replace("w8a8", "int8"), None
-    program = [sys.executable, "-P", "-m", "quire.engine.worker.writing.quantize", str(path), str(args.out), name]
+    program = [
+        sys.executable,
+        "-P",
+        "-m",
+        "quire.engine.worker.writing.quantize_checkpoint",
+        str(path),
+        str(args.out),
+        name,
+    ]
     if args.smooth is not None:
-        samples = _samples(args.smooth, args.smooth_strength, name, path)
+        samples = _encode_samples(args.smooth, args.smooth_strength, name, path)
         program.append(str(args.smooth_strength))
     status = subprocess.run(program, input=samples, text=True).returncode
     if status < 0:  # for one, the system killed it for memory
@@ -65,14 +77,14 @@ def main(argv: Sequence[str], started: float) -> int:
     return 1 if status < 0 else status
 
 
-def _samples(file: Path, strength: float, name: str, path: Path) -> str:
+def _encode_samples(file: Path, strength: float, name: str, path: Path) -> str:
     """What the process that writes takes of the texts in `file`, as JSON. Raises ConfigError."""
     if name != "int8":
         raise ConfigError(f"smooth: {name} does not round activations to integers: --format int8", param="smooth")
     if not 0 <= strength <= 1:
         raise ConfigError(f"smooth_strength: {strength:g} is not in 0 to 1", param="smooth_strength")
     config = read_model_config(path)
-    tokenizer = Tokenizer.load(path, model_vocab_size=config.vocab_size)
+    tokenizer = Tokenizer.from_pretrained(path, model_vocab_size=config.vocab_size)
     return json.dumps(read_samples(file, tokenizer, config.max_position))
 
 
@@ -92,8 +104,8 @@ def _check_model(path: Path) -> None:
     if not path.is_dir():
         raise ModelError(f"model: {path.name} is quantized already; give the checkpoint that it was made of")
     config = read_model_config(path)
-    if given := config.raw.get("quantization_config"):
-        raise ModelError(f"model: its weights are quantized already ({given.get('quant_method')})")
+    if quantization_config := config.raw.get("quantization_config"):
+        raise ModelError(f"model: its weights are quantized already ({quantization_config.get('quant_method')})")
     if config.model_type not in FAMILIES:
         raise ModelError(
             f"model: {config.model_type!r} is not of the families whose linears are known: {', '.join(FAMILIES)}"

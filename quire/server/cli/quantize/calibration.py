@@ -12,17 +12,17 @@ from quire.engine.errors import ConfigError, InvalidRequest
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.protocol.chat import ChatRequest
-from quire.server.resolve.parse import validated
+from quire.server.resolve.parse import validate_body
 
-PIECE = 512
+PIECE_TOKENS = 512
 """Tokens of a piece of text, at most."""
-TOKENS = 16_384
+MAX_TOKENS = 16_384
 """How many are read. More changes little: of each input the largest counts, and large ones are so everywhere."""
-_CHARACTERS = 16 * TOKENS
+_MAX_CHARACTERS = 16 * MAX_TOKENS
 """Of a text, as many as are enough."""
 
 
-class _Line(msgspec.Struct):
+class _SampleLine(msgspec.Struct):
     """Of a JSONL file: one of these."""
 
     text: str | None = None
@@ -30,71 +30,73 @@ class _Line(msgspec.Struct):
     messages: list[dict[str, Any]] | None = None
 
 
-def read_samples(file: Path, tokenizer: Tokenizer, longest: int) -> list[list[int]]:
-    """Pieces of at most `longest` tokens, and PIECE: of a file whose name ends with .jsonl each line's beginning, of
+def read_samples(file: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list[int]]:
+    """Pieces of at most `max_tokens` tokens, and PIECE: of a file whose name ends with .jsonl each line's beginning, of
     any other one piece after another.
 
     Raises ConfigError for a file that cannot be read, and for one that gives no token.
     """
-    longest = min(PIECE, longest)
+    max_tokens = min(PIECE_TOKENS, max_tokens)
     try:
         with file.open(encoding="utf-8") as opened:
             if file.suffix == ".jsonl":
-                pieces = _of_lines(opened, tokenizer, longest)
+                pieces = _read_line_pieces(opened, tokenizer, max_tokens)
             else:
-                pieces = _cut(tokenizer.encode(opened.read(_CHARACTERS)), longest)
-            found = _enough(pieces)
+                pieces = _split_pieces(tokenizer.encode(opened.read(_MAX_CHARACTERS)), max_tokens)
+            samples = _take_pieces(pieces)
     except OSError as error:
-        raise _wrong(f"{file}: {error.strerror or error}") from error
+        raise _smooth_error(f"{file}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise _wrong(f"{file}: is not UTF-8") from error
+        raise _smooth_error(f"{file}: is not UTF-8") from error
     except InvalidRequest as error:
-        raise _wrong(f"{file}: {error}") from error
-    if not found:
-        raise _wrong(f"{file}: has no text")
-    return found
+        raise _smooth_error(f"{file}: {error}") from error
+    if not samples:
+        raise _smooth_error(f"{file}: has no text")
+    return samples
 
 
-def _of_lines(lines: Iterator[str], tokenizer: Tokenizer, longest: int) -> Iterator[list[int]]:
+def _read_line_pieces(lines: Iterator[str], tokenizer: Tokenizer, longest: int) -> Iterator[list[int]]:
     renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens)
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            read = msgspec.json.decode(line, type=_Line)
+            read = msgspec.json.decode(line, type=_SampleLine)
         except msgspec.MsgspecError as error:
-            raise _wrong(f"line {number}: {error}") from error
+            raise _smooth_error(f"line {number}: {error}") from error
         text = read.prompt if read.text is None else read.text
         if read.messages is not None:
-            yield tokenizer.encode(_rendered(read.messages, renderer, number), add_special_tokens=False)[:longest]
+            yield tokenizer.encode(_render_messages(read.messages, renderer, number), add_special_tokens=False)[
+                :longest
+            ]
         elif text is not None:
-            yield tokenizer.encode(text[:_CHARACTERS])[:longest]
+            yield tokenizer.encode(text[:_MAX_CHARACTERS])[:longest]
         else:
-            raise _wrong(f"line {number}: has neither text, prompt nor messages")
+            raise _smooth_error(f"line {number}: has neither text, prompt nor messages")
 
 
-def _rendered(messages: list[dict[str, Any]], renderer: ChatRenderer, line: int) -> str:
+def _render_messages(messages: list[dict[str, Any]], renderer: ChatRenderer, line: int) -> str:
     try:
-        talk = validated({"messages": messages}, ChatRequest).messages
-        return renderer.render([message.as_dict() for message in talk], add_generation_prompt=False)
+        talk = validate_body({"messages": messages}, ChatRequest).messages
+        return renderer.render([message.to_template_message() for message in talk], add_generation_prompt=False)
     except InvalidRequest as error:
-        raise _wrong(f"line {line}: {error}") from error
+        raise _smooth_error(f"line {line}: {error}") from error
 
 
-def _cut(ids: list[int], longest: int) -> Iterator[list[int]]:
+def _split_pieces(ids: list[int], longest: int) -> Iterator[list[int]]:
     return (ids[first : first + longest] for first in range(0, len(ids), longest))
 
 
-def _enough(pieces: Iterator[list[int]]) -> list[list[int]]:
-    found, left = list[list[int]](), TOKENS
+def _take_pieces(pieces: Iterator[list[int]]) -> list[list[int]]:
+    taken, left = list[list[int]](), MAX_TOKENS
     for piece in pieces:
         if piece:
-            found.append(piece[:left])
-            left -= len(found[-1])
+            taken.append(piece[:left])
+            left -= len(taken[-1])
         if not left:
             break
-    return found
+    return taken
 
 
-def _wrong(message: str) -> ConfigError:
+def _smooth_error(message: str) -> ConfigError:
     return ConfigError(f"smooth: {message}", param="smooth")

@@ -1,4 +1,5 @@
-"""`quire replay`: computes receipts again, of one answer or of a day's log, and says where the first difference is."""
+"""`quire replay`: computes receipts again, of one answer or of a day's log, and says where the first difference
+is."""
 
 from __future__ import annotations
 
@@ -16,26 +17,26 @@ from quire.engine.checkpoint.files import resolve_model
 from quire.engine.checkpoint.overrides import model_path, read_configured
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, InvalidRequest, ModelError
-from quire.engine.images.reader import Asked, by_digest, image_reader
+from quire.engine.images.image_reader import RequestImage, images_by_digest, make_image_reader
 from quire.engine.link.client import EngineClient
 from quire.engine.link.link import Link
 from quire.engine.link.supervisor import ProcessLink
-from quire.engine.lora.offline import LocalAdapters, LoRARequest
-from quire.engine.receipts.hashes import ModelHashes
+from quire.engine.lora.local_adapters import LocalAdapters, LoRARequest
+from quire.engine.receipts.model_hasher import ModelHasher
 from quire.engine.receipts.receipt import Receipt, decode_receipt
-from quire.engine.receipts.replay import Model, Verdict, replay
-from quire.engine.text.no_tokenizer import load_tokenizer
+from quire.engine.receipts.receipt_replay import ReplayModel, ReplayVerdict, replay_receipt
+from quire.engine.text.null_tokenizer import load_tokenizer
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Image
-from quire.server.cli.flags import command
+from quire.server.cli.flags import build_parser
 from quire.server.cli.models.pull import pull_missing
-from quire.server.cli.settings import add_flags, parse
+from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 from quire.server.config import DEMO_NAME
-from quire.server.encoding import DATA, encode_ascii
+from quire.server.encoding import EVENT_PREFIX, encode_ascii
 
-AT_ONCE = 32
+MAX_CONCURRENT_RECEIPTS = 32
 """Receipts that are computed at the same time."""
-SAME = (
+RECEIPT_SETTINGS = (
     *("dtype", "quantization", "quantize_embedding", "kv_cache_dtype", "activation_bits", "rope_context"),
     "tensor_parallel_size",
 )
@@ -54,71 +55,86 @@ def main(argv: Sequence[str], started: float) -> int:
         "--quiet": {"action": "store_true", "help": "no line for receipts that are equal"},
         "--json": {"action": "store_true", "help": "print a JSON object for each receipt"},
     }
-    parser = command("quire replay", __doc__, flags, usage="quire replay FILE [flags]", add_help=False)
-    add_flags(parser, EngineConfig, {EngineConfig: "engine"})
-    args, config = parse(parser, argv, EngineConfig)
-    config = configured(config, first_receipt(args.file), lora=bool(args.adapter))
+    parser = build_parser("quire replay", __doc__, flags, usage="quire replay FILE [flags]", add_help=False)
+    add_settings_flags(parser, EngineConfig, {EngineConfig: "engine"})
+    args, config = parse_settings(parser, argv, EngineConfig)
+    config = replay_config(config, read_first_receipt(args.file), lora=bool(args.adapter))
     pull_missing(config)
-    return uvloop.run(_shown(config, args))
+    return uvloop.run(_print_verdicts(config, args))
 
 
-async def _shown(config: EngineConfig, args: argparse.Namespace) -> int:
+async def _print_verdicts(config: EngineConfig, args: argparse.Namespace) -> int:
     """Print all verdicts. Returns the exit status."""
     counts: Counter[str] = Counter()
-    tokens, warned = 0, ""
-    async for verdict in verdicts(config, args.file, args.adapter, args.image, ProcessLink):
+    tokens, last_warning = 0, ""
+    async for verdict in replay_receipts(config, args.file, args.adapter, args.image, ProcessLink):
         counts[verdict.outcome] += 1
         tokens += verdict.tokens
         if args.json:
             print(encode_ascii(asdict(verdict)).decode(), flush=True)
             continue
-        if verdict.warning and verdict.warning != warned:
-            warned = verdict.warning
-            print(f"warning    {printable(verdict.id)}  computed otherwise here: {printable(warned)}", flush=True)
+        if verdict.warning and verdict.warning != last_warning:
+            last_warning = verdict.warning
+            print(
+                f"warning    {escape_unprintable(verdict.id)}  "
+                f"computed otherwise here: {escape_unprintable(last_warning)}",
+                flush=True,
+            )
         if verdict.outcome != "equal" or not args.quiet:
-            print(f"{verdict.outcome:<10} {printable(verdict.id)}  {printable(verdict.what)}", flush=True)
+            print(
+                f"{verdict.outcome:<10} {escape_unprintable(verdict.id)}  {escape_unprintable(verdict.what)}",
+                flush=True,
+            )
     if not args.json:
-        told = ", ".join(f"{counts[each]} {each}" for each in ("equal", "different", "refused"))
-        print(f"{counts.total()} receipts: {told}; {tokens:,} tokens computed again")
+        totals = ", ".join(f"{counts[each]} {each}" for each in ("equal", "different", "refused"))
+        print(f"{counts.total()} receipts: {totals}; {tokens:,} tokens computed again")
     return 0 if counts["equal"] == counts.total() > 0 else 1
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """A receipt's text, whose control characters could write over lines of the terminal, as escapes."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
-async def verdicts(
+async def replay_receipts(
     config: EngineConfig, file: Path, adapters: Sequence[str], images: Sequence[str], make_link: MakeLink
-) -> AsyncIterator[Verdict]:
+) -> AsyncIterator[ReplayVerdict]:
     """Of each receipt in a file, in its order. Raises what starting the engine raises, InvalidRequest for adapters and
     images that cannot be read, and EngineError when the engine fails."""
     path = model_path(config)
-    shape = read_configured(config, path)
+    model_config = read_configured(config, path)
     folder = resolve_model(config.tokenizer, config.revision) if config.tokenizer else path
     tokenizer = load_tokenizer(
-        folder, config.chat_template, shape.vocab_size, shape.eos_token_ids, skip=config.skip_tokenizer_init
+        folder,
+        config.chat_template,
+        model_config.vocab_size,
+        model_config.eos_token_ids,
+        skip=config.skip_tokenizer_init,
     )
-    kept = LocalAdapters(config, shape) if adapters else None
-    asked = [LoRARequest(str(index), index, each) for index, each in enumerate(adapters, 1)]
-    loaded = [] if kept is None else [each for each in kept.each(asked, len(asked)) if each is not None]
+    local_adapters = LocalAdapters(config, model_config) if adapters else None
+    lora_requests = [LoRARequest(str(index), index, each) for index, each in enumerate(adapters, 1)]
+    loaded = (
+        []
+        if local_adapters is None
+        else [each for each in local_adapters.resolve_requests(lora_requests, len(lora_requests)) if each is not None]
+    )
     client = EngineClient(make_link(config))
-    hashes = ModelHashes(config, tokenizer, client.link.weights_paths)
+    hashes = ModelHasher(config, tokenizer, client.link.weights_paths)
     try:
         info = await client.link.start()
-        model = Model(
-            hashes=await hashes.of(["1"]),
-            computed=await hashes.computed(info),
+        model = ReplayModel(
+            hashes=await hashes.hash_versions(["1"]),
+            computed=await hashes.describe_compute(info),
             tokenizer=tokenizer,
             max_model_len=info.max_model_len,
-            vocab_size=shape.vocab_size,
+            vocab_size=model_config.vocab_size,
             adapters={each.digest: each for each in loaded},
             images=read_images(path, tokenizer, images),
         )
-        running: deque[asyncio.Task[Verdict]] = deque()
-        for number, given in enumerate(receipts_in(file), 1):
-            running.append(asyncio.create_task(_verdict(given, f"line {number}", model, client)))
-            while len(running) >= AT_ONCE:
+        running: deque[asyncio.Task[ReplayVerdict]] = deque()
+        for number, encoded in enumerate(read_receipts(file), 1):
+            running.append(asyncio.create_task(_replay_receipt(encoded, f"line {number}", model, client)))
+            while len(running) >= MAX_CONCURRENT_RECEIPTS:
                 yield await running.popleft()
         while running:
             yield await running.popleft()
@@ -126,20 +142,20 @@ async def verdicts(
         await client.link.stop()
 
 
-async def _verdict(given: bytes, where: str, model: Model, client: EngineClient) -> Verdict:
+async def _replay_receipt(encoded: bytes, where: str, model: ReplayModel, client: EngineClient) -> ReplayVerdict:
     try:
-        receipt = decode_receipt(given)
+        receipt = decode_receipt(encoded)
     except InvalidRequest as error:
-        return Verdict(where, "refused", error.message)
-    return await replay(_numbered(receipt, where), model, client)
+        return ReplayVerdict(where, "refused", error.message)
+    return await replay_receipt(_with_line_number(receipt, where), model, client)
 
 
-def _numbered(receipt: Receipt, where: str) -> Receipt:
+def _with_line_number(receipt: Receipt, where: str) -> Receipt:
     """With an id of its own: callers may give several answers the same."""
     return msgspec.structs.replace(receipt, id=f"{receipt.id} ({where})")
 
 
-def receipts_in(file: Path) -> Iterator[bytes]:
+def read_receipts(file: Path) -> Iterator[bytes]:
     """Each receipt of a file, still as JSON: a line each, in events of a stream, or one that is all of the file. Raises
     ConfigError where it cannot be read."""
     try:
@@ -149,38 +165,40 @@ def receipts_in(file: Path) -> Iterator[bytes]:
                 yield first + lines.read()
                 return
             for line in (first, *lines):
-                if line.startswith(DATA) and b'"receipt"' in line:
-                    yield line.removeprefix(DATA)
+                if line.startswith(EVENT_PREFIX) and b'"receipt"' in line:
+                    yield line.removeprefix(EVENT_PREFIX)
                 elif line.startswith(b"{"):
                     yield line
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from None
 
 
-def first_receipt(file: Path) -> Receipt:
+def read_first_receipt(file: Path) -> Receipt:
     """Raises ConfigError where there is none."""
     why = "it has no lines of JSON"
-    for given in receipts_in(file):
+    for encoded in read_receipts(file):
         try:
-            return decode_receipt(given)
+            return decode_receipt(encoded)
         except InvalidRequest as error:
             why = error.message
     raise ConfigError(f"{file} has no receipt: {why}")
 
 
-def configured(config: EngineConfig, first: Receipt, *, lora: bool) -> EngineConfig:
+def replay_config(config: EngineConfig, receipt: Receipt, *, lora: bool) -> EngineConfig:
     """The settings with which a receipt's answer is computed again: those that were not given are the receipt's. Raises
     ConfigError where its model is not found by its name alone."""
-    given = config.model_fields_set
-    update = {name: getattr(first.computed, name) for name in SAME if name not in given}
+    given_settings = config.model_fields_set
+    update = {name: getattr(receipt.computed, name) for name in RECEIPT_SETTINGS if name not in given_settings}
     if lora:
         update["enable_lora"] = True
-    if "model" not in given and first.model != DEMO_NAME:
-        update["model"] = first.model
+    if "model" not in given_settings and receipt.model != DEMO_NAME:
+        update["model"] = receipt.model
         try:
-            resolve_model(first.model, config.revision)
+            resolve_model(receipt.model, config.revision)
         except ModelError as error:
-            raise ConfigError(f"--model says where the receipt's model is: {printable(error.message)}") from None
+            raise ConfigError(
+                f"--model says where the receipt's model is: {escape_unprintable(error.message)}"
+            ) from None
     return config.model_copy(update=update)
 
 
@@ -189,12 +207,12 @@ def read_images(path: Path, tokenizer: Tokenizer, files: Sequence[str]) -> dict[
     InvalidRequest."""
     if not files:
         return {}
-    reader, asked = image_reader(path, tokenizer), list[Asked]()
+    reader, images = make_image_reader(path, tokenizer), list[RequestImage]()
     if reader is None:
         raise ConfigError("--image: this model reads no images")
     for file in files:
         try:
-            asked.append(Asked(file, Path(file).read_bytes()))
+            images.append(RequestImage(file, Path(file).read_bytes()))
         except OSError as error:
             raise ConfigError(f"--image: {file}: {error.strerror}") from None
-    return by_digest(reader, asked)
+    return images_by_digest(reader, images)

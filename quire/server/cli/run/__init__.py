@@ -25,46 +25,46 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError, InvalidRequest
 from quire.engine.link.client import EngineClient
 from quire.engine.replicas.replicas import processes
-from quire.server.batches.lines import (
-    Job,
-    answered_line,
-    custom_id,
-    duplicates_in,
-    failed_line,
-    ids_in,
-    lines_of,
+from quire.server.batches.batch_lines import (
+    LineRequest,
+    encode_answer_line,
+    encode_error_line,
+    find_duplicate_lines,
     parse_line,
-    readable_twice,
+    read_custom_id,
+    read_custom_ids,
+    read_nonempty_lines,
+    rereadable_file,
 )
-from quire.server.cli.flags import command
-from quire.server.cli.hosting import PRIVATE_SERVER, running_app
+from quire.server.cli.flags import build_parser
+from quire.server.cli.http_server import PRIVATE_SERVER_SETTINGS, open_engine_app
 from quire.server.cli.models.pull import pull_missing
-from quire.server.cli.settings import add_flags, parse
+from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 from quire.server.config import ServerConfig
 
-SHOWN = 160
+MAX_SHOWN_CHARACTERS = 160
 """Characters of a failure's message at the end."""
-SHOWN_NAMES = 8
+MAX_SHOWN_NAMES = 8
 """Names of parameters without effect at the end."""
-RETRIES = 5
+MAX_ATTEMPTS = 5
 """Attempts for a request that is answered with 429 or 503."""
 
 
 @dataclass(slots=True)
-class Tally:
+class RequestTally:
     """What has become of the requests so far."""
 
-    done: int = 0
+    num_done: int = 0
     """Answered with status 200."""
-    failed: int = 0
-    tokens: int = 0
-    kinds: Counter[str] = field(default_factory=Counter)
+    num_failed: int = 0
+    num_tokens: int = 0
+    failures_by_kind: Counter[str] = field(default_factory=Counter)
     """Failures by kind."""
     examples: dict[str, str] = field(default_factory=dict)
     """Of each kind one, with its custom_id."""
-    refused: int = 0
+    num_refused: int = 0
     """Failures that would be the same again."""
-    ignored: Counter[str] = field(default_factory=Counter)
+    ignored_params: Counter[str] = field(default_factory=Counter)
     """Parameters without effect, with the number of requests that had them."""
 
 
@@ -81,7 +81,7 @@ def is_permanent(result: dict[str, Any]) -> bool:
     return 400 <= response.get("status_code", 0) < 500 and response["status_code"] not in (408, 429)
 
 
-def kind_of(result: dict[str, Any]) -> tuple[str, str]:
+def failure_kind(result: dict[str, Any]) -> tuple[str, str]:
     """What kind of failure a result is, and its message."""
     response = result["response"]
     if response is None:
@@ -93,35 +93,34 @@ def kind_of(result: dict[str, Any]) -> tuple[str, str]:
     return f"{response['status_code']}{f' {named}' if named else ''}", str(error.get("message", ""))
 
 
-def resume_from(path: Path, wanted: Collection[str], *, retry_refused: bool = False) -> tuple[set[str], set[str]]:
+def prepare_resume(path: Path, requested: Collection[str], *, retry_refused: bool = False) -> tuple[set[str], set[str]]:
     """Prepare an output file to be continued; returns the custom_ids answered in it, and those refused for good.
 
-    Failures of `wanted` ids are removed from the file, so that they are tried again, but those that would be the same
-    again stay unless `retry_refused`. A last line that was not written completely is removed too. Raises ConfigError,
-    and leaves the file as it is, when it is not an output of this command.
-    """
+    Failures of `requested` ids are removed from the file, so that they are tried again, but those that would be the
+    same again stay unless `retry_refused`. A last line that was not written completely is removed too. Raises
+    ConfigError, and leaves the file as it is, when it is not an output of this command."""
     done: set[str] = set()
     refused: set[str] = set()
-    again: set[str] = set()
+    retried: set[str] = set()
     with path.open("r+b") as file:
-        whole = 0
+        complete_bytes = 0
         for line in file:
             if not line.endswith(b"\n"):
                 break
             try:
                 result = json.loads(line)
-                kept = refused if is_permanent(result) and not retry_refused else again
-                (kept if is_failure(result) else done).add(result["custom_id"])
+                ids = refused if is_permanent(result) and not retry_refused else retried
+                (ids if is_failure(result) else done).add(result["custom_id"])
             except (ValueError, KeyError, TypeError, AttributeError):
-                raise ConfigError(f"{path} is no output of quire run: no result at byte {whole}") from None
-            whole += len(line)
-        file.truncate(whole)
-    if again := again & set(wanted):
+                raise ConfigError(f"{path} is no output of quire run: no result at byte {complete_bytes}") from None
+            complete_bytes += len(line)
+        file.truncate(complete_bytes)
+    if retried := retried & set(requested):
         path = path.resolve()  # a symbolic link must keep pointing to the file
         part = path.with_name(f"{path.name}.part")
         with path.open("rb") as old, part.open("wb") as new:
             entries = ((line, json.loads(line)) for line in old)
-            new.writelines(line for line, it in entries if it["custom_id"] not in again or not is_failure(it))
+            new.writelines(line for line, it in entries if it["custom_id"] not in retried or not is_failure(it))
             new.flush()
             os.fsync(new.fileno())  # the content must be on disk before the file replaces the old one
         shutil.copymode(path, part)
@@ -129,7 +128,7 @@ def resume_from(path: Path, wanted: Collection[str], *, retry_refused: bool = Fa
     return done, refused
 
 
-class Output:
+class ResultFile:
     """A file that is appended to, or stdout for `-`, unbuffered: what was written is there, and closing cannot fail."""
 
     def __init__(self, path: Path) -> None:
@@ -137,24 +136,24 @@ class Output:
         self._file = open(os.dup(1) if str(path) == "-" else path, "ab", buffering=0)  # noqa: SIM115 - `close` does
         self.close = self._file.close
 
-    def write(self, left: bytes) -> None:
+    def write_all(self, remaining: bytes) -> None:
         """Raises ConfigError where there is no room; --resume removes a line that was not written completely."""
         try:
-            while left:
-                left = left[self._file.write(left) :]
+            while remaining:
+                remaining = remaining[self._file.write(remaining) :]
         except OSError as error:
             raise ConfigError(f"cannot write {self._path}: {error.strerror}") from None
 
 
-class Batch:
+class RequestFileRunner:
     """Answers requests, several at a time, and writes each result as soon as it is there."""
 
     def __init__(
         self,
         http: httpx.AsyncClient,
         client: EngineClient,
-        out: Output,
-        tally: Tally,
+        out: ResultFile,
+        tally: RequestTally,
         progress: Progress,
         total: int,
         duplicates: Collection[int],
@@ -167,35 +166,35 @@ class Batch:
         self._duplicates = duplicates
         self._bar = progress.add_task("requests", total=total)
 
-    async def run(self, lines: Iterator[tuple[int, str]], at_once: int) -> None:
+    async def answer_all(self, lines: Iterator[tuple[int, str]], at_once: int) -> None:
         """Answer all lines, `at_once` at a time. Raises EngineError when the engine is gone; written results stay."""
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(at_once):
-                    group.create_task(self._work(lines))
+                    group.create_task(self._answer_lines(lines))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def _work(self, lines: Iterator[tuple[int, str]]) -> None:
+    async def _answer_lines(self, lines: Iterator[tuple[int, str]]) -> None:
         for number, line in lines:
-            name = custom_id(number, line)
+            name = read_custom_id(number, line)
             try:
                 if number in self._duplicates:
                     taken, name = name, f"line-{number}"
                     raise InvalidRequest(f"the custom_id {taken!r} is an earlier line's", param="custom_id")
-                response = await self._answer(parse_line(line))
+                response = await self._post_with_retry(parse_line(line))
             except InvalidRequest as error:
-                self._write(failed_line(name, "invalid_request", f"line {number}: {error}", error.param))
+                self._write_result(encode_error_line(name, "invalid_request", f"line {number}: {error}", error.param))
                 continue
-            self._tally.ignored.update(filter(None, response.headers.get("x-ignored-params", "").split(", ")))
+            self._tally.ignored_params.update(filter(None, response.headers.get("x-ignored-params", "").split(", ")))
             body = response.json()
             usage = body.get("usage") or {}
-            self._tally.tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
+            self._tally.num_tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
             id = response.headers.get("x-request-id", body.get("id", ""))
-            self._write(answered_line(name, response.status_code, id, response.content))
+            self._write_result(encode_answer_line(name, response.status_code, id, response.content))
 
-    async def _answer(self, job: Job) -> httpx.Response:
-        for attempt in range(RETRIES):
+    async def _post_with_retry(self, job: LineRequest) -> httpx.Response:
+        for attempt in range(MAX_ATTEMPTS):
             response = await self._http.post(job.url, content=job.body, headers={"Content-Type": "application/json"})
             if response.status_code >= 500 and not self._client.alive:
                 raise EngineError("the engine is gone")
@@ -204,23 +203,23 @@ class Batch:
             await asyncio.sleep(float(response.headers.get("retry-after", 2**attempt)))
         return response
 
-    def _write(self, line: bytes) -> None:
+    def _write_result(self, line: bytes) -> None:
         """One line of OpenAI's batch output."""
-        self._out.write(line + b"\n")
+        self._out.write_all(line + b"\n")
         result = json.loads(line)
         failed = is_failure(result)
         if failed:
-            kind, message = kind_of(result)
-            self._tally.kinds[kind] += 1
+            kind, message = failure_kind(result)
+            self._tally.failures_by_kind[kind] += 1
             self._tally.examples.setdefault(kind, f"{result['custom_id']}: {message}")
-            self._tally.refused += is_permanent(result)
-        self._tally.failed += failed
-        self._tally.done += not failed
+            self._tally.num_refused += is_permanent(result)
+        self._tally.num_failed += failed
+        self._tally.num_done += not failed
         self._progress.advance(self._bar)
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    parser = command(
+    parser = build_parser(
         "quire run",
         "Answer a file of requests in OpenAI's batch format offline; results are written as they finish. "
         "The exit status is 1 if any request failed.",
@@ -248,60 +247,62 @@ def main(argv: Sequence[str], started: float) -> int:
         usage="quire run FILE.jsonl -o OUT.jsonl [--model MODEL] [--resume] [flags]",
         add_help=False,
     )
-    add_flags(parser, ServerConfig, {EngineConfig: "engine"})
-    args, config = parse(parser, argv, ServerConfig)
+    add_settings_flags(parser, ServerConfig, {EngineConfig: "engine"})
+    args, config = parse_settings(parser, argv, ServerConfig)
     if args.concurrency is not None and args.concurrency < 1:
         parser.error(f"argument --concurrency: must be at least 1, got {args.concurrency}")
     if str(args.output) == "-" and args.resume:
         parser.error("argument --resume: stdout cannot be read, so it cannot be continued")
-    with readable_twice(args.file) as file:
-        return _run(args, config, file, started)
+    with rereadable_file(args.file) as file:
+        return _run_file(args, config, file, started)
 
 
-def _run(args: argparse.Namespace, config: ServerConfig, file: Path, started: float) -> int:
-    places = ids_in(file)
-    duplicates = duplicates_in(file, places)
-    wanted = {*places, *(f"line-{number}" for number in duplicates)}
-    answered, refused = _earlier(args, wanted)
+def _run_file(args: argparse.Namespace, config: ServerConfig, file: Path, started: float) -> int:
+    places = read_custom_ids(file)
+    duplicates = find_duplicate_lines(file, places)
+    requested = {*places, *(f"line-{number}" for number in duplicates)}
+    answered, refused = _read_earlier_results(args, requested)
     done = answered | refused
-    total = len(wanted - done)
+    total = len(requested - done)
     lines = (
         (number, line)
-        for number, line in lines_of(file)
-        if (f"line-{number}" if number in duplicates else custom_id(number, line)) not in done
+        for number, line in read_nonempty_lines(file)
+        if (f"line-{number}" if number in duplicates else read_custom_id(number, line)) not in done
     )
     if done:
         without = f", {len(refused)} refused for good" if refused else ""
         print(f"{len(answered)} already done{without}, {total} to do", file=sys.stderr)
     if refused:
         print("what was refused for good is not tried again, but with --retry-refused", file=sys.stderr)
-    tally = Tally()
+    tally = RequestTally()
     try:
         if total:
             pull_missing(config)
             at_once = args.concurrency or config.max_num_seqs
-            uvloop.run(answer(config, lines, total, args.output, at_once, tally, duplicates))
+            uvloop.run(answer_requests(config, lines, total, args.output, at_once, tally, duplicates))
     finally:
-        left = total - tally.done - tally.failed
-        counts = f"{tally.done} done, {tally.failed} failed, {left} left, {tally.tokens} tokens generated"
-        again = "mend them, and continue with --resume --retry-refused" if tally.refused or refused else ""
-        advice = "continue with --resume" if left or tally.failed > tally.refused else again
+        num_left = total - tally.num_done - tally.num_failed
+        counts = (
+            f"{tally.num_done} done, {tally.num_failed} failed, {num_left} left, {tally.num_tokens} tokens generated"
+        )
+        again = "mend them, and continue with --resume --retry-refused" if tally.num_refused or refused else ""
+        advice = "continue with --resume" if num_left or tally.num_failed > tally.num_refused else again
         print(f"{counts}, {time.perf_counter() - started:.1f} s{advice and f': {advice}'}", file=sys.stderr)
-        for kind, count in tally.kinds.most_common():
-            print(f"  {count} x {kind}, such as {shortened(tally.examples[kind])}", file=sys.stderr)
-        if tally.ignored:
-            names = ", ".join(f"{name} ({count})" for name, count in tally.ignored.most_common(SHOWN_NAMES))
+        for kind, count in tally.failures_by_kind.most_common():
+            print(f"  {count} x {kind}, such as {shorten_line(tally.examples[kind])}", file=sys.stderr)
+        if tally.ignored_params:
+            names = ", ".join(f"{name} ({count})" for name, count in tally.ignored_params.most_common(MAX_SHOWN_NAMES))
             print(f"  without effect, in so many requests: {names}", file=sys.stderr)
-    return int(tally.failed > 0 or bool(refused))
+    return int(tally.num_failed > 0 or bool(refused))
 
 
-def shortened(text: str) -> str:
+def shorten_line(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= SHOWN else f"{line[: SHOWN - 1]}…"
+    return line if len(line) <= MAX_SHOWN_CHARACTERS else f"{line[: MAX_SHOWN_CHARACTERS - 1]}…"
 
 
-def _earlier(args: argparse.Namespace, wanted: set[str]) -> tuple[set[str], set[str]]:
-    """The custom_ids of `wanted` that the output has answers for already, and those that were refused for good.
+def _read_earlier_results(args: argparse.Namespace, requested: set[str]) -> tuple[set[str], set[str]]:
+    """The custom_ids of `requested` that the output has answers for already, and those that were refused for good.
 
     Raises ConfigError when the output has results but --resume is not given, so that they are not overwritten, and when
     the file cannot be written, so that this is noticed at the start.
@@ -316,29 +317,31 @@ def _earlier(args: argparse.Namespace, wanted: set[str]) -> tuple[set[str], set[
             return set(), set()
         if not args.resume:
             raise ConfigError(f"{output} holds results already: continue it with --resume, or choose another")
-        answered, refused = resume_from(output, wanted, retry_refused=args.retry_refused)
+        answered, refused = prepare_resume(output, requested, retry_refused=args.retry_refused)
     except OSError as error:
         raise ConfigError(f"cannot write {output}: {error.strerror}") from None
-    return answered & wanted, (refused & wanted) - answered
+    return answered & requested, (refused & requested) - answered
 
 
-async def answer(
+async def answer_requests(
     config: ServerConfig,
     lines: Iterator[tuple[int, str]],
     total: int,
     output: Path,
     at_once: int,
-    tally: Tally,
+    tally: RequestTally,
     duplicates: Collection[int],
 ) -> None:
     """Start an engine and append the results of `lines` to `output`. The application is called without a socket."""
-    config = config.model_copy(update=PRIVATE_SERVER)
+    config = config.model_copy(update=PRIVATE_SERVER_SETTINGS)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with closing(Output(output)) as out:
+    with closing(ResultFile(output)) as out:
         client = processes(config)
         client.link.launch()
-        async with running_app(config, client) as app:
+        async with open_engine_app(config, client) as app:
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
             with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
                 async with httpx.AsyncClient(transport=transport, base_url="http://quire", timeout=None) as http:
-                    await Batch(http, client, out, tally, progress, total, duplicates).run(lines, at_once)
+                    await RequestFileRunner(http, client, out, tally, progress, total, duplicates).answer_all(
+                        lines, at_once
+                    )

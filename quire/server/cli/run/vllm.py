@@ -7,31 +7,38 @@ from collections.abc import Sequence
 from quire.engine.errors import ConfigError
 from quire.server.cli.run import main as run
 
-_UNNEEDED = {"--output-tmp-dir": 1, "--response-role": 1, "--enable-metrics": 0, "--host": 1, "--port": 1, "--url": 1}
+_IGNORED_FLAGS = {
+    "--output-tmp-dir": 1,
+    "--response-role": 1,
+    "--enable-metrics": 0,
+    "--host": 1,
+    "--port": 1,
+    "--url": 1,
+}
 """vLLM's flags that change nothing here, with the number of their values: results are appended as they finish."""
-_INPUT, _OUTPUT = ("-i", "--input-file"), ("-o", "--output-file")
+_INPUT_FLAGS, _OUTPUT_FLAGS = ("-i", "--input-file"), ("-o", "--output-file")
 
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status."""
-    return run(translated(argv), started)
+    return run(translate_arguments(argv), started)
 
 
-def translated(argv: Sequence[str]) -> list[str]:
+def translate_arguments(argv: Sequence[str]) -> list[str]:
     """The arguments of quire run. Raises ConfigError for files that are elsewhere."""
-    rest, found = list(argv), []
+    rest, arguments = list(argv), []
     while rest:
         argument = rest.pop(0)
         flag, equals, value = argument.partition("=")
         flag = flag.replace("_", "-") if flag.startswith("--") else flag
-        if flag in _UNNEEDED:
-            del rest[: _UNNEEDED[flag] * (not equals)]
+        if flag in _IGNORED_FLAGS:
+            del rest[: _IGNORED_FLAGS[flag] * (not equals)]
             continue
-        if flag not in (*_INPUT, *_OUTPUT):
-            found.append(argument)
+        if flag not in (*_INPUT_FLAGS, *_OUTPUT_FLAGS):
+            arguments.append(argument)
             continue
         value = value if equals else rest.pop(0) if rest else ""
         if "://" in value:
             raise ConfigError(f"{flag}: {value} is no file here: fetch it first, and send the results yourself")
-        found += [value] if flag in _INPUT else ["--output", value]
-    return found
+        arguments += [value] if flag in _INPUT_FLAGS else ["--output", value]
+    return arguments

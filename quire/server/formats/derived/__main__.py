@@ -8,46 +8,50 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quire.engine.text.chat_template import ChatRenderer
-from quire.server.formats.derived.derive import derive_calls
-from quire.server.formats.derived.probes import NotDerived, Prober
-from quire.server.formats.derived.turn import infer_turn
-from quire.server.formats.forms.arguments import JsonArguments, LiteralArguments
-from quire.server.formats.forms.form import CallForm
-from quire.server.formats.forms.slots import ID, INDEX, KEY, NAME
-from quire.server.formats.forms.tagged import TaggedArguments
-from quire.server.formats.tools.table import TABLE, tool_format
+from quire.server.formats.derived.call_inference import infer_call_form
+from quire.server.formats.derived.template_prober import TemplateInferenceError, TemplateProber
+from quire.server.formats.derived.turn_inference import infer_turn
+from quire.server.formats.forms.argument_forms import JsonArguments, LiteralArguments
+from quire.server.formats.forms.call_form import CallForm
+from quire.server.formats.forms.slots import ID_SLOT, INDEX_SLOT, KEY_SLOT, NAME_SLOT
+from quire.server.formats.forms.tagged_arguments import TaggedArguments
+from quire.server.formats.tools.named_formats import TOOL_FORMATS, find_tool_format
 
-SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-SLOT_NAMES = {NAME: "NAME", ID: "ID", INDEX: "INDEX", KEY: "KEY"}
+SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+SLOT_NAMES = {NAME_SLOT: "NAME", ID_SLOT: "ID", INDEX_SLOT: "INDEX", KEY_SLOT: "KEY"}
 
 
 def main(paths: Sequence[str]) -> None:
     print("| template | a call | arguments | reasoning | proof |\n|---|---|---|---|---|")
     for path in map(Path, paths):
-        print(row(path.stem, path.read_text(encoding="utf-8")))
+        print(table_row(path.stem, path.read_text(encoding="utf-8")))
 
 
-def row(name: str, template: str) -> str:
+def table_row(name: str, template: str) -> str:
     """What is found out from one template, and how long that takes."""
-    renderer = ChatRenderer({"default": template}, SPECIAL)
+    renderer = ChatRenderer({"default": template}, SPECIAL_TOKENS)
     began = time.perf_counter()
     thought = ""
     try:
-        prober = Prober(renderer)
-        prober.begin()
+        prober = TemplateProber(renderer)
+        prober.render_prompt()
         turn = infer_turn(prober)
-        thought = f"{code(turn.thought_begin)} {code(turn.thought_end)}" if turn.thought_begin else ""
-        form = derive_calls(renderer, turn)
-    except NotDerived as error:
-        known = tool_format("auto", template)
-        used = next((each.name for each in TABLE if each.format is known), "hermes, described in the system message")
-        return f"| {name} | {used} | | {thought} | none: {escaped(str(error))} |"
+        thought = (
+            f"{markdown_code(turn.reasoning_begin)} {markdown_code(turn.reasoning_end)}" if turn.reasoning_begin else ""
+        )
+        form = infer_call_form(renderer, turn)
+    except TemplateInferenceError as error:
+        known = find_tool_format("auto", template)
+        used = next(
+            (each.name for each in TOOL_FORMATS if each.format is known), "hermes, described in the system message"
+        )
+        return f"| {name} | {used} | | {thought} | none: {escape_table_cell(str(error))} |"
     milliseconds = (time.perf_counter() - began) * 1000
-    proof = f"read back in {milliseconds:.0f} ms" + ("" if form.many else "; one call a turn")
-    return f"| {name} | {code(shown(form))} | {arguments(form)} | {thought} | {proof} |"
+    proof = f"read back in {milliseconds:.0f} ms" + ("" if form.allows_many else "; one call a turn")
+    return f"| {name} | {markdown_code(format_call(form))} | {describe_arguments(form)} | {thought} | {proof} |"
 
 
-def shown(form: CallForm) -> str:
+def format_call(form: CallForm) -> str:
     """A turn with one call."""
     text = form.begin + form.head + "…" + form.tail + form.end
     for slot, name in SLOT_NAMES.items():
@@ -55,26 +59,30 @@ def shown(form: CallForm) -> str:
     return text
 
 
-def arguments(form: CallForm) -> str:
+def describe_arguments(form: CallForm) -> str:
     match form.arguments:
-        case JsonArguments(in_string=True):
+        case JsonArguments(is_json_string=True):
             return "JSON in a string"
         case JsonArguments():
             return "JSON"
-        case LiteralArguments() as found:
-            return "literals: " + code(f"{found.before_key}KEY{found.colon}{found.syntax.quote}…{found.syntax.quote}")
-        case TaggedArguments() as found:
-            end = found.end.replace(KEY, "KEY")
-            typed = ", typed" if len(set(found.infixes.values())) > 1 else ""
-            return f"tags{typed}: " + code(f"{found.before_key}KEY{found.infixes['string']}…{end}")
+        case LiteralArguments() as written_arguments:
+            return "literals: " + markdown_code(
+                f"{written_arguments.before_key}KEY{written_arguments.colon}{written_arguments.syntax.quote}…{written_arguments.syntax.quote}"
+            )
+        case TaggedArguments() as written_arguments:
+            end = written_arguments.end.replace(KEY_SLOT, "KEY")
+            typed = ", typed" if len(set(written_arguments.infixes.values())) > 1 else ""
+            return f"tags{typed}: " + markdown_code(
+                f"{written_arguments.before_key}KEY{written_arguments.infixes['string']}…{end}"
+            )
     return ""
 
 
-def code(text: str) -> str:
-    return f"`{escaped(text)}`"
+def markdown_code(text: str) -> str:
+    return f"`{escape_table_cell(text)}`"
 
 
-def escaped(text: str) -> str:
+def escape_table_cell(text: str) -> str:
     return text.replace("\n", "↵").replace("|", "\\|").replace("`", "'")
 
 

@@ -6,67 +6,75 @@ import ast
 import re
 from typing import Any
 
-from quire.server.formats.forms.literal_rules import Words
-from quire.server.formats.schemas import ANY, Variant, type_of
+from quire.server.formats.forms.lark_rules import LiteralWords
+from quire.server.formats.schema_node import ANY_TYPE, TypeVariant, json_type_of_value
 from quire.server.formats.tools import strict_json
 
-NUMBER_BEGUN = re.compile(r"-?[0-9]*\.?[0-9]*([eE][+-]?[0-9]*)?")
-PYTHON = {"True": "true", "False": "false", "None": "null"}
+PARTIAL_NUMBER = re.compile(r"-?[0-9]*\.?[0-9]*([eE][+-]?[0-9]*)?")
+JSON_BY_PYTHON_CONSTANT = {"True": "true", "False": "false", "None": "null"}
 
 
-def is_text(variants: list[Variant]) -> bool:
+def is_string_only(variants: list[TypeVariant]) -> bool:
     """Whether values are strings and nothing else, so that their text need not be looked at."""
     return all(variant.type == "string" for variant in variants)
 
 
-def may_be_literal(begun: str, variants: list[Variant], words: Words) -> bool:
+def may_be_literal(begun: str, variants: list[TypeVariant], words: LiteralWords) -> bool:
     """Whether a text that begins so may turn out to be another value than a string."""
-    kinds = {variant.kind for variant in variants}
-    if kinds & {ANY} or not kinds & {"string"}:
+    kinds = {variant.numeric_merged_type for variant in variants}
+    if kinds & {ANY_TYPE} or not kinds & {"string"}:
         return True
     constants = {"boolean": (words.true, words.false, "true", "false"), "null": (words.null, "null")}
     if any(word.startswith(begun) for kind in kinds & constants.keys() for word in constants[kind]):
         return True
-    if "number" in kinds and NUMBER_BEGUN.fullmatch(begun):
+    if "number" in kinds and PARTIAL_NUMBER.fullmatch(begun):
         return True
     return bool(kinds & {"array", "object"}) and begun[:1] in ("", "[", "{", "(")
 
 
-def as_json(written: str, variants: list[Variant], words: Words) -> str:
+def value_to_json(written: str, variants: list[TypeVariant], words: LiteralWords) -> str:
     """The value of a text as JSON.
 
     Where a schema allows strings among others, a text is another value only if it is, from its first character to its
     last, how the template writes one that the schema allows; `null` is null. Where it allows no strings, or says
     nothing, a text is a string only if it is no literal of JSON or Python.
     """
-    kinds = {variant.kind for variant in variants}
-    if "string" in kinds and ANY not in kinds:
+    kinds = {variant.numeric_merged_type for variant in variants}
+    if "string" in kinds and ANY_TYPE not in kinds:
         enums = [variant.enum for variant in variants if variant.type == "string"]
         if any(enum is not None and written in enum for enum in enums):
-            return strict_json.write(written)
-        found = _literal(written, {"null": "null", "true": "true", "false": "false", **_constants(words)}, words)
-        fits = found is not None and written == written.strip() and _is_allowed(strict_json.parse(found), variants)
-        return found if found is not None and fits else strict_json.write(written)
+            return strict_json.write_json(written)
+        literal_json = _literal_to_json(
+            written, {"null": "null", "true": "true", "false": "false", **_json_by_constant(words)}, words
+        )
+        fits = (
+            literal_json is not None
+            and written == written.strip()
+            and _matches_variant(strict_json.parse_json(literal_json), variants)
+        )
+        return literal_json if literal_json is not None and fits else strict_json.write_json(written)
     text = written.strip()
-    constants = {**PYTHON, **_constants(words)}
+    constants = {**JSON_BY_PYTHON_CONSTANT, **_json_by_constant(words)}
     if kinds <= {"boolean", "null"}:
         constants |= {word.lower(): json for word, json in constants.items()}
         text = text.lower() if text.lower() in constants else text
-    found = _literal(text, constants, words, python=True)
-    return strict_json.write(written) if found is None else found
+    literal_json = _literal_to_json(text, constants, words, python=True)
+    return strict_json.write_json(written) if literal_json is None else literal_json
 
 
-def _constants(words: Words) -> dict[str, str]:
+def _json_by_constant(words: LiteralWords) -> dict[str, str]:
     return {words.true: "true", words.false: "false", words.null: "null"}
 
 
-def _literal(written: str, constants: dict[str, str], words: Words, *, python: bool = False) -> str | None:
+def _literal_to_json(
+    written: str, constants: dict[str, str], words: LiteralWords, *, python: bool = False
+) -> str | None:
     """The JSON of a literal; None for any other text. Literals of Python are read too with `python`, or where the
     template writes such lists or objects."""
     if written in constants:
         return constants[written]
     try:
-        strict_json.parse(written)
+        strict_json.parse_json(written)
         return written
     except ValueError:
         pass
@@ -74,15 +82,15 @@ def _literal(written: str, constants: dict[str, str], words: Words, *, python: b
         return None
     if python or not (words.json_lists and words.json_objects):
         try:
-            return strict_json.write(ast.literal_eval(written))
+            return strict_json.write_json(ast.literal_eval(written))
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             pass
     return None
 
 
-def _is_allowed(value: Any, variants: list[Variant]) -> bool:
+def _matches_variant(value: Any, variants: list[TypeVariant]) -> bool:
     """Whether a value is of one of the types; a string is not, for strings are written without quotes."""
-    type = type_of(value)
+    type = json_type_of_value(value)
     for variant in variants:
         same = type == variant.type or (type == "integer" and variant.type == "number")
         if same and type != "string" and (variant.enum is None or value in variant.enum):

@@ -9,61 +9,63 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from quire.server.formats.tools.json_calls import JsonKeys, read_call
-from quire.server.formats.tools.sink import Sink
-from quire.server.formats.tools.source import Source, Steps
+from quire.server.formats.tools.json_calls import JsonCallKeys, read_json_call
+from quire.server.formats.tools.text_source import ParserSteps, TextSource
+from quire.server.formats.tools.tool_call_sink import ToolCallSink
 
-FENCE = "```"
-LABELS = ("", "json", "tool_call", "tool_calls", "tool")
+CODE_FENCE = "```"
+FENCE_LABELS = ("", "json", "tool_call", "tool_calls", "tool")
 """What may stand behind a fence that begins calls."""
 _LONGEST_LABEL = 16
 
 
 @dataclass(frozen=True)
-class BlockKeys(JsonKeys):
+class CodeBlockKeys(JsonCallKeys):
     """A call must have its arguments, as an object: an example of a name is none."""
 
-    def parts(self, call: dict[str, Any]) -> tuple[Any, Any]:
-        name, arguments = super().parts(call)
+    def name_and_arguments(self, call: dict[str, Any]) -> tuple[Any, Any]:
+        name, arguments = super().name_and_arguments(call)
         return (name, arguments) if isinstance(arguments, dict) else (None, None)
 
 
-KEYS = BlockKeys()
+BLOCK_KEYS = CodeBlockKeys()
 
 
-class CodeBlocks:
+class CodeBlockReader:
     """Follows the fences of one answer, and reads the calls of blocks that begin with one."""
 
     def __init__(self) -> None:
-        self._inside = False
+        self._is_inside = False
 
-    def read(self, source: Source, sink: Sink, names: frozenset[str], before: str) -> Steps[bool]:
+    def read_fenced_calls(
+        self, source: TextSource, sink: ToolCallSink, names: frozenset[str], before: str
+    ) -> ParserSteps[bool]:
         """Read what follows a fence; `before`: the text before it. False when that is no call."""
         if before.rpartition("\n")[2].strip():
             return False  # within a line
-        if self._inside:
-            self._inside = False
+        if self._is_inside:
+            self._is_inside = False
             return False
-        self._inside = True
-        read = yield from source.until(("\n", "{", "[", "`"), _LONGEST_LABEL)
-        if read is None or read[1] == "`" or read[0].strip().lower() not in LABELS:
+        self._is_inside = True
+        read = yield from source.take_until(("\n", "{", "[", "`"), _LONGEST_LABEL)
+        if read is None or read[1] == "`" or read[0].strip().lower() not in FENCE_LABELS:
             return False
         if read[1] != "\n":
             source.give_back(read[1])
-        yield from source.follows("[")
-        if not (yield from read_call(source, sink, names, KEYS)):
+        yield from source.take_after_space("[")
+        if not (yield from read_json_call(source, sink, names, BLOCK_KEYS)):
             return False
-        while (yield from _another(source)):
-            source.mark("")
-            if not (yield from read_call(source, sink, names, KEYS)):
+        while (yield from _has_another_call(source)):
+            source.reset_taken("")
+            if not (yield from read_json_call(source, sink, names, BLOCK_KEYS)):
                 break
-        yield from source.follows("]")
-        self._inside = not (yield from source.follows(FENCE))
+        yield from source.take_after_space("]")
+        self._is_inside = not (yield from source.take_after_space(CODE_FENCE))
         return True
 
 
-def _another(source: Source) -> Steps[bool]:
+def _has_another_call(source: TextSource) -> ParserSteps[bool]:
     """Whether one more object follows in the block."""
     for between in (",", ";"):
-        yield from source.follows(between)
-    return (yield from source.word()) == "{"
+        yield from source.take_after_space(between)
+    return (yield from source.peek_character()) == "{"

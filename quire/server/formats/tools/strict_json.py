@@ -6,21 +6,21 @@ import json
 from typing import Any
 
 
-def parse(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """Raises ValueError for what is not JSON."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return json.loads(text, parse_constant=_reject_constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
-def write(value: Any) -> str:
+def write_json(value: Any) -> str:
     """JSON that escapes nothing but halves of surrogate pairs. Raises ValueError for values JSON does not have."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return text if writable(text) else json.dumps(value, allow_nan=False)
+    return text if is_encodable(text) else json.dumps(value, allow_nan=False)
 
 
-def writable(text: str) -> bool:
+def is_encodable(text: str) -> bool:
     """Whether UTF-8 can write the text. An escape in JSON or Python may have spelled half of a surrogate pair."""
     try:
         text.encode()
@@ -29,5 +29,5 @@ def writable(text: str) -> bool:
     return True
 
 
-def _refuse(constant: str) -> None:
+def _reject_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")

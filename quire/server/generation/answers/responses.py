@@ -8,16 +8,16 @@ from typing import Any
 from quire.engine import clock
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.encoding import encode_event, encode_json, encode_list, encode_object
-from quire.server.errors import failure
-from quire.server.generation.answers.custom_input import CustomInput
-from quire.server.generation.answers.items import OutputItems
-from quire.server.generation.answers.writer import PartsWriter
-from quire.server.generation.fold import Answer, Part
+from quire.server.error_responses import error_info
+from quire.server.generation.answers.answer_writer import OutputPartWriter
+from quire.server.generation.answers.custom_tool_input import CustomInputDecoder
+from quire.server.generation.answers.output_items import OutputItemBuilder
 from quire.server.generation.generation import Usage
-from quire.server.generation.spec import GenerationSpec
-from quire.server.store.store import Item
+from quire.server.generation.output_parts import CollectedChoice, OutputPart
+from quire.server.generation.request_specs import GenerationSpec
+from quire.server.store.response_store import StoredItem
 
-TEXTS = {
+TEXT_EVENTS = {
     "message": ("response.output_text", "text"),
     "reasoning": ("response.reasoning_text", "text"),
     "function_call": ("response.function_call_arguments", "arguments"),
@@ -26,164 +26,169 @@ TEXTS = {
 """Of each type of item: what the events about its text begin with, and the field that has all of it when it is done."""
 
 
-class ResponsesWriter(PartsWriter):
+class ResponsesWriter(OutputPartWriter):
     """Each part of the answer is an item; an answer without any is an empty message."""
 
     def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
         super().__init__(spec, tokenizer, fingerprint)
-        assert spec.response is not None
-        self._repeated = spec.response.repeated
-        self._items = OutputItems(spec, spec.response, tokenizer)
-        self._created = spec.created
-        self.number = 0
+        assert spec.responses_fields is not None
+        self._echoed_fields = spec.responses_fields.echoed_fields
+        self._items = OutputItemBuilder(spec, spec.responses_fields, tokenizer)
+        self._created_at = spec.created
+        self.next_sequence_number = 0
         """Of the next event."""
-        self._end: int | None = None
+        self._first_final_number: int | None = None
         """Of the first of the events with which it ends, once these are made."""
-        self._input = CustomInput()
+        self._custom_input = CustomInputDecoder()
         """Reads the open custom call."""
-        self._tokens = 0
+        self._num_logprobs_sent = 0
         """How many of the open message's log probabilities were sent."""
-        self.output: list[Item] = []
+        self.output_items: list[StoredItem] = []
         """The items that are done."""
-        self.final: bytes | None = None
+        self.final_response: bytes | None = None
         """The response object when it has ended."""
         self.status = "in_progress"
         """The response's."""
 
-    def first(self) -> bytes:
-        begun = self.so_far("in_progress")
-        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+    def first_events(self) -> bytes:
+        response = self.current_response("in_progress")
+        return self._next_event("response.created", response=response) + self._next_event(
+            "response.in_progress", response=response
+        )
 
-    def last(self, usage: Usage) -> bytes:
-        self._end = self.number
-        events = b"" if self._parts.all else self._begin(Part("text"))
-        self.status = ended(None if self._ended is None else self._ended.finish_reason)
-        events += self.closing(self.status)
-        self.final = self._response(self.status, usage)
+    def last_events(self, usage: Usage) -> bytes:
+        self._first_final_number = self.next_sequence_number
+        events = b"" if self._parts.parts else self._start_part(OutputPart("text"))
+        self.status = response_status(None if self._final_delta is None else self._final_delta.finish_reason)
+        events += self.part_end_events(self.status)
+        self.final_response = self._encode_response(self.status, usage)
         kind = "response.completed" if self.status == "completed" else "response.incomplete"
-        return events + self._event(kind, response=self.final)
+        return events + self._next_event(kind, response=self.final_response)
 
-    def failed(self, error: Exception) -> bytes:
-        if self._end is not None:  # they are not sent: this comes in their place
-            self.number = self._end
-        opening = b"" if self.number else self.first()
-        told = {"code": "server_error", "message": failure(error).message}
+    def error_event(self, error: Exception) -> bytes:
+        if self._first_final_number is not None:  # they are not sent: this comes in their place
+            self.next_sequence_number = self._first_final_number
+        opening = b"" if self.next_sequence_number else self.first_events()
+        error_fields = {"code": "server_error", "message": error_info(error).message}
         self.status = "failed"
-        self.final = self._response(self.status, error=told)
-        return opening + self._event("response.failed", response=self.final)
+        self.final_response = self._encode_response(self.status, error=error_fields)
+        return opening + self._next_event("response.failed", response=self.final_response)
 
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+    def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
         (answer,) = answers
-        parts, self.status = answer.parts.all or [Part("text")], ended(answer.finish_reason)
+        parts, self.status = answer.parts.parts or [OutputPart("text")], response_status(answer.finish_reason)
         for index, part in enumerate(parts):
-            status = "completed" if part is not parts[-1] else item_status(self.status)
-            self._add(self._items.item(part, index, status))
-        self.final = self._response(self.status, usage)
-        return self.final
+            status = "completed" if part is not parts[-1] else last_item_status(self.status)
+            self._add_item(self._items.output_item(part, index, status))
+        self.final_response = self._encode_response(self.status, usage)
+        return self.final_response
 
     @property
-    def unfinished(self) -> bool:
+    def is_unfinished(self) -> bool:
         """Whether the response ended before the model finished it."""
-        return self.final is None or self.status == "failed"
+        return self.final_response is None or self.status == "failed"
 
-    def so_far(self, status: str) -> bytes:
+    def current_response(self, status: str) -> bytes:
         """The response object with the items that are done."""
-        return self._response(status)
+        return self._encode_response(status)
 
-    def _response(self, status: str, usage: Usage | None = None, error: Mapping[str, str] | None = None) -> bytes:
+    def _encode_response(
+        self, status: str, usage: Usage | None = None, error: Mapping[str, str] | None = None
+    ) -> bytes:
         head = {
             "id": self._spec.answer_id,
             "object": "response",
-            "created_at": self._created,
+            "created_at": self._created_at,
             "completed_at": int(clock.time()) if status == "completed" else None,
             "status": status,
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self._spec.model,
-            "usage": None if usage is None else usage_fields(usage),
+            "usage": None if usage is None else responses_usage(usage),
             "weights_version": None if usage is None else self.weights_version,
         }
-        output = encode_list(item.data for item in self.output)
-        told = encode_object(head, output=output, **({} if usage is None else self.receipted))
-        return b"%b,%b" % (told[:-1], self._repeated[1:])
+        output = encode_list(item.data for item in self.output_items)
+        encoded = encode_object(head, output=output, **({} if usage is None else self.receipt_field))
+        return b"%b,%b" % (encoded[:-1], self._echoed_fields[1:])
 
-    def _add(self, item: Mapping[str, Any]) -> bytes:
+    def _add_item(self, item: Mapping[str, Any]) -> bytes:
         """Note an item that is done. Returns its JSON."""
-        self.output.append(Item(item["id"], encode_json(item)))
-        return self.output[-1].data
+        self.output_items.append(StoredItem(item["id"], encode_json(item)))
+        return self.output_items[-1].data
 
-    def _event(self, kind: str, fields: Mapping[str, object] | None = None, **encoded: bytes) -> bytes:
+    def _next_event(self, kind: str, fields: Mapping[str, object] | None = None, **encoded: bytes) -> bytes:
         """`encoded`: fields whose values are JSON already."""
-        number, self.number = self.number, self.number + 1
+        number, self.next_sequence_number = self.next_sequence_number, self.next_sequence_number + 1
         return encode_event(kind, {"type": kind, "sequence_number": number, **(fields or {})}, **encoded)
 
-    def _place(self, part: Part) -> dict[str, object]:
+    def _item_position(self, part: OutputPart) -> dict[str, object]:
         """The item that an event is about, the last one."""
-        index = len(self.output)
-        return {"item_id": self._items.id(part, index), "output_index": index}
+        index = len(self.output_items)
+        return {"item_id": self._items.item_id(part, index), "output_index": index}
 
-    def opening(self, part: Part) -> bytes:
-        self._input, self._tokens = CustomInput(), 0
-        index = len(self.output)
-        begun = self._items.begun(part, index)
-        events = self._event("response.output_item.added", {"output_index": index, "item": begun})
+    def part_start_events(self, part: OutputPart) -> bytes:
+        self._custom_input, self._num_logprobs_sent = CustomInputDecoder(), 0
+        index = len(self.output_items)
+        new_item = self._items.empty_item(part, index)
+        events = self._next_event("response.output_item.added", {"output_index": index, "item": new_item})
         if part.kind != "call":
-            empty = self._items.content(Part(part.kind))
-            fields = {**self._place(part), "content_index": 0, "part": empty}
-            events += self._event("response.content_part.added", fields)
+            empty = self._items.content_part(OutputPart(part.kind))
+            fields = {**self._item_position(part), "content_index": 0, "part": empty}
+            events += self._next_event("response.content_part.added", fields)
         return events
 
-    def piece(self, part: Part, piece: str) -> bytes:
-        kind = self._items.type(part)
+    def part_delta_events(self, part: OutputPart, piece: str) -> bytes:
+        kind = self._items.item_type(part)
         if kind == "custom_tool_call":
-            piece = self._input.push(piece)
-        fields = self._place(part)
+            piece = self._custom_input.decode_arguments(piece)
+        fields = self._item_position(part)
         if part.kind != "call":
             fields["content_index"] = 0
         if part.kind == "text":
-            fields["logprobs"] = self._items.logprobs(part.tokens[self._tokens :])
-            self._tokens = len(part.tokens)
-        return self._event(f"{TEXTS[kind][0]}.delta", {**fields, "delta": piece}) if piece else b""
+            fields["logprobs"] = self._items.part_logprobs(part.tokens[self._num_logprobs_sent :])
+            self._num_logprobs_sent = len(part.tokens)
+        return self._next_event(f"{TEXT_EVENTS[kind][0]}.delta", {**fields, "delta": piece}) if piece else b""
 
-    def closing(self, status: str = "completed") -> bytes:
+    def part_end_events(self, status: str = "completed") -> bytes:
         """`status`: the response's."""
-        part = self._open
+        part = self._open_part
         if part is None:
             return b""
-        kind, index, place = self._items.type(part), len(self.output), self._place(part)
-        item = self._items.item(part, index, item_status(status))
-        prefix, field = TEXTS[kind]
+        kind, index, place = self._items.item_type(part), len(self.output_items), self._item_position(part)
+        item = self._items.output_item(part, index, last_item_status(status))
+        prefix, field = TEXT_EVENTS[kind]
         events = []
         if part.kind == "call":
-            rest = self._input.push("", final=True) if kind == "custom_tool_call" else ""
+            rest = self._custom_input.decode_arguments("", final=True) if kind == "custom_tool_call" else ""
             if rest:
-                events.append(self._event(f"{prefix}.delta", {**place, "delta": rest}))
-            events.append(self._event(f"{prefix}.done", {**place, field: item[field]}))
+                events.append(self._next_event(f"{prefix}.delta", {**place, "delta": rest}))
+            events.append(self._next_event(f"{prefix}.done", {**place, field: item[field]}))
         else:
-            content = self._items.content(part)
+            content = self._items.content_part(part)
             place["content_index"] = 0
-            told = {"logprobs": content["logprobs"]} if part.kind == "text" else {}
-            events.append(self._event(f"{prefix}.done", {**place, **told, "text": content["text"]}))
-            events.append(self._event("response.content_part.done", {**place, "part": content}))
-        done = self._add(item)
-        events.append(self._event("response.output_item.done", {"output_index": index}, item=done))
+            logprobs_field = {"logprobs": content["logprobs"]} if part.kind == "text" else {}
+            events.append(self._next_event(f"{prefix}.done", {**place, **logprobs_field, "text": content["text"]}))
+            events.append(self._next_event("response.content_part.done", {**place, "part": content}))
+        done = self._add_item(item)
+        events.append(self._next_event("response.output_item.done", {"output_index": index}, item=done))
         return b"".join(events)
 
 
-def ended(finish_reason: str | None) -> str:
+def response_status(finish_reason: str | None) -> str:
     """The response's status."""
     return {"length": "incomplete", "abort": "cancelled"}.get(finish_reason or "", "completed")
 
 
-def item_status(status: str) -> str:
+def last_item_status(status: str) -> str:
     """Of the last item of a response with this status."""
     return "completed" if status == "completed" else "incomplete"
 
 
-def usage_fields(usage: Usage) -> dict[str, object]:
+def responses_usage(usage: Usage) -> dict[str, object]:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0} | usage.misses,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0}
+        | usage.cache_miss_fields,
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
         "total_tokens": usage.total_tokens,

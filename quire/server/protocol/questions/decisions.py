@@ -7,59 +7,59 @@ from typing import Annotated, Literal
 from pydantic import Field, StrictBool, StrictStr
 
 from quire.engine.errors import InvalidRequest
-from quire.server.protocol.bounds import AtMost, TextOr
-from quire.server.protocol.common import Given
-from quire.server.protocol.items import Content, Input
-from quire.server.protocol.translated import EXTENSIONS, TranslatedBody
+from quire.server.protocol.chat_translation import CHAT_EXTENSIONS, TranslatedBody
+from quire.server.protocol.field_limits import MaxEntries, TextOrList
+from quire.server.protocol.request_bodies import BodyModel
+from quire.server.protocol.response_items import TextContents, TextOrItems
 
 MAX_QUESTIONS, MAX_OPTIONS = 400, 255
-EFFECTIVE = (
+SUPPORTED_EXTENSIONS = (
     *("timeout", "queue_timeout", "request_id", "cache_salt", "priority", "chat_template_kwargs"),
     *("session_id", "session_ttl", "prompt_cache_key", "prompt_cache_retention", "receipt"),
 )
 """The extensions that mean something where nothing is sampled."""
 
 
-class Question(Given):
+class DecisionQuestion(BodyModel):
     name: str | None = None
-    instructions: TextOr[Content]
+    instructions: TextOrList[TextContents]
 
 
-class Predicate(Question):
+class Predicate(DecisionQuestion):
     """How likely is a statement?"""
 
     type: Literal["predicate"]
 
 
-class Option(Given):
+class Option(BodyModel):
     value: StrictStr | StrictBool
     description: str = ""
 
 
-class Choice(Question):
+class Choice(DecisionQuestion):
     type: Literal["choice"]
-    choices: Annotated[list[Option], AtMost(MAX_OPTIONS), Field(min_length=2)]
+    choices: Annotated[list[Option], MaxEntries(MAX_OPTIONS), Field(min_length=2)]
 
 
-class Level(Given):
+class Level(BodyModel):
     label: str
     description: str = ""
 
 
-class Score(Question):
+class Score(DecisionQuestion):
     type: Literal["score"]
-    levels: Annotated[list[Level], AtMost(MAX_OPTIONS), Field(min_length=2)]
+    levels: Annotated[list[Level], MaxEntries(MAX_OPTIONS), Field(min_length=2)]
 
 
-Asked = Annotated[Predicate | Choice | Score, Field(discriminator="type")]
+AnyQuestion = Annotated[Predicate | Choice | Score, Field(discriminator="type")]
 
 
 class DecisionRequest(TranslatedBody):
-    input: Input
-    questions: Annotated[list[Asked], AtMost(MAX_QUESTIONS), Field(min_length=1)]
+    input: TextOrItems
+    questions: Annotated[list[AnyQuestion], MaxEntries(MAX_QUESTIONS), Field(min_length=1)]
 
-    def ignored_params(self) -> list[str]:
+    def find_ignored_params(self) -> list[str]:
         for name in self.model_extra or {}:
-            if name in EXTENSIONS and name not in EFFECTIVE:
+            if name in CHAT_EXTENSIONS and name not in SUPPORTED_EXTENSIONS:
                 raise InvalidRequest(f"{name} is not a parameter of this endpoint: nothing is sampled", param=name)
-        return super().ignored_params()
+        return super().find_ignored_params()

@@ -6,22 +6,22 @@ from typing import Annotated, Any
 
 from pydantic import Field, StrictInt
 
-from quire.server.protocol.bounds import MAX_LISTED, MAX_PROMPTS, AtMost, Ids
-from quire.server.protocol.common import CallBody
+from quire.server.protocol.field_limits import MAX_LOGPROB_TOKEN_IDS, MAX_PROMPTS, MaxEntries, TokenIds
+from quire.server.protocol.request_bodies import EngineRequestBody
 
 
-class LabelScoreRequest(CallBody):
+class LabelScoreRequest(EngineRequestBody):
     """Each item, behind the query, is a prompt; all are texts, or all are token ids."""
 
-    query: str | Ids
-    items: str | Annotated[list[str | Ids], AtMost(MAX_PROMPTS), Field(min_length=1)]
-    label_token_ids: Annotated[list[StrictInt], AtMost(MAX_LISTED), Field(min_length=1)]
+    query: str | TokenIds
+    items: str | Annotated[list[str | TokenIds], MaxEntries(MAX_PROMPTS), Field(min_length=1)]
+    label_token_ids: Annotated[list[StrictInt], MaxEntries(MAX_LOGPROB_TOKEN_IDS), Field(min_length=1)]
     apply_softmax: bool = False
     """Scores are shares of the labels' probabilities, not of all tokens'."""
     item_first: bool = False
     """Items stand before the query."""
 
     @property
-    def same(self) -> dict[str, Any]:
+    def shared_fields(self) -> dict[str, Any]:
         """What means the same in a completion."""
-        return {name: value for name in CallBody.model_fields if (value := getattr(self, name)) is not None}
+        return {name: value for name in EngineRequestBody.model_fields if (value := getattr(self, name)) is not None}

@@ -8,85 +8,85 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from quire.server.protocol.bounds import MAX_PARTS, AtMost
-from quire.server.protocol.common import Given
-from quire.server.protocol.questions.decisions import EFFECTIVE, MAX_OPTIONS, MAX_QUESTIONS
-from quire.server.protocol.translated import TranslatedBody
+from quire.server.protocol.chat_translation import TranslatedBody
+from quire.server.protocol.field_limits import MAX_CONTENT_PARTS, MaxEntries
+from quire.server.protocol.questions.decisions import MAX_OPTIONS, MAX_QUESTIONS, SUPPORTED_EXTENSIONS
+from quire.server.protocol.request_bodies import BodyModel
 
-ALIAS = "jev-"
+MODEL_ALIAS_PREFIX = "jev-"
 """What names begin with that its SDKs send, such as jev-latest: the server's own model."""
 MAX_LEVELS = 10
 
-Structured = str | dict[str, Any] | Annotated[list[Any], AtMost(MAX_PARTS)]
+TextOrJson = str | dict[str, Any] | Annotated[list[Any], MaxEntries(MAX_CONTENT_PARTS)]
 """Text, or JSON that is shown to the model as such."""
 
 
-class Sides(Given):
+class Sides(BodyModel):
     """Descriptions of when a noul is true and when it is false."""
 
-    true: Structured | None = None
-    false: Structured | None = None
+    true: TextOrJson | None = None
+    false: TextOrJson | None = None
 
 
-class Noul(Given):
+class Noul(BodyModel):
     """How likely is something?"""
 
     type: Literal["noul"]
-    instructions: Structured = ""
+    instructions: TextOrJson = ""
     criteria: Sides | None = None
 
     @property
     def options(self) -> list[tuple[str, str]]:
         sides = self.criteria or Sides()
-        return [("yes", shown(sides.true)), ("no", shown(sides.false))]
+        return [("yes", to_prompt_text(sides.true)), ("no", to_prompt_text(sides.false))]
 
 
-class Choice(Given):
+class Choice(BodyModel):
     type: Literal["choice"]
-    instructions: Structured = ""
-    criteria: Annotated[dict[str, Structured | None], Field(min_length=2, max_length=MAX_OPTIONS)]
+    instructions: TextOrJson = ""
+    criteria: Annotated[dict[str, TextOrJson | None], Field(min_length=2, max_length=MAX_OPTIONS)]
 
     @property
     def options(self) -> list[tuple[str, str]]:
         """Each with its description."""
-        return [(name, shown(description)) for name, description in self.criteria.items()]
+        return [(name, to_prompt_text(description)) for name, description in self.criteria.items()]
 
 
-class Score(Given):
+class Score(BodyModel):
     type: Literal["score"]
-    instructions: Structured = ""
-    criteria: Annotated[list[Structured], Field(min_length=2, max_length=MAX_LEVELS)]
+    instructions: TextOrJson = ""
+    criteria: Annotated[list[TextOrJson], Field(min_length=2, max_length=MAX_LEVELS)]
 
     @property
     def options(self) -> list[tuple[str, str]]:
-        return [(shown(level), "") for level in self.criteria]
+        return [(to_prompt_text(level), "") for level in self.criteria]
 
 
-Asked = Annotated[Noul | Choice | Score, Field(discriminator="type")]
+AnyQuestion = Annotated[Noul | Choice | Score, Field(discriminator="type")]
 QuestionId = Annotated[str, Field(min_length=1)]
 
 
 class SystemOneRequest(TranslatedBody):
     """Fields that it does not name are ignored, and named in X-Ignored-Params."""
 
-    taken: ClassVar[tuple[str, ...]] = EFFECTIVE
+    accepted_extensions: ClassVar[tuple[str, ...]] = SUPPORTED_EXTENSIONS
 
     model: str
-    state: Structured
+    state: TextOrJson
     """What the questions are about."""
-    questions: Annotated[dict[QuestionId, Asked], Field(min_length=1, max_length=MAX_QUESTIONS)]
+    questions: Annotated[dict[QuestionId, AnyQuestion], Field(min_length=1, max_length=MAX_QUESTIONS)]
 
-    def ignored_params(self) -> list[str]:
-        return [name for name in self.model_extra or {} if name not in self.taken]
+    def find_ignored_params(self) -> list[str]:
+        return [name for name in self.model_extra or {} if name not in self.accepted_extensions]
 
 
-def shown(text: Structured | None) -> str:
+def to_prompt_text(text: TextOrJson | None) -> str:
     """As the model reads it."""
     if text is None or isinstance(text, str):
         return text or ""
     return json.dumps(text, ensure_ascii=False)
 
 
-def alias_of_own(model: str, names: Sequence[str]) -> bool:
+def is_model_alias(model: str, names: Sequence[str]) -> bool:
     """Whether a name stands for whichever model there is."""
-    return model.startswith(ALIAS) and model not in names
+    return model.startswith(MODEL_ALIAS_PREFIX) and model not in names

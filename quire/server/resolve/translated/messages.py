@@ -8,10 +8,10 @@ from typing import Any
 from quire.engine.errors import InvalidRequest
 from quire.server.config import ServerConfig
 from quire.server.encoding import encode_json
-from quire.server.formats.reasoning import thinking_budget
+from quire.server.formats.reasoning_parser import resolve_thinking_budget
 from quire.server.generation.answers.messages import MessagesWriter
 from quire.server.protocol.chat import ChatRequest
-from quire.server.protocol.common import ignored_header
+from quire.server.protocol.chat_translation import CHAT_EXTENSIONS
 from quire.server.protocol.messages import (
     CountTokensRequest,
     ImageBlock,
@@ -24,26 +24,26 @@ from quire.server.protocol.messages import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from quire.server.protocol.translated import EXTENSIONS
-from quire.server.resolve.chat import chat_call, ignored_by_template
+from quire.server.protocol.request_bodies import ignored_params_header
+from quire.server.resolve.chat import params_ignored_by_template, resolve_chat_request
 from quire.server.resolve.common import Resolved
-from quire.server.resolve.parse import parse, validated
-from quire.server.resolve.tokenize import Reply
-from quire.server.resolve.translated.as_chat import (
-    Places,
-    Turn,
-    add_parts,
-    image_part,
-    in_own_words,
-    named_by_caller,
-    note_field,
-    placed,
-    prompt_tokens,
-    tool_turn,
+from quire.server.resolve.parse import parse_body, validate_body
+from quire.server.resolve.tokenize_requests import JsonReply
+from quire.server.resolve.translated.chat_conversion import (
+    ChatTurn,
+    FieldPlaces,
+    append_parts,
+    count_chat_tokens,
+    image_content_part,
+    mark_turn_field,
+    merge_user_turns,
+    rename_error_fields,
+    rename_request_fields,
+    tool_result_turn,
 )
 from quire.server.served_model import ServedModel
 
-NAMES = {
+ANTHROPIC_FIELD_NAMES = {
     "stop": "stop_sequences",
     "thinking_token_budget": "thinking.budget_tokens",
     "reasoning_effort": "output_config.effort",
@@ -51,17 +51,17 @@ NAMES = {
     "function.parameters": "input_schema",
 }
 """Names of a chat's fields, and what Anthropic calls them."""
-BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
+BILLING_HEADER = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
 """A line that Claude Code begins its system prompt with. It changes with every request, and no prefix would be found in
 the cache again."""
 
 
-def resolve_message(given: bytes, model: ServedModel, config: ServerConfig) -> Resolved:
+def resolve_message(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> Resolved:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
-    body = parse(given, MessagesRequest)
-    model.answer_name(body.model)
-    ignored = [*body.ignored_params(), *without_effect(body, model)]
-    with named_by_caller(NAMES) as places:
+    body = parse_body(body_bytes, MessagesRequest)
+    model.response_model_name(body.model)
+    ignored = [*body.find_ignored_params(), *ignored_thinking_params(body, model)]
+    with rename_error_fields(ANTHROPIC_FIELD_NAMES) as places:
         fields = {
             "max_tokens": body.max_tokens,
             "stop": body.stop_sequences,
@@ -71,52 +71,58 @@ def resolve_message(given: bytes, model: ServedModel, config: ServerConfig) -> R
             "stream": body.stream,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True} if body.stream else None,
         }
-        chat = as_chat(body, model, fields, places)
-        call = chat_call(chat, model, config, writer=MessagesWriter, id_prefix="msg_", ignored=ignored)
-    return in_own_words(call, NAMES, places)
+        chat = chat_request_from_messages(body, model, fields, places)
+        call = resolve_chat_request(chat, model, config, writer=MessagesWriter, id_prefix="msg_", ignored=ignored)
+    return rename_request_fields(call, ANTHROPIC_FIELD_NAMES, places)
 
 
-def count_tokens(given: bytes, model: ServedModel, config: ServerConfig) -> Reply:
+def count_message_tokens(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> JsonReply:
     """The number of tokens of the prompt that these messages make. Raises as above."""
-    body = parse(given, CountTokensRequest)
-    model.answer_name(body.model)
-    with named_by_caller(NAMES) as places:
-        chat = as_chat(body, model, {}, places)
-        others = [name for name in body.model_extra or () if name not in EXTENSIONS]
-        ignored = [*others, *without_effect(body, model), *ignored_by_template(chat, model.formats)]
-        headers = ignored_header(ignored, config.strict)
-        count, adapted = prompt_tokens(chat, model, config, places)
-    return Reply(encode_json({"input_tokens": count}), headers | adapted)
+    body = parse_body(body_bytes, CountTokensRequest)
+    model.response_model_name(body.model)
+    with rename_error_fields(ANTHROPIC_FIELD_NAMES) as places:
+        chat = chat_request_from_messages(body, model, {}, places)
+        others = [name for name in body.model_extra or () if name not in CHAT_EXTENSIONS]
+        ignored = [
+            *others,
+            *ignored_thinking_params(body, model),
+            *params_ignored_by_template(chat, model.chat_formats),
+        ]
+        headers = ignored_params_header(ignored, config.strict)
+        count, adapted = count_chat_tokens(chat, model, config, places)
+    return JsonReply(encode_json({"input_tokens": count}), headers | adapted)
 
 
-def without_effect(body: CountTokensRequest, model: ServedModel) -> list[str]:
+def ignored_thinking_params(body: CountTokensRequest, model: ServedModel) -> list[str]:
     """Names of parameters that change nothing with this model."""
     ignored = []
     if body.thinking is not None and body.thinking.type == "enabled":
-        if model.formats.reasoning is None and not model.formats.thinking.works:
+        if model.chat_formats.reasoning_format is None and not model.chat_formats.thinking_switch.is_switchable:
             ignored.append("thinking")
         elif body.thinking.budget_tokens is not None and not can_limit_thinking(model):
             ignored.append("thinking.budget_tokens")
-    if body.effort is not None and not model.formats.thinking.efforts:
+    if body.thinking_effort is not None and not model.chat_formats.thinking_switch.effort_words:
         ignored.append("output_config.effort")
     return ignored
 
 
-def as_chat(body: CountTokensRequest, model: ServedModel, fields: dict[str, Any], places: Places) -> ChatRequest:
+def chat_request_from_messages(
+    body: CountTokensRequest, model: ServedModel, fields: dict[str, Any], places: FieldPlaces
+) -> ChatRequest:
     """The chat that a body asks for, with more `fields`. Raises InvalidRequest."""
-    turns = placed(turns_of(body), places)
+    turns = merge_user_turns(turns_from_messages(body), places)
     chat: dict[str, Any] = {
         **fields,
         "model": body.model,
         "messages": turns,
-        "tools": [{"type": "function", "function": function_of(tool)} for tool in body.tools],
-        "parallel_tool_calls": body.parallel,
-        "session_ttl": body.keep_seconds,
-        **body.extensions(),
-        **thinking_fields(body, model),
+        "tools": [{"type": "function", "function": function_from_tool(tool)} for tool in body.tools],
+        "parallel_tool_calls": body.allows_parallel_tool_calls,
+        "session_ttl": body.max_cache_seconds,
+        **body.pick_extensions(),
+        **chat_thinking_fields(body, model),
     }
-    if body.format is not None:
-        schema = {"name": "answer", "schema": body.format.schema_}
+    if body.effective_output_format is not None:
+        schema = {"name": "answer", "schema": body.effective_output_format.schema_}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
     choice = body.tool_choice
     if isinstance(choice, NamedChoice):
@@ -125,76 +131,82 @@ def as_chat(body: CountTokensRequest, model: ServedModel, fields: dict[str, Any]
         chat["tool_choice"] = {"any": "required"}.get(choice.type, choice.type)
     if turns[-1]["role"] == "assistant" and not turns[-1].get("tool_calls"):  # the answer goes on with it
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
-    return validated(chat, ChatRequest)
+    return validate_body(chat, ChatRequest)
 
 
-def function_of(tool: InputTool) -> dict[str, Any]:
-    told = {"description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
-    return {"name": tool.name, **told}
+def function_from_tool(tool: InputTool) -> dict[str, Any]:
+    details = {"description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
+    return {"name": tool.name, **details}
 
 
-def thinking_fields(body: CountTokensRequest, model: ServedModel) -> dict[str, Any]:
+def chat_thinking_fields(body: CountTokensRequest, model: ServedModel) -> dict[str, Any]:
     """The chat's fields about thinking; of the template's variables only those that it has."""
     thinking = body.thinking
     kind = "disabled" if thinking is None else thinking.type
     variables: dict[str, Any] = {}
     if kind != "adaptive":
-        variables |= model.formats.thinking.switched(kind == "enabled", body.effort)
-    given = body.extensions().get("chat_template_kwargs", {})
-    fields: dict[str, Any] = {"chat_template_kwargs": {**variables, **given} if isinstance(given, dict) else given}
+        variables |= model.chat_formats.thinking_switch.switch_variables(kind == "enabled", body.thinking_effort)
+    template_kwargs = body.pick_extensions().get("chat_template_kwargs", {})
+    fields: dict[str, Any] = {
+        "chat_template_kwargs": {**variables, **template_kwargs}
+        if isinstance(template_kwargs, dict)
+        else template_kwargs
+    }
     if thinking is not None:
         fields["include_reasoning"] = kind != "disabled"
     if thinking is not None and can_limit_thinking(model):
         fields["thinking_token_budget"] = thinking.budget_tokens
-    if body.effort is not None and model.formats.thinking.efforts:
-        fields["reasoning_effort"] = body.effort
+    if body.thinking_effort is not None and model.chat_formats.thinking_switch.effort_words:
+        fields["reasoning_effort"] = body.thinking_effort
     return fields
 
 
 def can_limit_thinking(model: ServedModel) -> bool:
     """Anthropic's budget is a target, so a model without tokens for it is not a reason to refuse a request."""
     try:
-        return thinking_budget(1, model.formats.reasoning, None, model.tokenizer) is not None
+        return resolve_thinking_budget(1, model.chat_formats.reasoning_format, None, model.tokenizer) is not None
     except InvalidRequest:
         return False
 
 
-def turns_of(body: CountTokensRequest) -> list[Turn]:
+def turns_from_messages(body: CountTokensRequest) -> list[ChatTurn]:
     """The conversation as a chat's messages, at least one. Raises InvalidRequest."""
     system = [
-        BILLING.sub("", text, 1) if BILLING.match(text) else text
+        BILLING_HEADER.sub("", text, 1) if BILLING_HEADER.match(text) else text
         for text in ([body.system] if isinstance(body.system, str) else [block.text for block in body.system])
     ]
-    turns: list[Turn] = []
+    turns: list[ChatTurn] = []
     if any(system):
-        turns.append({"role": "system", "content": parts([text for text in system if text])})
-        note_field(turns, "system")
-    called: dict[str, str] = {}
+        turns.append({"role": "system", "content": text_parts([text for text in system if text])})
+        mark_turn_field(turns, "system")
+    names_by_call_id: dict[str, str] = {}
     for index, message in enumerate(body.messages):
         if message.role == "assistant":
-            turns.append(assistant_turn(message, called))
+            turns.append(assistant_turn(message, names_by_call_id))
         else:
-            add_turns(turns, message, called, f"messages[{index}]")
-        note_field(turns, f"messages[{index}]")
+            append_user_turns(turns, message, names_by_call_id, f"messages[{index}]")
+        mark_turn_field(turns, f"messages[{index}]")
     if not turns:
         raise InvalidRequest("messages must have content", param="messages")
     return turns
 
 
-def add_turns(turns: list[Turn], message: InputMessage, called: dict[str, str], where: str) -> None:
+def append_user_turns(
+    turns: list[ChatTurn], message: InputMessage, names_by_call_id: dict[str, str], where: str
+) -> None:
     """Add a user's message: each result of a tool is a turn of its own, and texts behind one another are one turn.
     `where`: its field."""
-    for place, block in enumerate(blocks_of(message)):
+    for place, block in enumerate(message_blocks(message)):
         field = f"{where}.content[{place}]"
         if isinstance(block, ToolResultBlock):
-            turns.append(tool_turn(block.tool_use_id, result_of(block, field), called))
+            turns.append(tool_result_turn(block.tool_use_id, tool_result_content(block, field), names_by_call_id))
         elif isinstance(block, TextBlock | ImageBlock):
-            add_parts(turns, message.role, [part_of(block, field)])
+            append_parts(turns, message.role, [content_part_from_block(block, field)])
         else:
             raise InvalidRequest(f"messages: a block of type {block.type} is the assistant's", param="messages")
 
 
-def result_of(block: ToolResultBlock, field: str) -> str | list[Turn]:
+def tool_result_content(block: ToolResultBlock, field: str) -> str | list[ChatTurn]:
     """What a tool returned: text, or parts where some are images."""
     shown = block.content
     if isinstance(shown, str) or not any(isinstance(each, ImageBlock) for each in shown):
@@ -202,41 +214,44 @@ def result_of(block: ToolResultBlock, field: str) -> str | list[Turn]:
             shown if isinstance(shown, str) else "\n".join(each.text for each in shown if isinstance(each, TextBlock))
         )
         return f"Error: {text}" if block.is_error else text
-    found = [part_of(each, f"{field}.content[{place}]") for place, each in enumerate(shown)]
-    return [*parts(["Error:"] if block.is_error else []), *found]
+    content_parts = [content_part_from_block(each, f"{field}.content[{place}]") for place, each in enumerate(shown)]
+    return [*text_parts(["Error:"] if block.is_error else []), *content_parts]
 
 
-def assistant_turn(message: InputMessage, called: dict[str, str]) -> Turn:
-    """An assistant's turn. Notes the names of the functions that are `called`, by the call's id."""
-    blocks = blocks_of(message)
-    turn: Turn = {"role": "assistant", "content": parts([each.text for each in blocks if isinstance(each, TextBlock)])}
+def assistant_turn(message: InputMessage, names_by_call_id: dict[str, str]) -> ChatTurn:
+    """An assistant's turn. Notes the names of the functions that are `names_by_call_id`, by the call's id."""
+    blocks = message_blocks(message)
+    turn: ChatTurn = {
+        "role": "assistant",
+        "content": text_parts([each.text for each in blocks if isinstance(each, TextBlock)]),
+    }
     thoughts = [each.thinking for each in blocks if isinstance(each, ThinkingBlock)]
     if thoughts:
         turn["reasoning_content"] = "\n".join(thoughts)
     calls = [each for each in blocks if isinstance(each, ToolUseBlock)]
     if calls:
-        called |= {call.id: call.name for call in calls}
+        names_by_call_id |= {call.id: call.name for call in calls}
         turn["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}}
             for call in calls
         ]
-    if theirs := [each for each in blocks if isinstance(each, ToolResultBlock | ImageBlock)]:
-        raise InvalidRequest(f"messages: a block of type {theirs[0].type} is the user's", param="messages")
+    if user_blocks := [each for each in blocks if isinstance(each, ToolResultBlock | ImageBlock)]:
+        raise InvalidRequest(f"messages: a block of type {user_blocks[0].type} is the user's", param="messages")
     return turn
 
 
-def blocks_of(message: InputMessage) -> list[Any]:
+def message_blocks(message: InputMessage) -> list[Any]:
     content = message.content
     return [TextBlock(type="text", text=content)] if isinstance(content, str) else content
 
 
-def part_of(block: TextBlock | ImageBlock, field: str) -> Turn:
+def content_part_from_block(block: TextBlock | ImageBlock, field: str) -> ChatTurn:
     """A chat's content part; `field`: the block's."""
     if isinstance(block, TextBlock):
         return {"type": "text", "text": block.text}
-    return image_part(block.url, f"{field}.source")
+    return image_content_part(block.url, f"{field}.source")
 
 
-def parts(texts: list[str]) -> list[dict[str, str]]:
+def text_parts(texts: list[str]) -> list[dict[str, str]]:
     """A chat's content."""
     return [{"type": "text", "text": text} for text in texts]

@@ -8,29 +8,41 @@ from typing import Any
 
 from quire.engine.errors import InvalidRequest
 from quire.server.config import ServerConfig
-from quire.server.generation.answers.ollama import OllamaChatWriter, OllamaWriter, embed, embedding, loaded
-from quire.server.generation.vectors import VectorAnswer, VectorSpec
+from quire.server.generation.answers.ollama import (
+    OllamaChatWriter,
+    OllamaWriter,
+    model_loaded_body,
+    ollama_embed_body,
+    ollama_embeddings_body,
+)
+from quire.server.generation.vector_generation import VectorBodyWriter, VectorSpec
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.ollama import (
-    OllamaBody,
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
+    OllamaGenerationBody,
     OllamaMessage,
 )
 from quire.server.protocol.pooling import EmbeddingRequest
-from quire.server.resolve.chat import chat_call
+from quire.server.resolve.chat import resolve_chat_request
 from quire.server.resolve.common import Resolved
-from quire.server.resolve.completions import completion_call
-from quire.server.resolve.parse import parse, validated
-from quire.server.resolve.pooling import embedding_spec
-from quire.server.resolve.tokenize import Reply
-from quire.server.resolve.translated.as_chat import FIELD, image_part, in_own_words, named_by_caller, placed
+from quire.server.resolve.completions import resolve_completion_request
+from quire.server.resolve.parse import parse_body, validate_body
+from quire.server.resolve.pooling_requests import build_embedding_spec
+from quire.server.resolve.tokenize_requests import JsonReply
+from quire.server.resolve.translated.chat_conversion import (
+    FIELD_KEY,
+    image_content_part,
+    merge_user_turns,
+    rename_error_fields,
+    rename_request_fields,
+)
 from quire.server.served_model import ServedModel
 
-NAMES = {
+OLLAMA_FIELD_NAMES = {
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
     "temperature": "options.temperature",
@@ -45,77 +57,79 @@ NAMES = {
 """Names of a chat's fields, and what Ollama calls them."""
 
 
-def resolve_chat(given: bytes, model: ServedModel, config: ServerConfig) -> Resolved | Reply:
+def resolve_ollama_chat(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> Resolved | JsonReply:
     """A chat without messages is Ollama's way to load a model, which is loaded here already. Raises ModelNotFound, and
     InvalidRequest naming the parameter."""
-    body = parse(given, OllamaChatRequest)
-    name = model.answer_name(plain_name(body.model, model))
+    body = parse_body(body_bytes, OllamaChatRequest)
+    name = model.response_model_name(model_name_without_tag(body.model, model))
     if not body.messages:
-        return Reply(loaded(name, "message"), {})
-    return _chat(body, turns_of(body.messages), body.tools, name, model, config)
+        return JsonReply(model_loaded_body(name, "message"), {})
+    return _resolve_chat_turns(body, turns_from_ollama(body.messages), body.tools, name, model, config)
 
 
-def resolve_generate(given: bytes, model: ServedModel, config: ServerConfig) -> Resolved | Reply:
+def resolve_ollama_generate(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> Resolved | JsonReply:
     """A chat whose only message is the prompt, as in Ollama; a completion where the body has raw or a suffix. Raises
-    what `resolve_chat` raises."""
-    body = parse(given, OllamaGenerateRequest)
-    name = model.answer_name(plain_name(body.model, model))
+    what `resolve_ollama_chat` raises."""
+    body = parse_body(body_bytes, OllamaGenerateRequest)
+    name = model.response_model_name(model_name_without_tag(body.model, model))
     if body.images and (body.raw or body.suffix):
         raise InvalidRequest("images: not with raw or suffix, which are read without the template", param="images")
     if not body.prompt and not body.images:
-        return Reply(loaded(name, "response"), {})
+        return JsonReply(model_loaded_body(name, "response"), {})
     if not body.raw and not body.suffix:
-        turns = [{"role": "system", "content": with_images(body.system, (), "")}] if body.system else []
-        content = with_images(body.prompt, body.images, "images")
-        return _chat(body, [*turns, {"role": "user", "content": content}], (), name, model, config)
-    with named_by_caller(NAMES):
-        fields = {**sampling(body, model), "prompt": body.prompt, "model": name}
+        turns = [{"role": "system", "content": content_with_images(body.system, (), "")}] if body.system else []
+        content = content_with_images(body.prompt, body.images, "images")
+        return _resolve_chat_turns(body, [*turns, {"role": "user", "content": content}], (), name, model, config)
+    with rename_error_fields(OLLAMA_FIELD_NAMES):
+        fields = {**sampling_fields(body, model), "prompt": body.prompt, "model": name}
         if body.suffix:
             fields["suffix"] = body.suffix
-        asked, ignored = validated(fields, CompletionRequest), body.ignored_params()
-        call = completion_call(asked, model, config, writer=OllamaWriter, ignored=ignored)
-    return in_own_words(call, NAMES)
+        request, ignored = validate_body(fields, CompletionRequest), body.find_ignored_params()
+        call = resolve_completion_request(request, model, config, writer=OllamaWriter, ignored=ignored)
+    return rename_request_fields(call, OLLAMA_FIELD_NAMES)
 
 
-def _chat(
-    body: OllamaBody,
+def _resolve_chat_turns(
+    body: OllamaGenerationBody,
     turns: list[dict[str, Any]],
     tools: Sequence[Any],
     name: str,
     model: ServedModel,
     config: ServerConfig,
 ) -> Resolved:
-    whole = isinstance(body, OllamaChatRequest)
-    names = NAMES if whole else {**NAMES, "messages": "prompt"}
-    with named_by_caller(names) as places:
+    is_chat = isinstance(body, OllamaChatRequest)
+    names = OLLAMA_FIELD_NAMES if is_chat else {**OLLAMA_FIELD_NAMES, "messages": "prompt"}
+    with rename_error_fields(names) as places:
         fields = {
-            **sampling(body, model),
+            **sampling_fields(body, model),
             "model": name,
-            "messages": placed(turns, places),
-            "tools": [tool.as_dict() for tool in tools],
-            **thinking(body, model),
+            "messages": merge_user_turns(turns, places),
+            "tools": [tool.to_template_tool() for tool in tools],
+            **thinking_fields(body, model),
         }
-        writer = OllamaChatWriter if whole else OllamaWriter
-        call = chat_call(validated(fields, ChatRequest), model, config, writer=writer, ignored=body.ignored_params())
-    return in_own_words(call, names, places)
+        writer = OllamaChatWriter if is_chat else OllamaWriter
+        call = resolve_chat_request(
+            validate_body(fields, ChatRequest), model, config, writer=writer, ignored=body.find_ignored_params()
+        )
+    return rename_request_fields(call, names, places)
 
 
-def plain_name(asked: str | None, model: ServedModel) -> str | None:
+def model_name_without_tag(requested_name: str | None, model: ServedModel) -> str | None:
     """The name without the tag that Ollama's clients add."""
-    return None if asked is None else untagged(asked, (*model.names, *model.adapters))
+    return None if requested_name is None else strip_latest_tag(requested_name, (*model.names, *model.adapters))
 
 
-def untagged(asked: str, names: Collection[str]) -> str:
+def strip_latest_tag(requested_name: str, names: Collection[str]) -> str:
     """The name without its tag :latest, unless `names` has the tagged one."""
-    return asked if asked in names else asked.removesuffix(":latest")
+    return requested_name if requested_name in names else requested_name.removesuffix(":latest")
 
 
-def turns_of(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+def turns_from_ollama(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     """A chat's turns. Ollama's calls need no ids: a tool's result is that of the first call without one."""
     turns: list[dict[str, Any]] = []
     open_calls: list[str] = []
     for index, message in enumerate(messages):
-        content = with_images(message.content, message.images, f"messages[{index}].images")
+        content = content_with_images(message.content, message.images, f"messages[{index}].images")
         turn: dict[str, Any] = {"role": message.role, "content": content}
         if message.thinking:
             turn["reasoning"] = message.thinking
@@ -128,18 +142,18 @@ def turns_of(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
             ]
         if message.role == "tool":
             turn["tool_call_id"] = message.tool_call_id or (open_calls.pop(0) if open_calls else "call")
-        turns.append({**turn, FIELD: f"messages[{index}]"})
+        turns.append({**turn, FIELD_KEY: f"messages[{index}]"})
     return turns
 
 
-def with_images(text: str, images: Sequence[str], field: str) -> list[dict[str, Any]]:
+def content_with_images(text: str, images: Sequence[str], field: str) -> list[dict[str, Any]]:
     """A message's content; its images, in base64, which the caller has in `field`, stand before the text, as in
     Ollama."""
-    shown = [image_part(f"data:;base64,{image}", f"{field}[{index}]") for index, image in enumerate(images)]
+    shown = [image_content_part(f"data:;base64,{image}", f"{field}[{index}]") for index, image in enumerate(images)]
     return [*shown, {"type": "text", "text": text}]
 
 
-def sampling(body: OllamaBody, model: ServedModel) -> dict[str, Any]:
+def sampling_fields(body: OllamaGenerationBody, model: ServedModel) -> dict[str, Any]:
     """The fields that a chat and a completion have in common. None: the model's default."""
     options = body.options
     most = options.num_predict
@@ -163,37 +177,41 @@ def sampling(body: OllamaBody, model: ServedModel) -> dict[str, Any]:
     return fields
 
 
-def thinking(body: OllamaBody, model: ServedModel) -> dict[str, Any]:
+def thinking_fields(body: OllamaGenerationBody, model: ServedModel) -> dict[str, Any]:
     """The chat's fields about thinking; only the variables that the template has."""
-    think, switch = body.think, model.formats.thinking
+    think, switch = body.think, model.chat_formats.thinking_switch
     if think is None:
         return {}
     fields: dict[str, Any] = {"include_reasoning": think is not False}
     effort = think if isinstance(think, str) else None
-    fields["chat_template_kwargs"] = switch.switched(think is not False, effort)
-    if effort is not None and switch.efforts:
+    fields["chat_template_kwargs"] = switch.switch_variables(think is not False, effort)
+    if effort is not None and switch.effort_words:
         fields["reasoning_effort"] = think
     return fields
 
 
-def resolve_embed(given: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
+def resolve_ollama_embed(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
     """Raises as above."""
-    body = parse(given, OllamaEmbedRequest)
+    body = parse_body(body_bytes, OllamaEmbedRequest)
     fields = {"input": body.input, "dimensions": body.dimensions}
     if body.truncate:
         fields["truncate_prompt_tokens"] = -1
-    return _vectors(body.model, fields, embed, model, config)
+    return _resolve_vectors(body.model, fields, ollama_embed_body, model, config)
 
 
-def resolve_embeddings(given: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
+def resolve_ollama_embeddings(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
     """Raises as above."""
-    body = parse(given, OllamaEmbeddingsRequest)
+    body = parse_body(body_bytes, OllamaEmbeddingsRequest)
     fields = {"input": body.prompt, "truncate_prompt_tokens": -1}
-    return _vectors(body.model, fields, embedding, model, config)
+    return _resolve_vectors(body.model, fields, ollama_embeddings_body, model, config)
 
 
-def _vectors(
-    asked: str | None, fields: dict[str, Any], answer: VectorAnswer, model: ServedModel, config: ServerConfig
+def _resolve_vectors(
+    requested_name: str | None,
+    fields: dict[str, Any],
+    write_body: VectorBodyWriter,
+    model: ServedModel,
+    config: ServerConfig,
 ) -> VectorSpec:
-    body = validated({**fields, "model": plain_name(asked, model)}, EmbeddingRequest)
-    return embedding_spec(body, answer, model, config)
+    body = validate_body({**fields, "model": model_name_without_tag(requested_name, model)}, EmbeddingRequest)
+    return build_embedding_spec(body, write_body, model, config)

@@ -13,40 +13,45 @@ from quire.engine.types import SamplingParams
 from quire.server.config import ServerConfig
 from quire.server.encoding import encode_json
 from quire.server.generation.answers.responses import ResponsesWriter
-from quire.server.generation.spec import ResponseFields
+from quire.server.generation.request_specs import ResponsesApiFields
 from quire.server.protocol.chat import ChatRequest
-from quire.server.protocol.common import ignored_header
-from quire.server.protocol.items import Item, ItemReference, Message, full_name
+from quire.server.protocol.request_bodies import ignored_params_header
+from quire.server.protocol.response_items import InputItem, ItemReference, Message, namespaced_tool_name
 from quire.server.protocol.responses import (
-    ENCRYPTED,
-    LOGPROBS,
-    MAX_REPEATED,
+    INCLUDE_ENCRYPTED_REASONING,
+    INCLUDE_LOGPROBS,
+    MAX_ECHOED_BYTES,
     AllowedTools,
     ChosenTool,
     CustomTool,
     FunctionTool,
     ResponsesRequest,
 )
-from quire.server.resolve.chat import chat_call, ignored_by_template
-from quire.server.resolve.checks import NeedsWorker, check_text, check_texts
+from quire.server.resolve.chat import params_ignored_by_template, resolve_chat_request
+from quire.server.resolve.checks import NeedsWorker, check_json_texts, check_text
 from quire.server.resolve.common import Resolved
-from quire.server.resolve.parse import parse, validated
-from quire.server.resolve.tokenize import Reply
-from quire.server.resolve.translated.as_chat import (
-    Places,
-    in_own_words,
-    named_by_caller,
-    placed,
-    prompt_tokens,
+from quire.server.resolve.parse import parse_body, validate_body
+from quire.server.resolve.tokenize_requests import JsonReply
+from quire.server.resolve.translated.chat_conversion import (
+    FieldPlaces,
+    count_chat_tokens,
+    merge_user_turns,
+    rename_error_fields,
+    rename_request_fields,
 )
-from quire.server.resolve.translated.history import before, in_conversation, kept_items, referred
-from quire.server.resolve.translated.items import turns_of
+from quire.server.resolve.translated.history import (
+    conversation_items,
+    resolve_item_references,
+    response_history,
+    to_stored_items,
+)
+from quire.server.resolve.translated.input_items import turns_from_items
 from quire.server.served_model import ServedModel
 
-ITEM: TypeAdapter[Item] = TypeAdapter(Item)
-ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
-NO_STORE = "this server stores no responses; the operator may pass --data-dir"
-NAMES = {
+ITEM_ADAPTER: TypeAdapter[InputItem] = TypeAdapter(InputItem)
+ITEMS_ADAPTER: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
+NO_STORE_MESSAGE = "this server stores no responses; the operator may pass --data-dir"
+RESPONSES_FIELD_NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
@@ -57,77 +62,83 @@ NAMES = {
 }
 """Names of a chat's fields, and what they are called here."""
 
-OF_ANSWERS = {
+FIELDS_NOT_OF_PROMPT = {
     *("max_output_tokens", "temperature", "top_p", "top_logprobs", "include", "metadata", "stream", "stream_options"),
     *("store", "background", "safety_identifier", "prompt_cache_key"),
 }
 """What says nothing of the prompt."""
 
 
-def resolve_response(given: bytes, model: ServedModel, config: ServerConfig, *, owner: str) -> Resolved:
+def resolve_response(body_bytes: bytes, model: ServedModel, config: ServerConfig, *, owner: str) -> Resolved:
     """`owner`: whose stored responses may be named. Raises ModelNotFound, and InvalidRequest naming the parameter."""
-    body = parse(given, ResponsesRequest)
-    model.answer_name(body.model)
-    check_stored(body, config)
-    earlier, items = all_items(body, model, config, owner)
-    ignored = without_effect(body, model)
+    body = parse_body(body_bytes, ResponsesRequest)
+    model.response_model_name(body.model)
+    check_store_fields(body, config)
+    earlier, items = load_items(body, model, config, owner)
+    ignored = params_without_effect(body, model)
     if body.store and config.data_dir is None:
         ignored.append("store")
-    with named_by_caller(NAMES) as places:
-        chat = as_chat(body, earlier, items, model, places)
-        call = chat_call(chat, model, config, writer=ResponsesWriter, id_prefix="resp_", ignored=ignored)
-    if chat.logprobs and call.spec.message is not None:  # which tokens are the text's, the parsers do not tell
+    with rename_error_fields(RESPONSES_FIELD_NAMES) as places:
+        chat = chat_request_from_items(body, earlier, items, model, places)
+        call = resolve_chat_request(chat, model, config, writer=ResponsesWriter, id_prefix="resp_", ignored=ignored)
+    if chat.logprobs and call.spec.message_format is not None:  # which tokens are the text's, the parsers do not tell
         message = "log probabilities are not available here with tools or thinking: /v1/chat/completions has them"
         raise InvalidRequest(f"top_logprobs: {message}", param="top_logprobs")
     stored = config.data_dir is not None and body.store is not False
     conversation = body.conversation_id
-    stored_input = kept_items(items, "input", conversation=conversation is not None) if stored or conversation else ()
-    fields = ResponseFields(
-        repeated=as_json({**repeated(body, call.spec.params), "store": stored}),
-        namespaces={full_name(space, tool.name): (space, tool.name) for space, tool in body.own_tools if space},
-        sealed=ENCRYPTED in body.include,
+    stored_input = (
+        to_stored_items(items, "input", conversation=conversation is not None) if stored or conversation else ()
+    )
+    fields = ResponsesApiFields(
+        echoed_fields=encode_echoed_fields({**echoed_fields(body, call.spec.params), "store": stored}),
+        namespaces={
+            namespaced_tool_name(space, tool.name): (space, tool.name) for space, tool in body.namespaced_tools if space
+        },
+        encrypts_reasoning=INCLUDE_ENCRYPTED_REASONING in body.include,
         store=stored,
         background=body.background,
-        input=stored_input,
-        previous=body.previous_response_id,
-        conversation=conversation,
+        input_items=stored_input,
+        previous_id=body.previous_response_id,
+        conversation_id=conversation,
     )
-    return in_own_words(replace(call, spec=replace(call.spec, response=fields)), NAMES, places)
+    return rename_request_fields(
+        replace(call, spec=replace(call.spec, responses_fields=fields)), RESPONSES_FIELD_NAMES, places
+    )
 
 
-def count_input_tokens(given: bytes, model: ServedModel, config: ServerConfig, *, owner: str) -> Reply:
+def count_input_tokens(body_bytes: bytes, model: ServedModel, config: ServerConfig, *, owner: str) -> JsonReply:
     """The number of tokens of the prompt that a response to this body has. Raises as above."""
-    body = parse(given, ResponsesRequest)
-    model.answer_name(body.model)
-    check_stored(body, config)
-    earlier, items = all_items(body, model, config, owner)
-    ignored = [*without_effect(body, model), *sorted(OF_ANSWERS & body.model_fields_set)]
-    with named_by_caller(NAMES) as places:
-        chat = as_chat(body, earlier, items, model, places)
-        ignored += ignored_by_template(chat, model.formats)
-        headers = ignored_header(ignored, config.strict)
-        count, adapted = prompt_tokens(chat, model, config, places)
-    return Reply(encode_json({"object": "response.input_tokens", "input_tokens": count}), headers | adapted)
+    body = parse_body(body_bytes, ResponsesRequest)
+    model.response_model_name(body.model)
+    check_store_fields(body, config)
+    earlier, items = load_items(body, model, config, owner)
+    ignored = [*params_without_effect(body, model), *sorted(FIELDS_NOT_OF_PROMPT & body.model_fields_set)]
+    with rename_error_fields(RESPONSES_FIELD_NAMES) as places:
+        chat = chat_request_from_items(body, earlier, items, model, places)
+        ignored += params_ignored_by_template(chat, model.chat_formats)
+        headers = ignored_params_header(ignored, config.strict)
+        count, adapted = count_chat_tokens(chat, model, config, places)
+    return JsonReply(encode_json({"object": "response.input_tokens", "input_tokens": count}), headers | adapted)
 
 
-def as_json(told: Mapping[str, Any]) -> bytes:
+def encode_echoed_fields(fields: Mapping[str, Any]) -> bytes:
     """The fields that the answer repeats. Raises InvalidRequest for those that are not text, or too large together."""
     sizes = {}
-    for name, value in told.items():
-        check_texts(value, name)
+    for name, value in fields.items():
+        check_json_texts(value, name)
         sizes[name] = len(encode_json(value))
-    if sum(sizes.values()) > MAX_REPEATED:
+    if sum(sizes.values()) > MAX_ECHOED_BYTES:
         name = max(sizes, key=lambda one: sizes[one])
-        message = f"{name} is too large: an answer repeats at most {MAX_REPEATED} bytes of its request"
+        message = f"{name} is too large: an answer repeats at most {MAX_ECHOED_BYTES} bytes of its request"
         raise InvalidRequest(message, param=name)
-    return encode_json(told)
+    return encode_json(fields)
 
 
-def check_stored(body: ResponsesRequest, config: ServerConfig) -> None:
+def check_store_fields(body: ResponsesRequest, config: ServerConfig) -> None:
     """Refuse a request that needs the store if there is none or if the request itself forbids its use."""
     for name in ("previous_response_id", "conversation", "background"):
         if getattr(body, name) and config.data_dir is None:
-            raise InvalidRequest(f"{name}: {NO_STORE}", param=name)
+            raise InvalidRequest(f"{name}: {NO_STORE_MESSAGE}", param=name)
     check_text(body.previous_response_id or "", "previous_response_id")
     check_text(body.conversation_id or "", "conversation")
     if body.previous_response_id is not None and body.conversation is not None:
@@ -136,66 +147,74 @@ def check_stored(body: ResponsesRequest, config: ServerConfig) -> None:
         raise InvalidRequest("background needs store to be true", param="background")
 
 
-def all_items(
+def load_items(
     body: ResponsesRequest, model: ServedModel, config: ServerConfig, owner: str
-) -> tuple[list[Item], list[Item]]:
+) -> tuple[list[InputItem], list[InputItem]]:
     """The items before this request's, and its own. Raises InvalidRequest, and NeedsWorker: there may be many."""
     folder, previous, conversation = config.data_dir, body.previous_response_id, body.conversation_id
     if isinstance(body.input, str):
-        given: Sequence[Item | ItemReference] = [Message(role="user", content=body.input)] if body.input else []
+        input_items: Sequence[InputItem | ItemReference] = (
+            [Message(role="user", content=body.input)] if body.input else []
+        )
     else:
-        given = body.input
-    ids = [item.id for item in given if isinstance(item, ItemReference)]
+        input_items = body.input
+    ids = [item.id for item in input_items if isinstance(item, ItemReference)]
     if folder is None or not (previous or conversation or ids):
         if ids:
-            raise InvalidRequest(f"input: {NO_STORE}", param="input")
-        return [], [item for item in given if not isinstance(item, ItemReference)]
+            raise InvalidRequest(f"input: {NO_STORE_MESSAGE}", param="input")
+        return [], [item for item in input_items if not isinstance(item, ItemReference)]
     if not model.expendable:
         raise NeedsWorker
-    found = in_conversation(folder, owner, conversation) if conversation else []
+    earlier_items = conversation_items(folder, owner, conversation) if conversation else []
     if previous:
-        found = before(folder, owner, previous)
-    known = referred(folder, owner, ids, found) if ids else {}
-    own = [ITEM.validate_python(known[one.id]) if isinstance(one, ItemReference) else one for one in given]
-    return ITEMS.validate_python(found), own
+        earlier_items = response_history(folder, owner, previous)
+    known = resolve_item_references(folder, owner, ids, earlier_items) if ids else {}
+    own_items = [
+        ITEM_ADAPTER.validate_python(known[one.id]) if isinstance(one, ItemReference) else one for one in input_items
+    ]
+    return ITEMS_ADAPTER.validate_python(earlier_items), own_items
 
 
-def without_effect(body: ResponsesRequest, model: ServedModel) -> list[str]:
-    ignored = body.ignored_params()
-    if body.reasoning.effort is not None and not effort_works(model):
+def params_without_effect(body: ResponsesRequest, model: ServedModel) -> list[str]:
+    ignored = body.find_ignored_params()
+    if body.reasoning.effort is not None and not can_set_effort(model):
         ignored.append("reasoning.effort")
     return ignored
 
 
-def effort_works(model: ServedModel) -> bool:
-    return model.formats.thinking.works or bool(model.formats.thinking.efforts)
+def can_set_effort(model: ServedModel) -> bool:
+    return model.chat_formats.thinking_switch.is_switchable or bool(model.chat_formats.thinking_switch.effort_words)
 
 
-def as_chat(
-    body: ResponsesRequest, earlier: Sequence[Item], items: Sequence[Item], model: ServedModel, places: Places
+def chat_request_from_items(
+    body: ResponsesRequest,
+    earlier: Sequence[InputItem],
+    items: Sequence[InputItem],
+    model: ServedModel,
+    places: FieldPlaces,
 ) -> ChatRequest:
     """The chat that a body asks for. Raises InvalidRequest."""
-    developer = "developer" in model.formats.template
-    turns = turns_of([*earlier, *items], body.instructions or "", developer=developer, earlier=len(earlier))
-    turns = placed(turns, places)
+    developer = "developer" in model.chat_formats.template_text
+    turns = turns_from_items([*earlier, *items], body.instructions or "", developer=developer, earlier=len(earlier))
+    turns = merge_user_turns(turns, places)
     if not turns:
-        raise InvalidRequest(f"input must not be empty{body.misspelt()}", param="input")
-    tools, choice = tools_of(body)
+        raise InvalidRequest(f"input must not be empty{body.misspelling_hint()}", param="input")
+    tools, choice = chat_tools(body)
     chat: dict[str, Any] = {
         "model": body.model,
         "messages": turns,
         "max_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
-        "logprobs": bool(body.top_logprobs) or LOGPROBS in body.include,
+        "logprobs": bool(body.top_logprobs) or INCLUDE_LOGPROBS in body.include,
         "top_logprobs": body.top_logprobs,
         "tools": tools,
         "tool_choice": choice,
         "parallel_tool_calls": body.parallel_tool_calls,
-        "reasoning_effort": body.reasoning.effort if effort_works(model) else None,
+        "reasoning_effort": body.reasoning.effort if can_set_effort(model) else None,
         "stream": body.stream,
         "prompt_cache_key": body.prompt_cache_key,
-        **body.extensions(),
+        **body.pick_extensions(),
     }
     form = body.text.format
     if form.type == "json_object":
@@ -203,14 +222,14 @@ def as_chat(
     elif form.type == "json_schema":
         schema = {"name": form.name, "schema": form.schema_}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return validated(chat, ChatRequest)
+    return validate_body(chat, ChatRequest)
 
 
-def tools_of(body: ResponsesRequest) -> tuple[list[dict[str, Any]], Any]:
+def chat_tools(body: ResponsesRequest) -> tuple[list[dict[str, Any]], Any]:
     """The tools and the tool_choice of a chat. Raises InvalidRequest."""
     tools: dict[str, FunctionTool | CustomTool] = {}
-    for namespace, tool in body.own_tools:
-        name = full_name(namespace, tool.name)
+    for namespace, tool in body.namespaced_tools:
+        name = namespaced_tool_name(namespace, tool.name)
         if name in tools:
             raise InvalidRequest(f"tools: there are two tools named {name}", param="tools")
         tools[name] = tool
@@ -223,24 +242,25 @@ def tools_of(body: ResponsesRequest) -> tuple[list[dict[str, Any]], Any]:
         choice = choice.mode
     elif isinstance(choice, ChosenTool):
         choice = {"type": "function", "function": {"name": choice.name}}
-    return [tool_of(name, tool) for name, tool in tools.items()], choice
+    return [chat_tool(name, tool) for name, tool in tools.items()], choice
 
 
-def tool_of(name: str, tool: FunctionTool | CustomTool) -> dict[str, Any]:
+def chat_tool(name: str, tool: FunctionTool | CustomTool) -> dict[str, Any]:
     """A chat's tool of this name."""
     fields = {**tool.model_dump(exclude={"type", "format"}, exclude_none=True), "name": name}
-    if isinstance(tool, CustomTool) and tool.grammar is not None:
-        grammar = {"syntax": tool.grammar.syntax, "definition": tool.grammar.definition}
+    if isinstance(tool, CustomTool) and tool.grammar_format is not None:
+        grammar = {"syntax": tool.grammar_format.syntax, "definition": tool.grammar_format.definition}
         fields["format"] = {"type": "grammar", "grammar": grammar}
     return {"type": tool.type, tool.type: fields}
 
 
-def repeated(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
+def echoed_fields(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
     """The request's fields that the answer repeats, with defaults for those that were not given. The answer's schema
     requires all of them."""
-    given = {"parameters": None, "strict": None}
+    function_defaults = {"parameters": None, "strict": None}
     tools = [
-        (given if isinstance(tool, FunctionTool) else {}) | tool.model_dump(exclude_none=True) for tool in body.tools
+        (function_defaults if isinstance(tool, FunctionTool) else {}) | tool.model_dump(exclude_none=True)
+        for tool in body.tools
     ]
     choice = body.tool_choice
     return {

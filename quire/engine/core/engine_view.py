@@ -1,0 +1,111 @@
+"""The live view of an engine, its sequences and a map of the KV pages; of several engines, as of one."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from quire.engine.core.block_pool import BlockPool
+from quire.engine.core.block_tables import without_null_blocks
+from quire.engine.core.request import Request, RequestStatus
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.core.stats import EngineView, Phase, RequestView, sum_stats
+from quire.engine.processes.procfs import resident_bytes
+from quire.engine.types import Span
+
+MAX_LISTED_REQUESTS = 512
+"""Further sequences are only counted: nobody reads so many, and a snapshot should stay small."""
+MAX_LISTED_IMAGES = 32
+"""Places of images that are told of one sequence."""
+_MAX_TILE_GAP = 4
+"""Tokens between two spans of one image at most: the marks between its tiles."""
+EMPTY_BLOCK, CACHED_BLOCK, FIRST_OWNER, UNLISTED_OWNER, SHARED_BLOCK = 0, 1, 2, 0x7FFF, 0x8000
+
+
+def take_engine_view(scheduler: Scheduler) -> EngineView:
+    began = time.perf_counter()
+    running, waiting = scheduler.list_requests()
+    listed = [*running, *waiting][:MAX_LISTED_REQUESTS]
+    ref_counts = np.frombuffer(scheduler.pool.ref_counts, dtype=np.intc)
+    return EngineView(
+        stats=scheduler.make_stats(),
+        requests=[_request_view(request, ref_counts) for request in listed],
+        block_codes=zlib.compress(encode_blocks(scheduler.pool, ref_counts, listed).astype("<u2").tobytes(), 1),
+        resident_bytes=resident_bytes(),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def encode_blocks(pool: BlockPool, ref_counts: np.ndarray, listed: list[Request]) -> np.ndarray:
+    """[pages] uint16, as EngineView.block_codes says."""
+    codes = np.where(ref_counts > 0, UNLISTED_OWNER, EMPTY_BLOCK).astype(np.uint16)
+    cached = np.fromiter(pool.cached_blocks, dtype=np.int32, count=len(pool.cached_blocks))
+    codes[cached[ref_counts[cached] == 0]] = CACHED_BLOCK
+    for code, request in enumerate(listed, FIRST_OWNER):
+        codes[without_null_blocks(request.block_ids)] = code
+    shared = ref_counts > 1
+    codes[shared] = SHARED_BLOCK + np.minimum(ref_counts[shared], 0x7FFF)
+    return codes
+
+
+def _request_view(request: Request, ref_counts: np.ndarray) -> RequestView:
+    blocks = without_null_blocks(request.block_ids)
+    return RequestView(
+        id=request.engine_request.id,
+        phase=_request_phase(request),
+        prompt_tokens=request.num_prompt_tokens,
+        cached_tokens=request.num_cached_tokens or 0,
+        computed_tokens=request.num_computed_tokens,
+        output_tokens=request.num_output_tokens,
+        limit=request.max_output_tokens,
+        blocks=len(blocks),
+        shared_blocks=int(np.count_nonzero(ref_counts[blocks] > 1)),
+        priority=request.engine_request.priority,
+        images=merge_spans(request.engine_request.spans)[:MAX_LISTED_IMAGES],
+    )
+
+
+def merge_spans(spans: Iterable[Span]) -> list[tuple[int, int]]:
+    """(first token, tokens) of spans, those of one image as one."""
+    merged: list[tuple[int, int]] = []
+    for span in spans:
+        start, count = merged[-1] if merged else (0, 0)
+        if merged and span.start - start - count <= _MAX_TILE_GAP:
+            merged[-1] = start, span.start + span.count - start
+        else:
+            merged.append((span.start, span.count))
+    return merged
+
+
+def _request_phase(request: Request) -> Phase:
+    if request.status is RequestStatus.LOADING:
+        return "loading"
+    if request.status is RequestStatus.WAITING:
+        return "queued" if request.num_cached_tokens is None else "preempted"
+    # A sequence that resumes after a preemption computes its own output again, too.
+    return (
+        "prefill"
+        if request.num_computed_tokens < len(request.token_ids) - 1 or not request.num_output_tokens
+        else "decode"
+    )
+
+
+def merge_views(views: Sequence[EngineView]) -> EngineView:
+    """One snapshot of several engines, at least one: sequences and pages one engine's after another's."""
+    requests: list[RequestView] = []
+    block_codes = []
+    for view in views:
+        codes = np.frombuffer(zlib.decompress(view.block_codes), dtype="<u2").astype(np.int64)
+        owned = (codes > CACHED_BLOCK) & (codes < UNLISTED_OWNER)
+        block_codes.append(np.where(owned, np.minimum(codes + len(requests), UNLISTED_OWNER), codes))
+        requests += view.requests
+    return EngineView(
+        stats=sum_stats([each.stats for each in views]),
+        requests=requests,
+        block_codes=zlib.compress(np.concatenate(block_codes).astype("<u2").tobytes(), 1),
+        resident_bytes=sum(each.resident_bytes for each in views),
+        seconds=max(each.seconds for each in views),
+    )

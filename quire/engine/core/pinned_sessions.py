@@ -1,0 +1,292 @@
+"""A conversation pauses while a tool runs or its user reads. This module decides which pages of the pool are kept for
+its next turn, and which are given up first when the pool needs room.
+
+Nothing waits for a kept page. It counts as free, but the pool hands it out only after all pages that are not kept.
+
+Two things identify a conversation: the session id of its requests, or a prompt that continues where an earlier sequence
+ended. A conversation without an id is kept from its second turn on, because most prompts are never continued. All
+conversations together keep at most a share of the pool. Above that share, the tenant with the most kept pages gives up
+pages first.
+
+The value of a page is the time that it would save, times the probability that its conversation continues. All pages
+have the same size and cost about the same to compute. So only the probability matters: the conversation that has paused
+longest, compared with its earlier pauses, gives up its pages first.
+
+Some models need a snapshot of their state beside the pages. Then the snapshots from which the next turn can start are
+kept too, again at most a share of them. A conversation that gives up its last snapshot also gives up all its pages,
+because no sequence can start without a snapshot.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from quire.engine import clock
+from quire.engine.core.block_pool import BlockPool
+from quire.engine.core.request import Request
+from quire.engine.core.state_snapshots import SnapshotPosition, StateSnapshots
+from quire.engine.core.stats import LiveCounters
+from quire.engine.types import DEFAULT_KEEP_SECONDS
+
+MAX_PINNED_SHARE = 0.5
+"""The largest part of the pool's pages that is kept."""
+DEFAULT_PAUSE_SECONDS = 60.0
+"""How long the first pause is assumed to last."""
+_MAX_LISTED_RATIO = 4
+"""Several conversations can start with the same page. The page is kept once, but each of them lists it. All lists
+together may have this many times the share's pages."""
+_EXTRA_UNPINNED = 64
+"""How many more pages are given up than are needed now."""
+MAX_SESSIONS = 4096
+"""How many conversations are remembered, with or without kept pages."""
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    tenant: str
+    key: str | None
+    """Its key in `_named`; None: it has no id."""
+    keep_seconds: float = DEFAULT_KEEP_SECONDS
+    """How long its pages are kept after its last sequence."""
+    num_turns: int = 0
+    last_request_id: str = ""
+    """The id of its last request."""
+    blocks: list[int] = field(default_factory=list)
+    """The kept pages, from the start of its last sequence."""
+    snapshots: list[SnapshotPosition] = field(default_factory=list)
+    """The kept snapshots."""
+    tail_hash: bytes = b""
+    """The hash of the last full piece of its last sequence."""
+    paused_at: float = 0.0
+    """When its last sequence released its pages."""
+    mean_pause: float = DEFAULT_PAUSE_SECONDS
+    """The mean length of its pauses. Later pauses have more weight."""
+
+    def overdue_ratio(self, now: float) -> float:
+        """How long it has paused, relative to its mean pause. A larger value means that it continues less likely."""
+        return (now - self.paused_at) / self.mean_pause
+
+
+class PinnedSessions:
+    def __init__(
+        self,
+        pool: BlockPool,
+        share: float = MAX_PINNED_SHARE,
+        clock: Callable[[], float] = lambda: clock.monotonic(),
+        snapshots: StateSnapshots | None = None,
+        counts: LiveCounters | None = None,
+    ) -> None:
+        """`share`: the largest part of the pool's pages, and of the snapshots, that is kept."""
+        self.counts = counts or LiveCounters()
+        self._pool, self._max_pinned, self._clock = pool, int(pool.num_blocks * share), clock
+        pool.unpin_some = self._unpin_some_blocks
+        self._snapshots = snapshots or StateSnapshots()
+        if self._snapshots.pool is not None:
+            self._snapshots.pool.unpin_some = self._unpin_some_snapshots
+        self._share = share
+        self._by_key: dict[str, Session] = {}
+        self._by_tail: dict[tuple[str, bytes], Session] = {}
+        """By tenant and `tail`, because prompts of several tenants may share pages."""
+        self._sessions: OrderedDict[Session, None] = OrderedDict()
+        """In the order of their last use, the most recent at the end."""
+        self._running: dict[str, Session] = {}
+        """By request id: the conversation that a running or preempted request continues."""
+        self._num_listed = Counter[str]()
+        """By tenant: the number of pages that its conversations list. A page that several list counts several times."""
+        self._next_expiry = 0.0
+
+    @property
+    def all_sessions(self) -> Sequence[Session]:
+        """All remembered conversations."""
+        return list(self._sessions)
+
+    def unpin_expired(self) -> None:
+        """Give up the pages of conversations whose time is over."""
+        now = self._clock()
+        if now < self._next_expiry:
+            return
+        pinned_sessions = [each for each in self._sessions if each.blocks]
+        for each in pinned_sessions:
+            if each.paused_at + each.keep_seconds <= now:
+                self._unpin_blocks(each, len(each.blocks))
+        self._next_expiry = min(
+            (each.paused_at + each.keep_seconds for each in pinned_sessions if each.blocks), default=now + 1.0
+        )
+
+    def resume_session(self, request: Request, digests: Sequence[bytes]) -> None:
+        """A sequence starts for the first time. `digests`: the hashes of its pieces."""
+        session = self._find_session(request, digests)
+        if session is not None:
+            session.mean_pause = max((session.mean_pause + self._clock() - session.paused_at) / 2, 1.0)
+            self.counts.session_returns += 1
+            self.counts.session_return_tokens += request.num_cached_tokens or 0
+            self._running[request.engine_request.id] = session
+            self._sessions.move_to_end(session)
+
+    def pause_session(self, request: Request, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
+        """A sequence is about to release its pages. `blocks`: those in the prefix cache; `digests`: the hashes of its
+        full pieces."""
+        engine_request = request.engine_request
+        session = self._running.pop(engine_request.id, None) or self._find_session(request, digests)
+        if not blocks:
+            return
+        if session is None or session not in self._sessions:
+            session = Session(engine_request.tenant, _session_key(request))
+            self._sessions[session] = None
+        session.num_turns += engine_request.id != session.last_request_id  # a preempted request repeats its turn
+        session.last_request_id, session.paused_at = engine_request.id, self._clock()
+        session.keep_seconds = engine_request.keep_seconds or DEFAULT_KEEP_SECONDS
+        self._forget_tail(session)
+        session.tail_hash = digests[-1]
+        self._by_tail[session.tenant, session.tail_hash] = session
+        if session.key is not None:
+            self._by_key[session.key] = session
+        if session.num_turns > 1 or session.key is not None or engine_request.keep_seconds:
+            self._pin_session(
+                session,
+                blocks[: self._max_pinned],
+                self._snapshots.resume_positions(request, min(len(blocks), self._max_pinned)),
+            )
+            self._next_expiry = min(self._next_expiry, session.paused_at + session.keep_seconds)
+            self._enforce_limits()
+        while len(self._sessions) > MAX_SESSIONS:
+            self._forget_session(next(iter(self._sessions)))
+
+    def clear_sessions(self) -> None:
+        """Forget all conversations."""
+        for each in list(self._sessions):
+            self._forget_session(each)
+
+    def _find_session(self, request: Request, digests: Sequence[bytes]) -> Session | None:
+        """The conversation that a sequence continues: the one with its name, or the one at whose end it starts."""
+        key = _session_key(request)
+        if key is not None and (session := self._by_key.get(key)) is not None:
+            return session
+        tails = ((request.engine_request.tenant, digest) for digest in reversed(digests))
+        candidate = next((session for tail in tails if (session := self._by_tail.get(tail))), None)
+        if candidate is None or key is None or candidate.key == key:
+            return candidate
+        if candidate.key is not None:
+            return None  # another conversation that starts with the same tokens
+        candidate.key = key
+        self._by_key[key] = candidate
+        return candidate
+
+    def _pin_session(self, session: Session, blocks: Sequence[int], snapshots: Sequence[SnapshotPosition]) -> None:
+        """Keep exactly these pages and these snapshots for a conversation."""
+        old_snapshots, session.snapshots = session.snapshots, []
+        self._pin_blocks(session, blocks)
+        if self._snapshots.pool is not None:
+            self._snapshots.pool.pin([each.snapshot_id for each in snapshots])
+            session.snapshots = list(snapshots)
+            self._unpin_snapshots(old_snapshots)
+
+    def _unpin_snapshots(self, snapshots: Sequence[SnapshotPosition]) -> None:
+        if snapshots:
+            assert self._snapshots.pool is not None
+            self._snapshots.pool.unpin([each.snapshot_id for each in snapshots])
+
+    def _pin_blocks(self, session: Session, blocks: Sequence[int]) -> None:
+        num_same = next(
+            (at for at, pair in enumerate(zip(session.blocks, blocks, strict=False)) if pair[0] != pair[1]), None
+        )
+        num_same = min(len(session.blocks), len(blocks)) if num_same is None else num_same
+        self._pool.pin(blocks[num_same:])
+        self._unpin_blocks(session, len(session.blocks) - num_same)
+        self.counts.kept_sessions += not session.blocks and bool(blocks)
+        self._num_listed[session.tenant] += len(blocks) - num_same
+        session.blocks += blocks[num_same:]
+
+    def _unpin_blocks(self, session: Session, count: int) -> None:
+        """Stop keeping the last `count` pages of a conversation. The pool hands out the last one first."""
+        if count:
+            first = max(len(session.blocks) - count, 0)
+            dropped_snapshots = [each for each in session.snapshots if each.num_blocks > first]
+            if dropped_snapshots and len(dropped_snapshots) == len(session.snapshots):
+                first = 0
+            session.snapshots = [each for each in session.snapshots if each.num_blocks <= first]
+            self._unpin_snapshots(dropped_snapshots)
+            self._pool.unpin(session.blocks[first:])
+            self._num_listed[session.tenant] -= len(session.blocks) - first
+            del session.blocks[first:]
+            self.counts.kept_sessions -= not session.blocks
+            if not self._num_listed[session.tenant]:
+                del self._num_listed[session.tenant]
+
+    def _enforce_limits(self) -> None:
+        """Enforce the share. The tenant with the most pages gives up first, and of that tenant the conversation that is
+        least likely to continue."""
+        while (
+            excess := max(
+                self._pool.num_pinned - self._max_pinned,
+                self._num_listed.total() - _MAX_LISTED_RATIO * self._max_pinned,
+            )
+        ) > 0:
+            (tenant, _), now = self._num_listed.most_common(1)[0], self._clock()
+            tenant_sessions = (each for each in self._sessions if each.tenant == tenant and each.blocks)
+            self._unpin_blocks(max(tenant_sessions, key=lambda each: each.overdue_ratio(now)), excess)
+        pool = self._snapshots.pool
+        while pool is not None and pool.num_pinned > int(pool.num_blocks * self._share):
+            with_snapshots, now = [each for each in self._sessions if each.snapshots], self._clock()
+            held = Counter(each.tenant for each in with_snapshots)
+            tenant_sessions = (each for each in with_snapshots if each.tenant == held.most_common(1)[0][0])
+            victim = max(tenant_sessions, key=lambda each: each.overdue_ratio(now))
+            self._unpin_blocks(victim, len(victim.blocks))
+
+    def _unpin_some_blocks(self, count: int) -> None:
+        """As BlockPool.give_up says. The conversations that are least likely to continue give up pages, the last pages
+        first."""
+        now = self._clock()
+        needed = self._pool.num_free_unpinned + count
+        enough = needed + min(_EXTRA_UNPINNED, self._pool.num_blocks // 16)
+        pinned_sessions = sorted(
+            (each for each in self._sessions if each.blocks), key=lambda each: each.overdue_ratio(now)
+        )
+        while pinned_sessions and self._pool.num_free_unpinned < needed:
+            session = pinned_sessions.pop()
+            self.counts.sessions_given_up += 1
+            while (
+                session.blocks and self._pool.num_free_unpinned < enough
+            ):  # pages that others hold or keep are not free
+                self._unpin_blocks(session, enough - self._pool.num_free_unpinned)
+
+    def _unpin_some_snapshots(self, count: int) -> None:
+        """The same for `count` snapshots."""
+        pool, now = self._snapshots.pool, self._clock()
+        assert pool is not None
+        needed = pool.num_free_unpinned + count
+        pinned_sessions = sorted(
+            (each for each in self._sessions if each.snapshots), key=lambda each: each.overdue_ratio(now)
+        )
+        while pinned_sessions and pool.num_free_unpinned < needed:
+            self.counts.sessions_given_up += 1
+            session = pinned_sessions.pop()
+            self._unpin_blocks(session, len(session.blocks))
+
+    def _forget_session(self, session: Session) -> None:
+        self._unpin_blocks(session, len(session.blocks))
+        del self._sessions[session]
+        self._forget_tail(session)
+        if session.key is not None and self._by_key.get(session.key) is session:
+            del self._by_key[session.key]
+
+    def _forget_tail(self, session: Session) -> None:
+        if self._by_tail.get((session.tenant, session.tail_hash)) is session:
+            del self._by_tail[session.tenant, session.tail_hash]
+
+
+def _session_key(request: Request) -> str | None:
+    """A key for the sequence's session. Requests of another tenant, cache salt or adapter have another key."""
+    engine_request = request.engine_request
+    if not engine_request.session:
+        return None
+    return repr(
+        (
+            engine_request.tenant,
+            engine_request.cache_salt,
+            "" if engine_request.adapter is None else engine_request.adapter.digest,
+            engine_request.session,
+        )
+    )

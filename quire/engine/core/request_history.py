@@ -1,0 +1,318 @@
+"""What happened to each request and in each step: recorded by the engine, kept by whoever holds its client.
+
+The engine sends a step's record with the step's outputs. All requests of the step share the record, so a token costs
+one reference. The history outlives engines and is bounded: it keeps the requests that ended last, and a limited number
+of steps of each.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import msgspec
+
+from quire.engine import clock
+from quire.engine.core.scheduler_output import SchedulerOutput
+from quire.engine.core.stats import Phase, StepRecord
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, PrefixReport
+
+TimelinePhase = Phase | Literal["recompute", "recovering", "delivery"]
+"""The scheduler's phases, and three that only the client knows: prefill again after a preemption or a new engine,
+waiting for a new engine after a crash, a sleep or a change of weights, and waiting for the last output to arrive."""
+MAX_REQUESTS = 1000
+MAX_STEPS_PER_REQUEST = 2000
+"""Per request; later steps are only counted."""
+MAX_TOTAL_STEPS = 100_000
+"""Steps of all ended requests together, at most some 500 bytes each. Beyond that the requests that ended first lose
+their steps and keep their phases."""
+
+
+def make_step_record(
+    scheduler_output: SchedulerOutput,
+    number: int,
+    times: tuple[float, float, float, float],
+    *,
+    used_cuda_graph: bool = False,
+) -> StepRecord:
+    """The record of one step of the engine. captured: a CUDA graph computed it.
+
+    `times` are those of time.monotonic() at which the step began, was scheduled, was computed and was applied.
+    """
+    new_slots = {new_request.slot for new_request in scheduler_output.new_requests}
+    chunks = tuple(
+        (row.request_id, row.start, row.num_tokens)
+        for row in scheduler_output.scheduled_requests
+        if row.num_tokens - len(row.draft_token_ids) > 1 or not row.should_sample or row.slot in new_slots
+    )
+    tokens = sum(row.num_tokens for row in scheduler_output.scheduled_requests)
+    drafts = tuple(
+        (row.request_id, len(row.draft_token_ids)) for row in scheduler_output.scheduled_requests if row.draft_token_ids
+    )
+    loads = tuple(
+        (each.request_id, each.tier, each.num_tokens, each.began_at, each.ended_at)
+        for each in scheduler_output.loaded_blocks
+    )
+    events = tuple(scheduler_output.preempted_ids), loads, drafts, tuple(scheduler_output.adapter_loads)
+    return StepRecord(
+        number,
+        *times,
+        len(scheduler_output.scheduled_requests),
+        tokens,
+        chunks,
+        *events,
+        used_cuda_graph=used_cuda_graph,
+    )
+
+
+class StepEntry(msgspec.Struct, frozen=True, gc=False):
+    """A step, and the requests that took part in it."""
+
+    record: StepRecord
+    engine_number: int
+    """Number of the engine process, from 0; each that comes after a crash has the next one."""
+    request_ids: tuple[str, ...]
+    replica: int = 0
+    """Which of the engines that work beside each other it was."""
+    is_counted: bool = True
+    """False where another API process of this server counts it."""
+
+
+@dataclass(slots=True)
+class Timeline:
+    """What happened to one request. `marks` are the times at which its phases began, in order."""
+
+    id: str
+    prompt_tokens: int
+    submitted_at: float
+    marks: list[tuple[float, TimelinePhase]]
+    steps: list[StepEntry] = field(default_factory=list)
+    num_dropped_steps: int = 0
+    chunks: list[tuple[StepEntry, int, int]] = field(default_factory=list)
+    """(step, first token, tokens)."""
+    tier_loads: list[tuple[str, int, float, float]] = field(default_factory=list)
+    """(tier, tokens, began, ended) of what came back from tiers of KV pages."""
+    image_tokens: int = 0
+    """Those of the prompt's tokens that stand for images."""
+    cached_tokens: int | None = None
+    prefix_report: PrefixReport | None = None
+    """What else of its prompt could have been cached; None where nothing is known."""
+    output_tokens: int = 0
+    draft_tokens: int = 0
+    """Guessed tokens that were computed for it."""
+    accepted_tokens: int = 0
+    """Those of them that were right."""
+    first_token_at: float | None = None
+    last_token_at: float = 0.0
+    """When the last step ended that gave it tokens; 0: none did."""
+    ended_at: float | None = None
+    finish_reason: str | None = None
+
+    def phase_seconds(self, now: float) -> dict[str, float]:
+        """Seconds spent in each phase. They sum to the time from the submission to the end, or to `now` while open."""
+        seconds_by_phase: dict[str, float] = {}
+        for phase, began, end in self.phase_intervals(now):
+            seconds_by_phase[phase] = seconds_by_phase.get(phase, 0.0) + end - began
+        return seconds_by_phase
+
+    def phase_intervals(self, now: float) -> list[tuple[TimelinePhase, float, float]]:
+        """The phases in order, each with the times of its begin and its end."""
+        ends = [*(at for at, _ in self.marks[1:]), now if self.ended_at is None else self.ended_at]
+        return [(phase, began, end) for (began, phase), end in zip(self.marks, ends, strict=True)]
+
+    def count_phase(self, phase: TimelinePhase) -> int:
+        """How often the request entered `phase`."""
+        return sum(each == phase for _, each in self.marks)
+
+    def enter_phase(self, phase: TimelinePhase, at: float) -> None:
+        """Begin a phase. Marks never run backwards, though two processes read the clock."""
+        if self.marks[-1][1] != phase:
+            self.marks.append((max(at, self.marks[-1][0]), phase))
+
+    def mark_ended(self, reason: str, at: float) -> None:
+        self.ended_at = max(at, self.marks[-1][0])
+        self.finish_reason = reason
+
+
+class RequestRecorder(Protocol):
+    """Is told what happens to the requests of a book."""
+
+    def record_submission(self, request: EngineCoreRequest) -> None: ...
+
+    def record_step(self, outputs: Sequence[EngineCoreOutput], record: StepRecord | None, replica: int = 0) -> None:
+        """Outputs came, of a step; without a record they come from adding or aborting requests."""
+
+    def record_engine_death(
+        self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False
+    ) -> None:
+        """Its requests, all that are open or these, wait for another engine; with `for_good` they end with this one."""
+
+    def end_request(self, request_id: str, reason: str) -> None:
+        """End a request. Does nothing when it is not open."""
+
+
+class RequestHistory:
+    """Timelines of open requests and of those that ended last."""
+
+    def __init__(
+        self, max_ended: int = MAX_REQUESTS, replicas: int = 1, clock: Callable[[], float] = lambda: clock.monotonic()
+    ) -> None:
+        self._clock = clock
+        self.max_ended = max_ended
+        """How many ended requests to remember."""
+        self.listeners: list[Callable[[StepEntry], None]] = []
+        """Called with every step."""
+        self.end_listeners: list[Callable[[Timeline], None]] = []
+        """Called with every request that has ended."""
+        self.token_gap_listeners: list[Callable[[float], None]] = []
+        """Called with the seconds from each step that gave a request tokens to the next one that did."""
+        self.counts_steps = True
+        """`StepEntry.is_counted` of the next step."""
+        self._open_timelines: dict[str, Timeline] = {}
+        self._ended_timelines: dict[str, Timeline] = {}
+        self._ended_ids: deque[str] = deque()
+        self._timelines_with_steps: deque[Timeline] = deque()
+        self._num_steps = 0
+        self._engine_numbers = [*range(replicas)]
+        """By replica: the number of its engine process."""
+        self._last_request_ids: list[tuple[str, ...]] = [()] * replicas
+        """By replica: of its last step."""
+
+    @property
+    def num_replicas(self) -> int:
+        """How many engines work beside each other."""
+        return len(self._engine_numbers)
+
+    def job_timelines(self, job: str) -> list[Timeline]:
+        """The timelines of one answer's sequences, whose ids begin with the answer's id `job`."""
+        return [
+            each
+            for each in [*self._open_timelines.values(), *self._ended_timelines.values()]
+            if each.id.startswith(f"{job}-")
+        ]
+
+    def find_timeline(self, request_id: str) -> Timeline | None:
+        """The timeline of a request that is open or ended lately."""
+        return self._open_timelines.get(request_id) or self._ended_timelines.get(request_id)
+
+    @property
+    def open_timelines(self) -> list[Timeline]:
+        return list(self._open_timelines.values())
+
+    @property
+    def ended_timelines(self) -> list[Timeline]:
+        """Timelines of ended requests; the one that ended last comes last."""
+        return [self._ended_timelines[request_id] for request_id in self._ended_ids]
+
+    def record_submission(self, request: EngineCoreRequest) -> None:
+        now = self._clock()
+        timeline = Timeline(request.id, len(request.prompt_ids), now, [(now, "queued")])
+        timeline.image_tokens = sum(span.count for span in request.spans)
+        self._open_timelines[request.id] = timeline
+
+    def record_step(self, outputs: Sequence[EngineCoreOutput], record: StepRecord | None, replica: int = 0) -> None:
+        """See Recorder."""
+        if record is not None:
+            self._apply_step(outputs, record, replica)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self.end_request(output.id, output.finish_reason)
+
+    def _apply_step(self, outputs: Sequence[EngineCoreOutput], record: StepRecord, replica: int) -> None:
+        request_ids = [output.id for output in outputs if output.new_ids]
+        if record.chunks:
+            request_ids = list(dict.fromkeys([*(request_id for request_id, _, _ in record.chunks), *request_ids]))
+        timelines = [self._open_timelines.get(request_id) for request_id in request_ids]
+        # The ids that are kept, not those that came with the message, are compared: they are the same objects.
+        ids = tuple(
+            [
+                each if timeline_of_id is None else timeline_of_id.id
+                for each, timeline_of_id in zip(request_ids, timelines, strict=True)
+            ]
+        )
+        if (
+            ids != self._last_request_ids[replica]
+        ):  # steps in a row mostly have the same requests, and share a tuple of them
+            self._last_request_ids[replica] = ids
+        step = StepEntry(
+            record, self._engine_numbers[replica], self._last_request_ids[replica], replica, self.counts_steps
+        )
+        for request_id in record.preempted_ids:
+            if (timeline := self._open_timelines.get(request_id)) is not None:
+                timeline.enter_phase("preempted", record.began_at)
+        for request_id, tier, tokens, began, ended in record.tier_loads:
+            if (timeline := self._open_timelines.get(request_id)) is not None:
+                timeline.tier_loads.append((tier, tokens, began, ended))
+        for request_id, start, count in record.chunks:
+            if (timeline := self._open_timelines.get(request_id)) is not None:
+                timeline.chunks.append((step, start, count))
+                timeline.enter_phase("prefill" if timeline.output_tokens == 0 else "recompute", record.began_at)
+        for timeline in timelines:
+            if timeline is not None:
+                if len(timeline.steps) < MAX_STEPS_PER_REQUEST:
+                    timeline.steps.append(step)
+                else:
+                    timeline.num_dropped_steps += 1
+        drafts = dict(record.drafts)
+        for output in outputs:
+            if output.vector is not None and (timeline := self._open_timelines.get(output.id)) is not None:
+                timeline.cached_tokens = output.cached_tokens
+                timeline.enter_phase("delivery", record.applied_at)
+            if output.new_ids and (timeline := self._open_timelines.get(output.id)) is not None:
+                timeline.output_tokens += len(output.new_ids)
+                if num_drafted := drafts.get(output.id):
+                    timeline.draft_tokens += num_drafted
+                    timeline.accepted_tokens += len(output.new_ids) - 1
+                if timeline.cached_tokens is None:
+                    timeline.cached_tokens, timeline.prefix_report = output.cached_tokens, output.prefix
+                    timeline.first_token_at = record.applied_at
+                if timeline.last_token_at:
+                    for gap_listener in self.token_gap_listeners:
+                        gap_listener(record.applied_at - timeline.last_token_at)
+                timeline.last_token_at = record.applied_at
+                if timeline.marks[-1][1] != "decode":
+                    timeline.enter_phase("decode", record.applied_at)
+                if output.finish_reason is not None:
+                    timeline.enter_phase("delivery", record.applied_at)
+        for listener in self.listeners:
+            listener(step)
+
+    def record_engine_death(
+        self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False
+    ) -> None:
+        """See Recorder."""
+        self._engine_numbers[replica] = max(self._engine_numbers) + 1
+        now = self._clock()
+        affected = (
+            self._open_timelines.values()
+            if ids is None
+            else [self._open_timelines[each] for each in ids if each in self._open_timelines]
+        )
+        for timeline in list(affected):
+            if for_good:
+                self.end_request(timeline.id, "error")
+            else:
+                timeline.enter_phase("recovering", now)
+
+    def end_request(self, request_id: str, reason: str) -> None:
+        """See Recorder."""
+        timeline = self._open_timelines.pop(request_id, None)
+        if timeline is None:
+            return
+        timeline.mark_ended(reason, self._clock())
+        for listener in self.end_listeners:
+            listener(timeline)
+        if self.max_ended:
+            self._ended_timelines[request_id] = timeline
+            self._ended_ids.append(request_id)
+            self._timelines_with_steps.append(timeline)
+            self._num_steps += len(timeline.steps)
+        while len(self._ended_ids) > self.max_ended:
+            del self._ended_timelines[self._ended_ids.popleft()]
+        while self._num_steps > MAX_TOTAL_STEPS or len(self._timelines_with_steps) > self.max_ended:
+            oldest = self._timelines_with_steps.popleft()
+            self._num_steps -= len(oldest.steps)
+            oldest.num_dropped_steps += len(oldest.steps)
+            oldest.steps, oldest.chunks = [], []

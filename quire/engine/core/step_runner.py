@@ -1,0 +1,93 @@
+"""Runs steps: schedule, launch, apply. On a GPU a step is launched before the result of the last one is applied."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import msgspec
+
+from quire.engine import clock
+from quire.engine.core.executor import Executor, PendingOutput
+from quire.engine.core.request_history import make_step_record
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.core.scheduler_output import SchedulerOutput
+from quire.engine.core.stats import StepRecord
+from quire.engine.processes.heartbeat import NoHeartbeat
+from quire.engine.types import EngineCoreOutput
+
+
+@dataclass(frozen=True, slots=True)
+class _LaunchedStep:
+    scheduler_output: SchedulerOutput
+    pending_output: PendingOutput
+    began_at: float
+    scheduled_at: float
+
+
+class StepRunner:
+    """Runs the steps that a scheduler decides on an executor, in order.
+
+    ahead: how many steps may be under way while the next one is decided. With 0 the scheduler learns from each step at
+    once. With 1 the device gets its next step before it ends the current one, so it never waits for Python; the
+    scheduler then finds a stop condition one step late, and drops the token computed in vain. While a sequence runs
+    that looks back, the oldest step is learnt from first: otherwise such a sequence would sit out every other step.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, steps_ahead: int, heartbeat: NoHeartbeat) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._steps_ahead = steps_ahead
+        self._heartbeat = heartbeat
+        self._in_flight: deque[_LaunchedStep] = deque()
+        self._num_applied = 0
+        self.last_record: StepRecord | None = None
+        """The record of the step whose result the last call of step() applied; None if it applied none."""
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_requests or bool(self._in_flight)
+
+    def run_step(self) -> list[EngineCoreOutput]:
+        """Launch a step if there is one, and apply the oldest step's result once more than `ahead` are under way.
+
+        Returns the outputs of that and of adds and aborts.
+        """
+        self.last_record = None
+        if self._in_flight and self._scheduler.needs_host_tokens:
+            self._heartbeat.begin_step([])
+            self._apply_step(self._in_flight.popleft())
+        began_at = clock.monotonic()
+        scheduler_output = self._scheduler.schedule()
+        self._heartbeat.begin_step([] if scheduler_output is None else scheduler_output.new_request_ids)
+        if scheduler_output is not None:
+            scheduled_at = clock.monotonic()
+            self._in_flight.append(
+                _LaunchedStep(scheduler_output, self._executor.launch(scheduler_output), began_at, scheduled_at)
+            )
+        if self.last_record is None and len(self._in_flight) > (0 if scheduler_output is None else self._steps_ahead):
+            self._apply_step(self._in_flight.popleft())
+        elif not self.has_work:
+            self._scheduler.pool.check_invariants()
+        elif scheduler_output is None and not self._in_flight:
+            self._scheduler.wait_for_loads()
+        self._heartbeat.end_step()
+        outputs = self._scheduler.take_outputs()
+        if self.last_record is not None:
+            self.last_record = msgspec.structs.replace(
+                self.last_record, num_generated_tokens=sum(len(each.new_ids) for each in outputs)
+            )
+        return outputs
+
+    def _apply_step(self, step: _LaunchedStep) -> None:
+        output = step.pending_output.result()
+        computed_at = clock.monotonic()
+        self._scheduler.update_from_output(step.scheduler_output, output)
+        self._num_applied += 1
+        self.last_record = make_step_record(
+            step.scheduler_output,
+            self._num_applied,
+            (step.began_at, step.scheduled_at, computed_at, clock.monotonic()),
+            used_cuda_graph=output.used_cuda_graph,
+        )
+        self._scheduler.kv_offloader.record_step_cost(self.last_record.num_tokens, computed_at - step.scheduled_at)

@@ -1,0 +1,208 @@
+"""Drafts of another, smaller model (Leviathan et al., 2023). It picks with the request's own parameters and random
+numbers, as the model itself will, so its guesses also agree where tokens are drawn.
+
+Its keys and values are in pages of the same numbers as the model's own: a sequence's pages are its pages here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from quire.engine.core.drafter import Draft, RequestsToDraft, StepwiseDrafter
+from quire.engine.core.request import Request
+from quire.engine.core.scheduler_output import DrafterCatchUp, DraftToken, NewRequestData
+from quire.engine.types import SamplingParams
+
+
+class DraftModel(Protocol):
+    """What computes the guesses (engine/worker/draft_model_runner.py), or a fake in tests."""
+
+    def draft_first_tokens(self, rows: Sequence[DrafterCatchUp]) -> list[DraftToken]:
+        """Compute the rows. Returns a guess for each that wants one."""
+
+    def draft_next_tokens(self, keep: Sequence[int]) -> list[DraftToken]:
+        """One guess more for these of the sequences of the last call, by their places there."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBlocks:
+    """The KV cache of the model, or the heads, that draft."""
+
+    block_size: int
+    hash_block_size: int
+    """Tokens that are hashed together; a divisor of block_size."""
+    first_spare_block: int
+    """Behind the pages that sequences own there are `num_spare_blocks` pages for each slot, from this one on, for
+    drafts beyond a sequence's pages; what is in these is lost."""
+    num_spare_blocks: int
+    max_model_len: int
+
+    def spare_blocks(self, slot: int) -> range:
+        first = self.first_spare_block + slot * self.num_spare_blocks
+        return range(first, first + self.num_spare_blocks)
+
+    def block_table(self, block_ids: list[int], slot: int) -> list[int]:
+        """A sequence's pages and the spare ones of a slot."""
+        return [*block_ids, *self.spare_blocks(slot)]
+
+
+@dataclass(slots=True)
+class _DraftModelState:
+    """What the model has computed of a sequence."""
+
+    num_tokens: int
+    """The first tokens of the sequence, known then,"""
+    drafts: list[int]
+    """and drafts after them."""
+    block_ids: list[int]
+    """Which hold them: the sequence's own list. It is another one after a preemption, whatever pages are in it,"""
+    num_sent_blocks: int
+    """and of these the model's slot has so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenDraft:
+    """A sequence that gets a guess, token by token."""
+
+    index: int
+    """In what was asked."""
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    probabilities: list[float] = field(default_factory=list)
+
+
+class ModelDrafter(StepwiseDrafter):
+    def __init__(self, model: DraftModel, blocks: DraftBlocks, max_tokens: int) -> None:
+        """`max_tokens`: the most that the model computes in a step."""
+        self._model = model
+        self._blocks = blocks
+        self._max_tokens = max_tokens
+        self._states: dict[str, _DraftModelState] = {}
+        """By request id."""
+        self._slot_requests: dict[int, str] = {}
+        """By slot: the request whose tokens it has, as many as are done."""
+        self._hash_of_block: dict[int, bytes] = {}
+        """By full page: the hash of the tokens whose keys and values were computed for it."""
+        self._open_drafts: list[_OpenDraft] = []
+        """The sequences of the last call."""
+
+    def begin_drafts(self, draft_requests: RequestsToDraft) -> list[Draft]:
+        budget = self._max_tokens
+        rows, self._open_drafts = list[DrafterCatchUp](), []
+        for index, (request, max_drafts) in enumerate(draft_requests):
+            max_drafts = min(max_drafts, self._blocks.max_model_len - len(request.token_ids))
+            row = self._catch_up(request, budget) if max_drafts > 0 and budget > 0 else None
+            if row is not None:
+                budget -= row.num_tokens
+                rows.append(row)
+                if row.wants_draft:
+                    self._open_drafts.append(_OpenDraft(index, request))
+        if rows:
+            self._append_draft_tokens(self._model.draft_first_tokens(rows))
+        drafts = {each.index: Draft(each.token_ids, probabilities=each.probabilities) for each in self._open_drafts}
+        return [drafts.get(index, Draft([])) for index in range(len(draft_requests))]
+
+    def extend_drafts(self, indices: Sequence[int]) -> None:
+        wanted_indices = set(indices)
+        keep = [index for index, each in enumerate(self._open_drafts) if each.index in wanted_indices]
+        self._open_drafts = [self._open_drafts[index] for index in keep]
+        for each in self._open_drafts:
+            state = self._states[each.request.engine_request.id]
+            room = len(each.request.block_ids) * self._blocks.block_size - state.num_tokens
+            state.drafts = each.token_ids[
+                :room
+            ]  # they are computed now, and stay where they are in the sequence's pages
+        self._append_draft_tokens(self._model.draft_next_tokens(keep))
+
+    def forget_request(self, request: Request) -> None:
+        self._states.pop(request.engine_request.id, None)
+
+    def _append_draft_tokens(self, draft_tokens: list[DraftToken]) -> None:
+        for open_draft, draft_token in zip(self._open_drafts, draft_tokens, strict=True):
+            open_draft.token_ids.append(draft_token.token_id)
+            open_draft.probabilities.append(draft_token.probability)
+
+    def _catch_up(self, request: Request, budget: int) -> DrafterCatchUp:
+        """What is to be computed of the sequence, at most so many tokens, and counts as done from now on."""
+        assert request.slot is not None
+        request_id, num_known = request.engine_request.id, len(request.token_ids)
+        state = self._states.get(request_id)
+        if state is not None and state.block_ids is not request.block_ids:
+            state = None
+        num_computed = self._num_tokens_in_blocks(request) if state is None else _num_reusable_tokens(state, request)
+        if (
+            state is None and num_computed == num_known
+        ):  # a slot that is new to it begins behind whole pages, which hold states
+            num_computed -= self._blocks.block_size
+        start = min(num_computed, num_known - 1)
+        count = min(num_known - start, budget)
+        spare, new_request, first_block = self._blocks.spare_blocks(request.slot), None, 0
+        if state is None or self._slot_requests.get(request.slot) != request_id:
+            new_request = NewRequestData(
+                request.slot,
+                request.token_ids,
+                request.num_prompt_tokens,
+                draft_sampling_params(request),
+                request.engine_request.seed,
+            )
+            self._slot_requests[request.slot] = request_id
+        else:
+            first_block = state.num_sent_blocks
+        self._states[request_id] = _DraftModelState(start + count, [], request.block_ids, len(request.block_ids))
+        self._record_blocks(request, start, start + count)
+        new_tokens = [] if new_request is not None else request.token_ids[start : start + count]
+        block_ids = [*request.block_ids[first_block:], *spare]
+        return DrafterCatchUp(
+            request.slot, start, count, new_tokens, first_block, block_ids, new_request, start + count == num_known
+        )
+
+    def _num_tokens_in_blocks(self, request: Request) -> int:
+        """How many of the sequence's first tokens have their keys and values in its pages."""
+        count = 0
+        for block, digest in zip(
+            request.block_ids, self._full_block_hashes(request, len(request.token_ids)), strict=False
+        ):
+            if self._hash_of_block.get(block) != digest:
+                break
+            count += self._blocks.block_size
+        return count
+
+    def _full_block_hashes(self, request: Request, tokens: int) -> list[bytes]:
+        """Of the full pages of so many first tokens."""
+        size, hash_size = self._blocks.block_size, self._blocks.hash_block_size
+        hashes_per_block = size // hash_size
+        return list(
+            request.block_hashes(tokens // size * hashes_per_block, hash_size)[hashes_per_block - 1 :: hashes_per_block]
+        )
+
+    def _record_blocks(self, request: Request, begin: int, end: int) -> None:
+        """The tokens from `begin` to before `end` are computed, and perhaps drafts after them."""
+        first = begin // self._blocks.block_size
+        for block in request.block_ids[first:]:
+            self._hash_of_block.pop(block, None)
+        if first < end // self._blocks.block_size:
+            self._hash_of_block.update(
+                zip(request.block_ids[first:], self._full_block_hashes(request, end)[first:], strict=False)
+            )
+
+
+def _num_reusable_tokens(state: _DraftModelState, request: Request) -> int:
+    """How many of the sequence's first tokens are computed: those that were known then, and right drafts."""
+    count = 0
+    for draft, token in zip(state.drafts, request.token_ids[state.num_tokens :], strict=False):
+        if draft != token:
+            break
+        count += 1
+    return state.num_tokens + count
+
+
+def draft_sampling_params(request: Request) -> SamplingParams:
+    """The request's parameters without what only its answer needs. Its grammar is left out: it would have to follow
+    drafts that may be wrong."""
+    params = request.engine_request.sampling_params
+    assert params is not None
+    return msgspec.structs.replace(params, logprobs=None, prompt_logprobs=None, logprob_token_ids=None, grammar=None)

@@ -1,0 +1,186 @@
+"""Drafts copied from texts that went on from the same tokens before: from the sequence's own (prompt lookup, Saxena,
+2023), or also from what others were answered lately (suffix decoding, Oliaro et al., 2024). No model is needed.
+
+A text is found by its last few tokens in an index that grows with each token; nothing is searched.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
+from quire.engine.core.request import Request
+
+NGRAM_LENGTHS = (1, 2, 4, 8)
+"""Lengths of the runs of tokens that are looked up, the longest first that is found."""
+MAX_CANDIDATES = 8
+"""How many of the last places after the same run are compared."""
+MAX_MATCH_LENGTH = 64
+MAX_INDEXED_PER_STEP = 4096
+"""Tokens of one text that are indexed in one step: some 5 ms."""
+MAX_SHARED_TOKENS = 100_000
+"""Of one cache salt's recent answers; up to twice as many are held."""
+MAX_SHARED_SALTS = 64
+
+
+class MatchPosition(NamedTuple):
+    """Where a text went on after the tokens that were looked up."""
+
+    text: Sequence[int]
+    position: int
+    """The first token that followed."""
+
+
+class NgramIndex:
+    """The places in some texts that follow each run of tokens, as numbers: the texts are numbered through."""
+
+    def __init__(self, min_ngram: int) -> None:
+        """`min_ngram`: length of the shortest run."""
+        # Numbers take a third of the time that objects do, most of it the garbage collector's. Runs are known by their
+        # hashes; what another run of the same hash brings is compared and found not to match.
+        lengths = sorted({min_ngram, *(length for length in NGRAM_LENGTHS if length > min_ngram)}, reverse=True)
+        self._positions: dict[int, dict[int, int | list[int]]] = {length: {} for length in lengths}
+        """By length of the run, by its hash."""
+        self._texts: list[Sequence[int]] = []
+        self._text_offsets: list[int] = []
+        """Of each text, the number of its first place."""
+        self._num_positions = 0
+
+    def index_tokens(self, text: Sequence[int], begin: int, end: int) -> None:
+        """The places of `text` from `begin` to before `end`. A text may be added bit by bit while it is the last."""
+        if not self._texts or self._texts[-1] is not text:
+            self._texts.append(text)
+            self._text_offsets.append(self._num_positions)
+        first = self._text_offsets[-1]
+        self._num_positions = max(self._num_positions, first + end)
+        for length, positions in self._positions.items():
+            for at in range(max(begin, length), end):
+                key = hash(tuple(text[at - length : at]))
+                stored = positions.setdefault(key, first + at)
+                if isinstance(stored, list):
+                    stored.append(first + at)
+                elif stored != first + at:
+                    positions[key] = [stored, first + at]
+
+    def find_matches(self, text: Sequence[int]) -> list[MatchPosition]:
+        """The last places that follow the longest run with which `text` ends, the latest first."""
+        for length, positions in self._positions.items():
+            if (numbers := positions.get(hash(tuple(text[-length:])))) is not None:
+                latest = numbers[: -MAX_CANDIDATES - 1 : -1] if isinstance(numbers, list) else [numbers]
+                return [self._match_at(number) for number in latest]
+        return []
+
+    def _match_at(self, number: int) -> MatchPosition:
+        text_index = bisect_right(self._text_offsets, number) - 1
+        return MatchPosition(self._texts[text_index], number - self._text_offsets[text_index])
+
+
+def longest_match_draft(text: Sequence[int], matches: Sequence[MatchPosition], max_drafts: int) -> Draft:
+    """What follows the place before which most tokens are those at the end of `text`, the first of equally good ones.
+    The longer the match, the likelier the guess."""
+    best, longest = None, 0
+    for match_position in matches:
+        if (length := _match_length(text, match_position)) > longest:
+            best, longest = match_position, length
+    if best is None:
+        return Draft([])
+    token_ids = copy_continuation(best, max_drafts)
+    return Draft(token_ids, [longest.bit_length()] * len(token_ids))
+
+
+def _match_length(text: Sequence[int], match_position: MatchPosition) -> int:
+    max_length = min(len(text), match_position.position, MAX_MATCH_LENGTH)
+    count = 0
+    while count < max_length and text[-1 - count] == match_position.text[match_position.position - 1 - count]:
+        count += 1
+    return count
+
+
+def copy_continuation(match_position: MatchPosition, max_tokens: int) -> list[int]:
+    """Up to so many tokens from a place on. A text that ends before goes on as from the place: it may be repeating
+    itself."""
+    text, start = match_position
+    token_ids = list(text[start : start + max_tokens])
+    while token_ids and len(token_ids) < max_tokens:
+        token_ids.append(token_ids[len(token_ids) - (len(text) - start)])
+    return token_ids
+
+
+class NgramDrafter(Drafter):
+    """Looks in the sequence's own tokens."""
+
+    def __init__(self, min_ngram: int) -> None:
+        self._min_ngram = min_ngram
+        self._indices: dict[str, tuple[NgramIndex, int]] = {}
+        """By request id, with the number of tokens whose places are indexed."""
+
+    def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
+        return [
+            longest_match_draft(request.token_ids, self.find_matches(request), max_drafts)
+            for request, max_drafts in draft_requests
+        ]
+
+    def find_matches(self, request: Request) -> list[MatchPosition]:
+        """Where the sequence's tokens went on before."""
+        index, num_indexed = self._indices.get(request.engine_request.id) or (NgramIndex(self._min_ngram), 0)
+        end = min(len(request.token_ids), num_indexed + MAX_INDEXED_PER_STEP)
+        index.index_tokens(request.token_ids, num_indexed, end)
+        self._indices[request.engine_request.id] = index, end
+        return index.find_matches(request.token_ids)
+
+    def forget_request(self, request: Request) -> None:
+        self._indices.pop(request.engine_request.id, None)
+
+
+class SuffixDrafter(Drafter):
+    """Looks in the sequence's own tokens and in recent answers to requests of the same cache salt."""
+
+    def __init__(self, min_ngram: int) -> None:
+        self._min_ngram = min_ngram
+        self._prompt_drafter = NgramDrafter(min_ngram)
+        self._recent: OrderedDict[str, _RecentAnswers] = OrderedDict()
+        """By salt; the one that was used last comes last."""
+
+    def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
+        return [
+            longest_match_draft(request.token_ids, self._find_matches(request), max_drafts)
+            for request, max_drafts in draft_requests
+        ]
+
+    def _find_matches(self, request: Request) -> list[MatchPosition]:
+        recent = self._recent.get(request.engine_request.cache_salt)
+        return self._prompt_drafter.find_matches(request) + (
+            [] if recent is None else recent.find_matches(request.token_ids)
+        )
+
+    def forget_request(self, request: Request) -> None:
+        self._prompt_drafter.forget_request(request)
+        if not request.num_output_tokens:  # a vector, or aborted before it had an answer
+            return
+        salt = request.engine_request.cache_salt
+        recent = self._recent.pop(salt, None) or _RecentAnswers(self._min_ngram)
+        self._recent[salt] = recent
+        recent.add_answer(tuple(request.token_ids[max(request.num_prompt_tokens - max(NGRAM_LENGTHS), 0) :]))
+        if len(self._recent) > MAX_SHARED_SALTS:
+            self._recent.popitem(last=False)
+
+
+class _RecentAnswers:
+    """Answers, in two indices: when the newer one is full, it takes the place of the older one, which is dropped."""
+
+    def __init__(self, min_ngram: int) -> None:
+        self._min_ngram = min_ngram
+        self._newer, self._older, self._num_newer_tokens = NgramIndex(min_ngram), NgramIndex(min_ngram), 0
+
+    def add_answer(self, answer: tuple[int, ...]) -> None:
+        answer = answer[:MAX_SHARED_TOKENS]
+        if self._num_newer_tokens + len(answer) > MAX_SHARED_TOKENS:
+            self._newer, self._older, self._num_newer_tokens = NgramIndex(self._min_ngram), self._newer, 0
+        self._newer.index_tokens(answer, 0, len(answer))
+        self._num_newer_tokens += len(answer)
+
+    def find_matches(self, text: Sequence[int]) -> list[MatchPosition]:
+        return [*self._newer.find_matches(text), *self._older.find_matches(text)]

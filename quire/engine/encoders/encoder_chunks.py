@@ -1,0 +1,101 @@
+"""An encoder's computation in pieces, between which others have their turn: some tokens in one layer at a time. No
+piece changes a bit of what comes out, for kernels compute each token as if it was alone."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from quire.kernels.backend import AttentionMetadata
+from quire.kernels.gpu.host_transfer import upload_arrays
+
+_T = TypeVar("_T")
+MAX_CHUNK_TOKENS = 1024
+"""Tokens that a piece computes at most. Linears gain nothing by more."""
+QKV_COST_SHARE = 0.25
+"""The part of a layer's linears that comes before its attention: three of twelve squares of the hidden size."""
+StepChunks = list[tuple[slice, AttentionMetadata]]
+"""A step as several, each with the place of its tokens."""
+
+
+def run_all_chunks(chunks: Generator[float, None, _T]) -> _T:
+    """The result of all pieces, one after the other: they yield what each weighs."""
+    while True:
+        try:
+            next(chunks)
+        except StopIteration as end:
+            result: _T = end.value
+            return result
+
+
+def chunk_cost(tokens: float, num_visible: float, hidden: int) -> float:
+    """What tokens weigh that see so many: as VisionSpec.encoder_cost has it."""
+    return tokens * (1 + num_visible / (4 * hidden))
+
+
+def ragged_positions(lengths: np.ndarray) -> np.ndarray:
+    """Of all tokens of prompts of these lengths [S] int64, [T] int64."""
+    starts = np.cumsum(lengths) - lengths
+    positions: np.ndarray = np.arange(lengths.sum()) - np.repeat(starts, lengths)
+    return positions
+
+
+def count_blocks(lengths: np.ndarray, block_size: int) -> int:
+    """That prompts of these lengths have, each its own."""
+    return int((-(-lengths // block_size)).sum())
+
+
+def split_step(
+    lengths: np.ndarray,
+    block_size: int,
+    device: torch.device,
+    max_rows: int | None = None,
+    *,
+    has_rope_table: bool = False,
+) -> StepChunks:
+    """A step that computes prompts of these lengths [S] int64 from their beginning, each on pages of its own; as
+    several of at most so many `max_rows` (None: as one), all of whose tokens see the same keys, once these are stored.
+    turned: tokens are turned by what a table says of their place in the step. Nothing waits for the device."""
+    num_blocks = -(-lengths // block_size)
+    first_blocks, starts = np.cumsum(num_blocks) - num_blocks, np.concatenate(([0], np.cumsum(lengths)))
+    longest, count = int(lengths.max()), int(lengths.sum())
+    table = np.minimum(first_blocks[:, None] + np.arange(-(-longest // block_size)), num_blocks.sum() - 1)
+    positions = ragged_positions(lengths)
+    slots = np.repeat(first_blocks * block_size, lengths) + positions
+    chunks: StepChunks = []
+    for begin in range(0, count, max_rows or count):
+        end = min(begin + (max_rows or count), count)
+        overlapping = (starts[:-1] < end) & (starts[1:] > begin)
+        queries, contexts = np.diff(np.clip(starts, begin, end))[overlapping], lengths[overlapping]
+        int32_arrays = (_cumulative_starts(queries), contexts, _cumulative_starts(contexts), table[overlapping])
+        query_start, lens, key_start, block_table, chunk_positions, slot_mapping, step_rows = upload_arrays(
+            [
+                *(each.astype(np.int32) for each in int32_arrays),
+                positions[begin:end],
+                slots[begin:end],
+                np.arange(begin, end),
+            ],
+            device,
+        )
+        metadata = AttentionMetadata(
+            query_start=query_start,
+            context_lens=lens,
+            key_start=key_start,
+            block_table=block_table,
+            positions=chunk_positions,
+            slot_mapping=slot_mapping,
+            max_query_len=int(queries.max()),
+            max_context_len=int(contexts.max()),
+            rope_position_override=step_rows if has_rope_table else None,
+            query_key_lens=tuple(zip(queries.tolist(), contexts.tolist(), strict=True)),
+        )
+        chunks.append((slice(begin, end), metadata))
+    return chunks
+
+
+def _cumulative_starts(counts: np.ndarray) -> np.ndarray:
+    """[S] to [S + 1]."""
+    return np.concatenate(([0], counts.cumsum()))

@@ -1,0 +1,119 @@
+"""The Executor of an encoder: whole prompts in, vectors out. It has no pages, no sampler and nothing to keep but who
+was admitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.engine.core.scheduler_output import ModelRunnerOutput, NewRequestData, ScheduledRequest, SchedulerOutput
+from quire.engine.encoders.encoder import Encoder
+from quire.engine.layers.pooling import PooledRequest, Pooler, vectors_by_request
+from quire.engine.types import PoolingParams
+
+
+class CompletedStep:
+    """A step that is done."""
+
+    def __init__(self, output: ModelRunnerOutput) -> None:
+        self._output = output
+
+    def result(self) -> ModelRunnerOutput:
+        return self._output
+
+
+class ImageEmbedder(Protocol):
+    """Makes vectors of images: see engine/worker/images/encoder_cache.py."""
+
+    def encode_chunks(self, batch: SchedulerOutput, owner: Callable[[ScheduledRequest], NewRequestData]) -> None: ...
+    def image_vectors(
+        self, rows: Sequence[ScheduledRequest], owner: Callable[[ScheduledRequest], NewRequestData]
+    ) -> Tensor: ...
+
+
+class EncoderRunner:
+    def __init__(
+        self,
+        model: Encoder,
+        pooler: Pooler,
+        images: ImageEmbedder | None = None,
+        padding_token: int | None = None,
+    ) -> None:
+        """`images`: where they have vectors too. `padding_token`: the token that prompts are filled up with; None: they
+        are not."""
+        self._model = model
+        self._pooler = pooler
+        self._images, self._padding_token = images, padding_token
+        self._requests: dict[int, NewRequestData] = {}
+
+    @torch.inference_mode()
+    def launch(self, batch: SchedulerOutput) -> CompletedStep:
+        for admission in batch.new_requests:
+            self._requests[admission.slot] = admission
+        if self._images is not None:
+            self._images.encode_chunks(batch, self._request_data)
+        rows = batch.without_encoder_only.scheduled_requests
+        image_requests = [row for row in rows if self._request_data(row).spans]
+        text_requests = [row for row in rows if not self._request_data(row).spans]
+        answers = dict[str, bytes]()
+        if image_requests:
+            assert self._images is not None
+            pooled = [PooledRequest(row, 0, 1, self._params(row)) for row in image_requests]
+            vectors = self._images.image_vectors(image_requests, self._request_data).float().cpu()
+            answers |= vectors_by_request(pooled, vectors, self._pooler.pooling)
+        return CompletedStep(
+            ModelRunnerOutput({}, vectors=answers | (self._embed_texts(text_requests) if text_requests else {}))
+        )
+
+    def _embed_texts(self, rows: Sequence[ScheduledRequest]) -> dict[str, bytes]:
+        pooled, ids, begin = [], list[np.ndarray](), 0
+        for row in rows:
+            request = self._request_data(row)
+            assert row.num_tokens == request.num_prompt_tokens, "an encoder computes whole prompts"
+            ids.append(np.array(request.token_ids, dtype=np.int32))
+            if self._padding_token is not None:
+                room = self._model.max_model_len - row.num_tokens
+                ids[-1] = np.pad(ids[-1], (0, room), constant_values=self._padding_token)
+            padded = msgspec.structs.replace(row, num_tokens=len(ids[-1]))
+            pooled.append(PooledRequest(padded, begin, padded.num_tokens, self._params(row)))
+            begin += padded.num_tokens
+        lengths = np.array([len(each) for each in ids], dtype=np.int64)
+        token_ids = torch.from_numpy(np.concatenate(ids)).to(self._model.device)
+        hidden = self._model.forward(token_ids, self._segments(pooled), lengths)
+        vectors = self._pooler.pool(pooled, hidden).cpu()
+        return vectors_by_request(pooled, vectors, self._pooler.pooling)
+
+    def _request_data(self, row: ScheduledRequest) -> NewRequestData:
+        return self._requests[row.slot]
+
+    def _params(self, row: ScheduledRequest) -> PoolingParams:
+        params = self._request_data(row).params
+        assert isinstance(params, PoolingParams)
+        return params
+
+    def warm_up(self) -> bool:
+        return False
+
+    def make_block_mover(self) -> None:
+        """It keeps no pages."""
+
+    def make_state_mover(self) -> None:
+        """Nor slots."""
+
+    def load_grammars(self) -> None:
+        pass
+
+    def _segments(self, rows: list[PooledRequest]) -> Tensor | None:
+        """Which of two texts each token is of; None where there are no second ones."""
+        if all(each.params.second_segment is None for each in rows):
+            return None
+        segments = np.zeros(sum(each.prompt_len for each in rows), dtype=np.int64)
+        for each in rows:
+            if each.params.second_segment is not None:
+                segments[each.first_row + each.params.second_segment : each.first_row + each.prompt_len] = 1
+        return torch.from_numpy(segments).to(self._model.device)

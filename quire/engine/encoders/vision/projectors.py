@@ -1,0 +1,206 @@
+"""What makes tokens of a square's patches: pixel shuffle (Laurençon et al., 2024), two linears (Liu et al., 2023),
+average pooling (Gemma Team, 2025)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.engine.encoders.encoder import parse_activation
+from quire.engine.encoders.vision.tower import TowerBuildContext
+from quire.engine.errors import ModelError
+from quire.engine.images.vision_spec import TowerShape
+from quire.engine.layers.norm import LayerNormWeights
+from quire.engine.layers.parameters import ParameterTable, make_parameter, merge_parameters
+from quire.kernels.activation import Activation
+from quire.kernels.backend import NO_ADAPTERS, Linear
+
+
+class Projector(ABC):
+    """Fill it by way of `parameters()` before use."""
+
+    @abstractmethod
+    def parameters(self) -> ParameterTable:
+        """As Tower.parameters."""
+
+    @abstractmethod
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Patches [patches, hidden] by rows, behind a class token if there is one, to [tokens, text_hidden_size]."""
+
+
+class PixelShuffleProjector(Projector):
+    """scale x scale patches side by side go through one linear."""
+
+    def __init__(self, build_context: TowerBuildContext, hidden: int, side: int, scale: int, name: str) -> None:
+        self._side, self._scale = side, scale
+        self._linear = build_context.make_linear(hidden * scale**2, name, build_context.text_hidden_size, bias=False)
+
+    def parameters(self) -> ParameterTable:
+        return self._linear.parameters()
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self._linear.packed_linear(pixel_shuffle(hidden, self._side, self._side, self._scale), NO_ADAPTERS)
+
+
+def pixel_shuffle(hidden: Tensor, rows: int, columns: int, scale: int) -> Tensor:
+    """[rows * columns, hidden] to [tokens, scale * scale * hidden], row by row of each scale x scale patches."""
+    squares = hidden.view(rows // scale, scale, columns // scale, scale, -1).transpose(1, 2)
+    return squares.reshape(rows // scale * (columns // scale), -1).contiguous()
+
+
+class MLPProjector(Projector):
+    """Of each patch, with an activation between them."""
+
+    def __init__(
+        self,
+        build_context: TowerBuildContext,
+        hidden: int,
+        act: str,
+        name: str,
+        *,
+        bias: bool,
+        num_skipped: int = 0,
+        intermediate_size: int | None = None,
+    ) -> None:
+        """skipped: rows before the patches that are no tokens; inner: numbers between the two, where not as many as
+        come out. Raises ModelError for an activation that is not computed."""
+        kind, size = parse_activation(act), intermediate_size or build_context.text_hidden_size
+        if kind not in ("gelu", "gelu_tanh", "relu"):
+            raise ModelError(f"model: config.json: projector_hidden_act: {act!r} is not served")
+        self._activation, self._backend, self._num_skipped = Activation(kind), build_context.backend, num_skipped
+        self._first = build_context.make_linear(hidden, f"{name}.linear_1", size, bias=bias)
+        self._last = build_context.make_linear(size, f"{name}.linear_2", build_context.text_hidden_size, bias=bias)
+
+    def parameters(self) -> ParameterTable:
+        return self._first.parameters() | self._last.parameters()
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        wide = self._first.packed_linear(hidden[self._num_skipped :].contiguous(), NO_ADAPTERS)
+        return self._last.packed_linear(self._backend.apply_activation(wide, self._activation), NO_ADAPTERS)
+
+
+class PixelShuffleMLP:
+    """scale x scale patches side by side go through a norm, if there is one, and two linears."""
+
+    def __init__(
+        self,
+        build_context: TowerBuildContext,
+        hidden: int,
+        scale: int,
+        act: str,
+        name: str,
+        *,
+        intermediate_size: int | None = None,
+        bias: bool = True,
+        norm: bool = True,
+    ) -> None:
+        self._scale, self._backend, wide = scale, build_context.backend, hidden * scale**2
+        self._norm = LayerNormWeights(f"{name}.layer_norm", wide, bias=True) if norm else None
+        self._linears = MLPProjector(build_context, wide, act, name, bias=bias, intermediate_size=intermediate_size)
+
+    def parameters(self) -> ParameterTable:
+        return ({} if self._norm is None else self._norm.parameters()) | self._linears.parameters()
+
+    def project_grid(self, hidden: Tensor, rows: int, columns: int) -> Tensor:
+        """[rows * columns, hidden] to [tokens, text_hidden_size]."""
+        x, norm = pixel_shuffle(hidden, rows, columns, self._scale), self._norm
+        return self._linears(x if norm is None else self._backend.layer_norm(x, norm.weight, norm.bias, 1e-5))
+
+
+class SquarePixelShuffleProjector(Projector):
+    """The same of a square; a class token is left out."""
+
+    def __init__(self, linears: PixelShuffleMLP, side: int) -> None:
+        self._linears, self._side = linears, side
+
+    def parameters(self) -> ParameterTable:
+        return self._linears.parameters()
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self._linears.project_grid(hidden[1:], self._side, self._side)
+
+
+class ClassTokenProjector(Projector):
+    """CLIP's vector of an image: its class token's, through a norm and a linear."""
+
+    def __init__(self, build_context: TowerBuildContext, hidden: int, eps: float, norm: str, projection: str) -> None:
+        self._backend, self._eps = build_context.backend, eps
+        self._norm = LayerNormWeights(norm, hidden, bias=True)
+        self._linear = build_context.make_linear(hidden, projection, build_context.text_hidden_size, bias=False)
+
+    def parameters(self) -> ParameterTable:
+        return self._norm.parameters() | self._linear.parameters()
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        normed = self._backend.layer_norm(hidden[:1], self._norm.weight, self._norm.bias, self._eps)
+        return self._linear.packed_linear(normed, NO_ADAPTERS)
+
+
+class AttentionPoolingProjector(Projector):
+    """SigLIP's: what one learned query sees of the patches, and a feed-forward part (Lee et al., 2019)."""
+
+    def __init__(self, build_context: TowerBuildContext, shape: TowerShape, name: str) -> None:
+        """Raises ModelError for an activation that is not computed."""
+        hidden, inner = shape.hidden_size, shape.intermediate_size
+        if (kind := parse_activation(shape.activation)) not in ("gelu", "gelu_tanh", "relu"):
+            raise ModelError(f"model: config.json: hidden_act: {shape.activation!r} is not served")
+        self._activation, self._backend, self._dtype = Activation(kind), build_context.backend, build_context.dtype
+        self._name, self._shape = name, shape
+        self._qkv = build_context.make_linear(hidden, f"{name}.attention.in_proj", 3 * hidden)
+        self._out = build_context.make_linear(hidden, f"{name}.attention.out_proj", hidden)
+        self._norm = LayerNormWeights(f"{name}.layernorm", hidden, bias=True)
+        self._up = build_context.make_linear(hidden, f"{name}.mlp.fc1", inner)
+        self._down = build_context.make_linear(inner, f"{name}.mlp.fc2", hidden)
+        self._weights: dict[str, Tensor] = {}
+
+    def parameters(self) -> ParameterTable:
+        table = {name.replace("in_proj.", "in_proj_"): each for name, each in self._qkv.parameters().items()}
+        probe = make_parameter(
+            self._weights, "probe", (1, 1, self._shape.hidden_size), self._dtype, lambda it: it.view(1, -1)
+        )
+        others = merge_parameters(self._out, self._norm, self._up, self._down)
+        return table | others | {f"{self._name}.probe": probe}
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        q, _, _ = self._qkv.packed_linear(self._weights["probe"], NO_ADAPTERS).chunk(3, dim=1)
+        _, k, v = self._qkv.packed_linear(hidden, NO_ADAPTERS).chunk(3, dim=1)
+        q, k, v = (each.float().unflatten(1, (self._shape.num_heads, -1)).transpose(0, 1) for each in (q, k, v))
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1).to(hidden.dtype)
+        x = self._out.packed_linear(attended.contiguous(), NO_ADAPTERS)
+        normed = self._backend.layer_norm(x, self._norm.weight, self._norm.bias, self._shape.eps)
+        wide = self._backend.apply_activation(self._up.packed_linear(normed, NO_ADAPTERS), self._activation)
+        return x + self._down.packed_linear(wide, NO_ADAPTERS)
+
+
+class AveragePoolingProjector(Projector):
+    """The mean of the patches of each token, a norm whose weights are offsets from 1, and a matrix [hidden, text]."""
+
+    def __init__(
+        self, build_context: TowerBuildContext, hidden: int, side: int, tokens_per_side: int, eps: float, name: str
+    ) -> None:
+        """along: tokens by each side."""
+        self._build_context, self._hidden, self._eps, self._name = build_context, hidden, eps, name
+        self._side, self._tokens_per_side = side, tokens_per_side
+        self._norm: dict[str, Tensor] = {}
+        self._linear: dict[str, Linear] = {}
+
+    def parameters(self) -> ParameterTable:
+        build_context, shape = self._build_context, (self._hidden, self._build_context.text_hidden_size)
+
+        def pack_transposed(weight: Tensor) -> Linear:
+            return build_context.backend.pack_linear(weight.T.contiguous(), None)
+
+        norm, linear = f"{self._name}.mm_soft_emb_norm.weight", f"{self._name}.mm_input_projection_weight"
+        return {
+            norm: make_parameter(self._norm, "weight", shape[:1], torch.float32, lambda weight: weight + 1),
+            linear: make_parameter(self._linear, "weight", shape, build_context.dtype, pack_transposed),
+        }
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        square = hidden.T.reshape(1, self._hidden, self._side, self._side)
+        pooled = F.avg_pool2d(square, self._side // self._tokens_per_side).flatten(2)[0].T.contiguous()
+        normed = self._build_context.backend.rms_norm(pooled, self._norm["weight"], self._eps)
+        return self._linear["weight"](normed, NO_ADAPTERS)

@@ -1,0 +1,182 @@
+"""Qwen's towers over an image of any shape: Qwen2-VL (Wang et al., 2024), Qwen2.5-VL (Bai et al., 2025) and Qwen3-VL
+(Qwen Team, 2025). Patches are rotated by row and column; merge x merge of them side by side become a token."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from math import isqrt
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.engine.encoders.encoder import EncoderWeightNames
+from quire.engine.encoders.encoder_chunks import MAX_CHUNK_TOKENS
+from quire.engine.encoders.vision.tower import (
+    ChunkedEncoding,
+    PatchEmbedding,
+    Tower,
+    TowerBuildContext,
+    axial_rope_table,
+    equal_lengths,
+    normalize_pixels,
+    rope_frequencies,
+    tower_encoder_spec,
+)
+from quire.engine.images.qwen_vl import QwenVision
+from quire.engine.layers.linear import FusedLinear
+from quire.engine.layers.norm import LayerNormWeights
+from quire.engine.layers.parameters import ParameterTable, make_parameter, merge_parameters
+from quire.engine.types import Image
+from quire.kernels.activation import GELU
+from quire.kernels.backend import NO_ADAPTERS
+from quire.kernels.gpu.host_transfer import upload_arrays
+
+_PLAIN_MLP = ("mlp.fc1",), "mlp.fc2"
+_GATED_MLP = ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"
+_QWEN3_MLP = ("mlp.linear_fc1",), "mlp.linear_fc2"
+
+
+class QwenVLTower(Tower):
+    def __init__(self, vision: QwenVision, build_context: TowerBuildContext) -> None:
+        shape = vision.tower_shape
+        self._vision, self._build_context = vision, build_context
+        up, down = (
+            _GATED_MLP if vision.has_llama_style_layers else _QWEN3_MLP if vision.position_table_size else _PLAIN_MLP
+        )
+        layers = ("attn.qkv",), "attn.proj", "norm1", up, down, "norm2"
+        spec = tower_encoder_spec(shape, EncoderWeightNames("", "visual.blocks.{}", *layers))
+        if vision.has_llama_style_layers:
+            spec = replace(spec, has_rms_norms=True, norm_bias=False, gated=True)
+        if vision.window_side:
+            windowed = (index not in vision.full_attention_layers for index in range(shape.num_layers))
+            spec = replace(spec, metadata_groups=tuple(map(int, windowed)))
+        self._encoder = build_context.make_encoder(spec)
+        patches, biased = "visual.patch_embed.proj", bool(vision.position_table_size)
+        self._patch_embedding = PatchEmbedding(
+            build_context, shape, patches, bias=biased, frames=vision.temporal_patch_size
+        )
+        self._merger = PatchMerger(vision, build_context, "visual.merger", has_patch_norm=True)
+        names = [f"visual.deepstack_merger_list.{index}" for index in range(len(vision.deepstack_layers))]
+        self._deepstack_mergers = [PatchMerger(vision, build_context, name, has_patch_norm=False) for name in names]
+        self._weights: dict[str, Tensor] = {}
+
+    def parameters(self) -> ParameterTable:
+        vision, table = (
+            self._vision,
+            merge_parameters(self._encoder, self._patch_embedding, self._merger, *self._deepstack_mergers),
+        )
+        if vision.position_table_size:
+            size = (vision.position_table_size, vision.tower_shape.hidden_size)
+            table["visual.pos_embed.weight"] = make_parameter(
+                self._weights, "positions", size, self._build_context.dtype
+            )
+        return table
+
+    def encode_in_chunks(self, images: Sequence[Image]) -> ChunkedEncoding:
+        vision, shape, count, device = self._vision, self._vision.tower_shape, len(images), self._build_context.device
+        rows, columns = images[0].height // shape.patch_size, images[0].width // shape.patch_size
+        ordered, lengths = self._patch_order(rows, columns, count)
+        order, tokens = upload_arrays([ordered, self._token_order(ordered, columns)], device)
+        x = torch.cat(
+            [self._patch_embedding(normalize_pixels(each, vision.normalization, device))[order] for each in images]
+        )
+        if vision.position_table_size:
+            x = x + self._interpolate_positions(rows, columns)[order].repeat(count, 1)
+        axis_frequencies = rope_frequencies(shape.hidden_size // shape.num_heads // 2, 10000.0, device)
+        cos_sin = axial_rope_table(order // columns, order % columns, axis_frequencies, axis_frequencies).repeat(
+            count, 1
+        )
+        hidden, deepstack_states = yield from self._encoder.forward_chunks(x, lengths, cos_sin, vision.deepstack_layers)
+        merged = []
+        for merge, each in zip((self._merger, *self._deepstack_mergers), (hidden, *deepstack_states), strict=True):
+            merged.append((yield from self._merge_in_chunks(merge, each)))
+        return [each[tokens] for each in torch.cat(merged, dim=1).chunk(count)]
+
+    def _merge_in_chunks(self, merge: PatchMerger, hidden: Tensor) -> Generator[float, None, Tensor]:
+        """Patches as tokens; a merger weighs half a layer."""
+        parts, patches_per_token = [], self._vision.merge_size**2
+        for part in hidden.split(MAX_CHUNK_TOKENS // patches_per_token * patches_per_token):
+            parts.append(merge(part))
+            yield len(part) / 2 / self._vision.tower_shape.num_layers
+        return torch.cat(parts)
+
+    def _patch_order(self, rows: int, columns: int, images: int) -> tuple[np.ndarray, list[np.ndarray]]:
+        """The patches of an image in the order of the encoder [T] int64, those of a token side by side, those of a
+        window too; and the lengths of who sees each other of so many images', in the second group within a window
+        alone."""
+        merge = self._vision.merge_size
+        places = np.arange(rows * columns).reshape(rows // merge, merge, columns // merge, merge).swapaxes(1, 2)
+        lengths = equal_lengths(rows * columns, images)
+        if not self._vision.window_side:
+            return places.flatten(), lengths
+        window = self._vision.window_side // self._vision.token_side
+        bands = (places[top : top + window] for top in range(0, rows // merge, window))
+        squares = [band[:, at : at + window].flatten() for band in bands for at in range(0, columns // merge, window)]
+        return np.concatenate(squares), [*lengths, np.array([len(each) for each in squares] * images)]
+
+    def _token_order(self, order: np.ndarray, columns: int) -> np.ndarray:
+        """[tokens] int64: where in the encoder's order each token is, by rows."""
+        merge = self._vision.merge_size
+        first = order[:: merge**2]
+        token_order: np.ndarray = np.argsort(first // columns // merge * (columns // merge) + first % columns // merge)
+        return token_order
+
+    def _interpolate_positions(self, rows: int, columns: int) -> Tensor:
+        """Positions of the patches by rows, [rows * columns, hidden]: those of the table's square, linearly between its
+        own, corners on corners. In float32."""
+        side = isqrt(self._vision.position_table_size)
+        down, right = (
+            torch.linspace(0, side - 1, count, device=self._build_context.device) for count in (rows, columns)
+        )
+        parts = []
+        for at, is_next_row in ((down, 0), (down, 1)):
+            for along, is_next_column in ((right, 0), (right, 1)):
+                row, column = (
+                    (each.int() + step).clamp(max=side - 1)
+                    for each, step in ((at, is_next_row), (along, is_next_column))
+                )
+                share_row, share_column = at - at.int(), along - along.int()
+                by_row = share_row if is_next_row else 1 - share_row
+                weight = by_row[:, None] * (share_column if is_next_column else 1 - share_column)
+                index = (row[:, None] * side + column).flatten()
+                parts.append(self._weights["positions"][index] * weight.flatten()[:, None])
+        return sum(parts[1:], parts[0]).to(self._build_context.dtype)
+
+
+class PatchMerger:
+    """merge x merge patches side by side through two linears with GELU between, behind a norm: of each patch, whose
+    weights all share, or of all of them as one."""
+
+    def __init__(
+        self, vision: QwenVision, build_context: TowerBuildContext, name: str, *, has_patch_norm: bool
+    ) -> None:
+        hidden = vision.tower_shape.hidden_size
+        self._size = size = hidden * vision.merge_size**2
+        self._build_context, self._has_rms_norm, self._has_patch_norm = (
+            build_context,
+            vision.has_llama_style_layers,
+            has_patch_norm,
+        )
+        norm, first, last = (
+            ("norm", "linear_fc1", "linear_fc2") if vision.position_table_size else ("ln_q", "mlp.0", "mlp.2")
+        )
+        width = hidden if has_patch_norm else size
+        self._norm = LayerNormWeights(f"{name}.{norm}", width, bias=not vision.has_llama_style_layers)
+        self._first = build_context.make_linear(size, f"{name}.{first}", size)
+        self._last: FusedLinear = build_context.make_linear(size, f"{name}.{last}", build_context.text_hidden_size)
+
+    def parameters(self) -> ParameterTable:
+        return merge_parameters(self._norm, self._first, self._last)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[patches, hidden] to [tokens, text_hidden_size]."""
+        backend, norm = self._build_context.backend, self._norm
+        x = hidden if self._has_patch_norm else hidden.view(-1, self._size)
+        if self._has_rms_norm:
+            x = backend.rms_norm(x, norm.weight, 1e-6)
+        else:
+            x = backend.layer_norm(x, norm.weight, norm.bias, 1e-6)
+        wide = self._first.packed_linear(x.view(-1, self._size), NO_ADAPTERS)
+        return self._last.packed_linear(backend.apply_activation(wide, GELU), NO_ADAPTERS)

@@ -1,0 +1,172 @@
+"""Towers over one square of patches with learned positions: SigLIP (Zhai et al., 2023), CLIP (Radford et al., 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.engine.encoders.encoder import EncoderSpec, EncoderWeightNames
+from quire.engine.encoders.vision.projectors import Projector
+from quire.engine.encoders.vision.tower import (
+    ChunkedEncoding,
+    PatchEmbedding,
+    Tower,
+    TowerBuildContext,
+    equal_lengths,
+    normalize_pixels,
+    tower_encoder_spec,
+)
+from quire.engine.images.internvl import InternVLVision
+from quire.engine.images.vision_spec import PixelNormalization, TowerShape
+from quire.engine.layers.norm import LayerNormWeights
+from quire.engine.layers.parameters import Parameter, ParameterTable, make_parameter, merge_parameters
+from quire.engine.types import Image
+
+
+@dataclass(frozen=True, slots=True)
+class SquareTowerSpec:
+    """A tower, by what its tensors are called."""
+
+    encoder: EncoderSpec
+    patch_embedding: str
+    position_embedding: str
+    patch_bias: bool = True
+    class_token: str | None = None
+    """Stands before the patches, and has the first position."""
+    first_norm: str | None = None
+    """Of what goes into the layers."""
+    has_batch_axes: bool = False
+    """The class token and the positions are stored with axes of size 1 before their own."""
+
+
+def siglip_spec(shape: TowerShape, tower: str, *, final_norm: bool = True) -> SquareTowerSpec:
+    """`tower`: how the names of its tensors begin. Raises ModelError for an activation that is not computed."""
+    names = EncoderWeightNames(
+        word_embeddings="",
+        layer_template=f"{tower}.encoder.layers.{{}}",
+        qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        out="self_attn.out_proj",
+        attention_norm="layer_norm1",
+        up=("mlp.fc1",),
+        down="mlp.fc2",
+        mlp_norm="layer_norm2",
+        final_norm=f"{tower}.post_layernorm" if final_norm else None,
+    )
+    embeddings = f"{tower}.embeddings"
+    patches, positions = f"{embeddings}.patch_embedding", f"{embeddings}.position_embedding.weight"
+    return SquareTowerSpec(tower_encoder_spec(shape, names), patches, positions)
+
+
+def clip_spec(shape: TowerShape, tower: str) -> SquareTowerSpec:
+    """The same, without the norm behind the layers."""
+    plain = siglip_spec(shape, tower, final_norm=False)
+    token, norm = f"{tower}.embeddings.class_embedding", f"{tower}.pre_layrnorm"
+    return replace(plain, patch_bias=False, class_token=token, first_norm=norm)
+
+
+def internvl_spec(vision: InternVLVision, tower: str) -> SquareTowerSpec:
+    """The same of InternVLVision's tower (Chen et al., 2024)."""
+    names = EncoderWeightNames(
+        word_embeddings="",
+        layer_template=f"{tower}.encoder.layer.{{}}",
+        qkv=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+        out="attention.projection_layer",
+        attention_norm="layernorm_before",
+        up=("mlp.fc1",),
+        down="mlp.fc2",
+        mlp_norm="layernorm_after",
+        final_norm=f"{tower}.layernorm" if vision.has_final_norm else None,
+        layer_scales=("lambda_1", "lambda_2"),
+        qk_norms=("attention.q_norm", "attention.k_norm") if vision.has_qk_norm else None,
+    )
+    has_rms_norms = vision.uses_rms_norm
+    encoder = replace(
+        tower_encoder_spec(vision.tower_shape, names),
+        qkv_bias=vision.has_qkv_bias,
+        has_rms_norms=has_rms_norms,
+        norm_bias=not has_rms_norms,
+    )
+    embeddings = f"{tower}.embeddings"
+    patches, positions = f"{embeddings}.patch_embeddings.projection", f"{embeddings}.position_embeddings"
+    return SquareTowerSpec(encoder, patches, positions, class_token=f"{embeddings}.cls_token", has_batch_axes=True)
+
+
+class SquareTower(Tower):
+    def __init__(
+        self,
+        spec: SquareTowerSpec,
+        shape: TowerShape,
+        normalization: PixelNormalization,
+        position_ids: Tensor,
+        trained_side: int,
+        build_context: TowerBuildContext,
+        projector: Projector,
+        *,
+        unused: tuple[str, ...] = (),
+    ) -> None:
+        """`position_ids` [side * side] int64: the row of each patch in the table of positions, which has trained x
+        trained of them."""
+        self.unused_prefixes = unused
+        self._spec, self._shape, self._normalization, self._dtype = spec, shape, normalization, build_context.dtype
+        self._device = build_context.device
+        self._num_class_tokens = 1 if spec.class_token is not None else 0
+        self._position_ids, self._trained_side = position_ids, trained_side
+        self._patch_embedding = PatchEmbedding(build_context, shape, spec.patch_embedding, bias=spec.patch_bias)
+        self._encoder = build_context.make_encoder(spec.encoder)
+        norm = spec.first_norm
+        self._first_norm = None if norm is None else LayerNormWeights(norm, shape.hidden_size, bias=True)
+        self._projector = projector
+        self._positions: Tensor | None = None
+        self._weights: dict[str, Tensor] = {}
+        self._backend = build_context.backend
+
+    def parameters(self) -> ParameterTable:
+        spec, hidden = self._spec, self._shape.hidden_size
+        table = merge_parameters(self._encoder, self._patch_embedding, self._projector, self._first_norm)
+        rows, outer = self._trained_side**2 + self._num_class_tokens, (1,) if spec.has_batch_axes else ()
+        table[spec.position_embedding] = Parameter((*outer, rows, hidden), self._dtype, self._load_positions)
+        if spec.class_token is not None:
+            shape = (1, 1, hidden) if spec.has_batch_axes else (hidden,)
+            table[spec.class_token] = make_parameter(
+                self._weights, "class", shape, self._dtype, lambda token: token.view(1, -1)
+            )
+        return table
+
+    def encode_in_chunks(self, images: Sequence[Image]) -> ChunkedEncoding:
+        return self.encode_squares([normalize_pixels(each, self._normalization, self._device) for each in images])
+
+    def encode_squares(self, squares: Sequence[Tensor]) -> ChunkedEncoding:
+        """The same of squares' pixels, each [side, side, 3] float32."""
+        x = torch.cat([self._embed_pixels(each) for each in squares])
+        hidden, _ = yield from self._encoder.forward_chunks(x, equal_lengths(len(x) // len(squares), len(squares)))
+        return [self._projector(each) for each in hidden.chunk(len(squares))]
+
+    def _embed_pixels(self, pixels: Tensor) -> Tensor:
+        """What goes into the layers, [tokens, hidden]."""
+        assert self._positions is not None, "weights are not loaded"
+        x = self._patch_embedding(pixels)
+        assert len(x) == len(self._position_ids), "an image that was prepared for another tower"
+        if self._num_class_tokens:
+            x = torch.cat((self._weights["class"], x))
+        x = x + self._positions
+        norm = self._first_norm
+        return x if norm is None else self._backend.layer_norm(x, norm.weight, norm.bias, self._shape.eps)
+
+    def _load_positions(self, table: Tensor) -> None:
+        table = table.view(-1, self._shape.hidden_size)
+        rows = torch.cat((torch.arange(self._num_class_tokens), self._position_ids + self._num_class_tokens))
+        self._positions = F.embedding(rows.to(table.device), table)
+
+
+def bucketed_position_ids(side: int, trained_side: int) -> Tensor:
+    """The rows of the table of trained x trained positions for side x side patches, [side * side] int64: those at the
+    same fraction of a side. In float32 as transformers computes it, so that what rounding makes of a fraction is the
+    same."""
+    boundaries = torch.arange(1 / trained_side, 1.0, 1 / trained_side)
+    fractions = torch.clamp(torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side)), max=1.0 - 1e-6)
+    axis_ids = torch.bucketize(fractions, boundaries, right=True)
+    return (axis_ids[:, None] * trained_side + axis_ids).flatten()

@@ -1,0 +1,130 @@
+"""Which tower a family has."""
+
+from __future__ import annotations
+
+from math import isqrt
+
+import torch
+
+from quire.engine.encoders.vision.gemma4 import Gemma4Tower
+from quire.engine.encoders.vision.lfm2 import Lfm2Tower
+from quire.engine.encoders.vision.llava import LlavaTower
+from quire.engine.encoders.vision.pixtral import PixtralTower
+from quire.engine.encoders.vision.projectors import (
+    AttentionPoolingProjector,
+    AveragePoolingProjector,
+    ClassTokenProjector,
+    PixelShuffleMLP,
+    PixelShuffleProjector,
+    Projector,
+    SquarePixelShuffleProjector,
+)
+from quire.engine.encoders.vision.qwen_vl import QwenVLTower
+from quire.engine.encoders.vision.square_tower import (
+    SquareTower,
+    bucketed_position_ids,
+    clip_spec,
+    internvl_spec,
+    siglip_spec,
+)
+from quire.engine.encoders.vision.tower import Tower, TowerBuildContext
+from quire.engine.images.dual_encoders import DualEncoderVision
+from quire.engine.images.gemma3 import Gemma3Vision
+from quire.engine.images.gemma4 import Gemma4Vision
+from quire.engine.images.idefics3 import Idefics3Vision
+from quire.engine.images.internvl import InternVLVision
+from quire.engine.images.lfm2 import Lfm2Vision
+from quire.engine.images.llava import LlavaVision
+from quire.engine.images.pixtral import PixtralVision
+from quire.engine.images.qwen_vl import QwenVision
+from quire.engine.images.vision_spec import VisionSpec
+
+
+def make_tower(vision: VisionSpec, build_context: TowerBuildContext) -> Tower:
+    """Raises ModelError for an activation that is not computed."""
+    match vision:
+        case Idefics3Vision():
+            return _make_idefics3(vision, build_context)
+        case DualEncoderVision():
+            return _make_dual_encoder(vision, build_context)
+        case LlavaVision():
+            return LlavaTower(vision, build_context)
+        case Gemma3Vision():
+            return _make_gemma3(vision, build_context)
+        case Gemma4Vision():
+            return Gemma4Tower(vision, build_context)
+        case InternVLVision():
+            return _make_internvl(vision, build_context)
+        case PixtralVision():
+            return PixtralTower(vision, build_context)
+        case Lfm2Vision():
+            return Lfm2Tower(vision, build_context)
+        case QwenVision():
+            return QwenVLTower(vision, build_context)
+    raise AssertionError(f"a tower of {type(vision).__name__}")
+
+
+def _make_idefics3(vision: Idefics3Vision, build_context: TowerBuildContext) -> SquareTower:
+    shape = vision.tower_shape
+    side, trained_side = vision.tile_side // shape.patch_size, vision.image_size // shape.patch_size
+    connector = PixelShuffleProjector(
+        build_context, shape.hidden_size, side, vision.scale_factor, "connector.modality_projection.proj"
+    )
+    spec = siglip_spec(shape, "vision_model")
+    return SquareTower(
+        spec,
+        shape,
+        vision.normalization,
+        bucketed_position_ids(side, trained_side),
+        trained_side,
+        build_context,
+        connector,
+    )
+
+
+def _make_dual_encoder(vision: DualEncoderVision, build_context: TowerBuildContext) -> SquareTower:
+    shape, tower = vision.tower_shape, "vision_model"
+    position_ids = torch.arange(vision.patches_per_side**2)
+    if vision.tower_kind == "clip":
+        norm, spec = f"{tower}.post_layernorm", clip_spec(shape, tower)
+        connector: Projector = ClassTokenProjector(
+            build_context, shape.hidden_size, shape.eps, norm, "visual_projection"
+        )
+    else:
+        spec, connector = siglip_spec(shape, tower), AttentionPoolingProjector(build_context, shape, f"{tower}.head")
+    unused = (f"{tower}.embeddings.position_ids",)
+    return SquareTower(
+        spec,
+        shape,
+        vision.normalization,
+        position_ids,
+        vision.patches_per_side,
+        build_context,
+        connector,
+        unused=unused,
+    )
+
+
+def _make_gemma3(vision: Gemma3Vision, build_context: TowerBuildContext) -> SquareTower:
+    shape = vision.tower_shape
+    side = vision.square_side // shape.patch_size
+    connector = AveragePoolingProjector(
+        build_context, shape.hidden_size, side, isqrt(vision.tokens_per_image), shape.eps, "multi_modal_projector"
+    )
+    spec, unused = siglip_spec(shape, "vision_tower"), ("vision_tower.head.",)
+    position_ids = torch.arange(side * side)
+    return SquareTower(spec, shape, vision.normalization, position_ids, side, build_context, connector, unused=unused)
+
+
+def _make_internvl(vision: InternVLVision, build_context: TowerBuildContext) -> SquareTower:
+    shape = vision.tower_shape
+    side, position_ids = (
+        vision.square_side // shape.patch_size,
+        torch.arange((vision.square_side // shape.patch_size) ** 2),
+    )
+    linears = PixelShuffleMLP(
+        build_context, shape.hidden_size, vision.merge_size, vision.projector_activation, "multi_modal_projector"
+    )
+    connector = SquarePixelShuffleProjector(linears, side)
+    spec, unused = internvl_spec(vision, "vision_tower"), ("vision_tower.embeddings.mask_token",)
+    return SquareTower(spec, shape, vision.normalization, position_ids, side, build_context, connector, unused=unused)

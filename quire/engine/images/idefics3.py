@@ -1,0 +1,149 @@
+"""How Idefics3 (Laurençon et al., 2024) and SmolVLM (Marafioti et al., 2025) prepare an image: resized, cut into square
+tiles, and one more that shows all of it. The tower (SigLIP: Zhai et al., 2023) reads each tile by itself, and
+scale_factor x scale_factor patches become the features of one token. Sizes and pixels are those of transformers'
+image_processing_pil_idefics3.py, which the tests compare with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quire.engine.images.vision_spec import ImageLayout, TokenText, VisionConfig, VisionSpec, cut_into_squares
+from quire.engine.types import Image as Content
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+_MAX_SIDE = 4096
+"""No side is made longer."""
+_LANCZOS = 1
+TILE_FRAME_TOKEN, GLOBAL_IMAGE_TOKEN = "<fake_token_around_image>", "<global-img>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idefics3Vision(VisionSpec):
+    image_size: int
+    """The side that positions were trained for, in pixels."""
+    scale_factor: int
+    """A token stands for scale_factor x scale_factor patches."""
+    tile_side: int
+    """The side of what the tower reads at once, in pixels."""
+    longest_edge: int
+    """An image's longer side is resized to it before it is cut into tiles."""
+    splits_images: bool
+    """Whether it is cut, or becomes one tile."""
+
+    @property
+    def tokens_per_tile(self) -> int:
+        """Tokens that stand for a tile."""
+        return (self.tile_side // self.tower_shape.patch_size // self.scale_factor) ** 2
+
+    def make_layout(self, width: int, height: int, *, low: bool = False, several: bool = False) -> Idefics3Layout:
+        return make_tile_layout(width, height, self, may_split=self.splits_images and not low)
+
+    def num_parameters(self, text_size: int) -> int:
+        hidden, patch = self.tower_shape.hidden_size, self.tower_shape.patch_size
+        ends = (3 * patch**2 + 1 + (self.image_size // patch) ** 2 + 2) * hidden
+        return self.tower_shape.num_layer_parameters() + ends + self.scale_factor**2 * hidden * text_size
+
+
+def read_idefics3(config: VisionConfig) -> Idefics3Vision:
+    """Raises ModelError."""
+    shape = config.tower_shape(
+        hidden=1152, inner=3072, layers=12, heads=16, patch=32, act="gelu_pytorch_tanh", eps=1e-6
+    )
+    vision = Idefics3Vision(
+        tower_shape=shape,
+        normalization=config.pixel_normalization(),
+        resample_filter=config.resample_filter(_LANCZOS),
+        image_token_id=config.image_token_id(128257),
+        image_size=config.image_size(224),
+        scale_factor=config.model_fields.get("scale_factor") or 2,
+        tile_side=(config.preprocessor.get("max_image_size") or {}).get("longest_edge") or 364,
+        longest_edge=config.preprocessor_size().get("longest_edge") or 4 * 364,
+        splits_images=config.preprocessor.get("do_image_splitting") is not False,
+    )
+    config.check_patches(vision.tile_side, shape, vision.scale_factor)
+    return vision
+
+
+@dataclass(frozen=True, slots=True)
+class Idefics3Layout(ImageLayout):
+    vision: Idefics3Vision
+    resized_size: tuple[int, int]
+    """Width and height that it is resized to first."""
+    tiled_size: tuple[int, int]
+    """And then, to be whole tiles; where there is one tile, that."""
+    rows: int
+    """0: it is not cut."""
+    columns: int
+
+    @property
+    def token_runs(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.vision.tokens_per_tile,),) * (self.rows * self.columns + 1)
+
+    def placeholder_text(self, spell: TokenText) -> str:
+        marks, text = spell(self.vision.image_token_id) * self.vision.tokens_per_tile, ""
+        for row in range(1, self.rows + 1):
+            text += (
+                "".join(f"{TILE_FRAME_TOKEN}<row_{row}_col_{column}>{marks}" for column in range(1, self.columns + 1))
+                + "\n"
+            )
+        return f"{text}{text and chr(10)}{TILE_FRAME_TOKEN}{GLOBAL_IMAGE_TOKEN}{marks}{TILE_FRAME_TOKEN}"
+
+    def prepare_contents(self, image: Image.Image) -> Iterator[Content]:
+        """The tiles by rows, and the one that shows all."""
+        from PIL import Image
+
+        tile, resample = self.vision.tile_side, Image.Resampling(self.vision.resample_filter)
+        image = image.resize(self.resized_size, resample=resample).resize(self.tiled_size, resample=resample)
+        if self.rows:
+            yield from cut_into_squares(image, tile)
+            image = image.resize((tile, tile), resample=resample)
+        yield Content.from_pixels(tile, tile, image.tobytes())
+
+
+def make_tile_layout(width: int, height: int, vision: Idefics3Vision, *, may_split: bool) -> Idefics3Layout:
+    """`may_split`: whether it may be cut."""
+    resized_size, tile = _limit_sides(_scale_to_longest_edge(width, height, vision.longest_edge)), vision.tile_side
+    if not may_split:
+        return Idefics3Layout(vision, resized_size, (tile, tile), 0, 0)
+    width, height = tiled_size = _round_up_to_tiles(*resized_size, tile)
+    if width <= tile and height <= tile:
+        return Idefics3Layout(vision, resized_size, tiled_size, 0, 0)
+    return Idefics3Layout(vision, resized_size, tiled_size, height // tile, width // tile)
+
+
+def _scale_to_longest_edge(width: int, height: int, longest: int) -> tuple[int, int]:
+    """The longer side as long as this, the other one even, where it is not one pixel."""
+    ratio = width / height
+    if width >= height:
+        width, height = longest, int(longest / ratio)
+        height += height % 2
+    else:
+        height, width = longest, int(longest * ratio)
+        width += width % 2
+    return max(width, 1), max(height, 1)
+
+
+def _limit_sides(size: tuple[int, int]) -> tuple[int, int]:
+    (width, height), ratio = size, size[0] / size[1]
+    if width >= height and width > _MAX_SIDE:
+        width, height = _MAX_SIDE, int(_MAX_SIDE / ratio)
+    elif height > width and height > _MAX_SIDE:
+        width, height = int(_MAX_SIDE * ratio), _MAX_SIDE
+    return max(width, 1), max(height, 1)
+
+
+def _round_up_to_tiles(width: int, height: int, tile: int) -> tuple[int, int]:
+    """Both sides multiples of a tile's, the longer one rounded up first."""
+    ratio = width / height
+    if width >= height:
+        width = math.ceil(width / tile) * tile
+        height = math.ceil(int(width / ratio) / tile) * tile
+    else:
+        height = math.ceil(height / tile) * tile
+        width = math.ceil(int(height * ratio) / tile) * tile
+    return max(width, tile), max(height, tile)  # of one pixel's width, rounding may have left none

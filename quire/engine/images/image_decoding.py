@@ -1,0 +1,164 @@
+"""From a file's bytes to an image, within bounds. Files may be hostile: a server calls this in a process that may be
+killed."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from quire.engine.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+"""Those that are read, by Pillow's names; of a GIF the first frame."""
+_MAX_SHOWN_CHARACTERS = 100
+FORMATS_TEXT = "a PNG, JPEG, WEBP or GIF file"
+MAX_FILE_BYTES = 20 << 20
+"""Of a file."""
+MAX_PIXELS = 25_000_000
+"""Of an image: a bomb is a few bytes that say they are more."""
+
+
+_BAND_ROWS = 256
+"""Rows."""
+_SIXTEEN_BIT_MODES = ("I", "I;16", "I;16B", "I;16L")
+"""Modes of PNG files with 16 bits for each grey."""
+_METADATA_CHUNKS = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")
+"""Chunks of a PNG."""
+_ORIENTATION_TAG, _ROTATED_ORIENTATIONS = 0x0112, (5, 6, 7, 8)
+"""Of EXIF: the tag, and its values for an image that lies on its side."""
+
+
+def preload_decoders() -> None:
+    """Import what decodes: a process that is forked has it then. Without this Pillow imports its forty formats at the
+    first WEBP."""
+    for name in ("PngImagePlugin", "JpegImagePlugin", "WebPImagePlugin", "GifImagePlugin", "ImageOps"):
+        import_module(f"PIL.{name}")
+
+
+def open_image(content: bytes, where: str) -> Image.Image:
+    """An image whose size is known and whose pixels are not read yet. Raises InvalidRequest, naming the field `where`
+    the bytes came from."""
+    from PIL import Image  # it takes 30 ms, which a server without images need not spend
+
+    preload_decoders()
+    if len(content) > MAX_FILE_BYTES:
+        raise image_error(
+            where, f"an image's file may have {MAX_FILE_BYTES >> 20} MiB, this one has {len(content) >> 20}"
+        )
+    try:
+        image = Image.open(io.BytesIO(content), formats=IMAGE_FORMATS)
+        width, height = image.size
+    except MemoryError:
+        raise
+    except Image.DecompressionBombError:
+        raise image_error(where, f"the image has more than {MAX_PIXELS:,} pixels") from None
+    except Exception:  # Pillow's formats raise any of theirs on what is broken
+        raise image_error(where, f"is not {FORMATS_TEXT}") from None
+    if width * height > MAX_PIXELS:
+        raise image_error(where, f"the image has {width} x {height} pixels; at most {MAX_PIXELS:,} are read")
+    if not width * height:
+        raise image_error(where, "the image has no pixels")
+    return image
+
+
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """Width and height as `decode_upright` will have them."""
+    try:
+        is_rotated = _read_exif(image).get(_ORIENTATION_TAG) in _ROTATED_ORIENTATIONS
+    except MemoryError:
+        raise
+    except Exception:  # broken, as Pillow finds again when it decodes
+        is_rotated = False
+    return (image.height, image.width) if is_rotated else image.size
+
+
+def _read_exif(image: Image.Image) -> Image.Exif:
+    """What a file says beside its pixels. Of a PNG, Pillow would read all pixels to find out, and hold them; they are
+    read where something stands behind them."""
+    from PIL import Image
+
+    if image.format != "PNG" or not isinstance(file := getattr(image, "fp", None), io.BytesIO):
+        return image.getexif()
+    return image.getexif() if _has_late_metadata(file.getvalue()) else Image.Image.getexif(image)
+
+
+def _has_late_metadata(content: bytes) -> bool:
+    """Whether a PNG has a chunk behind its pixels that may say how it lies."""
+    at, pixels = len(b"\x89PNG\r\n\x1a\n"), False
+    while at + 8 <= len(content):
+        kind = content[at + 4 : at + 8]
+        if pixels and kind in _METADATA_CHUNKS:
+            return True
+        pixels = pixels or kind == b"IDAT"
+        at += 12 + int.from_bytes(content[at : at + 4], "big")
+    return False
+
+
+def decode_upright(image: Image.Image, where: str) -> Image.Image:
+    """All pixels of an image in RGB, turned as its camera says, what is transparent on white. Raises InvalidRequest."""
+    from PIL import ImageOps
+
+    try:
+        image.load()
+        if image.getexif().get(_ORIENTATION_TAG, 1) != 1:  # else it would be a copy
+            image = ImageOps.exif_transpose(image)
+        if image.mode in _SIXTEEN_BIT_MODES:  # Pillow would make all but the darkest 256 greys white
+            image = image.convert("I").point(lambda grey: grey * (1 / 257)).convert("L")
+            image.info.pop("transparency", None)  # a grey of 16 bits
+        if "A" in image.getbands() or image.info.get("transparency") is not None:
+            image = _composite_on_white(image)
+        return image if image.mode == "RGB" else image.convert("RGB")
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise image_error(where, f"the image cannot be decoded: {str(error)[:100]}") from None
+
+
+def _composite_on_white(image: Image.Image) -> Image.Image:
+    """What is transparent on white, in RGB. A band of rows at a time: copies of a large image in all its colours would
+    take more memory than a worker may have."""
+    from PIL import Image
+
+    composite = Image.new("RGB", image.size)
+    for top in range(0, image.height, _BAND_ROWS):
+        box = (0, top, image.width, min(top + _BAND_ROWS, image.height))
+        band = image.crop(box).convert("RGBA")
+        composite.paste(Image.alpha_composite(Image.new("RGBA", band.size, (255, 255, 255, 255)), band), box)
+    return composite
+
+
+def decode_data_url(url: str, where: str) -> bytes:
+    """The bytes of a data: URL in base64. Raises InvalidRequest."""
+    head, comma, body = url.partition(",")
+    if not comma or not head.lower().startswith("data:"):
+        raise image_error(where, f"must be a data: URL with the image in base64, got {head[:_MAX_SHOWN_CHARACTERS]!r}")
+    if not head.lower().endswith(";base64"):
+        raise image_error(where, "a data: URL must have its content in base64 (data:image/png;base64,…)")
+    return decode_base64(body, where)
+
+
+def decode_base64(text: str, where: str) -> bytes:
+    """Raises InvalidRequest."""
+    if len(text) // 4 * 3 > MAX_FILE_BYTES + 2:
+        raise image_error(
+            where, f"an image's file may have {MAX_FILE_BYTES >> 20} MiB, this one has {len(text) * 3 >> 22}"
+        )
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError):
+        raise image_error(where, "its base64 is not valid") from None
+
+
+def image_error(where: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"{where}: {why}", param=top_level_field(where))
+
+
+def top_level_field(where: str) -> str:
+    """The request's parameter that a field is in."""
+    return where.partition("[")[0].partition(".")[0]

@@ -1,0 +1,182 @@
+"""Images of a prompt: the text that stands for them, and the spans of its tokens in whose place they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.engine.errors import InvalidRequest, ModelError
+from quire.engine.images.image_decoding import decode_upright, image_error, open_image, upright_size
+from quire.engine.images.vision_config import read_vision_spec
+from quire.engine.images.vision_spec import ImageLayout, InvalidImage, VisionSpec
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import Image, Span
+
+if TYPE_CHECKING:
+    from PIL import Image as Pillow
+
+
+IMAGE_ROLES = ("user", "tool")
+"""Roles whose messages may have images."""
+IMAGE_ROLES_MESSAGE = "images are read in messages of the user and in results of tools"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestImage:
+    """An image of a request."""
+
+    field_path: str
+    """The field, for errors."""
+    content: bytes | Pillow.Image
+    """A file, or what Pillow has read already."""
+    low_detail: bool = False
+    """It is to take few tokens: it is not cut into tiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class MultimodalPrompt:
+    """A prompt's tokens, and what some of them stand for."""
+
+    token_ids: list[int]
+    spans: tuple[Span, ...]
+    images: tuple[Image, ...]
+
+
+def make_image_reader(path: Path, tokenizer: Tokenizer) -> ImageReader | None:
+    """That of the model at `path`; None where it reads no images. Raises ModelError."""
+    vision = read_vision_spec(path)
+    template_image_token = None if vision is None else tokenizer.id_to_token(vision.template_image_token_id)
+    return (
+        None if vision is None or template_image_token is None else ImageReader(vision, template_image_token, tokenizer)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ImageReader:
+    """How a model reads images."""
+
+    vision: VisionSpec
+    template_image_token: str
+    """The text of the token that chat templates write for each image."""
+    tokenizer: Tokenizer
+
+    def expand_text(self, text: str, request_images: Sequence[RequestImage]) -> str:
+        """A rendered conversation with all that stands for its images. Raises InvalidRequest, naming the field, for an
+        image whose size cannot be read, and where the text itself holds the mark."""
+        return self._expand_placeholders(
+            text, self._make_layouts([self._open_image(each) for each in request_images], request_images)
+        )
+
+    def read_prompt(
+        self, text: str, request_images: Sequence[RequestImage], encode: Callable[[str], list[int]]
+    ) -> MultimodalPrompt:
+        """The prompt of a rendered conversation. encode: its token ids, checked for their number, which is known before
+        any pixel is read. Raises InvalidRequest as above, and for an image that cannot be decoded."""
+        files = [self._open_image(each) for each in request_images]
+        layouts = self._make_layouts(files, request_images)
+        ids = encode(self._expand_placeholders(text, layouts))
+        contents: list[Image] = []
+        for layout, each in zip(layouts, request_images, strict=True):  # one at a time has its pixels in memory
+            contents += self._prepare_contents(layout, files.pop(0), each)
+        spans = self._locate_spans(ids, [runs for layout in layouts for runs in layout.token_runs], contents)
+        return MultimodalPrompt(ids, spans, tuple({each.digest: each for each in contents}.values()))
+
+    def read_single_image(self, request_image: RequestImage) -> MultimodalPrompt:
+        """The prompt of an image whose vector is its own: a token that stands for it. Raises InvalidRequest as
+        above."""
+        (content,) = self.prepare_image(request_image)
+        token = self.vision.image_token_id
+        return MultimodalPrompt([token], (Span(0, 1, content.digest),), (content,))
+
+    def prepare_image(self, request_image: RequestImage) -> list[Image]:
+        """What becomes of one image. Raises InvalidRequest as above."""
+        file = self._open_image(request_image)
+        (layout,) = self._make_layouts([file], [request_image])
+        return self._prepare_contents(layout, file, request_image)
+
+    def _prepare_contents(self, layout: ImageLayout, file: Pillow.Image, request_image: RequestImage) -> list[Image]:
+        contents = layout.prepare_contents(decode_upright(file, request_image.field_path))
+        return [msgspec.structs.replace(each, encoder_cost=self.vision.encoder_cost(each)) for each in contents]
+
+    def _expand_placeholders(self, text: str, layouts: Sequence[ImageLayout]) -> str:
+        pieces = text.split(self.template_image_token)
+        if len(pieces) != len(layouts) + 1:
+            count_text = (
+                f"the prompt has {self.template_image_token}, which stands for an image, {len(pieces) - 1} times"
+            )
+            why = "text may not hold it" if len(pieces) > len(layouts) else "the chat template leaves some out"
+            raise InvalidRequest(f"messages: {count_text}, for {len(layouts)} images: {why}", param="messages")
+        token = self._token_text(self.vision.image_token_id)
+        if layouts and token != self.template_image_token and token in text:
+            raise InvalidRequest(f"messages: the prompt has {token}, of which images are made", param="messages")
+        marks = [*(layout.placeholder_text(self._token_text) for layout in layouts), ""]
+        return "".join(part for pair in zip(pieces, marks, strict=True) for part in pair)
+
+    def _open_image(self, request_image: RequestImage) -> Pillow.Image:
+        return (
+            open_image(request_image.content, request_image.field_path)
+            if isinstance(request_image.content, bytes)
+            else request_image.content
+        )
+
+    def _make_layouts(self, files: Sequence[Pillow.Image], request_images: Sequence[RequestImage]) -> list[ImageLayout]:
+        several = len(files) > 1
+        return [
+            self._make_layout(file, each, several=several) for file, each in zip(files, request_images, strict=True)
+        ]
+
+    def _make_layout(self, file: Pillow.Image, request_image: RequestImage, *, several: bool) -> ImageLayout:
+        try:
+            return self.vision.make_layout(*upright_size(file), low=request_image.low_detail, several=several)
+        except InvalidImage as error:
+            raise image_error(request_image.field_path, str(error)) from None
+
+    def _token_text(self, token: int) -> str:
+        text = self.tokenizer.id_to_token(token)
+        if text is None:
+            raise ModelError(f"model: tokenizer.json: lacks the token {token}, by which config.json marks images")
+        return text
+
+    def _locate_spans(
+        self, ids: Sequence[int], runs: Sequence[Sequence[int]], contents: Sequence[Image]
+    ) -> tuple[Span, ...]:
+        """Where the contents stand, whose tokens stand side by side in such runs."""
+        places = [place for place, token in enumerate(ids) if token == self.vision.image_token_id]
+        spans, begin = list[Span](), 0
+        for content, counts in zip(contents, runs, strict=True):
+            offset = 0
+            for count in counts:
+                run_places = places[begin : begin + count]
+                if len(run_places) < count or run_places[-1] - run_places[0] != count - 1:
+                    raise _placeholder_mismatch()
+                spans.append(
+                    Span(
+                        run_places[0],
+                        count,
+                        content.digest,
+                        is_bidirectional=self.vision.is_bidirectional,
+                        offset=offset,
+                    )
+                )
+                begin, offset = begin + count, offset + count
+        if begin != len(places):
+            raise _placeholder_mismatch()
+        return tuple(spans)
+
+
+def images_by_digest(reader: ImageReader, request_images: Iterable[RequestImage]) -> dict[str, Image]:
+    """All that images become, cut into tiles and not, by digest in hexadecimal: what receipts name. Raises
+    InvalidRequest as `tiles`."""
+    images = dict[str, Image]()
+    for each in request_images:
+        for low in (False, True):
+            images |= {tile.digest.hex(): tile for tile in reader.prepare_image(replace(each, low_detail=low))}
+    return images
+
+
+def _placeholder_mismatch() -> InvalidRequest:
+    return image_error("messages", "the model's tokenizer does not write images as its config.json says")

@@ -1,0 +1,230 @@
+"""Families whose tower reads an image at its own shape: Qwen2-VL (Wang et al., 2024), Qwen2.5-VL (Bai et al., 2025),
+Qwen3-VL (Qwen Team, 2025) and Qwen3.5. An image is resized to whole squares of merge x merge patches, each of which
+becomes a token. Sizes and pixels are those of transformers' image_processing_pil_qwen2_vl.py, which the tests compare
+with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from quire.engine.images.vision_spec import (
+    CLIP_MEAN,
+    CLIP_STD,
+    ImageLayout,
+    InvalidImage,
+    PatchMergingVision,
+    TokenText,
+    TowerShape,
+    VisionConfig,
+    VisionSpec,
+)
+from quire.engine.types import Image as Content
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+_BICUBIC = 3
+_MAX_ASPECT_RATIO = 200
+"""Of an image's sides."""
+_LOW_DETAIL_TOKENS = 256
+"""The most that an image takes of which few are asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QwenVision(PatchMergingVision):
+    temporal_patch_size: int
+    """A patch is of so many frames of a video; of an image these are alike."""
+    min_pixels: int
+    """Pixels of an image that is resized, at least,"""
+    max_pixels: int
+    """and at most."""
+    output_size: int
+    """Of a token's features."""
+    position_table_size: int = 0
+    """Rows of the table of positions, a square; 0: there is none."""
+    window_side: int = 0
+    """The side, in pixels, of the squares outside of which a patch sees nothing; 0: there are none."""
+    full_attention_layers: tuple[int, ...] = ()
+    """Those in which it sees the whole image all the same."""
+    deepstack_layers: tuple[int, ...] = ()
+    """The tower's layers behind which features are taken for the text part's first layers (Meng et al., 2024)."""
+    has_llama_style_layers: bool = False
+    """Root-mean-square norms and gated linears."""
+
+    @property
+    def num_deepstack_layers(self) -> int:
+        return len(self.deepstack_layers)
+
+    def mean_attended_patches(self, content: Content) -> float:
+        all_patches = VisionSpec.mean_attended_patches(self, content)
+        if not self.window_side:
+            return all_patches
+        full = len({*self.full_attention_layers} & {*range(self.tower_shape.num_layers)}) / self.tower_shape.num_layers
+        return full * all_patches + (1 - full) * min(
+            all_patches, (self.window_side // self.tower_shape.patch_size) ** 2
+        )
+
+    def encoder_cost(self, content: Content) -> int:
+        """With what merges patches, each as half a layer."""
+        mergers = self.num_patches(content) * (1 + len(self.deepstack_layers)) / 2 / self.tower_shape.num_layers
+        return VisionSpec.encoder_cost(self, content) + math.ceil(mergers)
+
+    @property
+    def uses_mrope(self) -> bool:
+        return True
+
+    def token_grid(self, content: Content) -> tuple[int, int]:
+        return content.height // self.token_side, content.width // self.token_side
+
+    def make_layout(self, width: int, height: int, *, low: bool = False, several: bool = False) -> QwenLayout:
+        most = min(self.max_pixels, _LOW_DETAIL_TOKENS * self.token_side**2) if low else self.max_pixels
+        return QwenLayout(self, smart_resize(width, height, self.token_side, min(self.min_pixels, most), most))
+
+    @property
+    def has_gated_mlp(self) -> bool:
+        return self.has_llama_style_layers
+
+    def num_parameters(self, text_size: int) -> int:
+        hidden, modern = self.tower_shape.hidden_size, self.has_llama_style_layers
+        wide = hidden * self.merge_size**2
+        layers = self.tower_shape.num_layer_parameters(gated=self.has_gated_mlp, norm_bias=not modern)
+        first = (
+            3 * self.temporal_patch_size * self.tower_shape.patch_size**2
+            + bool(self.position_table_size)
+            + self.position_table_size
+        ) * hidden
+        linears = wide * wide + wide + wide * self.output_size + self.output_size
+        norms = (1 if modern else 2) * hidden + len(self.deepstack_layers) * 2 * wide
+        return layers + first + linears * (1 + len(self.deepstack_layers)) + norms
+
+
+def read_qwen2_vl(config: VisionConfig) -> QwenVision:
+    """Raises ModelError. Its config.json calls the tower's width embed_dim, and the text part's hidden_size."""
+    width = config.tower.get("embed_dim") or 1280
+    out = config.tower.get("hidden_size") or 3584
+    shape = config.tower_shape(hidden=width, inner=0, layers=32, heads=16, patch=14, act="quick_gelu", eps=1e-6)
+    ratio = config.tower.get("mlp_ratio") or 4
+    shape = replace(shape, hidden_size=width, intermediate_size=int(width * ratio), eps=1e-6)
+    return _read_qwen_base(config, shape, out)
+
+
+def read_qwen2_5_vl(config: VisionConfig) -> QwenVision:
+    """Raises ModelError."""
+    shape = config.tower_shape(hidden=3584, inner=3420, layers=32, heads=16, patch=14, act="silu", eps=1e-6)
+    full = config.tower.get("fullatt_block_indexes")
+    vision = _read_qwen_base(config, shape, config.tower.get("out_hidden_size") or 3584)
+    window = config.tower.get("window_size") or 112
+    if window < vision.token_side:
+        raise config.config_error(
+            f"vision_config: window_size: a window of {window} pixels holds no token of {vision.token_side}"
+        )
+    full_layers = (7, 15, 23, 31) if full is None else tuple(full)
+    return replace(
+        vision,
+        window_side=window,
+        full_attention_layers=full_layers,
+        has_llama_style_layers=True,
+        tower_shape=replace(shape, eps=1e-6),
+    )
+
+
+def read_qwen3_vl(config: VisionConfig) -> QwenVision:
+    """Raises ModelError. Qwen3.5's tower is the same, with no features behind layers by default."""
+    shape = config.tower_shape(
+        hidden=1152, inner=4304, layers=27, heads=16, patch=16, act="gelu_pytorch_tanh", eps=1e-6
+    )
+    vision = _read_qwen_base(config, replace(shape, eps=1e-6), config.tower.get("out_hidden_size") or 3584)
+    table, deepstack_indexes = (
+        config.tower.get("num_position_embeddings") or 2304,
+        config.tower.get("deepstack_visual_indexes"),
+    )
+    deepstack_layers = (
+        tuple(deepstack_indexes)
+        if deepstack_indexes is not None
+        else ()
+        if "3_5" in str(config.text_config.get("model_type"))
+        else (8, 16, 24)
+    )
+    if math.isqrt(table) ** 2 != table:
+        raise config.config_error(f"vision_config: num_position_embeddings: {table} are no square")
+    layers = config.text_config.get("num_hidden_layers")
+    if sorted({*deepstack_layers, *range(shape.num_layers)}) != list(range(shape.num_layers)) or list(
+        deepstack_layers
+    ) != sorted(deepstack_layers):
+        raise config.config_error(
+            f"vision_config: deepstack_visual_indexes: {list(deepstack_layers)} of {shape.num_layers} layers"
+        )
+    if isinstance(layers, int) and len(deepstack_layers) >= layers:
+        raise config.config_error(
+            f"vision_config: deepstack_visual_indexes: {len(deepstack_layers)} for {layers} layers of text"
+        )
+    return replace(vision, position_table_size=table, deepstack_layers=deepstack_layers)
+
+
+def _read_qwen_base(config: VisionConfig, shape: TowerShape, out: int) -> QwenVision:
+    """What all of them have. Raises ModelError."""
+    config.check_heads(shape)
+    if (size := shape.hidden_size // shape.num_heads) % 4:
+        raise config.config_error(f"vision_config: num_heads: heads of {size} cannot be rotated by row and column")
+    sizes, preprocessor = config.preprocessor_size(), config.preprocessor
+    merge = config.tower.get("spatial_merge_size") or 2
+    min_pixels = preprocessor.get("min_pixels") or sizes.get("shortest_edge") or 56 * 56
+    max_pixels = preprocessor.get("max_pixels") or sizes.get("longest_edge") or 28 * 28 * 1280
+    config.check_preprocessor_sizes({"patch_size": shape.patch_size, "merge_size": merge})
+    if max_pixels < (shape.patch_size * merge) ** 2 or min_pixels > max_pixels:
+        raise config.config_error(f"size (of preprocessor_config.json): from {min_pixels} to {max_pixels} pixels")
+    return QwenVision(
+        tower_shape=shape,
+        normalization=config.pixel_normalization(CLIP_MEAN, CLIP_STD),
+        resample_filter=config.resample_filter(_BICUBIC),
+        image_token_id=config.image_token_id(151655),
+        merge_size=merge,
+        temporal_patch_size=config.tower.get("temporal_patch_size") or 2,
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+        output_size=out,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class QwenLayout(ImageLayout):
+    vision: QwenVision
+    resized_size: tuple[int, int]
+    """Width and height that it is resized to."""
+
+    @property
+    def token_runs(self) -> tuple[tuple[int, ...], ...]:
+        unit = self.vision.token_side
+        return ((self.resized_size[0] // unit * (self.resized_size[1] // unit),),)
+
+    def placeholder_text(self, spell: TokenText) -> str:
+        return spell(self.vision.image_token_id) * self.num_tokens
+
+    def prepare_contents(self, image: Image.Image) -> Iterator[Content]:
+        from PIL import Image
+
+        width, height = self.resized_size
+        image = image.resize(self.resized_size, resample=Image.Resampling(self.vision.resample_filter))
+        yield Content.from_pixels(height, width, image.tobytes())
+
+
+def smart_resize(width: int, height: int, multiple: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """Width and height, both whole units, of `min_pixels` to `max_pixels` pixels, of about the same ratio. Raises
+    InvalidImage for an image that is too narrow."""
+    if max(width, height) > _MAX_ASPECT_RATIO * min(width, height):
+        raise InvalidImage(
+            f"the image has {width} x {height} pixels; one side may be {_MAX_ASPECT_RATIO} times the other"
+        )
+    high, wide = round(height / multiple) * multiple, round(width / multiple) * multiple
+    if high * wide > max_pixels:
+        beta = math.sqrt(height * width / max_pixels)
+        high = max(multiple, math.floor(height / beta / multiple) * multiple)
+        wide = max(multiple, math.floor(width / beta / multiple) * multiple)
+    elif high * wide < min_pixels:
+        beta = math.sqrt(min_pixels / (height * width))
+        high = math.ceil(height * beta / multiple) * multiple
+        wide = math.ceil(width * beta / multiple) * multiple
+    return wide, high

@@ -1,0 +1,103 @@
+"""Reads what a model's files say of images: its tower, its connector, and how an image is prepared for them. No torch.
+
+A family is a line of READERS, and a file beside this one that many share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.engine.errors import ModelError
+from quire.engine.folder_reader import validate_json
+from quire.engine.gguf.model_files import ModelFiles
+from quire.engine.images import dual_encoders, gemma3, gemma4, idefics3, internvl, lfm2, llava, pixtral, qwen_vl
+from quire.engine.images.vision_config_fields import (
+    ModelConfigFields,
+    PreprocessorFields,
+    ProcessorFields,
+    VisionConfigFields,
+)
+from quire.engine.images.vision_spec import VisionConfig, VisionSpec
+
+VISION_READERS: dict[str, Callable[[VisionConfig], VisionSpec]] = {
+    "clip": dual_encoders.read_clip,
+    "gemma3": gemma3.read_gemma3,
+    "gemma4": gemma4.read_gemma4,
+    "idefics3": idefics3.read_idefics3,
+    "internvl": internvl.read_internvl,
+    "lfm2_vl": lfm2.read_lfm2_vl,
+    "llava": llava.read_llava,
+    "llava_next": llava.read_llava_next,
+    "llava_onevision": llava.read_llava_onevision,
+    "mistral3": pixtral.read_mistral3,
+    "qwen2_5_vl": qwen_vl.read_qwen2_5_vl,
+    "qwen2_vl": qwen_vl.read_qwen2_vl,
+    "qwen3_5": qwen_vl.read_qwen3_vl,
+    "qwen3_5_moe": qwen_vl.read_qwen3_vl,
+    "qwen3_vl": qwen_vl.read_qwen3_vl,
+    "qwen3_vl_moe": qwen_vl.read_qwen3_vl,
+    "siglip": dual_encoders.read_siglip,
+    "smolvlm": idefics3.read_idefics3,
+}
+"""By the model_type of those whose images are read."""
+_UNNORMALIZED_MODEL_TYPES = ("gemma4",)
+"""Those whose pixels may be from 0 to 1."""
+ENCODER_CACHE_BYTES = 256 << 20
+"""Of images' features that an engine keeps. What was let go of is made again, to the same bits."""
+
+
+def can_read_images(raw: Mapping[str, Any]) -> bool:
+    """Whether images are read for a config.json of this kind."""
+    return str(raw.get("model_type")) in VISION_READERS and raw.get("vision_config") is not None
+
+
+def read_vision_spec(path: Path, raw: Mapping[str, Any] | None = None) -> VisionSpec | None:
+    """What the model at `path` reads of images; None where it reads none. raw: its config.json, where that has another
+    name. Raises ModelError, naming a wrong field."""
+    files = ModelFiles(path)
+    content, label = files.read_json_file("config.json") if raw is None else raw, files.file_label("config.json")
+    if content is None or not can_read_images(content):
+        return None
+    preprocessor = _read_preprocessor(files, normalizes=str(content.get("model_type")) not in _UNNORMALIZED_MODEL_TYPES)
+    return _make_vision_spec(content, preprocessor, label)
+
+
+def count_vision_parameters(raw: Mapping[str, Any], text_size: int) -> tuple[int, int]:
+    """Parameters of the tower and connector of a config.json, beside a text part whose hidden states have this size,
+    and those of them that few bits can hold; 0 where it has none that is read. Raises ModelError, naming a wrong
+    field."""
+    if not can_read_images(raw):
+        return 0, 0
+    vision = _make_vision_spec(raw, {}, "config.json", parameters_only=True)
+    return vision.num_parameters(text_size), vision.num_linear_parameters
+
+
+def _make_vision_spec(
+    content: Mapping[str, Any], preprocessor: PreprocessorFields, label: str, *, parameters_only: bool = False
+) -> VisionSpec:
+    """What the files say. Raises ModelError."""
+    vision_config, text = content.get("vision_config") or {}, content.get("text_config") or {}
+    if not isinstance(vision_config, dict):
+        raise ModelError(f"model: {label}: vision_config: expected object")
+    tower = validate_json(vision_config, VisionConfigFields, f"{label}: vision_config")
+    outer = validate_json(dict(content), ModelConfigFields, label)
+    text = {**content, **(text if isinstance(text, dict) else {})}
+    return VISION_READERS[str(content.get("model_type"))](
+        VisionConfig(tower, outer, preprocessor, text, label, parameters_only)
+    )
+
+
+def _read_preprocessor(files: ModelFiles, *, normalizes: bool) -> PreprocessorFields:
+    """normalizes: the family's pixels must be."""
+    name, other = "preprocessor_config.json", "processor_config.json"
+    content = files.read_json_file(name)
+    if content is None:
+        processor = validate_json(files.read_json_file(other) or {}, ProcessorFields, files.file_label(other))
+        name, content = other, processor.get("image_processor") or {}
+    fields = validate_json(content, PreprocessorFields, files.file_label(name))
+    for switch in ("do_resize", "do_rescale", *(["do_normalize"] if normalizes else [])):
+        if fields.get(switch) is False:
+            raise ModelError(f"model: {files.file_label(name)}: {switch}: false is not served")
+    return fields

@@ -1,0 +1,308 @@
+"""What every family says of images: its tower, how an image is prepared for it, and which tokens stand for one."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quire.engine.errors import ModelError
+from quire.engine.images.vision_config_fields import (
+    ModelConfigFields,
+    PreprocessorFields,
+    SizeFields,
+    VisionConfigFields,
+)
+from quire.engine.types import Image as Content
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+TokenText = Callable[[int], str]
+"""The text of a token, by its id."""
+MAX_PATCHES_PER_SIDE = 128
+"""By each side of what a tower of squares reads at once."""
+HALF_RGB = (0.5, 0.5, 0.5)
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""Of the images that CLIP was trained on (Radford et al., 2021)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TowerShape:
+    """A tower's layers."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    patch_size: int
+    """Of each side, in pixels."""
+    activation: str
+    eps: float
+
+    def num_layer_parameters(self, *, gated: bool = False, bias: bool = True, norm_bias: bool = True) -> int:
+        """Parameters of all layers."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        ups = 2 if gated else 1
+        biases = (4 * hidden + ups * inner + hidden) if bias else 0
+        norms = (4 if norm_bias else 2) * hidden
+        return self.num_layers * (4 * hidden * hidden + (ups + 1) * hidden * inner + biases + norms)
+
+
+@dataclass(frozen=True, slots=True)
+class PixelNormalization:
+    """How pixels become what a tower reads: (pixel * rescale - mean) / std."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    rescale: float
+
+
+class ImageLayout(ABC):
+    """What becomes of an image of some size."""
+
+    @property
+    @abstractmethod
+    def token_runs(self) -> tuple[tuple[int, ...], ...]:
+        """Of each of its contents, in their order, how many of its tokens stand side by side; text may stand between
+        these runs."""
+
+    @property
+    def num_tokens(self) -> int:
+        """In whose place features are read."""
+        return sum(map(sum, self.token_runs))
+
+    @abstractmethod
+    def placeholder_text(self, spell: TokenText) -> str:
+        """The text that stands for it."""
+
+    @abstractmethod
+    def prepare_contents(self, image: Image.Image) -> Iterator[Content]:
+        """What the tower reads of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionSpec(ABC):
+    """A tower, what makes tokens of its patches, and what both read."""
+
+    tower_shape: TowerShape
+    normalization: PixelNormalization
+    resample_filter: int
+    """Pillow's number of a filter."""
+    image_token_id: int
+    """Of the tokens that features take the place of."""
+
+    @property
+    def template_image_token_id(self) -> int:
+        """Of the token that chat templates write where an image is."""
+        return self.image_token_id
+
+    @property
+    def is_dual_encoder(self) -> bool:
+        """Whether an image has a vector of its own, and is in no prompt with text."""
+        return False
+
+    @property
+    def is_bidirectional(self) -> bool:
+        """Whether the tokens of a content see each other, those behind them too."""
+        return False
+
+    @property
+    def max_bidirectional_tokens(self) -> int:
+        """The most tokens of a content that see each other."""
+        return self.make_layout(1, 1).num_tokens
+
+    @property
+    def num_deepstack_layers(self) -> int:
+        """How many of the text part's first layers are each followed by features of their own."""
+        return 0
+
+    def mean_attended_patches(self, content: Content) -> float:
+        """How many patches a patch of a content sees, in the mean of the tower's layers."""
+        return self.num_patches(content)
+
+    def encoder_cost(self, content: Content) -> int:
+        """What reading a content weighs, in tokens of a step's budget: a patch about as much as a token, for towers are
+        narrower than text parts, and more the more patches it sees: attention among 1,024 of 768 numbers was measured
+        to take a third of the time of the linears."""
+        return math.ceil(
+            self.num_patches(content) * (1 + self.mean_attended_patches(content) / (4 * self.tower_shape.hidden_size))
+        )
+
+    def num_patches(self, content: Content) -> int:
+        return content.height * content.width // self.tower_shape.patch_size**2
+
+    @property
+    def uses_mrope(self) -> bool:
+        """Whether the text part's rotations tell apart where the tokens of a content stand."""
+        return False
+
+    def token_grid(self, content: Content) -> tuple[int, int] | None:
+        """Rows and columns in which the tokens of a content stand, where it `uses_mrope`."""
+        return None
+
+    @abstractmethod
+    def make_layout(self, width: int, height: int, *, low: bool = False, several: bool = False) -> ImageLayout:
+        """Of an image of this size. low: it is to take few tokens; several: it is not the prompt's only one. Raises
+        InvalidImage for what cannot be prepared."""
+
+    @property
+    def has_gated_mlp(self) -> bool:
+        """Whether the tower's feed-forward parts are."""
+        return False
+
+    @property
+    def num_linear_parameters(self) -> int:
+        """Weights of the linears of the tower's layers, which --quantization makes few bits."""
+        hidden, inner = self.tower_shape.hidden_size, self.tower_shape.intermediate_size
+        return self.tower_shape.num_layers * (4 * hidden * hidden + (2 + self.has_gated_mlp) * hidden * inner)
+
+    @abstractmethod
+    def num_parameters(self, text_size: int) -> int:
+        """Parameters of the tower and of what follows, beside a text part whose hidden states have this size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchMergingVision(VisionSpec):
+    merge_size: int
+    """By each side, the patches that become a token."""
+
+    @property
+    def token_side(self) -> int:
+        """The side of what becomes a token, in pixels."""
+        return self.tower_shape.patch_size * self.merge_size
+
+
+def cut_into_squares(image: Image.Image, side: int) -> Iterator[Content]:
+    """An image of whole squares, cut into these, by rows."""
+    for top in range(0, image.height, side):
+        for left in range(0, image.width, side):
+            yield Content.from_pixels(side, side, image.crop((left, top, left + side, top + side)).tobytes())
+
+
+def nearest_grid(grids: Iterable[tuple[int, int]], width: int, height: int, side: int) -> tuple[int, int]:
+    """The columns and rows whose ratio is nearest to the image's; of those that are as near, the last where the image
+    has more than half of the pixels of so many squares. grids: of those of as many squares, in this order."""
+    best, nearest = (1, 1), float("inf")
+    for columns, rows in sorted(grids, key=math.prod):
+        ratio_difference = abs(width / height - columns / rows)
+        if ratio_difference < nearest or (
+            ratio_difference == nearest and width * height > 0.5 * side * side * columns * rows
+        ):
+            best, nearest = (columns, rows), ratio_difference
+    return best
+
+
+class InvalidImage(Exception):
+    """An image that a family cannot prepare; it says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """What a model's files say, checked."""
+
+    tower: VisionConfigFields
+    model_fields: ModelConfigFields
+    preprocessor: PreprocessorFields
+    text_config: Mapping[str, Any]
+    """The text part's config.json, unchecked."""
+    label: str
+    """Of config.json, for errors."""
+    parameters_only: bool = False
+    """Nothing but config.json is known, to count parameters."""
+
+    def config_error(self, text: str) -> ModelError:
+        return ModelError(f"model: {self.label}: {text}")
+
+    def tower_shape(
+        self, *, hidden: int, inner: int, layers: int, heads: int, patch: int, act: str, eps: float
+    ) -> TowerShape:
+        """With these defaults. Raises ModelError where fields contradict each other."""
+        tower = self.tower
+        channels = tower.get("num_channels") or tower.get("in_channels") or tower.get("in_chans") or 3
+        given_eps, given_patch = tower.get("layer_norm_eps"), tower.get("patch_size") or patch
+        if isinstance(given_patch, list) and given_patch[0] != given_patch[1]:
+            raise self.config_error(f"vision_config: patch_size: squares are served, got {given_patch}")
+        shape = TowerShape(
+            hidden_size=tower.get("hidden_size") or hidden,
+            intermediate_size=tower.get("intermediate_size") or inner,
+            num_layers=tower.get("num_hidden_layers") or tower.get("depth") or layers,
+            num_heads=tower.get("num_attention_heads") or tower.get("num_heads") or heads,
+            patch_size=given_patch[0] if isinstance(given_patch, list) else given_patch,
+            activation=tower.get("hidden_act") or act,
+            eps=eps if given_eps is None else given_eps,
+        )
+        if channels != 3:
+            raise self.config_error(f"vision_config: num_channels: 3 are served, got {channels}")
+        self.check_heads(shape)
+        return shape
+
+    def check_heads(self, shape: TowerShape) -> None:
+        if shape.hidden_size % shape.num_heads or shape.hidden_size // shape.num_heads % 2:
+            sizes = f"{shape.num_heads} do not divide hidden_size, {shape.hidden_size}, into even parts"
+            raise self.config_error(f"vision_config: num_attention_heads: {sizes}")
+
+    def check_preprocessor_sizes(self, tower_sizes: Mapping[str, int]) -> None:
+        """Raise ModelError where preprocessor_config.json names other sizes than these, the tower's."""
+        for name, size in tower_sizes.items():
+            if (preprocessor_size := self.preprocessor.get(name)) is not None and preprocessor_size != size:
+                raise self.config_error(
+                    f"vision_config: {name} is {size}, in preprocessor_config.json {preprocessor_size}"
+                )
+
+    def pixel_normalization(
+        self, mean: tuple[float, ...] = HALF_RGB, std: tuple[float, ...] = HALF_RGB, *, use_file_values: bool = True
+    ) -> PixelNormalization:
+        """With these defaults, and these alone where no others are `use_file_values` for. Raises ModelError."""
+        preprocessor = self.preprocessor
+        normalization = PixelNormalization(
+            tuple((use_file_values and preprocessor.get("image_mean")) or mean),
+            tuple((use_file_values and preprocessor.get("image_std")) or std),
+            preprocessor.get("rescale_factor") or 1 / 255,
+        )
+        if not all(normalization.std):
+            raise ModelError("model: preprocessor_config.json: image_std: must not be 0")
+        return normalization
+
+    def resample_filter(self, default: int) -> int:
+        return default if (filter_number := self.preprocessor.get("resample")) is None else filter_number
+
+    def image_token_id(self, default: int) -> int:
+        token_ids = (self.model_fields.get("image_token_id"), self.model_fields.get("image_token_index"))
+        return next((each for each in token_ids if each is not None), default)
+
+    def special_token_id(self, name: str, default: int) -> int:
+        """A field beside the tower's: 0 is a token too."""
+        field_value: Any = self.model_fields.get(name)
+        return default if field_value is None else int(field_value)
+
+    def image_size(self, default: int) -> int:
+        """The side that the tower's positions are of, in pixels."""
+        size = self.tower.get("image_size") or default
+        if isinstance(size, list):
+            if size[0] != size[1]:
+                raise self.config_error(f"vision_config: image_size: squares are served, got {size}")
+            size = size[0]
+        return size
+
+    def preprocessor_size(self) -> SizeFields:
+        """The preparation's `size`; one number is a square's side."""
+        size = self.preprocessor.get("size") or {}
+        return {"height": size, "width": size, "shortest_edge": size} if isinstance(size, int) else size
+
+    def check_patches(self, side: int, shape: TowerShape, unit: int = 1) -> None:
+        """Raise ModelError unless squares of this side are patches, `unit` by each side."""
+        if self.parameters_only:
+            return
+        patches = side // shape.patch_size
+        if patches > MAX_PATCHES_PER_SIDE:
+            raise self.config_error(
+                f"vision_config: patch_size: {patches} patches by each side of a tile, at most {MAX_PATCHES_PER_SIDE}"
+            )
+        if side % shape.patch_size or patches % unit:
+            tiles = f"tiles of {side} pixels"
+            raise self.config_error(
+                f"vision_config: patch_size: {tiles} are not patches of {shape.patch_size}, {unit} by each side"
+            )

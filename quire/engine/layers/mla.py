@@ -1,0 +1,243 @@
+"""Latent attention (MLA: DeepSeek-V2, 2024): pages keep one latent and one rotated key of each token, for all heads.
+
+Queries of every row are brought into the latents' space (the absorbed form), in prompts as in decodes, so that a row's
+bits depend on nothing but the row. Where they need not, a backend may have keys and values of all heads made of a
+prompt's latents instead (`ExpandablePerHeadLinear`), which rounds differently."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.engine.checkpoint.parts.states import PagedState
+from quire.engine.layers.linear import DenseWeightLoader, FusedLinear
+from quire.engine.layers.norm import NormSpec, NormWeights
+from quire.engine.layers.parameters import ParameterTable, merge_parameters
+from quire.engine.layers.sublayer import (
+    BuildContext,
+    CacheTensorSpec,
+    FoldableNorm,
+    ForwardContext,
+    Sublayer,
+    SublayerSpec,
+    compute_attention,
+    divisibility_error,
+)
+from quire.kernels.attention_params import AttentionParams
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Linear, Operations
+from quire.kernels.kv_quantization import UNIT_KV_SCALES, num_scale_elements
+from quire.kernels.latents.mla_latent import LatentParams
+from quire.kernels.latents.per_head_linear import ExpandablePerHeadLinear, as_expandable
+
+
+@dataclass(frozen=True, slots=True)
+class MLALayerSpec(SublayerSpec):
+    num_heads: int
+    kv_lora_rank: int
+    """Numbers of a latent (kv_lora_rank),"""
+    qk_rope_head_dim: int
+    """of the rotated part of a key, and of a query (qk_rope_head_dim),"""
+    qk_nope_head_dim: int
+    """of the other part of a head's query and key (qk_nope_head_dim),"""
+    v_head_dim: int
+    """and of a head's value (v_head_dim)."""
+    q_lora_rank: int | None
+    """Of queries, where they are made of latents of their own (q_lora_rank); None: they are not."""
+    scale: float
+    """Of scores."""
+    rope: dict[str, Any]
+    """As AttentionLayerSpec has it, for `qk_rope_head_dim` numbers."""
+    norm: NormSpec
+    """Of what is projected."""
+    latent_eps: float
+    """Of the norms of latents."""
+    is_interleaved: bool = True
+    """As Latent says it."""
+    bias: bool = False
+    """Of what makes latents, and of the last linear."""
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a key as pages have it."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def num_kv_heads(self) -> int:
+        return 1
+
+    @property
+    def softcap(self) -> None:
+        return None
+
+    @property
+    def kv_cache_spec(self) -> PagedState:
+        return PagedState(self.head_dim, None, self.head_dim)
+
+    def build_sublayer(self, build_context: BuildContext, layer: str) -> MLAttention:
+        return MLAttention(self, build_context, layer)
+
+    def tensor_parallel_error(self, ranks: int) -> str | None:
+        return divisibility_error(self.num_heads, f"{self.num_heads} heads", ranks)
+
+
+class MLAttention(Sublayer):
+    """Ranks have some of the heads each, and all latents."""
+
+    def __init__(self, spec: MLALayerSpec, build_context: BuildContext, layer: str) -> None:
+        shard, hidden, num_heads = build_context.shard, build_context.hidden_size, spec.num_heads
+        heads = shard.rank_span(num_heads)
+        self._spec, self._build_context, self._num_heads = spec, build_context, len(heads)
+        self._kv_scales = build_context.kv_scales.get(layer, UNIT_KV_SCALES)
+        self._prefix = prefix = f"{layer}.self_attn"
+        linear = partial(FusedLinear, build_context.scheme, adapters=build_context.adapters)
+        query_dim, q_name = spec.qk_nope_head_dim + spec.qk_rope_head_dim, f"{prefix}.q_proj"
+        self._q_a: FusedLinear | None = None
+        if spec.q_lora_rank is not None:
+            self._q_a = linear(hidden, {f"{prefix}.q_a_proj": spec.q_lora_rank}, bias=spec.bias)
+            q_name = f"{prefix}.q_b_proj"
+        cuts = {q_name: shard.head_slice(heads, query_dim)}
+        self._q = linear(spec.q_lora_rank or hidden, {q_name: num_heads * query_dim}, bias=False, cuts=cuts)
+        self._kv_a = linear(hidden, {f"{prefix}.kv_a_proj_with_mqa": spec.head_dim}, bias=spec.bias)
+        kv_dim = spec.qk_nope_head_dim + spec.v_head_dim
+        name, cut = f"{prefix}.kv_b_proj", shard.head_slice(heads, kv_dim)
+        self._kv_b = DenseWeightLoader(
+            build_context.scheme, name, spec.kv_lora_rank, num_heads * kv_dim, cut, self._pack_kv_b
+        )
+        self._absorb_queries: Linear | None = None
+        self._expand_values: Linear | None = None
+        out, values = f"{prefix}.o_proj", num_heads * spec.v_head_dim
+        self._out = linear(values, {out: hidden}, bias=spec.bias, cuts={out: shard.input_slice(values)})
+        self._input_norm, self._q_a_norm = f"{layer}.input_layernorm", f"{prefix}.q_a_layernorm"
+        self._kv_a_norm = f"{prefix}.kv_a_layernorm"
+        self._norms = NormWeights({self._input_norm: hidden}, build_context.dtype, spec.norm)
+        sizes = {self._kv_a_norm: spec.kv_lora_rank}
+        if spec.q_lora_rank is not None:
+            sizes[self._q_a_norm] = spec.q_lora_rank
+        self._latent_norms = NormWeights(sizes, build_context.dtype, NormSpec(spec.latent_eps))
+
+    def parameters(self) -> ParameterTable:
+        linears = (self._q_a, self._q, self._kv_a, self._kv_b, self._out)
+        return merge_parameters(self._norms, self._latent_norms, *linears)
+
+    def foldable_norms(self) -> tuple[FoldableNorm, ...]:
+        offset = self._spec.norm.weight_offset
+        if self._q_a is None:
+            return (FoldableNorm(self._input_norm, offset, (self._q, self._kv_a)),)
+        low = FoldableNorm(self._q_a_norm, 0.0, (self._q,))
+        return FoldableNorm(self._input_norm, offset, (self._q_a, self._kv_a)), low
+
+    def block_tensors(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
+        """Latents with their rotated keys, as keys of one head; values are their beginnings."""
+        kind = self._build_context.kv_dtype
+        shape = self._build_context.backend.kv_cache_shape(num_blocks, 1, self._spec.head_dim, kind)
+        return (CacheTensorSpec(shape, kind),)
+
+    @property
+    def block_bytes_formula(self) -> str:
+        spec, kind, scale_size = (
+            self._spec,
+            self._build_context.kv_dtype,
+            num_scale_elements(self._build_context.kv_dtype),
+        )
+        numbers = (
+            f"({spec.kv_lora_rank} latent + {spec.qk_rope_head_dim} rotated{f' + {scale_size}' if scale_size else ''})"
+        )
+        tokens = self._build_context.shard.context_shard(self._build_context.backend.block_size).tokens_per_page
+        return f"{tokens} tokens x {numbers} x {kind.itemsize} B"
+
+    def forward(
+        self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        assert self._absorb_queries is not None, "weights are not loaded"
+        assert self._expand_values is not None
+        q_input = self._q if self._q_a is None else self._q_a
+        normed, residual = self._norms.norm_for_linears((q_input, self._kv_a), ops, self._input_norm, x, residual)
+        metadata, context, (cache,) = step.metadata, step.linear_context, step.cache
+        q_latent = normed
+        if self._q_a is not None:
+            q_latent = ops.apply_linear(self._q_a.packed_linear, normed, context)
+            q_latent, _ = self._latent_norms.norm_for_linears((self._q,), ops, self._q_a_norm, q_latent, None)
+        q, kv = (
+            ops.apply_linear(self._q.packed_linear, q_latent, context),
+            ops.apply_linear(self._kv_a.packed_linear, normed, context),
+        )
+        parts = metadata.decode_prefill_parts or (metadata,)
+        expanded = any(self._as_expandable(cache, part) is not None for part in parts)
+        if expanded:
+            attended = self._attend_by_parts(ops, q, kv, cache, parts)
+        else:
+            q, kv = (
+                ops.cast(each, self._build_context.attention_dtype)
+                for each in (ops.apply_linear(self._absorb_queries, q, context), kv)
+            )
+            q = ops.store_latent_kv(q, kv, self._latent_params, cache, metadata)
+            attended = compute_attention(
+                ops, self._build_context.shard, q, (cache, cache), metadata, self._attention_params
+            ).flatten(1)
+            attended = ops.cast(attended, self._build_context.dtype)
+        if step.selected_rows is not None:
+            attended, residual, context = (
+                attended[step.selected_rows],
+                residual[step.selected_rows],
+                context.select_rows(step.selected_rows),
+            )
+        values = attended if expanded else ops.apply_linear(self._expand_values, attended, context)
+        return ops.all_reduce(
+            ops.apply_linear(self._out.packed_linear, values, context), self._build_context.shard.group
+        ), residual
+
+    def _as_expandable(self, cache: Tensor, part: AttentionMetadata) -> ExpandablePerHeadLinear | None:
+        assert self._absorb_queries is not None
+        if self._build_context.shard.is_context_parallel:  # this step's latents are on several ranks
+            return None
+        return as_expandable(self._absorb_queries, cache, part)
+
+    def _attend_by_parts(
+        self, ops: Operations, q: Tensor, kv: Tensor, cache: Tensor, parts: Sequence[AttentionMetadata]
+    ) -> Tensor:
+        """What attention gives, [T, heads * value]; of parts whose latents are expanded without absorbing their
+        queries."""
+        assert self._absorb_queries is not None
+        assert self._expand_values is not None
+        sizes, outputs = [len(part.positions) for part in parts], list[Tensor]()
+        for part, part_q, part_kv in zip(parts, q.split(sizes), kv.split(sizes), strict=True):
+            if (expandable_absorb := self._as_expandable(cache, part)) is not None:
+                heads = ops.store_latent_kv(
+                    part_q.unflatten(1, (self._num_heads, -1)), part_kv, self._latent_params, cache, part
+                )
+                outputs.append(
+                    expandable_absorb.attend_expanded(heads, self._expand_values, cache, part, self._attention_params)
+                )
+            else:
+                absorbed = ops.apply_linear(self._absorb_queries, part_q, NO_ADAPTERS)
+                heads = ops.store_latent_kv(absorbed, part_kv, self._latent_params, cache, part)
+                attended = compute_attention(
+                    ops, self._build_context.shard, heads, (cache, cache), part, self._attention_params
+                )
+                outputs.append(ops.apply_linear(self._expand_values, attended.flatten(1), NO_ADAPTERS))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+
+    def _pack_kv_b(self, weight: Tensor) -> None:
+        """Of kv_b_proj, what absorbs queries, and what makes values of what attention gives."""
+        spec, pack = self._spec, self._build_context.backend.pack_per_head_linear
+        heads = weight.view(self._num_heads, spec.qk_nope_head_dim + spec.v_head_dim, spec.kv_lora_rank)
+        self._absorb_queries = pack(
+            [each[: spec.qk_nope_head_dim].t().contiguous() for each in heads], spec.qk_rope_head_dim
+        )
+        self._expand_values = pack([each[spec.qk_nope_head_dim :].contiguous() for each in heads], 0)
+
+    @cached_property
+    def _latent_params(self) -> LatentParams:
+        spec, norm = self._spec, self._latent_norms.get_weight(self._kv_a_norm)
+        assert norm is not None
+        table = self._build_context.rope_table(spec.rope, spec.qk_rope_head_dim)
+        return LatentParams(norm, spec.latent_eps, table, spec.is_interleaved, self._kv_scales)
+
+    @cached_property
+    def _attention_params(self) -> AttentionParams:
+        return AttentionParams(self._spec.scale, kv_scales=self._kv_scales, value_dim=self._spec.kv_lora_rank)

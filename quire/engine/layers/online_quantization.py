@@ -1,0 +1,122 @@
+"""Weights of 8 or 4 bits made of floating-point ones while they are loaded (--quantization)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from quire.engine.layers.schemes import QuantizationScheme, TensorSpec, UnquantizedScheme, WrappedScheme, concat_biases
+from quire.engine.layers.shard import FULL_LINEAR, LinearSlice
+from quire.kernels.backend import Backend, Linear, QuantizedEmbedding
+from quire.kernels.int4_fit import GROUP_SIZE
+from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, QuantizedWeight
+
+Quantization = Literal["int8", "int4", "fp8"]
+
+_CHUNK_WEIGHTS = 1 << 20
+"""Weights that are quantized at once, or one output's: a float32 copy of all would be twice the tensor."""
+_MAX_FLOAT8 = 448.0
+_MIN_SCALE = 2.0**-100
+"""The smallest scale."""
+
+
+class OnlineQuantizedScheme(UnquantizedScheme):
+    """Linears in 8 bits, integers or floats, with a scale for each output, or in 4 bits with a scale and an offset for
+    each 32 inputs. `dense_weight` has all bits: nothing would be saved by few that are expanded at once."""
+
+    def __init__(self, backend: Backend, dtype: torch.dtype, quantization: Quantization) -> None:
+        """dtype: of activations, and of what is not quantized."""
+        super().__init__(backend, dtype)
+        self._quantization = quantization
+
+    def linear_tensor_specs(
+        self, linear: str, in_features: int, out_features: int, *, bias: bool
+    ) -> dict[str, TensorSpec]:
+        stored = super().linear_tensor_specs(linear, in_features, out_features, bias=bias)
+        # Scales are those of all of an output's weights: so they are the same on any number of ranks.
+        return stored | {"weight": replace(stored["weight"], early_slice_axes="outputs")}
+
+    def pack_linears(
+        self, linears: dict[str, dict[str, Tensor]], cuts: Mapping[str, LinearSlice], *, wide: bool
+    ) -> Linear:
+        if wide:  # the head: see Int8EmbeddingScheme
+            return super().pack_linears(linears, cuts, wide=wide)
+        weights = [
+            self._quantize_weight(each["weight"], name, cuts[name].remaining_slice("outputs"))
+            for name, each in linears.items()
+        ]
+        return self._backend.pack_quantized(weights, concat_biases(linears), dtype=self._dtype, wide=wide)
+
+    def _quantize_weight(self, weight: Tensor, linear: str, cut: LinearSlice) -> QuantizedWeight:
+        if self._quantization == "int8":
+            quantized: QuantizedWeight = quantize_int8(weight)
+        else:
+            quantized = quantize_float8(weight) if self._quantization == "fp8" else quantize_int4(weight, self._backend)
+        return cut.slice_quantized(quantized, linear)
+
+
+class Int8EmbeddingScheme(WrappedScheme):
+    """Another scheme, but for the embedding and the head, which are made 8-bit integers where they are
+    floating-point numbers."""
+
+    def __init__(self, scheme: QuantizationScheme, backend: Backend, dtype: torch.dtype) -> None:
+        super().__init__(scheme)
+        self._backend = backend
+        self._dtype = dtype
+
+    def pack_linears(
+        self, linears: dict[str, dict[str, Tensor]], cuts: Mapping[str, LinearSlice], *, wide: bool
+    ) -> Linear:
+        if not wide or not all(tensors.keys() == {"weight"} for tensors in linears.values()):
+            return super().pack_linears(linears, cuts, wide=wide)
+        weights = [quantize_int8(tensors["weight"]) for tensors in linears.values()]
+        return self._backend.pack_quantized(weights, None, dtype=self._dtype, wide=wide)
+
+    def pack_embedding(self, weight: Tensor, cut: LinearSlice = FULL_LINEAR, *, tied: bool) -> QuantizedEmbedding:
+        return self._backend.pack_embedding(quantize_int8(weight), dtype=self._dtype, tied=tied)
+
+
+def quantize_int8(weight: Tensor) -> GroupedWeight:
+    """[out, in] in 8 bits, with one scale for each output: its largest weight is 127 steps."""
+    scales = _compute_scales(weight, 127)
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    for chunk in _row_chunks(weight):
+        codes[chunk] = (weight[chunk].float() / scales[chunk]).round_().clamp_(-127, 127).to(torch.int8)
+    return GroupedWeight(codes, scales)
+
+
+def quantize_float8(weight: Tensor) -> Float8Weight:
+    """[out, in] in 8-bit floats, with one scale for each output: its largest weight is the largest of them."""
+    scales = _compute_scales(weight, _MAX_FLOAT8)
+    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    for chunk in _row_chunks(weight):
+        steps = (weight[chunk].float() / scales[chunk]).clamp_(-_MAX_FLOAT8, _MAX_FLOAT8)
+        codes[chunk] = steps.to(torch.float8_e4m3fn)
+    return Float8Weight(codes, scales, (1, weight.shape[1]))
+
+
+def quantize_int4(weight: Tensor, backend: Backend) -> GroupedWeight:
+    """[out, in] in 4 bits, with a scale and an offset for each group of 32 inputs; in 8 bits where inputs cannot be
+    grouped so. kernels/int4_fit.py says how they are found."""
+    outs, inner = weight.shape
+    if inner % GROUP_SIZE:
+        return quantize_int8(weight)
+    codes, scales, offsets = backend.fit_int4(weight.reshape(-1, GROUP_SIZE), zero_points=False)
+    return GroupedWeight(codes.view(outs, -1), scales.view(outs, -1), offsets.view(outs, -1))
+
+
+def _compute_scales(weight: Tensor, steps: float) -> Tensor:
+    """[out, 1]: the largest weight of each output is so many steps. They have the 8 bits of bfloat16, as in a
+    checkpoint."""
+    low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+    peak = torch.maximum(-low, high).float()
+    return (peak / steps).bfloat16().float().clamp_min(_MIN_SCALE)
+
+
+def _row_chunks(weight: Tensor) -> Iterator[slice]:
+    chunk_rows = max(_CHUNK_WEIGHTS // weight.shape[1], 1)
+    return (slice(begin, begin + chunk_rows) for begin in range(0, len(weight), chunk_rows))

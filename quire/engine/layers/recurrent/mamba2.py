@@ -1,0 +1,165 @@
+"""A selective state space as Mamba 2 has it (Dao and Gu, 2024) in attention's place, or beside it: what a sequence
+keeps is of one size, however long it is. What is computed kernels/recurrent/state_space.py says, and
+kernels/recurrent/short_conv.py what stands before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.engine.layers.parameters import ParameterTable, make_row_slicer, merge_parameters
+from quire.engine.layers.recurrent.mixer import CONV_BIAS, CONV_WEIGHT, MatrixStateMixer, MatrixStateSpec
+from quire.engine.layers.sublayer import BuildContext, FoldableNorm, ForwardContext, divisibility_error, scale_tensor
+from quire.kernels.backend import Operations
+from quire.kernels.recurrent.short_conv import ShortConv
+from quire.kernels.recurrent.state_space import StateSpace
+
+
+class ProjectionMultipliers(NamedTuple):
+    """What numbers are multiplied with: those that are projected, by their kinds, and what is projected at the end."""
+
+    z: float = 1.0
+    x: float = 1.0
+    b: float = 1.0
+    c: float = 1.0
+    dt: float = 1.0
+    out: float = 1.0
+
+
+_UNIT_MULTIPLIERS = ProjectionMultipliers()
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2LayerSpec(MatrixStateSpec):
+    """`key_dim`: numbers of b and of c; `value_dim`: of a head's x."""
+
+    num_groups: int
+    """Each group's b and c are read by as many heads."""
+    result_eps: float
+    """Of the norm of results."""
+    bias: bool = False
+    """Of the first linear,"""
+    out_bias: bool = False
+    """and of the last one."""
+    conv_bias: bool = True
+    result_norm: Literal["behind", "before"] | None = "behind"
+    """A group's norm stands behind the gate, or before it; None: there is none."""
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
+    """Of steps."""
+    multipliers: ProjectionMultipliers = _UNIT_MULTIPLIERS
+    parallel: bool = False
+    """It reads the residual stream as attention has read it, by the same norm, before what attention gives is added."""
+    joins_input_only: bool = False
+    """What the part before it gives is added to what it reads alone, not to the stream."""
+    parent_module: str = ""
+    """In a checkpoint, behind the layer's name and before the part's."""
+
+    @property
+    def conv_inputs(self) -> tuple[tuple[int, int], ...]:
+        """x, b and c."""
+        return (self.num_heads, self.value_dim), (self.num_groups, self.key_dim), (self.num_groups, self.key_dim)
+
+    def draft_extra_size(self, heads: int) -> int:
+        return heads
+
+    @property
+    def projection_sizes(self) -> Mapping[str, int]:
+        """Of the linears that a checkpoint has joined, by what they are called here."""
+        values, keys = self.num_heads * self.value_dim, self.num_groups * self.key_dim
+        sizes = {"z": values, "x": values, "b": keys, "c": keys, "dt": self.num_heads}
+        return {f"in_proj_{name}": size for name, size in sizes.items()}
+
+    def build_sublayer(self, build_context: BuildContext, layer: str) -> Mamba2Mixer:
+        return Mamba2Mixer(self, build_context, layer)
+
+    def tensor_parallel_error(self, ranks: int) -> str | None:
+        return divisibility_error(self.num_groups, f"{self.num_groups} groups of a state space's heads", ranks)
+
+
+class Mamba2Mixer(MatrixStateMixer):
+    def __init__(self, spec: Mamba2LayerSpec, build_context: BuildContext, layer: str) -> None:
+        super().__init__(spec, build_context, f"{layer}.{spec.parent_module}" if spec.parent_module else layer, "mamba")
+        self._spec, shard, hidden = spec, build_context.shard, build_context.hidden_size
+        self._group_span, values = shard.rank_span(spec.num_groups), spec.num_heads * spec.value_dim
+        value = (values, shard.head_slice(self._head_span, spec.value_dim))
+        key = (spec.num_groups * spec.key_dim, shard.head_slice(self._group_span, spec.key_dim))
+        projections = {
+            "z": value,
+            "x": value,
+            "b": key,
+            "c": key,
+            "dt": (spec.num_heads, shard.head_slice(self._head_span, 1)),
+        }
+        self._z, self._xbc, self._dt = (
+            self._make_linear(hidden, {f"in_proj_{name}": projections[name] for name in names}, bias=spec.bias)
+            for names in (("z",), ("x", "b", "c"), ("dt",))
+        )
+        self._out = self._make_linear(values, {"out_proj": (hidden, shard.input_slice(values))}, bias=spec.out_bias)
+
+    def parameters(self) -> ParameterTable:
+        spec, (values, *_) = self._spec, self._channel_spans
+        table = merge_parameters(self._norms, self._z, self._xbc, self._dt, self._out)
+        table |= self._make_parameters(
+            dict.fromkeys(("A_log", "dt_bias", "D"), (spec.num_heads,)), make_row_slicer(self._head_span)
+        )
+        if spec.result_norm is not None:
+            table |= self._make_parameters({"norm.weight": (spec.num_heads * spec.value_dim,)}, make_row_slicer(values))
+        shapes = {CONV_WEIGHT: (spec.num_channels, 1, spec.conv_width)} | (
+            {CONV_BIAS: (spec.num_channels,)} if spec.conv_bias else {}
+        )
+        return table | self._make_parameters(shapes, self._slice_channels)
+
+    def foldable_norms(self) -> tuple[FoldableNorm, ...]:
+        return (FoldableNorm(self._input_norm, self._spec.norm.weight_offset, (self._z, self._xbc, self._dt)),)
+
+    def forward(
+        self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        attended, multipliers, input_linears = x, self._spec.multipliers, (self._z, self._xbc, self._dt)
+        if self._spec.joins_input_only:
+            assert residual is not None
+            normed, _ = self._norms.norm_for_linears(
+                input_linears, ops, self._input_norm, ops.add_residual(residual, x), None
+            )
+        else:
+            parallel = self._spec.parallel
+            normed, residual = self._norms.norm_for_linears(
+                input_linears, ops, self._input_norm, x, residual, parallel=parallel
+            )
+        z, xbc, dt = (ops.apply_linear(each.packed_linear, normed, step.linear_context) for each in input_linears)
+        xbc = self._convolve(ops, xbc, step)
+        z, dt = scale_tensor(ops, z, multipliers.z), scale_tensor(ops, dt, multipliers.dt)
+        x, residual = self._project_output(ops, self._run_recurrence(ops, xbc, z, dt, step), residual, step)
+        attended = attended if step.selected_rows is None else attended[step.selected_rows]
+        x = scale_tensor(ops, x, multipliers.out)
+        return ops.add_residual(x, attended) if self._spec.parallel else x, residual
+
+    @cached_property
+    def conv(self) -> ShortConv:
+        """Once its weights are there. Their arithmetic is float32, so factors of what is convolved are theirs."""
+        span_multipliers = zip(self._channel_spans, self._spec.multipliers[1:4], strict=True)
+        channel_multipliers = torch.cat([torch.full((len(span),), multiplier) for span, multiplier in span_multipliers])
+        weight = self._weights[CONV_WEIGHT][:, 0] * channel_multipliers[:, None].to(self._weights[CONV_WEIGHT].device)
+        return ShortConv(weight.t().contiguous(), self._weights.get(CONV_BIAS), is_gated=False)
+
+    @cached_property
+    def recurrence(self) -> StateSpace:
+        spec, weights = self._spec, self._weights
+        dt_bias, skip = (weights[name].contiguous() for name in ("dt_bias", "D"))
+        decay_rate, norm, norm_first = -weights["A_log"].exp(), weights.get("norm.weight"), spec.result_norm == "before"
+        sizes = (len(self._group_span), spec.key_dim, spec.value_dim)
+        return StateSpace(
+            decay_rate,
+            dt_bias,
+            skip,
+            norm,
+            spec.result_eps,
+            *sizes,
+            dt_limits=spec.dt_limits,
+            norm_before_gate=norm_first,
+        )

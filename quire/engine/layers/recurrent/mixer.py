@@ -1,0 +1,159 @@
+"""The common base of parts whose state has a fixed size for each sequence, whatever its length."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from quire.engine.checkpoint.parts.states import MatrixState
+from quire.engine.layers.linear import FusedLinear
+from quire.engine.layers.norm import NormSpec, NormWeights
+from quire.engine.layers.parameters import ParameterTable, identity, make_parameter
+from quire.engine.layers.shard import LinearSlice
+from quire.engine.layers.sublayer import BuildContext, CacheTensorSpec, ForwardContext, Sublayer, SublayerSpec
+from quire.kernels.backend import Operations
+from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
+from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
+
+CONV_WEIGHT, CONV_BIAS = "conv1d.weight", "conv1d.bias"
+
+
+class RecurrentMixer(Sublayer):
+    """It reads the residual stream through a norm. `_out` computes its output."""
+
+    _out: FusedLinear
+
+    def __init__(
+        self, build_context: BuildContext, layer: str, name: str, norm: NormSpec, *, output_norm: bool = False
+    ) -> None:
+        """`name`: the part's name in a checkpoint, after the layer's. `output_norm`: what it gives is normed too."""
+        self._build_context, self._prefix = build_context, f"{layer}.{name}"
+        self._input_norm, self._output_norm = f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"
+        norms = [self._input_norm] + [self._output_norm] * output_norm
+        self._norms = NormWeights(dict.fromkeys(norms, build_context.hidden_size), build_context.dtype, norm)
+        self._weights: dict[str, Tensor] = {}
+        """This rank's weights beside those of linears and norms, float32, by their names after the part's."""
+
+    def _make_linear(
+        self, in_features: int, parts: Mapping[str, tuple[int, LinearSlice]], *, bias: bool = False
+    ) -> FusedLinear:
+        """Joins linears with the same input. `parts`: by name after the part's, the outputs and this rank's cut."""
+        sizes = {f"{self._prefix}.{name}": size for name, (size, _) in parts.items()}
+        cuts = {f"{self._prefix}.{name}": cut for name, (_, cut) in parts.items()}
+        build_context = self._build_context
+        return FusedLinear(
+            build_context.scheme, in_features, sizes, bias=bias, adapters=build_context.adapters, cuts=cuts
+        )
+
+    def _make_parameters(
+        self, shapes: Mapping[str, tuple[int, ...]], slice_tensor: Callable[[Tensor], Tensor] = identity
+    ) -> ParameterTable:
+        """The parameters that fill `_weights`. `slice_tensor`: takes this rank's part of each."""
+        return {
+            f"{self._prefix}.{name}": make_parameter(
+                self._weights, name, shape, torch.float32, slice_tensor=slice_tensor
+            )
+            for name, shape in shapes.items()
+        }
+
+    def _project_output(
+        self, ops: Operations, mixed: Tensor, residual: Tensor, step: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """The part's output and the stream for the step's rows. `mixed`: the recurrence's result for all tokens."""
+        context = step.linear_context
+        if step.selected_rows is not None:
+            mixed, residual, context = (
+                mixed[step.selected_rows],
+                residual[step.selected_rows],
+                context.select_rows(step.selected_rows),
+            )
+        x = ops.all_reduce(ops.apply_linear(self._out.packed_linear, mixed, context), self._build_context.shard.group)
+        return self._norms.apply_norm(ops, self._output_norm, x), residual
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixStateSpec(SublayerSpec):
+    """The shape of a part that keeps a matrix [key, value] for each head and the last columns of a convolution."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    """How many tokens a token sees through the convolution, itself included."""
+    norm: NormSpec
+    """The norm of the part's input."""
+
+    @property
+    @abstractmethod
+    def conv_inputs(self) -> tuple[tuple[int, int], ...]:
+        """(heads, channels of each head) of each input of the convolution. Ranks divide the heads."""
+
+    @abstractmethod
+    def draft_extra_size(self, heads: int) -> int:
+        """How many numbers these heads keep of a guess beside its column."""
+
+    @property
+    def num_channels(self) -> int:
+        return sum(heads * size for heads, size in self.conv_inputs)
+
+    @property
+    def kv_cache_spec(self) -> MatrixState:
+        draft_extra_size = self.draft_extra_size(self.num_heads)
+        return MatrixState(
+            self.num_channels, self.conv_width - 1, self.num_heads, self.key_dim, self.value_dim, draft_extra_size
+        )
+
+
+class MatrixStateMixer(RecurrentMixer):
+    def __init__(self, spec: MatrixStateSpec, build_context: BuildContext, layer: str, name: str) -> None:
+        super().__init__(build_context, layer, name, spec.norm)
+        self._state_spec, self._head_span = spec, build_context.shard.rank_span(spec.num_heads)
+
+    def _slice_channels(self, tensor: Tensor) -> Tensor:
+        """This rank's rows of a tensor [channels, ...] of the convolution."""
+        kinds = self._state_spec.conv_inputs
+        parts = zip(tensor.split([heads * size for heads, size in kinds]), self._channel_spans, strict=True)
+        return torch.cat([part[span.start : span.stop] for part, span in parts])
+
+    @property
+    def _channel_spans(self) -> list[range]:
+        """This rank's channels of each input of the convolution."""
+        head_spans = [
+            (self._build_context.shard.rank_span(heads), size) for heads, size in self._state_spec.conv_inputs
+        ]
+        return [range(span.start * size, span.stop * size) for span, size in head_spans]
+
+    def slot_tensors(self, num_slots: int, num_drafts: int) -> tuple[CacheTensorSpec, ...]:
+        """The convolution's last columns, the matrices, and the numbers of guesses that the matrices may need later."""
+        shape, dtype, heads = self._state_spec, self._build_context.dtype, len(self._head_span)
+        channels = sum(len(span) for span in self._channel_spans)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return (
+            CacheTensorSpec((num_slots, shape.conv_width - 1 + num_drafts, channels), dtype),
+            CacheTensorSpec((num_slots, heads, shape.key_dim, shape.value_dim), wide),
+            CacheTensorSpec((num_slots, num_drafts, channels + shape.draft_extra_size(heads)), dtype),
+        )
+
+    def _convolve(self, ops: Operations, x: Tensor, step: ForwardContext) -> Tensor:
+        return ops.short_conv(x, self.conv, ConvColumns(None, 1, step.cache[0]), step.metadata)
+
+    def _run_recurrence(
+        self, ops: Operations, x: Tensor, z: Tensor, head_inputs: Tensor, step: ForwardContext
+    ) -> Tensor:
+        return ops.run_recurrence(x, z, head_inputs, self.recurrence, RecurrentStates(*step.cache[1:]), step.metadata)
+
+    @cached_property
+    def conv(self) -> ShortConv:
+        """Available once the weights are loaded."""
+        weight = self._weights[CONV_WEIGHT][:, 0].t().contiguous()
+        return ShortConv(weight, self._weights.get(CONV_BIAS), is_gated=False)
+
+    @cached_property
+    @abstractmethod
+    def recurrence(self) -> Recurrence:
+        """Available once the weights are loaded."""

@@ -1,0 +1,109 @@
+"""Embeddings of each layer (Gemma 3n, 2025; Gemma 4): a token has some numbers for every layer beside its embedding,
+from a table of its own and from a projection of the embedding, which a gate lets into the residual stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quire.engine.layers.linear import FusedLinear
+from quire.engine.layers.norm import NormSpec, NormWeights
+from quire.engine.layers.parameters import ParameterTable, make_parameter, merge_parameters
+from quire.engine.layers.sublayer import BuildContext, ForwardContext, Sublayer, SublayerSpec
+from quire.kernels.activation import Activation
+from quire.kernels.backend import LinearContext, Operations, QuantizedEmbedding
+
+EMBED_TOKENS_PER_LAYER, PER_LAYER_MODEL_PROJECTION = "model.embed_tokens_per_layer", "model.per_layer_model_projection"
+PER_LAYER_PROJECTION_NORM = "model.per_layer_projection_norm"
+_GELU = Activation("gelu_tanh")
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerInputsSpec:
+    """What tokens have for all layers."""
+
+    vocab_size: int
+    size_per_layer: int
+    """Numbers of a token for each layer."""
+    num_layers: int
+    norm: NormSpec
+    image_token_id: int
+    """Whose numbers the tokens have that stand for a part of an image."""
+
+
+class PerLayerInputs:
+    """Makes a token's numbers for all layers. Fill it by way of `parameters()` before use."""
+
+    def __init__(self, spec: PerLayerInputsSpec, build_context: BuildContext) -> None:
+        self._spec, self._backend, self._scheme = spec, build_context.backend, build_context.scheme
+        self._total_size, hidden = spec.size_per_layer * spec.num_layers, build_context.hidden_size
+        self._table_spec = build_context.scheme.embedding_tensor_spec(spec.vocab_size, self._total_size)
+        self._table: dict[str, QuantizedEmbedding] = {}
+        # The factors of the model's own embeddings are rounded to its type too.
+        self._scale = torch.tensor(spec.size_per_layer**0.5, dtype=build_context.dtype).item()
+        self._projection_scale = hidden**-0.5
+        linear = partial(FusedLinear, build_context.scheme, bias=False, adapters=build_context.adapters)
+        self._projection = linear(hidden, {PER_LAYER_MODEL_PROJECTION: self._total_size})
+        self._norm = NormWeights({PER_LAYER_PROJECTION_NORM: spec.size_per_layer}, build_context.dtype, spec.norm)
+
+    def parameters(self) -> ParameterTable:
+        spec, make = self._table_spec, partial(self._scheme.pack_embedding, tied=False)
+        table = {
+            f"{EMBED_TOKENS_PER_LAYER}.weight": make_parameter(
+                self._table, EMBED_TOKENS_PER_LAYER, spec.shape, spec.dtype, make
+            )
+        }
+        return table | merge_parameters(self._projection, self._norm)
+
+    def compute_inputs(self, token_ids: Tensor, x: Tensor, image_rows: Tensor | None, context: LinearContext) -> Tensor:
+        """[T, layers * size] for tokens [T] and their embeddings x [T, hidden]; `image_rows`: the places of those that
+        stand for a part of an image."""
+        if image_rows is not None:
+            token_ids = token_ids.clone().index_fill_(0, image_rows, self._spec.image_token_id)
+        embedded = self._table[EMBED_TOKENS_PER_LAYER].embed_tokens(token_ids) * self._scale
+        projected = self._projection.packed_linear(x, context) * self._projection_scale
+        normed = self._norm.apply_norm(
+            self._backend, PER_LAYER_PROJECTION_NORM, projected.view(-1, self._spec.size_per_layer)
+        )
+        return (normed.view_as(embedded) + embedded) * 2.0**-0.5
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerInputGateSpec(SublayerSpec):
+    """What lets a layer's own of these numbers into the stream."""
+
+    size_per_layer: int
+    layer_index: int
+    norm: NormSpec
+
+    def build_sublayer(self, build_context: BuildContext, layer: str) -> PerLayerInputGate:
+        return PerLayerInputGate(self, build_context, layer)
+
+
+class PerLayerInputGate(Sublayer):
+    """Each rank has all of it: it is small."""
+
+    def __init__(self, spec: PerLayerInputGateSpec, build_context: BuildContext, layer: str) -> None:
+        self._first_column, hidden = spec.size_per_layer * spec.layer_index, build_context.hidden_size
+        linear = partial(FusedLinear, build_context.scheme, bias=False, adapters=build_context.adapters)
+        self._gate = linear(hidden, {f"{layer}.per_layer_input_gate": spec.size_per_layer})
+        self._projection = linear(spec.size_per_layer, {f"{layer}.per_layer_projection": hidden})
+        self._norm_name = f"{layer}.post_per_layer_input_norm"
+        self._norms = NormWeights({self._norm_name: hidden}, build_context.dtype, spec.norm)
+
+    def parameters(self) -> ParameterTable:
+        return merge_parameters(self._norms, self._gate, self._projection)
+
+    def forward(
+        self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        assert residual is not None
+        assert step.per_layer_inputs is not None
+        residual = ops.add_residual(x, residual)
+        gate = ops.apply_activation(ops.apply_linear(self._gate.packed_linear, residual, step.linear_context), _GELU)
+        gated = ops.mul_columns(gate, step.per_layer_inputs, self._first_column)
+        x = ops.apply_linear(self._projection.packed_linear, gated, step.linear_context)
+        return self._norms.apply_norm(ops, self._norm_name, x), residual

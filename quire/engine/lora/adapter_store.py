@@ -1,0 +1,127 @@
+"""Keeps copies of adapters, named by a hash of their content. An engine can load a copy again, whatever happens to the
+original folder.
+
+The copy is made first and checked afterwards. So every engine reads exactly what was checked, also one that is started
+later.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from hashlib import blake2b
+from pathlib import Path
+
+from quire.engine.checkpoint.files import resolve_adapter
+from quire.engine.errors import AdapterError, ModelError
+from quire.engine.folder_reader import open_file
+from quire.engine.lora.adapter_files import CONFIG_FILE, WEIGHTS_FILE, find_base_weights, read_adapter
+from quire.engine.lora.target_modules import ModuleShapes
+from quire.engine.lora.weight_checks import check_base_weights, check_finite
+from quire.engine.types import Adapter
+
+_COPY_BYTES = 2**20
+_UNFINISHED_PREFIX = "new-"
+_MAX_HEADER_BYTES = 16 * 2**20
+"""How many bytes a file may have beside its numbers."""
+
+
+class AdapterStore:
+    """A folder with a subfolder for each adapter. Its methods raise AdapterError for an adapter that cannot be
+    served."""
+
+    def __init__(
+        self, root: Path, modules: ModuleShapes, max_rank: int, *, embedding: bool = True, weights: Path | None = None
+    ) -> None:
+        """`root`: an existing folder that nobody else uses. `modules`: the model's modules. `embedding`: whether
+        adapters of embeddings are served. `weights`: the folder of the model's files."""
+        self._weights = weights
+        for unfinished in root.glob(f"{_UNFINISHED_PREFIX}*"):  # of a process that was killed
+            shutil.rmtree(unfinished, ignore_errors=True)
+        self._root = root
+        self._modules = modules
+        self._max_rank = max_rank
+        self._embedding = embedding
+        self._max_bytes = _MAX_HEADER_BYTES + 8 * max_rank * sum(map(sum, modules.values()))
+
+    def add_adapter(self, name: str, path: str, *, allowed_folders: tuple[Path, ...] = ()) -> Adapter:
+        """Copy an adapter and check the copy. `path`: a folder or a hub id. `allowed_folders`: the folders that must
+        contain its files; (): any folder may. Call it in a thread, because copying takes time."""
+        folder = _resolve_folder(path, allowed_folders)
+        try:
+            temporary = Path(tempfile.mkdtemp(dir=self._root, prefix=_UNFINISHED_PREFIX))
+        except OSError as error:
+            raise AdapterError(f"there is no folder for its copy: {error.strerror}") from error
+        try:
+            digest = blake2b(digest_size=16)
+            for file in (CONFIG_FILE, WEIGHTS_FILE):
+                self._copy_file(folder / file, temporary / file, digest, allowed_folders)
+            read_adapter(temporary, self._modules, self._max_rank, embedding=self._embedding)
+            check_finite(temporary / WEIGHTS_FILE)
+            check_base_weights(temporary / WEIGHTS_FILE, find_base_weights(temporary, self._modules), self._weights)
+            target = self._root / digest.hexdigest()
+            if not target.is_dir():
+                os.rename(temporary, target)
+        except OSError as error:
+            raise AdapterError(f"it cannot be copied: {error.strerror}") from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return Adapter(name, digest.hexdigest(), str(target))
+
+    def find_adapter(self, name: str, digest: str) -> Adapter:
+        """An adapter that an earlier process added."""
+        folder = self._root / digest
+        read_adapter(folder, self._modules, self._max_rank, embedding=self._embedding)
+        return Adapter(name, digest, str(folder))
+
+    def remove_adapter(self, digest: str) -> None:
+        shutil.rmtree(self._root / digest, ignore_errors=True)
+
+    @property
+    def digests(self) -> list[str]:
+        """The digests of all adapters here."""
+        return [
+            each.name for each in self._root.iterdir() if each.is_dir() and not each.name.startswith(_UNFINISHED_PREFIX)
+        ]
+
+    def _copy_file(self, source: Path, target: Path, digest: blake2b, allowed_folders: tuple[Path, ...]) -> None:
+        _check_inside(source, allowed_folders)
+        try:
+            file = open_file(source)
+        except ModelError as error:
+            raise AdapterError(error.message.removeprefix("model: ")) from None
+        if file is None:
+            other = "; pickled files (.bin) are not read" if source.name == WEIGHTS_FILE else ""
+            raise AdapterError(f"there is no {source.name} in {source.parent.name}{other}")
+        size = 0
+        with file, target.open("wb") as copy:
+            while piece := file.read(_COPY_BYTES):
+                size += len(piece)
+                if size > self._max_bytes:
+                    most = self._max_bytes / 2**20
+                    raise AdapterError(
+                        f"{source.name}: is larger than the {most:,.0f} MiB of any adapter of this model"
+                    )
+                digest.update(piece)
+                copy.write(piece)
+        digest.update(size.to_bytes(8, "little"))
+
+
+def _resolve_folder(path: str, allowed_folders: tuple[Path, ...]) -> Path:
+    if not path or "\0" in path or len(path) > 4096:
+        raise AdapterError("it must be a folder or a hub id")
+    if allowed_folders and not Path(path).is_dir():
+        raise AdapterError("there is no such folder inside of those that --allowed-lora-paths names")
+    try:
+        folder = resolve_adapter(path)
+    except ModelError as error:
+        raise AdapterError(error.message.removeprefix("model: ")) from None
+    _check_inside(folder, allowed_folders)
+    return folder
+
+
+def _check_inside(path: Path, allowed_folders: tuple[Path, ...]) -> None:
+    real = path.resolve()
+    if allowed_folders and not any(real.is_relative_to(each.resolve()) for each in allowed_folders):
+        raise AdapterError("there is no such folder inside of those that --allowed-lora-paths names")

@@ -1,0 +1,102 @@
+"""Checks an adapter's numbers: they are finite, and those of the model itself are the model's. It reads bits, because
+NumPy has no bfloat16, and does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from quire.engine.checkpoint.layouts import LAYER
+from quire.engine.checkpoint.safetensors import is_pickled, tensor_places, text_tensor, weight_files
+from quire.engine.errors import AdapterError
+from quire.engine.lora.target_modules import LM_HEAD
+
+_EXPONENT_BITS = {
+    "F64": ("<u8", 0x7FF0 << 48),
+    "F32": ("<u4", 0x7F80 << 16),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+}
+"""By type: an integer type of the same size, and the bits of the exponent. All of them are set in an infinite number
+and in NaN."""
+_FLOAT_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_CHECKED_NUMBERS = 2**20
+"""How many numbers are checked at once."""
+_TensorLocation = tuple[Path, str, int, int]
+"""A tensor: its file, its type, and where in the file its bytes begin and end."""
+
+
+def check_finite(file: Path) -> None:
+    """Raise AdapterError, with the tensor's name, if a tensor of a safetensors file has an infinite number, a NaN, or
+    another type than a floating-point one."""
+    content = np.memmap(file, dtype=np.uint8, mode="r")
+    for name, (dtype, begin, end) in tensor_places(file).items():
+        if dtype not in _EXPONENT_BITS:
+            raise AdapterError(f"{file.name}: {name[:120]}: is stored as {dtype[:20]}, not as floating-point numbers")
+        kind, exponent = _EXPONENT_BITS[dtype]
+        bits = content[begin:end].view(kind)
+        mask = bits.dtype.type(exponent)
+        if any((bits[at : at + _CHECKED_NUMBERS] & mask == mask).any() for at in range(0, len(bits), _CHECKED_NUMBERS)):
+            raise AdapterError(f"{file.name}: {name[:120]}: holds numbers that are infinite or NaN")
+
+
+def check_base_weights(file: Path, names: Mapping[str, str], weights: Path | None) -> None:
+    """Raise AdapterError unless the model's own weights in an adapter's file are those that are served: PEFT saves an
+    embedding with them, which may have been trained or made larger.
+
+    names: by their names in the file, the model's modules. weights: the folder of the model's files; None: it has none
+    to compare with.
+    """
+    for tensor_name, module in names.items():
+        where = f"{file.name}: {tensor_name[:120]}"
+        location = None if weights is None or not weights.is_dir() else _find_model_weight(weights, module)
+        if location is None:
+            raise AdapterError(f"{where}: cannot be compared with the model's weights, and others are not served")
+        if not _are_close((file, *tensor_places(file)[tensor_name]), location):
+            raise AdapterError(f"{where}: differs from the model's weights: merge it into them, it is not served")
+
+
+def _find_model_weight(weights: Path, module: str) -> _TensorLocation | None:
+    """A module's weight in the model's files; for a head that has none the embedding's."""
+    locations: dict[str, _TensorLocation] = {}
+    for shard in weight_files(weights):
+        if is_pickled(shard) or not shard.is_file():
+            continue
+        for stored, location in tensor_places(shard).items():
+            if stored.endswith(".weight") and (text := text_tensor(stored)) is not None:
+                name = LAYER.sub(r"model.layers.\1.\2", text.removesuffix(".weight"))
+                locations[name.removeprefix("model.")] = (shard, *location)
+    return locations.get(module.removeprefix("model.")) or (
+        locations.get("embed_tokens") if module == LM_HEAD else None
+    )
+
+
+def _are_close(first: _TensorLocation, second: _TensorLocation) -> bool:
+    """True up to a rounding to bfloat16's 8 bits of mantissa."""
+    numbers, others = _read_numbers(first), _read_numbers(second)
+    if numbers is None or others is None or len(numbers) != len(others):
+        return False
+    for at in range(0, len(numbers), _CHECKED_NUMBERS):
+        piece, other_piece = (
+            _as_floats(numbers[at : at + _CHECKED_NUMBERS]),
+            _as_floats(others[at : at + _CHECKED_NUMBERS]),
+        )
+        if not np.allclose(piece, other_piece, rtol=2**-7, atol=1e-30):
+            return False
+    return True
+
+
+def _read_numbers(location: _TensorLocation) -> np.ndarray | None:
+    """The numbers of a tensor, bfloat16 as uint16; None for other types than floats."""
+    file, dtype, begin, end = location
+    if dtype not in _FLOAT_DTYPES:
+        return None
+    return np.memmap(file, dtype=np.uint8, mode="r")[begin:end].view(_FLOAT_DTYPES[dtype])
+
+
+def _as_floats(numbers: np.ndarray) -> np.ndarray:
+    if numbers.dtype == np.uint16:
+        return (numbers.astype(np.uint32) << 16).view(np.float32)
+    return numbers.astype(np.float32)

@@ -1,0 +1,101 @@
+"""A head with layers of its own, which keep keys and values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+
+from torch import Tensor
+
+from quire.engine.layers.parameters import ParameterTable, merge_parameters
+from quire.engine.layers.schemes import QuantizationScheme
+from quire.engine.layers.sublayer import BuildContext, CacheTensorSpec, ForwardContext
+from quire.engine.models.decoder import Decoder
+from quire.engine.models.heads.draft_head import DraftHead
+from quire.engine.models.spec import LayerSpec
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LayerCache, Operations, RecordedLayers
+
+
+class TransformerHead(DraftHead):
+    """It says its tokens by the decoder's own head, unless a subclass has another."""
+
+    def __init__(
+        self, specs: Mapping[str, LayerSpec], scheme: QuantizationScheme, decoder: Decoder, backend: Backend
+    ) -> None:
+        """`specs`: of each layer, by its name in the checkpoint. They read and write what the decoder's layers do, in
+        its types, whole on every rank."""
+        self.device = decoder.device
+        shape = (decoder.spec.hidden_size, decoder.dtype, decoder.kv_dtype, decoder.device, decoder.max_model_len)
+        build_context = BuildContext(backend, scheme, *shape, kv_scales={})
+        self._layers = [[each.build_sublayer(build_context, name) for each in spec] for name, spec in specs.items()]
+        self._decoder, self._backend = decoder, backend
+        self._recorded_layers: tuple[Sequence[LayerCache] | None, RecordedLayers | None] = None, None
+        kinds = Counter(
+            sublayer.block_bytes_formula for layer in self._layers for sublayer in layer if sublayer.block_tensors(1)
+        )
+        self.block_bytes_formula = " + ".join(f"{each} x {count} layers" for each, count in kinds.items())
+
+    def parameters(self) -> ParameterTable:
+        return merge_parameters(*chain.from_iterable(self._layers))
+
+    def block_tensors(self, num_blocks: int) -> list[tuple[CacheTensorSpec, ...]]:
+        return [
+            tuple(each for sublayer in layer for each in sublayer.block_tensors(num_blocks)) for layer in self._layers
+        ]
+
+    def compute_states(
+        self,
+        next_tokens: Tensor,
+        hidden: Tensor,
+        aux_hidden_states: Sequence[Tensor],
+        metadata: AttentionMetadata | None,
+        kv_cache: Sequence[LayerCache],
+    ) -> Tensor:
+        assert metadata is not None
+        return self.advance_states(next_tokens, self.initial_states(hidden, aux_hidden_states), metadata, kv_cache)
+
+    def initial_states(self, hidden: Tensor, aux_hidden_states: Sequence[Tensor]) -> Tensor:
+        """What `advance_states` begins with, of what the decoder gives."""
+        return hidden
+
+    def compute_logits(self, states: Tensor, num_drafted: int) -> Tensor:
+        return self._decoder.compute_logits(states)
+
+    def _run_layers(
+        self, x: Tensor, residual: Tensor | None, metadata: AttentionMetadata, kv_cache: Sequence[LayerCache]
+    ) -> tuple[Tensor, Tensor]:
+        """(output, residual stream) behind all of them, not yet added, for x [T, hidden] and the stream to add it to
+        (None: there is none yet). Stores all T tokens' keys and values. Adapters are the decoder's alone."""
+        metadata = replace(metadata, linear_context=NO_ADAPTERS)
+        if residual is None and metadata.is_text_only and (recorded := self._record_layers(kv_cache)) is not None:
+            return recorded(x, None, metadata, range(len(self._layers)))
+        for index in range(len(self._layers)):
+            x, residual = self._run_layer(index, kv_cache, self._backend, x, residual, metadata)
+        assert residual is not None
+        return x, residual
+
+    def _run_layer(
+        self,
+        index: int,
+        kv_cache: Sequence[LayerCache],
+        ops: Operations,
+        x: Tensor,
+        residual: Tensor | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        for sublayer in self._layers[index]:
+            x, residual = sublayer.forward(ops, x, residual, ForwardContext(metadata, kv_cache[index], None))
+        assert residual is not None
+        return x, residual
+
+    def _record_layers(self, kv_cache: Sequence[LayerCache]) -> RecordedLayers | None:
+        """Those that begin the stream as one call on these pages, where the backend can."""
+        if self._recorded_layers[0] is not kv_cache:
+            layers = [partial(self._run_layer, index, kv_cache) for index in range(len(self._layers))]
+            shape = self._decoder.spec.hidden_size, self._decoder.dtype
+            recorded = self._backend.record_layers(layers, *shape, starts=True, groups=1)
+            self._recorded_layers = kv_cache, recorded
+        return self._recorded_layers[1]

@@ -1,0 +1,111 @@
+"""What a model asks of whoever computes it: of attention, and of what stands in its place."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.engine.errors import ModelError
+from quire.engine.layers.attention import AttentionLayerSpec
+from quire.engine.layers.mla import MLALayerSpec
+from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
+from quire.engine.layers.recurrent.mamba import MambaLayerSpec
+from quire.engine.layers.recurrent.mamba2 import Mamba2LayerSpec
+from quire.engine.models.spec import DecoderSpec
+from quire.kernels.recurrent.delta_rule import DeltaRule
+from quire.kernels.recurrent.recurrence import Recurrence
+from quire.kernels.recurrent.selective_scan import SelectiveScan
+from quire.kernels.recurrent.state_space import StateSpace
+
+_RecurrentSpec = DeltaNetSpec | Mamba2LayerSpec | MambaLayerSpec
+
+
+def widest_attention(spec: DecoderSpec) -> AttentionLayerSpec | MLALayerSpec:
+    """The attention that asks most of a backend; of a model that has none, one that any backend computes. Raises
+    ModelError where layers keep nothing at all."""
+    attention_specs: list[AttentionLayerSpec | MLALayerSpec] = [
+        *spec.sublayers_of_kind(AttentionLayerSpec),
+        *spec.sublayers_of_kind(MLALayerSpec),
+    ]
+    if not attention_specs and not spec.needs_state_snapshots:
+        raise ModelError("model: config.json: layer_types: no layer has attention or a state space")
+    return max(
+        attention_specs, key=lambda each: each.head_dim, default=AttentionLayerSpec(1, 1, 64, 1.0, None, spec.norm)
+    )
+
+
+def distinct_attention(spec: DecoderSpec) -> list[AttentionLayerSpec] | list[MLALayerSpec]:
+    """One of each shape that layers have, or of latents the widest, where a model has both or some of these alone."""
+    widest_spec = widest_attention(spec)
+    if isinstance(widest_spec, MLALayerSpec):
+        return [widest_spec]
+    parts = spec.sublayers_of_kind(AttentionLayerSpec)
+    shapes = {(each.num_heads, each.num_kv_heads, each.head_dim, each.softcap): each for each in parts}
+    return list(shapes.values()) or [widest_spec]
+
+
+def has_sinks(spec: DecoderSpec) -> bool:
+    """Whether some attention has sinks (gpt-oss)."""
+    return any(each.sinks for each in spec.sublayers_of_kind(AttentionLayerSpec))
+
+
+def has_chunked_attention(spec: DecoderSpec) -> bool:
+    """Whether some attention is within chunks (Llama 4)."""
+    return any(each.chunked for each in spec.sublayers_of_kind(AttentionLayerSpec))
+
+
+def has_mla(spec: DecoderSpec) -> bool:
+    return bool(spec.sublayers_of_kind(MLALayerSpec))
+
+
+def attention_head_dim(spec: DecoderSpec, device: torch.device) -> int:
+    """Of the attention that asks most. On a CPU latents are heads of its attention; elsewhere they have kernels of
+    their own, and heads are those that may be made of them."""
+    widest_spec = widest_attention(spec)
+    if isinstance(widest_spec, MLALayerSpec) and device.type != "cpu":
+        return widest_spec.qk_nope_head_dim + widest_spec.qk_rope_head_dim
+    return widest_spec.head_dim
+
+
+def sample_recurrences(spec: DecoderSpec, device: torch.device) -> list[tuple[Recurrence, int]]:
+    """A rule of each kind and size that layers compute states by, with some weights, and the numbers of a value."""
+    parts: list[_RecurrentSpec] = [
+        *spec.sublayers_of_kind(DeltaNetSpec),
+        *spec.sublayers_of_kind(Mamba2LayerSpec),
+        *spec.sublayers_of_kind(MambaLayerSpec),
+    ]
+    first: dict[tuple[type[_RecurrentSpec], int, int, int], _RecurrentSpec] = {}
+    for each in parts:
+        first.setdefault((type(each), each.num_heads, each.key_dim, each.value_dim), each)
+    return [(_sample_recurrence(each, device), each.value_dim) for each in first.values()]
+
+
+def _sample_recurrence(part: _RecurrentSpec, device: torch.device) -> Recurrence:
+    def sample_tensor(*shape: int) -> torch.Tensor:
+        return torch.linspace(0.1, 1.0, torch.Size(shape).numel(), device=device).view(shape)
+
+    heads, channels = part.num_heads, part.num_heads * part.value_dim
+    if isinstance(part, DeltaNetSpec):
+        return DeltaRule(
+            -sample_tensor(heads),
+            sample_tensor(heads),
+            sample_tensor(part.value_dim),
+            1e-6,
+            part.num_key_heads,
+            part.key_dim,
+        )
+    if isinstance(part, Mamba2LayerSpec):
+        norm = None if part.result_norm is None else sample_tensor(channels)
+        weights = (
+            -sample_tensor(heads),
+            sample_tensor(heads),
+            sample_tensor(heads),
+            norm,
+            part.result_eps,
+            part.num_groups,
+            part.key_dim,
+            part.value_dim,
+        )
+        return StateSpace(*weights, dt_limits=part.dt_limits, norm_before_gate=part.result_norm == "before")
+    inner = None if part.inner_norm is None else sample_tensor(part.key_dim)
+    rate = -sample_tensor(heads, part.key_dim, part.value_dim)
+    return SelectiveScan(rate, sample_tensor(channels), sample_tensor(channels), inner, inner, part.inner_eps)

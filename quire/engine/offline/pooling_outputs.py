@@ -1,0 +1,115 @@
+"""Vectors without a server: what `LLM` answers for embeddings, labels and scores, and how it asks the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.engine import random_source
+from quire.engine.checkpoint.pooling import Pooling
+from quire.engine.errors import EngineError, InvalidRequest, check_task
+from quire.engine.link.client import EngineClient
+from quire.engine.text.pooling_inputs import encode_pairs, encode_reranker_prompts
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import Adapter, EngineCoreRequest, EngineInfo, PoolingParams
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """What the model makes of a prompt."""
+
+    data: np.ndarray
+    """[size] float32, or where each token has a vector [tokens, size]."""
+
+    @property
+    def embedding(self) -> list[float]:
+        values: list[float] = self.data.tolist()
+        return values
+
+    probs = embedding
+
+    @property
+    def score(self) -> float:
+        return float(self.data[0])
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput:
+    """A prompt, or a pair of texts, with its vector. Where two embeddings were compared, there is no prompt."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: PoolingOutput
+    num_cached_tokens: int = 0
+    request_id: str = ""
+    """That of `LLMEngine.add_request`."""
+    finished: bool = True
+
+
+def check_pooling_params(params: Sequence[PoolingParams], info: EngineInfo, pooling: Pooling) -> None:
+    """Raises InvalidRequest for what the model does not make."""
+    for one in params:
+        check_task(one.task, info.tasks)
+        if one.dimensions is not None and one.dimensions > pooling.size:
+            message = f"dimensions must be at most the model's {pooling.size}, got {one.dimensions}"
+            raise InvalidRequest(message, param="dimensions")
+
+
+def encode_pair_prompts(
+    tokenizer: Tokenizer,
+    pooling: Pooling,
+    pairs: Sequence[tuple[str, str]],
+    instruction: str | None,
+    limit: int | None,
+) -> tuple[list[list[int]], list[PoolingParams]]:
+    """Prompts whose one label is the score of a pair, at most `limit` tokens each. Raises InvalidRequest."""
+    if pooling.score_tokens is not None:
+        prompts = encode_reranker_prompts(tokenizer, pairs, instruction, limit)
+        return prompts, [PoolingParams(task="classify")] * len(prompts)
+    if len(pooling.labels) != 1:
+        raise InvalidRequest(f"the model tells {len(pooling.labels)} labels apart and gives no score", param="model")
+    encoded = encode_pairs(tokenizer, pairs, limit)
+    return [ids for ids, _ in encoded], [PoolingParams(task="classify", second_segment=begin) for _, begin in encoded]
+
+
+def cosine_similarity(first: PoolingOutput, second: PoolingOutput) -> PoolingOutput:
+    """As a vector of one number."""
+    a, b = first.data.astype(np.float64), second.data.astype(np.float64)
+    return PoolingOutput(np.array([a @ b / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-24)]))
+
+
+async def pool_prompts(
+    client: EngineClient,
+    prompts: Sequence[tuple[str | None, list[int]]],
+    params: Sequence[PoolingParams],
+    adapters: Sequence[Adapter | None],
+    done: Callable[[], None],
+    pooling: Pooling,
+) -> list[PoolingRequestOutput]:
+    """The vectors of prompts, each a text or None and its token ids; `done` is called after each. Raises EngineError
+    when the engine failed one of them."""
+    if not prompts:
+        return []
+    name = random_source.token_hex(8)
+    requests = [
+        EngineCoreRequest(id=f"{name}-{index}", prompt_ids=ids, params=one, seed=0, adapter=adapter)
+        for index, ((_, ids), one, adapter) in enumerate(zip(prompts, params, adapters, strict=True))
+    ]
+    outputs_by_id: dict[str, PoolingRequestOutput] = {}
+    prompts_by_id = {request.id: prompt for request, prompt in zip(requests, prompts, strict=True)}
+    stream = client.submit(requests)
+    try:
+        async for outputs in stream:
+            for output in outputs:
+                if output.vector is None:
+                    raise EngineError(output.error or "the request was ended")
+                data = np.frombuffer(output.vector, dtype="<f4")
+                tokens = len(prompts_by_id[output.id][1])
+                vector = PoolingOutput(data.reshape(tokens, -1) if pooling.kind == "none" else data)
+                outputs_by_id[output.id] = PoolingRequestOutput(*prompts_by_id[output.id], vector, output.cached_tokens)
+                done()
+    finally:
+        stream.close()
+    return [outputs_by_id[request.id] for request in requests]

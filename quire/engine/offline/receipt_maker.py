@@ -1,0 +1,76 @@
+"""Receipts of a program's answers, and their replay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from quire.engine import clock
+from quire.engine.errors import InvalidRequest
+from quire.engine.images.image_reader import RequestImage, images_by_digest
+from quire.engine.offline.offline_model import GenerationTask
+from quire.engine.offline.prompt_images import check_images
+from quire.engine.offline.running_engine import RunningEngine
+from quire.engine.receipts.receipt import (
+    AdapterReceipt,
+    ChoiceReceipt,
+    PromptReceipt,
+    Receipt,
+    decode_receipt,
+    encode_receipt,
+)
+from quire.engine.receipts.receipt_replay import ReplayModel, ReplayVerdict, replay_receipt
+from quire.engine.types import Adapter
+
+
+class ReceiptMaker:
+    """Of one engine. All methods run on its event loop."""
+
+    def __init__(self, running_engine: RunningEngine) -> None:
+        self._running_engine = running_engine
+
+    async def make_receipt(self, task: GenerationTask, choices: list[ChoiceReceipt]) -> Receipt:
+        running_engine = self._running_engine
+        versions = [version for choice in choices for version, _ in choice.versions]
+        return Receipt(
+            id=task.id,
+            created=int(clock.time()),
+            model=running_engine.model.name,
+            hashes=await running_engine.hashes.hash_versions(versions or [running_engine.client.link.weights_version]),
+            computed=await running_engine.hashes.describe_compute(running_engine.info),
+            adapter=AdapterReceipt.from_adapter(task.adapter),
+            params=task.params,
+            prompts=[PromptReceipt.from_prompt(task.prompt.token_ids, task.prompt.spans)],
+            choices=choices,
+        )
+
+    async def replay_receipt(
+        self, receipt: Receipt, adapters: Sequence[Adapter | None], images: Sequence[Any]
+    ) -> ReplayVerdict:
+        """`images`: of Pillow. Raises InvalidRequest for others, and where the model reads none."""
+        running_engine = self._running_engine
+        reader = running_engine.model.image_reader
+        request_images = check_images([RequestImage(f"images[{index}]", each) for index, each in enumerate(images)])
+        if reader is None and request_images:
+            raise InvalidRequest("images: this model reads no images", param="images")
+        model = ReplayModel(
+            hashes=await running_engine.hashes.hash_versions([running_engine.client.link.weights_version]),
+            computed=await running_engine.hashes.describe_compute(running_engine.info),
+            tokenizer=running_engine.model.tokenizer,
+            max_model_len=running_engine.info.max_model_len,
+            vocab_size=running_engine.model.vocab_size,
+            adapters={each.digest: each for each in adapters if each is not None},
+            images={} if reader is None else images_by_digest(reader, request_images),
+        )
+        return await replay_receipt(receipt, model, running_engine.client)
+
+
+def parse_receipt(source: Receipt | Mapping[str, Any] | str | bytes) -> Receipt:
+    """A receipt, or an answer with one, as an object or as JSON. Raises InvalidRequest."""
+    if isinstance(source, Receipt):
+        source = encode_receipt(source)
+    elif isinstance(source, Mapping):
+        source = msgspec.json.encode(source)
+    return decode_receipt(source.encode() if isinstance(source, str) else source)

@@ -1,0 +1,92 @@
+"""An engine that runs beside the program that uses it: in this process on a thread of its own, or in others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import EngineError
+from quire.engine.link.client import EngineClient
+from quire.engine.offline.in_process import InProcessLink
+from quire.engine.offline.offline_model import OfflineModel
+from quire.engine.receipts.model_hasher import ModelHasher
+from quire.engine.replicas.replicas import processes
+
+_T = TypeVar("_T")
+_log = logging.getLogger("quire.engine.offline.running")
+
+
+class RunningEngine:
+    """A model and its engine, from the start to `close`. Its event loop is the engine's; what asks it anything runs
+    there, by `run_coroutine` or `start_coroutine`."""
+
+    def __init__(self, config: EngineConfig, *, multiprocessing: bool = False) -> None:
+        """`multiprocessing`: the engine has a process of its own, which is replaced when it ends; several replicas have
+        theirs anyway. Raises what starting the engine raises."""
+        self.config = config
+        self.model = OfflineModel(config)
+        self._pid = os.getpid()
+        self._loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=self._loop.run_forever, name="quire-engine", daemon=True)
+        thread.start()
+        is_here = config.data_parallel_size == 1 and not multiprocessing
+        self.client = EngineClient(InProcessLink(config)) if is_here else processes(config)
+        self.hashes = ModelHasher(config, self.model.tokenizer, self.client.link.weights_paths)
+        self.close = weakref.finalize(self, _stop_engine, self.client, self._loop, thread, self._pid)
+        """Stop the engine. Also called when the object is collected or the interpreter exits."""
+        self.info = self.run_coroutine(self.client.link.start())
+        for note in self.info.notes:
+            _log.warning("%s: %s", self.info.model, note)
+        self.model.set_engine_info(self.info)
+
+    def run_coroutine(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine on the engine's loop and wait for it; an interrupt of the waiting thread cancels it."""
+        future = self.start_coroutine(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def start_coroutine(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Begin a coroutine on the engine's loop. Raises EngineError where there is no such loop any more."""
+        if not self.close.alive or self._pid != os.getpid():
+            work.close()
+            raise EngineError("this LLM was closed" if not self.close.alive else "this LLM is another process's")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def check_awake(self) -> None:
+        """Raises EngineError while it sleeps."""
+        if self.client.link.asleep:
+            raise EngineError("the model sleeps: wake_up() or load_weights() comes first")
+
+
+def _stop_engine(client: EngineClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
+    if pid != os.getpid():  # a forked process has no engine, because threads are not forked
+        return
+    client.link.failure_callbacks.clear()
+    stopping = asyncio.run_coroutine_threadsafe(client.link.stop(), loop)
+    stopping.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
+    if threading.current_thread() is not thread:  # whose garbage collection may have found that nobody has it any more
+        stopping.result()
+        thread.join()
+
+
+@contextmanager
+def progress_bar(description: str, total: int, visible: bool) -> Iterator[Callable[[], None]]:
+    """A bar on stderr; what it gives is called when one more is done."""
+    columns = (TextColumn(description), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not visible) as progress:
+        bar = progress.add_task("", total=total)
+        yield lambda: progress.advance(bar)

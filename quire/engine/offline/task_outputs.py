@@ -1,0 +1,125 @@
+"""From a task to its outputs, over the engine client."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
+
+from quire.engine.errors import EngineError
+from quire.engine.link.client import EngineClient
+from quire.engine.link.output_stream import OutputStream
+from quire.engine.offline.offline_model import GenerationTask
+from quire.engine.offline.outputs import (
+    CompletionBuilder,
+    RequestMetrics,
+    RequestOutput,
+    logprobs_by_token,
+    make_request_metrics,
+)
+from quire.engine.offline.params import RequestOutputKind
+from quire.engine.offline.receipt_maker import ReceiptMaker
+from quire.engine.receipts.receipt import ChoiceReceipt, truncate_versions
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import EngineCoreRequest
+
+
+async def stream_outputs(
+    client: EngineClient, tokenizer: Tokenizer, task: GenerationTask, receipts: ReceiptMaker | None = None
+) -> AsyncGenerator[RequestOutput]:
+    """Submit a task; yields outputs as its kind says, the last one finished, with a receipt if there are `receipts`.
+    Closing the iterator aborts it.
+
+    Raises EngineError when the engine fails it.
+    """
+    params = task.params
+    requests = _make_requests(task)
+    names = [each.id for each in requests]
+    builders = {
+        name: CompletionBuilder(tokenizer, task.prompt.token_ids, params, index, detokenize=task.detokenize)
+        for index, name in enumerate(names)
+    }
+    request_output = RequestOutput(task.id, task.prompt.text, task.prompt.token_ids, [])
+    choice_receipts = {each.id: ChoiceReceipt(index=index, seed=each.seed) for index, each in enumerate(requests)}
+    stream = client.submit(requests, task.id)
+    stream.versions = {}
+    try:
+        async for outputs in stream:
+            request_output.weights_version = stream.weights_version
+            new_outputs = []
+            for output in outputs:
+                if output.error is not None:
+                    raise EngineError(output.error)
+                if output.prompt_logprobs is not None:
+                    request_output.prompt_logprobs = [
+                        None if each is None else logprobs_by_token(each, tokenizer) for each in output.prompt_logprobs
+                    ]
+                request_output.num_cached_tokens = max(request_output.num_cached_tokens, output.cached_tokens)
+                if (
+                    output.prefix is not None
+                    and output.prefix.tokens_by_reason
+                    and not request_output.num_missed_tokens
+                ):
+                    request_output.num_missed_tokens = output.prefix.num_missed_tokens
+                    request_output.miss_reason = output.prefix.tokens_by_reason[0][0]
+                new_outputs.append(builders[output.id].add_output(output))
+                choice_receipts[output.id].add_output(output, len(new_outputs[-1].token_ids))
+                if new_outputs[-1].finished():
+                    stream.abort(output.id)  # which a stop string has ended, while the engine goes on
+            if task.output_kind is RequestOutputKind.FINAL_ONLY:
+                continue
+            request_output.finished = all(builder.completion.finished() for builder in builders.values())
+            if request_output.finished:
+                await _finish_output(request_output, task, stream, choice_receipts, builders, receipts)
+                request_output.metrics = _find_metrics(client, names[0])
+            delta = task.output_kind is RequestOutputKind.DELTA
+            yield replace(
+                request_output,
+                outputs=new_outputs if delta else [builder.copy_completion() for builder in builders.values()],
+            )
+    finally:
+        stream.close()
+    if task.output_kind is RequestOutputKind.FINAL_ONLY:
+        await _finish_output(request_output, task, stream, choice_receipts, builders, receipts)
+        request_output.finished, request_output.metrics = True, _find_metrics(client, names[0])
+        request_output.outputs = [builder.completion for builder in builders.values()]
+        yield request_output
+
+
+def _make_requests(task: GenerationTask) -> list[EngineCoreRequest]:
+    """One for each choice."""
+    return [
+        EngineCoreRequest(
+            id=f"{task.id}-{index}",
+            prompt_ids=task.prompt.token_ids,
+            params=task.params,
+            seed=task.params.choice_seed(index),
+            adapter=task.adapter,
+            priority=task.priority,
+            spans=task.prompt.spans,
+            images=task.prompt.images,
+        )
+        for index in range(task.params.n)
+    ]
+
+
+async def _finish_output(
+    request_output: RequestOutput,
+    task: GenerationTask,
+    stream: OutputStream,
+    choice_receipts: Mapping[str, ChoiceReceipt],
+    builders: Mapping[str, CompletionBuilder],
+    receipts: ReceiptMaker | None,
+) -> None:
+    """Which weights computed which tokens, and the receipt."""
+    assert stream.versions is not None
+    for name, record in choice_receipts.items():
+        record.versions = truncate_versions(stream.versions.get(name, []), len(record.token_ids))
+        builders[name].completion.weights_versions = list(record.versions)
+        record.finish_reason = builders[name].completion.finish_reason or ""
+    if receipts is not None:
+        request_output.receipt = await receipts.make_receipt(task, list(choice_receipts.values()))
+
+
+def _find_metrics(client: EngineClient, name: str) -> RequestMetrics | None:
+    timeline = client.history.find_timeline(name)
+    return None if timeline is None else make_request_metrics(timeline)

@@ -1,0 +1,93 @@
+"""Remembers the last turn of each named conversation, so that it can be computed again before the next turn."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+import msgspec
+
+from quire.engine import clock
+from quire.engine.types import EngineCoreRequest
+
+MAX_TENANT_BYTES = 8 << 20
+"""The limit for one tenant's conversations: two million tokens."""
+MAX_TOTAL_BYTES = 64 << 20
+"""The limit for all tenants together."""
+_TURN_OVERHEAD_BYTES = 500
+"""The bytes that a turn takes beside its tokens."""
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True):
+    ended_at: float
+    """Seconds of the Unix clock."""
+    tenant: str
+    adapter: str
+    """Its name; "" for none."""
+    keep_seconds: float
+    """The value of its request."""
+    tokens: bytes
+    """The prompt's and the answer's tokens, four bytes each."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        return array("i", self.tokens).tolist()
+
+
+class RecentTurns:
+    def __init__(self, max_tenant_bytes: int = MAX_TENANT_BYTES, max_total_bytes: int = MAX_TOTAL_BYTES) -> None:
+        self._max_tenant_bytes, self._max_total_bytes = max_tenant_bytes, max_total_bytes
+        self._turn_of_session: OrderedDict[tuple[str, str, str], Turn] = OrderedDict()
+        """By tenant, cache salt and name; the turn that ended last is at the end."""
+        self._bytes_of_tenant = Counter[str]()
+        """By tenant."""
+
+    @property
+    def total_bytes(self) -> int:
+        return self._bytes_of_tenant.total()
+
+    def record_turn(self, request: EngineCoreRequest, generated: Sequence[int]) -> None:
+        """A request has ended. `generated`: the tokens that it generated after its `emitted_ids`."""
+        if not request.session:
+            return
+        key = request.tenant, request.cache_salt, request.session
+        self._drop_turn(key)
+        if request.spans:  # images are not remembered
+            return
+        tokens = array("i", [*request.prompt_ids, *request.emitted_ids, *generated]).tobytes()
+        adapter = "" if request.adapter is None else request.adapter.name
+        turn = Turn(clock.time(), request.tenant, adapter, request.keep_seconds, tokens)
+        self._turn_of_session[key] = turn
+        self._bytes_of_tenant[turn.tenant] += _turn_bytes(turn)
+        while self._bytes_of_tenant[turn.tenant] > self._max_tenant_bytes:
+            self._drop_turn(
+                next(
+                    session_key
+                    for session_key, other_turn in self._turn_of_session.items()
+                    if other_turn.tenant == turn.tenant
+                )
+            )
+        while self.total_bytes > self._max_total_bytes:  # the tenant with the most bytes loses its oldest turn
+            (tenant, _) = self._bytes_of_tenant.most_common(1)[0]
+            self._drop_turn(
+                next(
+                    session_key
+                    for session_key, other_turn in self._turn_of_session.items()
+                    if other_turn.tenant == tenant
+                )
+            )
+
+    def find_turn(self, tenant: str, salt: str, session: str) -> Turn | None:
+        return self._turn_of_session.get((tenant, salt, session))
+
+    def _drop_turn(self, key: tuple[str, str, str]) -> None:
+        turn = self._turn_of_session.pop(key, None)
+        if turn is not None:
+            self._bytes_of_tenant[turn.tenant] -= _turn_bytes(turn)
+            if not self._bytes_of_tenant[turn.tenant]:
+                del self._bytes_of_tenant[turn.tenant]
+
+
+def _turn_bytes(turn: Turn) -> int:
+    return len(turn.tokens) + _TURN_OVERHEAD_BYTES

@@ -1,0 +1,117 @@
+"""What a receipt says of the model and of what computes it.
+
+The content of weights is read once, at about a second for each GiB, when the first receipt needs it. Files that were
+changed meanwhile have no hash: nobody knows any more what was loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+from pathlib import Path
+
+from quire.engine import VERSION
+from quire.engine.checkpoint.overrides import model_path
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ModelError
+from quire.engine.gguf.model_files import ModelFiles
+from quire.engine.receipts.receipt import ComputeInfo, ReceiptHashes
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.tiers.kv_identity import WeightFiles, code_hash
+from quire.engine.types import EngineInfo
+
+
+class ModelHasher:
+    """The hashes of one engine's model, for as long as it runs; made before its weights are loaded."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        paths: Mapping[str, str | None],
+        hash_folder: Path | None = None,
+    ) -> None:
+        """`paths`: see Link.weights_paths; `hash_folder`: a folder that remembers the hashes of weights."""
+        self._config = config
+        self._tokenizer = tokenizer
+        self._paths = paths
+        self._hash_folder = hash_folder
+        self._files: dict[str, WeightFiles | None] = {"1": _find_weight_files(config)}
+        """By version."""
+        self._weight_hashes: dict[str, asyncio.Task[str | None]] = {}
+        self._fixed_hashes: asyncio.Task[tuple[str, str, str, str]] | None = None
+
+    def register_version(self, version: str) -> None:
+        """Weights of this version are computed with from now on: remember which files these are."""
+        self._files[version] = self._weight_files_of_version(version)
+        self._weight_hashes.pop(version, None)
+
+    async def hash_versions(self, versions: Iterable[str]) -> ReceiptHashes:
+        """With those of these versions of the weights."""
+        config, tokenizer, template, _ = await self._get_fixed_hashes()
+        weights = {version: await self._weights_hash(version) for version in dict.fromkeys(versions)}
+        return ReceiptHashes(config=config, tokenizer=tokenizer, template=template, weights=weights)
+
+    async def describe_compute(self, info: EngineInfo) -> ComputeInfo:
+        config, (*_, kernels) = self._config, await self._get_fixed_hashes()
+        return ComputeInfo(
+            quire=VERSION,
+            kernels=kernels,
+            backend=info.backend,
+            device=info.device,
+            dtype=info.dtype,
+            quantization=config.quantization,
+            quantize_embedding=config.quantize_embedding,
+            kv_cache_dtype=info.kv_cache_dtype,
+            activation_bits=config.activation_bits,
+            rope_context=info.rope_context,
+            tensor_parallel_size=config.tensor_parallel_size,
+            deterministic=info.deterministic,
+        )
+
+    async def _get_fixed_hashes(self) -> tuple[str, str, str, str]:
+        """The hashes of config.json, tokenizer, template and code."""
+        if self._fixed_hashes is None:
+            self._fixed_hashes = asyncio.create_task(asyncio.to_thread(hash_model_files, self._config, self._tokenizer))
+        return await asyncio.shield(self._fixed_hashes)
+
+    async def _weights_hash(self, version: str) -> str | None:
+        if version not in self._files:
+            self.register_version(version)
+        if version not in self._weight_hashes:
+            self._weight_hashes[version] = asyncio.create_task(asyncio.to_thread(self._hash_weights, version))
+        return await asyncio.shield(self._weight_hashes[version])
+
+    def _hash_weights(self, version: str) -> str | None:
+        files = self._files[version]
+        if version == "1" and version not in self._paths and self._config.load_format == "dummy":
+            return f"dummy-{self._config.seed}"
+        content_hash = None if files is None else files.content_hash(self._hash_folder)
+        return None if content_hash is None else content_hash.hex()
+
+    def _weight_files_of_version(self, version: str) -> WeightFiles | None:
+        """None where they were given as tensors, or are not there any more."""
+        if (path := self._paths.get(version)) is None:
+            return None
+        return _find_weight_files(self._config.model_copy(update={"weights": path, "load_format": "auto"}))
+
+
+def _find_weight_files(config: EngineConfig) -> WeightFiles | None:
+    """None where they are not there any more."""
+    try:
+        return WeightFiles(config)
+    except ModelError:
+        return None
+
+
+def hash_model_files(config: EngineConfig, tokenizer: Tokenizer) -> tuple[str, str, str, str]:
+    """Of config.json, the tokenizer, its chat templates, and the code of kernels, layers and models."""
+    model = ModelFiles(model_path(config)).read_json_file("config.json")
+    tokenizer_text = f"{tokenizer.backend.to_str()}{tokenizer.eos_token_ids}"
+    return _hash_json(model), _hash_json(tokenizer_text), _hash_json(tokenizer.chat_templates), code_hash().hex()
+
+
+def _hash_json(content: object) -> str:
+    return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()

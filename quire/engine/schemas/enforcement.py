@@ -1,0 +1,232 @@
+"""A JSON schema as a grammar can hold an answer to it: what is only an annotation is left out, numbers that the grammar
+would round are refused, and where nobody asked that answers follow a schema exactly, there are weaker ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire.engine.errors import InvalidRequest
+from quire.engine.schemas.keywords import (
+    DEFINITION_KEYWORDS,
+    SCHEMA_KEYWORDS,
+    SCHEMA_LIST_KEYWORDS,
+    SCHEMA_MAP_KEYWORDS,
+    Schema,
+    SchemaReferences,
+    UnresolvableReference,
+    walk_schemas,
+)
+from quire.engine.schemas.keywords import map_subschemas as with_own_children
+
+ENFORCED_FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
+)
+"""Values of `format` that a grammar holds texts to; any other says something to people alone."""
+_BOUND_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_MAX_INTEGER = 2**63 - 1
+_TYPE_NAMES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
+_ENFORCED_KEYWORDS = frozenset(
+    {
+        *("$ref", "type", "enum", "const", "anyOf", "allOf", "properties", "required", "additionalProperties"),
+        *("patternProperties", "items", "prefixItems", "minItems", "maxItems", "minLength", "maxLength", "pattern"),
+        *("format", *_BOUND_KEYWORDS, *DEFINITION_KEYWORDS, "$schema", "$id", "$anchor"),
+    }
+)
+"""Keywords that a grammar enforces."""
+_TYPE_KEYWORDS = _ENFORCED_KEYWORDS - {
+    *(
+        "pattern",
+        "patternProperties",
+        "format",
+        "minItems",
+        "maxItems",
+        "minLength",
+        "maxLength",
+        "allOf",
+        *_BOUND_KEYWORDS,
+    )
+}
+"""Those that say of which types a value is made."""
+_COUNT_KEYWORDS = ("minItems", "maxItems", "minLength", "maxLength")
+WEAKEST_LEVEL = 3
+"""The level at which `weaken_schema` says no more than that there is an object."""
+
+
+def without_annotations(schema: Schema) -> Schema:
+    """The schema without values of `format` that are annotations."""
+
+    def drop_annotation(one: dict[str, Any]) -> dict[str, Any]:
+        if "format" not in one or (isinstance(one["format"], str) and one["format"] in ENFORCED_FORMATS):
+            return one
+        return {name: value for name, value in one.items() if name != "format"}
+
+    return rewrite_schema(schema, drop_annotation)
+
+
+def rewrite_schema(schema: Schema, change: Callable[[dict[str, Any]], Any]) -> Schema:
+    """A copy, every schema in it that is an object replaced by what `change` makes of it, inner ones first."""
+    if not isinstance(schema, dict):
+        return schema
+    copy = with_own_children(schema, lambda _, one: rewrite_schema(one, change))
+    for name in DEFINITION_KEYWORDS:
+        if isinstance(copy.get(name), dict):
+            copy[name] = {key: rewrite_schema(one, change) for key, one in copy[name].items()}
+    return change(copy)
+
+
+def check_exact_numbers(schema: Schema) -> None:
+    """Refuse numbers that a grammar would round, as it computes with doubles. Raises InvalidRequest naming the place
+    and the number."""
+    for place, one in walk_schemas(schema):
+        for keyword in _BOUND_KEYWORDS:
+            if not _is_exact_bound(one.get(keyword)):
+                raise _inexact_error(f"{place}/{keyword}", one[keyword])
+        values = one.get("enum")
+        for value in [one.get("const"), *(values if isinstance(values, list) else [])]:
+            if (wrong := _inexact_number(value)) is not None:
+                raise _inexact_error(f"{place}/{'const' if value is one.get('const') else 'enum'}", wrong)
+
+
+def _inexact_error(place: str, number: int) -> InvalidRequest:
+    shown = str(number) if abs(number) < 10**40 else "an integer of many digits"
+    why = "is beyond 2^53, and answers could not be held to it exactly; a text can: as a string in the schema"
+    return InvalidRequest(f"{place.lstrip('/').replace('/', '.')}: {shown} {why}", param="grammar")
+
+
+def _inexact_number(value: Any) -> int | None:
+    """An integer in a JSON value that no double is equal to."""
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, dict):
+            pending += one.values()
+        elif isinstance(one, list):
+            pending += one
+        elif isinstance(one, int) and not _is_exact(one):
+            return one
+    return None
+
+
+def _is_exact(number: int) -> bool:
+    try:
+        return int(float(number)) == number
+    except OverflowError:
+        return False
+
+
+def _is_exact_bound(number: Any) -> bool:
+    """Whether a grammar has this bound: integers are limited to 64 bits, whose largest is no double but exact."""
+    return not isinstance(number, int) or number == _MAX_INTEGER or (abs(number) <= _MAX_INTEGER and _is_exact(number))
+
+
+def weaken_schema(schema: Schema, level: int) -> dict[str, Any]:
+    """A schema of arguments that allows all that the given one allows, and that a grammar more probably has.
+
+    Level 0 leaves out what no grammar enforces, and what is no JSON Schema. Level 1 keeps types, properties, constants
+    and alternatives, level 2 the names and plain types of arguments, and level 3, the last, says that there is an
+    object.
+    """
+    if level >= WEAKEST_LEVEL or not isinstance(schema, dict):
+        return {"type": "object"}
+    if level == 2:
+        return _argument_types(schema)
+    try:
+        references: SchemaReferences | None = SchemaReferences(schema)
+    except UnresolvableReference:
+        references = None
+    weakened = rewrite_schema(
+        schema, lambda one: _keep_enforceable(one, _TYPE_KEYWORDS if level else _ENFORCED_KEYWORDS, references)
+    )
+    return {**weakened, "type": "object"} if isinstance(weakened, dict) else {"type": "object"}
+
+
+def _keep_enforceable(
+    schema: dict[str, Any], keywords: frozenset[str], references: SchemaReferences | None
+) -> dict[str, Any]:
+    """What of a schema's own keywords a grammar enforces. Its inner schemas have been through this."""
+    if isinstance(schema.get("oneOf"), list) and "anyOf" not in schema:
+        schema = {**schema, "anyOf": schema["oneOf"]}
+    enforceable = {
+        name: value
+        for name, value in schema.items()
+        if name in keywords and _is_enforceable(name, value, schema, references)
+    }
+    if "patternProperties" in schema and "patternProperties" not in enforceable:
+        enforceable.pop("additionalProperties", None)
+    if "prefixItems" in schema and "prefixItems" not in enforceable:
+        enforceable.pop("items", None)
+    if isinstance(enforceable.get("required"), list):
+        enforceable["required"] = [
+            name for name in enforceable["required"] if enforceable.get("properties", {}).get(name) is not False
+        ]
+    return enforceable
+
+
+def _is_enforceable(keyword: str, value: Any, schema: Mapping[str, Any], references: SchemaReferences | None) -> bool:
+    """Whether a keyword has a value that JSON Schema allows, and that a grammar holds exactly."""
+    match keyword:
+        case "type":
+            kinds = [value] if isinstance(value, str) else value
+            return isinstance(kinds, list) and bool(kinds) and all(kind in _TYPE_NAMES for kind in map(str, kinds))
+        case "const":
+            return _inexact_number(value) is None
+        case "enum":
+            return isinstance(value, list) and bool(value) and _inexact_number(value) is None
+        case "required":
+            return isinstance(value, list) and all(isinstance(name, str) for name in value)
+        case "pattern":
+            return isinstance(value, str)
+        case "format":
+            return isinstance(value, str) and value in ENFORCED_FORMATS and "pattern" not in schema
+        case "$ref":
+            return references is not None and _is_resolvable(value, references)
+        case _ if keyword in _BOUND_KEYWORDS:
+            return isinstance(value, int | float) and not isinstance(value, bool) and _is_exact_bound(value)
+        case _ if keyword in _COUNT_KEYWORDS:
+            return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        case _ if keyword in SCHEMA_MAP_KEYWORDS or keyword in DEFINITION_KEYWORDS:
+            return isinstance(value, dict) and all(isinstance(one, dict | bool) for one in value.values())
+        case "items" if isinstance(value, list):
+            return all(isinstance(one, dict | bool) for one in value)
+        case _ if keyword in SCHEMA_LIST_KEYWORDS and keyword != "items":
+            return isinstance(value, list) and bool(value) and all(isinstance(one, dict | bool) for one in value)
+        case _ if keyword in SCHEMA_KEYWORDS:
+            return isinstance(value, dict | bool)
+    return True
+
+
+def _is_resolvable(reference: Any, references: SchemaReferences) -> bool:
+    try:
+        references.resolve(reference)
+    except UnresolvableReference:
+        return False
+    return True
+
+
+def _argument_types(schema: dict[str, Any]) -> dict[str, Any]:
+    """The names of arguments, the types of those that are plain, and which are required."""
+    named, required = schema.get("properties"), schema.get("required")
+    if not isinstance(named, dict):
+        return {"type": "object"}
+    properties: dict[str, Any] = {}
+    for name, one in named.items():
+        kind = one.get("type") if isinstance(one, dict) else None
+        plain = isinstance(kind, str) and kind in _TYPE_NAMES and not {"enum", "const", "$ref"} & one.keys()
+        properties[name] = {"type": kind} if plain else True
+    names = [name for name in required if name in properties] if isinstance(required, list) else []
+    return {"type": "object", "properties": properties, "required": names}
+
+
+def with_sound_arguments(schema: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The schema of arguments without what is wrong with its first level, on which parsers rely: an object, whose
+    properties have schemas."""
+    if not schema:
+        return schema
+    repaired = {name: value for name, value in schema.items() if name not in ("type", "properties", "required")}
+    named, required = schema.get("properties"), schema.get("required")
+    if isinstance(named, dict):
+        repaired["properties"] = {name: one if isinstance(one, dict | bool) else True for name, one in named.items()}
+    if isinstance(required, list):
+        repaired["required"] = [name for name in required if isinstance(name, str)]
+    return {"type": "object", **repaired}

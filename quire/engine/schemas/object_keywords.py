@@ -1,0 +1,161 @@
+"""What the schemas of one place say of an object, as far as closing it needs to know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.engine.schemas.keywords import Schema, SchemaReferences
+
+CLOSING_KEYWORDS = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties"})
+"""Keywords that say which other properties an object may have."""
+_COUNTING_KEYWORDS = CLOSING_KEYWORDS | {"minProperties", "maxProperties", "propertyNames"}
+"""Keywords that may turn from true to false, or back, where an object loses properties."""
+ANNOTATION_KEYWORDS = frozenset({"title", "description", "default", "examples", "$comment", "deprecated", "readOnly"})
+SCALAR_TYPES = frozenset({"string", "integer", "number", "boolean", "null"})
+
+
+class UndecidableSchema(Exception):
+    """The document cannot be closed."""
+
+
+class ConditionalKeywords:
+    """What `if`, `then`, `else`, `not` and `dependentSchemas` of a place say of the object."""
+
+    def __init__(self, plain: Sequence[dict[str, Any]], references: SchemaReferences) -> None:
+        """Raises Unresolvable and Undecided."""
+        self._references = references
+        self._seen_ids: set[int] = set()
+        self.property_names: dict[str, None] = {}
+        """Properties that they speak of."""
+        self.has_properties = False
+        """Some of them have `has_properties`."""
+        self.has_closers = False
+        """Some of them say which other properties there may be."""
+        self.is_undecidable = False
+        """Fewer properties may make a condition true or false."""
+        for one in plain:
+            self._read_conditional_keywords(one, asserted=True)
+
+    @property
+    def num_schemas(self) -> int:
+        """How many schemas they are made of."""
+        return len(self._seen_ids)
+
+    def _read_conditional_keywords(self, schema: dict[str, Any], *, asserted: bool) -> None:
+        """`asserted`: the object must be as the members say, and not only be compared with them."""
+        for keyword in ("if", "not"):
+            self._read_condition(schema.get(keyword), asserted=False)
+        for keyword in ("then", "else"):
+            self._read_condition(schema.get(keyword), asserted=asserted)
+        for keyword in ("dependentSchemas", "dependencies"):
+            for name, member in schema_map(schema, keyword).items():
+                self.property_names[name] = None
+                self._read_condition(member, asserted=asserted)
+
+    def _read_condition(self, schema: Any, *, asserted: bool) -> None:
+        if isinstance(schema, list):  # of `dependencies`: names
+            self.property_names |= dict.fromkeys(name for name in schema if isinstance(name, str))
+        if not isinstance(schema, dict) or id(schema) in self._seen_ids:
+            return
+        self._seen_ids.add(id(schema))
+        self.property_names |= dict.fromkeys([*schema_map(schema, "properties"), *names_without_schema([schema])])
+        self.has_properties |= asserted and "properties" in schema
+        self.has_closers |= asserted and bool(CLOSING_KEYWORDS & schema.keys())
+        self.is_undecidable |= bool(
+            (_COUNTING_KEYWORDS & schema.keys()) - (CLOSING_KEYWORDS if asserted else frozenset())
+        )
+        self._read_conditional_keywords(schema, asserted=asserted)
+        for keyword in ("allOf", "anyOf", "oneOf"):
+            for one in schema_list(schema[keyword]) if keyword in schema else ():
+                self._read_condition(one, asserted=asserted)
+        if "$ref" in schema:
+            self._read_condition(self._references.resolve(schema["$ref"]), asserted=asserted)
+
+
+def schema_list(value: Any) -> list[Schema]:
+    if not isinstance(value, list) or not value:
+        raise UndecidableSchema
+    return value
+
+
+def schema_map(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
+    value = schema.get(keyword, {})
+    if not isinstance(value, dict):
+        raise UndecidableSchema
+    return value
+
+
+def is_reference(schema: Schema) -> bool:
+    """Whether it says nothing but where its content is."""
+    return isinstance(schema, dict) and "$ref" in schema and schema.keys() <= {"$ref", *ANNOTATION_KEYWORDS}
+
+
+def required_names(plain: Sequence[dict[str, Any]]) -> list[str]:
+    names: dict[str, None] = {}
+    for one in plain:
+        value = one.get("required")
+        if isinstance(value, list):
+            names |= dict.fromkeys(name for name in value if isinstance(name, str))
+    return list(names)
+
+
+def names_without_schema(plain: Sequence[dict[str, Any]]) -> list[str]:
+    """Names of properties that the schemas ask for without describing them."""
+    names = required_names(plain)
+    for one in plain:
+        for name, others in schema_map(one, "dependentRequired").items():
+            names += [name, *(other for other in others if isinstance(other, str))] if isinstance(others, list) else []
+        enum = one.get("enum")
+        for value in (one.get("const"), *(enum if isinstance(enum, list) else ())):
+            names += value if isinstance(value, dict) else ()
+    return names
+
+
+def satisfies_min_properties(plain: Sequence[dict[str, Any]], written: dict[str, Schema]) -> bool:
+    """Whether the named properties suffice for `minProperties`, as far as that is plain."""
+    counts = [one["minProperties"] for one in plain if isinstance(one.get("minProperties"), int | float)]
+    surely = {
+        name
+        for name, schema in written.items()
+        if schema is True or (isinstance(schema, dict) and schema.keys() <= {"type", *ANNOTATION_KEYWORDS})
+    }
+    return max(counts, default=0) <= len(surely | {*required_names(plain)})
+
+
+def common_types(plain: Sequence[dict[str, Any]]) -> set[str]:
+    """The types that a value of all these schemas may have."""
+    known = {*SCALAR_TYPES, "object", "array"}
+    types = set(known)
+    for one in plain:
+        names = set(type_names(one)) or types
+        types &= {*names, "integer"} if "number" in names else names
+        if not names <= known:
+            raise UndecidableSchema
+    return types
+
+
+def type_names(schema: dict[str, Any]) -> list[str]:
+    """The types that a schema names; [] if it has no `type`. Raises Undecided for what is no type."""
+    value = schema.get("type")
+    if value is None:
+        return []
+    names = value if isinstance(value, list) else [value]
+    if not all(isinstance(name, str) for name in names):
+        raise UndecidableSchema
+    return names
+
+
+def has_positional_items(plain: Sequence[dict[str, Any]]) -> bool:
+    """Whether some speak of single items of a list, so that an item's place in the list decides what holds for it."""
+    return any(name in one for one in plain for name in ("prefixItems", "additionalItems")) or any(
+        isinstance(one.get("items"), list) for one in plain
+    )
+
+
+def may_hold_objects(schema: Schema) -> bool:
+    """False for schemas of which it is plain that their values are neither objects nor lists."""
+    if not isinstance(schema, dict):
+        return False
+    names = type_names(schema)
+    return not names or not SCALAR_TYPES.issuperset(names)

@@ -1,0 +1,24 @@
+"""Imports a class of a user's own that a setting names as MODULE:CLASS."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TypeVar
+
+from quire.engine.errors import ConfigError
+
+_Base = TypeVar("_Base")
+
+
+def import_class(setting: str, path: str, base: type[_Base], kind: str) -> type[_Base]:
+    """The class at `path`, which must be a subclass of `base`. `kind`: what such classes are, for the error. Raises
+    ConfigError."""
+    module, _, name = path.partition(":")
+    try:
+        imported = getattr(import_module(module), name)
+        if not (isinstance(imported, type) and issubclass(imported, base)):
+            raise TypeError(f"it is no subclass of {base.__module__}.{base.__qualname__}")
+    except Exception as error:  # whatever a user's module raises
+        problem = f"{path!r} is no {kind}: {type(error).__name__}: {error}"
+        raise ConfigError(f"{setting}: {problem}", param=setting) from error
+    return imported

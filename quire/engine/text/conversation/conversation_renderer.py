@@ -1,0 +1,114 @@
+"""Renders a conversation by rules that its chat template takes, and looks whether all of its texts are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from quire.engine.errors import InvalidRequest
+from quire.engine.text.conversation.adaptation_rules import AdaptationRule, Fix
+from quire.engine.text.conversation.message_units import Message, MessageUnit
+from quire.engine.text.conversation.planner import Adaptation, ConversationPlan, ConversationPlanner
+from quire.engine.text.conversation.text_presence import find_missing_messages
+from quire.engine.text.template_sandbox import TemplateStepLimitExceeded
+
+MAX_RENDERINGS = 6
+"""Renderings of one conversation, each by another rule for what the one before did not show."""
+_MAX_SEARCHED_UNITS = 256
+"""Units among which the one that a template refuses is looked for."""
+ADAPTATION_OFF_MESSAGE = "the chat template does not take it as it is, and the server has --adapt-conversations off"
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedConversation:
+    text: str
+    adaptations: Sequence[Adaptation] = ()
+    """What was not written as it was sent."""
+    moved_texts: Sequence[str] = ()
+    """Texts that stand in a message of another role than they were sent in: special tokens in them are text."""
+
+
+class ConversationRenderer:
+    """One request's conversation, on its way through a template."""
+
+    def __init__(
+        self, units: Sequence[MessageUnit], render: Callable[[list[Message]], str], *, tools: bool, prompt: bool | None
+    ) -> None:
+        """`render` raises InvalidRequest where the template refuses. `tools`: it shows some. `prompt`: with a
+        generation prompt; None: the last message is continued."""
+        self._units = units
+        self._render_messages = render
+        self._shows_tools = tools
+        self._add_generation_prompt = prompt
+
+    def render(self, planner: ConversationPlanner, *, adapt: bool, allow_missing: bool) -> RenderedConversation:
+        """Raises InvalidRequest naming messages[i] for what the template does not show by any rule, unless that is
+        `allow_missing`, and where not `adapt` for what it does not show as it is."""
+        banned_rules: dict[int, set[AdaptationRule | tuple[Fix, ...]]] = {}
+        first: RenderedConversation | None = None
+        for _ in range(MAX_RENDERINGS):
+            plan = planner.plan(
+                self._units, tools=self._shows_tools, prompt=self._add_generation_prompt, banned_rules=banned_rules
+            )
+            if not adapt and plan.adaptations:
+                raise self._refusal(plan.adaptations[0].index, f"{ADAPTATION_OFF_MESSAGE}: {plan.adaptations[0].label}")
+            text = self._try_render_plan(plan)
+            error = text if isinstance(text, InvalidRequest) else None
+            if isinstance(text, str):
+                conversation = RenderedConversation(text, plan.adaptations, plan.moved_texts)
+                first = first or conversation
+                places = sorted({plan.unit_indices[index] for index in find_missing_messages(text, plan.messages)})
+                if not places:
+                    return conversation
+            else:
+                places = [self._find_refused_unit(plan)]
+            if not adapt or (plan.first_unsure_unit is not None and plan.first_unsure_unit <= places[0]):
+                break
+            for place in places:
+                rule = plan.rules[place]
+                banned_rules.setdefault(place, set()).add(rule if error is not None else rule.fixes)
+        if allow_missing and first is not None:
+            return first
+        raise self._unit_refusal(places[0], error) from error
+
+    def _try_render_plan(self, plan: ConversationPlan) -> str | InvalidRequest:
+        try:
+            return self._render_messages(plan.messages)
+        except InvalidRequest as error:
+            if isinstance(error.__cause__, TemplateStepLimitExceeded):
+                raise
+            return error
+
+    def _find_refused_unit(self, plan: ConversationPlan) -> int:
+        """The place of the unit that the template refuses."""
+        if plan.first_unsure_unit is not None:
+            return plan.first_unsure_unit
+        last = len(self._units) - 1
+        if last >= _MAX_SEARCHED_UNITS:
+            return last
+        low, high = 0, last  # the template takes what precedes `low`, and refuses all up to `high`
+        while low < high:
+            middle = (low + high) // 2
+            if self._accepts_up_to(plan, middle):
+                low = middle + 1
+            else:
+                high = middle
+        return high
+
+    def _accepts_up_to(self, plan: ConversationPlan, place: int) -> bool:
+        """Whether the template takes the units up to a place."""
+        try:
+            self._render_messages(
+                [message for message, owner in zip(plan.messages, plan.unit_indices, strict=True) if owner <= place]
+            )
+        except InvalidRequest:
+            return False
+        return True
+
+    def _unit_refusal(self, place: int, error: InvalidRequest | None) -> InvalidRequest:
+        return self._refusal(
+            self._units[place].index, "the chat template does not show its text" if error is None else error.message
+        )
+
+    def _refusal(self, index: int, why: str) -> InvalidRequest:
+        return InvalidRequest(f"messages[{max(index, 0)}]: {why}", param="messages")

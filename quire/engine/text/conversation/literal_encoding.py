@@ -1,0 +1,36 @@
+"""Token ids of a rendered conversation in which moved texts have no special tokens, whatever is written in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from quire.engine.text.tokenizer import Tokenizer
+
+_LEAD_CHARACTER = "\u263a"
+"""Stands before a piece of a text for a tokenizer that puts a space before what it begins with."""
+
+
+def encode_literally(tokenizer: Tokenizer, text: str, moved: Sequence[str], *, add_special_tokens: bool) -> list[int]:
+    """The ids of `text`; tokens such as `<|im_end|>` in the `moved` texts are encoded as characters. Raises
+    InvalidRequest as `Tokenizer.encode`."""
+    cuts = sorted(set(_find_cut_positions(tokenizer, text, moved)))
+    if not cuts:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    ids = tokenizer.encode(text[: cuts[0]], add_special_tokens=add_special_tokens)
+    lead = _LEAD_CHARACTER if tokenizer.strips_first_space else ""
+    lead_ids = tokenizer.encode(lead, add_special_tokens=False)
+    for start, end in zip(cuts, [*cuts[1:], len(text)], strict=True):
+        ids += tokenizer.encode(lead + text[start:end], add_special_tokens=False)[len(lead_ids) :]
+    return ids
+
+
+def _find_cut_positions(tokenizer: Tokenizer, text: str, moved_texts: Sequence[str]) -> Iterator[int]:
+    """Places inside of the tokens that moved texts spell: a text that is cut there has them no more."""
+    pattern = tokenizer.added_token_pattern
+    for each in set(moved_texts) if pattern is not None else ():
+        assert pattern is not None
+        inside = [match.start() + 1 for match in pattern.finditer(each)]
+        place = text.find(each) if inside else -1
+        while place >= 0:
+            yield from (place + cut for cut in inside)
+            place = text.find(each, place + len(each))

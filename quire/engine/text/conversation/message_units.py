@@ -1,0 +1,189 @@
+"""A conversation cut into units: one message, or an assistant's calls with the results that follow at once.
+
+A unit is what a rule writes for a chat template. Its shape is all that a template's treatment of it may depend on,
+apart from the texts themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+Message = dict[str, Any]
+
+RESULT_ROLES = ("tool", "function")
+SYSTEM_ROLES = ("system", "developer")
+MAX_COUNTED_CALLS = 3
+"""More calls in one message are treated as three are."""
+
+ContentKind = Literal["empty", "text", "parts"]
+"""parts: some of them are images."""
+IdKind = Literal["short", "foreign", "missing"]
+"""short: nine letters and digits, which all templates take."""
+ArgumentsKind = Literal["object", "text", "value"]
+"""text: a string that is no JSON, or JSON of a string; value: any other JSON."""
+ResultsKind = Literal["none", "whole", "reordered", "partial", "mixed", "unmatched"]
+"""whole: one for each call, in order; mixed: some answer none of the calls; unmatched: none does."""
+
+
+class UnitShape(NamedTuple):
+    role: str
+    content: ContentKind = "text"
+    has_reasoning: bool = False
+    num_calls: int = 0
+    ids: IdKind = "short"
+    arguments: ArgumentsKind = "object"
+    results: ResultsKind = "none"
+    result_content: ContentKind = "text"
+    is_legacy: bool = False
+    """The deprecated `function_call`, or a message of the role `function`."""
+    has_result_names: bool = True
+    """Results have the name of the function."""
+    is_tool_description: bool = False
+    """The description of the tools, which Quire writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageUnit:
+    messages: tuple[Message, ...]
+    """Normalized: see parts.normalize."""
+    index: int
+    """Of the first message in the caller's list; -1 for what Quire adds."""
+    is_tool_description: bool = False
+    """It describes the tools."""
+
+
+def split_into_units(messages: Sequence[Message], first_index: int = 0) -> list[MessageUnit]:
+    """`first_index`: the index of the first message; a description of the tools before them has -1."""
+    units: list[MessageUnit] = []
+    place, count = 0, len(messages)
+    while place < count:
+        end = place + 1
+        if has_calls(messages[place]):
+            while end < count and messages[end].get("role") in RESULT_ROLES:
+                end += 1
+        units.append(
+            MessageUnit(tuple(messages[place:end]), place + first_index, is_tool_description=place + first_index < 0)
+        )
+        place = end
+    return units
+
+
+def has_calls(message: Message) -> bool:
+    return bool(message.get("tool_calls") or message.get("function_call"))
+
+
+def message_calls(message: Message) -> list[dict[str, Any]]:
+    """The calls of a message, a deprecated `function_call` among them."""
+    calls = [call for call in message.get("tool_calls") or () if isinstance(call, dict)]
+    legacy = message.get("function_call")
+    if not calls and isinstance(legacy, dict):
+        calls = [{"type": "function", "function": legacy}]
+    return calls
+
+
+def call_function(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    return function if isinstance(function, dict) else {}
+
+
+def call_id(call: dict[str, Any]) -> str | None:
+    return _valid_id(call.get("id"))
+
+
+def result_call_id(message: Message) -> str | None:
+    """The id of the call that a result answers."""
+    return _valid_id(message.get("tool_call_id"))
+
+
+def _valid_id(value: object) -> str | None:
+    return str(value) if isinstance(value, str | int) and value != "" else None
+
+
+def match_results_to_calls(unit: MessageUnit) -> list[int | None]:
+    """For each result of a unit the index of the call it answers.
+
+    A result without an id answers the first call that has none yet: of the same name, if the result has a name.
+    """
+    calls = message_calls(unit.messages[0])
+    known = {call_id(call): index for index, call in reversed(list(enumerate(calls))) if call_id(call) is not None}
+    open_calls = list(range(len(calls)))
+    matched: list[int | None] = []
+    for result in unit.messages[1:]:
+        id = result_call_id(result)
+        index = known.get(id) if id is not None and known else None
+        if id is None or not known:
+            name = result.get("name")
+            same = [each for each in open_calls if name in (None, call_function(calls[each]).get("name"))]
+            index = same[0] if same else None
+        if index in open_calls:
+            open_calls.remove(index)
+            matched.append(index)
+        else:
+            matched.append(None)
+    return matched
+
+
+def unit_shape(unit: MessageUnit, *, text_arguments: bool = False) -> UnitShape:
+    """`text_arguments`: arguments are JSON in a string, as the template wants them."""
+    message = unit.messages[0]
+    role = message.get("role", "")
+    content = content_kind(message)
+    if len(unit.messages) == 1 and role not in RESULT_ROLES and not has_calls(message):
+        return UnitShape(
+            role, content, bool(message.get("reasoning_content")), is_tool_description=unit.is_tool_description
+        )
+    results = unit.messages[1:] if has_calls(message) else unit.messages
+    calls = message_calls(message)
+    ids = [call_id(call) for call in calls] + [result_call_id(each) for each in results]
+    as_text = text_arguments or not message.get("tool_calls")
+    kinds = {arguments_kind(call_function(call).get("arguments", {}), as_text) for call in calls}
+    return UnitShape(
+        role,
+        content,
+        bool(message.get("reasoning_content")),
+        min(len(calls), MAX_COUNTED_CALLS),
+        "missing" if None in ids else "short" if all(map(is_short_id, ids)) else "foreign",
+        "text" if "text" in kinds else "value" if "value" in kinds else "object",
+        _results_kind(unit) if calls else "none",
+        "parts" if any(content_kind(each) == "parts" for each in results) else "text",
+        any("function_call" in each or each.get("role") == "function" for each in unit.messages),
+        all(each.get("name") for each in results),
+        unit.is_tool_description,
+    )
+
+
+def _results_kind(unit: MessageUnit) -> ResultsKind:
+    matched = match_results_to_calls(unit)
+    if not matched:
+        return "none"
+    if None in matched:
+        return "mixed" if any(index is not None for index in matched) else "unmatched"
+    if len(matched) < len(message_calls(unit.messages[0])):
+        return "partial"
+    return "whole" if matched == sorted(matched, key=lambda index: index or 0) else "reordered"
+
+
+def content_kind(message: Message) -> ContentKind:
+    content = message.get("content")
+    if isinstance(content, str) or not content:
+        return "text" if content and not content.isspace() else "empty"
+    return "parts"
+
+
+def arguments_kind(arguments: object, text_arguments: bool = False) -> ArgumentsKind:
+    """`text_arguments`: objects are JSON in a string."""
+    if text_arguments and isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            return "text"
+    if isinstance(arguments, dict):
+        return "object"
+    return "text" if isinstance(arguments, str) else "value"
+
+
+def is_short_id(id: str | None) -> bool:
+    return id is not None and len(id) == 9 and id.isascii() and id.isalnum()

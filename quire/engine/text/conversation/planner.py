@@ -1,0 +1,316 @@
+"""Finds out, with made-up texts, by which rule a chat template takes each unit of a conversation, and writes it so.
+
+How a unit is written depends on what stands before it, so that a prompt grows at its end when a conversation goes on.
+The rules that were found are kept: a template's states, each an abbreviation of the conversations that lead to it, with
+the rule for each shape that came next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from quire.engine.text.conversation.adaptation_rules import AS_SENT, FILLER_TEXTS, AdaptationRule, Fix, candidate_rules
+from quire.engine.text.conversation.message_units import SYSTEM_ROLES, Message, MessageUnit, UnitShape, unit_shape
+from quire.engine.text.conversation.probe_units import ProbeUnit, make_probe_unit, shows_in_order, without_image_parts
+from quire.engine.text.conversation.unit_writer import UnitWriter
+
+RenderProbe = Callable[[list[Message], bool, bool], str | None]
+"""What the template makes of messages, with tools or without, with a generation prompt or without; None: refused."""
+PlanStep = tuple[UnitShape, AdaptationRule]
+BannedRules = Mapping[int, Set[AdaptationRule | tuple[Fix, ...]]]
+"""Rules, or fixes however they are joined, that failed with a conversation's own texts, by the place of the unit."""
+
+MAX_CACHED_STATES = 2000
+"""Kept for one template; then they are forgotten."""
+_MAX_STATE_STEPS = 12
+_USER, _ASSISTANT = UnitShape("user"), UnitShape("assistant")
+_FOLLOWING_SHAPES: dict[str, tuple[tuple[UnitShape, ...], ...]] = {
+    "user": ((_ASSISTANT, _USER),),
+    "assistant": ((_USER,),),
+    "tool": ((_ASSISTANT, _USER), (_USER, _ASSISTANT)),
+    "function": ((_ASSISTANT, _USER), (_USER, _ASSISTANT)),
+    "system": ((_USER,),),
+    "developer": ((_USER,),),
+}
+"""What may follow a message: a rule must suit one of these too, if there is such a rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptation:
+    """A unit that was not written as it was sent."""
+
+    index: int
+    """Of its first message in the caller's list."""
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationPlan:
+    """A conversation as it is to be rendered."""
+
+    messages: list[Message]
+    unit_indices: list[int]
+    """For each message the place of its unit."""
+    rules: list[AdaptationRule]
+    adaptations: list[Adaptation]
+    first_unsure_unit: int | None = None
+    """The place of the first unit for which no rule was found."""
+    moved_texts: list[str] = field(default_factory=list)
+    """Texts that stand in a message of another role than they were sent in."""
+
+
+@dataclass(slots=True)
+class _TemplateState:
+    steps: tuple[PlanStep, ...]
+    transitions: dict[UnitShape, tuple[AdaptationRule, _TemplateState, bool]] = field(default_factory=dict)
+    """The rule for a shape, the state that it leads to, and whether the template takes it."""
+    closing_messages: dict[bool, list[Message]] = field(default_factory=dict)
+    """What is added at a conversation's end, with a generation prompt and without."""
+
+
+class ConversationPlanner:
+    """The rules of one template."""
+
+    def __init__(self, render: RenderProbe, writer: UnitWriter, *, text_results: bool) -> None:
+        self._render = render
+        self._writer = writer
+        self._text_results = text_results
+        self._states: dict[tuple[bool, tuple[PlanStep, ...]], _TemplateState] = {}
+
+    def plan(
+        self, units: Sequence[MessageUnit], *, tools: bool, prompt: bool | None, banned_rules: BannedRules
+    ) -> ConversationPlan:
+        """How to write the units. `tools`: the template shows some. `prompt`: with a generation prompt; None: the last
+        message is continued."""
+        state = self._get_state(tools, ())
+        plan = ConversationPlan([], [], [], [])
+        first_unsure_unit = None
+        text_arguments = self._writer.text_arguments
+        for place, unit in enumerate(units):
+            shape = unit_shape(unit, text_arguments=text_arguments)
+            if place in banned_rules:
+                rule, sure = self._choose_rule(state, shape, tools, banned_rules[place])
+                state = self._next_state(state, shape, rule, tools)
+            else:
+                if shape not in state.transitions:
+                    self._learn_transition(state, shape, tools)
+                rule, state, sure = state.transitions[shape]
+            if not sure and first_unsure_unit is None:
+                first_unsure_unit = place
+            if rule is AS_SENT:
+                plan.messages.extend(unit.messages)
+                plan.unit_indices.extend([place] * len(unit.messages))
+            else:
+                self._append_rewritten(plan, units, place, rule)
+            plan.rules.append(rule)
+        if prompt is not None:
+            closing = self._get_closing_messages(state, tools, prompt)
+            plan.messages.extend(closing)
+            plan.unit_indices.extend([len(units) - 1] * len(closing))
+        return ConversationPlan(
+            plan.messages, plan.unit_indices, plan.rules, plan.adaptations, first_unsure_unit, plan.moved_texts
+        )
+
+    def _append_rewritten(
+        self, plan: ConversationPlan, units: Sequence[MessageUnit], place: int, rule: AdaptationRule
+    ) -> None:
+        unit = units[place]
+        written = self._writer.write_unit(unit, rule, plan.messages)
+        if written is None:
+            written = self._writer.write_unit(unit, AdaptationRule(rule.fixes), plan.messages)
+            assert written is not None
+        joins_own = bool(written.num_replaced) and not rule.fixes and units[plan.unit_indices[-1]].is_tool_description
+        if written.num_replaced:
+            del plan.messages[-written.num_replaced :], plan.unit_indices[-written.num_replaced :]
+        plan.messages.extend(written.messages)
+        plan.unit_indices.extend([place] * len(written.messages))
+        plan.moved_texts.extend(written.moved_texts)
+        if not unit.is_tool_description and not joins_own:
+            plan.adaptations.append(Adaptation(unit.index, rule.label(str(unit.messages[0].get("role")))))
+
+    def _get_state(self, tools: bool, steps: tuple[PlanStep, ...]) -> _TemplateState:
+        if len(self._states) > MAX_CACHED_STATES:
+            self._states.clear()
+        return self._states.setdefault((tools, steps), _TemplateState(steps))
+
+    def _next_state(self, state: _TemplateState, shape: UnitShape, rule: AdaptationRule, tools: bool) -> _TemplateState:
+        return self._get_state(tools, _abbreviate_steps((*state.steps, (shape, rule))))
+
+    def _learn_transition(self, state: _TemplateState, shape: UnitShape, tools: bool) -> None:
+        rule, sure = self._choose_rule(state, shape, tools, frozenset())
+        if len(state.transitions) > MAX_CACHED_STATES:  # only where callers may make up roles
+            state.transitions.clear()
+        state.transitions[shape] = rule, self._next_state(state, shape, rule, tools), sure
+
+    def _choose_rule(
+        self, state: _TemplateState, shape: UnitShape, tools: bool, banned: Set[AdaptationRule | tuple[Fix, ...]]
+    ) -> tuple[AdaptationRule, bool]:
+        """The first rule that suits the template, and what mostly follows; without one the first that suits it."""
+        fallback: AdaptationRule | None = None
+        partial: AdaptationRule | None = None
+        for rule in candidate_rules(shape, text_results=self._text_results, prefer_merge=_prefers_merging(state.steps)):
+            if rule in banned or rule.fixes in banned:
+                continue
+            if partial is not None and "calls_as_text" in rule.fixes:
+                break
+            suits, goes_on = self._try_rule(state.steps, shape, rule, tools)
+            if suits and goes_on:
+                return (AS_SENT if rule == AS_SENT else rule), True
+            if suits and fallback is None:
+                fallback = rule
+            if shape.num_calls and partial is None and not suits:
+                partial = rule if self._try_rule(state.steps, shape, rule, tools, partly=True)[1] else None
+        fallback = fallback or partial
+        if fallback is not None:
+            return (AS_SENT if fallback == AS_SENT else fallback), True
+        return AS_SENT, False
+
+    def _try_rule(
+        self, steps: tuple[PlanStep, ...], shape: UnitShape, rule: AdaptationRule, tools: bool, *, partly: bool = False
+    ) -> tuple[bool, bool]:
+        """Whether a rule suits a shape behind these steps, and whether a conversation can go on after it. `partly`: the
+        template may leave arguments of calls out, as it may show only some that it knows, and show calls elsewhere."""
+        trial = self._write_trial((*steps, (shape, rule)))
+        if trial is None:
+            return False, False
+        messages, probe_units = trial
+        if partly:
+            probe_units[-1] = probe_units[-1].without_arguments()
+        if shape.role not in SYSTEM_ROLES:
+            probe_units = [one for one in probe_units[:-1] if not one.any_position] + probe_units[-1:]
+        role = str(messages[-1].get("role")) if messages else ""
+        pending = bool(messages) and bool(messages[-1].get("tool_calls"))
+        alone = self._shows_all(messages, probe_units, tools, images=shape.result_content == "parts")
+        ways = () if pending else _FOLLOWING_SHAPES.get(role, ())
+        lengths = [self._count_accepted(messages, probe_units, way, tools) for way in ways]
+        ends_here = alone or (bool(ways) and role != "user" and not (shape.num_calls and role != "assistant"))
+        goes_on = not ways or any(length == len(way) for length, way in zip(lengths, ways, strict=True))
+        stays = shape.role not in SYSTEM_ROLES or self._keeps_prefix(steps, messages, tools)
+        return alone or any(lengths), ends_here and goes_on and stays
+
+    def _keeps_prefix(self, steps: tuple[PlanStep, ...], messages: list[Message], tools: bool) -> bool:
+        """True if what stood before a late system message stands before it still: some templates write another head."""
+        if all(shape.role in SYSTEM_ROLES for shape, _ in steps):
+            return True
+        trial = self._write_trial(steps)
+        before = None if trial is None else self._render(trial[0], tools, False)
+        text = self._render(messages, tools, False)
+        if trial is None or before is None or text is None:
+            return True
+        ends = [before.rfind(one) + len(one) for each in trial[1] for texts in each.expected_texts for one in texts]
+        return text.startswith(before[: max(ends, default=0)])
+
+    def _count_accepted(
+        self, messages: list[Message], probe_units: list[ProbeUnit], way: Sequence[UnitShape], tools: bool
+    ) -> int:
+        """How many messages of these shapes the template takes behind others."""
+        for length, shape in enumerate(way):
+            behind = self._extend_trial(messages, probe_units, shape, tools)
+            if behind is None:
+                return length
+            messages, probe_units = behind
+        return len(way)
+
+    def _extend_trial(
+        self, messages: list[Message], probe_units: list[ProbeUnit], shape: UnitShape, tools: bool
+    ) -> tuple[list[Message], list[ProbeUnit]] | None:
+        """With a message behind them, merged if need be; None where the template does not show all of it."""
+        one = self._make_probe_unit(shape, 100 + len(probe_units))
+        for rule in (AS_SENT, AdaptationRule((), "merged")):
+            written = self._writer.write_unit(one.unit, rule, messages)
+            if written is not None:
+                whole = [*messages[: len(messages) - written.num_replaced], *written.messages]
+                if self._shows_all(whole, [*probe_units, one], tools):
+                    return whole, [*probe_units, one]
+        return None
+
+    def _shows_all(
+        self,
+        messages: list[Message],
+        probe_units: Sequence[ProbeUnit],
+        tools: bool,
+        *,
+        prompt: bool = False,
+        images: bool = False,
+    ) -> bool:
+        text = self._render(messages, tools, prompt)
+        if text is None or not shows_in_order(text, probe_units):
+            return False
+        if images:
+            bare = self._render(without_image_parts(messages), tools, prompt)
+            return bare is None or len(bare) < len(text)
+        return True
+
+    def _write_trial(self, steps: Sequence[PlanStep]) -> tuple[list[Message], list[ProbeUnit]] | None:
+        """Specimens of these steps, written; None where the last one's rule does not fit them."""
+        messages: list[Message] = []
+        probe_units: list[ProbeUnit] = []
+        for place, (shape, rule) in enumerate(steps):
+            one = self._make_probe_unit(shape, place)
+            written = self._writer.write_unit(one.unit, rule, messages)
+            if written is None and place == len(steps) - 1:
+                return None
+            written = written or self._writer.write_unit(one.unit, AdaptationRule(rule.fixes), messages)
+            assert written is not None
+            messages = [*messages[: len(messages) - written.num_replaced], *written.messages]
+            probe_units.append(one)
+        return messages, probe_units
+
+    def _make_probe_unit(self, shape: UnitShape, serial: int) -> ProbeUnit:
+        return make_probe_unit(shape, serial, first=serial == 0, text_arguments=self._writer.text_arguments)
+
+    def _get_closing_messages(self, state: _TemplateState, tools: bool, prompt: bool) -> list[Message]:
+        """What is added where the template does not take a conversation that ends here."""
+        if prompt not in state.closing_messages:
+            state.closing_messages[prompt] = self._learn_closing_messages(state, tools, prompt)
+        return state.closing_messages[prompt]
+
+    def _learn_closing_messages(self, state: _TemplateState, tools: bool, prompt: bool) -> list[Message]:
+        trial = self._write_trial(state.steps)
+        if trial is None:
+            return []
+        messages, probe_units = trial
+        probe_units = [one for one in probe_units if not one.any_position] or probe_units
+        if self._shows_all(messages, probe_units, tools, prompt=prompt):
+            return []
+        for filler in FILLER_TEXTS["user"]:
+            message = {"role": "user", "content": filler}
+            if self._shows_all([*messages, message], probe_units, tools, prompt=prompt):
+                return [message]
+        return []
+
+
+def _prefers_merging(steps: Sequence[PlanStep]) -> bool:
+    """True if a user's message joins what was written before it as a user's."""
+    if not steps:
+        return False
+    shape, rule = steps[-1]
+    return "results_as_text" in rule.fixes or (shape.is_tool_description and "user" in rule.fixes)
+
+
+def _abbreviate_steps(steps: tuple[PlanStep, ...]) -> tuple[PlanStep, ...]:
+    """Steps that a template treats alike: of earlier exchanges the first and the last, of what repeats itself two."""
+    start = next((place for place, (shape, _) in enumerate(steps) if shape.role not in SYSTEM_ROLES), len(steps))
+    head, rest = steps[:start], steps[start:]
+    begins = [0, *_exchange_starts(rest)]
+    if len(begins) > 3:
+        rest = (*rest[: begins[1]], *rest[begins[-2] :])
+    for period in (1, 2, 3):
+        while (
+            len(rest) > 2 * period and rest[-period:] == rest[-2 * period : -period] == rest[-3 * period : -2 * period]
+        ):
+            rest = rest[:-period]
+    if len(rest) > _MAX_STATE_STEPS:
+        rest = (*rest[:2], *rest[2 - _MAX_STATE_STEPS :])
+    while len(head) > 2 and head[-1] == head[-2]:
+        head = head[:-1]
+    return (*head, *rest)
+
+
+def _exchange_starts(steps: Sequence[PlanStep]) -> Iterator[int]:
+    """Where users speak behind an assistant's answer."""
+    for place in range(1, len(steps)):
+        before, shape = steps[place - 1][0], steps[place][0]
+        if shape.role == "user" and before.role == "assistant" and not before.num_calls:
+            yield place

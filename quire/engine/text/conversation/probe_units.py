@@ -1,0 +1,141 @@
+"""Units of made-up texts, one for each shape, and whether a rendering shows them where they stand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from quire.engine.text.conversation.message_units import Message, MessageUnit, UnitShape
+
+PROBE_KEY = "qkeyq"
+
+
+class ProbeUnit(NamedTuple):
+    unit: MessageUnit
+    expected_texts: list[tuple[str, ...]]
+    """The texts that a rendering must show; of several in one entry one is enough."""
+    any_position: bool = False
+    """The template may show it elsewhere, as some do with the first system message."""
+    argument_texts: frozenset[str] = frozenset()
+    """Those of the wanted texts that are arguments of calls."""
+
+    def without_arguments(self) -> ProbeUnit:
+        expected_texts = [texts for texts in self.expected_texts if not self.argument_texts & set(texts)]
+        return self._replace(expected_texts=expected_texts, any_position=True)
+
+
+def make_probe_unit(shape: UnitShape, serial: int, *, first: bool, text_arguments: bool) -> ProbeUnit:
+    """`serial`: no two units of a conversation have the same. `first`: it begins the conversation."""
+    content = f"qz{serial}czq"
+    message: Message = {"role": shape.role, "content": _make_content(shape.content, content)}
+    if shape.has_reasoning:
+        thought = f"qz{serial}hzq"
+        message |= {"reasoning_content": thought, "thinking": thought, "reasoning": thought}
+    expected_texts: list[tuple[str, ...]] = [] if shape.content == "empty" else [(content,)]
+    if not shape.num_calls:
+        if shape.role in ("tool", "function"):
+            message["content"] = _make_content(shape.result_content, content)
+            expected_texts = [(content,)]
+            message |= _result_fields(shape, serial, 0)
+        return ProbeUnit(
+            MessageUnit((message,), serial, is_tool_description=shape.is_tool_description),
+            expected_texts,
+            first and shape.role in ("system", "developer"),
+        )
+    text_arguments = text_arguments or shape.is_legacy
+    calls = [_make_call(shape, serial, place, text_arguments=text_arguments) for place in range(shape.num_calls)]
+    expected_texts += [(f"qz{serial}n{place}zq", _id_mark(serial, place)) for place in range(shape.num_calls)]
+    expected_texts += [(f"qz{serial}a{place}zq",) for place in range(shape.num_calls)]
+    if shape.is_legacy:
+        message["function_call"] = calls[0]["function"]
+    else:
+        message["tool_calls"] = calls
+    results = []
+    for place in _calls_with_results(shape):
+        text = f"qz{serial}r{place}zq"
+        role = "function" if shape.is_legacy else "tool"
+        result = {
+            "role": role,
+            "content": _make_content(shape.result_content, text),
+            **_result_fields(shape, serial, place),
+        }
+        results.append(result)
+        expected_texts.append((text,))
+    arguments = frozenset(f"qz{serial}a{place}zq" for place in range(shape.num_calls))
+    return ProbeUnit(MessageUnit((message, *results), serial), expected_texts, argument_texts=arguments)
+
+
+def _calls_with_results(shape: UnitShape) -> list[int]:
+    """The places of the calls that have results, in the order of these."""
+    places = list(range(shape.num_calls))
+    if shape.results == "reordered":
+        return places[::-1]
+    if shape.results == "partial":
+        return places[:-1]
+    if shape.results == "mixed":
+        return [*places, shape.num_calls]
+    if shape.results == "unmatched":
+        return [shape.num_calls]
+    return places if shape.results == "whole" else []
+
+
+def _make_content(kind: str, text: str) -> Any:
+    if kind == "parts":
+        return [{"type": "text", "text": text}, {"type": "image"}]
+    return text if kind == "text" else ""
+
+
+def _id_mark(serial: int, place: int) -> str:
+    return f"q{serial % 10_000:04d}{place:04d}"
+
+
+def _make_id(shape: UnitShape, serial: int, place: int) -> dict[str, str]:
+    if shape.ids == "missing":
+        return {}
+    mark = _id_mark(serial, place)
+    return {"id": mark if shape.ids == "short" else f"call_{mark}zq"}
+
+
+def _make_call(shape: UnitShape, serial: int, place: int, *, text_arguments: bool) -> dict[str, Any]:
+    value = f"qz{serial}a{place}zq"
+    arguments: Any = {PROBE_KEY: value}
+    if shape.arguments == "text":
+        arguments = f'{{"{PROBE_KEY}": "{value}'
+    elif shape.arguments == "value":
+        arguments = [value]
+    if text_arguments and not isinstance(arguments, str):
+        arguments = json.dumps(arguments)
+    function = {"name": f"qz{serial}n{place}zq", "arguments": arguments}
+    return {**_make_id(shape, serial, place), "type": "function", "function": function}
+
+
+def _result_fields(shape: UnitShape, serial: int, place: int) -> dict[str, str]:
+    """Which call a result answers."""
+    id = {} if shape.is_legacy else _make_id(shape, serial, place)
+    ids = {"tool_call_id": id["id"]} if id else {}
+    return {**ids, "name": f"qz{serial}n{place}zq"} if shape.has_result_names or shape.is_legacy else ids
+
+
+def shows_in_order(text: str, probe_units: Iterable[ProbeUnit]) -> bool:
+    """True if a rendering shows each specimen behind those before it."""
+    place = 0
+    for each in probe_units:
+        start = 0 if each.any_position else place
+        end = place
+        for texts in each.expected_texts:
+            places = [position for one in texts if (position := text.find(one, start)) >= 0]
+            if not places:
+                return False
+            end = end if each.any_position else max(end, min(places))
+        place = end
+    return True
+
+
+def without_image_parts(messages: Sequence[Message]) -> list[Message]:
+    return [
+        {**each, "content": [part for part in each["content"] if part["type"] != "image"]}
+        if isinstance(each.get("content"), list)
+        else each
+        for each in messages
+    ]

@@ -1,0 +1,113 @@
+"""What a chat template takes and shows, whatever the conversation is; found out by rendering a few made-up messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import product
+from typing import Any
+
+from quire.engine import clock
+from quire.engine.text.chat_messages import with_content_parts
+from quire.engine.text.conversation.message_units import Message
+
+Tools = Sequence[dict[str, Any]] | None
+_USER_TEXT = "qtextq"
+_USER_MESSAGE: Message = {"role": "user", "content": _USER_TEXT}
+_PROBE_FUNCTION = {"name": "qcalledq", "arguments": {"qkeyq": "qvalueq"}}
+_CALL_MARKS = ("qcalledq", "qidqidqid", "qvalueq")
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateInputFormat:
+    """The form in which a template takes its variables."""
+
+    content_parts: bool = False
+    """Content is a list of parts, as some templates of models that see want it: of a string they show nothing."""
+    empty_tool_list: bool = False
+    """`tools` is an empty list where there are none."""
+    functions_variable: bool = False
+    """`functions_variable`, JSON, and `datetime` are variables, as FireFunction's template has them."""
+
+    shows_user_text: bool = True
+    """A user's text. A template that never shows it, such as one that is the same for all, is rendered as it is."""
+
+    def template_variables(self, messages: list[Message], tools: Tools) -> dict[str, Any]:
+        more: Mapping[str, Any] = {}
+        if self.functions_variable:
+            functions = [tool.get("function", tool) for tool in tools or ()]
+            more = {
+                "functions": json.dumps(functions, indent=4),
+                "datetime": datetime.fromtimestamp(clock.time()).strftime("%Y-%m-%d"),
+            }
+        turns = [with_content_parts(message) for message in messages] if self.content_parts else messages
+        return {**more, "messages": turns, "tools": tools or ([] if self.empty_tool_list else None)}
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateCapabilities:
+    """What a template shows of tools."""
+
+    shows_tools: bool
+    """The tools that a model may call."""
+    shows_calls: bool
+    """Calls that an assistant made."""
+    text_arguments: bool
+    """It wants the arguments of calls as JSON in a string."""
+    undescribed_tools: bool
+    """Tools that have no description; it fails on them where it shows only others."""
+    undescribed_parameters: bool
+    """The same of parameters."""
+
+
+def detect_input_format(render: Callable[[TemplateInputFormat, list[Message]], str | None]) -> TemplateInputFormat:
+    """The first form in which a template shows a user's text. `render` gives None where the template refuses."""
+    for functions_variable, empty_tool_list, content_parts in product((False, True), repeat=3):
+        input_format = TemplateInputFormat(content_parts, empty_tool_list, functions_variable)
+        if _USER_TEXT in (render(input_format, [_USER_MESSAGE]) or ""):
+            return input_format
+    return TemplateInputFormat(shows_user_text=False)
+
+
+def detect_capabilities(
+    render: Callable[[list[Message], Tools], str | None], *, tool_template: bool
+) -> TemplateCapabilities:
+    """`render` gives None where the template refuses. `tool_template`: the model has one for conversations with tools
+    alone."""
+
+    def renders_any(messages: list[Message], tools: Tools, *marks: str) -> bool:
+        text = render(messages, tools) or ""
+        return any(mark in text for mark in marks)
+
+    tool = make_probe_tool()
+    shown = tool_template or renders_any([_USER_MESSAGE], [tool], "qnameq")
+    tools = [tool] if shown else None
+    as_object = renders_any([_USER_MESSAGE, _make_calling_message(text=False)], tools, *_CALL_MARKS) or renders_any(
+        [_make_calling_message(text=False)], tools, *_CALL_MARKS
+    )
+    as_text = not as_object and renders_any([_USER_MESSAGE, _make_calling_message(text=True)], tools, _CALL_MARKS[0])
+    takes = not renders_any([_USER_MESSAGE], [tool], "qnameq")
+    return TemplateCapabilities(
+        shows_tools=shown,
+        shows_calls=as_object or as_text,
+        text_arguments=as_text,
+        undescribed_tools=takes or renders_any([_USER_MESSAGE], [make_probe_tool(described=False)], "qnameq"),
+        undescribed_parameters=takes
+        or renders_any([_USER_MESSAGE], [make_probe_tool(parameters_described=False)], "qnameq"),
+    )
+
+
+def _make_calling_message(*, text: bool) -> Message:
+    arguments: Any = _PROBE_FUNCTION["arguments"]
+    function = {**_PROBE_FUNCTION, "arguments": json.dumps(arguments) if text else arguments}
+    call = {"id": "qidqidqid", "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def make_probe_tool(*, described: bool = True, parameters_described: bool = True) -> dict[str, Any]:
+    parameter = {"type": "string"} | ({"description": "d"} if parameters_described else {})
+    parameters = {"type": "object", "properties": {"qkeyq": parameter}, "required": ["qkeyq"]}
+    about = {"description": "d"} if described else {}
+    return {"type": "function", "function": {"name": "qnameq", **about, "parameters": parameters}}

@@ -1,0 +1,86 @@
+"""Looks for the texts of a conversation in what a chat template made of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from markupsafe import escape
+
+from quire.engine.text.conversation.message_units import Message, call_function, message_calls
+
+_REASONING_ENDS = ("</think>", "[/THINK]", "</thinking>", "</seed:think>")
+"""Text before the last of these in an assistant's content is earlier reasoning, which templates drop on purpose."""
+_WORD = re.compile(r"[A-Za-z0-9]+")
+_MAX_SEARCHED_CHARACTERS = 200
+"""Characters of an argument in which a word is looked for."""
+
+
+def find_missing_messages(text: str, messages: Sequence[Message]) -> list[int]:
+    """The indices of the messages that have a text which the rendered `text` does not show."""
+    place = 0
+    missing_indices = []
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        for each in [content] if isinstance(content, str) else _part_texts(content):
+            each = each.strip()  # many templates trim
+            start = text.find(each, place)
+            if start >= 0:
+                place = start + len(each)
+            elif not contains_text(text, each, by_assistant=message.get("role") == "assistant"):
+                missing_indices.append(index)
+        words = list(_argument_words(message)) if message.get("tool_calls") else []
+        if words and not any(word in text for word in words):
+            missing_indices.append(index)
+    return missing_indices
+
+
+def contains_text(text: str, expected: str, *, by_assistant: bool = False) -> bool:
+    """True if `text` has `expected`, trimmed or escaped as in JSON as it may be. `by_assistant`: by an assistant."""
+    if by_assistant:
+        for end in _REASONING_ENDS:
+            expected = expected.rpartition(end)[2]
+    expected = expected.strip()
+    if expected in text:
+        return True
+    if any(json.dumps(expected, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True)):
+        return True
+    if str(escape(expected)) in text:
+        return True
+    return _contains_lines(text, expected)
+
+
+def _contains_lines(text: str, expected: str) -> bool:
+    """True if all lines are there in order: templates may indent them, or cut a text at marks of their own."""
+    place = 0
+    for line in expected.splitlines():
+        line = line.strip()
+        if not line:
+            continue
+        start = text.find(line, place)
+        if start < 0:
+            return False
+        place = start + len(line)
+    return True
+
+
+def _part_texts(content: Any) -> list[str]:
+    return [part["text"] for part in content or () if isinstance(part, dict) and isinstance(part.get("text"), str)]
+
+
+def _argument_words(message: Message) -> Iterator[str]:
+    """A word of each text in the arguments of a message's calls, as templates write them in many ways. That a template
+    shows all arguments is known from specimens."""
+    rest: list[Any] = [call_function(call).get("arguments") for call in message_calls(message)]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, str):
+            word = _WORD.search(value, 0, _MAX_SEARCHED_CHARACTERS)
+            if word is not None:
+                yield word[0]
+        elif isinstance(value, list):
+            rest += value
+        elif isinstance(value, dict):
+            rest += value.values()

@@ -1,0 +1,278 @@
+"""Writes a unit of a conversation by a rule."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from quire.engine.text.chat_messages import IMAGE_PART_TYPES, REASONING_FIELDS, Content, join_contents
+from quire.engine.text.conversation.adaptation_rules import FILLER_TEXTS, AdaptationRule, Fix, opposite_role
+from quire.engine.text.conversation.message_units import (
+    Message,
+    MessageUnit,
+    call_function,
+    call_id,
+    match_results_to_calls,
+    message_calls,
+    result_call_id,
+)
+from quire.engine.text.tool_prompt import with_calls_as_text, with_results_as_text
+
+_ID_LENGTH = 9
+_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_NO_RESULT = "(no result)"
+_RESULT_END = "</tool_response>"
+
+
+class WrittenUnit(NamedTuple):
+    messages: list[Message]
+    num_replaced: int
+    """Messages before these that they stand for: 1 where they were merged."""
+    moved_texts: list[str]
+    """Texts that now stand in a message of another role, or are text and were a call."""
+
+
+class UnitWriter(NamedTuple):
+    """How rules are written for one template."""
+
+    call_format: str
+    """The form in which a call is written as text."""
+    text_arguments: bool
+    """Arguments are JSON in a string."""
+
+    def write_unit(self, unit: MessageUnit, rule: AdaptationRule, before: Sequence[Message]) -> WrittenUnit | None:
+        """The unit's messages behind those `before`; None where the rule does not fit them."""
+        messages, moved_texts = list(unit.messages), list[str]()
+        for fix in rule.fixes:
+            apply_fix = _FIX_FUNCTIONS[fix]
+            changed = apply_fix(self, messages, unit)
+            if fix in ("system", "user", "calls_as_text", "results_as_text", "arguments", "images"):
+                moved_texts += [text for each in messages for text in _message_texts(each, calls=fix != "images")]
+            messages = changed
+        if not rule.join or not messages:
+            return WrittenUnit(messages, 0, moved_texts)
+        role = messages[0].get("role", "")
+        if rule.join == "separated":
+            if not before and role != "assistant":
+                return None
+            speaker = opposite_role(role)
+            return WrittenUnit(
+                [{"role": speaker, "content": FILLER_TEXTS[speaker][rule.filler_index]}, *messages], 0, moved_texts
+            )
+        if not before or before[-1].get("role") != role or before[-1].get("tool_calls"):
+            return None
+        return WrittenUnit([_merge_messages(before[-1], messages[0]), *messages[1:]], 1, moved_texts)
+
+
+def _merge_messages(first: Message, second: Message) -> Message:
+    before, behind = first.get("content", ""), second.get("content", "")
+    results = isinstance(before, str) and before.endswith(_RESULT_END)
+    merged = {**first, **second, "content": join_contents("\n" if results else "\n\n", before, behind)}
+    thoughts = [each["reasoning_content"] for each in (first, second) if each.get("reasoning_content")]
+    return {**merged, **dict.fromkeys(REASONING_FIELDS, "\n\n".join(thoughts))} if thoughts else merged
+
+
+def _message_texts(message: Message, *, calls: bool) -> list[str]:
+    """The texts of a message; with `calls` those of its calls too."""
+    content = message.get("content", "")
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content or () if "text" in part]
+    for call in message_calls(message) if calls else ():
+        arguments = call_function(call).get("arguments")
+        texts.append(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+    return [text for text in texts if text]
+
+
+def _modernize_calls(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
+    """The deprecated function_call and role `function` as tool_calls and `tool`."""
+    modernized = []
+    for place, message in enumerate(messages):
+        if message.get("role") == "function":
+            id = _short_id(f"{message.get('name')}", unit.index - (len(messages) == 1))
+            message = {"tool_call_id": id, **message, "role": "tool"}
+        elif place == 0 and "function_call" in message:
+            calls = [_modernize_call(call, unit.index, writer) for call in message_calls(message)]
+            message = {name: value for name, value in message.items() if name != "function_call"}
+            message = {**message, "tool_calls": calls}
+        modernized.append(message)
+    return modernized
+
+
+def _modernize_call(call: dict[str, Any], index: int, writer: UnitWriter) -> dict[str, Any]:
+    function = call_function(call)
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str) and not writer.text_arguments:
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments or "{}")
+    id = call_id(call) or _short_id(f"{function.get('name')}", index)
+    return {**call, "id": id, "function": {**function, "arguments": arguments}}
+
+
+def _short_id(text: str, index: int) -> str:
+    """Nine letters and digits: those of an id that is some already, or else made of it and of a message's index."""
+    number = int.from_bytes(hashlib.blake2b(f"{index}:{text}".encode(errors="replace"), digest_size=8).digest())
+    digits = []
+    for _ in range(_ID_LENGTH):
+        number, digit = divmod(number, len(_DIGITS))
+        digits.append(_DIGITS[digit])
+    return "".join(digits)
+
+
+def _with_short_ids(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
+    """The same ids in nine letters and digits; an id is always written alike, whatever stands around it."""
+
+    def shorten_id(id: str | None, place: int) -> str:
+        if id is None:
+            return _short_id("", unit.index + place)
+        return id if len(id) == _ID_LENGTH and id.isascii() and id.isalnum() else _short_id(id, 0)
+
+    return _rename_ids(messages, lambda id, place, name: shorten_id(id, place))
+
+
+def _with_named_ids(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
+    """Ids such as `functions.name:3`, which Kimi K2 reads the name from."""
+    return _rename_ids(messages, lambda id, place, name: f"functions.{name}:{unit.index + place}")
+
+
+def _rename_ids(messages: list[Message], rename: Callable[[str | None, int, str], str]) -> list[Message]:
+    calls = message_calls(messages[0])
+    if not calls:
+        return [{**each, "tool_call_id": rename(result_call_id(each), 0, str(each.get("name")))} for each in messages]
+    names = [rename(call_id(call), place, str(call_function(call).get("name"))) for place, call in enumerate(calls)]
+    renamed: list[Message] = [
+        {**messages[0], "tool_calls": [{**call, "id": id} for call, id in zip(calls, names, strict=True)]}
+    ]
+    matched = match_results_to_calls(MessageUnit(tuple(messages), 0))
+    for result, index in zip(messages[1:], matched, strict=True):
+        id = names[index] if index is not None else rename(result_call_id(result), len(calls), str(result.get("name")))
+        renamed.append({**result, "tool_call_id": id})
+    return renamed
+
+
+def _with_object_arguments(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
+    """Arguments that are no object are empty, and stand in the content as they were sent."""
+    calls, notes = [], []
+    for call in message_calls(messages[0]):
+        function = call_function(call)
+        arguments = function.get("arguments", {})
+        if not _is_object(arguments, text_arguments=writer.text_arguments):
+            sent = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            if arguments is not None and sent:
+                notes.append(f"Arguments as they were written: {sent}")
+            call = {**call, "function": {**function, "arguments": "{}" if writer.text_arguments else {}}}
+        calls.append(call)
+    content = join_contents("\n", messages[0].get("content", ""), *notes)
+    return [{**messages[0], "content": content, "tool_calls": calls}, *messages[1:]]
+
+
+def _is_object(arguments: Any, *, text_arguments: bool) -> bool:
+    if text_arguments and isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            return False
+    return isinstance(arguments, dict)
+
+
+def _sort_results(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
+    """Results in the order of their calls; those that answer none come last."""
+    matched = match_results_to_calls(MessageUnit(tuple(messages), 0))
+    pairs = list(zip(matched, messages[1:], strict=True))
+    pairs.sort(key=lambda pair: len(messages) if pair[0] is None else pair[0])
+    return [messages[0], *(result for _, result in pairs)]
+
+
+def _with_missing_results(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
+    """A result for each call."""
+    calls, matched = message_calls(messages[0]), match_results_to_calls(MessageUnit(tuple(messages), 0))
+    results = list(messages[1:])
+    for index, call in enumerate(calls):
+        if index not in matched:
+            result = {"role": "tool", "name": call_function(call).get("name"), "content": _NO_RESULT}
+            results.append(result if call_id(call) is None else {**result, "tool_call_id": call_id(call)})
+    return [messages[0], *results]
+
+
+def _move_images_to_user(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
+    """The images of results in a user's message behind them."""
+    rewritten, images = [], list[dict[str, Any]]()
+    for message in messages:
+        content: Content = message.get("content", "")
+        if message.get("role") == "tool" and not isinstance(content, str):
+            images += [part for part in content if part.get("type") in IMAGE_PART_TYPES]
+            texts = [part["text"] for part in content if part.get("type") not in IMAGE_PART_TYPES]
+            message = {**message, "content": "\n".join(texts)}
+        rewritten.append(message)
+    introduction = {"type": "text", "text": "<tool_response>\n"}
+    return [
+        *rewritten,
+        {"role": "user", "content": [introduction, *images, {"type": "text", "text": f"\n{_RESULT_END}"}]},
+    ]
+
+
+def _move_content_to_reasoning(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
+    """The content of a message with calls behind its thinking."""
+    message = messages[0]
+    content = message.get("content", "")
+    if not isinstance(content, str) or not content:
+        return messages
+    thought = dict.fromkeys(REASONING_FIELDS, f"{message.get('reasoning_content', '')}\n\n{content}")
+    return [{**message, **thought, "content": ""}, *messages[1:]]
+
+
+def _move_content_before(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
+    """The content of a message with calls as a message before it."""
+    message = messages[0]
+    if not message.get("content"):
+        return messages
+    return [{"role": "assistant", "content": message["content"]}, {**message, "content": ""}, *messages[1:]]
+
+
+def _split_calls(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
+    """Each call in a message of its own, its result behind it."""
+    place = next(index for index, message in enumerate(messages) if message.get("tool_calls"))
+    before, message, results = messages[:place], messages[place], messages[place + 1 :]
+    calls, matched = message_calls(message), match_results_to_calls(MessageUnit((message, *results), 0))
+    bare = {name: value for name, value in message.items() if name not in REASONING_FIELDS} | {"content": ""}
+    rewritten = list(before)
+    for index, call in enumerate(calls):
+        rewritten.append({**(bare if index else message), "tool_calls": [call]})
+        rewritten += [result for result, answered in zip(results, matched, strict=True) if answered == index]
+    return [*rewritten, *(result for result, answered in zip(results, matched, strict=True) if answered is None)]
+
+
+def _to_system_role(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
+    return [{**message, "role": "system"} for message in messages]
+
+
+def _to_user_role(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
+    """Instructions as a user's text, marked; the description of the tools needs no mark."""
+    if unit.is_tool_description:
+        return [{**message, "role": "user"} for message in messages]
+    role = messages[0].get("role")
+    return [
+        {"role": "user", "content": join_contents("", f"<{role}>\n", message.get("content", ""), f"\n</{role}>")}
+        for message in messages
+    ]
+
+
+_FixFunction = Callable[[UnitWriter, list[Message], MessageUnit], list[Message]]
+_FIX_FUNCTIONS: dict[Fix, _FixFunction] = {
+    "modern": _modernize_calls,
+    "ids": _with_short_ids,
+    "named_ids": _with_named_ids,
+    "arguments": _with_object_arguments,
+    "order": _sort_results,
+    "result": _with_missing_results,
+    "images": _move_images_to_user,
+    "thought": _move_content_to_reasoning,
+    "apart": _move_content_before,
+    "split": _split_calls,
+    "calls_as_text": lambda writer, messages, unit: with_calls_as_text(messages, writer.call_format),
+    "results_as_text": lambda writer, messages, unit: with_results_as_text(messages),
+    "system": _to_system_role,
+    "user": _to_user_role,
+    "omitted": lambda writer, messages, unit: [],
+}

@@ -1,0 +1,57 @@
+"""What stands for a tokenizer where there is none: token ids in and out, and no text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import tokenizers
+
+from quire.engine.errors import InvalidRequest
+from quire.engine.text.tokenizer import Tokenizer
+
+_NO_TOKENIZER_MESSAGE = "the model is served without a tokenizer (skip_tokenizer_init)"
+
+
+class NullTokenizer(Tokenizer):
+    """Knows no token: every id decodes to nothing, and every text is refused."""
+
+    def __init__(self, eos_token_ids: Sequence[int] = ()) -> None:
+        backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({}, unk_token=""))
+        super().__init__(backend, special_tokens={}, chat_templates={}, eos_token_ids=eos_token_ids)
+
+    def encodings(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[tokenizers.Encoding]:
+        """Raises InvalidRequest for any text."""
+        if texts:
+            raise InvalidRequest(f"{_NO_TOKENIZER_MESSAGE}: give token ids instead of text", param="prompt")
+        return []
+
+    def to_transformers(self) -> NoReturn:
+        """Raises InvalidRequest."""
+        raise InvalidRequest(_NO_TOKENIZER_MESSAGE, param="tokenizer")
+
+    def token_text(self, token_id: int) -> str:
+        """As vLLM's return_tokens_as_token_ids names tokens."""
+        return f"token_id:{token_id}"
+
+
+def load_tokenizer(
+    folder: Path, chat_template: str | None, vocab_size: int, eos_token_ids: Sequence[int], *, skip: bool
+) -> Tokenizer:
+    """The tokenizer of a model with so many ids, which these end; with `skip` what stands for one. Raises what
+    Tokenizer.from_pretrained raises."""
+    return (
+        NullTokenizer(eos_token_ids)
+        if skip
+        else Tokenizer.from_pretrained(folder, chat_template, vocab_size, eos_token_ids)
+    )
+
+
+def check_text_params(tokenizer: Tokenizer, *, stop: Sequence[str], structured_outputs: object) -> None:
+    """Raises InvalidRequest for parameters that need the text of tokens, where there is no tokenizer."""
+    if not isinstance(tokenizer, NullTokenizer):
+        return
+    for name, value in (("stop", stop), ("structured_outputs", structured_outputs)):
+        if value:
+            raise InvalidRequest(f"{_NO_TOKENIZER_MESSAGE}, and {name} needs one", param=name)

@@ -1,0 +1,108 @@
+"""Token ids of texts for encoders: cut inside of what the tokenizer puts around them, and two texts as one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from typing import Literal
+
+import tokenizers
+
+from quire.engine.errors import InvalidRequest
+from quire.engine.text.tokenizer import Tokenizer
+
+DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+RERANKER_PROMPT_START = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+RERANKER_PROMPT_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+"""What Qwen3-Reranker was trained to read around a pair (Zhang et al., 2025, "Qwen3 Embedding")."""
+TruncationSide = Literal["left", "right"]
+"""Which tokens are cut off: left keeps the last ones, right the first ones."""
+
+
+def encode_truncated(
+    tokenizer: Tokenizer, texts: Sequence[str], limit: int, side: TruncationSide, *, add_special_tokens: bool = True
+) -> list[list[int]]:
+    """Token ids of each text, at most `limit`, the special tokens around it included. Raises InvalidRequest."""
+    num_special_tokens = tokenizer.backend.num_special_tokens_to_add(False) if add_special_tokens else 0
+    room = _max_text_tokens(limit, num_special_tokens)
+    truncated = []
+    for encoding in tokenizer.encodings(texts, add_special_tokens=False):
+        encoding.truncate(room, direction=side)
+        if add_special_tokens:
+            encoding = tokenizer.backend.post_process(encoding)
+        truncated.append(tokenizer.check_token_ids(encoding.ids))
+    return truncated
+
+
+def encode_pairs(
+    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], limit: int | None, max_second_tokens: int | None = None
+) -> list[tuple[list[int], int | None]]:
+    """Of each pair the token ids, and where the second text begins if the tokenizer tells segments apart.
+
+    limit: most tokens of a pair; the longer of its texts is cut first, at its end. longest_second: most tokens of a
+    second text, without special ones. Raises InvalidRequest.
+    """
+    num_special_tokens = tokenizer.backend.num_special_tokens_to_add(True)
+    room = None if limit is None else _max_text_tokens(limit, num_special_tokens)
+    # Each text once: a query is compared with thousands of documents. No text keeps more tokens than there is room for.
+    firsts = _encode_unique(tokenizer, [first for first, _ in pairs], room, None)
+    seconds = _encode_unique(tokenizer, [second for _, second in pairs], room, max_second_tokens)
+    encoded = []
+    for a, b in pairs:
+        (first, length), (second, second_length) = firsts[a], seconds[b]
+        if room is not None and length + second_length > room:
+            first, second = copy(first), copy(second)
+            lengths = _truncated_lengths(length, second_length, room)
+            first.truncate(lengths[0])
+            second.truncate(lengths[1])
+        pair_encoding = tokenizer.backend.post_process(first, second)
+        second_start = pair_encoding.type_ids.index(1) if 1 in pair_encoding.type_ids else None
+        encoded.append((tokenizer.check_token_ids(pair_encoding.ids), second_start))
+    return encoded
+
+
+def encode_reranker_prompts(
+    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], instruction: str | None, limit: int | None
+) -> list[list[int]]:
+    """Prompts of Qwen3-Reranker for pairs of a query and a document. What is longer than `limit` tokens loses the end
+    of its document. Raises InvalidRequest."""
+    start, end = (
+        tokenizer.encode(text, add_special_tokens=False) for text in (RERANKER_PROMPT_START, RERANKER_PROMPT_END)
+    )
+    texts = [
+        f"<Instruct>: {instruction or DEFAULT_INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
+        for query, document in pairs
+    ]
+    room = None if limit is None else _max_text_tokens(limit, len(start) + len(end))
+    return [[*start, *ids[:room], *end] for ids in tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+
+def _max_text_tokens(limit: int, num_special_tokens: int) -> int:
+    if limit <= num_special_tokens:
+        message = f"truncate_prompt_tokens must leave room beside {num_special_tokens} special tokens, got {limit}"
+        raise InvalidRequest(message, param="truncate_prompt_tokens")
+    return limit - num_special_tokens
+
+
+def _truncated_lengths(first: int, second: int, room: int) -> tuple[int, int]:
+    """The tokens that two texts of so many keep: the longer loses first, until both have half of the room."""
+    if first + second <= room:
+        return first, second
+    shorter = min(first, second, room // 2)
+    return (room - shorter, shorter) if first > second else (shorter, room - shorter)
+
+
+def _encode_unique(
+    tokenizer: Tokenizer, texts: Sequence[str], room: int | None, max_tokens: int | None
+) -> dict[str, tuple[tokenizers.Encoding, int]]:
+    """By text, its first `max_tokens` tokens and their number; of these, no more than there is room for."""
+    unique = list(dict.fromkeys(texts))
+    encodings = {}
+    for text, encoding in zip(unique, tokenizer.encodings(unique, add_special_tokens=False), strict=True):
+        length = len(encoding) if max_tokens is None else min(len(encoding), max_tokens)
+        encoding.truncate(length if room is None else min(length, room))
+        encodings[text] = encoding, length
+    return encodings

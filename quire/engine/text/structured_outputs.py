@@ -1,0 +1,80 @@
+"""Structured outputs as vLLM's requests and its `StructuredOutputsParams` ask for them, as grammars."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from quire.engine.errors import InvalidRequest
+from quire.engine.schemas.enforcement import check_exact_numbers, without_annotations
+from quire.engine.schemas.object_closing import ClosedSchema, close_objects
+from quire.engine.text.grammar_compiler import MAX_GRAMMAR_BYTES, choice_grammar, json_grammar
+from quire.engine.types import Grammar
+
+CLOSE_OBJECTS_KEY = "disable_additional_properties"
+"""vLLM's name of the key of structured_outputs, and of the setting, by which objects are closed."""
+CONSTRAINT_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+_IGNORED_KEYS = {"disable_fallback", "disable_any_whitespace", "backend", CLOSE_OBJECTS_KEY}
+"""Keys of structured_outputs that ask for no way: there is one backend, and it allows one space at most."""
+
+
+class StructuredGrammar(NamedTuple):
+    grammar: Grammar
+    open_objects: tuple[str, ...] = ()
+    """JSON pointers of objects of its schema that stay open, as it could not be decided what they are merged of."""
+
+
+def requested_constraints(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The ways that structured_outputs asks for, each with its value. Raises InvalidRequest where there is none."""
+    options = {name: value for name, value in options.items() if value is not None and value is not False}
+    for name in options:
+        if name not in CONSTRAINT_KINDS and name not in _IGNORED_KEYS:
+            raise InvalidRequest(f"structured_outputs.{name} is not supported", param="structured_outputs")
+    constraints = [(way, options[way]) for way in CONSTRAINT_KINDS if way in options]
+    if not constraints:
+        raise InvalidRequest(
+            f"structured_outputs needs one of {', '.join(CONSTRAINT_KINDS)}", param="structured_outputs"
+        )
+    return constraints
+
+
+def constraint_grammar(kind: str, value: Any, *, close: bool) -> StructuredGrammar:
+    """The grammar of one of WAYS: for json a schema, as an object or JSON text. `close`: objects that name properties,
+    and say nothing of others, have no others. Raises InvalidRequest."""
+    if kind == "json_object":
+        if value is not True:
+            raise InvalidRequest("json_object must be true or false")
+        return StructuredGrammar(json_grammar({"type": "object"}))
+    if kind == "json":
+        prepared = prepare_schema(_parse_schema(value) if isinstance(value, str) else value, close=close)
+        return StructuredGrammar(json_grammar(prepared.schema), prepared.open_objects)
+    if kind == "choice":
+        if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
+            raise InvalidRequest("choice must be a list of strings, at least one")
+        return StructuredGrammar(choice_grammar(value))
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(f"{kind} must be a string, and not empty")
+    return StructuredGrammar(Grammar("regex" if kind == "regex" else "lark", value))
+
+
+def prepare_schema(schema: Any, *, close: bool, by_name: bool = False) -> ClosedSchema:
+    """The schema as a grammar holds answers to it; `by_name` is closed's. One that would be too long where it is closed
+    stays open. Raises InvalidRequest for numbers that a grammar would round."""
+    try:
+        check_exact_numbers(schema)
+        schema = without_annotations(schema)
+        if not close:
+            return ClosedSchema(schema, ())
+        closed_schema = close_objects(schema, by_name=by_name)
+        long = len(json.dumps(closed_schema.schema)) > MAX_GRAMMAR_BYTES >= len(json.dumps(schema))
+    except RecursionError:
+        raise InvalidRequest("the JSON schema is nested too deeply", param="grammar") from None
+    return ClosedSchema(schema, ("",)) if long else closed_schema
+
+
+def _parse_schema(schema: str) -> Any:
+    try:
+        return json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the schema is not JSON: {error}") from None

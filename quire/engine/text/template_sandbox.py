@@ -1,0 +1,270 @@
+"""A Jinja sandbox that ends templates which loop for ever or fill the memory: it counts what a rendering does.
+
+The count is the same on every machine, unlike a time: rounds of loops, calls, and what texts and lists grow by. What
+one operation can make much larger is looked at before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import partial
+from math import prod
+from typing import Any, cast
+
+import jinja2
+from jinja2 import nodes
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_STEPS = 2_000_000
+"""Of one rendering; they take a second or so. A round of a loop is one. Real templates need some 10 per message."""
+_STEPS_PER_CALL = 10
+MAX_RESULT_SIZE = 1_000_000
+"""The largest result of a repetition such as `'=' * 80` or of a format, in characters, and of a product, in bits."""
+_SIZE_PER_STEP = 64
+"""Characters, or entries of a list, that texts and lists grow by in a step: 128 million in one rendering."""
+_MAX_TOTAL_SIZE = MAX_STEPS * _SIZE_PER_STEP
+_EXPANDING_METHODS = {"center", "ljust", "rjust", "zfill", "expandtabs", "replace", "translate", "join", "to_bytes"}
+"""Of texts, bytes and integers, whose result can be as large as the product of two of their arguments."""
+_EXPANDING_FILTERS = {"center", "replace", "join", "indent", "wordwrap", "urlize", "batch", "slice", "round"}
+"""The same."""
+_NESTED_SIZE_FILTERS = {"string", "pprint", "format", "tojson", "e", "escape", "forceescape", "sum"}
+"""Filters whose result is as large as all that is in what they are given: a list can hold another one twice."""
+_CHARACTERS_PER_EXTRA_STEP, _NODES_PER_EXTRA_STEP = 256, 256
+"""Characters, and nodes of the syntax tree, in the body of a loop or macro for which each run of it is a step more."""
+
+
+class TemplateStepLimitExceeded(jinja2.TemplateRuntimeError):
+    """A rendering took more steps than it may."""
+
+
+class _StepBudget:
+    """What is left of one rendering's steps."""
+
+    def __init__(self, max_steps: int) -> None:
+        self._steps_left = self._max_steps = max_steps
+
+    def spend_steps(self, steps: int = 1) -> None:
+        self._steps_left -= steps
+        if self._steps_left < 0:
+            raise TemplateStepLimitExceeded(f"it takes more than {self._max_steps:,} steps")
+
+    def charge_value(self, value: Any) -> Any:
+        """Count a value that becomes a part of a text. Returns it."""
+        self.spend_steps(self._value_size(value) // _SIZE_PER_STEP)
+        return value
+
+    def charge_growth(self, before: Any, after: Any) -> Any:
+        """Count what a text or list has grown by; returns `after`."""
+        if isinstance(after, str | bytes | list):
+            size_before = len(before) if isinstance(before, str | bytes | list) else 0
+            self.spend_steps(max(len(after) - size_before, 0) // _SIZE_PER_STEP)
+        return after
+
+    def concat_parts(self, *parts: Any) -> str:
+        """What ~ does."""
+        return "".join(str(self.charge_value(part)) for part in parts)
+
+    def _value_size(self, value: Any) -> int:
+        """Characters and entries in a value, as often as they stand there; not counted to the end where they are more
+        than may be spent."""
+        size, rest = 0, [value]
+        while rest and size <= self._steps_left * _SIZE_PER_STEP:
+            one = rest.pop()
+            if isinstance(one, str | bytes | list | tuple | dict):
+                size += len(one)
+            if isinstance(one, list | tuple | dict):
+                rest.extend(one)
+            if isinstance(one, dict):
+                rest.extend(one.values())
+        return size
+
+
+_CURRENT_BUDGET: ContextVar[_StepBudget] = ContextVar("budget")
+"""Of the rendering under way. No variable of the template leads to it: a template could give itself more."""
+
+
+class _BoundedIterable:
+    """What a loop goes over; each round is a step. It has a length where the original has one, for `loop.length`."""
+
+    def __init__(self, values: Iterable[Any], budget: _StepBudget, steps_per_round: int) -> None:
+        """`steps_per_round`: of a round."""
+        self._values = values
+        self._budget = budget
+        self._steps_per_round = steps_per_round
+
+    def __iter__(self) -> Iterator[Any]:
+        for value in self._values:
+            self._budget.spend_steps(self._steps_per_round)
+            yield value
+
+    def __len__(self) -> int:
+        return len(self._values)  # type: ignore[arg-type]  # without a length this raises what Jinja expects
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Templates of this environment must be rendered by `render_template`."""
+
+    intercepted_binops = frozenset({"*", "**", "%", "+"})
+
+    def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:
+        """`filters`: in place of Jinja's own of the same names."""
+        super().__init__(finalize=_finalize, **options)
+        self._unbounded_environment = ImmutableSandboxedEnvironment()
+        self._unbounded_environment.filters |= filters
+        self.filters |= filters
+        for name in _EXPANDING_FILTERS | _NESTED_SIZE_FILTERS:
+            self.filters[name] = jinja2.pass_context(partial(self._call_bounded_filter, name))
+        del self.globals["lipsum"]  # as many paragraphs as it is asked for
+
+    @staticmethod
+    def render_template(template: jinja2.Template, variables: Mapping[str, Any], max_steps: int = MAX_STEPS) -> str:
+        """In at most so many steps. Raises TemplateStepLimitExceeded, and whatever the template raises."""
+        token = _CURRENT_BUDGET.set(_StepBudget(max_steps))
+        try:
+            return template.render(variables)
+        finally:
+            _CURRENT_BUDGET.reset(token)
+
+    @staticmethod
+    def bounded_loop(values: Iterable[Any], steps: int) -> _BoundedIterable:
+        """What templates call for the values of each loop."""
+        return _BoundedIterable(values, _CURRENT_BUDGET.get(), steps)
+
+    @staticmethod
+    def spend_steps(steps: int) -> None:
+        """What templates call where a long macro or block begins."""
+        _CURRENT_BUDGET.get().spend_steps(steps)
+
+    @staticmethod
+    def join_parts(*parts: Any) -> str:
+        """What templates call for ~."""
+        return _CURRENT_BUDGET.get().concat_parts(*parts)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        for loop in template.find_all(nodes.For):
+            steps = nodes.Const(1 + _extra_steps(loop.body), lineno=loop.lineno)
+            loop.iter = _environment_call("bounded_loop", [loop.iter, steps], loop.lineno)
+        for concat in template.find_all(nodes.Concat):
+            concat.nodes = [_environment_call("join_parts", concat.nodes, concat.lineno)]
+        parts: list[nodes.Macro | nodes.CallBlock | nodes.Block] = [*template.find_all(nodes.Macro)]
+        parts += [*template.find_all(nodes.CallBlock), *template.find_all(nodes.Block)]
+        for part in parts:
+            if extra_steps := _extra_steps(part.body):
+                spend_call = _environment_call(
+                    "spend_steps", [nodes.Const(extra_steps, lineno=part.lineno)], part.lineno
+                )
+                part.body.insert(0, nodes.ExprStmt(spend_call, lineno=part.lineno))
+        return template
+
+    def call(__self, __context: Context, __obj: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As the sandbox's, whose names of arguments leave all others to the template's own calls."""
+        budget = _CURRENT_BUDGET.get()
+        budget.spend_steps(_STEPS_PER_CALL)
+        method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps str.format
+        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if not isinstance(owner, str | bytes | int):
+            return super().call(__context, __obj, *args, **kwargs)
+        if name in _EXPANDING_METHODS:
+            _check_result_size(name, _max_result_size(name, owner, *args, *kwargs.values()), _MAX_TOTAL_SIZE)
+        if name in ("format", "format_map"):
+            _check_result_size(name, _format_widths(owner))
+            budget.charge_value([*args, *kwargs.values()])
+        if name == "join":
+            args = tuple([budget.charge_value(part) for part in parts] for parts in args)
+        return budget.charge_growth(owner, super().call(__context, __obj, *args, **kwargs))
+
+    def _call_bounded_filter(self, name: str, context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        budget = _CURRENT_BUDGET.get()
+        if name in _EXPANDING_FILTERS:
+            _check_result_size(name, _max_result_size(name, value, *args, *kwargs.values()), _MAX_TOTAL_SIZE)
+        if name == "format":
+            _check_result_size(name, _format_widths(value))
+            budget.charge_value(list(args))
+        if isinstance(value, Iterator) and name in ("join", "sum"):
+            value = list(value)
+        if not isinstance(value, str):
+            budget.charge_value(value)
+        return budget.charge_growth(
+            value, self._unbounded_environment.call_filter(name, value, args, kwargs, context, context.eval_ctx)
+        )
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+":
+            if isinstance(left, str | list) and isinstance(right, str | list):
+                _CURRENT_BUDGET.get().spend_steps((len(left) + len(right)) // _SIZE_PER_STEP)
+        else:
+            _check_result_size(operator, _binop_result_size(operator, left, right))
+        if operator == "%" and isinstance(left, str):
+            _CURRENT_BUDGET.get().charge_value(right)
+        return super().call_binop(context, operator, left, right)
+
+
+@jinja2.pass_context
+def _finalize(context: Context, value: Any) -> Any:
+    """What Jinja calls for the value of every {{ }}. It wants the context so that no value is written ahead."""
+    return _CURRENT_BUDGET.get().charge_value(value)
+
+
+def _environment_call(method: str, arguments: Sequence[nodes.Node], line: int) -> nodes.Call:
+    """A call of the environment's method, which templates can neither replace nor call by a name."""
+    passed = cast(list[nodes.Expr], list(arguments))
+    return nodes.Call(nodes.EnvironmentAttribute(method), passed, [], None, None, lineno=line)
+
+
+def _extra_steps(body: list[nodes.Node]) -> int:
+    """Of each time that a body is run, which may be as long as the template; loops in it count their own."""
+    text = num_nodes = 0
+    rest: list[nodes.Node] = [*body]
+    while rest:
+        node = rest.pop()
+        num_nodes += 1
+        if isinstance(node, nodes.TemplateData):
+            text += len(node.data)
+        if isinstance(node, nodes.For):
+            rest += [node.iter, *node.else_]
+        else:
+            rest += node.iter_child_nodes()
+    return text // _CHARACTERS_PER_EXTRA_STEP + num_nodes // _NODES_PER_EXTRA_STEP
+
+
+def _check_result_size(name: str, size: int, max_size: int = MAX_RESULT_SIZE) -> None:
+    if size > max_size:
+        raise TemplateStepLimitExceeded(f"{name} makes something larger than {max_size:,}")
+
+
+def _binop_result_size(operator: str, left: Any, right: Any) -> int:
+    """About how large the result of *, ** or % becomes, in elements or bits; 0 where it cannot become large."""
+    if operator == "%":
+        return _format_widths(left)
+    if isinstance(left, int) and isinstance(right, int):
+        return left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+    sequence, factor = (right, left) if isinstance(left, int) else (left, right)
+    return len(sequence) * factor if isinstance(sequence, str | list | tuple) and isinstance(factor, int) else 0
+
+
+def _format_widths(text: Any) -> int:
+    """The widths that a format gives, and more than MAX_SIZE where one is taken from what is formatted."""
+    if not isinstance(text, str):
+        return 0
+    taken = re.search(r"%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{", text)
+    return MAX_RESULT_SIZE + 1 if taken else sum(map(int, re.findall(r"\d{1,20}", text)))
+
+
+def _max_result_size(name: str, *values: Any) -> int:
+    """The most that such a method or filter can make of these values: of numbers and lengths, the two largest ones."""
+    if name == "replace" and len(values) > 2 and all(isinstance(value, str) for value in values[:3]):
+        text, old, new = values[:3]
+        return (len(text) // max(len(old), 1) + 1) * len(new)
+    return prod(sorted(map(_argument_size, values))[-2:])
+
+
+def _argument_size(value: Any) -> int:
+    if isinstance(value, dict):  # of str.translate
+        return max(map(_argument_size, value.values()), default=1)
+    if isinstance(value, str | bytes | list | tuple):
+        return max(len(value), 1)
+    return max(value, 1) if isinstance(value, int) else 1

@@ -1,0 +1,54 @@
+"""Where the tokens of a prompt begin in the text that stands for it: what `echo` shows beside log probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import tokenizers
+
+from quire.engine.text.detokenizer import IncrementalDetokenizer
+from quire.engine.text.tokenizer import Tokenizer
+
+
+def decode_with_offsets(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[int]]:
+    """The text of token ids, special tokens shown, and where each of them begins in it, in characters."""
+    delta = IncrementalDetokenizer(tokenizer, skip_special_tokens=False).push_tokens(ids, final=True)
+    return delta.text, list(delta.offsets)
+
+
+def find_token_offsets(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Where each token of `tokenizer.encode(text, …)` begins in `text`, in characters; they never decrease.
+
+    A token that the tokenizer adds of itself, such as BOS, has no characters there: it begins where the next one does.
+    """
+    encoding = tokenizer.backend.encode(text, add_special_tokens=add_special_tokens)
+    added = [bool(flag) for flag in encoding.special_tokens_mask]
+    written = [token_id for token_id, flag in zip(encoding.ids, added, strict=True) if not flag]
+    decoded, starts = decode_with_offsets(tokenizer, written)
+    if decoded != text:  # the tokenizer changes texts, for example to Unicode's form NFC
+        starts = _library_offsets(tokenizer.backend, text)
+        if len(starts) != len(written):  # then the spans as they are, which may leave a word's space out
+            spans = zip(encoding.offsets, added, strict=True)
+            starts = list(accumulate((start for (start, _), flag in spans if not flag), max))
+    rest = iter(reversed(starts))
+    offsets, next_one = [], len(text)
+    for flag in reversed(added):
+        next_one = next_one if flag else next(rest)
+        offsets.append(next_one)
+    return offsets[::-1]
+
+
+def _library_offsets(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+    """The starts that the tokenizers library knows, which are places in the text as it was given.
+
+    They are asked for without the post-processor, which adds special tokens and may leave the space before a word out
+    of the word. The copy shares the vocabulary.
+    """
+    bare = tokenizers.Tokenizer(backend.model)
+    if backend.normalizer is not None:
+        bare.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        bare.pre_tokenizer = backend.pre_tokenizer
+    bare.add_tokens([token for _, token in sorted(backend.get_added_tokens_decoder().items())])
+    return list(accumulate((start for start, _ in bare.encode(text, add_special_tokens=False).offsets), max))

@@ -1,0 +1,139 @@
+"""Checks what a tokenizer does with texts before it looks words up: what takes exponential time would stop a server.
+
+The tokenizers library matches by backtracking, cannot be interrupted, and panics in the middle of a text that takes ten
+million steps at one place. `python -m quire.engine.text.tokenizer_safety` tries patterns that look as if they could
+take long, on texts made from their own characters, in a process of its own that ends when they do."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tokenizers
+
+from quire.engine.errors import ModelError
+
+_MAX_CPU_SECONDS = 2.0
+"""What a check may take. That of a usual pattern takes some milliseconds."""
+_TIMEOUT_SECONDS = 30.0
+"""For the process that checks, on however busy a machine."""
+_MAX_MEMORY_BYTES = 2 << 30
+"""Bytes of address space that the checking process may use."""
+_PROBE_LENGTHS = (16, 48, 400)
+"""Of the texts: exponential time shows with the first two, a high power of the length with the last."""
+_ESCAPE = re.compile(r"\\(?:[pP]\{[^}]*\}|x\{[^}]*\}|.)", re.DOTALL)
+_CHARACTER_CLASS = re.compile(r"\[\^?\]?[^\[\]]*\]")
+_REPEATED_GROUP = re.compile(r"\)(?:[*+]|\{[\d,]*\})")
+_REPEAT = re.compile(r"(?:[*+]|\{\d*,\d*\})[+?]?")
+_MAX_SAFE_REPEATS = 2
+"""Without nested repeats, the time grows at most with this power of the length, as in the patterns of usual models."""
+_MAX_GROWTH = 1024
+_MAX_PROBE_CHARACTERS = 24
+"""Of a pattern, from which texts are made."""
+
+
+def check_regexes(backend: tokenizers.Tokenizer) -> None:
+    """Raise ModelError for a tokenizer with a regular expression that takes too long on short texts."""
+    suspects = [pattern for pattern in _find_regexes(backend) if is_suspicious_regex(pattern)]
+    if not suspects:
+        return
+    command = [sys.executable, "-P", "-m", "quire.engine.text.tokenizer_safety"]
+    suspects_json, environment = (
+        json.dumps(suspects).encode(),
+        os.environ | {"RUST_BACKTRACE": "0"},
+    )  # see server/workers/pool.py
+    try:
+        done = subprocess.run(
+            command, input=suspects_json, capture_output=True, check=False, env=environment, timeout=_TIMEOUT_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise ModelError(
+            f"model: tokenizer.json: its patterns could not be checked within {_TIMEOUT_SECONDS:g} s"
+        ) from None
+    num_started = len(done.stdout.splitlines())
+    if done.returncode and not num_started:
+        raise ModelError("model: tokenizer.json: its patterns could not be checked: the process for it did not start")
+    if done.returncode:
+        which = suspects[num_started - 1][:80]
+        raise ModelError(f"model: tokenizer.json: the pattern {which!r} takes too long on some short texts")
+
+
+def check_normalizer_growth(backend: tokenizers.Tokenizer) -> None:
+    """Raise ModelError for a tokenizer that makes much more text of a text before it splits it."""
+    if backend.normalizer is None:
+        return
+    texts = _string_values(json.loads(backend.normalizer.__getstate__()))
+    growth = math.prod(max(len(text), 1) for key, text in texts if key in ("content", "prepend"))  # what it puts in
+    if growth > _MAX_GROWTH:
+        raise ModelError(
+            f"model: tokenizer.json: its normalizer can make a text {min(growth, 10**30):.0e} times longer"
+        )
+
+
+def _string_values(state: Any) -> Iterator[tuple[str, str]]:
+    """All texts under a key in the JSON of a part of a tokenizer, with their keys."""
+    if isinstance(state, dict):
+        yield from ((key, value) for key, value in state.items() if isinstance(value, str))
+    for value in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
+        yield from _string_values(value)
+
+
+def is_rust_panic(error: BaseException) -> bool:
+    """Whether the library's Rust code panicked. The type, which is no Exception, has no name that can be imported."""
+    return type(error).__name__ == "PanicException"
+
+
+def is_suspicious_regex(pattern: str) -> bool:
+    """Whether a pattern has a repeated group, or more than the usual number of repeats one after another."""
+    plain = _ESCAPE.sub("e", pattern)
+    while plain != (shorter := _CHARACTER_CLASS.sub("c", plain)):
+        plain = shorter
+    return bool(_REPEATED_GROUP.search(plain)) or any(
+        len(_REPEAT.findall(branch)) > _MAX_SAFE_REPEATS for branch in plain.split("|")
+    )
+
+
+def make_probe_texts(pattern: str, length: int) -> Iterator[str]:
+    """Texts of about this length that repeat one or two of the pattern's characters, or characters of usual classes,
+    and then do not go on as a usual pattern does. Some have all of its characters: the library skips a text that lacks
+    one which the pattern needs."""
+    literal_characters = dict.fromkeys(character for character in _ESCAPE.sub("", pattern) if character.isalnum())
+    characters = [*"a1 \n!é", *list(literal_characters)[:_MAX_PROBE_CHARACTERS]]
+    pieces = [*characters, *(one + other for one in characters[:8] for other in characters[:8] if one != other)]
+    for piece in pieces:
+        for end in "\0", "!", "\0" + "".join(literal_characters):
+            yield piece * (length // len(piece)) + end
+
+
+def _find_regexes(backend: tokenizers.Tokenizer) -> Sequence[str]:
+    parts = [part for part in (backend.normalizer, backend.pre_tokenizer, backend.decoder) if part is not None]
+    regexes = (
+        text for part in parts for key, text in _string_values(json.loads(part.__getstate__())) if key == "Regex"
+    )
+    return list(dict.fromkeys(regexes))
+
+
+def main() -> None:
+    """Read a JSON list of patterns and try each, after printing a line. Ends with a signal when they take too long."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    signal.setitimer(
+        signal.ITIMER_PROF, _MAX_CPU_SECONDS
+    )  # its signal ends the process by default, even inside Rust code
+    for pattern in json.loads(sys.stdin.buffer.read()):
+        print(flush=True)
+        split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+        for length in _PROBE_LENGTHS:
+            for text in make_probe_texts(pattern, length):
+                split.pre_tokenize_str(text)
+
+
+if __name__ == "__main__":
+    main()

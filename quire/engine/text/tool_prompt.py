@@ -1,0 +1,118 @@
+"""Tools for chat templates without tools: the system message describes them, and messages show calls and results as
+text.
+
+Words and form are those of Hermes 2 Pro's training (https://huggingface.co/NousResearch/Hermes-2-Pro-Llama-3-8B). Many
+later models know them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from quire.engine.text.chat_messages import join_contents
+
+Message = dict[str, Any]
+
+NAME_PLACEHOLDER, ARGUMENTS_PLACEHOLDER, KEYWORDS_PLACEHOLDER = (
+    "<function-name>",
+    "<args-json-object>",
+    "<parameter-name>=<value>, ...",
+)
+"""Placeholders for a call's name and arguments in an example."""
+HERMES_CALL_FORMAT = (
+    f'<tool_call>\n{{"name": "{NAME_PLACEHOLDER}", "arguments": {ARGUMENTS_PLACEHOLDER}}}\n</tool_call>'
+)
+TOOLS_INTRODUCTION = (
+    "You may call one or more functions to assist with the user's request. Their signatures are within "
+    "<tools></tools>:\n<tools>\n{tools}\n</tools>\n\n"
+    "To call a function, write its name and a JSON object of its arguments in this form, once for each call:\n{example}"
+)
+
+
+def describe_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]], call_format: str) -> list[Message]:
+    """The messages, with a description of the tools at the end of the system message that they begin with, or in one of
+    its own before them.
+
+    `call_format`: the form in which the model must write a call.
+    """
+    tool_lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    text = TOOLS_INTRODUCTION.replace("{tools}", tool_lines).replace("{example}", call_format)
+    first = messages[0] if messages else {}
+    if first.get("role") in ("system", "developer"):
+        return [{**first, "content": join_contents("\n\n", first.get("content", ""), text)}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def with_calls_as_text(messages: Sequence[Message], call_format: str) -> list[Message]:
+    """The messages, with the assistant's calls written into its content in the form of `call_format`."""
+    return [
+        _with_calls_in_content(message, call_format) if message.get("tool_calls") else message for message in messages
+    ]
+
+
+def with_empty_descriptions(
+    tools: Sequence[dict[str, Any]], *, tool: bool, parameters: bool
+) -> Sequence[dict[str, Any]]:
+    """The tools, with an empty description where a `tool`, or one of the `parameters`, has none."""
+    if not tool and not parameters:
+        return tools
+    described = []
+    for one in tools:
+        function = dict(one["function"])
+        if tool and function.get("description") is None:
+            function["description"] = ""
+        schema = function.get("parameters")
+        if parameters and isinstance(schema, dict) and isinstance(schema.get("properties"), dict):
+            properties = {
+                name: {"description": "", **entry} if isinstance(entry, dict) else entry
+                for name, entry in schema["properties"].items()
+            }
+            function["parameters"] = {**schema, "properties": properties}
+        described.append({**one, "function": function})
+    return described
+
+
+def with_results_as_text(messages: Sequence[Message]) -> list[Message]:
+    """The messages, with results of calls written into user messages.
+
+    Consecutive results, and a user message after them, become one message, because templates may require that roles
+    alternate.
+    """
+    result: list[Message] = []
+    open_results = False
+    for message in messages:
+        role, content = message["role"], message.get("content", "")
+        if role == "tool":
+            response = join_contents("", "<tool_response>\n", content, "\n</tool_response>")
+            if open_results:
+                result[-1] = {**result[-1], "content": join_contents("\n", result[-1]["content"], response)}
+            else:
+                result.append({"role": "user", "content": response})
+        elif role == "user" and open_results:
+            result[-1] = {**result[-1], "content": join_contents("\n", result[-1]["content"], content)}
+        else:
+            result.append(message)
+        open_results = role == "tool"
+    return result
+
+
+def _with_calls_in_content(message: Message, call_format: str) -> Message:
+    written = []
+    for call in message["tool_calls"]:
+        function = call.get("function") or {}
+        arguments = function.get("arguments") or {}
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        call_text = (
+            call_format
+            if ARGUMENTS_PLACEHOLDER in call_format or KEYWORDS_PLACEHOLDER in call_format
+            else HERMES_CALL_FORMAT
+        )
+        if KEYWORDS_PLACEHOLDER in call_text:
+            pairs = arguments.items() if isinstance(arguments, dict) else ()
+            text = ", ".join(f"{key}={value!r}" for key, value in pairs)
+        call_text = call_text.replace(NAME_PLACEHOLDER, str(function.get("name")))
+        written.append(call_text.replace(ARGUMENTS_PLACEHOLDER, text).replace(KEYWORDS_PLACEHOLDER, text))
+    content = "\n".join(part for part in (message.get("content", ""), *written) if part)
+    return {name: value for name, value in message.items() if name != "tool_calls"} | {"content": content}

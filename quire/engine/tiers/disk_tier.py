@@ -1,0 +1,156 @@
+"""The disk tier: a file for each page, up to a number of bytes, least recently used out. It survives the engine.
+
+A folder holds one subfolder for each identity (engine/tiers/kv_identity.py), and all of them share the bytes: what
+older weights left goes as newer pages come. Folders are 0700 and files 0600. A file appears under its name only when it
+is whole, and what is in it is verified all the same (engine/tiers/sealed_blocks.py): a disk may lie, and a machine may
+lose its power. A file's time of modification is that of its last use."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import stat
+from collections import OrderedDict
+from pathlib import Path
+from threading import Lock
+
+from quire.engine import random_source
+from quire.engine.checkpoint.kv_folder import GONE, NEW, ROOT, forget_pages, make, open_root
+from quire.engine.tiers.tier import BlockContent
+
+log = logging.getLogger("quire.tiers")
+
+
+class DiskTier:
+    """A Tier of sealed pages; see ExternalTier. Servers may share a folder: each counts the bytes that it knows of."""
+
+    name = "disk"
+
+    def __init__(self, folder: str, max_bytes: int, identity: bytes) -> None:
+        """Raises ConfigError for a folder that is not ours alone, or that cannot be written."""
+        self._root = open_root(folder)
+        self._identity_folder = identity.hex()
+        self._max_bytes = max_bytes
+        self._files: OrderedDict[str, int] = OrderedDict()
+        """Bytes by path below the root, the least recently used first."""
+        self._bytes = 0
+        self._lock = Lock()
+        self._write_failed = False
+        """Whether the last write found no room on the disk."""
+        make(self._root / self._identity_folder)
+        for path, size in _scan_folder(self._root):
+            self._files[path] = size
+            self._bytes += size
+        self._evict()
+
+    @property
+    def usage(self) -> tuple[int, int]:
+        """Pages, and bytes, those of other identities too."""
+        return len(self._files), self._bytes
+
+    def lookup(self, digest: bytes) -> bool:
+        with self._lock:
+            if (name := self._block_path(digest)) not in self._files:
+                return False
+            self._files.move_to_end(name)
+            return True
+
+    def fetch(self, digest: bytes) -> BlockContent | None:
+        name = self._block_path(digest)
+        try:
+            descriptor = os.open(self._root / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            with open(descriptor, "rb") as file:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise OSError("not a file")
+                content = file.read()
+                os.utime(descriptor)
+        except OSError:
+            self._remove_file(name)
+            return None
+        return content
+
+    def put(self, digest: bytes, page: BlockContent) -> None:
+        name = self._block_path(digest)
+        with self._lock:
+            if name in self._files or len(page) > self._max_bytes:
+                return
+        temporary = self._root / self._identity_folder / f"{NEW}{os.getpid()}-{random_source.token_hex(4)}"
+        try:
+            make(self._root)  # somebody may have had all pages forgotten
+            make(temporary.parent)
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with open(descriptor, "wb") as file:
+                file.write(page)
+            os.rename(temporary, self._root / name)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            if not self._write_failed:
+                log.warning("KV pages cannot be written to %s: %s", self._root, error.strerror or error)
+            self._write_failed = True
+            return
+        self._write_failed = False
+        with self._lock:
+            self._files[name] = len(page)
+            self._bytes += len(page)
+        self._evict()
+
+    def drop(self, digest: bytes | None) -> None:
+        if digest is None:
+            with self._lock:
+                self._files.clear()
+                self._bytes = 0
+            forget_pages(self._root.parent)
+            make(self._root)
+            make(self._root / self._identity_folder)
+        else:
+            self._remove_file(self._block_path(digest))
+
+    def _block_path(self, digest: bytes) -> str:
+        return f"{self._identity_folder}/{digest.hex()}"
+
+    def _remove_file(self, name: str) -> None:
+        with self._lock:
+            self._bytes -= self._files.pop(name, 0)
+        (self._root / name).unlink(missing_ok=True)
+
+    def _evict(self) -> None:
+        """Keep within the bound. Files are removed without the lock: who looks a page up does not wait for the disk."""
+        evicted = []
+        with self._lock:
+            while self._bytes > self._max_bytes:
+                name, size = self._files.popitem(last=False)
+                self._bytes -= size
+                evicted.append(name)
+        for name in evicted:
+            (self._root / name).unlink(missing_ok=True)
+
+
+def _scan_folder(root: Path) -> list[tuple[str, int]]:
+    """The files of all identities by path below the root, with their bytes, the least recently used first. What a
+    killed process left unfinished is removed."""
+    for leftover in root.parent.glob(f"{GONE}{ROOT}-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    files = []
+    for folder in os.scandir(root):
+        if not folder.is_dir(follow_symlinks=False):
+            continue
+        for file in os.scandir(folder):
+            if file.name.startswith(NEW):
+                if not _is_running(file.name.removeprefix(NEW).split("-")[0]):
+                    Path(file.path).unlink(missing_ok=True)
+            elif file.is_file(follow_symlinks=False):
+                status = file.stat(follow_symlinks=False)
+                files.append((status.st_mtime_ns, f"{folder.name}/{file.name}", status.st_size))
+    return [(name, size) for _, name, size in sorted(files)]
+
+
+def _is_running(pid: str) -> bool:
+    """Whether there is such a process, which may yet finish its file."""
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except PermissionError:
+        pass
+    return True

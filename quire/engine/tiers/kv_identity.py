@@ -1,0 +1,174 @@
+"""What a page of KV depends on beside its tokens, as 16 bytes: pages of another identity are not read.
+
+The weights count by the content of their files, not by their name or version. Reading them once takes about a second
+for each GiB, so the hash is kept beside the pages, with the files' sizes, times and inodes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+
+from quire.engine.checkpoint.files import ModelConfig, stored_at
+from quire.engine.checkpoint.safetensors import weight_files
+from quire.engine.config import EngineConfig
+from quire.engine.gguf.model_files import GGUF_SUFFIX, model_stem
+
+log = logging.getLogger("quire.tiers")
+
+_CODE_SUFFIXES = (".py", ".so", ".cpp", ".h")
+_NUM_SAMPLES, _SAMPLE_BYTES = 1024, 4096
+"""Pieces of a model's files, and how long each is."""
+_MIN_SAMPLES_PER_FILE = 16
+"""Of each file, however many there are."""
+_PART_BYTES = 64 * 2**20
+"""Bytes that are hashed at a time, each part in a thread."""
+_THREADS = 4
+_HASHES_FILE = "weights.json"
+_MAX_REMEMBERED = 64
+
+FileStamp = tuple[str, int, int, int, int, int]
+
+
+def compute_identity(config: EngineConfig, model: ModelConfig, weights: bytes, layout: str) -> bytes:
+    """`weights`: their hash; `layout`: see BlockMover. The code that computes keys and values counts too."""
+    settings = (
+        config.online_quantization,
+        config.quantize_embedding,
+        config.dtype,
+        config.kv_cache_dtype,
+        config.deterministic,
+        config.activation_bits,
+    )
+    draft = None if config.speculative_config is None else config.speculative_config.model_dump_json()
+    parts = (
+        repr(model),
+        weights.hex(),
+        layout,
+        code_hash().hex(),
+        repr(settings),
+        draft,
+        config.load_format,
+        config.seed,
+    )
+    return blake2b(json.dumps(parts).encode(), digest_size=16).digest()
+
+
+def content_digest(model: ModelConfig, files: WeightFiles | None) -> str:
+    """What tells a model from another one in the same place, and is the same wherever it lies: a digest of config.json
+    and of samples of its weights. "" where these are in no file, or changed while they were loaded."""
+    if files is None or (sample := files.sample_digest()) is None:
+        return ""
+    raw = json.dumps(model.raw, sort_keys=True, default=repr)
+    return blake2b(sample + raw.encode(), digest_size=12).hexdigest()
+
+
+def code_hash() -> bytes:
+    """Of what computes keys and values: kernels, layers and models, as they are installed."""
+    engine = Path(__file__).resolve().parent.parent
+    hasher = blake2b(digest_size=16)
+    for folder in (engine.parent / "kernels", engine / "layers", engine / "models"):
+        for file in sorted(each for each in folder.rglob("*") if each.suffix in _CODE_SUFFIXES):
+            content = file.read_bytes()
+            hasher.update(f"{file.name}:{len(content)}:".encode() + content)
+    return hasher.digest()
+
+
+class WeightFiles:
+    """The files of an engine's weights, as they are when this is made; before they are loaded."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._is_dummy = config.load_format == "dummy"
+        self._seed = config.seed
+        self._stamps = [] if self._is_dummy else _file_stamps(stored_at(config))
+
+    def sample_digest(self) -> bytes | None:
+        """Of their sizes and of pieces spread over them: milliseconds for any size. Another training changes some of
+        these pieces; a change of a few rows may go unseen, which `content_hash` would find. None: as `content_hash`."""
+        if self._is_dummy:
+            return b"%d" % self._seed
+        hasher = blake2b(digest_size=16)
+        num_samples = max(_MIN_SAMPLES_PER_FILE, _NUM_SAMPLES // max(1, len(self._stamps)))
+        for path, size, *_ in self._stamps:
+            hasher.update(b"%d:" % size)
+            with suppress(OSError), open(path, "rb") as file:
+                for index in range(num_samples):
+                    hasher.update(os.pread(file.fileno(), _SAMPLE_BYTES, size * index // num_samples))
+        return hasher.digest() if self._is_unchanged() else None
+
+    def _is_unchanged(self) -> bool:
+        """Whether they are there, and as they were when this was made."""
+        return bool(self._stamps) and [_file_stamp(Path(stamp[0])) for stamp in self._stamps] == self._stamps
+
+    def content_hash(self, hash_folder: Path | None) -> bytes | None:
+        """Of their content; None where they have changed since this was made, so that nobody knows what was loaded.
+        `hash_folder`: a folder that remembers hashes."""
+        if self._is_dummy:
+            return bytes(16)  # of the seed, which the identity has
+        if not self._is_unchanged():
+            return None
+        key = blake2b(repr(self._stamps).encode(), digest_size=16).hexdigest()
+        known_hashes = {} if hash_folder is None else _read_hashes(hash_folder)
+        if key in known_hashes:
+            return bytes.fromhex(known_hashes[key])
+        with ThreadPoolExecutor(_THREADS) as threads:
+            parts = [(path, begin) for path, size, *_ in self._stamps for begin in range(0, size, _PART_BYTES)]
+            hasher = blake2b(b"".join(threads.map(_hash_part, parts)), digest_size=16)
+        if not self._is_unchanged():
+            return None
+        if hash_folder is not None:
+            _write_hashes(hash_folder, known_hashes | {key: hasher.hexdigest()})
+        return hasher.digest()
+
+
+def _file_stamps(path: Path) -> list[FileStamp]:
+    """Of the files at `path`: a folder's safetensors files, or a GGUF file with its other parts."""
+    if path.is_dir():
+        return [_file_stamp(file) for file in weight_files(path)]
+    parts = [
+        file for file in path.parent.iterdir() if file.suffix == GGUF_SUFFIX and model_stem(file) == model_stem(path)
+    ]
+    return [_file_stamp(file) for file in sorted(parts)]
+
+
+def _file_stamp(file: Path) -> FileStamp:
+    try:
+        status = file.stat()
+    except OSError:
+        return str(file), 0, 0, 0, 0, 0
+    return str(file), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev
+
+
+def _hash_part(part: tuple[str, int]) -> bytes:
+    """With the part's place: the same bytes elsewhere are other weights."""
+    path, begin = part
+    with open(path, "rb") as file:
+        file.seek(begin)
+        hasher = blake2b(f"{Path(path).name}:{begin}:".encode(), digest_size=16)
+        hasher.update(file.read(_PART_BYTES))
+        return hasher.digest()
+
+
+def _read_hashes(hash_folder: Path) -> dict[str, str]:
+    """Hashes by the key of their files' stamps; none from a file that is not as it was written."""
+    try:
+        hashes = json.loads((hash_folder / _HASHES_FILE).read_text())
+        return {key: bytes.fromhex(value).hex() for key, value in hashes.items() if len(value) == 32}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def _write_hashes(hash_folder: Path, hashes: dict[str, str]) -> None:
+    temporary = hash_folder / f"{_HASHES_FILE}.{os.getpid()}"
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "w") as file:
+            json.dump(dict(list(hashes.items())[-_MAX_REMEMBERED:]), file)
+        temporary.rename(hash_folder / _HASHES_FILE)
+    except OSError as error:
+        log.warning("the hash of the weights is not kept: %s", error.strerror)

@@ -1,0 +1,55 @@
+"""Whether to fetch a prefix or to compute it: what each costs here, as measured while both are done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_EMA_WEIGHT = 0.2
+"""Of the newest measurement in an average."""
+_MIN_STEP_TOKENS = 32
+"""Steps of fewer tokens do not say what a prompt's tokens cost."""
+_PROBE_INTERVAL = 32
+"""After so many refusals in a row pages are fetched all the same: what made it slow may be over."""
+
+
+class LoadCosts:
+    """Running averages. What was never measured counts as free to fetch, so that it gets measured."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self.token_seconds: float | None = None
+        """To compute one token of a prompt."""
+        self.block_seconds: dict[str, float] = {}
+        """To fetch one page, by tier."""
+        self._num_refused = 0
+
+    def record_compute(self, tokens: int, seconds: float) -> None:
+        """A step computed so many tokens."""
+        if tokens >= _MIN_STEP_TOKENS:
+            self.token_seconds = _moving_average(self.token_seconds, seconds / tokens)
+
+    def record_load(self, tier: str, num_blocks: int, seconds: float) -> None:
+        self.block_seconds[tier] = _moving_average(self.block_seconds.get(tier), seconds / num_blocks)
+
+    def num_blocks_worth_loading(self, tiers: Sequence[str]) -> int:
+        """How many of a prefix's pages to fetch, the first ones, where `tiers` names the tier of each: as many as save
+        most time over computing them."""
+        if self.token_seconds is None:
+            return len(tiers)
+        compute_seconds = self.token_seconds * self._block_tokens
+        best_count, most_saved, saved_seconds = 0, 0.0, 0.0
+        for count, tier in enumerate(tiers, 1):
+            saved_seconds += compute_seconds - self.block_seconds.get(tier, 0.0)
+            if saved_seconds > most_saved:
+                best_count, most_saved = count, saved_seconds
+        if best_count == 0 and tiers:
+            self._num_refused += 1
+            if self._num_refused > _PROBE_INTERVAL:
+                best_count = len(tiers)
+        if best_count:
+            self._num_refused = 0
+        return best_count
+
+
+def _moving_average(before: float | None, now: float) -> float:
+    return now if before is None else before + _EMA_WEIGHT * (now - before)

@@ -1,0 +1,35 @@
+"""What is kept outside the engine's memory comes back as it was, or not at all.
+
+A page is kept behind a header: what made it (engine/tiers/kv_identity.py), its hash, its length, and a checksum of
+these and of the page. A page that was torn, changed, or put there by another model or for other tokens is a miss."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from quire.engine.tiers.tier import BlockContent
+
+_MAGIC = b"quireKV1"
+_CHECKSUM_BYTES = 16
+HEADER_BYTES = len(_MAGIC) + 16 + 16 + 8 + _CHECKSUM_BYTES
+
+
+def seal_block(identity: bytes, digest: bytes, content: BlockContent) -> bytes:
+    """`identity` and `digest`: 16 bytes each."""
+    head = _MAGIC + identity + digest + len(content).to_bytes(8, "little")
+    return b"".join((head, _checksum(head, content), content))
+
+
+def unseal_block(identity: bytes, digest: bytes, sealed: BlockContent) -> memoryview | None:
+    """The page; None where this is not what `seal_block` made of it."""
+    view = memoryview(sealed)
+    content = view[HEADER_BYTES:]
+    head = _MAGIC + identity + digest + len(content).to_bytes(8, "little")
+    is_intact = len(view) >= HEADER_BYTES and view[:HEADER_BYTES] == head + _checksum(head, content)
+    return content if is_intact else None
+
+
+def _checksum(head: bytes, content: BlockContent) -> bytes:
+    hasher = blake2b(head, digest_size=_CHECKSUM_BYTES)
+    hasher.update(content)
+    return hasher.digest()

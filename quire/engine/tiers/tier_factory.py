@@ -1,0 +1,125 @@
+"""Which tiers a configuration asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+from quire.engine import clock
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.checkpoint.kv_folder import open_root
+from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.config import EngineConfig
+from quire.engine.core.executor import BlockMover
+from quire.engine.core.kv_offload import KVOffloader
+from quire.engine.errors import ConfigError, refuse_setting
+from quire.engine.tiers.disk_tier import DiskTier
+from quire.engine.tiers.external_tier import ExternalTier
+from quire.engine.tiers.host_tier import HostTier
+from quire.engine.tiers.kv_identity import WeightFiles, compute_identity
+from quire.engine.tiers.load_costs import LoadCosts
+from quire.engine.tiers.tier import Tier
+from quire.engine.tiers.tiered_offloader import TieredKVOffloader, TierUsage
+
+_NUM_TRIAL_COPIES = 3
+
+
+def tier_settings(config: EngineConfig) -> list[str]:
+    """The settings that ask for tiers."""
+    return [key for key in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier") if getattr(config, key)]
+
+
+def check_tiers(config: EngineConfig, *, is_encoder: bool) -> None:
+    """Raise ConfigError where there can be no tiers, though some are asked for, and for a size of none."""
+    has_no_folder = config.kv_offload_disk is not None and config.kv_offload_dir is None
+    refuse_setting(
+        "kv_offload_disk", has_no_folder and "says how much --kv-offload-dir DIR may take, which is not given"
+    )
+    if not (settings := tier_settings(config)):
+        return
+    names = ("tensor_parallel_size", "pipeline_parallel_size")
+    parallel_settings = [name for name in names if getattr(config, name) > 1]
+    refuse_setting(
+        settings[0],
+        is_encoder and "encoders keep no KV cache",
+        not config.enable_prefix_caching and "pages are found as cached prefixes: it needs prefix caching",
+        parallel_settings != []
+        and f"pages of several ranks ({parallel_settings[0]}) are not kept beside their cache yet",
+    )
+
+
+def choose_tiers(
+    config: EngineConfig,
+    model: ModelConfig,
+    make_block_mover: Callable[[], BlockMover | None],
+    weight_files: WeightFiles | None,
+    block_tokens: int,
+    make_state_mover: Callable[[], BlockMover | None] | None = None,
+    make_tiers: Callable[..., TieredKVOffloader] = TieredKVOffloader,
+) -> tuple[KVOffloader, list[str]]:
+    """The tiers, and notes on them. `weight_files`: those of the weights that were loaded; None: they are in no file,
+    so no later engine could know whether they are the same. `make_state_mover`: what copies slots, where prefixes need
+    snapshots. `make_tiers`: makes them of what Tiers takes."""
+    if not (settings := tier_settings(config)):
+        return KVOffloader(), []
+    if (mover := make_block_mover()) is None:
+        raise ConfigError(f"{settings[0]}: what computes here has no pages that can be copied", param=settings[0])
+    state_mover = None if make_state_mover is None else make_state_mover()
+    layout = mover.layout if state_mover is None else f"{mover.layout}; {state_mover.layout}"
+    tiers: list[Tier] = []
+    sizes: dict[str, TierUsage] = {}
+    notes = []
+    costs = LoadCosts(block_tokens)
+    if config.kv_offload_memory is not None:
+        host = HostTier(int(config.kv_offload_memory * GIB))
+        tiers.append(host)
+        sizes[host.name] = lambda: host.usage
+        costs.record_load(host.name, _NUM_TRIAL_COPIES, _copy_seconds(mover))
+    if config.kv_offload_dir is not None or config.kv_offload_tier is not None:
+        kv_folder = None if config.kv_offload_dir is None else open_root(config.kv_offload_dir)
+        weights = None if weight_files is None else weight_files.content_hash(kv_folder)
+        if weights is None:
+            why = "are in no file" if weight_files is None else "changed on the disk while they were loaded"
+            notes.append(f"no KV is kept outside this process: the weights {why}")
+        else:
+            identity = compute_identity(config, model, weights, layout)
+            if config.kv_offload_dir is not None:
+                disk = DiskTier(config.kv_offload_dir, int(config.kv_disk_gib * GIB), identity)
+                tiers.append(ExternalTier(disk, identity))
+                sizes[disk.name] = lambda: disk.usage
+            if config.kv_offload_tier is not None:
+                tiers.append(ExternalTier(_import_tier(config.kv_offload_tier, identity), identity))
+    if not tiers:
+        return KVOffloader(), notes
+    bounds = {"host": config.kv_offload_memory, "disk": config.kv_disk_gib}
+    capacities = [_capacity_text(tier.name, bounds.get(tier.name), mover.block_bytes, block_tokens) for tier in tiers]
+    return make_tiers(tiers, mover, costs, sizes, f"; below it {', '.join(capacities)}", state_mover), notes
+
+
+def _capacity_text(name: str, max_gib: float | None, block_bytes: int, block_tokens: int) -> str:
+    if max_gib is None:
+        return name
+    return f"{name} {max_gib:g} GiB = {int(max_gib * GIB) // max(block_bytes, 1) * block_tokens:,} tokens"
+
+
+def _import_tier(name: str, identity: bytes) -> Tier:
+    """What somebody's own function, named as module:function, makes for pages of an identity."""
+    module, _, function = name.partition(":")
+    try:
+        tier: Tier = getattr(import_module(module), function)(identity)
+        if tier.name in ("host", "disk"):
+            raise ValueError(f"its name is {tier.name!r}, as that of another tier")
+    except Exception as error:
+        problem = f"{name!r} makes no tier: {type(error).__name__}: {error}"
+        raise ConfigError(f"kv_offload_tier: {problem}", param="kv_offload_tier") from error
+    return tier
+
+
+def _copy_seconds(mover: BlockMover) -> float:
+    """To copy a page to the device a few times, which nobody uses yet."""
+    mover.claim_blocks([0])
+    content = mover.read_block(0)
+    began = clock.monotonic()
+    for _ in range(_NUM_TRIAL_COPIES):
+        mover.write_block(0, content)
+    return clock.monotonic() - began

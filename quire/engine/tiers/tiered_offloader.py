@@ -1,0 +1,213 @@
+"""What the scheduler knows of the tiers below the device's prefix cache: pages go there when sequences leave, and come
+back when a prefix is wanted again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from quire.engine import clock
+from quire.engine.core.block_pool import BlockPool
+from quire.engine.core.executor import BlockMover
+from quire.engine.core.kv_offload import KVOffloader
+from quire.engine.core.prefix_cache import PrefixCache
+from quire.engine.core.request import Request
+from quire.engine.core.scheduler_output import LoadedBlocks
+from quire.engine.core.stats import TierStats
+from quire.engine.tiers.block_and_state_mover import BlockAndStateMover, state_key
+from quire.engine.tiers.block_loader import LOAD_TIMEOUT_SECONDS, BlockLoad, BlockLoader, IncomingSnapshot
+from quire.engine.tiers.block_writer import BlockWriter, ThreadPoolFactory
+from quire.engine.tiers.external_tier import ExternalTier
+from quire.engine.tiers.load_costs import LoadCosts
+from quire.engine.tiers.tier import Tier
+
+TierUsage = Callable[[], tuple[int, int]]
+"""Pages, and bytes, that a tier has."""
+
+
+class TieredKVOffloader(KVOffloader):
+    """Tiers, the nearest first: each page goes to all of them, and comes back from the first that has it."""
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        mover: BlockMover,
+        load_costs: LoadCosts,
+        usages: Mapping[str, TierUsage] | None = None,
+        capacity_text: str = "",
+        state_mover: BlockMover | None = None,
+        *,
+        put_threads: ThreadPoolFactory = ThreadPoolExecutor,
+        fetch_threads: ThreadPoolFactory = ThreadPoolExecutor,
+        patience: float = LOAD_TIMEOUT_SECONDS,
+    ) -> None:
+        """`usages`: of those that have one, by name. `state_mover`: what copies slots, where prefixes need snapshots.
+        `patience`: seconds that a sequence waits for its pages."""
+        self.load_costs = load_costs
+        self.capacity_text = capacity_text
+        self._tiers = tiers
+        self._mover = mover = mover if state_mover is None else BlockAndStateMover(mover, state_mover)
+        snapshot_bytes = 0 if state_mover is None else state_mover.block_bytes
+        self._usages = usages or {}
+        self._writer = BlockWriter(tiers, mover, put_threads)
+        self._loader_options = snapshot_bytes, fetch_threads, patience
+        self._loaded_ids: set[str] = set()
+        """Requests that compute what is missing now: each begins one load between two times that it runs, for while it
+        waits others may take the pages that came, again and again. So do those for which not all came."""
+        self._loaded_blocks: list[LoadedBlocks] = []
+        self._load_counts = {tier.name: (0, 0.0) for tier in tiers}
+        """By tier: pages fetched, and the seconds they took."""
+
+    def attach_cache(self, pool: BlockPool, prefixes: PrefixCache) -> None:
+        self._prefix_cache = prefixes
+        self._pool = pool
+        self._loads = BlockLoader(self._tiers, self._mover, pool, self._writer.promote_block, *self._loader_options)
+        pool.before_reuse = self._writer.copy_before_reuse
+        prefixes.snapshots.set_before_reuse(self._writer.copy_before_reuse)
+
+    @property
+    def has_open_loads(self) -> bool:
+        return self._loads.has_open_loads
+
+    @property
+    def num_blocks_lost(self) -> int:
+        return self._writer.num_lost
+
+    def offload_blocks(self, request: Request) -> None:
+        self._loaded_ids.discard(request.engine_request.id)
+        slots = {digest: slot for slot, digest in self._prefix_cache.snapshots.saved_slots(request)}
+        blocks = list[tuple[int, bytes]]()
+        for block, digest in self._prefix_cache.full_blocks(request):  # a snapshot counts as used behind its page
+            blocks += [(slots[digest], state_key(digest))] if digest in slots else []
+            blocks.append((block, digest))
+        self._writer.write_blocks(blocks)
+
+    def load_blocks(self, request: Request, cached: list[int]) -> bool:
+        if request.engine_request.id in self._loaded_ids:
+            return False
+        block_hashes, on_device = self._prefix_cache.block_hashes(request), cached
+        if self._prefix_cache.snapshots.is_required:  # the device may have pages behind the last one with a snapshot
+            on_device = self._pool.get_cached_prefix([hashes[-1] for hashes in block_hashes])
+        missing = block_hashes[len(on_device) :]
+        if missing and self._loads.join_load(request, missing[0][-1]):
+            return True
+        tier_names = []
+        for hashes in missing:
+            tier = next((tier.name for tier in self._tiers if tier.lookup(hashes[-1])), None)
+            if tier is None:
+                break
+            tier_names.append(tier)
+        end = len(on_device) + (self.load_costs.num_blocks_worth_loading(tier_names) if tier_names else 0)
+        snapshot, count = self._find_snapshot([hashes[-1] for hashes in block_hashes[len(cached) : end]])
+        if not count:
+            return False
+        end = len(cached) + count
+        num_new = max(end - len(on_device), 0)
+        self._loads.begin_load(
+            request, on_device[:end], missing[:num_new], tier_names[:num_new], self._writer.generation, snapshot
+        )
+        self._loaded_ids.add(request.engine_request.id)
+        return True
+
+    def _find_snapshot(self, digests: Sequence[bytes]) -> tuple[IncomingSnapshot | None, int]:
+        """Of pages with these hashes, behind how many of the first ones there is a snapshot where one is needed; and
+        room for it, if it must come from a tier."""
+        snapshots = self._prefix_cache.snapshots
+        for count in range(len(digests), 0, -1):
+            if snapshots.has_snapshot(digest := digests[count - 1]):
+                return None, count
+            if any(tier.lookup(state_key(digest)) for tier in self._tiers):
+                slot = snapshots.reserve_slot()
+                return (None, 0) if slot is None else (IncomingSnapshot(slot, digest), count)
+        return None, 0
+
+    def take_loaded_requests(self) -> Sequence[Request]:
+        if not self._loads.has_loads:
+            return ()
+        now, ready = clock.monotonic(), list[Request]()
+        finished, timed_out = self._loads.take_finished_loads(now)
+        for load, requests in timed_out:
+            if load.tiers:
+                self.load_costs.record_load(
+                    load.tiers[min(load.num_filled, len(load.tiers) - 1)], 1, now - load.began_at
+                )
+            self.load_seconds += len(requests) * (now - load.began_at)
+            self._loaded_ids |= {each.engine_request.id for each in requests}
+            ready += requests
+        for load in finished:
+            self._record_load(load)
+            if load.generation == self._writer.generation:
+                for block, hashes in zip(load.blocks[: load.num_filled], load.digests, strict=False):
+                    for digest in hashes:
+                        self._pool.cache_block(block, digest)
+            if load.snapshot is not None:
+                is_complete = load.has_snapshot and load.generation == self._writer.generation
+                self._prefix_cache.snapshots.finish_load(*load.snapshot, is_complete=is_complete)
+            if load.num_filled < len(load.blocks) or (load.snapshot is not None and not load.has_snapshot):
+                self._loaded_ids |= {request.engine_request.id for request in load.waiting}
+            ready += load.waiting
+            self._loads.release_load(load)
+        return ready
+
+    def _record_load(self, load: BlockLoad) -> None:
+        """Count what a load brought, and what it cost."""
+        block_size = self._prefix_cache.block_size
+        for tier, (num_blocks, seconds) in load.loads_by_tier.items():
+            counted = self._load_counts[tier]
+            self._load_counts[tier] = (counted[0] + num_blocks, counted[1] + seconds)
+            self.load_costs.record_load(tier, num_blocks, seconds)
+            for request in load.waiting:
+                self._loaded_blocks.append(
+                    LoadedBlocks(request.engine_request.id, tier, num_blocks * block_size, load.began_at, load.ended_at)
+                )
+        self.load_seconds += len(load.waiting) * (load.ended_at - load.began_at)
+
+    def cancel_load(self, request: Request) -> None:
+        self._loaded_ids.discard(request.engine_request.id)
+        self._loads.remove_request(request)
+
+    def wait_for_loads(self) -> None:
+        self._loads.wait_for_load()
+
+    def take_loaded_blocks(self) -> list[LoadedBlocks]:
+        loaded_blocks, self._loaded_blocks = self._loaded_blocks, []
+        return loaded_blocks
+
+    def record_step_cost(self, tokens: int, seconds: float) -> None:
+        self.load_costs.record_compute(tokens, seconds)
+
+    def clear_tiers(self) -> None:
+        self._writer.discard_blocks()
+
+    def tier_stats(self) -> list[TierStats]:
+        all_stats = []
+        for tier in self._tiers:
+            num_loaded, seconds = self._load_counts[tier.name]
+            num_stored, block_size, block_bytes = (
+                self._writer.num_stored[tier.name],
+                self._prefix_cache.block_size,
+                self._mover.block_bytes,
+            )
+            usage = self._usages[tier.name]() if tier.name in self._usages else (0, 0)
+            is_disabled = isinstance(tier, ExternalTier) and tier.is_disabled
+            all_stats.append(
+                TierStats(
+                    tier.name,
+                    *usage,
+                    num_loaded,
+                    num_loaded * block_size,
+                    num_loaded * block_bytes,
+                    seconds,
+                    num_stored,
+                    num_stored * block_bytes,
+                    is_disabled,
+                )
+            )
+        return all_stats
+
+    def close_tiers(self) -> None:
+        self._loads.shut_down()
+        self._writer.flush_and_stop()
+        for tier in self._tiers:
+            if isinstance(tier, ExternalTier):
+                tier.shut_down()

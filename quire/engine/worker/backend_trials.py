@@ -1,0 +1,103 @@
+"""What a backend must show on a GPU before it is chosen, and before graphs hold its steps."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from quire.engine.config import EngineConfig
+from quire.engine.layers.mla import MLALayerSpec
+from quire.engine.models.requirements import distinct_attention, has_chunked_attention, has_sinks, sample_recurrences
+from quire.engine.models.spec import DecoderSpec
+from quire.engine.worker.graphs.graph_capture import CudaGraphCapture
+from quire.kernels.attention.serial_context_parallel import SerialContextParallel
+from quire.kernels.backend import Backend
+from quire.kernels.backend_probe import GraphCapture, PagedAttentionProbe
+from quire.kernels.backend_selection import BackendTrial
+from quire.kernels.gpu.other_devices import is_other_device
+from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
+from quire.kernels.latents.mla_probe import MLAProbe
+from quire.kernels.recurrent.recurrence_probe import RecurrenceProbe
+from quire.kernels.reference import ReferenceBackend
+
+
+def choose_trials(
+    config: EngineConfig, device: torch.device, types: tuple[torch.dtype, torch.dtype], spec: DecoderSpec
+) -> list[BackendTrial]:
+    """What a backend must compute on a GPU before it is chosen: with its decodes in a CUDA graph, if need be without.
+    On a CPU nothing: its kernels were built on this machine, for an instruction set that it says it has."""
+    if device.type == "cpu":
+        return []
+    captures: list[GraphCapture | None] = (
+        [None] if config.enforce_eager or is_other_device(device) else [CudaGraphCapture(device), None]
+    )
+    ranks = config.decode_context_parallel_size
+    first, *others = (_make_trial(types, device, spec, capture, ranks=ranks) for capture in captures)
+    return [first, *(partial(_try_without_graphs, trial) for trial in others)]
+
+
+def _try_without_graphs(trial: BackendTrial, backend: Backend) -> str | None:
+    """Of one that a graph does not hold, or computes something else in one."""
+    if (why := trial(backend)) is None:
+        backend.cuda_graph_support = "nothing"
+    return why
+
+
+def find_eager_prefill_reason(
+    config: EngineConfig,
+    device: torch.device,
+    types: tuple[torch.dtype, torch.dtype],
+    spec: DecoderSpec,
+    backend: Backend,
+) -> str | None:
+    """Why graphs that hold decodes hold no step with prompts: what the backend says of itself, or what a library's
+    attention shows. Of several ranks the first one's answer is that of all. types: computed, and held by pages."""
+    if backend.cuda_graph_support != "steps":
+        return f"{backend.name} computes prompts with looks at the host"
+    if config.enforce_eager or not choose_trials(config, device, types, spec):
+        return None
+    ranks = config.decode_context_parallel_size
+    return _make_trial(types, device, spec, CudaGraphCapture(device), ranks=ranks, prompts=True)(backend)
+
+
+def _make_trial(
+    types: tuple[torch.dtype, torch.dtype],
+    device: torch.device,
+    spec: DecoderSpec,
+    capture: GraphCapture | None,
+    *,
+    ranks: int = 1,
+    prompts: bool = False,
+) -> BackendTrial:
+    """Of attention in each of its shapes, over latents where the model has some, and of each rule by which layers
+    change states; of attention also as so many `ranks` that divide tokens compute it. prompts: whether graphs hold
+    parts of prompts, where a library may compute these."""
+    (dtype, kv_dtype), windowed, trials = types, any(each.window for each in spec.kv_cache_specs), list[BackendTrial]()
+    for part in distinct_attention(spec):
+        if isinstance(part, MLALayerSpec) and prompts:
+            continue  # Triton's, as rules are: nothing of ours looks at the host
+        if isinstance(part, MLALayerSpec):
+            sizes = (part.kv_lora_rank, part.qk_rope_head_dim, part.qk_nope_head_dim, part.v_head_dim)
+            trials.append(
+                MLAProbe(device, dtype, part.num_heads, sizes, part.is_interleaved, capture=capture, kv_dtype=kv_dtype)
+            )
+        else:
+            shape = (part.num_heads, part.num_kv_heads, part.head_dim, part.softcap)
+            kinds = {
+                "has_windows": windowed,
+                "has_sinks": has_sinks(spec),
+                "has_chunked_windows": has_chunked_attention(spec),
+                "only_prefill_graph": prompts,
+            }
+            trials.append(PagedAttentionProbe(device, dtype, *shape, **kinds, capture=capture, kv_dtype=kv_dtype))
+    if ranks > 1 and kv_dtype not in QUANTIZED_KV_DTYPES:
+        trials += [partial(_try_serial_ranks, each, ranks) for each in trials]
+    if not prompts:
+        trials += [RecurrenceProbe(device, dtype, *each, capture=capture) for each in sample_recurrences(spec, device)]
+    return lambda backend: next((why for each in trials if (why := each(backend)) is not None), None)
+
+
+def _try_serial_ranks(trial: BackendTrial, ranks: int, backend: Backend) -> str | None:
+    assert isinstance(backend, ReferenceBackend)
+    return trial(SerialContextParallel(backend, ranks))

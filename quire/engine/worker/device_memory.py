@@ -1,0 +1,392 @@
+"""How much memory the KV cache may take on this device, and the cache itself."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from itertools import chain
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.checkpoint.kv_plan import (
+    CPU_KV_BYTES,
+    GIB,
+    available_host_bytes,
+    check_kv_memory,
+    device_kv_budget,
+    graph_calls,
+    graph_tokens,
+    graphs_bytes,
+    host_kv_budget,
+    host_memory_bytes,
+)
+from quire.engine.checkpoint.page_groups import most_drafts
+from quire.engine.config import EngineConfig
+from quire.engine.core.scheduler_output import BlockCopy, SlotCopy
+from quire.engine.errors import ConfigError, QuireError
+from quire.engine.images.vision_config import ENCODER_CACHE_BYTES
+from quire.engine.layers.sublayer import CacheTensorSpec
+from quire.engine.lora.target_modules import max_cached_adapters, num_adapter_weights, target_linears
+from quire.engine.models.decoder import Decoder, KVCache
+from quire.engine.types import SamplingParams
+from quire.engine.worker.sampling.device_sampler import choose_sampler
+from quire.engine.worker.sampling.sampling_rules import SamplingRow, make_sampling_rules
+from quire.kernels.attention.context_shard import ContextShard, single_shard
+from quire.kernels.backend import AttentionMetadata, Backend, LayerCache, LinearContext
+from quire.kernels.gpu.error_messages import describe_compiler_error, describe_kernel_error, is_triton_error
+from quire.kernels.gpu.other_devices import MPS_OUT_OF_MEMORY, empty_device_caches, free_device_bytes
+
+_PREFAULT_FRACTION = 1 / 8
+"""The share of a KV cache in the host's memory that is touched before it is needed."""
+_PREFAULT_BYTES = 512 * 2**10
+"""Bytes touched at a time, which takes about a millisecond."""
+_OUT_OF_MEMORY_MESSAGES = ("can't allocate memory", MPS_OUT_OF_MEMORY)
+"""Parts of the messages of the RuntimeErrors that PyTorch raises where the host's memory runs out, or Apple's GPU's."""
+
+
+def check_kv_cache_memory(config: EngineConfig, device: torch.device) -> None:
+    """Raise ConfigError for a KV cache of more memory than the devices have."""
+    kv_gib = config.kv_cache_memory
+    if device.type == "cpu":
+        check_kv_memory(kv_gib and kv_gib * config.data_parallel_size, host_memory_bytes(), "this machine")
+    elif device.type == "cuda" and kv_gib is not None:
+        gpus = config.tensor_parallel_size
+        where = "the GPU" if gpus == 1 else f"the {gpus} GPUs"
+        check_kv_memory(kv_gib, torch.cuda.mem_get_info(device)[1] * gpus, where)
+
+
+def kv_budget(config: EngineConfig, device: torch.device, step_bytes: int) -> int:
+    """Bytes for the KV cache, with the weights already loaded; `step_bytes` are needed beside it.
+
+    Raises ConfigError, with the arithmetic, where nothing is left.
+    """
+    if config.kv_cache_memory is not None:
+        return int(config.kv_cache_memory * GIB)
+    if device.type != "cuda":
+        room = available_host_bytes() if (device_free := free_device_bytes(device)) is None else device_free
+        free = room - step_bytes - int((config.kv_offload_memory or 0) * GIB)
+        return host_kv_budget(free) // config.data_parallel_size
+    free, total = torch.cuda.mem_get_info(device)
+    budget = device_kv_budget(free, total, config.gpu_memory_utilization) - step_bytes
+    if budget <= 0:
+        share = f"{config.gpu_memory_utilization:g} of the GPU's {total / GIB:.1f} GiB"
+        memory_use = (
+            f"weights, and other programs if any, hold {(total - free) / GIB:.1f}, a step takes {step_bytes / GIB:.1f}"
+        )
+        raise ConfigError(
+            f"gpu_memory_utilization: {share} leaves nothing for the KV cache: {memory_use}. "
+            "Raise --gpu-memory-utilization, "
+            "lower --max-num-batched-tokens or --max-num-seqs, use --quantization int4, or serve a smaller model",
+            param="gpu_memory_utilization",
+        )
+    return budget
+
+
+def max_kv_tokens(config: EngineConfig, token_bytes: int, device: torch.device, block_size: int) -> int:
+    """A bound on the tokens that the KV cache will hold, known before the weights are loaded; at least one page's.
+    token_bytes: of a token in all layers.
+
+    It keeps tables with a row for each position from growing with what config.json claims.
+    """
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks * block_size
+    if config.kv_cache_memory is not None:
+        budget = int(config.kv_cache_memory * GIB)
+    else:
+        budget = CPU_KV_BYTES if device.type != "cuda" else torch.cuda.mem_get_info(device)[1]
+    budget *= config.tensor_parallel_size if device.type == "cuda" else config.nnodes  # each has some of the heads
+    return max(budget // token_bytes, block_size)
+
+
+def check_context_length(config: EngineConfig, token_bytes: int, device: torch.device, block_size: int) -> None:
+    """Raise ConfigError, before the weights are loaded, for a max_model_len that cannot fit in what the KV cache gets
+    at most. token_bytes: of a token in all layers that keep every token."""
+    max_model_len, max_tokens = config.max_model_len or 0, max_kv_tokens(config, token_bytes, device, block_size)
+    if config.num_kv_blocks is None and config.kv_cache_memory is None and device.type == "cpu":
+        max_tokens = min(max_tokens, host_kv_budget(available_host_bytes()) * config.nnodes // token_bytes)
+    if max_model_len > max_tokens:
+        raise ConfigError(
+            f"max_model_len: a context of {max_model_len} tokens needs {max_model_len * token_bytes:,} "
+            "bytes of KV cache, "
+            f"{max_tokens * token_bytes:,} are available; the longest that fits is at most {max_tokens} tokens",
+            param="max_model_len",
+        )
+
+
+def available_bytes(
+    model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig, image_bytes: int = 0
+) -> int:
+    """What the model's device has for the KV cache. reading: bytes that an image takes on a GPU while it is read,
+    beside the features of those that are kept. Of ranks on GPUs all must call it at the same time."""
+    step_bytes = find_step_reserve(model, model_config, backend, config)
+    return kv_budget(config, model.device, max(step_bytes, image_bytes) + (ENCODER_CACHE_BYTES if image_bytes else 0))
+
+
+def find_step_reserve(model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig) -> int:
+    """Bytes that the largest step takes on a GPU; on a CPU, where nothing is set aside for it, those of adapters."""
+    if model.device.type != "cuda":
+        if not config.enable_lora:
+            return 0
+        linears = target_linears(model_config) if model.spec.lora_target_sizes is None else model.spec.lora_target_sizes
+        each = num_adapter_weights(linears, config.max_lora_rank) * model.dtype.itemsize
+        return each * max_cached_adapters(config.max_loras, config.max_cpu_loras)
+    tokens = config.max_step_tokens
+    with explain_out_of_memory(f"a step of {tokens} tokens", "max_num_batched_tokens", "Lower it, or --max-num-seqs"):
+        return measure_step_bytes(model, backend, config)
+
+
+@torch.inference_mode()
+def measure_step_bytes(model: Decoder, backend: Backend, config: EngineConfig) -> int:
+    """Bytes that the largest step takes on the GPU beside weights and KV cache. Runs one, on pages of its own."""
+    device, length = model.device, min(config.max_step_tokens, model.max_model_len)
+    seqs = -(-config.max_step_tokens // length)
+    own = model.shard.context_shard(backend.block_size)
+    metadata = prefill_metadata(seqs, length, backend.block_size, device, model.groups.count, own)
+    if model.adapters is not None:
+        linear = LinearContext.from_adapter_slots(torch.ones_like(metadata.positions))
+        others = tuple(replace(each, linear_context=linear) for each in metadata.other_groups)
+        metadata = replace(metadata, linear_context=linear, other_groups=others)
+    kv_cache = _allocate_shared_kv_cache(
+        model, metadata.block_table.numel() * model.groups.count + (own.world_size > 1), seqs
+    )
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    ids = torch.zeros(seqs * length, dtype=torch.int32, device=device)
+    num_samples = min(config.max_num_seqs, len(ids))
+    hidden = model.forward(ids, metadata, kv_cache, torch.arange(num_samples, device=device))
+    if model.has_head:
+        row = SamplingRow(make_sampling_rules(SamplingParams(top_p=0.5), ()), 0, length, length, ids[None], 0)
+        choose_sampler(device, model.argmax, model.sample_tokens, model.shard.group)(
+            model.compute_logits(hidden, metadata.linear_context.select_rows(torch.arange(num_samples, device=device))),
+            [row] * num_samples,
+            None,
+        )
+    torch.cuda.synchronize(device)
+    peak_bytes = torch.cuda.max_memory_allocated(device) - before
+    del kv_cache, hidden
+    torch.cuda.empty_cache()
+    if config.enforce_eager:
+        return peak_bytes
+    max_graph_tokens = graph_tokens(length, config.max_num_seqs) if backend.cuda_graph_support == "steps" else None
+    ranks = config.tensor_parallel_size
+    calls = graph_calls(model.spec.num_layers, ranks, divides_tokens=config.uses_context_parallel)
+    return peak_bytes + graphs_bytes(peak_bytes, len(ids), max_graph_tokens, calls, drafts=config.has_draft_weights)
+
+
+def prefill_metadata(
+    seqs: int,
+    length: int,
+    block_size: int,
+    device: torch.device,
+    groups: int = 1,
+    context_shard: ContextShard | None = None,
+) -> AttentionMetadata:
+    """A step that computes `seqs` prompts of `length` tokens from their beginning, each on pages of its own, in each
+    group of layers; tokens that are not `context_shard` (None: all are) go to a page behind them."""
+    blocks_per_seq = -(-length // block_size)
+    table = torch.arange(seqs * blocks_per_seq, dtype=torch.int32, device=device).view(seqs, blocks_per_seq)
+    positions = torch.arange(length, device=device).repeat(seqs)
+    starts = torch.arange(0, seqs * length + 1, length, dtype=torch.int32, device=device)
+    tables = [table + group * table.numel() for group in range(groups)]
+    shard = (
+        single_shard(block_size)
+        if context_shard is None
+        else replace(context_shard, remote_slot=groups * table.numel() * context_shard.tokens_per_page)
+    )
+    rows = torch.arange(seqs, device=device).repeat_interleave(length)
+    slots = [
+        shard.slot_mapping(blocks_per_seq[rows, positions // block_size].long(), positions) for blocks_per_seq in tables
+    ]
+    first_group = AttentionMetadata(
+        query_start=starts,
+        context_lens=torch.full((seqs,), length, dtype=torch.int32, device=device),
+        key_start=starts,
+        block_table=table,
+        positions=positions,
+        slot_mapping=slots[0],
+        max_query_len=length,
+        max_context_len=length,
+        is_full_prefill=True,
+        state_slots=torch.arange(seqs, device=device),
+    )
+    return first_group.with_block_tables(tables, slots)
+
+
+class KVModule(Protocol):
+    """What keeps keys and values: a decoder, or a head that drafts for it."""
+
+    device: torch.device
+
+    @property
+    def block_bytes_formula(self) -> str: ...
+
+    def block_tensors(self, num_blocks: int) -> list[tuple[CacheTensorSpec, ...]]: ...
+
+
+def block_bytes(model: KVModule) -> int:
+    """Of one page of one group of layers (engine/checkpoint/page_groups.py)."""
+    return sum(tensor.nbytes for layer in model.block_tensors(1) for tensor in layer)
+
+
+def total_block_bytes(model: Decoder, places: int) -> int:
+    """Of a page of every group, which has so many places for layers in all stages of a pipeline together."""
+    if model.groups.count > 1:
+        return block_bytes(model) * places // model.groups.places * model.groups.count
+    return model.block_bytes
+
+
+def allocate_kv_blocks(model: KVModule, num_blocks: int) -> list[Tensor]:
+    """The pages of all layers, those of one kind as one tensor [tensors, pages, ...]: what happens to a page in all
+    layers is one operation. Their content is undefined on the host, where untouched pages take no memory on Linux; on
+    other devices it is zeros, as kernels read pages before a window, of weight 0, that may have never been written."""
+    kinds = Counter(each for layer in model.block_tensors(num_blocks) for each in layer)
+    make = torch.empty if model.device.type == "cpu" else torch.zeros
+    return [make((count, *kind.shape), dtype=kind.dtype, device=model.device) for kind, count in kinds.items()]
+
+
+def kv_cache_by_layer(model: KVModule, tensors: Sequence[Tensor], states: Sequence[LayerCache] = ()) -> KVCache:
+    """What of the `allocate_kv_blocks` each layer asks for, and behind it what it has of the `allocate_slot_states`."""
+    layers = model.block_tensors(
+        tensors[0].shape[1] if tensors else 1
+    )  # none: of a stage whose layers keep slots alone
+    kinds = dict.fromkeys(each for layer in layers for each in layer)
+    parts = {kind: iter(each) for kind, each in zip(kinds, tensors, strict=True)}
+    layer_states = states or [()] * len(layers)
+    return [(*(next(parts[kind]) for kind in layer), *own) for layer, own in zip(layers, layer_states, strict=True)]
+
+
+def allocate_slot_states(model: Decoder, slots: int, drafts: int) -> list[LayerCache]:
+    """By place, what the layers keep of sequences beside pages, in so many slots;
+    `drafts`: see Sublayer.slot_tensors. What is in a slot is not read before its owner has written it."""
+    make = torch.empty if model.device.type == "cpu" else torch.zeros
+    layers = model.slot_tensors(slots, drafts)
+    return [tuple(make(each.shape, dtype=each.dtype, device=model.device) for each in layer) for layer in layers]
+
+
+def slot_state_bytes(model: Decoder, config: EngineConfig) -> int:
+    """Of a slot of these, as a configuration asks for it, in all stages of a pipeline together."""
+    return model.slot_bytes(1, most_drafts(config))
+
+
+def copy_slot_states(states: Sequence[LayerCache], copy: SlotCopy) -> None:
+    for each in chain.from_iterable(states):
+        each[copy.target] = each[copy.source]
+
+
+def copy_block(tensors: Sequence[Tensor], copy: BlockCopy, own_range: range) -> None:
+    """Only for large pages, of whose tokens these are `own_range`: they lie token by token, or piece by piece, in every
+    layout."""
+    count = len(own_range[: max(copy.num_tokens - own_range.start, 0)])
+    for each in tensors:
+        end = count * each.shape[2] // len(own_range)
+        each[:, copy.target, :end] = each[:, copy.source, :end]
+
+
+def _allocate_shared_kv_cache(model: Decoder, num_blocks: int, slots: int) -> KVCache:
+    """Like allocate_kv_blocks and allocate_slot_states, but layers of equal shapes share one set of pages: saves
+    memory, results are wrong."""
+    layers = [
+        pages + own for pages, own in zip(model.block_tensors(num_blocks), model.slot_tensors(slots, 0), strict=True)
+    ]
+    kinds = {
+        layer: tuple(torch.empty(each.shape, dtype=each.dtype, device=model.device) for each in layer)
+        for layer in layers
+    }
+    return [kinds[layer] for layer in layers]
+
+
+class KVPrefaulter:
+    """Touches pages of a KV cache in the host's memory, while the engine is idle, before a sequence needs them.
+
+    The system maps memory at its first use, 4 KB at a time. That takes a microsecond each, or ten on a virtual machine
+    whose host must do the same: then 7 % of the time that a small model takes for a prompt.
+    """
+
+    def __init__(self, kv_cache: KVCache) -> None:
+        self._cache_tensors = [cache for layer in kv_cache for cache in layer]
+        self._num_blocks = (
+            len(self._cache_tensors[0]) if self._cache_tensors else 0
+        )  # a stage whose layers keep slots alone has none
+        self._blocks_per_touch = max(
+            _PREFAULT_BYTES // max((cache[0].nbytes for cache in self._cache_tensors), default=1), 1
+        )
+        self._max_blocks_ahead = int(self._num_blocks * _PREFAULT_FRACTION)
+        self._num_used = self._num_touched = self._next_tensor = 0
+
+    def mark_used(self, block_ids: Iterable[int]) -> None:
+        """A step will write to these pages; they are never touched here from now on."""
+        self._num_used = max(self._num_used, 1 + max(block_ids, default=-1))
+
+    def touch_next(self) -> bool:
+        """Touch some more pages of one tensor; False when enough are touched."""
+        begin = max(self._num_used, self._num_touched)
+        end = min(begin + self._blocks_per_touch, self._num_used + self._max_blocks_ahead, self._num_blocks)
+        if begin >= end:
+            return False
+        self._cache_tensors[self._next_tensor][begin:end].zero_()
+        self._next_tensor = (self._next_tensor + 1) % len(self._cache_tensors)
+        if self._next_tensor == 0:
+            self._num_touched = end
+        return True
+
+
+def trim_host_memory() -> None:
+    """Hand memory that was freed back to the system, where the C library can: what loading took and nothing uses."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def release_cached_memory() -> None:
+    """The same for the device's memory too."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    empty_device_caches()
+    trim_host_memory()
+
+
+@contextmanager
+def explain_out_of_memory(what: str, param: str, advice: str) -> Iterator[None]:
+    """Turns an out-of-memory error into a ConfigError that says what needed the memory, and what to change; one of the
+    compiler that Triton needs into one that says how to install it; and one of Triton's own into one that names the
+    setting by which another backend serves."""
+    try:
+        yield
+    except QuireError:
+        raise
+    except Exception as error:
+        if (compiler := describe_compiler_error(error)) is not None:
+            raise ConfigError(compiler) from error
+        if is_triton_error(error):
+            wrong = f"a Triton kernel does not compile or fit on this GPU: {describe_kernel_error(error)}"
+            advice = "--attention-backend torch_varlen or reference does without it"
+            raise ConfigError(f"attention_backend: {wrong}; {advice}", param="attention_backend") from error
+        if not isinstance(error, torch.OutOfMemoryError) and not any(
+            each in str(error) for each in _OUT_OF_MEMORY_MESSAGES
+        ):
+            raise
+        room = ""
+        if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            room = f"; {free / GIB:.1f} of the GPU's {total / GIB:.1f} GiB are free"
+        raise ConfigError(f"{param}: out of memory for {what}{room}. {advice}", param=param) from error
+
+
+def explain_weights_memory() -> AbstractContextManager[None]:
+    """`explain_out_of_memory`, where weights are loaded."""
+    advice = "Use quantization int4, serve a smaller model, or free memory that others hold; quire plan says what fits"
+    return explain_out_of_memory("the weights", "model", advice)
+
+
+def allocate_kv_blocks_checked(model: Decoder, num_blocks: int) -> list[torch.Tensor]:
+    """As allocate_kv_blocks. Raises ConfigError naming the setting where memory is short."""
+    param = "gpu_memory_utilization" if model.device.type == "cuda" else "kv_cache_memory"
+    with explain_out_of_memory(f"{num_blocks} pages of KV cache", param, "Lower it, or --max-model-len"):
+        return allocate_kv_blocks(model, num_blocks)

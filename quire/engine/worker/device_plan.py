@@ -1,0 +1,414 @@
+"""What computes a model: device, types of numbers, backend, and how decodes become graphs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from quire.engine.checkpoint.families import wide_activations
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, refuse_setting
+from quire.engine.layers.attention import AttentionLayerSpec
+from quire.engine.layers.moe import MoELayerSpec
+from quire.engine.models import decoder_spec
+from quire.engine.models.requirements import (
+    attention_head_dim,
+    has_chunked_attention,
+    has_mla,
+    has_sinks,
+    widest_attention,
+)
+from quire.engine.models.spec import DecoderSpec
+from quire.engine.replicas.cores import usable_cpus
+from quire.engine.worker.backend_trials import choose_trials, find_eager_prefill_reason
+from quire.engine.worker.graphs.graph_capture import CudaGraphCapture
+from quire.engine.worker.loading.transformers_support import check_transformers_config
+from quire.kernels.backend import Backend
+from quire.kernels.backend_probe import GraphCapture
+from quire.kernels.backend_selection import BackendTrial, select_backend
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.gpu.other_devices import OTHER_DEVICES, find_other_device, is_other_device, preferred_dtype
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_KV_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
+_MIN_DRIVERS = {"12": "525", "13": "580"}
+"""By the major version of CUDA: the oldest driver for it, from NVIDIA's table of CUDA's minor version compatibility."""
+_ONEDNN_ISA = "AVX512_CORE_BF16"
+"""With AMX, oneDNN's bfloat16 products of a row depend on the number of rows (seen from 12 to 32). Where our own
+kernels do not compute, that breaks the promise of the same tokens. oneDNN reads this before its first product."""
+
+
+def check_attention_support(device: torch.device, model: ModelConfig, spec: DecoderSpec) -> None:
+    """Raise ConfigError for attention, or what stands in its place, that is not computed there."""
+    parts, kind = spec.sublayers_of_kind(AttentionLayerSpec), model.model_type
+    biased = any(each.alibi is not None for each in parts)
+    on_cpus = f"ALiBi of attention ({kind}) is served on CPUs alone so far: --device cpu"
+    refuse_setting("device", biased and device.type != "cpu" and on_cpus)
+    states = {"states of sequences (delta nets, Mamba)": spec.needs_state_snapshots, "latent attention": has_mla(spec)}
+    on_cuda = "on CPUs and on GPUs of CUDA's alone so far: --device cpu"
+    refuse_setting(
+        "device",
+        *(f"{what} ({kind}): {on_cuda}" for what, is_used in states.items() if is_used and is_other_device(device)),
+    )
+
+
+def configure_cpu(config: EngineConfig) -> None:
+    """Threads, of which each rank on this machine gets an equal part; and the instructions that PyTorch's own products
+    may use."""
+    ranks, threads = config.local_world_size, config.threads
+    if threads is None:
+        threads = torch.get_num_threads()
+        threads = threads if "OMP_NUM_THREADS" in os.environ else min(threads, usable_cpus())
+    if (each := max(threads // ranks, 1)) != torch.get_num_threads():
+        torch.set_num_threads(each)
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", _ONEDNN_ISA)
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    """Raises ConfigError where a GPU cannot be used that was asked for, or that has a driver and so ought to be."""
+    if config.device in OTHER_DEVICES:
+        try:
+            other = find_other_device(config.device)
+        except ValueError as error:
+            raise ConfigError(f"device: {error}", param="device") from error
+        return check_replicas(config, other)
+    if config.device == "cpu" or torch.cuda.is_available():
+        return check_replicas(config, torch.device("cuda" if config.device == "auto" else config.device))
+    driver = nvidia_driver_version()
+    if driver is not None:
+        raise ConfigError(f"device: {_driver_error(driver)}; --device cpu serves without it", param="device")
+    if config.device == "cuda":
+        raise ConfigError("device: cuda was asked for, but torch finds no NVIDIA GPU", param="device")
+    return torch.device("cpu")
+
+
+def apply_gpu_defaults(config: EngineConfig) -> EngineConfig:
+    """The configuration with what its GPU decides, if it computes on one. Raises ConfigError as `choose_device`."""
+    if config.max_num_batched_tokens is not None or (device := choose_device(config)).type != "cuda":
+        return config
+    return config.with_gpu_defaults(torch.cuda.get_device_properties(device).total_memory)
+
+
+def check_replicas(config: EngineConfig, device: torch.device) -> torch.device:
+    """The device. Raises ConfigError for replicas on a GPU."""
+    refuse_setting(
+        "data_parallel_size",
+        device.type != "cpu"
+        and config.data_parallel_size > 1
+        and "replicas are served on CPUs alone so far: --device cpu, or a server for each GPU",
+    )
+    return device
+
+
+def check_other_device(config: EngineConfig, device: torch.device) -> None:
+    """Raise ConfigError for what is not served on a device of PyTorch's that is neither a CPU nor one of CUDA's."""
+    if not is_other_device(device):
+        return
+    where = f"not on {device.type}: "
+    refuse_setting("deterministic", config.deterministic and f"{where}PyTorch's products there may depend on the batch")
+    tiers = f"{where}pages are kept beside the cache of CPUs and of CUDA's GPUs alone so far"
+    for name in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier"):
+        refuse_setting(name, bool(getattr(config, name)) and tiers)
+    for name in ("quantization", "kv_cache_dtype") if device.type == "mps" else ():  # it has no float8 at all
+        eight = str(getattr(config, name)).startswith("fp8")
+        refuse_setting(name, eight and f"{where}Apple's GPUs have no 8-bit floats; int8 is served")
+
+
+def nvidia_driver_version(root: Path = Path("/")) -> str | None:
+    """The version of the NVIDIA driver that is loaded, "of unknown version" if it does not say; None: there is none, or
+    CUDA_VISIBLE_DEVICES hides every GPU."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
+        if (match := re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", text)) is not None:
+            return match[1]
+    except OSError:
+        pass
+    if (tool := shutil.which("nvidia-smi")) is not None:
+        command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+            return done.stdout.strip().splitlines()[0]
+        except (OSError, subprocess.SubprocessError, IndexError):
+            pass  # a tool without a driver
+    return "of unknown version" if (root / "dev/nvidia0").exists() else None
+
+
+def _driver_error(driver: str, root: Path = Path("/")) -> str:
+    """Why PyTorch cannot use the GPU of this driver, and what would help."""
+    cuda_version = torch.version.cuda
+    here = f"an NVIDIA driver ({driver}) is loaded"
+    if cuda_version is None:
+        return f"{here}, but PyTorch {torch.__version__} was built without CUDA: install a build of it with CUDA"
+    min_driver = _MIN_DRIVERS.get(cuda_version.split(".")[0])
+    but = f"{here}, but PyTorch {torch.__version__}, built for CUDA {cuda_version}, cannot use it"
+    if not (root / "dev/nvidia0").exists() and not (root / "dev/dxg").exists():
+        return f"{but}, for there is no /dev/nvidia0: start a container with --gpus all"
+    try:
+        torch.cuda.init()
+        cause = "no device"
+    except (RuntimeError, AssertionError) as error:
+        cause = str(error).strip().splitlines()[0]
+    needs = (
+        ""
+        if min_driver is None
+        else f"; CUDA {cuda_version} needs driver {min_driver} or later, or a PyTorch for an older CUDA"
+    )
+    return f"{but} ({cause}){needs}"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDTypes:
+    compute_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    """By pages of keys and values."""
+    change_note: str | None
+    """Why it is not the checkpoint's type, where it is not."""
+
+
+def choose_dtypes(config: EngineConfig, model: ModelConfig, device: torch.device) -> ModelDTypes:
+    """Raises ConfigError."""
+    if _needs_float32(config, model, device):
+        why = "float32, beside weights of few bits, with keys and values of {}; --dtype bfloat16 computes in that"
+        kv_dtype = torch.bfloat16 if config.kv_cache_dtype == "auto" else _KV_DTYPES[config.kv_cache_dtype]
+        return ModelDTypes(torch.float32, kv_dtype, why.format(str(kv_dtype).removeprefix("torch.")))
+    dtype, change_note = choose_compute_dtype(config, model, device)
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else _KV_DTYPES[config.kv_cache_dtype]
+    wrong = None
+    if kv_dtype == torch.bfloat16 != dtype:
+        if device.type != "cpu":
+            wrong = f"on {device.type} keys and values have the model's type, or 8 bits: --dtype bfloat16"
+        elif model.given is not None:
+            wrong = "with transformers' class (see --model-impl) they have the model's type: --dtype bfloat16"
+    if wrong is not None:
+        raise ConfigError(f"kv_cache_dtype: {wrong}", param="kv_cache_dtype")
+    return ModelDTypes(dtype, kv_dtype, change_note)
+
+
+def choose_compute_dtype(
+    config: EngineConfig, model: ModelConfig, device: torch.device
+) -> tuple[torch.dtype, str | None]:
+    """The type asked for, or the checkpoint's; and a note where auto makes another of it.
+
+    CPUs compute no float16 that can be avoided; GPUs from Ampere on compute bfloat16 many times as fast as float32, and
+    their fast attention takes nothing wider. GPUs before it have tensor cores for float16 alone. Of other devices
+    kernels/gpu/other_devices.py says it.
+    """
+    name = config.dtype if config.dtype != "auto" else model.dtype
+    note = None
+    if name == "float16" and device.type == "cpu":
+        name, note = _replace_float16(config)
+    elif config.dtype == "auto" and (better := _faster_dtype(name, device)) is not None:
+        note, name = f"{better} of the checkpoint's {name}; --dtype {name} keeps it", better
+    if name not in _DTYPES:
+        known = ", ".join(_DTYPES)
+        raise ConfigError(f"dtype: the checkpoint's {name!r} is not supported; choose one of {known}", param="dtype")
+    return _DTYPES[name], note
+
+
+def _needs_float32(config: EngineConfig, model: ModelConfig, device: torch.device) -> bool:
+    """Whether the weights have few bits and our kernels take them so: these kernels round activations of any type, and
+    bfloat16 in the residual stream would be most of what rounding changes. It costs a twentieth to a tenth of the
+    time."""
+    if config.dtype != "auto" or not wide_activations(model.raw):  # so that most starts need not load the kernels here
+        return False
+    return device.type == "cpu" and config.attention_backend in ("auto", "cpu") and CpuBackend().missing_reason is None
+
+
+def _replace_float16(config: EngineConfig) -> tuple[str, str]:
+    """The type that a CPU computes in where float16 is meant, and a note on it.
+
+    A float16 product takes many times as long there as one of bfloat16, which holds every number of float16's range
+    with 8 bits instead of 11. float32 holds all of them, in twice the memory.
+    """
+    if config.attention_backend not in ("auto", "cpu"):
+        return "float16", "float16 on a CPU takes many times as long as bfloat16: --dtype bfloat16"
+    source = "the checkpoint's float16" if config.dtype == "auto" else "float16"
+    return (
+        "bfloat16",
+        f"bfloat16 instead of {source}, slow on CPUs; --dtype float32 keeps all bits, in twice the memory",
+    )
+
+
+def _faster_dtype(name: str, device: torch.device) -> str | None:
+    if device.type == "cpu":
+        return None
+    if is_other_device(device):
+        return preferred_dtype(name, device)
+    if torch.cuda.get_device_capability(device)[0] >= 8:
+        return "bfloat16" if name == "float32" else None
+    return "float16" if name == "bfloat16" else None
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """What computes a model."""
+
+    spec: DecoderSpec
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    """What pages hold."""
+    dtype_note: str | None
+    """Why it is not the checkpoint's type, where it is not."""
+    backend: Backend
+    backend_reason: str
+    """Why it is this backend."""
+    vision_backend: Backend
+    """The same for a tower of images, whose keys and values no ranks divide."""
+    eager_prefill_reason: str | None = None
+    """Why no graph is to hold steps with prompts, though some hold decodes. Of ranks the first one knows it."""
+
+
+def kv_cache_dtype_name(config: EngineConfig, chosen: DevicePlan) -> str:
+    """What keys and values are kept in, by the setting's names; auto: the model's type."""
+    if config.kv_cache_dtype != "auto" or chosen.kv_dtype == chosen.dtype:
+        return config.kv_cache_dtype
+    return str(chosen.kv_dtype).removeprefix("torch.")
+
+
+def choose_device_plan(config: EngineConfig, model_config: ModelConfig, *, backend_tried: bool = False) -> DevicePlan:
+    """Raises ConfigError where nothing can serve the model as it is configured. tried: another rank has tried the
+    backend that the configuration names, on a GPU like this."""
+    check_transformers_config(config, model_config)
+    device = choose_device(config)
+    check_other_device(config, device)
+    types = choose_dtypes(config, model_config, device)
+    dtype, kv_dtype = types.compute_dtype, types.kv_dtype
+    spec = apply_expert_parallel(config, decoder_spec(replace(model_config, context=config.max_model_len)))
+    check_attention_support(device, model_config, spec)
+    backend, why = choose_backend(config, device, (dtype, kv_dtype), spec, backend_tried=backend_tried)
+    text_backend = context_parallel_backend(config, device, spec, backend) if config.uses_context_parallel else backend
+    # A tower on a GPU reads images one by one where bits must not depend on the batch: then its kernels may.
+    vision_backend = type(backend)() if config.deterministic and device.type == "cuda" else backend
+    eager_prefill_reason = (
+        None if backend_tried else find_eager_prefill_reason(config, device, (dtype, kv_dtype), spec, backend)
+    )
+    return DevicePlan(
+        spec, device, dtype, kv_dtype, types.change_note, text_backend, why, vision_backend, eager_prefill_reason
+    )
+
+
+def context_parallel_backend(
+    config: EngineConfig, device: torch.device, spec: DecoderSpec, backend: Backend
+) -> Backend:
+    """The backend for ranks that divide every sequence's tokens. Raises ConfigError where they cannot."""
+    speculative, parallel_backend = (
+        config.speculative_config,
+        backend.make_context_parallel(config.decode_context_parallel_size),
+    )
+    refuse_setting(
+        "decode_context_parallel_size",
+        spec.context_parallel_error(),
+        config.nnodes > 1 and "ranks of one machine alone divide tokens so far (nnodes)",
+        speculative is not None
+        and speculative.has_weights
+        and f"speculative_config: {speculative.method!r} has pages of its own; ngram, suffix and grammar have none",
+    )
+    assert parallel_backend is not None
+    parallel_backend.cuda_graph_support = backend.cuda_graph_support
+    return parallel_backend
+
+
+def apply_expert_parallel(config: EngineConfig, spec: DecoderSpec) -> DecoderSpec:
+    """With experts that are whole on one rank each, where that is asked for. Raises ConfigError where it cannot be."""
+    if not config.enable_expert_parallel:
+        return spec
+    refuse_setting(
+        "enable_expert_parallel",
+        not spec.sublayers_of_kind(MoELayerSpec)
+        and "the model has no experts that a file of Quire computes; leave it out",
+        config.tensor_parallel_size == 1
+        and config.world_size * config.data_parallel_size > 1
+        and "experts are divided among the ranks of tensor_parallel_size, which is 1",
+    )
+    return spec.replace_sublayers(MoELayerSpec, is_expert_parallel=True)
+
+
+def choose_backend(
+    config: EngineConfig,
+    device: torch.device,
+    types: tuple[torch.dtype, torch.dtype],
+    spec: DecoderSpec,
+    *,
+    backend_tried: bool = False,
+) -> tuple[Backend, str]:
+    """The backend for a model and pages of these types, and why it is this one; tried: see `choose_device_plan`. Raises
+    ConfigError for one that cannot serve, and for --deterministic where that cannot be promised: on a GPU without
+    Triton, and where a CPU has but plain PyTorch's products."""
+    deterministic = config.deterministic and device.type == "cuda"
+    if deterministic and find_spec("triton") is None:
+        raise ConfigError("deterministic: needs Triton (pip install triton)", param="deterministic")
+    dtype, kv_dtype = types
+    wanted = (
+        dtype,
+        attention_head_dim(spec, device),
+        config.attention_backend,
+        widest_attention(spec).softcap is not None,
+    )
+    try:
+        trials = [] if backend_tried else choose_trials(config, device, types, spec)
+        if config.block_size is not None:
+            otherwise: list[BackendTrial | None] = [*trials] or [None]
+            trials = [partial(_try_block_size, config.block_size, each) for each in otherwise]
+        backend, why = select_backend(
+            device,
+            *wanted,
+            sinks=has_sinks(spec),
+            latents=has_mla(spec),
+            chunks=has_chunked_attention(spec),
+            deterministic=deterministic,
+            kv_dtype=kv_dtype,
+            activation_bits=config.activation_bits,
+            ranks=config.decode_context_parallel_size,
+            trials=trials,
+        )
+    except ConfigError:
+        raise
+    except ValueError as error:
+        pages = config.block_size is not None and config.attention_backend == "auto"
+        name = "block_size" if pages else "attention_backend"
+        raise ConfigError(f"{name}: {error}", param=name) from error
+    if config.deterministic and not backend.is_batch_invariant(device, dtype):
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"deterministic: PyTorch's {name} products on this CPU may depend on the batch: use another --dtype",
+            param="deterministic",
+        )
+    return backend, f"{why}; deterministic" if deterministic else why
+
+
+def _try_block_size(tokens: int, trial: BackendTrial | None, backend: Backend) -> str | None:
+    """A Trial that a backend with pages of another size fails."""
+    if backend.block_size != tokens:
+        return f"its pages have {backend.block_size} tokens, not {tokens} (block_size)"
+    return None if trial is None else trial(backend)
+
+
+def choose_capture(
+    config: EngineConfig, backend: Backend, device: torch.device, spec: DecoderSpec
+) -> GraphCapture | None:
+    """What captures steps as graphs; None: nothing does."""
+    holds = can_capture_decodes(backend, spec)
+    return CudaGraphCapture(device) if holds and device.type == "cuda" and not config.enforce_eager else None
+
+
+def can_capture_decodes(backend: Backend, spec: DecoderSpec) -> bool:
+    """Whether a graph can hold decodes of such a model."""
+    attention_alone = not spec.sublayers_of_kind(MoELayerSpec) and not spec.needs_state_snapshots
+    return backend.cuda_graph_support == "steps" or (backend.cuda_graph_support == "decodes" and attention_alone)

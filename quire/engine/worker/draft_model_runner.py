@@ -1,0 +1,181 @@
+"""Runs a smaller model that guesses tokens: first it computes what it lacks of each sequence, then one guess of each
+after the other. Of a step of so small a model most is what it takes to start it, so this has its own, short way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.engine.core.scheduler_output import DrafterCatchUp, DraftToken, NewRequestData, ScheduledRequest
+from quire.engine.models.decoder import Decoder
+from quire.engine.types import SamplingParams
+from quire.engine.worker.compiling.kernel_variants import launch_kernel_variants
+from quire.engine.worker.device_memory import kv_cache_by_layer
+from quire.engine.worker.graphs.decode_graphs import DecodeGraphs
+from quire.engine.worker.graphs.graphable_steps import GraphableSteps
+from quire.engine.worker.input_batch import InputBatch, SlotRequest
+from quire.engine.worker.sampling.device_sampler import choose_sampler
+from quire.engine.worker.sampling.sampling_rules import make_sampling_rules
+from quire.engine.worker.step_costs import MEASURED_CONTEXT_TOKENS, MEASURED_TOKEN_COUNTS, measure_best_times
+from quire.kernels.backend import NO_ADAPTERS
+from quire.kernels.backend_probe import GraphCapture
+from quire.kernels.gpu.host_transfer import HostDownload, upload_arrays
+
+_MAX_GRAPH_TOKENS_PER_SEQUENCE = 8
+"""Tokens of a sequence that are rows of a graph: each row reads the whole context."""
+
+
+class _ActiveDrafts(NamedTuple):
+    """The sequences that the last guesses were made for."""
+
+    slots: np.ndarray  # [R] int64
+    num_known: np.ndarray  # [R] int64, tokens before these guesses
+
+
+class DraftModelRunner:
+    def __init__(
+        self,
+        model: Decoder,
+        kv_tensors: Sequence[Tensor],
+        slots: InputBatch,
+        eos_token_ids: tuple[int, ...],
+        capture: GraphCapture | None = None,
+    ) -> None:
+        """`kv_tensors`: what allocate_kv_blocks made. `capture`: how guesses become graphs, if they do; the slots have
+        a scratch page then."""
+        self._model = model
+        self._kv_cache = kv_cache_by_layer(model, kv_tensors, slots.recurrent_states)
+        self._input_batch = slots
+        self._eos_token_ids = eos_token_ids
+        self._sample = choose_sampler(slots.device, model.argmax, model.sample_tokens)
+        self._download_stream = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
+        self._active_drafts = _ActiveDrafts(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+        steps, sample_greedy = GraphableSteps(model, self._kv_cache, slots), self._sample_greedy_in_graph
+        self.graphs = capture and DecodeGraphs(
+            steps.run_decode, capture, slots, steps.hidden_width, model.dtype, sample=sample_greedy
+        )
+
+    @torch.inference_mode()
+    def draft_first_tokens(self, rows: Sequence[DrafterCatchUp]) -> list[DraftToken]:
+        """Compute these tokens. Returns a guess after each row that wants one."""
+        slots = self._input_batch
+        for row in rows:
+            if (new_request := row.new_request) is not None:
+                assert isinstance(new_request.params, SamplingParams)
+                slots.admit_request(
+                    SlotRequest(new_request, make_sampling_rules(new_request.params, self._eos_token_ids))
+                )
+        slots.write_block_table([(row.slot, row.first_block, row.block_ids) for row in rows])
+        slots.write_draft_tokens(
+            [ScheduledRequest("", row.slot, row.start, row.num_tokens, [], False, row.token_ids) for row in rows]
+        )
+        row_array = np.array([(row.slot, row.start, row.num_tokens) for row in rows], dtype=np.int64).T
+        wants = np.array([row.wants_draft for row in rows])
+        self._active_drafts = _ActiveDrafts(row_array[0][wants], (row_array[1] + row_array[2])[wants])
+        return _to_draft_tokens(self._draft_tokens(row_array, np.cumsum(row_array[2])[wants] - 1))
+
+    @torch.inference_mode()
+    def draft_next_tokens(self, keep: Sequence[int]) -> list[DraftToken]:
+        """One guess more for these of the last call's, by their places there."""
+        previous = self._active_drafts
+        self._active_drafts = _ActiveDrafts(previous.slots[keep], previous.num_known[keep] + 1)
+        row_array = np.stack((self._active_drafts.slots, previous.num_known[keep], np.ones(len(keep), dtype=np.int64)))
+        return _to_draft_tokens(self._draft_tokens(row_array, np.arange(len(keep))))
+
+    def _draft_tokens(self, row_array: np.ndarray, last: np.ndarray) -> HostDownload:
+        """Tokens and chances, [2, R] float32, which holds any token's number. every [3, rows] int64: slots, first
+        tokens and counts; last [R] int64: which of all their tokens are to be followed by a guess."""
+        where = zip(self._active_drafts.slots.tolist(), self._active_drafts.num_known.tolist(), strict=True)
+        rows = [self._input_batch.make_sampling_row(slot, position) for slot, position in where]
+        hidden, token_probabilities = self._compute_hidden(
+            row_array, last, all_greedy=all(row.rules.is_greedy_only for row in rows)
+        )
+        if not rows:
+            return HostDownload([torch.empty(2, 0)], None)
+        if token_probabilities is None:
+            logits = self._model.compute_logits(hidden)
+            params = [row.rules.params for row in rows]
+            temperature_array = np.array(
+                [1.0 if each.greedy else each.temperature for each in params], dtype=np.float32
+            )
+            slots, known, temperatures = upload_arrays([*self._active_drafts, temperature_array], logits.device)
+            draft_tokens = self._sample(logits, rows, None).clamp(min=0)
+            token_probabilities = _stack_probabilities(draft_tokens, logits / temperatures[:, None])
+        else:
+            slots, known = upload_arrays([*self._active_drafts], token_probabilities.device)
+        self._input_batch.token_ids[slots, known] = token_probabilities[0].to(torch.int32)
+        return HostDownload([token_probabilities], self._download_stream)
+
+    def _compute_hidden(
+        self, row_array: np.ndarray, last: np.ndarray, *, all_greedy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [R, hidden] of the `last` tokens; and, where a graph makes them, as all guesses are the
+        `all_greedy` logit, these as `_draft_tokens` has them. A few tokens of a sequence are rows of a graph, as in
+        DecodeGraphs.can_run."""
+        slots, starts, counts = row_array
+        total = int(counts.sum())
+        if self.graphs is None or total > self.graphs.max_rows or counts.max() > _MAX_GRAPH_TOKENS_PER_SEQUENCE:
+            inputs = self._input_batch.build_inputs_from_arrays(slots, starts, counts, last, NO_ADAPTERS)
+            return self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, inputs.sampled_indices), None
+        contexts = (starts + counts - counts.cumsum()).repeat(counts) + np.arange(1, total + 1)
+        outputs = self.graphs.run_decode(slots.repeat(counts), contexts, all_greedy=all_greedy)
+        hidden, token_probabilities = outputs.sample_hidden, outputs.sampled_tokens
+        if len(last) < total:
+            (last_indices,) = upload_arrays([last], hidden.device)
+            hidden, token_probabilities = (
+                hidden[last_indices],
+                None if token_probabilities is None else token_probabilities[:, last_indices],
+            )
+        return hidden, token_probabilities
+
+    def _sample_greedy_in_graph(self, rows: Tensor, hidden: Tensor) -> Tensor:
+        """Guesses that are the largest logit, in a form that a graph can hold."""
+        logits = self._model.compute_logits(hidden)
+        return _stack_probabilities(self._model.argmax(logits), logits)
+
+    @torch.inference_mode()
+    def capture_next_graph(self) -> bool:
+        """As Executor.warm_up."""
+        return self.graphs is not None and self.graphs.capture_next()
+
+    def launch_kernel_variants(self, step_tokens: int) -> None:
+        """As Drafting has it. Without graphs there is no page on which it could: they are compiled at first use."""
+        if self.graphs is not None:
+            launch_kernel_variants(self._model, self._kv_cache, self._input_batch, step_tokens)
+
+    @torch.inference_mode()
+    def measure_draft_costs(self, num_blocks: int, longest: int) -> list[tuple[int, float]]:
+        """(sequences, seconds) of one more guess for each. Nobody uses the first `num_blocks` pages yet, and no
+        sequence gets longer than `longest`."""
+        size, num_slots = self._input_batch.block_size, len(self._input_batch.slot_requests)
+        length = min(MEASURED_CONTEXT_TOKENS, longest, size * num_blocks)
+        params = SamplingParams(max_tokens=1)
+        for slot in range(min(num_slots, max(MEASURED_TOKEN_COUNTS))):
+            self._input_batch.admit_request(
+                SlotRequest(
+                    NewRequestData(slot, [0] * length, length, params, seed=0),
+                    make_sampling_rules(params, self._eos_token_ids),
+                )
+            )
+            self._input_batch.write_block_table([(slot, 0, range(-(-length // size)))])
+
+        def run_step(count: int) -> list[DraftToken]:
+            self._active_drafts = _ActiveDrafts(np.arange(count) % num_slots, np.full(count, length - 1))
+            return self.draft_next_tokens(range(count))
+
+        return measure_best_times(run_step)
+
+
+def _stack_probabilities(token_ids: Tensor, logits: Tensor) -> Tensor:
+    """[2, R] float32: tokens [R], and how likely these logits [R, vocab] hold each."""
+    probabilities = torch.softmax(logits, dim=-1).gather(1, token_ids[:, None])[:, 0]
+    return torch.stack((token_ids.float(), probabilities.float().nan_to_num(0.0)))
+
+
+def _to_draft_tokens(download: HostDownload) -> list[DraftToken]:
+    tokens, probabilities = download.wait_for_copy()[0].tolist()
+    return [DraftToken(int(token), chance) for token, chance in zip(tokens, probabilities, strict=True)]

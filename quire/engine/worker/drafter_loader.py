@@ -1,0 +1,24 @@
+"""What guesses tokens with weights of its own: a model or heads, loaded, and then started with their pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.config import EngineConfig
+from quire.engine.models.decoder import Decoder
+from quire.engine.worker.loading.drafts.device_drafter import LoadedDrafter
+from quire.engine.worker.loading.drafts.draft_model_loader import load_draft_model
+from quire.engine.worker.loading.drafts.mtp_loader import load_head_drafter
+from quire.kernels.backend import Backend
+
+
+def load_drafter(
+    config: EngineConfig, model_config: ModelConfig, backend: Backend, progress: Callable[[], None], model: Decoder
+) -> LoadedDrafter | None:
+    """What guesses tokens with weights of its own, if something does. Raises ConfigError."""
+    if (speculative := config.speculative_config) is None or not speculative.has_weights:
+        return None
+    if speculative.uses_hidden_states:
+        return load_head_drafter(config, model_config, backend, model)
+    return load_draft_model(config, model_config, backend, progress, model)

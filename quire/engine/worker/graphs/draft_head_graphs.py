@@ -1,0 +1,135 @@
+"""CUDA graphs for what heads compute between two steps, one guess of some sequences after the other.
+
+A guess is two graphs behind one copy of its rows: one picks the token behind each row's state and writes it to the
+row's slot; another computes from that token the state one place further. States stay on the device, by slots, so a
+guess finds what the one before it left, whatever rows go on. Where tokens are drawn, the pick runs without a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.engine.worker.graphs.decode_graphs import MAX_SAMPLE_ROWS, block_counts, graph_sizes
+from quire.engine.worker.graphs.graph_capture import CapturedGraph, GraphSet
+from quire.engine.worker.input_batch import InputBatch
+from quire.kernels.backend_probe import GraphCapture
+from quire.kernels.gpu.host_transfer import copy_into
+
+DraftSampleFunction = Callable[[Tensor, int], Tensor]
+"""(Rows [4, B] int64: slots; positions of the last tokens that are known or guessed; how many pages the slot's table
+has of its sequence; where the slot keeps the state before that token. Which guess of a sequence it is) to the tokens
+behind them [B] int64, which it also writes. Neither this nor the next may make the host wait, nor read from the host
+anything that changes."""
+AdvanceFunction = Callable[[Tensor, int], Tensor]
+"""(The same rows; pages that the longest context may have) to the states at these positions [B, hidden], which it also
+keeps."""
+
+
+class _GraphKey(NamedTuple):
+    size: int
+    max_blocks: int | None
+    """None: a pick,"""
+    draft_index: int = 0
+    """and of which guess, where these differ."""
+
+
+class DraftHeadGraphs:
+    def __init__(
+        self,
+        sample: DraftSampleFunction,
+        advance: AdvanceFunction | None,
+        capture: GraphCapture,
+        slots: InputBatch,
+        num_samplers: int = 1,
+    ) -> None:
+        """Captures nothing yet. `advance`: None where all guesses come from one state. `num_samplers`: how many guesses
+        of a sequence are picked each in its own way; 1: all are in the same."""
+        self._sample, self._advance, self._input_batch, self._num_samplers = sample, advance, slots, num_samplers
+        self.graph_set: GraphSet[_GraphKey] = GraphSet(capture, slots.device)
+        self._sizes, self._block_counts = graph_sizes(slots), block_counts(slots)
+        self._row_buffers: dict[int, Tensor] = {}
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of a guess that a graph computes."""
+        return self._sizes[-1]
+
+    def write_rows(self, rows: np.ndarray) -> Tensor:
+        """Give these rows [4, B] int64 to the next graphs. Returns them on the device."""
+        count = rows.shape[1]
+        size = self._graph_size(count)
+        padded_rows = np.zeros((4, size), dtype=np.int64)
+        padded_rows[0], padded_rows[:, :count] = self._input_batch.scratch_slot, rows
+        copy_into(padded_rows, self._row_buffer(size))
+        return self._row_buffers[size][:, :count]
+
+    def sample_drafts(self, count: int, draft_index: int) -> Tensor | None:
+        """The largest logit behind so many rows that were put, [B] int64; None where no graph has it."""
+        size = self._graph_size(count)
+        graph = (
+            self._get_graph(_GraphKey(size, None, min(draft_index, self._num_samplers - 1)))
+            if size <= MAX_SAMPLE_ROWS
+            else None
+        )
+        return (
+            None if graph is None else graph.replay_rows(count).clone()
+        )  # the next guess may be made before it arrives
+
+    def advance_states(self, count: int, context: int) -> None:
+        """Compute the states at so many positions that were put, of contexts of up to so many tokens."""
+        size, max_blocks = self._graph_size(count), -(-context // self._input_batch.block_size)
+        key = _GraphKey(size, next(width for width in self._block_counts if width >= max_blocks))
+        if (graph := self._get_graph(key)) is not None:
+            graph.replay()
+        else:
+            self._run_key(key, self._row_buffers[size][:, :count])
+
+    def capture_next(self) -> bool:
+        """Capture one more graph; False when there is none left."""
+        missing = next((kind for kind in self._graph_keys() if kind not in self.graph_set), None)
+        if missing is not None:
+            self._get_graph(missing)
+        return missing is not None
+
+    @property
+    def capture_progress(self) -> str:
+        return f"{len(self.graph_set.graphs)} of {len(list(self._graph_keys()))}"
+
+    def _graph_keys(self) -> Iterator[_GraphKey]:
+        sizes = self._sizes[::-1]
+        for max_blocks, size in product(self._block_counts if self._advance is not None else (), sizes):
+            yield _GraphKey(size, max_blocks)
+        for size, draft_index in product(sizes, range(self._num_samplers)):
+            if size <= MAX_SAMPLE_ROWS:
+                yield _GraphKey(size, None, draft_index)
+
+    def _get_graph(self, key: _GraphKey) -> CapturedGraph | None:
+        """The graph of that kind, captured on first use, which computes scratch rows alone. None where that failed."""
+        if key not in self.graph_set:
+            rows = self._row_buffer(key.size)
+            saved_rows = rows.clone()
+            rows.zero_()[0].fill_(self._input_batch.scratch_slot)
+            self.graph_set.capture_graph(key, key.size, partial(self._run_key, key, rows))
+            rows.copy_(saved_rows)
+        return self.graph_set.graphs.get(key)
+
+    def _run_key(self, key: _GraphKey, rows: Tensor) -> Tensor:
+        if key.max_blocks is None:
+            return self._sample(rows, key.draft_index)
+        assert self._advance is not None
+        return self._advance(rows, key.max_blocks)
+
+    def _graph_size(self, count: int) -> int:
+        return next(size for size in self._sizes if size >= count)
+
+    def _row_buffer(self, size: int) -> Tensor:
+        if size not in self._row_buffers:
+            self._row_buffers[size] = torch.zeros((4, size), dtype=torch.int64, device=self._input_batch.device)
+        return self._row_buffers[size]

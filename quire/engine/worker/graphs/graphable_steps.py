@@ -1,0 +1,83 @@
+"""Steps in forms that a graph can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.engine.models.decoder import Decoder, KVCache
+from quire.engine.worker.input_batch import InputBatch
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext
+from quire.kernels.gpu.prefill_decode_split import join_metadata
+
+ComputeHeadStates = Callable[[Tensor, AttentionMetadata, Tensor, Sequence[Tensor]], Tensor]
+"""As Heads.observe."""
+
+
+class GraphableSteps:
+    """What heads read beside the hidden states stands right of these."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        kv_cache: KVCache,
+        slots: InputBatch,
+        aux_layers: Sequence[int] = (),
+        compute_head_states: ComputeHeadStates | None = None,
+    ) -> None:
+        """taps: the layers that heads read. observe: what such heads make of a step, behind its picks."""
+        self._model, self._kv_cache, self._input_batch, self._aux_layers = model, kv_cache, slots, aux_layers
+        self._compute_head_states = compute_head_states
+
+    @property
+    def hidden_width(self) -> int:
+        return self._model.spec.hidden_size * (1 + len(self._aux_layers))
+
+    def run_decode(self, rows: Tensor, max_blocks: int) -> Tensor:
+        """One token per row: see InputBatch.decode_inputs."""
+        return self._run_model(*self._input_batch.decode_inputs(rows, max_blocks))
+
+    def run_mixed_batch(self, rows: Tensor, chunks: Tensor, num_decodes: int, max_blocks: int) -> Tensor:
+        """The same of so many rows, and of parts of prompts behind them: see InputBatch.prefill_inputs."""
+        return self._run_model(*self._make_mixed_inputs(rows, chunks, num_decodes, max_blocks))
+
+    def run_heads_after_decode(self, rows: Tensor, hidden: Tensor, max_blocks: int) -> Tensor:
+        """What heads make of such a step, which has left `hidden`."""
+        _, metadata = self._input_batch.decode_inputs(rows, max_blocks, updates_states=False)
+        return self._run_heads(rows, metadata, hidden)
+
+    def run_heads_after_mixed_batch(
+        self, rows: Tensor, chunks: Tensor, num_decodes: int, max_blocks: int, hidden: Tensor
+    ) -> Tensor:
+        _, metadata = self._make_mixed_inputs(rows, chunks, num_decodes, max_blocks, updates_states=False)
+        return self._run_heads(rows, metadata, hidden)
+
+    def _make_mixed_inputs(
+        self, rows: Tensor, chunks: Tensor, num_decodes: int, max_blocks: int, *, updates_states: bool = True
+    ) -> tuple[Tensor, AttentionMetadata]:
+        slot_rows, adapters = rows[:2], rows[2:]
+        ids, decode_metadata = self._input_batch.decode_inputs(
+            slot_rows[:, :num_decodes], max_blocks, updates_states=updates_states
+        )
+        prefill_ids, prefill_metadata = self._input_batch.prefill_inputs(
+            slot_rows[:, num_decodes:], chunks, max_blocks, updates_states=updates_states
+        )
+        linear = LinearContext.from_adapter_slots(adapters[0]) if len(adapters) else NO_ADAPTERS
+        return torch.cat((ids, prefill_ids)), join_metadata(decode_metadata, prefill_metadata, linear)
+
+    def _run_model(self, token_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
+        every = torch.arange(len(token_ids), device=token_ids.device)
+        hidden, aux_hidden = self._model.forward_with_aux(token_ids, metadata, self._kv_cache, every, self._aux_layers)
+        return torch.cat((hidden, *aux_hidden), dim=1) if aux_hidden else hidden
+
+    def _run_heads(self, rows: Tensor, metadata: AttentionMetadata, side_by_side: Tensor) -> Tensor:
+        assert self._compute_head_states is not None
+        hidden, *aux_hidden = self.split_hidden(side_by_side)
+        return self._compute_head_states(rows[0], metadata, hidden, aux_hidden)
+
+    def split_hidden(self, side_by_side: Tensor) -> list[Tensor]:
+        """The hidden states, and what heads read."""
+        count = 1 + len(self._aux_layers)
+        return [side_by_side] if count == 1 else [each.contiguous() for each in side_by_side.chunk(count, dim=1)]

@@ -1,0 +1,262 @@
+"""CUDA graphs for small steps with prompts: some decodes, and behind them parts of a few prompts.
+
+A graph has so many rows for decodes, so many tokens of prompts, and so many sequences of these, whatever a step has of
+them. What a step lacks is filled up so that nothing is new to a kernel: rows for decodes as in every decode graph, by
+the scratch slot, and the prompts by more sequences of that slot, each of at least one token, which have all tokens that
+are left. So no sequence is empty, and no token is of none, which not all libraries take
+(https://github.com/sgl-project/sgl-flash-attn/pull/47). Decodes go to the kernel for one query each, prompts to the
+ragged one, which is told the longest they could be (kernels/gpu/prefill_decode_split.py).
+
+vLLM keeps one graph for each number of tokens and runs attention between its pieces, but where a kernel serves both
+kinds of rows. That needs fewer graphs, but each layer starts its attention from the host: of what a small step costs
+there, that would leave the larger part.
+
+There are too many kinds to capture all: one is captured in an idle moment after a step asked for it, or when the second
+step does, and there are at most MOST_GRAPHS of them. Until then, and beyond, such steps run without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.engine.checkpoint.kv_plan import GRAPH_ROWS, GRAPH_TOKENS, MOST_GRAPHS
+from quire.engine.core.scheduler_output import SchedulerOutput
+from quire.engine.worker.graphs.decode_graphs import block_counts
+from quire.engine.worker.graphs.graph_capture import CapturedGraph, GraphOutputs, GraphSet
+from quire.engine.worker.input_batch import InputBatch, expand_to_samples
+from quire.kernels.backend_probe import GraphCapture
+from quire.kernels.collective import Collective
+from quire.kernels.gpu.host_transfer import copy_into, upload_arrays
+
+NUM_PREFILL_ROWS = 8
+"""Of prompts, at least one of which fills up."""
+
+MixedStepFunction = Callable[[Tensor, Tensor, int, int], Tensor]
+"""(rows [2 or 3, T] int64 and pieces [5, SEQUENCES] int64, as InputBatch.decode_inputs and prefill_inputs take them;
+how many of the rows are decodes; pages that the longest context may have) to hidden states [T, width]. Neither may make
+the host wait, nor read from the host anything that changes."""
+
+MixedHeadFunction = Callable[[Tensor, Tensor, int, int, Tensor], Tensor]
+"""(The same, and hidden states) to what is computed once the picks are written, [T, ...]."""
+
+
+class MixedGraphKey(NamedTuple):
+    num_decode_rows: int
+    num_prefill_tokens: int
+    max_blocks: int
+    row_parts: int
+    """2, or 3 where rows have adapters."""
+
+    @property
+    def num_total_rows(self) -> int:
+        return self.num_decode_rows + self.num_prefill_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    """A batch that a graph computes."""
+
+    scheduler_output: SchedulerOutput
+    key: MixedGraphKey
+    is_decode: np.ndarray
+    """[rows of the batch] bool: whether each is one, with its guesses."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StaticBuffers:
+    """What graphs of as many rows and tokens read and leave."""
+
+    inputs: Tensor  # [3 * T + 5 * SEQUENCES] int64: the rows, then the pieces
+    hidden: Tensor  # [T, width]
+
+
+class MixedBatchGraphs:
+    def __init__(
+        self,
+        run_batch: MixedStepFunction,
+        capture: GraphCapture,
+        slots: InputBatch,
+        width: int,
+        dtype: torch.dtype,
+        *,
+        run_heads: MixedHeadFunction | None = None,
+        group: Collective | None = None,
+    ) -> None:
+        """Captures nothing yet. width, dtype: of hidden states. behind: what reads the picks, if something does. group:
+        see Captured. What is captured follows from the batches alone, and from which captures failed, so that ranks
+        which get the same batches do the same."""
+        self._run_batch, self._run_heads = run_batch, run_heads
+        self._input_batch = slots
+        self._width, self._dtype = width, dtype
+        self._block_counts = block_counts(slots)
+        self._token_sizes = [size for size in GRAPH_TOKENS if size <= slots.max_model_len]
+        self._buffers: dict[tuple[int, int], _StaticBuffers] = {}
+        first = [MixedGraphKey(GRAPH_ROWS[0], size, self._block_counts[0], 2) for size in reversed(self._token_sizes)]
+        self._wanted_keys = dict.fromkeys(first)
+        """Those of a prompt alone come first; then what steps asked for."""
+        self._requested_once: set[MixedGraphKey] = set()
+        self.graph_set: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
+        self.head_graphs: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
+
+    def plan_batch(self, scheduler_output: SchedulerOutput) -> GraphPlan | None:
+        """What computes the batch; None where it runs without a graph."""
+        rows = scheduler_output.scheduled_requests
+        if len(rows) > GRAPH_ROWS[-1] + NUM_PREFILL_ROWS - 1:
+            return None
+        is_decode = np.array([row.should_sample and row.num_tokens == 1 + len(row.draft_token_ids) for row in rows])
+        if (
+            self._input_batch.tracks_draft_states
+        ):  # of a new owner's matrices the host says what they have seen, as of prompts'
+            is_decode &= self._input_batch.has_known_states(np.array([row.slot for row in rows]))
+        num_chunks = len(rows) - int(is_decode.sum())
+        if not 0 < num_chunks < NUM_PREFILL_ROWS:
+            return None
+        counts = np.array([row.num_tokens for row in rows])
+        key = self._graph_key(
+            int(counts[is_decode].sum()),
+            int(counts[~is_decode].sum()) + NUM_PREFILL_ROWS - num_chunks,
+            max(row.start + row.num_tokens for row in rows),
+            3 if self._input_batch.adapter_slots[[row.slot for row in rows]].any() else 2,
+        )
+        return None if key is None or not self._can_serve(key) else GraphPlan(scheduler_output, key, is_decode)
+
+    def _graph_key(
+        self, num_decodes: int, num_prefill_tokens: int, max_context: int, row_parts: int
+    ) -> MixedGraphKey | None:
+        rows = next((size for size in GRAPH_ROWS if size >= num_decodes), None)
+        size = next((size for size in self._token_sizes if size >= num_prefill_tokens), None)
+        if rows is None or size is None:
+            return None
+        max_blocks = next(count for count in self._block_counts if count * self._input_batch.block_size >= max_context)
+        return MixedGraphKey(rows, size, max_blocks, row_parts)
+
+    def _can_serve(self, key: MixedGraphKey) -> bool:
+        """Whether steps of the kind are a graph's from now on. Notes that one asked for it."""
+        if key in self.graph_set:
+            return key in self.graph_set.graphs
+        if self._is_full:
+            return False
+        was_requested = key in self._requested_once
+        self._requested_once.add(key)
+        self._wanted_keys[key] = None
+        return was_requested
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.graph_set.graphs) >= MOST_GRAPHS
+
+    def run_planned(self, graph_plan: GraphPlan, *, needs_all_hidden: bool) -> GraphOutputs:
+        """every: whether somebody reads the hidden states of all tokens."""
+        key = graph_plan.key
+        if key not in self.graph_set:
+            self._capture_graph(key)
+        buffers = self._get_buffers(key)
+        input_array, sample_indices, order = self._lay_out_inputs(graph_plan)
+        copy_into(input_array, buffers.inputs)
+        if (graph := self.graph_set.graphs.get(key)) is not None:
+            graph.replay()
+        else:
+            buffers.hidden.copy_(self._run_step(key, buffers))
+        indices = upload_arrays(
+            [sample_indices, order] if needs_all_hidden else [sample_indices], self._input_batch.device
+        )
+        sample_hidden, *rest = (buffers.hidden.index_select(0, index) for index in indices)
+        head_graph = None if graph is None else self.head_graphs.graphs.get(key)
+        run_head_graph = None if head_graph is None else partial(_replay_and_select, head_graph, indices[0])
+        return GraphOutputs(
+            sample_hidden, rest[0] if rest else None, used_cuda_graph=graph is not None, run_head_graph=run_head_graph
+        )
+
+    def capture_next(self) -> bool:
+        """Capture one more graph; False when there is none that somebody may want."""
+        for key in self._wanted_keys:
+            if key not in self.graph_set and not self._is_full:
+                self._capture_graph(key)
+                return True
+        return False
+
+    def _capture_graph(self, key: MixedGraphKey) -> None:
+        """It computes scratch rows alone."""
+        buffers = self._get_buffers(key)
+        copy_into(self._blank_inputs(key, 0, 0), buffers.inputs)
+        self.graph_set.capture_graph(
+            key, key.num_total_rows, lambda: buffers.hidden.copy_(self._run_step(key, buffers))
+        )
+        if self._run_heads is not None and key in self.graph_set.graphs:
+            self.head_graphs.capture_graph(
+                key, key.num_total_rows, partial(self._run_heads, *_step_arguments(key, buffers), buffers.hidden)
+            )
+
+    def _run_step(self, key: MixedGraphKey, buffers: _StaticBuffers) -> Tensor:
+        return self._run_batch(*_step_arguments(key, buffers))
+
+    def _get_buffers(self, key: MixedGraphKey) -> _StaticBuffers:
+        size = key.num_decode_rows, key.num_prefill_tokens
+        if size not in self._buffers:
+            device = self._input_batch.device
+            inputs = torch.zeros(3 * key.num_total_rows + 5 * NUM_PREFILL_ROWS, dtype=torch.int64, device=device)
+            hidden = torch.zeros((key.num_total_rows, self._width), dtype=self._dtype, device=device)
+            self._buffers[size] = _StaticBuffers(inputs, hidden)
+        return self._buffers[size]
+
+    def _blank_inputs(self, key: MixedGraphKey, num_chunks: int, num_tokens: int) -> np.ndarray:
+        """What _Places.given is to hold, but for so many pieces of so many tokens together."""
+        inputs = np.zeros(3 * key.num_total_rows + 5 * NUM_PREFILL_ROWS, dtype=np.int64)
+        rows, sequences = (
+            inputs[: 3 * key.num_total_rows].reshape(3, -1),
+            inputs[3 * key.num_total_rows :].reshape(5, -1),
+        )
+        rows[0], sequences[0], sequences[[1, 2, 4]] = self._input_batch.scratch_slot, self._input_batch.scratch_slot, 1
+        num_left = key.num_prefill_tokens - num_tokens - (NUM_PREFILL_ROWS - num_chunks - 1)
+        sequences[[1, 2, 4], -1] = num_left
+        rows[1, key.num_total_rows - num_left :] = np.arange(num_left)
+        return inputs
+
+    def _lay_out_inputs(self, graph_plan: GraphPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What _Places.given is to hold; and the places there of the tokens before the picks, and of all tokens in the
+        order of the batch."""
+        key, rows, is_chunk = graph_plan.key, graph_plan.scheduler_output.scheduled_requests, ~graph_plan.is_decode
+        slots = np.array([row.slot for row in rows], dtype=np.int64)
+        counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
+        starts = np.array([row.start for row in rows], dtype=np.int64)
+        contexts = starts + counts
+        ends, token_slots, is_decode_token = counts.cumsum(), slots.repeat(counts), graph_plan.is_decode.repeat(counts)
+        num_decode_tokens, num_prefill_tokens = int(is_decode_token.sum()), int(counts[is_chunk].sum())
+        inputs = self._blank_inputs(key, int(is_chunk.sum()), num_prefill_tokens)
+        order = np.empty(len(token_slots), dtype=np.int64)
+        order[is_decode_token], order[~is_decode_token] = (
+            np.arange(num_decode_tokens),
+            np.arange(key.num_decode_rows, key.num_decode_rows + num_prefill_tokens),
+        )
+        tokens, sequences = (
+            inputs[: 3 * key.num_total_rows].reshape(3, -1),
+            inputs[3 * key.num_total_rows :].reshape(5, -1),
+        )
+        tokens[0, order], tokens[2, order] = token_slots, self._input_batch.adapter_slots[token_slots]
+        tokens[1, order] = (contexts - ends).repeat(counts) + np.arange(len(token_slots))
+        num_seen, num_known = starts, contexts
+        if self._input_batch.tracks_draft_states:
+            num_known = contexts - np.array([len(row.draft_token_ids) for row in rows])
+            num_seen = self._input_batch.update_state_tokens(slots, starts, num_known)
+        sequences[:, : int(is_chunk.sum())] = np.stack((slots, counts, contexts, num_seen, num_known))[:, is_chunk]
+        sampling = np.array([row.should_sample for row in rows])
+        return inputs, order[expand_to_samples([row for row in rows if row.should_sample], ends[sampling]) - 1], order
+
+
+def _step_arguments(key: MixedGraphKey, buffers: _StaticBuffers) -> tuple[Tensor, Tensor, int, int]:
+    """As Step takes it."""
+    rows, chunks = buffers.inputs.split((3 * key.num_total_rows, 5 * NUM_PREFILL_ROWS))
+    return rows.view(3, -1)[: key.row_parts], chunks.view(5, -1), key.num_decode_rows, key.max_blocks
+
+
+def _replay_and_select(graph: CapturedGraph, indices: Tensor) -> Tensor:
+    """Run it. Returns these rows of its result."""
+    graph.replay()
+    return graph.output.index_select(0, indices)

@@ -1,0 +1,423 @@
+"""Makes a Batch's tensors. Slots keep what the device knows of sequences: token ids, page tables, rules for picks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.engine.core.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
+from quire.engine.worker.sampling.sampling_rules import SamplingRow, SamplingRules
+from quire.kernels.attention.context_shard import ContextShard, single_shard
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LayerCache, LinearContext
+from quire.kernels.gpu.host_transfer import upload_arrays
+from quire.kernels.gpu.prefill_decode_split import PrefillDecodeSplit
+from quire.kernels.recurrent.recurrence import DraftStateLengths, StateSequences
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRequest:
+    """The request that a slot belongs to, and what its parameters mean."""
+
+    new_request: NewRequestData
+    rules: SamplingRules
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardInputs:
+    """One step's tensors: T tokens, of which R are followed by a pick."""
+
+    token_ids: Tensor  # [T] int32
+    metadata: AttentionMetadata
+    sampled_indices: Tensor  # [R] int64, indices into the T tokens
+    token_slots: Tensor  # [T] int64, the slot of each token
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTargets:
+    """The R picks that a step makes: in which slots, and at which positions. A row with drafts makes several, which
+    stand side by side in the order of their positions."""
+
+    rows: list[ScheduledRequest]
+    """The row of each pick."""
+    slots: np.ndarray  # [R] int64
+    positions: np.ndarray  # [R] int64, also the number of tokens so far
+    device_slots: Tensor  # the two on the device
+    device_positions: Tensor
+    linear_context: LinearContext
+    """Of the picks' rows."""
+
+
+class InputBatch:
+    """What the device knows of each slot. Token ids live on the device, so that a step can read a token that the host
+    has not seen yet."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        *,
+        scratch_block: int | None = None,
+        num_groups: int = 1,
+        recurrent_states: Sequence[LayerCache] = (),
+        max_drafts: int = 0,
+        context_shard: ContextShard | None = None,
+    ) -> None:
+        """`scratch_block`: there is one slot more, `scratch_slot`, which owns that page, and the page tables are kept
+        on the device too; `decode_inputs` needs both. `num_groups`: of layers that have pages of their own; for each
+        block_size tokens a table has a page of each of them, side by side. `recurrent_states`: what layers keep in
+        slots, as allocate_slot_states made it for so many `max_drafts`. `context_shard`: the tokens that this rank
+        keeps; None: all."""
+        self.recurrent_states, self._max_drafts = recurrent_states, max_drafts
+        self._has_draft_states = max_drafts > 0 and any(recurrent_states)
+        self._has_recurrent_matrices = any(
+            len(layer_states) > 1 for layer_states in recurrent_states
+        )  # beside a convolution's columns
+        self.block_size, self.max_model_len = block_size, max_model_len
+        self.context_shard = single_shard(block_size) if context_shard is None else context_shard
+        self.device = device
+        self.num_groups = num_groups
+        self.scratch_block = scratch_block
+        self.scratch_slot = num_slots
+        self.max_blocks = -(-max_model_len // block_size)
+        self.slot_requests: list[SlotRequest | None] = [None] * num_slots
+        self.adapter_slots = np.zeros(num_slots + 1, dtype=np.int64)
+        """The slot of each owner's adapter; 0: none."""
+        self.token_ids = torch.empty((num_slots + 1, max_model_len + 1), dtype=torch.int32, device=device)
+        self.token_ids[num_slots] = 0
+        self._num_state_tokens = np.zeros(num_slots, dtype=np.int64)
+        """Tokens that the matrices in each slot have seen; below 0: all before its owner's first ones."""
+        self._block_table = np.zeros((num_slots, self.max_blocks * num_groups), dtype=np.int32)
+        self.num_blocks = [0] * num_slots
+        """Pages that each slot's table has of its owner."""
+        self._device_block_tables: Tensor | None = None
+        self._device_num_state_tokens: Tensor | None = None
+        """`_num_state_tokens` on the device, where graphs need it."""
+        self._rope_offsets: Tensor | None = None
+        """[slots] int64: what is added to positions behind the last image of a slot's prompt for what they are rotated
+        by; None: nothing ever is."""
+        if scratch_block is not None:
+            if self.tracks_draft_states:
+                self._device_num_state_tokens = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
+            self._device_block_tables = torch.zeros(
+                (num_groups, num_slots + 1, self.max_blocks), dtype=torch.int32, device=device
+            )
+            self._device_block_tables[:, num_slots] = scratch_block
+
+    def admit_request(self, slot_request: SlotRequest) -> None:
+        new_request = slot_request.new_request
+        self.slot_requests[new_request.slot] = slot_request
+        self.adapter_slots[new_request.slot] = new_request.adapter_slot
+        self.num_blocks[new_request.slot] = 0
+        self._num_state_tokens[new_request.slot] = -1
+        ids = upload_arrays([np.array(new_request.token_ids, dtype=np.int32)], self.device)[0]
+        self.token_ids[new_request.slot, : len(ids)] = ids
+
+    def set_rope_offset(self, slot: int, offset: int) -> None:
+        """Rotate tokens of this slot by so many `offset` than their positions, but those that a step's metadata says
+        otherwise of."""
+        if self._rope_offsets is None:
+            self._rope_offsets = torch.zeros(len(self.slot_requests) + 1, dtype=torch.int64, device=self.device)
+        self._rope_offsets[slot].fill_(offset)
+
+    def rope_positions(self, slots: Tensor, positions: Tensor) -> Tensor | None:
+        """AttentionMetadata.rope_position_override of tokens [T] of these slots at these positions, both [T] int64."""
+        return None if self._rope_offsets is None else positions + self._rope_offsets[slots]
+
+    def get_slot_request(self, slot: int) -> SlotRequest:
+        slot_request = self.slot_requests[slot]
+        assert slot_request is not None
+        return slot_request
+
+    def make_sampling_row(self, slot: int, position: int) -> SamplingRow:
+        """The pick of a slot's token at this position, by its owner's rules."""
+        new_request = (slot_request := self.get_slot_request(slot)).new_request
+        return SamplingRow(
+            slot_request.rules, new_request.seed, position, new_request.num_prompt_tokens, self.token_ids, slot
+        )
+
+    def append_blocks(self, rows: list[ScheduledRequest]) -> None:
+        """Put a batch's new pages into the page tables."""
+        grown = [row for row in rows if row.new_block_ids]
+        self.write_block_table([(row.slot, self.num_blocks[row.slot], row.new_block_ids) for row in grown])
+        for row in grown:
+            self.num_blocks[row.slot] += len(row.new_block_ids)
+
+    def write_block_table(self, updates: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """Slots, each once, and their pages from a page of each on; those beyond the longest context are left out."""
+        changed = []
+        for slot, first, block_ids in updates:
+            old_blocks = self._block_table[slot, first : first + len(block_ids)]
+            new = np.array(block_ids[: len(old_blocks)], dtype=np.int32)
+            if self._device_block_tables is not None and len(at := np.flatnonzero(old_blocks != new)):
+                changed.append((np.full(len(at), slot), first + at, new[at]))
+            old_blocks[:] = new
+        if self._device_block_tables is not None and changed:
+            slots, at, new = (np.concatenate(each) for each in zip(*changed, strict=True))
+            on_device = upload_arrays([at % self.num_groups, slots, at // self.num_groups, new], self.device)
+            self._device_block_tables[on_device[0], on_device[1], on_device[2]] = on_device[3]
+
+    def write_draft_tokens(self, rows: list[ScheduledRequest]) -> None:
+        """Write the rows' drafts to their slots' tokens."""
+        drafted = [row for row in rows if row.draft_token_ids]
+        if not drafted:
+            return
+        slots = np.array([row.slot for row in drafted for _ in row.draft_token_ids], dtype=np.int64)
+        ends = [(row.start + row.num_tokens, len(row.draft_token_ids)) for row in drafted]
+        positions = np.concatenate([np.arange(end - count, end) for end, count in ends])
+        ids = np.array([token for row in drafted for token in row.draft_token_ids], dtype=np.int32)
+        on_device = upload_arrays([slots, positions, ids], self.device)
+        self.token_ids[on_device[0], on_device[1]] = on_device[2]
+
+    @property
+    def tracks_draft_states(self) -> bool:
+        """Whether matrices may have to take in guesses later."""
+        return self._has_draft_states and self._has_recurrent_matrices
+
+    def try_record_state_tokens(self, rows: list[ScheduledRequest]) -> bool:
+        """Note, if a graph is to compute these rows, what matrices will have seen. False where it cannot: nobody has
+        said yet what those of a new owner have."""
+        if not self.tracks_draft_states:
+            return True
+        if any(self._num_state_tokens[row.slot] < 0 for row in rows):
+            return False
+        for row in rows:
+            self._num_state_tokens[row.slot] = row.start + row.num_tokens - len(row.draft_token_ids)
+        return True
+
+    def has_known_states(self, slots: np.ndarray) -> np.ndarray:
+        """[rows] bool: whether it is known what the matrices in these slots have seen, here and on the device."""
+        return self._num_state_tokens[slots] >= 0
+
+    def update_state_tokens(self, slots: np.ndarray, starts: np.ndarray, num_known: np.ndarray) -> np.ndarray:
+        """How many tokens the matrices in these slots have seen; they will have seen the `num_known` ones."""
+        num_seen = self._num_state_tokens[slots]
+        self._num_state_tokens[slots] = num_known
+        return np.where(num_seen < 0, starts, num_seen)
+
+    def make_sample_targets(self, scheduler_output: SchedulerOutput) -> SampleTargets:
+        """The picks of the batch's rows that sample."""
+        rows = [row for row in scheduler_output.scheduled_requests if row.should_sample]
+        positions = expand_to_samples(rows, np.array([row.start + row.num_tokens for row in rows], dtype=np.int64))
+        if len(positions) > len(rows):
+            fits = not any(self.recurrent_states) or max(len(row.draft_token_ids) for row in rows) <= self._max_drafts
+            assert fits, "wrong drafts would overwrite columns that are needed"
+            rows = [row for row in rows for _ in (None, *row.draft_token_ids)]
+        slots = np.array([row.slot for row in rows], dtype=np.int64)
+        on_device = upload_arrays([slots, positions], self.device)
+        return SampleTargets(rows, slots, positions, on_device[0], on_device[1], self.linear_context(slots))
+
+    def linear_context(self, slots: np.ndarray) -> LinearContext:
+        """Of tokens of these slots, [T] int64."""
+        adapters = self.adapter_slots[slots]
+        if not adapters.any():
+            return NO_ADAPTERS
+        return LinearContext.from_adapter_slots(*upload_arrays([adapters], self.device))
+
+    def decode_inputs(
+        self, rows: Tensor, max_blocks: int, *, updates_states: bool = True
+    ) -> tuple[Tensor, AttentionMetadata]:
+        """Token ids [B] and metadata for one token of each of B slots, made on the device alone, so that a graph can
+        hold it. rows [2 or 3, B] int64 are slots, positions and, if some have adapters, the slots of these; no context
+        has more than `max_blocks` pages. `updates_states`: whether matrices take the tokens in, which is noted; heads
+        have none."""
+        slots, positions = rows[:2]
+        starts = torch.arange(rows.shape[1] + 1, dtype=torch.int32, device=self.device)
+        sequences = self._decode_sequences(slots, positions) if updates_states else None
+        return self._make_device_inputs(rows, (slots, starts, positions + 1), 1, max_blocks, sequences)
+
+    def prefill_inputs(
+        self, rows: Tensor, chunks: Tensor, max_blocks: int, *, updates_states: bool = True
+    ) -> tuple[Tensor, AttentionMetadata]:
+        """The same for T tokens of P sequences, in their order: pieces [5, P] int64 are their slots, how many of the
+        tokens are theirs, at least one, their contexts, and what Guesses says of them."""
+        slots, counts, contexts, num_seen, num_known = chunks
+        starts, sequences = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0)), None
+        if updates_states and self._device_num_state_tokens is not None:
+            guesses = DraftStateLengths(num_seen.to(torch.int32), num_known.to(torch.int32))
+            self._device_num_state_tokens[slots] = guesses.num_verified_tokens
+            sequences = StateSequences(starts, contexts.to(torch.int32), guesses)
+        return self._make_device_inputs(rows, (slots, starts, contexts), rows.shape[1], max_blocks, sequences)
+
+    def _make_device_inputs(
+        self,
+        rows: Tensor,
+        sequence_tensors: tuple[Tensor, ...],
+        max_query_len: int,
+        max_blocks: int,
+        sequences: StateSequences | None,
+    ) -> tuple[Tensor, AttentionMetadata]:
+        """of: slots, first tokens, and contexts of sequences of at most `max_query_len` tokens."""
+        assert self._device_block_tables is not None
+        (slots, positions, *adapters), (sequence_slots, starts, contexts) = rows, sequence_tensors
+        blocks = self._device_block_tables[:, slots, positions // self.block_size]
+        slot_mapping = self.context_shard.slot_mapping(blocks.long(), positions)
+        tables = self._device_block_tables[:, :, :max_blocks][:, sequence_slots]
+        metadata = AttentionMetadata(
+            query_start=starts,
+            context_lens=contexts.to(torch.int32),
+            key_start=F.pad(contexts.cumsum(0, dtype=torch.int32), (1, 0)),
+            block_table=tables[0],
+            positions=positions,
+            slot_mapping=slot_mapping[0],
+            max_query_len=max_query_len,
+            max_context_len=max_blocks * self.block_size,
+            linear_context=LinearContext.from_adapter_slots(adapters[0]) if adapters else NO_ADAPTERS,
+            state_slots=sequence_slots,
+            rope_position_override=self.rope_positions(slots, positions),
+            state_sequences=sequences,
+        )
+        return self.token_ids[slots, positions], metadata.with_block_tables(tables.unbind(), slot_mapping.unbind())
+
+    def _decode_sequences(self, slots: Tensor, positions: Tensor) -> StateSequences | None:
+        """Of B rows of a token each: the first of a slot is no guess, those behind it are. Notes on the device what the
+        matrices will have seen."""
+        if self._device_num_state_tokens is None:
+            return None
+        count, at = len(slots), torch.arange(len(slots), device=self.device)
+        is_first = torch.ones_like(slots, dtype=torch.bool)
+        is_first[1:] = (slots[1:] != slots[:-1]) | (positions[1:] != positions[:-1] + 1)
+        starts = F.pad(torch.where(is_first, at, count).flip(0).cummin(0).values.flip(0), (0, 1), value=count)
+        ends = (positions[(starts[1:] - 1)] + 1).to(torch.int32)
+        known = (positions + 1).to(torch.int32)
+        seen = torch.where(is_first, self._device_num_state_tokens[slots], ends)
+        self._device_num_state_tokens[torch.where(is_first, slots, self.scratch_slot)] = known
+        return StateSequences(starts.to(torch.int32), ends, DraftStateLengths(seen, torch.where(is_first, known, ends)))
+
+    def build_inputs(self, scheduler_output: SchedulerOutput) -> ForwardInputs:
+        """A batch's tensors; call `append_blocks` first."""
+        rows = scheduler_output.scheduled_requests
+        slots = np.array([row.slot for row in rows], dtype=np.int64)
+        starts = np.array([row.start for row in rows], dtype=np.int64)
+        counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
+        ends, sampling = counts.cumsum(), [row for row in rows if row.should_sample]
+        if len(sampling) < len(rows):
+            ends = ends[np.array([row.should_sample for row in rows])]
+        drafts = (
+            np.array([len(row.draft_token_ids) for row in rows], dtype=np.int64) if self._has_draft_states else None
+        )
+        sampled_indices, context = expand_to_samples(sampling, ends) - 1, self.linear_context(slots.repeat(counts))
+        inputs = self.build_inputs_from_arrays(slots, starts, counts, sampled_indices, context, drafts)
+        if self._device_num_state_tokens is not None:
+            metadata = inputs.metadata
+            known = (
+                metadata.context_lens
+                if metadata.draft_state_lengths is None
+                else metadata.draft_state_lengths.num_verified_tokens
+            )
+            self._device_num_state_tokens[metadata.state_slots] = known
+        return inputs
+
+    def build_inputs_from_arrays(
+        self,
+        slots: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        sampled_indices: np.ndarray,
+        linear: LinearContext,
+        drafts: np.ndarray | None = None,
+    ) -> ForwardInputs:
+        """The tensors of rows of `counts` tokens from `starts` on, the last `drafts` of them guesses (None: none), each
+        [rows] int64. picked [R] int64: the tokens that are followed by a pick, by their place among all."""
+        # Every rank of a model makes these in each step: methods of arrays take half the time of NumPy's functions.
+        ends, contexts = counts.cumsum(), starts + counts
+        token_slots = slots.repeat(counts)
+        positions = (contexts - ends).repeat(counts)
+        positions += np.arange(len(positions))
+        longest, slot_mapping = int(contexts.max()), self._slot_mapping(token_slots, positions)
+        tables = self._block_table_by_group[slots, : -(-longest // self.block_size)]
+        cumulative_starts = _cumulative_starts(ends, contexts.cumsum())
+        state_lengths = self._draft_state_lengths(slots, starts, contexts, drafts)
+        division = PrefillDecodeSplit.from_lengths(counts, contexts, cumulative_starts[1])
+        divided = () if division is None else (division.query_start, division.key_start)
+        query_start, context_lens, key_start, at, device_token_slots, device_sampled, state_slots, *others = (
+            upload_arrays(
+                [
+                    cumulative_starts[0],
+                    contexts.astype(np.int32),
+                    cumulative_starts[1],
+                    positions,
+                    token_slots,
+                    sampled_indices,
+                    slots,
+                    *divided,
+                    *state_lengths,
+                    *(tables[:, :, group] for group in range(self.num_groups)),
+                    *(slot_mapping[:, group] for group in range(self.num_groups)),
+                ],
+                self.device,
+            )
+        )
+        begins, others = others[: len(divided)], others[len(divided) :]
+        lens, paged = others[: len(state_lengths)], others[len(state_lengths) :]
+        metadata = AttentionMetadata(
+            query_start=query_start,
+            context_lens=context_lens,
+            key_start=key_start,
+            block_table=paged[0],
+            positions=at,
+            slot_mapping=paged[self.num_groups],
+            max_query_len=int(counts.max()),
+            max_context_len=longest,
+            linear_context=linear,
+            is_full_prefill=not starts.any(),
+            state_slots=state_slots,
+            draft_state_lengths=DraftStateLengths(*lens) if lens else None,
+            rope_position_override=self.rope_positions(device_token_slots, at),
+        )
+        metadata = metadata.with_block_tables(paged[: self.num_groups], paged[self.num_groups :])
+        if division is not None:
+            metadata = division.split_metadata(metadata, begins[0], begins[1], self.block_size)
+        return ForwardInputs(self.token_ids[device_token_slots, at], metadata, device_sampled, device_token_slots)
+
+    @property
+    def _block_table_by_group(self) -> np.ndarray:
+        """The page tables, [slots, pages, groups]."""
+        return self._block_table.reshape(len(self._block_table), -1, self.num_groups)
+
+    def _slot_mapping(self, token_slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """AttentionMetadata.slot_mapping of tokens of these slots, [T, groups] int64."""
+        page = positions // self.block_size
+        offsets = positions - page * self.block_size
+        slot_mapping: np.ndarray = self._block_table_by_group[token_slots, page].astype(np.int64)
+        own_range = self.context_shard.page_range
+        slot_mapping *= len(own_range)
+        slot_mapping += (offsets - own_range.start)[:, None]
+        if len(own_range) < self.block_size:
+            slot_mapping[(offsets < own_range.start) | (offsets >= own_range.stop)] = self.context_shard.remote_slot
+        return slot_mapping
+
+    def _draft_state_lengths(
+        self, slots: np.ndarray, starts: np.ndarray, contexts: np.ndarray, drafts: np.ndarray | None
+    ) -> tuple[np.ndarray, ...]:
+        """What Guesses says; () where no sequence has guesses, or had some last."""
+        if not self._has_draft_states:
+            return ()
+        known = contexts if drafts is None else contexts - drafts
+        seen = self.update_state_tokens(slots, starts, known)
+        if (seen == starts).all() and (known == contexts).all():
+            return ()
+        return seen.astype(np.int32), known.astype(np.int32)
+
+
+def _cumulative_starts(*ends: np.ndarray) -> np.ndarray:
+    """Cumulative counts [rows] each, from 0 on: [counts, rows + 1] int32."""
+    cumulative_starts = np.zeros((len(ends), len(ends[0]) + 1), dtype=np.int32)
+    for row, each in zip(cumulative_starts, ends, strict=True):
+        row[1:] = each
+    return cumulative_starts
+
+
+def expand_to_samples(rows: list[ScheduledRequest], ends: np.ndarray) -> np.ndarray:
+    """A number for each pick of `rows`, which all sample. A row's last pick has its number of `ends` [rows]; the picks
+    before it, one per draft, have the numbers just below."""
+    if not any(row.draft_token_ids for row in rows):
+        return ends
+    widths = np.array([1 + len(row.draft_token_ids) for row in rows])
+    return np.repeat(ends - np.cumsum(widths), widths) + np.arange(1, widths.sum() + 1)

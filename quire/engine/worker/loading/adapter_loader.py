@@ -1,0 +1,130 @@
+"""Reads adapters and puts them into the model's slots, in a thread of its own: steps go on meanwhile.
+
+What was read and packed is kept in the host's memory while there is room, least recently used out first, so an adapter
+that comes back to a slot is there at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict, deque
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.config import EngineConfig
+from quire.engine.errors import QuireError
+from quire.engine.layers.adapters import AdapterManager, LoRALayerWeights, PackedAdapter
+from quire.engine.lora.adapter_files import WEIGHTS_FILE, read_adapter
+from quire.engine.lora.target_modules import ModuleShapes, adaptable_modules, max_cached_adapters
+from quire.engine.models.spec import DecoderSpec
+from quire.engine.types import Adapter
+from quire.engine.worker.loading.weight_mapper import WeightMapper
+
+log = logging.getLogger("quire.adapters")
+
+
+class ModelAdapterLoader:
+    """An AdapterLoader. `load_adapter`, `take_loaded_slots` and `wait_for_load` are called by the engine's loop."""
+
+    def __init__(
+        self,
+        adapter_slots: AdapterManager,
+        modules: ModuleShapes,
+        weight_mapper: WeightMapper | None,
+        *,
+        max_rank: int,
+        max_cached: int,
+    ) -> None:
+        """`modules`, `weight_mapper`: what adapters may be of, and what that is in the model; None: the same.
+        `max_cached`: adapters that the host's memory keeps, those in slots included."""
+        self._adapter_slots, self._weight_mapper = adapter_slots, weight_mapper
+        self._modules = modules
+        self._max_rank = max_rank
+        self._max_cached = max_cached
+        self._packed_by_digest: OrderedDict[str, PackedAdapter] = OrderedDict()
+        """By digest, the least recently used first."""
+        self._thread = ThreadPoolExecutor(1, "adapters")
+        self._finished_loads: deque[tuple[int, Adapter, PackedAdapter | str]] = deque()
+        """What the thread has made, or why it could not."""
+        self._load_finished = threading.Event()
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        if adapter.digest in self._packed_by_digest:
+            self._finished_loads.append((slot, adapter, self._packed_by_digest[adapter.digest]))
+            self._load_finished.set()
+        else:
+            self._thread.submit(self._read_adapter, slot, adapter)
+
+    def take_loaded_slots(self) -> list[tuple[int, str | None]]:
+        loaded_slots: list[tuple[int, str | None]] = []
+        self._load_finished.clear()
+        while self._finished_loads:
+            slot, adapter, packed = self._finished_loads.popleft()
+            if isinstance(packed, PackedAdapter):
+                self._cache_packed(adapter.digest, packed)
+                self._adapter_slots.put_adapter(slot, packed)
+            loaded_slots.append((slot, packed if isinstance(packed, str) else None))
+        return loaded_slots
+
+    def wait_for_load(self, seconds: float) -> None:
+        self._load_finished.wait(seconds)
+
+    def _cache_packed(self, digest: str, packed: PackedAdapter) -> None:
+        self._packed_by_digest[digest] = packed
+        self._packed_by_digest.move_to_end(digest)
+        while len(self._packed_by_digest) > self._max_cached:
+            self._packed_by_digest.popitem(last=False)
+
+    def _read_adapter(self, slot: int, adapter: Adapter) -> None:
+        """In the thread."""
+        result: PackedAdapter | str
+        try:
+            result = self._adapter_slots.pack_adapter(self._read_low_ranks(adapter))
+        except QuireError as error:
+            result = f"the adapter {adapter.name} cannot be loaded: {error}"
+        except Exception as error:  # whatever it is, it must end this adapter's requests, and no others
+            log.exception("the adapter %s cannot be loaded", adapter.name)
+            result = f"the adapter {adapter.name} cannot be loaded: {type(error).__name__}"
+        self._finished_loads.append((slot, adapter, result))
+        self._load_finished.set()
+
+    def _read_low_ranks(self, adapter: Adapter) -> dict[str, LoRALayerWeights]:
+        embedding = self._adapter_slots.supports_embeddings
+        stored = read_low_ranks(Path(adapter.folder), self._modules, self._max_rank, embedding=embedding)
+        if self._weight_mapper is None:
+            return stored
+        return {
+            own: LoRALayerWeights(part.down, rows)
+            for name, part in stored.items()
+            for own, rows in self._weight_mapper.split_outputs(name, part.up)
+        }
+
+
+def make_adapter_loader(
+    config: EngineConfig, model_config: ModelConfig, spec: DecoderSpec, adapter_slots: AdapterManager
+) -> ModelAdapterLoader:
+    max_cached = max_cached_adapters(config.max_loras, config.max_cpu_loras)
+    modules = adaptable_modules(model_config) if spec.lora_target_sizes is None else spec.lora_target_sizes
+    weight_mapper = WeightMapper(model_config) if spec.lora_target_sizes is None else None
+    return ModelAdapterLoader(
+        adapter_slots, modules, weight_mapper, max_rank=config.max_lora_rank, max_cached=max_cached
+    )
+
+
+@torch.inference_mode()
+def read_low_ranks(
+    folder: Path, modules: ModuleShapes, max_rank: int, *, embedding: bool
+) -> dict[str, LoRALayerWeights]:
+    """The tensors of an adapter by module, float32, with its scale in `up`. Raises AdapterError."""
+    parts = read_adapter(folder, modules, max_rank, embedding=embedding)
+    low_ranks = {}
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        for name, part in parts.items():
+            down, up = file.get_tensor(part.lora_a).float(), file.get_tensor(part.lora_b).float()
+            low_ranks[name] = LoRALayerWeights(down, up * part.scale)
+    return low_ranks

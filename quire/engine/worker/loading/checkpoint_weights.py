@@ -1,0 +1,188 @@
+"""Opens a model's weights: the tensors as they come, and the scheme that makes linears of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from quire.engine.checkpoint.alike.mtp import MtpNames
+from quire.engine.checkpoint.families import ENCODERS, STACKED
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.checkpoint.kv_plan import QUANTIZED_BITS, TABLE_BITS, int8_embedding
+from quire.engine.checkpoint.quantization import is_aside, weight_formats
+from quire.engine.checkpoint.safetensors import read_tensor_headers, text_tensor
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.gguf.header import GGUFHeader
+from quire.engine.gguf.model_files import read_gguf_header
+from quire.engine.layers.online_quantization import Int8EmbeddingScheme, OnlineQuantizedScheme
+from quire.engine.layers.parameters import ParameterTable
+from quire.engine.layers.schemes import QuantizationScheme, UnquantizedScheme
+from quire.engine.layers.schemes.formats import make_format_lookup
+from quire.engine.layers.schemes.gguf import GGUFFormat
+from quire.engine.layers.schemes.mixed import MixedScheme
+from quire.engine.layers.stream.per_layer_inputs import EMBED_TOKENS_PER_LAYER
+from quire.engine.worker.loading.gguf_delta_net import GGUFDeltaNets
+from quire.engine.worker.loading.gguf_loader import gguf_stream, linear_tensor_types
+from quire.engine.worker.loading.stacked_experts import split_stacked_experts
+from quire.engine.worker.loading.weight_loader import NamedTensors, TensorStream, checkpoint_stream
+from quire.engine.worker.loading.weight_mapper import WeightMapper, make_file_name_lookup
+from quire.kernels.backend import Backend
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWeights:
+    scheme: QuantizationScheme
+    stream: TensorStream
+    quantization: str = ""
+    """How they are stored in few bits, for people to read."""
+
+
+def open_weights(
+    config: EngineConfig,
+    path: Path,
+    model_config: ModelConfig,
+    backend: Backend,
+    dtype: torch.dtype,
+    tensors: NamedTensors | None = None,
+    mtp: MtpNames | None = None,
+) -> CheckpointWeights:
+    """The weights at `path`, as resolve_model gives it, or `tensors` in their place. Dummy ones are quantized at load
+    alone. `mtp`: those of the layer that these are the names of, which `model_config` is then of. Raises ConfigError
+    for a checkpoint that has few bits already and is to be quantized at load, and for tensors in place of a GGUF
+    file's.
+    """
+    quantization_config = model_config.raw.get("quantization_config") or {}
+    if tensors is not None and not path.is_dir():
+        raise ConfigError("model: tensors cannot take the place of a GGUF file's", param="model")
+    stored_stream = _open_stream(path, model_config, mtp) if tensors is None else iter(tensors)
+    stream = split_into_linears(model_config, stored_stream, gguf=not path.is_dir())
+    dummy = config.load_format == "dummy"
+    if not dummy:
+        _check_quantization(config, quantization_config.get("quant_method"))
+    if config.quantize_embedding is not None and not dummy and quantization_config and not path.is_dir():
+        raise ConfigError("quantize_embedding: a GGUF file's embedding is held as stored", param="quantize_embedding")
+    if config.online_quantization is not None:
+        scheme: QuantizationScheme = OnlineQuantizedScheme(backend, dtype, config.online_quantization)
+        weights = CheckpointWeights(scheme, stream, f"{config.online_quantization} at load")
+    elif dummy or not quantization_config:
+        weights = CheckpointWeights(UnquantizedScheme(backend, dtype), stream)
+    elif path.is_dir():
+        formats = weight_formats(quantization_config)
+        weight_mapper = WeightMapper(model_config)
+        headers = weight_mapper.map_headers(read_tensor_headers(path, text_tensor if mtp is None else mtp.own))
+
+        name_in_files = make_file_name_lookup(read_tensor_headers(path, str)) if mtp is None else mtp.stored
+
+        def linear_file_name(linear: str) -> str:
+            return name_in_files(weight_mapper.checkpoint_module_name(linear))
+
+        scheme = MixedScheme(
+            backend, dtype, make_format_lookup(formats, headers, linear_file_name, is_extra_layer=mtp is not None)
+        )
+        needed_tensors = ((name, tensor) for name, tensor in stream if not is_aside(name))
+        return _quantize_embedding(config, CheckpointWeights(scheme, needed_tensors, formats.said), backend, dtype)
+    else:
+        description = f"{quantization_config.get('fmt')}, {quantization_config.get('bits'):.3g} bits"
+        return _open_gguf_weights(_read_gguf_header(path, mtp), model_config, backend, dtype, description)
+    weights = _quantize_embedding(config, weights, backend, dtype)
+    held_note = (
+        "" if backend.keeps_weights_quantized else f", held in {str(dtype).removeprefix('torch.')} by this backend"
+    )
+    return replace(weights, quantization=weights.quantization and weights.quantization + held_note)
+
+
+def _check_quantization(config: EngineConfig, method: str | None) -> None:
+    """Raise ConfigError where another one is asked for than the checkpoint's. method: config.json's quant_method."""
+    if config.online_quantization is not None and method is not None:
+        message = (
+            f"quantization: {config.online_quantization} is asked for, "
+            f"but the checkpoint's weights are {method} already"
+        )
+        raise ConfigError(message, param="quantization")
+    if config.checkpoint_quantization not in (None, method):
+        has = "not quantized" if method is None else method
+        message = f"quantization: {config.quantization} is asked for, but the checkpoint's weights are {has}"
+        raise ConfigError(message, param="quantization")
+
+
+def _open_stream(path: Path, model_config: ModelConfig, mtp: MtpNames | None) -> TensorStream:
+    if path.is_dir():
+        by_class = model_config.given is not None  # which has the names that are stored
+        return checkpoint_stream(path, str if by_class else text_tensor if mtp is None else mtp.own)
+    return gguf_stream(_read_gguf_header(path, mtp), model_config)
+
+
+def _read_gguf_header(path: Path, mtp: MtpNames | None) -> GGUFHeader:
+    """A GGUF file's, with the tensors that are asked for."""
+    header = read_gguf_header(path)
+    if mtp is None:
+        return header
+    names = {stored: mtp.own(stored) for stored in header.tensors}
+    return replace(header, tensors={own: header.tensors[stored] for stored, own in names.items() if own is not None})
+
+
+def split_into_linears(model_config: ModelConfig, stream: TensorStream, *, gguf: bool = False) -> TensorStream:
+    """The tensors of a checkpoint of this family, or of a GGUF file, each that of one linear; what transformers' class
+    computes puts them in order itself."""
+    if model_config.model_type in ENCODERS or model_config.given is not None:
+        return stream
+    kind = model_config.model_type
+    transposed_hidden_size, always_transposed = (
+        model_config.hidden_size if kind == "qwen3_vl_moe_text" else None,
+        kind == "llama4_text",
+    )
+    halves = transposed_hidden_size is not None or always_transposed or kind in ("gemma4_text", "qwen3_5_moe_text")
+    split_stream = (
+        split_stacked_experts(
+            stream, halves=halves, transposed_hidden_size=transposed_hidden_size, always_transposed=always_transposed
+        )
+        if kind in STACKED
+        else stream
+    )
+    return WeightMapper(model_config, gguf=gguf).map_stream(split_stream)
+
+
+def _quantize_embedding(
+    config: EngineConfig, weights: CheckpointWeights, backend: Backend, dtype: torch.dtype
+) -> CheckpointWeights:
+    """The weights, embedding and head in 8 bits where they are to be."""
+    description, in_8_bits = weights.quantization, int8_embedding(config.online_quantization, config.quantize_embedding)
+    if in_8_bits != int8_embedding(config.online_quantization, None):
+        description += f"{', ' if description else ''}embedding and head {'int8' if in_8_bits else 'whole'}"
+    scheme = Int8EmbeddingScheme(weights.scheme, backend, dtype) if in_8_bits else weights.scheme
+    return replace(weights, scheme=scheme, quantization=description)
+
+
+def _open_gguf_weights(
+    header: GGUFHeader, model_config: ModelConfig, backend: Backend, dtype: torch.dtype, description: str
+) -> CheckpointWeights:
+    weight_mapper = WeightMapper(model_config, gguf=True)
+    stored_types = linear_tensor_types(header, model_config)
+    types = {own: kind for name, kind in stored_types.items() for own in weight_mapper.module_names(name)}
+    deltas = GGUFDeltaNets(model_config)
+    schemes = {name: GGUFFormat(kind, deltas.input_order(name)) for name, kind in types.items()}
+    scheme = MixedScheme(backend, dtype, schemes.get, schemes.get("model.embed_tokens"))
+    return CheckpointWeights(scheme, weight_mapper.map_stream(gguf_stream(header, model_config)), description)
+
+
+def resident_weight_bytes(table: ParameterTable, config: EngineConfig, backend: Backend, read_bytes: int) -> int:
+    """Bytes of weights as they are held, where `read_bytes` were read."""
+    quantizes = config.online_quantization is not None or config.quantize_embedding
+    return count_quantized_bytes(table, config) if backend.keeps_weights_quantized and quantizes else read_bytes
+
+
+def count_quantized_bytes(table: ParameterTable, config: EngineConfig) -> int:
+    """Of all weights, as they are held after what is quantized at load."""
+    bits, in_8_bits = 0.0, int8_embedding(config.online_quantization, config.quantize_embedding)
+    for name, each in table.items():
+        element_bits = 8.0 * each.dtype.itemsize
+        if name in (f"{EMBED_TOKENS_PER_LAYER}.weight", "model.embed_tokens.weight", "lm_head.weight"):
+            element_bits = TABLE_BITS if in_8_bits else element_bits
+        elif config.online_quantization is not None and len(each.shape) > 1:
+            element_bits = QUANTIZED_BITS[config.online_quantization]
+        bits += math.prod(each.shape) * element_bits
+    return round(bits / 8)

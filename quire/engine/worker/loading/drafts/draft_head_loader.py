@@ -1,0 +1,207 @@
+"""Heads that guess tokens from hidden states: their shape and weights, from the layouts in which they are published.
+
+EAGLE (https://github.com/SafeAILab/EAGLE): config.json, and the tensors of a few layers as in a Llama, or `midlayer`.
+Medusa (https://github.com/FasterDecoding/Medusa): medusa_lm_head, whose tensors say all; or as vLLM converts it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from quire.engine.checkpoint.files import HEAD_FILES, read_model_config, resolve_model
+from quire.engine.checkpoint.safetensors import weight_files
+from quire.engine.config import EngineConfig, SpeculativeConfig
+from quire.engine.errors import ModelError
+from quire.engine.layers.attention import AttentionLayerSpec
+from quire.engine.layers.online_quantization import OnlineQuantizedScheme
+from quire.engine.layers.schemes import QuantizationScheme, UnquantizedScheme
+from quire.engine.models.decoder import Decoder
+from quire.engine.models.heads.draft_head import DraftHead
+from quire.engine.models.heads.eagle import Eagle3Head, EagleHead, EagleSpec
+from quire.engine.models.heads.medusa import MedusaHead
+from quire.engine.models.spec import base_decoder_spec
+from quire.engine.worker.device_memory import allocate_kv_blocks
+from quire.engine.worker.draft_head_runner import DraftHeadRunner
+from quire.engine.worker.loading.drafts.device_drafter import DraftWorker
+from quire.engine.worker.loading.drafts.spare_blocks import SpareBlocks, num_spare_blocks
+from quire.engine.worker.loading.kv_allocation import KVAllocation
+from quire.engine.worker.loading.weight_loader import (
+    iter_file_tensors,
+    load_weights,
+    read_pickled_tensors,
+    require_shards,
+)
+from quire.kernels.backend import Backend
+
+_MEDUSA = "medusa_lm_head"
+_PICKLED = f"{_MEDUSA}.pt"
+_MAX_HEADS = 32
+_UNUSED_TENSORS = ("embed_tokens.weight", "t2d")
+"""A copy of the decoder's embedding, which it does not change; which of the decoder's tokens it can say."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraftHead:
+    kv_module: DraftHead
+    weight_bytes: int
+    decoder: Decoder
+    is_on_all_ranks: ClassVar[bool] = True
+
+    def slot_state_bytes(self, config: EngineConfig) -> int:
+        return 0
+
+    def start_drafter(
+        self,
+        config: EngineConfig,
+        allocation: KVAllocation,
+        num_blocks: int,
+        make_runner: Callable[..., DraftHeadRunner],
+    ) -> DraftWorker:
+        heads = self.make_head_runner(config, allocation, num_blocks, make_runner)
+        return DraftWorker(heads, heads.spare_blocks, heads.measure_draft_costs(), head_runner=heads)
+
+    def make_head_runner(
+        self,
+        config: EngineConfig,
+        allocation: KVAllocation,
+        num_blocks: int,
+        make_runner: Callable[..., DraftHeadRunner] = DraftHeadRunner,
+    ) -> DraftHeadRunner:
+        """Allocate pages for as many tokens as the served model has pages for, and some for drafts beyond these."""
+        assert config.speculative_config is not None
+        input_batch, has_scratch_block = (
+            allocation.input_batch,
+            allocation.capture is not None,
+        )  # the served model's scratch page has its number here too
+        spare_blocks = SpareBlocks(
+            num_blocks + has_scratch_block, num_spare_blocks(config, input_batch.block_size), self.decoder.max_model_len
+        )
+        kv_tensors = allocate_kv_blocks(
+            self.kv_module, spare_blocks.first_spare_block + spare_blocks.spare_per_slot * config.max_num_seqs
+        )
+        max_drafts = config.speculative_config.num_speculative_tokens
+        return make_runner(
+            self.kv_module, self.decoder, kv_tensors, input_batch, spare_blocks, max_drafts, allocation.capture
+        )
+
+
+def load_draft_head(config: EngineConfig, backend: Backend, decoder: Decoder) -> LoadedDraftHead:
+    """The head that the configuration names, on the decoder's device and in its type; quantized where all weights are
+    quantized at load. Raises QuireError and ValueError for one that does not fit the decoder."""
+    speculative = config.speculative_config
+    assert speculative is not None
+    assert speculative.model is not None
+    scheme: QuantizationScheme = UnquantizedScheme(backend, decoder.dtype)
+    if config.online_quantization is not None:
+        scheme = OnlineQuantizedScheme(backend, decoder.dtype, config.online_quantization)
+    path = resolve_model(speculative.model, patterns=HEAD_FILES)
+    if not path.is_dir():
+        raise ModelError("model: a head is a folder with config.json and its weights")
+    tensors = read_head_tensors(path)
+    head = _make_head(speculative, path, tensors, scheme, decoder, backend)
+    with torch.inference_mode():
+        size = load_weights(head.parameters(), iter(tensors.items()), device=decoder.device)
+    return LoadedDraftHead(head, size, decoder)
+
+
+def _make_head(
+    speculative: SpeculativeConfig,
+    path: Path,
+    tensors: dict[str, Tensor],
+    scheme: QuantizationScheme,
+    decoder: Decoder,
+    backend: Backend,
+) -> DraftHead:
+    if speculative.method == "medusa":
+        heads, blocks = medusa_shape(tensors)
+        return MedusaHead(scheme, decoder, heads, blocks)
+    is_eagle3 = speculative.method == "eagle3"
+    spec = eagle_spec(path, tensors, decoder, is_eagle3=is_eagle3)
+    return (Eagle3Head if is_eagle3 else EagleHead)(spec, scheme, decoder, backend)
+
+
+def medusa_shape(tensors: dict[str, Tensor]) -> tuple[int, int]:
+    """(heads, linears of each before its last one)."""
+    places = [match for name in tensors if (match := re.fullmatch(r"(\d{1,4})\.(\d{1,4})(\..*)", name))]
+    heads = {int(match[1]) for match in places}
+    blocks = {int(match[2]) for match in places if match[3] == ".linear.weight"}
+    if not 0 < len(heads) <= _MAX_HEADS or len(blocks) > _MAX_HEADS:
+        raise ModelError(f"model: its tensors are those of {len(heads)} Medusa heads; 1 to {_MAX_HEADS} can be served")
+    return len(heads), len(blocks)
+
+
+def eagle_spec(path: Path, tensors: dict[str, Tensor], decoder: Decoder, *, is_eagle3: bool) -> EagleSpec:
+    model, served = read_model_config(path), decoder.spec
+    for what, own_value, theirs in (
+        ("hidden size", model.hidden_size, served.hidden_size),
+        ("vocabulary", model.vocab_size, served.vocab_size),
+    ):
+        if own_value != theirs:
+            raise ModelError(f"model: its {what} is {own_value}, the served model's {theirs}")
+    if (activation := model.raw.get("hidden_act")) not in (None, "silu"):
+        raise ModelError(f"model: hidden_act {activation!r} is not supported in a head")
+    eagle3_fields: dict[str, Any] = {}
+    if is_eagle3:
+        eagle3_fields = {
+            "aux_layers": _aux_layers(model.raw.get("eagle_config") or {}, served.num_layers),
+            "norm_before_residual": bool(model.raw.get("norm_before_residual")),
+            "draft_vocab_size": model.raw.get("draft_vocab_size") or model.vocab_size,
+            "has_token_map": "d2t" in tensors,
+        }
+    base = base_decoder_spec(model).replace_sublayers(
+        AttentionLayerSpec, qkv_bias="layers.0.self_attn.q_proj.bias" in tensors
+    )
+    read = 2 * model.hidden_size if is_eagle3 else model.hidden_size
+    (first, *_), *others = (
+        base.replace_sublayers(AttentionLayerSpec, input_norm=False, input_size=read).layers,
+        *base.layers[1:],
+    )
+    return EagleSpec((first, *others), base.hidden_size, base.norm, "fc.bias" in tensors, **eagle3_fields)
+
+
+def _aux_layers(eagle_config: Any, layers: int) -> tuple[int, ...]:
+    """The layers whose inputs EAGLE-3 reads: an early, a middle and a late one, or those that config.json names."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    if eagle_config.get("use_aux_hidden_state") is False:
+        raise ModelError("model: config.json: eagle_config: use_aux_hidden_state: false is not supported")
+    taps = tuple(eagle_config.get(name) or (2, layers // 2, layers - 3))
+    if list(taps) != sorted(set(taps)) or taps[-1] >= layers:
+        raise ModelError(f"model: config.json: eagle_config: {name}: {list(taps)} are no layers of the served {layers}")
+    return taps
+
+
+def read_head_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a head's folder but those that are not needed, by one name each in all layouts."""
+    tensors = {_canonical_name(name): tensor for name, tensor in _read_stored_tensors(path).items()}
+    blocks = len([name for name in tensors if re.fullmatch(r"0\.\d+\.linear\.weight", name)])
+    last_linear = re.compile(r"lm_heads\.(\d+)\.weight")
+    return {
+        last_linear.sub(lambda match: f"{match[1]}.{blocks}.weight", name): tensor
+        for name, tensor in tensors.items()
+        if name not in _UNUSED_TENSORS
+    }
+
+
+def _canonical_name(stored: str) -> str:
+    """EAGLE's tensors are published with and without the name of the module around them, and its one layer of the
+    third kind as `midlayer`; Medusa's as a list of lists, and by vLLM as `blocks` and `lm_heads`."""
+    name = re.sub(r"^(model|medusa_heads?)\.", "", stored)
+    name = re.sub(r"^midlayer\.", "layers.0.", name)
+    return re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name)
+
+
+def _read_stored_tensors(path: Path) -> dict[str, Tensor]:
+    for files in (weight_files(path), [path / f"{_MEDUSA}.safetensors"]):
+        if files[0].is_file():
+            return {name: each for file in require_shards(files) for name, each in iter_file_tensors(file)}
+    if (path / _PICKLED).is_file():
+        return read_pickled_tensors(path / _PICKLED)
+    names = f"model.safetensors, pytorch_model.bin, {_MEDUSA}.safetensors and {_PICKLED}"
+    raise ModelError(f"model: {path.name} lacks {names}")

@@ -1,0 +1,134 @@
+"""The smaller model that guesses what the served one will say: its weights, pages and executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from quire.engine.checkpoint.files import ModelConfig, read_model_config, resolve_model
+from quire.engine.checkpoint.page_groups import most_drafts
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, QuireError
+from quire.engine.models import decoder_spec
+from quire.engine.models.decoder import Decoder
+from quire.engine.models.requirements import (
+    attention_head_dim,
+    has_chunked_attention,
+    has_mla,
+    has_sinks,
+    widest_attention,
+)
+from quire.engine.worker.device_memory import allocate_kv_blocks, allocate_slot_states, slot_state_bytes
+from quire.engine.worker.device_plan import can_capture_decodes, check_attention_support
+from quire.engine.worker.draft_model_runner import DraftModelRunner
+from quire.engine.worker.input_batch import InputBatch
+from quire.engine.worker.loading.checkpoint_weights import open_weights
+from quire.engine.worker.loading.drafts.device_drafter import DraftWorker
+from quire.engine.worker.loading.drafts.spare_blocks import SpareBlocks, num_spare_blocks
+from quire.engine.worker.loading.kv_allocation import KVAllocation
+from quire.engine.worker.loading.transformers_support import decoder_class
+from quire.engine.worker.loading.weight_loader import load_weights
+from quire.kernels.backend import Backend
+from quire.kernels.backend_selection import select_backend
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraftModel:
+    """A loaded model that drafts."""
+
+    kv_module: Decoder
+    backend: Backend
+    eos_token_ids: tuple[int, ...]
+    weight_bytes: int
+    is_on_all_ranks: ClassVar[bool] = False
+
+    def slot_state_bytes(self, config: EngineConfig) -> int:
+        return slot_state_bytes(self.kv_module, config) * (config.max_num_seqs + 1)
+
+    def start_drafter(
+        self, config: EngineConfig, allocation: KVAllocation, num_blocks: int, make_heads: object
+    ) -> DraftWorker:
+        """Allocate pages for as many tokens as the served model has pages for, and some for drafts beyond these."""
+        decoder, block_size, capture = self.kv_module, self.backend.block_size, allocation.capture
+        if decoder.transformers_class or not can_capture_decodes(self.backend, decoder.spec):
+            capture = None
+        spare_blocks = SpareBlocks(num_blocks, num_spare_blocks(config, block_size), decoder.max_model_len)
+        total_blocks = num_blocks + spare_blocks.spare_per_slot * config.max_num_seqs
+        kv_tensors = allocate_kv_blocks(decoder, total_blocks + (capture is not None))
+        max_positions = decoder.max_model_len + spare_blocks.spare_per_slot * block_size
+        states = allocate_slot_states(decoder, config.max_num_seqs + 1, most_drafts(config))
+        scratch = None if capture is None else total_blocks
+        input_batch = InputBatch(
+            config.max_num_seqs,
+            max_positions,
+            block_size,
+            decoder.device,
+            scratch_block=scratch,
+            recurrent_states=states,
+        )
+        runner = DraftModelRunner(decoder, kv_tensors, input_batch, self.eos_token_ids, capture)
+        costs = runner.measure_draft_costs(num_blocks, decoder.max_model_len)
+        return DraftWorker(runner, spare_blocks, costs, model_runner=runner)
+
+
+def load_draft_model(
+    config: EngineConfig,
+    target_config: ModelConfig,
+    backend: Backend,
+    progress: Callable[[], None],
+    target_model: Decoder,
+) -> LoadedDraftModel:
+    """The model that the configuration names. It gets the served one's device, type and kind of backend. Raises
+    ConfigError for one that cannot draft for it."""
+    assert config.speculative_config is not None
+    assert config.speculative_config.model is not None
+    try:
+        path = resolve_model(config.speculative_config.model)
+        model = read_model_config(path)
+        if model.vocab_size != target_config.vocab_size:
+            raise ConfigError(
+                f"its vocabulary has {model.vocab_size} tokens, the served model's {target_config.vocab_size}"
+            )
+        spec = decoder_spec(replace(model, context=target_model.max_model_len))
+        check_attention_support(target_model.device, model, spec)
+        if spec.needs_state_snapshots:
+            raise ConfigError(
+                f"a {model.model_type}, whose large states cannot take back a guess of their own, does not draft"
+            )
+        backend_arguments = (
+            target_model.dtype,
+            attention_head_dim(spec, target_model.device),
+            backend.name,
+            widest_attention(spec).softcap is not None,
+        )
+        draft_backend, _ = select_backend(
+            target_model.device,
+            *backend_arguments,
+            sinks=has_sinks(spec),
+            chunks=has_chunked_attention(spec),
+            latents=has_mla(spec),
+            kv_dtype=target_model.kv_dtype,
+            activation_bits=config.activation_bits,
+        )
+        length = min(target_model.max_model_len, model.max_position)
+        weights = open_weights(config, path, model, draft_backend, target_model.dtype)
+        decoder = decoder_class(model)(
+            spec,
+            draft_backend,
+            weights.scheme,
+            dtype=target_model.dtype,
+            device=target_model.device,
+            max_model_len=length,
+            report_progress=progress,
+            kv_dtype=target_model.kv_dtype,
+        )
+        with torch.inference_mode():
+            size = load_weights(
+                decoder.parameters(), decoder.convert_weights(weights.stream), device=target_model.device
+            )
+    except (QuireError, ValueError) as error:
+        raise ConfigError(f"speculative_config.model: {error}", param="speculative_config") from error
+    return LoadedDraftModel(decoder, draft_backend, target_config.eos_token_ids, size)

@@ -1,0 +1,56 @@
+"""The layer that guesses tokens in the served checkpoint itself (multi-token prediction): its shape is that of the
+model's last layer, its weights are read as the model's are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from quire.engine.checkpoint.alike.mtp import find_mtp, mtp_fields
+from quire.engine.checkpoint.fields import ServedFields
+from quire.engine.checkpoint.files import ModelConfig, stored_at
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, QuireError
+from quire.engine.models import decoder_spec
+from quire.engine.models.decoder import Decoder
+from quire.engine.models.heads.mtp import MTPHead
+from quire.engine.worker.loading.checkpoint_weights import open_weights, resident_weight_bytes
+from quire.engine.worker.loading.drafts.draft_head_loader import LoadedDraftHead, load_draft_head
+from quire.engine.worker.loading.weight_loader import dummy_stream, load_weights
+from quire.kernels.backend import Backend
+
+
+def load_head_drafter(
+    config: EngineConfig, target_config: ModelConfig, backend: Backend, decoder: Decoder
+) -> LoadedDraftHead:
+    """The heads that the configuration asks for, on the decoder's device and in its type. Raises ConfigError for some
+    that do not fit it, or are not there."""
+    assert config.speculative_config is not None
+    is_mtp = config.speculative_config.method == "mtp"
+    try:
+        return (
+            _load_mtp(config, target_config, backend, decoder) if is_mtp else load_draft_head(config, backend, decoder)
+        )
+    except (QuireError, ValueError) as error:
+        what = "speculative_config: mtp" if is_mtp else "speculative_config.model"
+        raise ConfigError(f"{what}: {error}", param="speculative_config") from error
+
+
+def _load_mtp(config: EngineConfig, target_config: ModelConfig, backend: Backend, decoder: Decoder) -> LoadedDraftHead:
+    path, dummy = stored_at(config), config.load_format == "dummy"
+    fields = cast(ServedFields, mtp_fields(target_config.raw, target_config.num_layers))
+    mtp_config = replace(
+        target_config, num_layers=fields["num_hidden_layers"] or 1, raw=fields, context=decoder.max_model_len
+    )
+    names = None if dummy else find_mtp(path, target_config.num_layers)
+    weights = open_weights(config, path, mtp_config, backend, decoder.dtype, mtp=names)
+    head = MTPHead(decoder_spec(mtp_config).layers, weights.scheme, decoder, backend)
+    table = head.parameters()
+    stream: Iterable[tuple[str, Tensor]] = dummy_stream(table, config.seed, decoder.device) if dummy else weights.stream
+    with torch.inference_mode():
+        read = load_weights(table, stream, device=decoder.device)
+    return LoadedDraftHead(head, resident_weight_bytes(table, config, backend, read), decoder)

@@ -1,0 +1,65 @@
+"""What a loaded model's steps need beside its weights: pages, slots, and what captures steps as graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from quire.engine.checkpoint.kv_plan import StateShares
+from quire.engine.checkpoint.page_groups import most_drafts
+from quire.engine.config import EngineConfig
+from quire.engine.worker.device_memory import allocate_kv_blocks_checked, allocate_slot_states, explain_out_of_memory
+from quire.engine.worker.device_plan import DevicePlan, choose_capture
+from quire.engine.worker.input_batch import InputBatch
+from quire.engine.worker.loading.model_loader import LoadedModel
+from quire.kernels.backend_probe import GraphCapture
+
+
+@dataclass(frozen=True, slots=True)
+class KVAllocation:
+    capture: GraphCapture | None
+    """None: decodes do not become graphs."""
+    kv_tensors: list[Tensor]
+    """As allocate_kv_blocks makes them."""
+    input_batch: InputBatch
+    eager_prefill_reason: str | None = None
+    """Why steps with prompts do not become graphs, where decodes do."""
+
+
+def allocate_kv(
+    config: EngineConfig,
+    chosen: DevicePlan,
+    loaded: LoadedModel,
+    num_blocks: int,
+    max_model_len: int,
+    shares: StateShares,
+) -> KVAllocation:
+    """Room for so many pages of single groups of layers, and for these slots. Raises ConfigError where memory is
+    short."""
+    device, backend, groups = chosen.device, chosen.backend, len(loaded.kv_groups.windows)
+    # What a class of transformers does in a step, no graph can be relied on to hold.
+    graphs = "generate" in loaded.tasks and not loaded.model.transformers_class
+    capture = choose_capture(config, backend, device, chosen.spec) if graphs else None
+    size, shard = backend.block_size, loaded.model.shard
+    context_shard = shard.context_shard(size)
+    # A page more is nobody's: of the rows that fill up a graph, and of tokens that other ranks keep.
+    needs_null_block = context_shard.world_size > 1 and not backend.skips_negative_slots
+    kv_tensors = allocate_kv_blocks_checked(loaded.model, num_blocks + (needs_null_block or capture is not None))
+    max_drafts = most_drafts(config)
+    with explain_out_of_memory(f"the states of {shares.sequences} sequences", "max_num_seqs", "Lower it"):
+        states = allocate_slot_states(loaded.model, shares.slots, max_drafts)
+    input_batch = InputBatch(
+        shares.sequences,
+        max_model_len,
+        size,
+        device,
+        scratch_block=None if capture is None else num_blocks,
+        num_groups=groups,
+        recurrent_states=states,
+        max_drafts=max_drafts,
+        context_shard=replace(context_shard, remote_slot=num_blocks * context_shard.tokens_per_page)
+        if needs_null_block
+        else context_shard,
+    )
+    return KVAllocation(capture, kv_tensors, input_batch, None if capture is None else chosen.eager_prefill_reason)

@@ -1,0 +1,165 @@
+"""Models by transformers' classes, in the worker: what does not go with them, and whether the batch changes their bits,
+which is tried with their own weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import version
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, ModelError, refuse_setting
+from quire.engine.models.decoder import Decoder, KVCache
+from quire.kernels.backend import AttentionMetadata, Backend
+
+if TYPE_CHECKING:
+    from quire.engine.models.adapted.decoder import TransformersDecoder
+
+_TRIAL_LENGTHS = (5, 21, 40, 13)
+"""Tokens of sequences that are computed alone, and in pieces beside each other."""
+_MAX_DEVIATION = {torch.float32: 0.05}
+"""By type: differences beyond this part of the logits' deviation are no rounding. Else:"""
+_DEFAULT_MAX_DEVIATION = 0.5
+
+
+def transformers_decoder_class() -> type[TransformersDecoder]:
+    """What computes such a model. Importing transformers takes seconds, so it is done for these alone."""
+    decoder_type: type[TransformersDecoder] = import_module("quire.engine.models.adapted.decoder").TransformersDecoder
+    return decoder_type
+
+
+def decoder_class(model: ModelConfig, default: type[Decoder] = Decoder) -> type[Decoder]:
+    """What computes a model; `default`: where transformers' class does not."""
+    return default if model.given is None else transformers_decoder_class()
+
+
+def check_transformers_config(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise ConfigError for what a model that transformers' class computes is not served with."""
+    if model.given is None:
+        return
+    speculative = config.speculative_config
+    unsupported = {
+        "pipeline_parallel_size": config.pipeline_parallel_size > 1,
+        "speculative_config": speculative is not None and speculative.uses_hidden_states,
+        "classifier_from_token": bool(config.classifier_from_token),
+        "runner": config.runner == "pooling",
+    }
+    why = f"a {model.model_type} is computed by transformers' class, which is not served with it"
+    for name, value in unsupported.items():
+        refuse_setting(name, value and why)
+
+
+def transformers_suffix(model: Decoder) -> str:
+    """What is to be added to what computes a model, where a class does: other tokens may come of it; else ""."""
+    return f"; {model.transformers_class} of transformers {version('transformers')}" if model.transformers_class else ""
+
+
+def transformers_notes(
+    config: EngineConfig, model: Decoder, backend: Backend, batch_invariant: bool
+) -> tuple[bool, list[str]]:
+    """Whether no token of a loaded model depends on what else runs, where its backend's do not (`batch_invariant`); and
+    what is to be known of one that transformers' class computes. Raises ConfigError where --deterministic cannot be
+    kept."""
+    if not model.transformers_class:
+        return batch_invariant, []
+    costs = "slower than by a file of Quire's; without stages, heads that draft, vectors and CUDA graphs"
+    notes = [f"transformers' {model.transformers_class} computes it, on Quire's pages: {costs}"]
+    assert isinstance(model, transformers_decoder_class())
+    model.reduces_results = False  # of ranks this one tries its part alone: sums depend on no other rows
+    is_invariant = is_batch_invariant(model, backend)  # tried in any case: it finds what does not take positions
+    model.reduces_results = True
+    wrong = None if is_invariant else "tried, it gives a request other bits beside others than alone"
+    if foreign := model.foreign_matmuls:
+        wrong = wrong or f"PyTorch's own products multiply by {foreign[0]}{' and others' if len(foreign) > 1 else ''}"
+    if batch_invariant and wrong is not None:
+        notes.append(f"batch-dependent: transformers' {model.transformers_class}: {wrong}")
+        if config.deterministic:
+            raise ConfigError(
+                f"deterministic: transformers' {model.transformers_class}: {wrong}", param="deterministic"
+            )
+    return batch_invariant and wrong is None, notes
+
+
+@torch.inference_mode()
+def is_batch_invariant(model: Decoder, backend: Backend) -> bool:
+    """Whether a sequence has the same logits, bit for bit, alone and in pieces beside others, tried once. Raises
+    ModelError where they are others altogether: then the class does not take positions as they are given."""
+    trial = _BatchTrial(model, backend, [min(each, model.max_model_len) for each in _TRIAL_LENGTHS])
+    alone = torch.cat([trial.compute_logits([(row, 0, length)])[row] for row, length in enumerate(trial.lengths)])
+    logits_by_row = dict[int, list[Tensor]]()
+    for step in trial.make_chunked_steps():
+        for row, logits in trial.compute_logits(step).items():
+            logits_by_row.setdefault(row, []).append(logits)
+    batched = torch.cat([piece for _, pieces in sorted(logits_by_row.items()) for piece in pieces])
+    if torch.equal(alone, batched):
+        return True
+    if not (difference := (alone - batched).abs().max() / alone.std()) <= _MAX_DEVIATION.get(
+        model.dtype, _DEFAULT_MAX_DEVIATION
+    ):
+        raise ModelError(
+            "model: transformers' class gives other logits for a prompt in pieces beside others: "
+            f"they differ by {difference:.2g} of their deviation, so it does not take positions as they are given"
+        )
+    return False
+
+
+class _BatchTrial:
+    """Some sequences on pages of their own."""
+
+    def __init__(self, model: Decoder, backend: Backend, lengths: Sequence[int]) -> None:
+        self._model, self._block_size, self.lengths = model, backend.block_size, lengths
+        device, vocab = model.device, model.spec.vocab_size
+        self._token_ids = [
+            torch.arange(blocks_per_seq, device=device) * (7 + row) % vocab
+            for row, blocks_per_seq in enumerate(lengths)
+        ]
+        blocks_per_seq = -(-max(lengths) // backend.block_size)
+        self._block_table = torch.arange(len(lengths) * blocks_per_seq, dtype=torch.int32, device=device).view(
+            -1, blocks_per_seq
+        )
+        page_tensors = model.block_tensors(len(lengths) * blocks_per_seq * model.groups.count)
+        self._kv_cache: KVCache = [
+            tuple(torch.zeros(tensor.shape, dtype=tensor.dtype, device=device) for tensor in place)
+            for place in page_tensors
+        ]
+
+    def make_chunked_steps(self) -> list[list[tuple[int, int, int]]]:
+        """Steps that compute all sequences: the n-th begins with the n-th step, in thirds; then all get their last
+        token at once."""
+        steps: list[list[tuple[int, int, int]]] = [[] for _ in range(len(self.lengths) + 2)]
+        for row, length in enumerate(self.lengths):
+            cuts = [third * (length - 1) // 3 for third in range(4)]
+            for third, (begin, end) in enumerate(pairwise(cuts)):
+                steps[row + third] += [(row, begin, end - begin)] if end > begin else []
+        last = [(row, length - 1, 1) for row, length in enumerate(self.lengths)]
+        return [*(step for step in steps if step), last]
+
+    def compute_logits(self, rows: Sequence[tuple[int, int, int]]) -> dict[int, Tensor]:
+        """By sequence, of a step's rows, each (sequence, start, count)."""
+        ids = torch.cat([self._token_ids[row][start : start + count] for row, start, count in rows])
+        hidden = self._model.forward(
+            ids, self._attention_metadata(rows), self._kv_cache, torch.arange(len(ids), device=ids.device)
+        )
+        parts = self._model.compute_logits(hidden).split([count for _, _, count in rows])
+        return {row: part for (row, _, _), part in zip(rows, parts, strict=True)}
+
+    def _attention_metadata(self, rows: Sequence[tuple[int, int, int]]) -> AttentionMetadata:
+        device, size = self._block_table.device, self._block_size
+        starts = torch.tensor([0, *accumulate(count for _, _, count in rows)], dtype=torch.int32, device=device)
+        ends = torch.tensor([start + count for _, start, count in rows], dtype=torch.int32, device=device)
+        positions = torch.cat([torch.arange(start, start + count, device=device) for _, start, count in rows])
+        table = self._block_table[[row for row, _, _ in rows]]
+        rows_of_tokens = torch.repeat_interleave(torch.tensor([count for _, _, count in rows], device=device))
+        tables = [table + group * self._block_table.numel() for group in range(self._model.groups.count)]
+        slots = [each[rows_of_tokens, positions // size].long() * size + positions % size for each in tables]
+        keys = torch.nn.functional.pad(ends.cumsum(0, dtype=torch.int32), (1, 0))
+        max_lens = max(count for _, _, count in rows), int(ends.max())
+        return AttentionMetadata(starts, ends, keys, tables[0], positions, slots[0], *max_lens).with_block_tables(
+            tables, slots
+        )

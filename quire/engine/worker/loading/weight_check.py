@@ -1,0 +1,141 @@
+"""Checks weights by what their files' headers say, before those that are served are let go for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.engine.checkpoint.families import ENCODERS
+from quire.engine.checkpoint.files import ModelConfig, read_model_config
+from quire.engine.checkpoint.quantization import is_aside
+from quire.engine.checkpoint.safetensors import read_tensor_headers, weight_files
+from quire.engine.encoders import encoder_spec
+from quire.engine.errors import ModelError
+from quire.engine.gguf.model_files import read_gguf_header
+from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.models import decoder_spec
+from quire.engine.worker.loading.checkpoint_weights import split_into_linears
+from quire.engine.worker.loading.weight_loader import (
+    TensorStream,
+    load_weights,
+    match_table_names,
+    prefix_names,
+    require_shards,
+)
+
+_DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+}
+"""By their names in safetensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedWeights:
+    """What the weights of a model must hold."""
+
+    parameter_table: ParameterTable
+    extra_folders: tuple[str, ...] = ()
+    """Those in the model's that hold more of them."""
+    optional_prefixes: tuple[str, ...] = ()
+    """What names begin like that it may hold too."""
+
+    def merge_stages(self, stage_tables: Iterable[Mapping[str, tuple[tuple[int, ...], str]]]) -> ExpectedWeights:
+        """Of this stage and of the others; by name, the shapes and types of theirs."""
+        each = {name: kind for other in stage_tables for name, kind in other.items()}
+        types = {name: getattr(torch, kind.removeprefix("torch.")) for name, (_, kind) in each.items()}
+        table = {name: Parameter(shape, types[name], _discard_tensor) for name, (shape, _) in each.items()}
+        return ExpectedWeights(self.parameter_table | table, self.extra_folders)
+
+    def strip_model(self) -> ExpectedWeights:
+        """Without the model that the table fills."""
+        table = {
+            name: Parameter(each.shape, each.dtype, _discard_tensor) for name, each in self.parameter_table.items()
+        }
+        return replace(self, parameter_table=table)
+
+
+def check_weights(expected: ExpectedWeights, served: ModelConfig, path: Path, served_path: Path) -> None:
+    """Raise ModelError where the weights at `path` are not of the served model's shape; `served_path`: some that
+    are."""
+    check_same_model(served, path, served_path)
+    if path.is_file():
+        new_shapes, served_shapes = (
+            {name: each.shape for name, each in read_gguf_header(file).tensors.items()} for file in (path, served_path)
+        )
+        if wrong := sorted(
+            name for name in new_shapes | served_shapes if new_shapes.get(name) != served_shapes.get(name)
+        ):
+            name = wrong[0]
+            raise ModelError(f"weights: {name} has shape {new_shapes.get(name)}, the model's {served_shapes.get(name)}")
+        return
+    shapes = split_into_linears(served, _read_meta_tensors(path))
+    if served.given is not None:
+        shapes = import_module("quire.engine.models.adapted.weight_conversion").convert_shapes(served.given, shapes)
+    stream = match_table_names(shapes, expected.parameter_table, expected.optional_prefixes)
+    folder_streams = [prefix_names(folder, _read_meta_tensors(path / folder)) for folder in expected.extra_folders]
+    load_weights(expected.parameter_table, chain(stream, *folder_streams), device=torch.device("meta"))
+
+
+def check_same_model(served: ModelConfig, path: Path, served_path: Path) -> None:
+    """Raise ModelError where the weights at `path` are of another model than the served one, as far as its config says;
+    `served_path`: weights that are the served one's."""
+    if path.is_dir() != served_path.is_dir():
+        kinds = "safetensors", "GGUF"
+        raise ModelError(
+            f"weights: the model is served from {kinds[served_path.is_file()]}, not {kinds[path.is_file()]}"
+        )
+    if path.is_file() or (path / "config.json").exists():
+        _check_same_config(
+            read_model_config(path, "auto" if served.given is None else "transformers"), served, quantized=path.is_dir()
+        )
+
+
+def _check_same_config(new_config: ModelConfig, served: ModelConfig, *, quantized: bool) -> None:
+    """`quantized`: they must agree on how weights are stored in few bits, which a GGUF file says of each tensor."""
+    if new_config.model_type != served.model_type:
+        raise ModelError(
+            f"weights: config.json: model_type is {new_config.model_type!r}, the model's {served.model_type!r}"
+        )
+    spec_of = encoder_spec if served.model_type in ENCODERS else decoder_spec
+    if (difference := _first_difference("the model", spec_of(new_config), spec_of(served))) is not None:
+        name, is_now, was = difference
+        raise ModelError(f"weights: config.json: {name} is {is_now}, the model's {was}")
+    if quantized and new_config.raw.get("quantization_config") != served.raw.get("quantization_config"):
+        raise ModelError("weights: config.json: quantization_config is not the model's")
+
+
+def _first_difference(name: str, new: Any, served: Any) -> tuple[str, Any, Any] | None:
+    """The first field in which two specs differ, within them at whatever depth: its name and both values."""
+    if new == served:
+        return None
+    pairs: list[tuple[str, Any, Any]] = []
+    if is_dataclass(served) and type(new) is type(served):
+        pairs = [(each.name, getattr(new, each.name), getattr(served, each.name)) for each in fields(served)]
+    elif isinstance(served, tuple) and isinstance(new, tuple):
+        if len(new) != len(served):
+            return f"the number of {name}", len(new), len(served)
+        pairs = [(name, *pair) for pair in zip(new, served, strict=True)]
+    return next(filter(None, (_first_difference(*pair) for pair in pairs)), (name, new, served))
+
+
+def _read_meta_tensors(path: Path) -> TensorStream:
+    """The tensors of a folder's safetensors files without their numbers."""
+    require_shards(weight_files(path))
+    for name, header in read_tensor_headers(path).items():
+        if header.dtype not in _DTYPES:
+            raise ModelError(f"weights: {name} is stored as {header.dtype}, which is not served")
+        if not is_aside(name):
+            yield name, torch.empty(header.shape, dtype=_DTYPES[header.dtype], device="meta")
+
+
+def _discard_tensor(tensor: torch.Tensor) -> None:
+    pass

@@ -1,0 +1,33 @@
+"""Whether two machines have the same weights, told without reading all of them."""
+
+from __future__ import annotations
+
+import hashlib
+
+from quire.engine.checkpoint.files import stored_at
+from quire.engine.checkpoint.safetensors import weight_files
+from quire.engine.config import EngineConfig
+from quire.engine.folder_reader import open_required
+from quire.engine.gguf.model_files import read_gguf_header
+
+_NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096
+
+
+def compute_weight_digest(config: EngineConfig) -> str:
+    """A digest of the weights that this machine would load: of each file its size, and 16 pieces of 4 KiB from all over
+    it. What trains or rounds all weights changes it; what changes a few tensors may not. Raises ModelError."""
+    if config.load_format == "dummy":
+        return ""
+    path = stored_at(config)
+    files = (
+        weight_files(path) if path.is_dir() else sorted({each.file for each in read_gguf_header(path).tensors.values()})
+    )
+    digest = hashlib.sha256()
+    for file in files:
+        with open_required(file) as opened:
+            size = opened.seek(0, 2)
+            digest.update(size.to_bytes(8, "little"))
+            for number in range(_NUM_SAMPLES):
+                opened.seek(max(size - _SAMPLE_BYTES, 0) * number // (_NUM_SAMPLES - 1))
+                digest.update(opened.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

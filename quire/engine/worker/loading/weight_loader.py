@@ -1,0 +1,201 @@
+"""Reads weights from a model's files, one tensor at a time, into a model's parameter table, or makes them up
+(--load-format dummy). Nothing is read twice, and no more than one tensor beyond the model is held."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from quire.engine.checkpoint.safetensors import image_tensor, is_pickled, text_tensor, weight_files
+from quire.engine.errors import ModelError
+from quire.engine.folder_reader import open_required
+from quire.engine.layers.parameters import ParameterTable
+
+TensorStream = Iterator[tuple[str, Tensor]]
+NamedTensors = Iterable[tuple[str, Tensor]]
+"""Weights under their names in the checkpoint."""
+_HEAD_NAME, _EMBEDDING_NAME = "lm_head.weight", "model.embed_tokens.weight"
+_REMAP_BYTES = 32 << 20
+_MAX_NAME_CHARACTERS = 100
+_MAX_NAMES = 8
+"""An error lists this many tensor names and counts the rest."""
+
+
+def load_weights(
+    table: ParameterTable, stream: NamedTensors, *, device: torch.device, require_finite: bool = False
+) -> int:
+    """Put every tensor of the stream where the table says. Returns the bytes of the model.
+
+    Raises ModelError naming the tensors that are missing, left over, or of another shape or type; with
+    `require_finite`, also one that has a number that is infinite or NaN."""
+    missing, left_over, size = dict(table), [], 0
+    for name, tensor in _merge_tied_head(stream, table):
+        if name not in missing:
+            if not name.endswith("rotary_emb.inv_freq"):  # a buffer that old exporters saved
+                left_over.append(name)
+            continue
+        parameter = missing.pop(name)
+        if tuple(tensor.shape) != parameter.shape:
+            raise ModelError(f"model: {name} has shape {list(tensor.shape)}, config.json means {list(parameter.shape)}")
+        if tensor.dtype != parameter.dtype and not (_can_cast(tensor.dtype) and _can_cast(parameter.dtype)):
+            raise ModelError(f"model: {name} is stored as {tensor.dtype}, not as {parameter.dtype}")
+        tensor = parameter.slice_tensor(tensor)
+        # A copy: a tensor that stayed a view of the mapped file would keep the whole of it in memory.
+        tensor = tensor.to(device=device, dtype=parameter.dtype, copy=True)
+        if require_finite and not _is_finite(tensor):
+            raise ModelError(f"model: {name} holds numbers that are infinite or NaN")
+        parameter.weight_loader(tensor)
+        size += tensor.numel() * parameter.dtype.itemsize
+    if missing:
+        more = f"; they hold, which the model does not have: {_format_names(left_over)}" if left_over else ""
+        raise ModelError(f"model: the weights lack {_format_names(list(missing))}{more}")
+    if left_over:
+        raise ModelError(f"model: the weights hold what the model does not have: {_format_names(left_over)}")
+    return size
+
+
+def _merge_tied_head(stream: NamedTensors, table: ParameterTable) -> TensorStream:
+    """The tensors of a model whose table has one for embedding and head: a head is the embedding where the stream has
+    no other, and else a copy of it, which is left out (tied_as_stored says where it is not). Raises ModelError for a
+    head that differs, as the weights may that take the place of others."""
+    if _HEAD_NAME in table or _EMBEDDING_NAME not in table:
+        yield from stream
+        return
+    head_and_embedding: dict[str, Tensor] = {}
+    for name, tensor in stream:
+        if name in (_HEAD_NAME, _EMBEDDING_NAME):
+            head_and_embedding[name] = tensor
+        if len(head_and_embedding) == 2:
+            _check_equal(*head_and_embedding.values())
+            head_and_embedding = {}
+        if name != _HEAD_NAME:
+            yield name, tensor
+    if _HEAD_NAME in head_and_embedding:
+        yield _EMBEDDING_NAME, head_and_embedding[_HEAD_NAME]
+
+
+def _check_equal(one: Tensor, other: Tensor) -> None:
+    if "meta" in (one.device.type, other.device.type) or torch.equal(one.to(other.device, other.dtype), other):
+        return
+    raise ModelError("model: lm_head.weight differs from the embedding, which the served model's head is tied to")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """By the least and the greatest, which are NaN where one number is: that takes a tenth of isfinite's time. Integers
+    and the codes of 8-bit floats count as finite; their scales are tensors too."""
+    return (
+        not _can_cast(tensor.dtype) or not tensor.numel() or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+    )
+
+
+def _can_cast(dtype: torch.dtype) -> bool:
+    """Whether numbers of this type mean the same in another: 8-bit floats have a scale."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def checkpoint_stream(path: Path, name_of: Callable[[str], str | None] = text_tensor) -> TensorStream:
+    """The tensors of a model directory that have a name by `name_of`, by default all but those for images and of heads,
+    from the files that weight_files finds."""
+    for shard in require_shards(weight_files(path)):
+        for stored, tensor in iter_file_tensors(shard, lambda stored: name_of(stored) is not None):
+            yield name_of(stored) or stored, tensor
+
+
+def image_stream(path: Path, unused: tuple[str, ...]) -> TensorStream:
+    """The tensors of a model directory that are for images, without those whose names begin like one of `unused`."""
+
+    def image_name(stored: str) -> str | None:
+        name = image_tensor(stored)
+        return None if name is None or name.startswith(unused) else name
+
+    return checkpoint_stream(path, image_name)
+
+
+def require_shards(shards: Sequence[Path]) -> Sequence[Path]:
+    """The shards of one folder. Raises ModelError where some are not there."""
+    if missing := [shard.name for shard in shards if not shard.is_file()]:
+        raise ModelError(f"model: {shards[0].parent.name} lacks {_format_names(missing)}")
+    return shards
+
+
+def match_table_names(stream: NamedTensors, table: ParameterTable, unused: tuple[str, ...] = ()) -> TensorStream:
+    """The tensors under the names of the table where they differ from it by a prefix only, as a model's do that was
+    saved alone or as part of another. Those of other names that begin like one of `unused` are left out.
+    """
+    for name, tensor in stream:
+        names = name, f"model.{name}", name.partition(".")[2]
+        known = next((each for each in names if each in table), name)
+        if known in table or not any(each.startswith(unused) for each in names):
+            yield known, tensor
+
+
+def folders_stream(path: Path, folders: Sequence[str]) -> TensorStream:
+    """The tensors of these folders in a model's, with the folder's name before their own."""
+    for folder in folders:
+        yield from prefix_names(folder, checkpoint_stream(path / folder))
+
+
+def prefix_names(folder: str, stream: TensorStream) -> TensorStream:
+    for name, tensor in stream:
+        yield f"{folder}.{name}", tensor
+
+
+def iter_file_tensors(shard: Path, is_wanted: Callable[[str], bool] = lambda _: True) -> TensorStream:
+    """The tensors of a file whose stored names are wanted, by these. Raises ModelError.
+
+    Maps a safetensors file anew after every _MAPPED_BYTES read, because what was read of a mapped file counts as memory
+    in use until it is unmapped.
+    """
+    if is_pickled(shard):
+        tensors = read_pickled_tensors(shard)
+        yield from ((name, tensors.pop(name)) for name in [*tensors] if is_wanted(name))
+        return
+    try:
+        with safe_open(shard, framework="pt") as file:
+            names = [name for name in reversed(file.keys()) if is_wanted(name)]
+        while names:
+            with safe_open(shard, framework="pt") as file:
+                read = 0
+                while names and read < _REMAP_BYTES:
+                    tensor = file.get_tensor(name := names.pop())
+                    read += tensor.nbytes
+                    yield name, tensor
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"model: {shard.name} cannot be read: {error}") from error
+
+
+def read_pickled_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file of PyTorch's own format, of which nothing else is read; mapped, where it is no older than
+    PyTorch 1.6. Raises ModelError."""
+    with open_required(file) as opened:
+        can_map = zipfile.is_zipfile(opened)
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=can_map)
+    except Exception as error:  # a broken file raises nearly anything
+        raise ModelError(f"model: {file.name} cannot be read: {str(error).partition('.')[0][:200]}") from error
+    if not isinstance(content, dict) or not all(isinstance(each, Tensor) for each in content.values()):
+        raise ModelError(f"model: {file.name} does not hold tensors by name")
+    return {str(name): each.detach() for name, each in content.items()}
+
+
+def dummy_stream(table: ParameterTable, seed: int, device: torch.device) -> TensorStream:
+    """Random weights of the right shapes, made on the device: matrices of variance 1 / fan-in, vectors and
+    single numbers near one."""
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in table.items():
+        noise = torch.empty(parameter.shape, dtype=parameter.dtype, device=device).normal_(generator=generator)
+        if len(parameter.shape) < 2:
+            yield name, noise * 0.02 if name.endswith("bias") else 1 + noise * 0.02
+        else:
+            yield name, noise * parameter.shape[-1] ** -0.5
+
+
+def _format_names(names: list[str]) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(name[:_MAX_NAME_CHARACTERS] for name in names[:_MAX_NAMES]) + more

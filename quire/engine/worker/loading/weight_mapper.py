@@ -1,0 +1,191 @@
+"""The tensors of a checkpoint under the names, and with the rows, that parts of layers have: what a family has several
+linears in is taken apart, and the rows of queries and keys are put in the order that rotations of halves need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.checkpoint.layouts import LAYER, Layout, head_order, layout_of, own_modules, stored_module
+from quire.engine.checkpoint.safetensors import TensorHeader, text_tensor
+from quire.engine.errors import ModelError
+from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
+from quire.engine.layers.recurrent.mamba import MambaLayerSpec
+from quire.engine.layers.recurrent.mamba2 import Mamba2LayerSpec
+from quire.engine.models import decoder_spec
+from quire.engine.worker.loading.weight_loader import TensorStream
+
+_COLUMN_TENSORS = ("qweight", "qzeros", "scales")
+"""Of GPTQ and AWQ, whose outputs are columns."""
+_ROTATED_PROJECTIONS = {f"self_attn.{name}_proj" for name in "qk"}
+_HEAD_NORMS = {f"self_attn.{name}_norm" for name in "qk"}
+
+
+@dataclass(frozen=True, slots=True)
+class _OutputSlice:
+    """Some of a stored module's outputs: a linear."""
+
+    index: Tensor
+    """Which ones, in its order."""
+    num_outputs: int
+    """How many there are."""
+
+    def slice_tensor(self, tensor: Tensor, axis: int, name: str) -> Tensor:
+        """The part of a tensor whose places along the axis have as many outputs each. Raises ModelError."""
+        if tensor.ndim <= axis or not tensor.shape[axis] or self.num_outputs % tensor.shape[axis]:
+            raise _unsplittable_error(name)
+        unit, first, count = self.num_outputs // tensor.shape[axis], int(self.index[0]), len(self.index)
+        if torch.equal(self.index, torch.arange(first, first + count)) and first % unit == count % unit == 0:
+            return tensor.narrow(axis, first // unit, count // unit)
+        if unit != 1:
+            raise _unsplittable_error(name)
+        return tensor.index_select(axis, self.index.to(tensor.device))
+
+
+class WeightMapper:
+    """How one model's checkpoint is arranged."""
+
+    def __init__(self, config: ModelConfig, *, gguf: bool = False) -> None:
+        self._config, self._layout = config, layout_of(config.model_type, gguf=gguf)
+        self._head_order = head_order(config.rope, config.head_dim, neighbours=self._layout.neighbours)
+        self._has_draft_layers = bool(config.raw.get("num_nextn_predict_layers"))
+        self._is_identity = self._layout == Layout() and self._head_order is None and not self._has_draft_layers
+        self._slices_by_module: dict[str, list[_OutputSlice | None]] = {}
+        """By the stored name of a layer's module, of each linear that it is; None: all of it."""
+
+    def map_stream(self, stream: TensorStream) -> TensorStream:
+        return stream if self._is_identity else (each for item in stream for each in self._map_tensor(*item))
+
+    def map_headers(self, headers: Mapping[str, TensorHeader]) -> Mapping[str, TensorHeader]:
+        """What the headers of a checkpoint's files would say of these tensors."""
+        if self._is_identity:
+            return headers
+        return {
+            own: TensorHeader(header.dtype, tuple(tensor.shape))
+            for name, header in headers.items()
+            for own, tensor in self._map_tensor(name, torch.empty(header.shape, dtype=torch.uint8, device="meta"))
+        }
+
+    def module_names(self, name: str) -> tuple[str, ...]:
+        """What a checkpoint's module is here."""
+        return own_modules(self._layout, name)
+
+    def checkpoint_module_name(self, linear: str) -> str:
+        """What the checkpoint calls a linear of a layer, or what it is part of."""
+        return stored_module(self._layout, linear)
+
+    def split_outputs(self, module: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """A tensor whose first axis is a stored module's outputs, by the linears that the module is."""
+        for own, piece in zip(self.module_names(module), self._output_slices(module), strict=True):
+            yield own, tensor if piece is None else piece.slice_tensor(tensor, 0, module)
+
+    def _map_tensor(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        module, _, kind = name.rpartition(".")
+        modules, layer_match = self.module_names(module), LAYER.fullmatch(module)
+        if layer_match is None:
+            skipped = self._layout.before_positions if modules == ("model.embed_positions",) else 0
+            yield f"{modules[0]}.{kind}", tensor[skipped:] if skipped else tensor
+        elif int(layer_match[1]) >= self._config.num_layers and self._has_draft_layers:
+            return  # those that draft tokens
+        elif f"{layer_match[2]}.{kind}" not in self._layout.unused:
+            if kind == "weight" and layer_match[2] in self._layout.transposed:
+                tensor = tensor.t()
+            for module_name, output_slice in zip(modules, self._output_slices(module), strict=True):
+                yield f"{module_name}.{kind}", self._slice_part(module_name, kind, output_slice, tensor)
+
+    def _slice_part(self, module_name: str, kind: str, output_slice: _OutputSlice | None, tensor: Tensor) -> Tensor:
+        size = self._config.head_dim
+        if module_name.endswith(tuple(_HEAD_NORMS)) and tensor.numel() % size == 0:  # of one head, or of each
+            heads = tensor.reshape(-1, size)
+            return heads.flatten() if self._head_order is None else heads[:, self._head_order].flatten()
+        if output_slice is None or kind == "g_idx" or tensor.numel() == 1:
+            return tensor
+        if kind == "weight_shape":
+            return tensor.clone().index_fill_(0, torch.tensor([0], device=tensor.device), len(output_slice.index))
+        return output_slice.slice_tensor(tensor, 1 if kind in _COLUMN_TENSORS else 0, f"{module_name}.{kind}")
+
+    def _output_slices(self, module: str) -> list[_OutputSlice | None]:
+        inside = layer_match[2] if (layer_match := LAYER.fullmatch(module)) is not None else module
+        if inside not in self._slices_by_module:
+            self._slices_by_module[inside] = self._make_output_slices(inside)
+        return self._slices_by_module[inside]
+
+    def _make_output_slices(self, stored: str) -> list[_OutputSlice | None]:
+        layout, config = self._layout, self._config
+        module_names = layout.inside.get(stored, stored)
+        if isinstance(module_names, str):
+            if self._head_order is None or module_names not in _ROTATED_PROJECTIONS:
+                return [None]
+            count = config.num_heads if module_names == "self_attn.q_proj" else config.num_kv_heads
+            every = torch.arange(count * config.head_dim)
+            return [_OutputSlice(self._reorder_heads(every), len(every))]
+        if module_names[0].startswith("linear_attn."):
+            return self._delta_net_slices(module_names)
+        if ".mamba." in f".{module_names[0]}":
+            spec = decoder_spec(self._config)
+            spaces: list[Mamba2LayerSpec | MambaLayerSpec] = [*spec.sublayers_of_kind(Mamba2LayerSpec)]
+            outputs = [*spaces, *spec.sublayers_of_kind(MambaLayerSpec)][0].projection_sizes
+            sizes = [outputs[name.rpartition(".")[2]] for name in module_names]
+            return [_OutputSlice(part, sum(sizes)) for part in torch.arange(sum(sizes)).split(sizes)]
+        if module_names[-1] == "self_attn.gate_proj":
+            every = torch.arange(2 * config.num_heads * config.head_dim)
+            queries, gates = (part.flatten() for part in every.view(-1, 2, config.head_dim).unbind(1))
+            return [_OutputSlice(self._reorder_heads(queries), len(every)), _OutputSlice(gates, len(every))]
+        if len(module_names) == 2:
+            shared = module_names[0].startswith("shared_mlp.")
+            width = config.raw.get("shared_intermediate_size") if shared else config.intermediate_size
+            every = torch.arange(2 * (width or 0))
+            return [_OutputSlice(half, len(every)) for half in every.chunk(2)]
+        if module_names[0].startswith("conv."):
+            every = torch.arange(3 * config.hidden_size)
+            return [_OutputSlice(third, len(every)) for third in every.chunk(3)]
+        groups = config.num_kv_heads if layout.by_groups else 1
+        each = config.num_kv_heads // groups
+        every = torch.arange((config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
+        heads = every.view(groups, -1, config.head_dim).split((config.num_heads // groups, each, each), dim=1)
+        queries, keys, values = (part.flatten() for part in heads)
+        return [
+            _OutputSlice(rows, len(every)) for rows in (self._reorder_heads(queries), self._reorder_heads(keys), values)
+        ]
+
+    def _delta_net_slices(self, own: tuple[str, ...]) -> list[_OutputSlice | None]:
+        """What a delta net projects: linears one behind the other, or the key heads' parts of all of them."""
+        net = next(each for each in decoder_spec(self._config).sublayers_of_kind(DeltaNetSpec))
+        keys, values = net.num_key_heads * net.key_dim, net.num_heads * net.value_dim
+        sizes = {"q": keys, "k": keys, "v": values, "z": values, "b": net.num_heads, "a": net.num_heads}
+        groups = net.num_key_heads if self._layout.by_groups else 1
+        each = [sizes[name[-1]] // groups for name in own]
+        every = torch.arange(sum(each) * groups)
+        return [_OutputSlice(part.flatten(), len(every)) for part in every.view(groups, -1).split(each, dim=1)]
+
+    def _reorder_heads(self, rows: Tensor) -> Tensor:
+        """Those of queries or keys in their heads' order."""
+        return rows if self._head_order is None else rows.view(-1, self._config.head_dim)[:, self._head_order].flatten()
+
+
+def make_file_name_lookup(headers: Iterable[str]) -> Callable[[str], str]:
+    """Gives a module's whole name in a checkpoint's files by what WeightMapper.checkpoint_module_name calls it.
+    headers: the names of all tensors."""
+    file_names, root = dict[str, str](), "model."
+    for module in (name.rpartition(".")[0] for name in headers):
+        if (text := text_tensor(module)) is None:
+            continue
+        name = LAYER.sub(r"model.layers.\1.\2", text)
+        file_names[name] = module
+    layer = next((name for name in file_names if name.startswith("model.layers.")), None)
+    if layer is not None and file_names[layer].endswith(inner := layer.removeprefix("model.")):
+        root = file_names[layer].removesuffix(inner)
+    return lambda name: file_names.get(
+        name, f"{root}{name.removeprefix('model.')}" if "model.layers." in name else name
+    )
+
+
+def _unsplittable_error(name: str) -> ModelError:
+    return ModelError(
+        f"model: {name[:100]}: its checkpoint has it joined with others, or its heads in another order, in a format "
+        "that cannot be taken apart; serve the weights that are not quantized, with --quantization"
+    )

@@ -1,0 +1,185 @@
+"""Weights that lie elsewhere than where they are multiplied: a CPU's experts or layers on a disk (weights_on_disk), a
+GPU's layers in the host's memory (cpu_offload_gb)."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.checkpoint.kv_plan import GIB, available_host_bytes
+from quire.engine.checkpoint.safetensors import LAYERS, ROUTED
+from quire.engine.checkpoint.stages import FREE_FOR_LAYERS, STREAM_SLOTS, most_kept, most_streamed
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, refuse_setting
+from quire.engine.layers.moe import MoELayerSpec
+from quire.engine.layers.schemes import QuantizationScheme
+from quire.engine.layers.stream.shared_transformer import SharedTransformerSpec
+from quire.engine.models.decoder import Decoder
+from quire.engine.models.spec import DecoderSpec
+from quire.engine.worker.device_plan import DevicePlan
+from quire.engine.worker.loading.checkpoint_weights import count_quantized_bytes, open_weights
+from quire.engine.worker.loading.weight_loader import NamedTensors
+from quire.kernels.backend import Backend
+from quire.kernels.backend_selection import make_disk_experts, make_disk_layers
+from quire.kernels.experts import DiskExperts
+from quire.kernels.gpu.other_devices import is_other_device
+from quire.kernels.streaming.host_layers import HostLayerStreamer
+from quire.kernels.streaming.layer_streamer import LayerStreamer
+from quire.kernels.streaming.weight_offloader import WeightOffloader
+
+_DISK_PARAM, _GPU_PARAM = "weights_on_disk", "cpu_offload_gb"
+MEMORY_FILESYSTEMS = {"tmpfs", "ramfs"}
+"""File systems whose files are no files on a disk."""
+_MOUNT_INFO = Path("/proc/self/mountinfo")
+
+
+def start_offload(
+    config: EngineConfig, stored: Path, model_config: ModelConfig, chosen: DevicePlan, tensors: NamedTensors | None
+) -> tuple[WeightOffloader, QuantizationScheme] | None:
+    """Of a model, or of a rank's part, as Decoder takes it. `stored`, `tensors`: as open_weights takes them. Raises
+    ConfigError."""
+    check_offload(config, model_config, chosen)
+    if config.cpu_offload_gb:
+        choose_layers = partial(most_streamed, elsewhere=int(config.cpu_offload_gb * GIB))
+        offload: WeightOffloader = HostLayerStreamer(chosen.backend, chosen.device, choose_layers, STREAM_SLOTS)
+    elif config.weights_on_disk is None:
+        return None
+    else:
+        offload = _offload_to_disk(config, Path(config.weights_on_disk), chosen)
+    return offload, open_weights(config, stored, model_config, offload.backend, chosen.dtype, tensors).scheme
+
+
+def check_offload(config: EngineConfig, model_config: ModelConfig, chosen: DevicePlan) -> None:
+    """Raise ConfigError where weights cannot be elsewhere as they were asked for."""
+    experts, device = bool(chosen.spec.sublayers_of_kind(MoELayerSpec)), chosen.device.type
+    by_class = model_config.given is not None and "the model's layers are computed by transformers' class"
+    shared_weights = bool(chosen.spec.sublayers_of_kind(SharedTransformerSpec)) and "layers of the model share weights"
+    if config.cpu_offload_gb:
+        refuse_setting(
+            _GPU_PARAM,
+            device == "cpu" and "a CPU's weights are in the host's memory; weights_on_disk leaves them on a disk",
+            is_other_device(chosen.device) and f"layers are copied to GPUs of CUDA's alone so far, not to {device}",
+            by_class,
+            shared_weights,
+        )
+    if config.weights_on_disk is None:
+        is_set = config.weights_in_memory is not None
+        why = "says how many GiB of weights are kept in memory that are on a disk (weights_on_disk)"
+        refuse_setting("weights_in_memory", is_set and why)
+        return
+    refuse_setting(
+        _DISK_PARAM,
+        device != "cpu" and "it is for CPUs; cpu_offload_gb leaves a GPU's layers in the host's memory",
+        by_class,
+        not experts and shared_weights,
+        not hasattr(os, "posix_fallocate") and "this system cannot set a file's bytes aside; it is for Linux",
+    )
+
+
+def _offload_to_disk(config: EngineConfig, folder: Path, chosen: DevicePlan) -> WeightOffloader:
+    """A mixture's experts, or else layers."""
+    processes, memory = config.local_world_size * config.data_parallel_size, config.weights_in_memory
+    offload: WeightOffloader | None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        kind = filesystem_type(folder)
+        refuse_setting(
+            _DISK_PARAM,
+            kind in MEMORY_FILESYSTEMS and f"{folder} is in memory itself ({kind}); name a folder on a disk",
+        )
+        if chosen.spec.sublayers_of_kind(MoELayerSpec):
+            offload = make_disk_experts(chosen.backend, folder, int((memory or 0) * GIB) // processes)
+        else:
+            offload = make_disk_layers(
+                chosen.backend, folder, partial(_choose_resident_layers, config, processes), STREAM_SLOTS
+            )
+    except OSError as error:
+        raise _config_error(f"{folder}: {(error.strerror or str(error)).lower()}") from error
+    name = chosen.backend.name
+    refuse_setting(
+        _DISK_PARAM, offload is None and f"backend {name!r} reads no weights from files; --attention-backend cpu does"
+    )
+    assert offload is not None
+    return offload
+
+
+def _choose_resident_layers(config: EngineConfig, processes: int, sizes: Sequence[int]) -> list[int]:
+    """As Choice has it, in each of so many processes here."""
+    memory_gib = config.weights_in_memory
+    memory = available_host_bytes() * FREE_FOR_LAYERS if memory_gib is None else memory_gib * GIB
+    return most_kept(sizes, int(memory) // processes)
+
+
+def on_disk_pattern(config: EngineConfig, spec: DecoderSpec) -> re.Pattern[str] | None:
+    """What the names of tensors have that lie there; None: none do."""
+    if config.weights_on_disk is None:
+        return None
+    return ROUTED if spec.sublayers_of_kind(MoELayerSpec) else LAYERS
+
+
+@contextmanager
+def complete_offload(model: Decoder, config: EngineConfig) -> Iterator[None]:
+    """Where a model's tensors are put: behind it, they are all there. Raises ConfigError where the disk is full, and
+    where weights cannot be elsewhere as they were asked for."""
+    offload = model.offload
+    if isinstance(offload, LayerStreamer):
+        with _explain_refusal(config):
+            offload.expect_sizes(_layer_bytes(model, config, offload.backend))
+    try:
+        yield
+    except OSError as error:
+        if config.weights_on_disk is None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        why = (error.strerror or str(error)).lower()
+        raise _config_error(f"{config.weights_on_disk} has no room for the weights: {why}") from error
+    if isinstance(offload, LayerStreamer):
+        with _explain_refusal(config):
+            offload.finish_loading()  # mixtures are made of the addresses that weights have then
+    model.process_weights_after_loading()
+    if isinstance(offload, DiskExperts):
+        with _explain_refusal(config):
+            offload.finish_loading()
+
+
+@contextmanager
+def _explain_refusal(config: EngineConfig) -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise _config_error(str(error), _GPU_PARAM if config.cpu_offload_gb else _DISK_PARAM) from error
+
+
+def _layer_bytes(model: Decoder, config: EngineConfig, backend: Backend) -> list[int]:
+    """Of each of the process's layers, about: of ranks an even part."""
+    table, sizes = model.parameters(), list[int]()
+    for index in model.layers:
+        layer_table = {name: each for name, each in table.items() if name.startswith(f"model.layers.{index}.")}
+        loaded = sum(math.prod(each.shape) * each.dtype.itemsize for each in layer_table.values())
+        at_load = config.online_quantization is not None and backend.keeps_weights_quantized
+        sizes.append((count_quantized_bytes(layer_table, config) if at_load else loaded) // model.shard.world_size)
+    return sizes
+
+
+def _config_error(why: str, param: str = _DISK_PARAM) -> ConfigError:
+    return ConfigError(f"{param}: {why}", param=param)
+
+
+def filesystem_type(folder: Path) -> str:
+    """The type of the file system that the folder is on, as Linux names it; "" where that is not known."""
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = _MOUNT_INFO.read_text().splitlines()
+    except OSError:
+        return ""
+    kinds = [line.split(" - ")[1].split()[0] for line in lines if line.split()[2] == number]
+    return kinds[-1] if kinds else ""

@@ -1,0 +1,482 @@
+"""The Executor of one device: slots, forward pass, picks. It knows slots and who was admitted to them, no requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.engine.core.executor import BlockMover, PendingOutput
+from quire.engine.core.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
+from quire.engine.layers.pooling import PooledRequest, Pooler
+from quire.engine.models.decoder import Decoder, MediaEmbeddings, has_finite_logits
+from quire.engine.types import PoolingParams, SamplingParams
+from quire.engine.worker.block_movers import choose_block_mover
+from quire.engine.worker.compiling.kernel_compiler import CompileResult, compile_variants
+from quire.engine.worker.compiling.kernel_variants import launch_kernel_variants
+from quire.engine.worker.device_memory import KVPrefaulter, copy_block, copy_slot_states, kv_cache_by_layer
+from quire.engine.worker.draft_head_runner import DraftHeadRunner, HiddenStates
+from quire.engine.worker.dummy_inputs import dummy_prefill
+from quire.engine.worker.graphs.decode_graphs import DecodeGraphs
+from quire.engine.worker.graphs.graph_capture import GraphOutputs
+from quire.engine.worker.graphs.graphable_steps import GraphableSteps
+from quire.engine.worker.graphs.mixed_batch_graphs import GraphPlan, MixedBatchGraphs
+from quire.engine.worker.images.encoder_cache import ImageEncoderCache
+from quire.engine.worker.input_batch import ForwardInputs, InputBatch, SampleTargets, SlotRequest
+from quire.engine.worker.loading.drafts.device_drafter import DeviceDrafter
+from quire.engine.worker.pending_step import NONFINITE_TOKEN, PendingStep, PromptLogprobsChunk
+from quire.engine.worker.sampling.device_sampler import choose_sampler
+from quire.engine.worker.sampling.sampler import logprob_tensors
+from quire.engine.worker.sampling.sampling_rules import SamplingRow, make_sampling_rules, pad_logprob_token_ids
+from quire.engine.worker.sampling.slot_grammars import SlotGrammars
+from quire.kernels.backend import NO_ADAPTERS, LinearContext
+from quire.kernels.backend_probe import GraphCapture
+from quire.kernels.gpu.host_transfer import HostDownload, upload_arrays
+from quire.kernels.gpu.other_devices import is_other_device
+
+if TYPE_CHECKING:
+    from quire.kernels.gpu.kernel_variant import KernelVariant
+
+_MAX_LOGIT_ROWS = 256
+"""How many rows of prompt logits are held at once; with a vocabulary of 150,000 each takes 600 KB."""
+
+_WARM_UP_PROMPT_LENGTHS = (2, 16, 128)
+"""Tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """A batch whose tensors are made; the `inputs` are None where a graph makes them, one of steps with prompts as it
+    was `graph_plan`, or where it has no rows: then it was read of images alone."""
+
+    scheduler_output: SchedulerOutput
+    sample_targets: SampleTargets
+    inputs: ForwardInputs | None
+    features: MediaEmbeddings | None = None
+    """Of the images that some of its tokens stand for."""
+    graph_plan: GraphPlan | None = None
+
+
+class ModelRunner:
+    def __init__(
+        self,
+        model: Decoder,
+        kv_tensors: Sequence[Tensor],
+        slots: InputBatch,
+        grammars: SlotGrammars,
+        eos_token_ids: tuple[int, ...],
+        capture: GraphCapture | None = None,
+        pooler: Pooler | None = None,
+        draft_heads: DraftHeadRunner | None = None,
+        encoder_cache: ImageEncoderCache | None = None,
+        captures_mixed_batches: bool = False,
+    ) -> None:
+        """`kv_tensors`: what allocate_kv_blocks made. `capture`: how decode steps become graphs, if they do; the slots
+        have a scratch page then. `pooler`: makes vectors, where requests may ask for them. `draft_heads`: guess tokens
+        from the hidden states, on the same slots. `encoder_cache`: of images, where requests may have some.
+        `captures_mixed_batches`: small steps with prompts become graphs too."""
+        self._model = model
+        self._encoder_cache = encoder_cache
+        if encoder_cache is not None and encoder_cache.positions.uses_mrope:
+            slots.set_rope_offset(slots.scratch_slot, 0)
+        self._kv_tensors = kv_tensors
+        self._kv_cache = kv_cache_by_layer(model, kv_tensors, slots.recurrent_states)
+        self._input_batch = slots
+        self._grammars = grammars
+        self._eos_token_ids = eos_token_ids
+        self._pooler = pooler
+        self._draft_heads = draft_heads
+        self._prefaulter = (
+            KVPrefaulter(kv_cache_by_layer(model, kv_tensors))
+            if slots.device.type == "cpu" and capture is None
+            else None
+        )
+        self._aux_layers = () if draft_heads is None else draft_heads.head.aux_layers
+        self._graphable_steps = GraphableSteps(
+            model, self._kv_cache, slots, self._aux_layers, None if draft_heads is None else draft_heads.compute_states
+        )
+        self.decode_graphs = None if capture is None else self._make_decode_graphs(capture)
+        self.mixed_batch_graphs: MixedBatchGraphs | None = None
+        if capture is not None and captures_mixed_batches:
+            run_heads = self._graphable_steps.run_heads_after_mixed_batch if self._heads_read_all_tokens else None
+            buffers = (capture, slots, self._graphable_steps.hidden_width, model.dtype)
+            self.mixed_batch_graphs = MixedBatchGraphs(
+                self._graphable_steps.run_mixed_batch, *buffers, run_heads=run_heads, group=model.shard.group
+            )
+        self._sample = choose_sampler(slots.device, model.argmax, model.sample_tokens, model.shard.group)
+        self._download_stream = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
+
+    def _make_decode_graphs(self, capture: GraphCapture) -> DecodeGraphs:
+        return DecodeGraphs(
+            self._graphable_steps.run_decode,
+            capture,
+            self._input_batch,
+            self._graphable_steps.hidden_width,
+            self._model.dtype,
+            sample=self._sample_greedy_in_graph if self._model.has_head else None,
+            run_heads=self._graphable_steps.run_heads_after_decode if self._heads_read_all_tokens else None,
+            adapters=self._model.adapters is not None,
+            group=self._model.shard.group,
+        )
+
+    @property
+    def model(self) -> Decoder:
+        return self._model
+
+    @property
+    def _heads_read_all_tokens(self) -> bool:
+        return self._draft_heads is not None and self._draft_heads.reads_all_tokens
+
+    @torch.inference_mode()
+    def launch(self, scheduler_output: SchedulerOutput) -> PendingOutput:
+        """Start to compute the batch's tokens, and to pick tokens after those of each row that samples.
+
+        On a GPU this only queues work, in the order of the calls: a step reads what earlier ones picked and stored,
+        though the host has not waited for them.
+        """
+        return self._compute_batch(self._prepare_batch(scheduler_output))
+
+    def _prepare_batch(self, scheduler_output: SchedulerOutput) -> PreparedBatch:
+        """Take in what a batch says, and make its tensors."""
+        self._update_slots(scheduler_output)
+        if self._encoder_cache is not None:
+            self._encoder_cache.encode_chunks(scheduler_output, self._new_request)
+        scheduler_output = scheduler_output.without_encoder_only
+        sample_targets = self._input_batch.make_sample_targets(scheduler_output)
+        if not scheduler_output.scheduled_requests:
+            return PreparedBatch(scheduler_output, sample_targets, None)
+        encoder_cache = self._encoder_cache
+        has_image_tokens = encoder_cache is not None and encoder_cache.positions.has_image_tokens(
+            scheduler_output.scheduled_requests, self._new_request
+        )
+        in_decode_graph = (
+            self.decode_graphs is not None
+            and not has_image_tokens
+            and self.decode_graphs.can_run(scheduler_output)
+            and self._input_batch.try_record_state_tokens(scheduler_output.scheduled_requests)
+        )
+        graph_plan = None
+        if self.mixed_batch_graphs is not None and not (has_image_tokens or in_decode_graph):
+            graph_plan = self.mixed_batch_graphs.plan_batch(scheduler_output)
+        inputs = None if in_decode_graph or graph_plan is not None else self._input_batch.build_inputs(scheduler_output)
+        if encoder_cache is None or inputs is None or not has_image_tokens:
+            return PreparedBatch(scheduler_output, sample_targets, inputs, graph_plan=graph_plan)
+        image_metadata = encoder_cache.positions.apply_to_metadata(
+            inputs.metadata, scheduler_output.scheduled_requests, self._new_request
+        )
+        return PreparedBatch(
+            scheduler_output,
+            sample_targets,
+            replace(inputs, metadata=image_metadata),
+            encoder_cache.gather_features(scheduler_output.scheduled_requests, self._new_request),
+        )
+
+    def _update_slots(self, scheduler_output: SchedulerOutput) -> None:
+        self._admit_requests(scheduler_output)
+        self._input_batch.write_draft_tokens(scheduler_output.scheduled_requests)
+        self._input_batch.append_blocks(scheduler_output.scheduled_requests)
+        if self._prefaulter is not None:
+            self._prefaulter.mark_used(
+                page for row in scheduler_output.scheduled_requests for page in row.new_block_ids
+            )
+
+    def _apply_copies(self, scheduler_output: SchedulerOutput) -> None:
+        """Make the copies that a batch asks for, which read what the steps before it have computed."""
+        for copy in scheduler_output.block_copies:
+            copy_block(self._kv_tensors, copy, self._input_batch.context_shard.page_range)
+            if self._draft_heads is not None:
+                copy_block(self._draft_heads.kv_tensors, copy, self._input_batch.context_shard.page_range)
+        for slots in scheduler_output.slot_copies:
+            copy_slot_states(self._input_batch.recurrent_states, slots)
+
+    def _compute_batch(self, prepared: PreparedBatch) -> PendingStep:
+        """Compute a batch that was begun, in the order of the calls, before any of its slots has another owner."""
+        batch, sample_targets, inputs = prepared.scheduler_output, prepared.sample_targets, prepared.inputs
+        self._apply_copies(batch)
+        if not batch.scheduled_requests:
+            nothing = HostDownload([torch.empty(0, dtype=torch.int64)], None)  # it is on the host
+            return PendingStep([], [], [], [], None, nothing, self._grammars)
+        chunks: list[PromptLogprobsChunk] = []
+        extra_tensors: list[Tensor] = []
+        pooled_rows = [] if self._pooler is None else self._make_pooled_rows(batch.scheduled_requests)
+        needs_all_tokens = bool(pooled_rows) or any(
+            self._wants_prompt_logprobs(row) for row in batch.scheduled_requests
+        )
+        slot_requests = [self._slot_request(row) for row in sample_targets.rows]
+        all_greedy = not is_other_device(self._input_batch.device) and all(
+            owner.rules.is_greedy_only for owner in slot_requests
+        )
+        hidden = self._run_model(prepared, all_tokens=needs_all_tokens, all_greedy=all_greedy)
+        if needs_all_tokens and hidden.all_hidden is not None:
+            chunks, extra_tensors = self._compute_prompt_logprobs(batch.scheduled_requests, hidden.all_hidden)
+            if self._pooler is not None and pooled_rows:
+                extra_tensors.append(self._pooler.pool(pooled_rows, hidden.all_hidden))
+        logprob_indices = [index for index, owner in enumerate(slot_requests) if owner.rules.num_logprobs is not None]
+        if sample_targets.rows and all_greedy:
+            tensors = [
+                self._sample_greedy(sample_targets, hidden) if hidden.sampled_tokens is None else hidden.sampled_tokens,
+                *extra_tensors,
+            ]
+        else:
+            tensors = [
+                *self._sample_and_write(sample_targets, slot_requests, logprob_indices, hidden.sample_hidden),
+                *extra_tensors,
+            ]
+        if self._draft_heads is not None:
+            self._draft_heads.update_states(batch, sample_targets, hidden, inputs)
+        sampled_rows = list(zip(sample_targets.rows, slot_requests, strict=True))
+        pooling = None if self._pooler is None else self._pooler.pooling
+        download = HostDownload(tensors, self._download_stream)
+        return PendingStep(
+            sampled_rows,
+            logprob_indices,
+            chunks,
+            pooled_rows,
+            pooling,
+            download,
+            self._grammars,
+            hidden.used_cuda_graph,
+        )
+
+    @torch.inference_mode()
+    def warm_up(self) -> bool:
+        """Prepare something that a later step will need, in less than a second or so; False when all is ready."""
+        if self._prefaulter is not None:
+            return self._prefaulter.touch_next()
+        if self.decode_graphs is not None and self.decode_graphs.capture_next():
+            return True
+        return self.mixed_batch_graphs is not None and self.mixed_batch_graphs.capture_next()
+
+    @torch.inference_mode()
+    def warm_sampler(self) -> None:
+        """Pick once greedily, once from all tokens and once from the likeliest: kinds of kernels of their own."""
+        device, table = self._input_batch.device, self._input_batch.token_ids
+        hidden = torch.zeros((1, self._model.spec.hidden_size), dtype=self._model.dtype, device=device)
+        for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5)):
+            row = SamplingRow(make_sampling_rules(params, ()), 0, 1, 1, table, self._input_batch.scratch_slot)
+            self._sample(self._model.compute_logits(hidden), [row], None)
+
+    @torch.inference_mode()
+    def warm_prompts(self) -> None:
+        """Compute short prompts on the scratch page, and read a small image. Kernels come in kinds by the number of
+        queries, and a kind is compiled, for seconds, when it is first called; the kind for long prompts was, when a
+        step was measured."""
+        if self._encoder_cache is not None:
+            self._encoder_cache.warm_up_tower()
+        for length in _WARM_UP_PROMPT_LENGTHS:
+            inputs = dummy_prefill(self._input_batch, length)
+            self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, inputs.sampled_indices)
+
+    def kernel_variants(self, step_tokens: int) -> list[KernelVariant]:
+        """Every kind of a Triton kernel that a step of up to so many tokens may launch here."""
+        from quire.kernels.gpu.kernel_variant import record_variants
+
+        model, group = self._model, self._model.shard.group
+        with nullcontext() if group is None else group.suspend_communication():
+            return record_variants(
+                partial(launch_kernel_variants, model, self._kv_cache, self._input_batch, step_tokens)
+            )
+
+    def compile_kernels(self, step_tokens: int, drafter: DeviceDrafter | None) -> CompileResult:
+        """Compile, by several processes, the `variants` of all ranks that are not there yet, and those of what drafts
+        here."""
+        from quire.kernels.gpu.kernel_variant import record_variants
+
+        variants = self.kernel_variants(step_tokens)
+        if drafter is not None:
+            variants += record_variants(partial(drafter.launch_kernel_variants, step_tokens))
+        return compile_variants(list(dict.fromkeys(variants)), self._model.report_progress)
+
+    def make_block_mover(self) -> BlockMover:
+        pages = self._kv_tensors if self._draft_heads is None else [*self._kv_tensors, *self._draft_heads.kv_tensors]
+        return choose_block_mover(
+            pages, self._model.compute_identity, None if self._prefaulter is None else self._prefaulter.mark_used
+        )
+
+    def make_state_mover(self) -> BlockMover | None:
+        state_tensors = [each[None] for layer in self._input_batch.recurrent_states for each in layer if each.numel()]
+        return choose_block_mover(state_tensors, self._model.compute_identity) if state_tensors else None
+
+    def load_grammars(self) -> None:
+        self._grammars.load_compiler()
+
+    def _admit_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Give slots to their new owners. The row of a request for a vector never samples, so it has no rules."""
+        for slot in scheduler_output.freed_slots:
+            self._grammars.release_slot(slot)
+        for new_request in scheduler_output.new_requests:
+            params = new_request.params
+            rules = make_sampling_rules(
+                SamplingParams() if isinstance(params, PoolingParams) else params, self._eos_token_ids
+            )
+            self._input_batch.admit_request(SlotRequest(new_request, rules))
+            if self._encoder_cache is not None and self._encoder_cache.positions.uses_mrope:
+                self._input_batch.set_rope_offset(
+                    new_request.slot, self._encoder_cache.positions.rope_offset(new_request)
+                )
+            self._grammars.admit_request(new_request)
+
+    def _make_pooled_rows(self, rows: list[ScheduledRequest]) -> list[PooledRequest]:
+        """The rows of requests for vectors."""
+        pooled_rows, begin = [], 0
+        for row in rows:
+            new_request = self._slot_request(row).new_request
+            if isinstance(new_request.params, PoolingParams):
+                pooled_rows.append(PooledRequest(row, begin, new_request.num_prompt_tokens, new_request.params))
+            begin += row.num_tokens
+        return pooled_rows
+
+    def _run_model(self, prepared: PreparedBatch, *, all_tokens: bool, all_greedy: bool) -> HiddenStates:
+        """The forward pass; by a graph where there are no `inputs`. `all_tokens`: the hidden states of all tokens too.
+        `all_greedy`: all picks are the largest logit."""
+        if self._model.offload is not None:
+            self._model.offload.begin_offload_step()
+        inputs, features = prepared.inputs, prepared.features
+        all_tokens = all_tokens or self._heads_read_all_tokens
+        if prepared.graph_plan is not None:
+            assert self.mixed_batch_graphs is not None
+            return self._unpack_graph_outputs(
+                self.mixed_batch_graphs.run_planned(prepared.graph_plan, needs_all_hidden=all_tokens)
+            )
+        if inputs is None:
+            assert self.decode_graphs is not None
+            return self._unpack_graph_outputs(
+                self.decode_graphs.run_decode(
+                    prepared.sample_targets.slots, prepared.sample_targets.positions, all_greedy=all_greedy
+                )
+            )
+        if not all_tokens:
+            hidden, _ = self._model.forward_with_aux(
+                inputs.token_ids, inputs.metadata, self._kv_cache, inputs.sampled_indices, (), features
+            )
+            return HiddenStates(hidden)
+        token_indices = torch.arange(len(inputs.token_ids), device=self._input_batch.device)
+        hidden, aux_hidden = self._model.forward_with_aux(
+            inputs.token_ids, inputs.metadata, self._kv_cache, token_indices, self._aux_layers, features
+        )
+        return HiddenStates(hidden[inputs.sampled_indices], hidden, aux_hidden)
+
+    def _unpack_graph_outputs(self, outputs: GraphOutputs) -> HiddenStates:
+        sample_hidden = self._graphable_steps.split_hidden(outputs.sample_hidden)[0]
+        if outputs.all_hidden is None:
+            return HiddenStates(sample_hidden, used_cuda_graph=outputs.used_cuda_graph)
+        all_hidden, *aux_hidden = self._graphable_steps.split_hidden(outputs.all_hidden)
+        return HiddenStates(
+            sample_hidden,
+            all_hidden,
+            aux_hidden,
+            outputs.sampled_tokens,
+            outputs.used_cuda_graph,
+            outputs.run_head_graph,
+        )
+
+    def _sample_greedy_in_graph(self, rows: Tensor, hidden: Tensor) -> Tensor:
+        """The picks behind a step of one token per row, which are the largest logit, in a form that a graph can
+        hold."""
+        slots, positions, *adapters = rows
+        linear_context = LinearContext.from_adapter_slots(adapters[0]) if adapters else NO_ADAPTERS
+        return self._write_greedy(self._graphable_steps.split_hidden(hidden)[0], slots, positions + 1, linear_context)
+
+    def _sample_greedy(self, sample_targets: SampleTargets, hidden: HiddenStates) -> Tensor:
+        return self._write_greedy(
+            hidden.sample_hidden,
+            sample_targets.device_slots,
+            sample_targets.device_positions,
+            sample_targets.linear_context,
+        )
+
+    def _write_greedy(self, hidden: Tensor, slots: Tensor, positions: Tensor, linear_context: LinearContext) -> Tensor:
+        """As `_sample_and_write`, of picks that are nothing but the largest logit."""
+        sampled, is_finite = self._model.greedy_tokens(hidden, linear_context)
+        self._input_batch.token_ids[slots, positions] = sampled.to(torch.int32)
+        return sampled.masked_fill(~is_finite, NONFINITE_TOKEN)
+
+    def _sample_and_write(
+        self,
+        sample_targets: SampleTargets,
+        slot_requests: list[SlotRequest],
+        logprob_indices: list[int],
+        hidden: Tensor,
+    ) -> list[Tensor]:
+        """Pick tokens and write them to their slots. Returns them, [R] int64, LOST in the place of those for which the
+        model gave no number, NOTHING_LEFT where constraints left none; then, if some are `logprob_indices` for log
+        probabilities, what logprob_tensors finds."""
+        if not sample_targets.rows:
+            return [hidden.new_empty(0, dtype=torch.int64)]
+        logits = self._model.compute_logits(hidden, sample_targets.linear_context)
+        is_finite = has_finite_logits(hidden, logits)
+        unmodified = None
+        if logprob_indices:
+            (reported,) = upload_arrays([np.array(logprob_indices, dtype=np.int64)], logits.device)
+            unmodified = logits[reported]
+        table = self._input_batch.token_ids
+        rows, mask = [], None
+        if self._model.shard.rank == 0:  # the others hear what it picks
+            rows = [
+                SamplingRow(
+                    each.rules, each.new_request.seed, length, each.new_request.num_prompt_tokens, table, row.slot
+                )
+                for row, each, length in zip(
+                    sample_targets.rows, slot_requests, sample_targets.positions.tolist(), strict=True
+                )
+            ]
+            mask = self._grammars.fill_bitmask(sample_targets.rows)
+        sampled = self._sample(logits, rows, mask)
+        device_tokens = sampled.clamp(min=0)  # a step under way may read what stands in the place of no token
+        table[sample_targets.device_slots, sample_targets.device_positions] = device_tokens.to(torch.int32)
+        host_tokens = sampled.masked_fill(~is_finite, NONFINITE_TOKEN)  # `where` copies a number to the GPU, and waits
+        if unmodified is None:
+            return [host_tokens]
+        rules = [slot_requests[index].rules for index in logprob_indices]
+        max_logprobs = max(0 if each.logprob_token_ids is not None else each.num_logprobs or 0 for each in rules)
+        return [
+            host_tokens,
+            *logprob_tensors(
+                unmodified, device_tokens[reported], max_logprobs, pad_logprob_token_ids(rules, logits.device)
+            ),
+        ]
+
+    def _compute_prompt_logprobs(
+        self, rows: list[ScheduledRequest], hidden: Tensor
+    ) -> tuple[list[PromptLogprobsChunk], list[Tensor]]:
+        """For each row that wants prompt log probabilities: the prompt tokens that follow its tokens, and what
+        logprob_tensors finds for these."""
+        chunks: list[PromptLogprobsChunk] = []
+        tensors: list[Tensor] = []
+        begin = 0
+        for row in rows:
+            if self._wants_prompt_logprobs(row):
+                slot_request = self._slot_request(row)
+                last = min(row.start + row.num_tokens + 1, slot_request.new_request.num_prompt_tokens)
+                following = slot_request.new_request.token_ids[row.start + 1 : last]
+                top = slot_request.rules.params.prompt_logprobs or 0
+                for first in range(0, len(following), _MAX_LOGIT_ROWS):
+                    part = following[first : first + _MAX_LOGIT_ROWS]
+                    context = self._input_batch.linear_context(np.full(len(part), row.slot))
+                    logits = self._model.compute_logits(hidden[begin + first : begin + first + len(part)], context)
+                    if self._model.shard.rank > 0:
+                        continue  # the first rank alone has all of them
+                    (tokens,) = upload_arrays([np.array(part, dtype=np.int64)], logits.device)
+                    chunks.append(PromptLogprobsChunk(row.request_id, part, top))
+                    tensors += logprob_tensors(logits, tokens, top)
+            begin += row.num_tokens
+        return chunks, tensors
+
+    def _slot_request(self, row: ScheduledRequest) -> SlotRequest:
+        return self._input_batch.get_slot_request(row.slot)
+
+    def _new_request(self, row: ScheduledRequest) -> NewRequestData:
+        return self._slot_request(row).new_request
+
+    def _wants_prompt_logprobs(self, row: ScheduledRequest) -> bool:
+        slot_request = self._slot_request(row)
+        return (
+            slot_request.rules.params.prompt_logprobs is not None
+            and row.start < slot_request.new_request.num_prompt_tokens - 1
+        )

@@ -1,0 +1,117 @@
+"""The result of a launched step, while it is on its way to the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+
+from quire.engine.checkpoint.pooling import Pooling
+from quire.engine.core.scheduler_output import ModelRunnerOutput, RequestFailure, ScheduledRequest
+from quire.engine.layers.pooling import PooledRequest, vectors_by_request
+from quire.engine.types import TokenLogprob
+from quire.engine.worker.input_batch import SlotRequest
+from quire.engine.worker.sampling.sampler import include_sampled_token, token_logprobs
+from quire.engine.worker.sampling.sampling_rules import NO_TOKEN_LEFT
+from quire.engine.worker.sampling.slot_grammars import SlotGrammars
+from quire.kernels.gpu.host_transfer import HostDownload
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobsChunk:
+    """Prompt tokens of one row whose log probabilities are wanted."""
+
+    request_id: str
+    token_ids: list[int]
+    num_top: int
+
+
+NONFINITE_TOKEN = -1
+"""In a picked token's place: the model's numbers were infinite or NaN, so there was nothing to pick from."""
+_NONFINITE_CAUSE = "its weights, or an adapter's, are broken, or too large for its type"
+_FAILURES_BY_TOKEN = {
+    NONFINITE_TOKEN: RequestFailure(f"the model gave no finite number for the next token: {_NONFINITE_CAUSE}"),
+    NO_TOKEN_LEFT: RequestFailure(
+        "the request's constraints leave no token to go on with (allowed_token_ids, bad_words, min_tokens)",
+        "constraints",
+    ),
+}
+"""By what stands in a picked token's place."""
+NUM_LOGPROB_TENSORS = 4
+"""How many tensors `logprob_tensors` makes of one set of logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A launched step. `sampled_rows` has for each picked token its row, and the owner of that row's slot at the time
+    of the launch. `download` has the picked tokens; then, if some are `logprob_indices` for log probabilities, what
+    logprob_tensors found for these picks (`logprob_indices` has their indices); then the same for each of
+    `prompt_chunks`; then, if there are rows `pooled_rows`, the vectors of those that end."""
+
+    sampled_rows: list[tuple[ScheduledRequest, SlotRequest]]
+    logprob_indices: list[int]
+    prompt_chunks: list[PromptLogprobsChunk]
+    pooled_rows: list[PooledRequest]
+    pooling: Pooling | None
+    download: HostDownload
+    grammars: SlotGrammars
+    used_cuda_graph: bool = False
+    """Whether a CUDA graph computes it."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the device, and advance the grammars by what was picked. Call it once."""
+        tensors = iter(self.download.wait_for_copy())
+        sampled = next(tensors).tolist()
+        token_logprob_list: list[TokenLogprob] = []
+        if self.logprob_indices:
+            rules = [self.sampled_rows[index][1].rules for index in self.logprob_indices]
+            tops = [each.num_logprobs or 0 for each in rules]
+            token_logprob_list = token_logprobs(
+                [sampled[i] for i in self.logprob_indices], islice(tensors, NUM_LOGPROB_TENSORS), tops
+            )
+            token_logprob_list = [
+                one if each.logprob_token_ids is None else include_sampled_token(one)
+                for one, each in zip(token_logprob_list, rules, strict=True)
+            ]
+        token_ids, logprobs, errors = self._accept_drafts(
+            sampled, dict(zip(self.logprob_indices, token_logprob_list, strict=True))
+        )
+        prompt_logprobs: dict[str, list[TokenLogprob]] = {}
+        for chunk in self.prompt_chunks:
+            tops = [chunk.num_top] * len(chunk.token_ids)
+            token_logprob_list = token_logprobs(chunk.token_ids, islice(tensors, NUM_LOGPROB_TENSORS), tops)
+            prompt_logprobs[chunk.request_id] = prompt_logprobs.get(chunk.request_id, []) + token_logprob_list
+        vectors = {}
+        if self.pooling is not None and self.pooled_rows:
+            vectors = vectors_by_request(self.pooled_rows, next(tensors), self.pooling)
+        return ModelRunnerOutput(token_ids, logprobs, prompt_logprobs, errors, vectors, self.used_cuda_graph)
+
+    def _accept_drafts(
+        self, sampled: list[int], logprobs_by_index: dict[int, TokenLogprob]
+    ) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprob]], dict[str, RequestFailure]]:
+        """By request id: accepted tokens, their log probabilities, errors. `logprobs_by_index` has them by index in
+        `sampled`."""
+        token_ids, logprobs, errors = {}, {}, dict[str, RequestFailure]()
+        first = 0
+        while first < len(sampled):
+            row, slot_request = self.sampled_rows[first]
+            width = 1 + len(row.draft_token_ids)
+            tokens = token_ids[row.request_id] = accept_drafts(row.draft_token_ids, sampled[first : first + width])
+            if tokens[-1] in _FAILURES_BY_TOKEN:
+                token_ids[row.request_id], errors[row.request_id] = tokens[:-1], _FAILURES_BY_TOKEN[tokens[-1]]
+                first += width
+                continue
+            if first in logprobs_by_index:
+                logprobs[row.request_id] = [logprobs_by_index[first + index] for index in range(len(tokens))]
+            if (error := self.grammars.consume_tokens(row.slot, slot_request.new_request, tokens)) is not None:
+                errors[row.request_id] = error
+            first += width
+        return token_ids, logprobs, errors
+
+
+def accept_drafts(drafts: list[int], sampled: list[int]) -> list[int]:
+    """The picks up to and including the first that differs from its draft; there is one pick more than drafts. Later
+    picks are dropped: they were computed as if that draft had been right."""
+    num_accepted = 0
+    while num_accepted < len(drafts) and sampled[num_accepted] == drafts[num_accepted]:
+        num_accepted += 1
+    return sampled[: num_accepted + 1]

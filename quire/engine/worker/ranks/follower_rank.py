@@ -1,0 +1,267 @@
+"""A rank but the first: it loads its part of the model, and runs the same program on each batch that it is sent."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import astuple
+from functools import partial
+from pathlib import Path
+
+from quire.engine.checkpoint.kv_plan import StateShares
+from quire.engine.checkpoint.overrides import model_path, read_configured
+from quire.engine.checkpoint.page_groups import as_configured
+from quire.engine.config import EngineConfig
+from quire.engine.core.scheduler_output import SchedulerOutput
+from quire.engine.layers.shard import ModelShard
+from quire.engine.lora.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from quire.engine.replicas.cores import stay_on
+from quire.engine.text.grammar_compiler import GrammarCompiler
+from quire.engine.types import Adapter
+from quire.engine.worker.device_memory import available_bytes, explain_weights_memory
+from quire.engine.worker.device_plan import choose_device_plan, configure_cpu
+from quire.engine.worker.draft_head_runner import DraftHeadRunner
+from quire.engine.worker.images.tower_loader import LoadedTower, load_tower
+from quire.engine.worker.loading.adapter_loader import make_adapter_loader
+from quire.engine.worker.loading.checkpoint_weights import resident_weight_bytes
+from quire.engine.worker.loading.drafts.draft_head_loader import LoadedDraftHead
+from quire.engine.worker.loading.drafts.mtp_loader import load_head_drafter
+from quire.engine.worker.loading.kv_allocation import KVAllocation, allocate_kv
+from quire.engine.worker.loading.model_loader import LoadedModel, load_model
+from quire.engine.worker.loading.pooler import make_pooler
+from quire.engine.worker.loading.weight_digest import compute_weight_digest
+from quire.engine.worker.model_runner import ModelRunner
+from quire.engine.worker.ranks.pipeline import StageRunner
+from quire.engine.worker.ranks.pipeline_stage import PipelineStage
+from quire.engine.worker.ranks.rank_adapters import FollowerAdapters
+from quire.engine.worker.ranks.rank_messages import (
+    AllocateCommand,
+    AllocationReply,
+    AwaitAdapterCommand,
+    BeginCommand,
+    CallCommand,
+    CallReply,
+    DraftCommand,
+    DummyDraftCommand,
+    FindVariantsCommand,
+    KernelVariantsReply,
+    LoadAdapterCommand,
+    LoadReply,
+    MeasureMemoryCommand,
+    MemoryReply,
+    PrepareCommand,
+    RankReply,
+    SampledTokens,
+    StartCommand,
+    StepCommand,
+    decode_command,
+)
+from quire.engine.worker.ranks.rank_rpc import RankWorker, run_rank_call
+from quire.engine.worker.ranks.remote_ranks import RankAssignment
+from quire.engine.worker.ranks.rendezvous import check_connection, join_group
+from quire.engine.worker.sampling.slot_grammars import SlotGrammars
+from quire.kernels.distributed import DistributedCollective
+from quire.kernels.gpu.error_messages import describe_kernel_error
+
+
+class FollowerRank(ABC):
+    """Loads its part of the model when constructed. Raises QuireError."""
+
+    setting: str
+    """That asks for it."""
+    loaded_message: LoadReply
+    _allocation: tuple[KVAllocation, int]
+    """And how many pages it has."""
+    _runner: ModelRunner
+    _head_runner: DraftHeadRunner
+    _tower: LoadedTower
+
+    def __init__(
+        self, config: EngineConfig, start: StartCommand, progress: Callable[[], None], assignment: RankAssignment | None
+    ) -> None:
+        """`progress` is called after each part of a stage's step. `assignment`: of a machine but the first."""
+        stay_on(set(start.cores if assignment is None else assignment.cores))
+        if assignment is not None:
+            config = config.model_copy(update=assignment.settings)
+        self._config, self._assignment, self._rank = config, assignment, start.rank
+        self._path = model_path(config)
+        self._model_config = as_configured(read_configured(config, self._path), config)
+        configure_cpu(config)
+        self._device_plan = choose_device_plan(config, self._model_config, backend_tried=True)
+        load_part = partial(load_model, config, self._path, self._model_config, self._device_plan)
+        with explain_weights_memory():
+            self._group = join_group(
+                start, config, self._device_plan, config.master_addr if assignment is None else assignment.address
+            )
+            self._loaded_model = self._load_part(load_part, progress)
+        self._adapters: FollowerAdapters | None = None
+        if self._loaded_model.adapter_slots is not None:
+            self._adapters = FollowerAdapters(
+                make_adapter_loader(
+                    config, self._model_config, self._device_plan.spec, self._loaded_model.adapter_slots
+                )
+            )
+
+    @abstractmethod
+    def _load_part(self, load_part: Callable[..., LoadedModel], progress: Callable[[], None]) -> LoadedModel: ...
+
+    @abstractmethod
+    def _make_runner(
+        self, allocation: KVAllocation, num_blocks: int, *, captures_mixed_batches: bool
+    ) -> ModelRunner: ...
+
+    def _run_step(self, scheduler_output: SchedulerOutput, sampled_tokens: list[SampledTokens]) -> None:
+        self._runner.launch(scheduler_output)
+
+    def close_group(self) -> None:
+        """Compute nothing any more, and let no other rank wait."""
+        self._group.close()
+
+    def handle_message(self, content: bytes) -> RankReply | None:
+        """What a message says; returns what is to be answered. Raises QuireError, and RankEnded or BrokenPipeError
+        where another rank has ended."""
+        model = self._loaded_model.model
+        match decode_command(content):
+            case StepCommand(batch, picked):
+                self._run_step(batch, picked)
+            case DraftCommand(rows):
+                self._head_runner.draft_tokens(rows)
+            case PrepareCommand(what):
+                getattr(self._runner, what)()
+            case DummyDraftCommand(count):
+                self._head_runner.run_dummy_draft(count)
+            case FindVariantsCommand(step_tokens):
+                return _find_kernel_variants(self._runner, step_tokens)
+            case MeasureMemoryCommand():
+                check_connection(self._group, self._device_plan.device, self.setting)
+                about = self._model_config, self._device_plan.backend, self._config
+                return MemoryReply(available_bytes(model, *about, self._tower.encoding_bytes))
+            case CallCommand(content):
+                return CallReply(run_rank_call(RankWorker(self._rank, self._config.world_size, model), content))
+            case AllocateCommand(pages, max_model_len, sequences, snapshots):
+                shares = StateShares(sequences, snapshots)
+                self._allocation = (
+                    allocate_kv(self._config, self._device_plan, self._loaded_model, pages, max_model_len, shares),
+                    pages,
+                )
+                return AllocationReply()
+            case BeginCommand(prompts):
+                self._runner = self._make_runner(*self._allocation, captures_mixed_batches=prompts)
+            case LoadAdapterCommand(slot, adapter, files):
+                assert self._adapters is not None
+                self._adapters.load_adapter(slot, _localize_adapter(adapter, files, self._assignment))
+            case AwaitAdapterCommand(slot, failed):
+                assert self._adapters is not None
+                self._adapters.await_adapter(slot, failed=failed)
+            case other:
+                raise AssertionError(f"{other} is for other ranks")
+        return None
+
+
+class TensorParallelRank(FollowerRank):
+    """Has a part of every layer, and the whole tower: each rank makes the same features of an image."""
+
+    setting = "tensor_parallel_size"
+    _draft_head: LoadedDraftHead | None = None
+
+    def _load_part(self, load: Callable[..., LoadedModel], progress: Callable[[], None]) -> LoadedModel:
+        config, chosen = self._config, self._device_plan
+        loaded = load(
+            _no_progress,
+            shard=ModelShard(self._rank, self._group.world_size, self._group, config.uses_context_parallel),
+        )
+        if config.speculative_config is not None and config.speculative_config.uses_hidden_states:
+            self._draft_head = load_head_drafter(config, self._model_config, chosen.backend, loaded.model)
+        self._tower = load_tower(config, self._path, self._model_config, chosen, _no_progress)
+        digest = compute_weight_digest(config) if config.nnodes > 1 else ""
+        self.loaded_message = LoadReply(loaded.read_bytes + self._tower.weight_bytes, weight_digest=digest)
+        return loaded
+
+    def _make_runner(self, allocation: KVAllocation, num_blocks: int, *, captures_mixed_batches: bool) -> ModelRunner:
+        loaded, config, head_runner = self._loaded_model, self._config, None
+        if self._draft_head is not None:
+            head_runner = self._head_runner = self._draft_head.make_head_runner(config, allocation, num_blocks)
+        pooler = make_pooler(config, self._path, loaded)
+        eos = self._model_config.eos_token_ids
+        kv_parts, grammars = (allocation.kv_tensors, allocation.input_batch), SlotGrammars(_refuse_grammars)
+        encoder_cache = self._tower.encoder_cache
+        return ModelRunner(
+            loaded.model,
+            *kv_parts,
+            grammars,
+            eos,
+            allocation.capture,
+            pooler,
+            head_runner,
+            encoder_cache,
+            captures_mixed_batches,
+        )
+
+
+class PipelineStageRank(FollowerRank):
+    """Has some of the layers."""
+
+    setting = "pipeline_parallel_size"
+    _runner: StageRunner
+
+    def _load_part(self, load: Callable[..., LoadedModel], progress: Callable[[], None]) -> LoadedModel:
+        loaded = load(progress, kind=PipelineStage, stage=self._rank - 1)
+        assert isinstance(loaded.model, PipelineStage)
+        assert isinstance(self._group, DistributedCollective)
+        if self._rank > 1:
+            loaded.model.receive_from(self._group, self._rank - 1)
+        held_bytes_total = resident_weight_bytes(
+            loaded.model.parameters(), self._config, self._device_plan.backend, loaded.read_bytes
+        )
+        tower_arguments = self._config, self._path, self._model_config, self._device_plan
+        self._tower = load_tower(*tower_arguments, progress, stage=self._rank - 1)
+        held_bytes_total += self._tower.weight_bytes
+        table = loaded.expected_weights.parameter_table.items()
+        self.loaded_message = LoadReply(held_bytes_total, {name: (each.shape, str(each.dtype)) for name, each in table})
+        return loaded
+
+    def _make_runner(self, allocation: KVAllocation, num_blocks: int, *, captures_mixed_batches: bool) -> ModelRunner:
+        assert isinstance(self._group, DistributedCollective)
+        grammars, eos = SlotGrammars(_refuse_grammars), self._model_config.eos_token_ids
+        encoder_cache = self._tower.encoder_cache
+        return StageRunner(
+            self._group,
+            self._loaded_model.model,
+            allocation.kv_tensors,
+            allocation.input_batch,
+            grammars,
+            eos,
+            None,
+            None,
+            None,
+            encoder_cache,
+        )
+
+    def _run_step(self, scheduler_output: SchedulerOutput, picked: list[SampledTokens]) -> None:
+        self._runner.compute_stage(scheduler_output, picked)
+
+
+def _find_kernel_variants(runner: ModelRunner, step_tokens: int) -> KernelVariantsReply:
+    try:
+        return KernelVariantsReply([astuple(kind) for kind in runner.kernel_variants(step_tokens)])
+    except Exception as error:  # as in precompile_kernels (warmup.py)
+        return KernelVariantsReply([], describe_kernel_error(error))
+
+
+def _localize_adapter(adapter: Adapter, files: Mapping[str, bytes], assignment: RankAssignment | None) -> Adapter:
+    """The adapter as this machine has it."""
+    if assignment is None:
+        return adapter
+    folder = Path(assignment.adapter_folder) / adapter.digest
+    folder.mkdir(exist_ok=True)
+    for name in files.keys() & {CONFIG_FILE, WEIGHTS_FILE}:
+        (folder / name).write_bytes(files[name])
+    return Adapter(adapter.name, adapter.digest, str(folder))
+
+
+def _no_progress() -> None:
+    pass
+
+
+def _refuse_grammars() -> GrammarCompiler:
+    raise AssertionError("the first rank has the grammars")

@@ -1,0 +1,30 @@
+"""A stage of a pipeline: some of a model's layers, which compute what the stage before sends."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.engine.models.decoder import Decoder
+from quire.kernels.backend import AttentionMetadata
+from quire.kernels.distributed import DistributedCollective
+
+
+class PipelineStage(Decoder):
+    """Call `receive_from` before use, but for the first one."""
+
+    _previous: tuple[DistributedCollective, int] | None = None
+
+    def receive_from(self, group: DistributedCollective, previous_rank: int) -> None:
+        """`previous_rank`: the rank in the group whose layers come before."""
+        self._previous = group, previous_rank
+
+    def embed_inputs(self, token_ids: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor | None]:
+        """Raises RankEnded where a stage before has."""
+        if self._previous is None:
+            return super().embed_inputs(token_ids, metadata)
+        group, before = self._previous
+        x, residual = torch.empty((2, len(token_ids), self.spec.hidden_size), dtype=self.dtype)
+        for each in (x, residual):
+            group.receive_tensor(each, before)
+        return x, residual

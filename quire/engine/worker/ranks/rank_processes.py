@@ -1,0 +1,408 @@
+"""The processes of the ranks but the first, which starts them, tells them what to do, and ends with each of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+
+from quire.engine.config import EngineConfig
+from quire.engine.core.executor import AdapterLoader, CollectiveRPC
+from quire.engine.errors import ConfigError, EngineError
+from quire.engine.lora.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from quire.engine.models.decoder import Decoder
+from quire.engine.processes.child import Child, module
+from quire.engine.processes.exit_cause import exit_cause
+from quire.engine.processes.procfs import Stopped
+from quire.engine.replicas.cores import allowed_cores, node_cores, stay_on
+from quire.engine.types import Adapter
+from quire.engine.worker.device_plan import DevicePlan
+from quire.engine.worker.ranks.rank_messages import (
+    AllocateCommand,
+    AllocationReply,
+    AwaitAdapterCommand,
+    CallCommand,
+    CallReply,
+    FailureReply,
+    Inbox,
+    KernelVariantsReply,
+    LoadAdapterCommand,
+    LoadReply,
+    MeasureMemoryCommand,
+    MemoryReply,
+    RankCommand,
+    StartCommand,
+    decode_reply,
+    encode_frame,
+    read_frame,
+)
+from quire.engine.worker.ranks.rank_rpc import RankWorker, run_rank_call
+from quire.engine.worker.ranks.remote_ranks import NodeRendezvous, RemoteRank
+from quire.engine.worker.ranks.rendezvous import check_connection, needs_ordered_sums, open_store
+from quire.engine.worker.ranks.single_process import SingleProcess
+from quire.kernels.collective import Collective, RankEnded
+from quire.kernels.distributed import join_ranks
+
+STOP_SECONDS = 5.0
+"""How long a process gets to end by itself once its pipe is closed."""
+_POLL_SECONDS = 0.5
+_VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_CUMEM_VARIABLE = "NCCL_CUMEM_ENABLE"
+"""With 1, NCCL pays for what decode graphs hold of its calls with memory of its own, gigabytes with some drivers
+(https://github.com/NVIDIA/nccl/issues/1234), which nobody has set aside. Without, there are no sums by NVLink's
+switches (NVLS); so it stays as it is where no graph is captured."""
+FOLLOWER_PROGRAM = module("quire.engine.worker.ranks.follower")
+
+ExpectedReply = TypeVar("ExpectedReply", LoadReply, MemoryReply, AllocationReply, KernelVariantsReply, CallReply)
+
+
+class RankProcess(Protocol):
+    """What Child is, and a rank on another machine too."""
+
+    pid: int
+
+    def send(self, content: bytes, /) -> None: ...
+    def end(self) -> None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def destroy(self) -> None: ...
+
+
+class LeaderAdapterLoader:
+    """The first rank's AdapterLoader."""
+
+    def __init__(self, loader: AdapterLoader, ranks: MultiProcessRanks) -> None:
+        self._loader = loader
+        self._ranks = ranks
+        self.wait_for_load = loader.wait_for_load
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        self._ranks.send_adapter(slot, adapter)
+        self._loader.load_adapter(slot, adapter)
+
+    def take_loaded_slots(self) -> list[tuple[int, str | None]]:
+        loaded_slots = self._loader.take_loaded_slots()
+        for slot, failure in loaded_slots:
+            self._ranks.send_to_followers(AwaitAdapterCommand(slot, failed=failure is not None))
+        return loaded_slots
+
+
+class MultiProcessRanks(SingleProcess):
+    """Started when constructed, once all machines have joined; ended by `stop_ranks`, or when nobody holds this any
+    more. Raises ConfigError where they cannot be started."""
+
+    setting: str
+    """That asks for them."""
+    process_noun: str
+    """What they are called."""
+    can_share_memory = True
+    """Whether they may reach each other over memory that they share."""
+    stop_seconds = STOP_SECONDS
+    """How long the end of a process whose pipe broke is waited for."""
+
+    def __init__(self, config: EngineConfig, chosen: DevicePlan, on_end: Callable[[int], None] | None = None) -> None:
+        """`config`: with this machine's own paths. `on_end` is called, by a thread, with the return code of a process
+        that ends unasked, as subprocess says it; then every later call raises EngineError."""
+        self._config, self._device, self._on_rank_end = config, chosen.device, on_end
+        self.count = config.world_size
+        self._group_ended, self._closing, self._rank_ended = (threading.Event() for _ in range(3))
+        self.failure = ""
+        """Which of them has ended, and how."""
+        self._processes: list[RankProcess] = []
+        self._answer_readers: list[Callable[[float | None], bytes | None]] = []
+        """What reads each one's next frame; None: it has ended."""
+        self._sent_adapters: set[str] = set()
+        """Digests of the adapters that other machines have."""
+        if chosen.device.type == "cuda" and not config.enforce_eager:
+            os.environ.setdefault(_CUMEM_VARIABLE, "0")
+        gathering = NodeRendezvous(config) if config.nnodes > 1 else None
+        remote = [] if gathering is None else gathering.wait_for_ranks()
+        try:
+            self.group, memory, store = self._join_group(chosen, gathering)
+            self._start_processes(memory, remote, store)
+        except BaseException:
+            for each in remote:
+                each.destroy()
+            raise
+
+    def _join_group(
+        self, chosen: DevicePlan, gathering: NodeRendezvous | None
+    ) -> tuple[Collective, list[int], tuple[str, int] | None]:
+        """The ranks as this one sees them, and by which descriptors or at which place the others find them."""
+        logits_row_bytes = 4 * -(-chosen.spec.vocab_size // self.count)
+        over_memory = self.can_share_memory and gathering is None
+        memory = chosen.backend.create_rank_memory(self.count, logits_row_bytes) if over_memory else None
+        if memory is not None:
+            return chosen.backend.make_collective(memory, 0, self.count), [memory], None
+        host = "127.0.0.1" if gathering is None else gathering.host
+        store = open_store(socket.create_server((host, 0))) if gathering is None else gathering.store
+        needs_order = needs_ordered_sums(self._config, chosen.device)
+        sum_options = {"in_order": needs_order, "one_shot": self._config.one_shot_sums}
+        group = join_ranks(store, 0, self.count, chosen.device, **sum_options, address=host)
+        return group, [], (host, store.port)
+
+    def _start_processes(self, memory: list[int], remote: Sequence[RemoteRank], store: tuple[str, int] | None) -> None:
+        on_cpu, num_local, config_json = (
+            self._device.type == "cpu",
+            self._config.local_world_size,
+            self._config.model_dump_json(),
+        )
+        # NCCL waits in `stop_ranks` until the GPU has stopped, and until no decode graph holds its calls any more. The
+        # thread is there from the start: this may be let go of when a program ends, which begins no threads then.
+        closing = threading.Thread(
+            target=_close_group, args=(self._group_ended, self.group), name="let-go", daemon=True
+        )
+        closing.start()
+        closing_thread = closing if on_cpu else None  # for the store's port, which the next engine listens at
+        weakref.finalize(self, _release_group, self._group_ended, closing_thread).atexit = False
+        allowed = allowed_cores()
+        cores = node_cores(num_local, allowed) if on_cpu else []
+        self._end_processes = weakref.finalize(
+            self, end_processes, self._processes, self._closing, allowed if cores else set()
+        )
+        try:
+            for rank in range(1, num_local):
+                self._start_process(
+                    StartCommand(config_json, rank, memory, sorted(cores[rank]) if cores else [], store)
+                )
+            for rank, each in enumerate(remote, num_local):
+                self._start_rank(each, each.get_message, StartCommand(config_json, rank, [], [], store))
+            stay_on(cores[0] if cores else set())
+            where = f", on cores {'; '.join(str(sorted(each)) for each in cores)}" if cores else ""
+            where += "" if on_cpu else ", each on a GPU of its own"
+            names = ", ".join(map(_process_name, self._processes))
+            self.note = f"{self.count} {self.process_noun}, beside this process {names}{where}"
+            looks_at = (self._processes, self._closing, self._config.engine_heartbeat_timeout)
+            threading.Thread(target=_kill_stopped, args=looks_at, name="rank-stopped", daemon=True).start()
+        except OSError as error:
+            self.stop_ranks()
+            why = f"no process can be started: {error.strerror}"
+            raise ConfigError(f"{self.setting}: {why}", param=self.setting) from error
+        finally:
+            for descriptor in memory:
+                os.close(descriptor)
+
+    def send_to_followers(self, message: RankCommand) -> None:
+        """To all of them. They read it when they have done what they were told before."""
+        self._send_to(message, self._processes)
+
+    def send_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Tell them to load it; ranks of other machines get its files, once."""
+        local = [each for each in self._processes if not isinstance(each, RemoteRank)]
+        remote = [each for each in self._processes if isinstance(each, RemoteRank)]
+        self._send_to(LoadAdapterCommand(slot, adapter), local)
+        if remote:
+            names = () if adapter.digest in self._sent_adapters else (CONFIG_FILE, WEIGHTS_FILE)
+            files = {}
+            with suppress(OSError):  # then they cannot load it, nor can this rank, which says why
+                files = {name: (Path(adapter.folder) / name).read_bytes() for name in names}
+                self._sent_adapters.add(adapter.digest)
+            self._send_to(LoadAdapterCommand(slot, adapter, files), remote)
+
+    def _send_to(self, message: RankCommand, processes: Sequence[RankProcess]) -> None:
+        content = encode_frame(message)
+        with self.raise_rank_failures():
+            for process in processes:
+                process.send(content)
+
+    @contextmanager
+    def raise_rank_failures(self) -> Iterator[None]:
+        """Raises EngineError, which says why, where what runs inside finds that a rank has ended, and where a GPU that
+        waits no longer for one goes on with what it has."""
+        self._raise_failure()
+        try:
+            yield
+        except (RankEnded, ConnectionError, TimeoutError) as error:
+            self._rank_ended.wait(self.stop_seconds)  # a pipe breaks a moment before its process has ended
+            raise EngineError(self.failure or "a rank has closed its pipe") from error
+        except RuntimeError as error:  # PyTorch's
+            self._raise_failure(error)
+            raise
+        self._raise_failure()
+
+    def _raise_failure(self, error: Exception | None = None) -> None:
+        if self.failure:
+            raise EngineError(self.failure) from error
+
+    @contextmanager
+    def command_followers(self, message: RankCommand) -> Iterator[None]:
+        """All other ranks do what runs inside."""
+        self.send_to_followers(message)
+        with self.raise_rank_failures():
+            yield
+
+    def read_answers(self, kind: type[ExpectedReply], seconds: float | None = None) -> list[ExpectedReply]:
+        """The next answer of each, which is of this kind. Raises what they raised, and EngineError where one does not
+        answer for so many seconds (None: it takes as long as it does)."""
+        answers = []
+        for rank, read in enumerate(self._answer_readers, 1):
+            try:
+                content = read(seconds)
+            except TimeoutError as error:
+                raise EngineError(f"rank {rank} of {self.count} has not answered for {seconds:g} s") from error
+            if content is None:
+                with self.raise_rank_failures():
+                    raise RankEnded
+            answer = decode_reply(content)
+            if isinstance(answer, FailureReply):
+                raise ConfigError(f"{answer.message} (rank {rank} of {self.count})", param=answer.param)
+            assert isinstance(answer, kind)
+            answers.append(answer)
+        return answers
+
+    def available_kv_bytes(self, measure: Callable[[], int]) -> int:
+        """What the ranks of a machine have together, as the machine, or the GPU, with the least room decides; once all
+        have reached each other. Raises ConfigError."""
+        with self.command_followers(MeasureMemoryCommand()):
+            check_connection(self.group, self._device, self.setting)
+            own_bytes = measure()
+        min_bytes = min([own_bytes, *(each.available_bytes for each in self.read_answers(MemoryReply))])
+        return min_bytes * self.count if self._device.type == "cuda" else min_bytes
+
+    def allocate_on_followers(self, message: AllocateCommand) -> None:
+        self.send_to_followers(message)
+        self.read_answers(AllocationReply)
+
+    def stop_ranks(self) -> None:
+        """End the processes and wait for them."""
+        self._end_processes()
+
+    def wrap_adapter_loader(self, loader: AdapterLoader) -> AdapterLoader:
+        return LeaderAdapterLoader(loader, self)
+
+    def make_collective_rpc(self, model: Decoder) -> CollectiveRPC | None:
+        worker = RankWorker(0, self.count, model)
+
+        def call_all_ranks(content: bytes) -> list[bytes]:
+            with self.command_followers(CallCommand(content)):
+                own_result = run_rank_call(worker, content)
+            return [own_result, *(each.content for each in self.read_answers(CallReply))]
+
+        return call_all_ranks
+
+    def _rank_environment(self, rank: int) -> dict[str, str] | None:
+        """The variables of a process; None: this one's."""
+        if self._device.type != "cuda":
+            return None
+        return os.environ | {
+            _VISIBLE_VARIABLE: visible_gpus(rank, os.environ.get(_VISIBLE_VARIABLE), torch.cuda.device_count())
+        }
+
+    @property
+    def pids(self) -> Sequence[int]:
+        return [process.pid for process in self._processes]
+
+    def _start_process(self, start: StartCommand) -> None:
+        answers, answers_fd = os.pipe()
+        try:
+            child = Child(
+                [*FOLLOWER_PROGRAM, str(answers_fd)],
+                descriptors=(*start.descriptors, answers_fd),
+                environment=self._rank_environment(start.rank),
+            )
+        except OSError:
+            os.close(answers)
+            raise
+        finally:
+            os.close(answers_fd)
+        self._start_rank(child, Inbox(partial(read_frame, os.fdopen(answers, "rb"))).get_message, start)
+
+    def _start_rank(
+        self, process: RankProcess, read_answer: Callable[[float | None], bytes | None], start: StartCommand
+    ) -> None:
+        self._processes.append(process)
+        self._answer_readers.append(read_answer)
+        watch_arguments = (process, start.rank, weakref.ref(self), self._closing)
+        threading.Thread(
+            target=_watch_process, args=watch_arguments, name=f"rank-{start.rank}-watch", daemon=True
+        ).start()
+        with suppress(ConnectionError):  # it has ended already, which `read_answer` will report
+            process.send(encode_frame(start))
+
+    def on_rank_lost(self, rank: int, process: RankProcess, code: int) -> None:
+        """A process has ended unasked. Called by a thread."""
+        how = exit_cause(code, sender=None, oom_kills=0).description
+        if isinstance(process, RemoteRank) and process.is_lost:
+            how = "is out of reach"
+        self.failure = self.failure or f"rank {rank} of {self.count} (process {_process_name(process)}) {how}"
+        self._group_ended.set()  # so that none waits for one that has ended
+        if self._on_rank_end is not None:
+            print(f"quire: {self.failure}", file=sys.stderr, flush=True)
+            self._on_rank_end(code)  # which may end this process, before anybody gets an error for it
+        self._rank_ended.set()
+
+
+def _process_name(process: RankProcess) -> str:
+    return f"{process.pid} on {process.host}" if isinstance(process, RemoteRank) else str(process.pid)
+
+
+def _watch_process(
+    process: RankProcess, rank: int, ranks: weakref.ref[MultiProcessRanks], closing: threading.Event
+) -> None:
+    code = process.wait()
+    if not closing.is_set() and (owner := ranks()) is not None:
+        owner.on_rank_lost(rank, process, code)
+
+
+def _kill_stopped(processes: Sequence[RankProcess], closing: threading.Event, max_stopped_seconds: float) -> None:
+    """In a thread: kill those that stand stopped for so many seconds. All others would wait for one, as long as a step
+    may take; a machine's member (engine/worker_node.py) does the same for its own."""
+    stopped, last = Stopped(), time.monotonic()
+    while not closing.wait(_POLL_SECONDS):
+        last, elapsed = time.monotonic(), min(time.monotonic() - last, 2 * _POLL_SECONDS)
+        for process in processes:
+            if not isinstance(process, RemoteRank) and stopped.advance(process.pid, elapsed) > max_stopped_seconds:
+                message = (
+                    f"quire: process {process.pid}, a rank, was stopped for {max_stopped_seconds:g} s: it is killed"
+                )
+                print(message, file=sys.stderr, flush=True)
+                process.destroy()
+
+
+def end_processes(
+    processes: Sequence[RankProcess],
+    closing: threading.Event,
+    cores: Set[int],
+    monotonic: Callable[[], float] = time.monotonic,
+) -> None:
+    """`cores`: those that this thread had before it was bound to fewer, if it was."""
+    closing.set()
+    stay_on(cores)
+    for process in processes:
+        process.end()
+    until = monotonic() + STOP_SECONDS  # of all together: those that wait in NCCL for each other never end
+    for process in processes:
+        try:
+            process.wait(max(until - monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            process.destroy()
+
+
+def _release_group(over: threading.Event, closing: threading.Thread | None) -> None:
+    over.set()
+    if closing is not None:
+        closing.join(STOP_SECONDS)
+
+
+def _close_group(over: threading.Event, group: Collective) -> None:
+    """In a thread."""
+    over.wait()
+    group.close()
+
+
+def visible_gpus(rank: int, visible: str | None, count: int) -> str:
+    """CUDA_VISIBLE_DEVICES of a rank, by the engine's and the number of GPUs: its own first, so that in each rank every
+    thread's GPU is the right one. It sees the others too, for where one rank sees a GPU and another does not, NCCL may
+    choose different ways between them (https://github.com/NVIDIA/nccl/issues/1066)."""
+    gpus = [str(gpu) for gpu in range(count)] if visible is None else [each.strip() for each in visible.split(",")]
+    return ",".join([gpus.pop(rank), *gpus])

@@ -1,0 +1,273 @@
+"""The ranks of other machines, as the first one sees them: how they join, and each as if it were a process here. All of
+it goes over the first rank's store (torch.distributed's TCPStore): a queue for those that want to join, one for what
+each rank is told, and one for what it answers."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+from quire.engine import VERSION
+from quire.engine.checkpoint.overrides import model_path, read_configured
+from quire.engine.checkpoint.page_groups import as_configured
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.worker.ranks.rank_messages import (
+    FRAME_HEADER,
+    Inbox,
+    ProgressReply,
+    RankEndReply,
+    decode_reply,
+    encode_message,
+)
+from quire.engine.worker.ranks.rendezvous import connect_store, open_store
+from quire.kernels.cpu.backend import CpuBackend
+
+JOIN_QUEUE = "joins"
+SILENCE_TIMEOUT = timedelta(seconds=5)
+"""So long after a machine's last sign of life it is given up: with a restart this is less than 10 s."""
+_POLL_SECONDS = 0.05
+_REPORT_AFTER_SECONDS = 3.0
+"""From so long on it says for whom it waits."""
+
+
+class JoinRequest(msgspec.Struct, frozen=True):
+    """Who wants to join."""
+
+    version: str
+    """Quire's."""
+    model: str
+    """A digest of its configuration."""
+    kernels: str
+    """What computes there: another instruction set, or PyTorch, may round otherwise."""
+    nodes: int
+    ranks: int
+    """Of all machines."""
+    node: int
+    place: int
+    """Which of its machine's ranks this is, from 0."""
+    pid: int
+    host: str
+    """At which the others reach it."""
+    reply: str
+    """The queue for the Answer."""
+
+
+class JoinReply(msgspec.Struct, frozen=True):
+    refused: str
+    """Why; "": it is welcome."""
+    final: bool = True
+    """Whether asking again is in vain."""
+
+
+class RankAssignment(msgspec.Struct, frozen=True):
+    """What the process of a rank is told on its standard input: it has joined."""
+
+    store: tuple[str, int]
+    rank: int
+    settings: dict[str, Any]
+    """What this machine knows better than the first one."""
+    cores: list[int]
+    """To stay on; none: all."""
+    niceness: int
+    address: str
+    """This machine's, at which the others reach it."""
+    adapter_folder: str
+    """A folder for adapters that are sent from another machine."""
+
+
+def make_join_request(
+    config: EngineConfig, node: int, local_rank: int, pid: int = 0, host: str = "", reply: str = ""
+) -> JoinRequest:
+    """For the machine's model. Raises ModelError."""
+    path = model_path(config)
+    model = repr(as_configured(read_configured(config, path), config))
+    digest, kernels = hashlib.sha256(model.encode()).hexdigest(), CpuBackend()
+    computes = f"{kernels.isa if kernels.missing_reason is None else 'no kernels'}, PyTorch {torch.__version__}"
+    parts = (config.nnodes, config.tensor_parallel_size, node, local_rank, pid, host, reply)
+    return JoinRequest(VERSION, digest, computes, *parts)
+
+
+def order_queue(rank: int) -> str:
+    """The queue of what a rank is told; an empty message ends it."""
+    return f"orders/{rank}"
+
+
+def answer_queue(rank: int) -> str:
+    """The queue of what it answers, and of the signs of life of its machine."""
+    return f"answers/{rank}"
+
+
+class RemoteRank:
+    """A rank on another machine, which may be used as its Child would be there."""
+
+    def __init__(
+        self, store_address: tuple[str, int], rank: int, join_request: JoinRequest, silence: timedelta = SILENCE_TIMEOUT
+    ) -> None:
+        """`store_address`: the store's. `silence`: after which its machine has gone."""
+        self.pid, self.host = join_request.pid, join_request.host
+        self.is_lost = True
+        """Whether nobody has said how it ended."""
+        self._store, self._rank = connect_store(store_address), rank
+        self._return_code = -signal.SIGKILL  # nothing that was computed takes a machine away
+        self._has_ended = threading.Event()
+        answers = connect_store(store_address)
+        answers.set_timeout(silence)
+        self.get_message = Inbox(partial(self._next_answer, answers)).get_message
+
+    @property
+    def has_ended(self) -> bool:
+        return self._has_ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Until it has ended, or its machine is silent. Returns the rank's return code, or SIGKILL's where nobody says
+        it. Raises TimeoutExpired."""
+        if not self._has_ended.wait(timeout):
+            raise subprocess.TimeoutExpired(f"the rank on {self.host}", timeout or 0)
+        return self._return_code
+
+    def destroy(self) -> None:
+        """Its machine ends it when the store is gone."""
+        with suppress(RuntimeError):  # this first: once told to end, it may say code 0 at any moment
+            self._store.queue_push(answer_queue(self._rank), encode_message(RankEndReply(self._return_code)))
+        self.end()
+
+    def send(self, content: bytes) -> None:
+        """A frame. Raises BrokenPipeError."""
+        if self._has_ended.is_set():
+            raise BrokenPipeError
+        self._push_order(content[FRAME_HEADER.size :])
+
+    def end(self) -> None:
+        self._push_order(b"")
+
+    def _push_order(self, content: bytes) -> None:
+        with suppress(RuntimeError):
+            self._store.queue_push(order_queue(self._rank), content)
+
+    def _next_answer(self, store: torch.distributed.TCPStore) -> bytes | None:
+        """Its next answer; None where it has ended. In a thread."""
+        with suppress(RuntimeError, msgspec.DecodeError):  # silence, or the store is gone
+            while not isinstance(
+                answer := decode_reply(content := store.queue_pop(answer_queue(self._rank))), RankEndReply
+            ):
+                if not isinstance(answer, ProgressReply):
+                    return content
+            self._return_code, self.is_lost = answer.code, False
+        self._has_ended.set()
+        return None
+
+
+class NodeRendezvous:
+    """Waits for the ranks of other machines at an address. `host` is the address as a number, and `store` where all
+    ranks meet."""
+
+    def __init__(self, config: EngineConfig, silence: timedelta = SILENCE_TIMEOUT) -> None:
+        """`silence`: see Remote. Raises ConfigError where nobody can be waited for there, and ModelError."""
+        self._config, self._silence = config, silence
+        self._own_request = make_join_request(config, 0, 0)
+        self._ranks: dict[int, RemoteRank] = {}
+        self._printed: set[str] = set()
+        listener = _open_listener(config.master_addr, config.master_port)
+        self.host: str = listener.getsockname()[0]
+        self.store = open_store(listener)
+
+    def wait_for_ranks(self) -> list[RemoteRank]:
+        """All of them, in the order of their ranks. Raises ConfigError when some have not come in time."""
+        began = time.monotonic()
+        try:
+            while missing := self._missing_nodes():
+                self._report_waiting(missing, time.monotonic() - began)
+                while self.store.queue_len(JOIN_QUEUE):
+                    self._answer_join(self.store.queue_pop(JOIN_QUEUE))
+                time.sleep(_POLL_SECONDS)
+        except BaseException:
+            for each in self._ranks.values():
+                each.destroy()
+            raise
+        return [self._ranks[rank] for rank in sorted(self._ranks)]
+
+    def _report_waiting(self, missing: list[int], waited: float) -> None:
+        """Whom it waits for; raises ConfigError where that takes too long."""
+        where = f"{self._config.master_addr}:{self._config.master_port}"
+        who = f"machine {', '.join(map(str, missing))} of {self._config.nnodes}"
+        if waited > self._config.nodes_timeout:
+            late = f"{who} has not joined {where} in {self._config.nodes_timeout:g} s (nodes_timeout)"
+            raise ConfigError(f"nnodes: {late}", param="nnodes")
+        if waited > _REPORT_AFTER_SECONDS:
+            self._print_once(f"waiting for {who} at {where}")
+
+    def _missing_nodes(self) -> list[int]:
+        """The machines of which a rank has not come, or has gone."""
+        here = self._config.local_world_size
+        there = {rank for rank, each in self._ranks.items() if not each.has_ended}
+        return sorted({rank // here for rank in set(range(here, self._config.world_size)) - there})
+
+    def _answer_join(self, content: bytes) -> None:
+        try:
+            join_request = msgspec.msgpack.decode(content, type=JoinRequest)
+        except msgspec.DecodeError:
+            self._print_once("something that is no machine wants to join")
+            return
+        answer = self._check_join(join_request)
+        if not answer.refused:
+            rank = join_request.node * self._config.local_world_size + join_request.place
+            self._ranks[rank] = RemoteRank((self.host, self.store.port), rank, join_request, self._silence)
+        self.store.queue_push(join_request.reply, encode_message(answer))
+
+    def _print_once(self, text: str) -> None:
+        """Each text once."""
+        if text not in self._printed:
+            self._printed.add(text)
+            with suppress(OSError):  # the output may be closed or full
+                print(f"quire: {text}", file=sys.stderr, flush=True)
+
+    def _check_join(self, join_request: JoinRequest) -> JoinReply:
+        if wrong := _join_differences(self._own_request, join_request):
+            self._print_once(refusal := f"machine {join_request.node} cannot join: {'; '.join(wrong)}")
+            return JoinReply(refusal)
+        if not (0 < join_request.node < join_request.nodes and 0 <= join_request.place < self._config.local_world_size):
+            return JoinReply(f"there is no rank {join_request.place} of machine {join_request.node}")
+        rank = join_request.node * self._config.local_world_size + join_request.place
+        taken = rank in self._ranks and not self._ranks[rank].has_ended
+        return JoinReply(f"machine {join_request.node} has joined already" if taken else "", final=False)
+
+
+def _join_differences(own_request: JoinRequest, other_request: JoinRequest) -> list[str]:
+    kinds = ("version", "Quire"), ("kernels", "what computes"), ("nodes", "nnodes"), ("ranks", "tensor_parallel_size")
+    compared: Iterable[tuple[str, object, object]] = [
+        (name, getattr(own_request, key), getattr(other_request, key)) for key, name in kinds
+    ]
+    wrong = [f"{name} is {ours} on machine 0 and {theirs} there" for name, ours, theirs in compared if ours != theirs]
+    return wrong + ["model: another config.json" for _ in range(own_request.model != other_request.model)]
+
+
+def _open_listener(address: str, port: int) -> socket.socket:
+    try:
+        family, kind, proto, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, proto)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or "no valid name"
+        raise ConfigError(f"master_addr: {address!r} is no address of a machine: {why}", param="master_addr") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        why = f"cannot listen on {address}:{port}: {error.strerror}; give an address of this machine and a free port"
+        raise ConfigError(f"master_addr, master_port: {why}", param="master_port") from None
+    return listener

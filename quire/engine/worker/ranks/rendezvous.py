@@ -1,0 +1,97 @@
+"""How the ranks of a model find each other, and what they compute together over: the memory of one machine where their
+backend has kernels for it, else a group of torch.distributed's interface: NCCL's between GPUs, one of ours between
+CPUs. Nothing else about ranks depends on what they run on."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.worker.device_plan import DevicePlan
+from quire.engine.worker.ranks.rank_messages import StartCommand
+from quire.kernels.collective import Collective, RankEnded
+from quire.kernels.distributed import join_ranks
+
+_STORE_SECONDS = timedelta(seconds=60)
+_PROBE_NUMBERS = 2**20
+_PROBE_MODULUS = 251
+"""Numbers of a first sum, and what they stay under."""
+
+
+def open_store(listener: socket.socket) -> dist.TCPStore:
+    """The first rank's, which the others look up at the listener's address; it listens as long as this is held."""
+    host, port, *_ = listener.getsockname()
+    descriptor = listener.detach()
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=_STORE_SECONDS, master_listen_fd=descriptor
+    )
+
+
+def connect_store(place: tuple[str, int]) -> dist.TCPStore:
+    """Raises ConnectionError where nobody has it."""
+    try:
+        return dist.TCPStore(*place, is_master=False, wait_for_workers=False, timeout=_STORE_SECONDS)
+    except RuntimeError as error:
+        raise ConnectionError(str(error).partition("\n")[0]) from error
+
+
+def join_group(start: StartCommand, config: EngineConfig, chosen: DevicePlan, address: str) -> Collective:
+    """The ranks as one that was started sees them. `address`: at which other machines reach this one."""
+    count = config.world_size
+    if start.store is None:
+        (memory,) = start.descriptors
+        group = chosen.backend.make_collective(memory, start.rank, count, os.getppid())
+        os.close(memory)
+        return group
+    needs_order = needs_ordered_sums(config, chosen.device)
+    store = connect_store(start.store)
+    sum_options = {"in_order": needs_order, "one_shot": config.one_shot_sums}
+    return join_ranks(store, start.rank, count, chosen.device, **sum_options, address=address)
+
+
+def needs_ordered_sums(config: EngineConfig, device: torch.device) -> bool:
+    """Whether sums must have an order that nothing else changes."""
+    return config.deterministic or device.type == "cpu"
+
+
+def check_connection(
+    group: Collective, device: torch.device, setting: str = "tensor_parallel_size", seconds: float = 60.0
+) -> None:
+    """Sum some megabytes once. Raises ConfigError where the ranks cannot reach each other, with what the library says
+    of it, and where what they add does not come, or comes wrong, as between GPUs behind some IOMMUs. `setting`:
+    what asks for them. `seconds`: how long a sum may take."""
+    try:
+        wrong = _check_sum(group, device, seconds)
+    except (RankEnded, RuntimeError) as error:
+        message_lines = (str(error.__cause__ or error).strip() or "no message").splitlines()
+        wrong = next((line for line in message_lines if "rror" in line), message_lines[0])
+        advice = "NCCL_DEBUG=WARN says more; in a container NCCL needs --shm-size 1g or more"
+        cause: Exception | None = error
+    else:
+        advice, cause = "NCCL_P2P_DISABLE=1 has them meet in the host's memory", None
+    if wrong is not None:
+        wrong = f"the ranks cannot reach each other: {wrong}"
+        wrong = f"{wrong}; {advice}" if device.type == "cuda" else wrong
+        raise ConfigError(f"{setting}: {wrong}", param=setting) from cause
+
+
+def _check_sum(group: Collective, device: torch.device, seconds: float) -> str | None:
+    """What is wrong with a sum of whole numbers, which float32 holds."""
+    numbers = torch.arange(_PROBE_NUMBERS, device=device, dtype=torch.float32) % _PROBE_MODULUS
+    total = group.all_reduce(numbers.clone())
+    if device.type == "cuda":
+        done = torch.cuda.Event()
+        done.record()
+        until = time.monotonic() + seconds
+        while not done.query():  # else it would be NCCL's timeout that ends the start, after minutes
+            if time.monotonic() > until:
+                return f"a sum did not come in {seconds:g} s"
+            time.sleep(0.01)
+    return None if torch.equal(total, group.world_size * numbers) else "a sum came wrong"

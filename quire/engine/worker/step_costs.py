@@ -1,0 +1,68 @@
+"""What a step costs by the number of its tokens, measured before the engine is ready."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from quire.engine.checkpoint.kv_plan import KVPlan
+from quire.engine.config import EngineConfig
+from quire.engine.core.executor import Executor
+from quire.engine.core.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
+from quire.engine.types import SamplingParams
+
+MEASURED_TOKEN_COUNTS = (1, 2, 4, 6, 8, 16, 32, 64)
+MEASURED_CONTEXT_TOKENS = 128
+"""Tokens of the sequence, or of each, that the measured steps go on with."""
+_MIN_MAX_ROUNDS = (3, 32)
+"""At least, and at most,"""
+_MAX_SECONDS = 0.1
+"""and no further one after this time."""
+
+
+def measure_step_costs(executor: Executor, plan: KVPlan, config: EngineConfig) -> list[tuple[int, float]]:
+    """(tokens, seconds) of steps with a pick after each token, as guesses make them; empty where nobody was asked to
+    guess. It writes to the first pages, which nobody uses yet."""
+    if config.speculative_config is None or config.speculative_config.method == "none":
+        return []
+    length = min(MEASURED_CONTEXT_TOKENS, plan.max_model_len, plan.block_size * plan.num_blocks)
+    block_ids, params = list(range(-(-length // plan.block_size) * len(plan.windows))), SamplingParams(max_tokens=1)
+    max_width = min(1 + config.speculative_config.num_speculative_tokens, length)
+
+    def run_step(count: int) -> None:
+        rows, admissions = [], []
+        for slot in range(-(-count // max_width)):
+            width = min(max_width, count - slot * max_width)
+            rows.append(
+                ScheduledRequest(
+                    str(slot),
+                    slot,
+                    length - width,
+                    width,
+                    block_ids,
+                    should_sample=True,
+                    draft_token_ids=[0] * (width - 1),
+                )
+            )
+            admissions.append(NewRequestData(slot, [0] * length, length, params, seed=0))
+        executor.launch(SchedulerOutput(rows, admissions)).result()
+
+    return measure_best_times(
+        run_step, [count for count in MEASURED_TOKEN_COUNTS if count <= max_width * plan.sequences]
+    )
+
+
+def measure_best_times(
+    run_step: Callable[[int], object], counts: Sequence[int] = MEASURED_TOKEN_COUNTS
+) -> list[tuple[int, float]]:
+    """(tokens, seconds) of `run_step`, called with numbers of tokens, at least two of them: the best of some rounds."""
+    best, began, rounds = dict.fromkeys(counts, float("inf")), time.perf_counter(), 0
+    while rounds < _MIN_MAX_ROUNDS[0] or (rounds < _MIN_MAX_ROUNDS[1] and time.perf_counter() - began < _MAX_SECONDS):
+        # All in every round: what disturbs for a moment must not disturb all that is measured of one number.
+        for count in counts:
+            before = time.perf_counter()
+            run_step(count)
+            best[count] = min(best[count], time.perf_counter() - before)
+        rounds += 1
+    # More tokens never cost less; what says so is noise.
+    return [(count, min(best[more] for more in counts if more >= count)) for count in counts]

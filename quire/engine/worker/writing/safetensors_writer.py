@@ -1,0 +1,61 @@
+"""Writes a safetensors file, tensor by tensor in any order: their types and shapes are known before."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+DTYPE_BYTES = {
+    **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2},
+    **{"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1},
+}
+"""Of a number of each type that safetensors names."""
+
+
+class SafetensorsWriter:
+    """A new file of these tensors. Use it in a `with` statement. OSError goes through."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        """tensors: type, as safetensors names it, and shape by name."""
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        self._unwritten: dict[str, tuple[int, int]] = {}
+        # The widest first: so each begins at a multiple of its width, as readers that map the file need it.
+        for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -DTYPE_BYTES[item[1][0]]):
+            size = math.prod(shape) * DTYPE_BYTES[dtype]
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+            self._unwritten[name] = (at, size)
+            at += size
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self._data_start = 8 + len(text)
+        self._file = path.open("xb", buffering=0)
+        self._write_at(len(text).to_bytes(8, "little") + text, 0)
+        self._file.truncate(self._data_start + at)
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._file.close()
+        assert error is not None or not self._unwritten, f"never written: {', '.join(self._unwritten)}"
+
+    def write_tensor(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor, each once."""
+        at, size = self._unwritten.pop(name)
+        data = tensor.contiguous().flatten().view(torch.uint8).numpy().data
+        assert data.nbytes == size, name
+        self._write_at(data, self._data_start + at)
+
+    def _write_at(self, data: bytes | memoryview, at: int) -> None:
+        remaining = memoryview(data)
+        while remaining:  # one call writes 2 GiB at most
+            written = os.pwrite(self._file.fileno(), remaining, at)
+            remaining, at = remaining[written:], at + written

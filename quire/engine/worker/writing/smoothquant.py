@@ -1,0 +1,164 @@
+"""SmoothQuant (Xiao et al., 2023): what a linear reads has a few inputs that are many times the others, so that 8 bits
+for a token leave little for these. Each input that a norm gives is divided by a factor, which the norm's weights take
+in, and the weights that read it are multiplied by the same: the model computes the same numbers, and its activations
+fit 8 bits better.
+
+The factor of an input is (its largest number)^a / (the largest weight that reads it)^(1 - a).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quire.engine.checkpoint.files import ModelConfig, read_model_config
+from quire.engine.checkpoint.safetensors import text_tensor
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ModelError
+from quire.engine.layers.sublayer import FoldableNorm, Sublayer
+from quire.engine.worker.loading.forward_pass import compute_hidden_states, load_standalone_model
+from quire.engine.worker.loading.weight_loader import checkpoint_stream
+from quire.engine.worker.loading.weight_mapper import WeightMapper
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationRange:
+    """A norm whose result nothing but linears read."""
+
+    norm: str
+    """By the name that parts of layers give it, as the linears."""
+    offset: float
+    """Added to its weights."""
+    linears: tuple[str, ...]
+    max_abs: Tensor
+    """[in] float32: of each of their inputs the largest absolute number in the samples."""
+
+
+@torch.inference_mode()
+def record_activation_ranges(path: Path, samples: Sequence[Sequence[int]]) -> list[ActivationRange]:
+    """What the norms of the model at `path` give for these token ids, each list by itself. Raises ConfigError."""
+    model_config = read_model_config(path)
+    longest = min(max(map(len, samples)), model_config.max_position)
+    config = EngineConfig(model=str(path), device="cpu", max_model_len=longest)
+    loaded, backend = load_standalone_model(config)
+    model = loaded.model
+    norms = [each for layer in model.all_layers for each in _smoothable_norms(layer)]
+    largest: list[Tensor | None] = [None] * len(norms)
+
+    def record_max(at: int, x: Tensor) -> None:
+        peak, before = x.abs().amax(0).float(), largest[at]
+        largest[at] = peak if before is None else torch.maximum(peak, before)
+
+    for at, each in enumerate(norms):
+        for linear in each.linears:
+            linear.watch_inputs(partial(record_max, at))
+    for ids in samples:
+        compute_hidden_states(
+            model, backend.block_size, torch.tensor(ids[:longest], dtype=torch.int32), len(ids[:longest])
+        )
+    names = [tuple(name for linear in each.linears for name in linear.part_names) for each in norms]
+    return [
+        ActivationRange(each.norm_name, each.weight_offset, linear_names, norm_max)
+        for each, linear_names, norm_max in zip(norms, names, largest, strict=True)
+        if norm_max is not None
+    ]
+
+
+def _smoothable_norms(layer: Sequence[Sublayer]) -> list[FoldableNorm]:
+    """The norms of a layer of which every part that has them says which linears read them."""
+    norms = dict[str, FoldableNorm]()
+    for part in layer:
+        for each in part.foldable_norms():
+            linears = norms[each.norm_name].linears if each.norm_name in norms else ()
+            norms[each.norm_name] = replace(each, linears=(*linears, *each.linears))
+    other_readers = {
+        name
+        for part in layer
+        for name in part.parameters().keys() - {f"{n.norm_name}.weight" for n in part.foldable_norms()}
+    }
+    return [each for each in norms.values() if f"{each.norm_name}.weight" not in other_readers]
+
+
+class Smoothing:
+    """What becomes of a checkpoint's tensors."""
+
+    def __init__(self, config: ModelConfig, factors: dict[str, Tensor], norms: dict[str, Tensor]) -> None:
+        """`factors`: of the inputs of linears, [in] float32, and of norms, whose biases are divided by them; `norms`:
+        their new weights, in float32. By the names that parts of layers give them."""
+        self._weight_mapper, self._factors, self._norm_weights = WeightMapper(config), factors, norms
+
+    @classmethod
+    @torch.inference_mode()
+    def from_ranges(cls, path: Path, ranges: Iterable[ActivationRange], strength: float) -> Smoothing:
+        """For the checkpoint at `path`. strength: a above; from 0, where weights alone decide, to 1. Raises
+        ModelError."""
+        config, factors, norms = read_model_config(path), dict[str, Tensor](), dict[str, Tensor]()
+        norm_weights, widest = _read_weight_ranges(path, WeightMapper(config))
+        for each in ranges:
+            weights = [widest[name] for name in each.linears if name in widest]
+            if each.norm not in norm_weights or len(weights) != len(each.linears):
+                continue  # a norm without weights, or linears that the files have in a form of their own
+            heaviest = torch.stack(weights).amax(0)
+            factor_wanted = each.max_abs**strength / heaviest ** (1 - strength)
+            usable = (each.max_abs > 0) & (heaviest > 0) & factor_wanted.isfinite() & (factor_wanted > 0)
+            norm_gain = norm_weights[each.norm] + each.offset
+            # Rounded as every type of weights holds it; the factor is then what the division has come to, so that
+            # norm and linears agree to the last bit.
+            divided = (norm_gain / torch.where(usable, factor_wanted, 1.0) - each.offset).bfloat16().float()
+            factor = norm_gain / (divided + each.offset)
+            usable &= factor.isfinite() & (factor > 0)
+            norms[each.norm] = torch.where(usable, divided, norm_weights[each.norm])
+            factors |= dict.fromkeys((each.norm, *each.linears), torch.where(usable, factor, 1.0))
+        return cls(config, factors, norms)
+
+    @property
+    def num_norms(self) -> int:
+        """How many norms take factors in."""
+        return len(self._norm_weights)
+
+    def smooth_tensor(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor that takes the place of this one, by its stored name: of linears in float32."""
+        module, _, kind = (text_tensor(name) or "").rpartition(".")
+        module_name = self._weight_mapper.module_names(module)[0] if module else ""
+        if module_name not in self._factors:
+            return tensor
+        if module_name in self._norm_weights:
+            return (
+                self._norm_weights[module_name] if kind == "weight" else tensor.float() / self._factors[module_name]
+            ).to(tensor.dtype)
+        return tensor.float() * self._factors[module_name] if kind == "weight" else tensor
+
+
+def _read_weight_ranges(path: Path, arrangement: WeightMapper) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(weights of norms, and of whatever else is [n], in float32; of each matrix's columns the largest absolute
+    number), by the names that parts of layers give them."""
+    vectors, columns = dict[str, Tensor](), dict[str, Tensor]()
+    for name, tensor in _iter_weights(path):
+        for own in arrangement.module_names(name):
+            if tensor.ndim == 1:
+                vectors[own] = tensor.float()
+            elif tensor.ndim == 2:
+                columns[own] = torch.maximum(tensor.amax(0), -tensor.amin(0)).float()
+    return vectors, columns
+
+
+def _iter_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """By module, those of text. Raises ModelError."""
+    for name, tensor in checkpoint_stream(path):
+        module, _, kind = name.rpartition(".")
+        if kind == "weight" and tensor.is_floating_point():
+            yield module, tensor
+
+
+def fit_smoothing(path: Path, samples: Sequence[Sequence[int]], strength: float) -> Smoothing:
+    """Raises ModelError for a model in which no norm is read by linears alone, ConfigError for what
+    `record_activation_ranges` refuses."""
+    smoother = Smoothing.from_ranges(path, record_activation_ranges(path, samples), strength)
+    if not smoother.num_norms:
+        raise ModelError("model: none of its norms is read by linears alone, so nothing can be smoothed")
+    return smoother

@@ -1,0 +1,231 @@
+"""`quire serve --node-rank 1` and up: a machine that computes with the first one. It serves nothing itself.
+
+For each of its ranks it starts a process, and joins the first machine at its store
+(engine/worker/ranks/remote_ranks.py). A rank ends with the engine that it computes for; then another process is
+started, which joins the next engine, until this one is ended."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from datetime import timedelta
+from types import FrameType
+
+import msgspec
+import torch.distributed as dist
+from msgspec.structs import replace
+
+from quire.engine import clock, random_source
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, refuse_setting
+from quire.engine.processes.child import Child
+from quire.engine.processes.procfs import Stopped, oom_kills
+from quire.engine.replicas.cores import allowed_cores, node_cores
+from quire.engine.worker.ranks.rank_messages import ProgressReply, RankEndReply, encode_message
+from quire.engine.worker.ranks.rank_processes import FOLLOWER_PROGRAM
+from quire.engine.worker.ranks.remote_ranks import (
+    JOIN_QUEUE,
+    SILENCE_TIMEOUT,
+    JoinReply,
+    JoinRequest,
+    RankAssignment,
+    answer_queue,
+    make_join_request,
+)
+from quire.engine.worker.ranks.rendezvous import connect_store
+
+_RETRY_SECONDS = 0.5
+_POLL_SECONDS = 0.2
+_CONNECT_SECONDS = 10.0
+_STOP_SECONDS = 5.0
+"""How long a process gets to end by itself once machine 0 has gone."""
+_LOST_SECONDS = 30.0
+"""After so long without a word from its store machine 0 has gone."""
+_OUT_OF_MEMORY_CODE = 137
+"""What is said of a process that the kernel may have killed for want of memory: a shell's code for SIGKILL. Machine 0
+cannot tell, and would take the signal for somebody's, who has nothing to do with what was computed."""
+
+
+def run_worker_node(config: EngineConfig) -> int:
+    """Until SIGTERM, SIGINT or SIGHUP; the exit status. Raises QuireError where this machine cannot join."""
+    node = WorkerNode(config)
+
+    def request_stop(number: int, frame: FrameType | None) -> None:
+        node.stop_event.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, request_stop)
+    ranks = [
+        threading.Thread(target=node.keep_rank, args=(place,), daemon=True) for place in range(config.local_world_size)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    if node.failure is not None:
+        raise node.failure
+    return 0
+
+
+class WorkerNode:
+    """One machine's ranks. `stop_event`, once set, ends them."""
+
+    def __init__(self, config: EngineConfig, join_message: JoinRequest | None = None) -> None:
+        """own: what it tells of itself; by default what is so."""
+        self._config = config
+        self._join_message = join_message or make_join_request(config, config.node_rank, 0)
+        self.stop_event = threading.Event()
+        self.failure: ConfigError | None = None
+        self._has_joined = False
+
+    def keep_rank(self, local_rank: int) -> None:
+        """Keep a rank there, until all shall end or one cannot join."""
+        try:
+            while not self.stop_event.is_set():
+                self._run_rank(local_rank)
+                self.stop_event.wait(_RETRY_SECONDS)
+        except ConfigError as error:
+            self.failure = self.failure or error
+        except OSError as error:
+            self.failure = ConfigError(f"node_rank: no rank can be started: {error.strerror}", param="node_rank")
+        finally:
+            self.stop_event.set()
+
+    def _run_rank(self, local_rank: int) -> None:
+        """One process of a rank, from its start to its end."""
+        kills_before = oom_kills()
+        # It is killed in the end, so what it keeps of adapters is removed here.
+        with tempfile.TemporaryDirectory(prefix="quire-adapters-") as copies:
+            child = Child([*FOLLOWER_PROGRAM, "--joined"])
+            process = child.process
+            try:
+                joined = self._join_engine(local_rank, process, copies)
+                if joined is not None:
+                    child.tell(msgspec.json.encode(joined))
+                    self._wait_for_rank(process, heartbeat := NodeHeartbeat(joined))
+                    code = -signal.SIGKILL if process.returncode is None else process.returncode
+                    if process.returncode == -signal.SIGKILL and (kills_before is None or oom_kills() != kills_before):
+                        code = _OUT_OF_MEMORY_CODE
+                    heartbeat.report_exit(code)
+            except ConnectionError:  # machine 0 has gone again
+                pass
+            finally:
+                child.destroy()  # it holds nothing that must be saved
+                child.end()
+
+    def _join_engine(self, local_rank: int, process: subprocess.Popen[bytes], copies: str) -> RankAssignment | None:
+        """What this process is to know; None where all shall end, or where it has ended itself. Raises ConfigError
+        where the first machine does not want us, or where nobody was there in time at the start."""
+        address = f"{self._config.master_addr}:{self._config.master_port}"
+        node_name = f"machine {self._config.node_rank} of {self._config.nnodes}"
+        deadline, has_printed = clock.monotonic() + self._config.nodes_timeout, False
+        while not self.stop_event.is_set():
+            if process.poll() is not None:
+                if self._has_joined:
+                    return None
+                raise ConfigError(f"node_rank: a rank's process ended with code {process.returncode} before it joined")
+            try:
+                joined = self._request_join(local_rank, process.pid, copies)
+                self._print_once(
+                    local_rank, f"{node_name} has joined {address} with {self._config.local_world_size} rank(s)"
+                )
+                self._has_joined = True
+                return joined
+            except (OSError, RuntimeError, msgspec.DecodeError) as error:
+                why = str(error).partition("\n")[0] or "it was closed"
+            if not has_printed:
+                has_printed = True
+                self._print_once(local_rank, f"{node_name} waits for machine 0 at {address}: {why}")
+            if clock.monotonic() > deadline and not self._has_joined:
+                message = (
+                    f"nobody let this machine join {address} in {self._config.nodes_timeout:g} s (nodes_timeout): {why}"
+                )
+                raise ConfigError(f"master_addr: {message}", param="master_addr")
+            self.stop_event.wait(_RETRY_SECONDS)
+        return None
+
+    def _request_join(self, local_rank: int, pid: int, copies: str) -> RankAssignment:
+        """Raises OSError and RuntimeError where nobody answers, or asks us to come again, and ConfigError where
+        we need not come again."""
+        config = self._config
+        address = config.master_addr, config.master_port
+        with socket.create_connection(address, _CONNECT_SECONDS) as connection:  # which PyTorch would wait for
+            local, peer = connection.getsockname(), connection.getpeername()
+            if local == peer:  # where the port is one that clients get
+                raise ConnectionRefusedError("nobody listens there")
+        store, reply = connect_store((peer[0], peer[1])), random_source.uuid_hex()
+        store.set_timeout(timedelta(seconds=_CONNECT_SECONDS))
+        join = replace(self._join_message, place=local_rank, pid=pid, host=local[0], reply=reply)
+        store.queue_push(JOIN_QUEUE, encode_message(join))
+        answer = msgspec.msgpack.decode(store.queue_pop(reply), type=JoinReply)
+        refused = f"{config.master_addr}:{config.master_port} refused: {answer.refused}"
+        refuse_setting("node_rank", bool(answer.refused) and answer.final and refused)
+        if answer.refused:
+            raise ConnectionError(answer.refused)
+        rank, cores = (
+            config.node_rank * config.local_world_size + local_rank,
+            node_cores(config.local_world_size, allowed_cores()),
+        )
+        settings = config.model_dump(include={"model", "revision", "threads"})
+        bound_cores = sorted(cores[local_rank]) if cores else []
+        return RankAssignment((peer[0], peer[1]), rank, settings, bound_cores, config.niceness, local[0], copies)
+
+    def _wait_for_rank(self, process: subprocess.Popen[bytes], heartbeat: NodeHeartbeat) -> None:
+        """Until it has ended, or all shall, or it does not end by itself though machine 0 has gone."""
+        stopped = Stopped()
+        while not self.stop_event.is_set():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_POLL_SECONDS)
+                return
+            if stopped.advance(process.pid, _POLL_SECONDS) > self._config.engine_heartbeat_timeout:
+                process.kill()  # machine 0 would wait for it as long as a step may take
+            if heartbeat.is_engine_gone:
+                return
+
+    def _print_once(self, local_rank: int, text: str) -> None:
+        """Once for all ranks."""
+        if local_rank == 0:
+            print(f"quire serve: {text}", file=sys.stderr, flush=True)
+
+
+class NodeHeartbeat:
+    """Tells the first machine that this one is there, and in the end how the rank has ended."""
+
+    def __init__(self, joined: RankAssignment, silence: timedelta = SILENCE_TIMEOUT) -> None:
+        """`silence`: after which the first machine takes this one to have gone. Raises ConnectionError."""
+        self._silence = silence
+        self._last_success = clock.monotonic()
+        self._has_failed = False
+        self._exit_code: int | None = None
+        self._ended_event = threading.Event()
+        sender_args = (connect_store(joined.store), answer_queue(joined.rank))
+        self._thread = threading.Thread(target=self._send_progress, args=sender_args, name="life", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_engine_gone(self) -> bool:
+        """Whether the first machine has gone, and left the rank the time to end."""
+        silent = clock.monotonic() - self._last_success
+        return silent > (_STOP_SECONDS if self._has_failed else _LOST_SECONDS)
+
+    def report_exit(self, exit_code: int) -> None:
+        """The rank has ended with this return code."""
+        self._exit_code = exit_code
+        self._ended_event.set()
+        self._thread.join(_POLL_SECONDS * 5)
+
+    def _send_progress(self, store: dist.TCPStore, queue: str) -> None:
+        with suppress(RuntimeError):
+            while not self._ended_event.wait(self._silence.total_seconds() / 5):
+                store.queue_push(queue, encode_message(ProgressReply()))
+                self._last_success = clock.monotonic()
+            assert self._exit_code is not None
+            store.queue_push(queue, encode_message(RankEndReply(self._exit_code)))
+            return
+        self._has_failed = True

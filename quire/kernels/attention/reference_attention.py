@@ -1,0 +1,156 @@
+"""Attention in plain PyTorch: an online softmax over tiles of keys, as sums that ranks with some of the keys each can
+merge.
+
+Keys are reduced in tiles of one size from the first on, and each product of a tile has one fixed shape, whatever the
+number of rows: so a row's sums do not depend on the batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.attention.context_shard import ContextShard
+from quire.kernels.attention_params import AttentionParams
+from quire.kernels.backend import AttentionMetadata, CachePair
+from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, load_quantized_kv
+
+KEY_TILE = 128
+QUERY_TILE = 16
+LOG2E = 1.4426950408889634
+
+
+class PartialSoftmax(NamedTuple):
+    """A softmax that is not finished, of T tokens and H heads; float32, or float64 as q."""
+
+    weighted_values: Tensor  # [T, H, numbers of a value]: values times exp(score - peak)
+    max_scores: Tensor  # [T, H], the largest score; -inf: no key was seen
+    exp_sums: Tensor  # [T, H], the sum of exp(score - peak)
+
+    def normalize(self, sinks: Tensor | None) -> Tensor:
+        """What attention gives, [T, H, numbers of a value]; sinks: see Softmax."""
+        totals = (
+            self.exp_sums if sinks is None else self.exp_sums + torch.exp(sinks.to(self.max_scores) - self.max_scores)
+        )
+        return self.weighted_values / totals[:, :, None]
+
+    def to_packed_tensor(self) -> Tensor:
+        """[T, H, numbers of a value + 2]: the weighted values, the peak in base 2, the total."""
+        return torch.cat((self.weighted_values, (self.max_scores * LOG2E)[:, :, None], self.exp_sums[:, :, None]), 2)
+
+
+def merge_partial_softmax(parts: Tensor, sinks: Tensor | None) -> Tensor:
+    """What attention gives, [T, H, V], of what each of some ranks found over its keys, packed: [ranks, T, H, V + 2].
+    Merged in the order of the ranks, each row by itself; every row has seen a key on some rank."""
+    (first, *others), all_peaks, totals = parts[..., :-2], parts[..., -2].contiguous() / LOG2E, parts[..., -1]
+    merged_softmax = PartialSoftmax(first, all_peaks[0], totals[0])
+    for part in map(PartialSoftmax, others, all_peaks[1:], totals[1:]):
+        top = torch.maximum(merged_softmax.max_scores, part.max_scores)
+        anchor = top.masked_fill(top == -torch.inf, 0)
+        keep, add = (
+            torch.exp(merged_softmax.max_scores - anchor),
+            torch.exp(part.max_scores - anchor),
+        )  # exp2's bits depend on the place
+        weighted = merged_softmax.weighted_values * keep[:, :, None] + part.weighted_values * add[:, :, None]
+        merged_softmax = PartialSoftmax(weighted, top, merged_softmax.exp_sums * keep + part.exp_sums * add)
+    return merged_softmax.normalize(sinks)
+
+
+def compute_partial_softmax(
+    q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, shard: ContextShard
+) -> PartialSoftmax:
+    """Of q [T, H, D] over those of its sequences' keys that are `shard`; without the sinks."""
+    tokens, heads = q.shape[:2]
+    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
+    softmax_sums = PartialSoftmax(
+        q.new_empty((tokens, heads, softmax.value_dim or q.shape[2]), dtype=kind),
+        *(q.new_empty((tokens, heads), dtype=kind) for _ in range(2)),
+    )
+    starts = metadata.query_start.tolist()
+    for s, context in enumerate(metadata.context_lens.tolist()):
+        pages = metadata.block_table[s, : -(-context // (shard.tokens_per_page * shard.world_size))].long()
+        num_keys = shard.num_tokens_before(context)
+        k = _read_cache(caches[0], pages, softmax.kv_scales.key, q.dtype)[:num_keys]
+        value_scale = softmax.kv_scales.value if softmax.value_dim is None else softmax.kv_scales.key
+        v = _read_cache(caches[1], pages, value_scale, q.dtype)[:num_keys, :, : softmax.value_dim]
+        if softmax.window is not None:  # pages before it may hold anything, NaN too, whose part no weight of 0 is 0
+            unseen = shard.num_tokens_before(max(softmax.first_visible_key(context - (starts[s + 1] - starts[s])), 0))
+            k[:unseen], v[:unseen] = 0, 0
+        for i in range(starts[s], starts[s + 1], QUERY_TILE):
+            rows = slice(i, min(i + QUERY_TILE, starts[s + 1]))
+            some = _attend_query_tile(q[rows], k, v, metadata.positions[rows], softmax, shard)
+            for whole, part in zip(softmax_sums, some, strict=True):
+                whole[rows] = part
+    return softmax_sums
+
+
+def _read_cache(cache: Tensor, pages: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Keys or values [pages * tokens, K, D]; of codes in the type that attention for this dtype computes with."""
+    if cache.dtype not in QUANTIZED_KV_DTYPES:
+        return cache[pages].flatten(0, 1)
+    some = cache.view(torch.uint8)[pages].view(cache.dtype)
+    return load_quantized_kv(some, scale, torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def _attend_query_tile(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, softmax: AttentionParams, shard: ContextShard
+) -> PartialSoftmax:
+    """Online softmax (Milakov and Gimelshein, 2018) of up to QUERY_TILE rows over tiles of `shard` keys."""
+    rows, heads, dim = q.shape
+    kv_heads, compute = k.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
+    padded = F.pad(q.to(compute), (0, 0, 0, 0, 0, QUERY_TILE - rows))
+    grouped = padded.view(QUERY_TILE, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
+    where = F.pad(positions, (0, QUERY_TILE - rows)).repeat(heads // kv_heads)[:, None]
+    peak = torch.full((*grouped.shape[:2], 1), -torch.inf, dtype=compute, device=q.device)
+    total, acc = torch.zeros_like(peak), grouped.new_zeros((*grouped.shape[:2], v.shape[2]))
+    last = None if softmax.lookahead is None else int(positions.max()) + 1 + softmax.lookahead
+    seen = len(k) if last is None else min(shard.num_tokens_before(last), len(k))
+    for begin in range(0, seen, KEY_TILE):
+        tile = slice(begin, begin + KEY_TILE)
+        short = KEY_TILE - k[tile].shape[0]
+        keys = F.pad(k[tile].to(compute), (0, 0, 0, 0, 0, short)).permute(1, 2, 0)
+        values = F.pad(v[tile].to(compute), (0, 0, 0, 0, 0, short)).permute(1, 0, 2)
+        scores = torch.bmm(grouped, keys) * softmax.scale
+        if softmax.softcap is not None:
+            scores = softmax.softcap * torch.tanh(scores / softmax.softcap)
+        places = torch.arange(begin, begin + KEY_TILE, device=q.device)
+        at = shard.global_positions(places)
+        if softmax.relative_bias is not None:
+            scores = scores + _bias_at_distances(softmax.relative_bias, at - where, kv_heads, rows=QUERY_TILE).to(
+                scores
+            )
+        hidden = (places >= len(k)).expand(len(where), -1)
+        if softmax.lookahead is not None:
+            hidden = hidden | (at > where + softmax.lookahead)
+        if softmax.window is not None:
+            hidden = hidden | (at < softmax.first_visible_key(where))
+        scores = scores.masked_fill(hidden, -torch.inf)
+        above = torch.maximum(peak, scores.amax(-1, keepdim=True))
+        anchor = above.masked_fill(above == -torch.inf, 0)
+        weights, keep = torch.exp(scores - anchor), torch.exp(peak - anchor)
+        total = total * keep + weights.sum(-1, keepdim=True)
+        acc = acc * keep + torch.bmm(weights, values)
+        peak = above
+    return PartialSoftmax(
+        _unpack_head_groups(acc, rows),
+        _unpack_head_groups(peak, rows)[:, :, 0],
+        _unpack_head_groups(total, rows)[:, :, 0],
+    )
+
+
+def _unpack_head_groups(x: Tensor, rows: int) -> Tensor:
+    """[kv_heads, group * QUERY_TILE, V] as [rows, heads, V]."""
+    return x.unflatten(1, (-1, QUERY_TILE))[:, :, :rows].permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _bias_at_distances(table: Tensor, distances: Tensor, kv_heads: int, *, rows: int) -> Tensor:
+    """AttentionParams.relative_bias for distances [group * rows, keys], of which each group of rows is of one query
+    head: [kv_heads, group * rows, keys]."""
+    longest = (table.shape[1] - 15) // 2
+    columns = (distances + longest - 1).clamp(0, table.shape[1] - 1)
+    group = len(distances) // rows
+    heads = torch.arange(group, device=table.device).repeat_interleave(rows)[:, None]
+    return torch.stack([table[first + heads, columns] for first in range(0, kv_heads * group, group)])

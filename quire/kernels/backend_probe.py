@@ -1,0 +1,229 @@
+"""Tries a backend on the device before it is chosen: what was built for another GPU, another PyTorch or another driver
+says so only when it runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from quire.kernels.attention_params import AttentionParams
+from quire.kernels.backend import AttentionMetadata, Backend
+from quire.kernels.gpu.error_messages import describe_kernel_error
+from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, num_scale_elements
+from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.reference import ReferenceBackend
+
+GraphCapture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+"""Records a function: what replays it, and the tensor that holds its result after each replay."""
+
+_WINDOW = 7
+_NUM_PAGES = 5
+_QUERY_SCALE = 4.0
+"""What queries are multiplied with: then few keys count, and a scale that is a few percent off changes means by more
+than rounding does."""
+_ABSOLUTE_TOLERANCE, _RELATIVE_TOLERANCE = 0.03, 0.02
+"""Of means of normally distributed values, and of their own size. What 16-bit types and 8-bit pages round away is less;
+what a wrong scale, a missing key or another sequence's page changes is more."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendProbe(ABC):
+    device: torch.device
+    dtype: torch.dtype
+    capture: GraphCapture | None = field(default=None, kw_only=True)
+    """How decode steps will become graphs, if they will."""
+    kv_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    """What pages hold; None: the model's type."""
+
+    @torch.inference_mode()
+    def __call__(self, backend: Backend) -> str | None:
+        """Why the backend cannot compute here, in one sentence; None where all comes out as the reference says."""
+        try:
+            return self.find_mismatch(backend)
+        except Exception as error:  # whatever a library raises, it is a reason not to choose it
+            return describe_kernel_error(error)
+
+    @abstractmethod
+    def find_mismatch(self, backend: Backend) -> str | None:
+        """What comes out otherwise. Whatever it raises is a reason too."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttentionProbe(BackendProbe):
+    """A small case of a model's attention: two sequences, one of them several pages long, as prompts, as decodes, and
+    as a decode beside a prompt's last part."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    softcap: float | None = None
+    has_windows: bool = False
+    """Some layers see a window of the keys; a library may be built without."""
+    has_sinks: bool = False
+    """Heads have a score beside those of their keys."""
+    only_prefill_graph: bool = False
+    """Whether the graph is to hold a part of a prompt, of which it knows at most how long it is; and nothing else is
+    tried."""
+    has_chunked_windows: bool = False
+    """Those windows are chunks."""
+
+    def find_mismatch(self, backend: Backend) -> str | None:
+        windows = (None, _WINDOW) if self.has_windows else (None,)
+        sinks = torch.linspace(-2.0, 2.0, self.heads, device=self.device) if self.has_sinks else None
+        scale, capped = self.head_dim**-0.5, self.softcap
+        rules = [
+            AttentionParams(scale, window, capped, sinks=sinks, has_chunked_window=self.has_chunked_windows)
+            for window in windows
+        ]
+        return next((reason for each in rules if (reason := self._check_params(backend, each)) is not None), None)
+
+    def _check_params(self, backend: Backend, softmax: AttentionParams) -> str | None:
+        lengths = (2 * backend.block_size + 5, 3)
+        held = self.dtype if self.kv_dtype is None else self.kv_dtype
+        shape = backend.kv_cache_shape(_NUM_PAGES, self.kv_heads, self.head_dim, held)
+        k_cache, v_cache = torch.zeros((2, *shape), dtype=held, device=self.device)
+        prompts = last_tokens_metadata(self.device, lengths, lengths, backend.block_size)
+        qkv = self._random_qkv(sum(lengths), (self.heads + 2 * self.kv_heads) * self.head_dim)
+        expected = self._reference_output(qkv, lengths, softmax)
+        wide = qkv[:, : 2 * self.head_dim].contiguous()
+        backend.silu_mul(backend.rms_norm(wide, torch.ones(wide.shape[1], device=self.device), 1e-6))
+        q = backend.rope_and_store_kv(qkv.clone(), Rope(self.head_dim, None), k_cache, v_cache, prompts)
+        if self.only_prefill_graph and self.capture is not None:
+            return self._check_prefill_graph(self.capture, backend, (q, k_cache, v_cache), softmax, expected)
+        for whole in (True, False):
+            got = backend.paged_attention(q, k_cache, v_cache, replace(prompts, is_full_prefill=whole), softmax)
+            if not is_close(got, expected):
+                return "computes something else than the reference for a prompt"
+        rows, part = make_mixed_step(self.device, lengths, backend.block_size)
+        got = backend.paged_attention(q[rows.to(self.device)].clone(), k_cache, v_cache, part, softmax)
+        if not is_close(got, expected[rows]):
+            return "computes something else than the reference for a decode beside a part of a prompt"
+        last = torch.tensor(lengths, device=self.device).cumsum(0) - 1
+        ones = last_tokens_metadata(self.device, (1, 1), lengths, backend.block_size)
+        q, expected = q[last].clone(), expected[last.cpu()]
+
+        def attend_decodes() -> Tensor:
+            return backend.paged_attention(q, k_cache, v_cache, ones, softmax)
+
+        if not is_close(attend_decodes(), expected):
+            return "computes something else than the reference for a decode"
+        return None if self.capture is None else check_graph_replay(self.capture, attend_decodes, expected)
+
+    def _check_prefill_graph(
+        self,
+        capture: GraphCapture,
+        backend: Backend,
+        stored: tuple[Tensor, ...],
+        softmax: AttentionParams,
+        expected: Tensor,
+    ) -> str | None:
+        """A decode beside a part of a prompt. It is captured while the metadata says something else, so that what a
+        library takes from it on the host shows."""
+        q, k_cache, v_cache = stored
+        lengths = (2 * backend.block_size + 5, 3)
+        rows, wanted = make_mixed_step(self.device, lengths, backend.block_size)
+        _, captured = make_mixed_step(self.device, lengths, backend.block_size, swapped=True)
+        most = captured.block_table.shape[1] * backend.block_size
+        captured = replace(captured, max_query_len=2 * wanted.max_query_len, max_context_len=most)
+        queries = torch.zeros_like(q[: len(rows)])
+
+        def attend_captured() -> Tensor:
+            return backend.paged_attention(queries, k_cache, v_cache, captured, softmax)
+
+        def fill_metadata() -> None:
+            queries.copy_(q[rows.to(self.device)])
+            for name in ("query_start", "context_lens", "key_start", "block_table", "positions", "slot_mapping"):
+                getattr(captured, name).copy_(getattr(wanted, name))
+
+        return check_graph_replay(
+            capture, attend_captured, expected[rows], before=fill_metadata, what="parts of prompts"
+        )
+
+    def _random_qkv(self, tokens: int, width: int) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        numbers = torch.randn((tokens, width), generator=generator)
+        numbers[:, : self.heads * self.head_dim] *= _QUERY_SCALE
+        return numbers.to(self.device, self.dtype)
+
+    def _reference_output(self, qkv: Tensor, lengths: tuple[int, ...], softmax: AttentionParams) -> Tensor:
+        """[T, H, D] float32 on the CPU, by the reference."""
+        judge = ReferenceBackend()
+        if softmax.sinks is not None:
+            softmax = replace(softmax, sinks=softmax.sinks.cpu())
+        blocks = -(-max(lengths) // 3)  # three pages hold the longest
+        held = torch.float32 if self.kv_dtype not in QUANTIZED_KV_DTYPES else self.kv_dtype
+        head = self.head_dim + num_scale_elements(held)
+        k_cache, v_cache = torch.zeros((2, _NUM_PAGES, blocks, self.kv_heads, head), dtype=held)
+        metadata = last_tokens_metadata(torch.device("cpu"), lengths, lengths, blocks)
+        q = judge.rope_and_store_kv(qkv.cpu().float(), Rope(self.head_dim, None), k_cache, v_cache, metadata)
+        return judge.paged_attention(q, k_cache, v_cache, metadata, softmax)
+
+
+def check_graph_replay(
+    capture: GraphCapture,
+    step: Callable[[], Tensor],
+    expected: Tensor,
+    *,
+    before: Callable[[], None] = lambda: None,
+    what: str = "decodes",
+) -> str | None:
+    """Why a graph cannot hold the step; before: what happens between its capture and its replay."""
+    try:
+        replay, result = capture(step)
+        before()
+        replay()
+        right = is_close(result, expected)
+    except Exception as error:
+        return f"a CUDA graph cannot hold its {what}; --enforce-eager does without ({describe_kernel_error(error)})"
+    return None if right else "computes something else than the reference in a CUDA graph; --enforce-eager does without"
+
+
+def is_close(got: Tensor, expected: Tensor) -> bool:
+    """False where there is a NaN, too."""
+    return bool(
+        ((got.cpu().float() - expected).abs() < _ABSOLUTE_TOLERANCE + _RELATIVE_TOLERANCE * expected.abs()).all()
+    )
+
+
+def make_mixed_step(
+    device: torch.device, lengths: tuple[int, ...], block_size: int, *, swapped: bool = False
+) -> tuple[Tensor, AttentionMetadata]:
+    """The step of the last part of one prompt, and of a token of the other sequence; and its tokens, among all.
+    swapped: one token of the first, and as many of the other as make the same number."""
+    counts = (block_size + 2, 1)
+    if swapped:
+        counts, lengths = (1, block_size + 2), (1, block_size + 2)
+    rows = [torch.arange(end - count, end) for count, end in zip(counts, accumulate(lengths), strict=True)]
+    return torch.cat(rows), last_tokens_metadata(device, counts, lengths, block_size)
+
+
+def last_tokens_metadata(
+    device: torch.device, counts: tuple[int, ...], lengths: tuple[int, ...], block_size: int
+) -> AttentionMetadata:
+    """The last counts[s] of lengths[s] tokens of two sequences, whose pages are (3, 1, 4) and (2, ...)."""
+    pages = ((3, 1, 4), (2, 2, 2))
+    positions = [list(range(end - count, end)) for count, end in zip(counts, lengths, strict=True)]
+    slots = [
+        table[at // block_size] * block_size + at % block_size
+        for table, each in zip(pages, positions, strict=True)
+        for at in each
+    ]
+
+    def to_device(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return AttentionMetadata(
+        query_start=to_device([0, counts[0], sum(counts)]),
+        context_lens=to_device(list(lengths)),
+        key_start=to_device([0, lengths[0], sum(lengths)]),
+        block_table=torch.tensor(pages, dtype=torch.int32, device=device),
+        positions=to_device([at for each in positions for at in each], torch.int64),
+        slot_mapping=to_device(slots, torch.int64),
+        max_query_len=max(counts),
+        max_context_len=max(lengths),
+    )

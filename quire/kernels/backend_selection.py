@@ -1,0 +1,158 @@
+"""Which backend computes: the fastest that can serve the model on the device, unless one is asked for by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+from torch import cuda, device, dtype, version
+
+from quire.kernels.backend import Backend
+from quire.kernels.cpu import native_library
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.cpu.decoder.disk_layers import DiskLayerStreamer
+from quire.kernels.cpu.decoder.mapped_experts import MappedDiskExperts, MappedWeightArena
+from quire.kernels.experts import DiskExperts
+from quire.kernels.gpu.libraries.flash2 import Flash2Backend
+from quire.kernels.gpu.libraries.flash3 import Flash3Backend
+from quire.kernels.gpu.libraries.flash4 import Flash4Backend
+from quire.kernels.gpu.libraries.sdpa import SdpaBackend
+from quire.kernels.gpu.libraries.torch_varlen import TorchVarlenBackend
+from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
+from quire.kernels.reference import ReferenceBackend
+from quire.kernels.streaming.layer_streamer import LayerSelector, LayerStreamer
+
+_GPU_BACKENDS = ("flash", "torch_varlen", "triton", "sdpa")
+_PREFERRED = {
+    "cpu": ("cpu",),
+    "rocm": ("triton", "sdpa"),
+    "cuda 7": ("flash", "torch_varlen", "sdpa"),  # Triton compiles without tensor cores there, and spills kilobytes
+    "cuda 9": ("flash3", "flash4", *_GPU_BACKENDS),
+    "cuda 10": ("flash4", *_GPU_BACKENDS),
+}
+"""By kind of device, and of GPUs the major compute capability, the fastest first; other GPUs have _ON_GPUS, and what
+is neither a CPU nor a GPU of NVIDIA's or AMD's has sdpa. The reference follows everywhere."""
+
+
+def _make_triton(*, deterministic: bool = False) -> Backend:
+    from quire.kernels.gpu.triton_backend import TritonBackend  # importing Triton takes a second
+
+    return TritonBackend(deterministic=deterministic)
+
+
+_BACKEND_FACTORIES = {
+    "flash3": Flash3Backend,
+    "flash4": Flash4Backend,
+    "flash": Flash2Backend,
+    "torch_varlen": TorchVarlenBackend,
+    "triton": _make_triton,
+    "sdpa": SdpaBackend,
+    "cpu": CpuBackend,
+    "reference": ReferenceBackend,
+}
+BACKENDS = tuple(_BACKEND_FACTORIES)
+
+
+def _preferred_backends(device: device) -> tuple[str, ...]:
+    if device.type != "cuda":
+        return _PREFERRED.get(device.type, ("sdpa",))
+    if version.hip is not None:  # an MI300's capability is 9.x, too, and PyTorch calls it a CUDA device
+        return _PREFERRED["rocm"]
+    major, _ = cuda.get_device_capability(device)
+    return _PREFERRED.get(f"cuda {major}", _GPU_BACKENDS)
+
+
+_NO_CONTEXT_PARALLEL = "does not tell what of attention a part of the keys gives, which ranks that divide tokens merge"
+BackendTrial = Callable[[Backend], str | None]
+"""Tries a backend on the device (kernels/backend_probe.py): None, or why it cannot compute there."""
+
+
+def select_backend(
+    device: device,
+    dtype: dtype,
+    head_dim: int,
+    name: str = "auto",
+    softcap: bool = False,
+    *,
+    sinks: bool = False,
+    latents: bool = False,
+    chunks: bool = False,
+    deterministic: bool = False,
+    kv_dtype: dtype | None = None,
+    activation_bits: str = "auto",
+    ranks: int = 1,
+    trials: Sequence[BackendTrial] = (),
+) -> tuple[Backend, str]:
+    """A backend for a model on a device, and one line on why it is this one. deterministic: see `ReferenceBackend`.
+    sinks, latents, chunks: of attention. kv_dtype: what pages hold; None: the model's type. activation_bits: see
+    kernels/cpu/quantized_linear.py. ranks: that divide every sequence's tokens. trials: what it must pass, if anything;
+    where no fast backend passes the first trial, the next one decides.
+
+    Raises ValueError for a name that is not in BACKENDS, for a backend that cannot serve the model or fails the first
+    trial, and where none passes any; it says why."""
+    factories: dict[str, Callable[..., Backend]] = {
+        **_BACKEND_FACTORIES,
+        "cpu": partial(CpuBackend, activation_bits=activation_bits),
+    }
+
+    def try_backend(name: str, trial: BackendTrial | None) -> tuple[Backend | None, str]:
+        """The backend, or None and why it cannot serve."""
+        try:
+            backend = factories[name](deterministic=deterministic)
+        except ModuleNotFoundError as error:
+            return None, f"the Python package {error.name} is not installed"
+        reason = backend.unsupported_reason(device, dtype, head_dim, softcap)
+        if reason is None and kv_dtype in QUANTIZED_KV_DTYPES:
+            reason = backend.unsupported_kv_dtype_reason(kv_dtype)
+        if reason is None:
+            reason = backend.unsupported_attention_reason(sinks=sinks, latents=latents, chunks=chunks)
+        if reason is None and ranks > 1 and backend.make_context_parallel(ranks) is None:
+            reason = _NO_CONTEXT_PARALLEL
+        if reason is None and trial is not None:
+            reason = trial(backend)
+        return (backend, "") if reason is None else (None, reason)
+
+    tried: Sequence[BackendTrial | None] = trials or (None,)
+    if name != "auto":
+        if name not in BACKENDS:
+            raise ValueError(f"unknown attention backend {name!r}; one of auto, {', '.join(BACKENDS)}")
+        backend, reason = try_backend(name, tried[0])
+        if backend is None:
+            raise ValueError(f"{name}: {reason}")
+        return backend, f"{backend.description()}; asked for"
+    passed_over: dict[str, str] = {}
+    for trial, name in product(tried, _preferred_backends(device)):
+        backend, reason = try_backend(name, trial)
+        if backend is not None:
+            return backend, "; ".join([backend.description(), *passed_over.values()])
+        passed_over.setdefault(name, f"{name}: {reason}")
+    backend, reason = try_backend("reference", tried[-1])
+    if backend is None:
+        raise ValueError("; ".join(["nothing computes here", *passed_over.values(), f"reference: {reason}"]))
+    return backend, "; ".join([backend.description(), *passed_over.values()])
+
+
+def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExperts | None:
+    """What packs and mixes experts as this backend does, but in a file of the folder; memory: bytes for those that are
+    used most. None where the backend has no such way. Raises OSError where no file can be made there."""
+    if not isinstance(backend, CpuBackend):
+        return None
+    experts = MappedDiskExperts(arena := MappedWeightArena(folder), memory)
+    experts.backend = _packing_backend(arena, backend)
+    return experts
+
+
+def make_disk_layers(backend: Backend, folder: Path, choice: LayerSelector, slots: int) -> LayerStreamer | None:
+    """What packs layers into a file of the folder, and reads them from there. Likewise."""
+    if not isinstance(backend, CpuBackend):
+        return None
+    layers = DiskLayerStreamer(arena := MappedWeightArena(folder), choice, slots)
+    layers.backend = _packing_backend(arena, backend)
+    return layers
+
+
+def _packing_backend(arena: MappedWeightArena, backend: CpuBackend) -> CpuBackend:
+    library = native_library.NativeLibrary(backend.library.isa, arena)
+    return CpuBackend(library, deterministic=backend.deterministic, activation_bits=backend.activation_bits)

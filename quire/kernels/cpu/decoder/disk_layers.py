@@ -1,0 +1,148 @@
+"""Layers on a disk: their packed weights lie in a MappedWeightArena's file, of which a thread reads the next layer into
+memory while this one is computed. Reads go past the system's own cache where the file system lets them: of a file that
+is read from beginning to end again and again, and is larger than that cache, nothing would be found in it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from torch import Tensor
+
+from quire.kernels.backend import Linear
+from quire.kernels.cpu import native_library
+from quire.kernels.cpu.decoder.mapped_experts import MappedWeightArena, PackedBuffer, disk_read_bytes, set_pointer
+from quire.kernels.cpu.linear import CompiledLinear
+from quire.kernels.streaming.layer_streamer import LayerSelector, LayerStreamer
+from quire.kernels.streaming.weight_offloader import OffloadCounts
+
+_READ_BYTES = 16 << 20
+"""Bytes of one read."""
+
+
+class _PendingRead(NamedTuple):
+    layer: int
+    done: Future[None]
+
+
+class DiskLayerStreamer(LayerStreamer):
+    def __init__(self, arena: MappedWeightArena, choice: LayerSelector, slots: int) -> None:
+        """choice: asked once all layers are in the file. `backend` is set by who makes it, for it packs into the
+        arena."""
+        super().__init__(choice, slots)
+        self._arena = arena
+        self._buffers: dict[int, list[PackedBuffer]] = {}
+        self._reader = ThreadPoolExecutor(1, "weights")  # which ends when this is let go
+        self._pending_reads: dict[int, _PendingRead] = {}
+        self._initial_disk_bytes = 0
+
+    def note_packed_linear(self, layer: int, linear: Linear) -> None:
+        if isinstance(linear, CompiledLinear):
+            self._buffers.setdefault(layer, []).extend(
+                PackedBuffer(*each) for each in linear.weight_pointers(linear.native)
+            )
+
+    def finish_loading(self) -> None:
+        self._arena.flush_to_disk()
+        if not self._buffers:
+            raise ValueError("the compiled kernels do not compute this model's layers here; use another --dtype")
+        self._file = self._arena.reopen_file()
+        count = max(self._buffers) + 1
+        self._layer_bytes = [
+            sum(self._extent_bytes(each) for each in self._buffers.get(layer, ())) for layer in range(count)
+        ]
+        self.choose_streamed_layers(self._layer_bytes)
+        resident = [layer for layer in range(count) if not self.is_streamed(layer)]
+        self._resident_layers = [
+            self._point_layer(layer, self._allocate_aligned(self._layer_bytes[layer])) for layer in resident
+        ]
+        for layer, memory in zip(resident, self._resident_layers, strict=True):
+            self._read_layer(layer, memory)
+        self._slot_bytes = max((self._layer_bytes[layer] for layer in self.streamed_layers), default=0)
+        self._slots = [self._allocate_aligned(self._slot_bytes) for _ in self.initial_layers]
+        for layer in self.streamed_layers:
+            self._point_layer(layer, self._slots[self.slot_of(layer)])
+        self.begin_pass()
+        self._initial_disk_bytes = disk_read_bytes()
+
+    def _extent_bytes(self, held: PackedBuffer) -> int:
+        """Of whole pages, as reads past the system's cache want it."""
+        return self._arena.file_extent(held.weights).size
+
+    def _allocate_aligned(self, size: int) -> Tensor:
+        """[size] uint8 from the beginning of a page on, with room behind it for what kernels read ahead."""
+        whole = native_library.WeightArena().allocate_bytes(size + 2 * mmap.PAGESIZE)
+        return whole[-whole.data_ptr() % mmap.PAGESIZE :]
+
+    def _point_layer(self, layer: int, memory: Tensor) -> Tensor:
+        """Kernels find the layer's weights there from now on."""
+        begin = 0
+        for held in self._buffers.get(layer, ()):
+            set_pointer(held, memory[begin:])
+            begin += self._extent_bytes(held)
+        return memory
+
+    def _read_layer(self, layer: int, memory: Tensor) -> None:
+        """Raises OSError."""
+        target, begin = memory.numpy().data, 0
+        for held in self._buffers.get(layer, ()):
+            piece, done = self._arena.file_extent(held.weights), 0
+            while done < piece.size:
+                part = target[begin + done : begin + min(done + _READ_BYTES, piece.size)]
+                read = os.preadv(self._file.descriptor, [part], piece.offset + done)
+                if not read:
+                    raise OSError(f"the file of weights ends at {piece.offset + done:,}")
+                done += read
+            if not self._file.is_direct:
+                os.posix_fadvise(self._file.descriptor, piece.offset, piece.size, os.POSIX_FADV_DONTNEED)
+            begin += piece.size
+
+    @property
+    def _bytes_per_pass(self) -> int:
+        return sum(self._layer_bytes[layer] for layer in self.streamed_layers)
+
+    @property
+    def saved_bytes(self) -> int:
+        return self._bytes_per_pass - len(self._slots) * self._slot_bytes
+
+    @property
+    def summary(self) -> str:
+        total, streamed = sum(self._layer_bytes), self._bytes_per_pass
+        resident_text = (
+            f"{len(self._layer_bytes) - len(self.streamed_layers):,} of {len(self._layer_bytes):,} are kept in memory"
+        )
+        memory = total - self.saved_bytes
+        return (
+            f"layers: {total / 2**30:.2f} GiB in a file on disk; {resident_text}, "
+            f"a step reads {streamed / 2**30:.2f} GiB, "
+            f"and all take {memory / 2**30:.2f} GiB of memory"
+        )
+
+    def begin_pass(self) -> None:
+        for layer in self.initial_layers:
+            self._start_read(layer)
+
+    def enter_layer(self, layer: int) -> None:
+        if self.is_streamed(layer):
+            self._start_read(layer).done.result()
+
+    def leave_layer(self, layer: int) -> None:
+        if self.is_streamed(layer):
+            following = self.next_in_slot(layer)
+            self._start_read(
+                self.initial_layers[self.slot_of(layer)] if following is None else following
+            )  # for the next step
+
+    def _start_read(self, layer: int) -> _PendingRead:
+        """What brings it to its slot, unless it is there, or on its way."""
+        slot = self.slot_of(layer)
+        pending = self._pending_reads.get(slot)
+        if pending is None or pending.layer != layer or (pending.done.done() and pending.done.exception() is not None):
+            read, memory = self._reader.submit, self._slots[slot]
+            pending = self._pending_reads[slot] = _PendingRead(layer, read(self._read_layer, layer, memory))
+        return pending
+
+    def offload_counts(self) -> OffloadCounts:
+        return OffloadCounts(disk_bytes=disk_read_bytes() - self._initial_disk_bytes)

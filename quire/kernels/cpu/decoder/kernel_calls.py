@@ -1,0 +1,334 @@
+"""Defines once, for each operation of a layer, which kernel it calls with which arguments. `ImmediateCalls` calls the
+kernels at once; the recorder (recorder.py) notes the same calls."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, get_num_threads
+
+from quire.kernels.activation import Activation
+from quire.kernels.attention_params import AttentionParams
+from quire.kernels.backend import AttentionMetadata, CachePair
+from quire.kernels.collective import RankEnded
+from quire.kernels.cpu import native_library
+from quire.kernels.cpu.decoder import recurrence
+from quire.kernels.cpu.decoder.short_conv import check_columns
+from quire.kernels.cpu.latents.per_head_linear import check_latent_params
+from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, KVScales
+from quire.kernels.latents.mla_latent import LatentParams
+from quire.kernels.qk_norm_rope import NORM_KINDS, Rope
+from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
+from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
+
+_UNLIMITED = 2**31 - 1
+
+
+class StepInputs(NamedTuple):
+    """What kernels read of a step's metadata: tensors and numbers."""
+
+    query_start: Any
+    context_lens: Any
+    block_table: Any
+    table_stride: Any
+    """The table's columns."""
+    num_sequences: Any
+    """The table's rows."""
+    state_slots: Any
+    num_state_tokens: Any
+    num_verified_tokens: Any
+
+
+class KernelCalls(ABC):
+    """Operations of kernels/backend.py on contiguous tensors or on their stand-ins. x is [T, ...] and has a type that
+    kernels take. The operations raise TypeError or ValueError for other arguments that kernels do not take."""
+
+    @abstractmethod
+    def empty_like(self, x: Any) -> Any:
+        """An uninitialized result with x's shape and type."""
+
+    @abstractmethod
+    def empty_half(self, x: Any) -> Any:
+        """An uninitialized result that is half as wide as x."""
+
+    @abstractmethod
+    def empty_per_token(self, x: Any, *shape: int) -> Any:
+        """An uninitialized result of x's type, with this shape for each token of x."""
+
+    @abstractmethod
+    def view_per_token(self, x: Any, *shape: int) -> Any:
+        """A view of x with this shape for each token."""
+
+    @abstractmethod
+    def rows_and_width(self, x: Any) -> tuple[Any, Any]:
+        """The number of rows along the last axis of x, and their width."""
+
+    @abstractmethod
+    def num_tokens(self, x: Any) -> Any: ...
+
+    @abstractmethod
+    def token_width(self, x: Any) -> Any:
+        """How many numbers each token has."""
+
+    @abstractmethod
+    def num_elements(self, x: Any) -> Any:
+        """How many numbers x has."""
+
+    @abstractmethod
+    def step_inputs(self, metadata: Any) -> StepInputs: ...
+
+    @abstractmethod
+    def call_kernel(self, kernel: str, result: Any, *arguments: Any, error_message: str = "") -> Any:
+        """Call a kernel with tensors, structures and numbers, and the number of threads behind them; `error_message`:
+        what it means where it refuses, if it can. Returns `result`."""
+
+    def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
+        out = self.empty_like(x)
+        return self.call_kernel("rms_norm", out, x, weight, out, *self.rows_and_width(x), eps)
+
+    def add_rms_norm(self, x: Any, residual: Any, weight: Tensor, eps: float) -> Any:
+        return self.call_kernel("add_rms_norm", (x, residual), x, residual, weight, *self.rows_and_width(x), eps)
+
+    def layer_norm(self, x: Any, weight: Tensor, bias: Tensor, eps: float) -> Any:
+        out = self.empty_like(x)
+        return self.call_kernel("layer_norm", out, x, None, weight, bias, out, *self.rows_and_width(x), eps)
+
+    def add_layer_norm(self, x: Any, residual: Any, weight: Tensor, bias: Tensor, eps: float) -> Any:
+        return self.call_kernel("layer_norm", (x, residual), x, residual, weight, bias, x, *self.rows_and_width(x), eps)
+
+    def add_residual(self, x: Any, residual: Any) -> Any:
+        return self.call_kernel("add", residual, x, residual, self.num_elements(x))
+
+    def add_gated(self, x: Any, gate: Any, residual: Any) -> Any:
+        return self.call_kernel("add_gated", residual, x, gate, residual, *self.rows_and_width(x))
+
+    def apply_activation(self, x: Any, activation: Activation) -> Any:
+        return self.call_kernel(
+            "activate", x, x, self.num_elements(x), *native_library.activation_arguments(activation)
+        )
+
+    def silu_mul(self, gate_up: Any) -> Any:
+        return self.call_gated("silu_mul", gate_up)
+
+    def gelu_mul(self, gate_up: Any) -> Any:
+        return self.call_gated("gelu_mul", gate_up)
+
+    def call_gated(self, kernel: str, gate_up: Any, *rules: float) -> Any:
+        """Call a kernel whose input is a gate and up, side by side."""
+        out = self.empty_half(gate_up)
+        return self.call_kernel(kernel, out, gate_up, out, *self.rows_and_width(out), *rules)
+
+    def mul_columns(self, x: Any, per_layer_inputs: Any, first: int) -> Any:
+        return self.call_kernel(
+            "mul_columns", x, x, per_layer_inputs, *self.rows_and_width(x), self.token_width(per_layer_inputs), first
+        )
+
+    def sigmoid_mul(self, x: Any, gate: Any) -> Any:
+        return self.call_kernel(
+            "sigmoid_mul", x, x, gate, self.num_elements(gate), self.token_width(x) // self.token_width(gate)
+        )
+
+    def rope_and_store_kv(self, qkv: Any, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: Any) -> Any:
+        caches = _kernel_caches(qkv, (k_cache, v_cache), rope.kv_scales)
+        (pages, kv_heads, _), dim = caches[0].shape, rope.head_dim
+        weights = (rope.q_norm, rope.k_norm, rope.v_norm, rope.cos_sin, rope.q_scale)
+        for each in weights:
+            if each is not None and each.dtype != torch.float32:
+                raise TypeError(f"weights of norms, cos_sin and q_scale must be float32, not {each.dtype}")
+        heads = rope.num_query_heads(self.token_width(qkv), kv_heads)
+        q, kinds = self.empty_per_token(qkv, heads, dim), (NORM_KINDS.index(rope.norm_kind), rope.num_projected_kv)
+        where = (metadata.rope_positions, metadata.slot_mapping, q, *caches, *_cache_strides(caches))
+        sizes = (self.num_tokens(qkv), pages, heads, kv_heads, dim, rope.eps)
+        error_message = f"slots outside the {pages} pages of the cache"
+        return self.call_kernel("rope_store", q, qkv, *weights, *kinds, *where, *sizes, error_message=error_message)
+
+    def paged_attention(self, q: Any, k_cache: Tensor, v_cache: Tensor, metadata: Any, softmax: AttentionParams) -> Any:
+        ahead = _UNLIMITED if softmax.lookahead is None else softmax.lookahead
+        return self._call_attention("paged_attention", (), q, (k_cache, v_cache), metadata, softmax, ahead)
+
+    def context_parallel_attention(
+        self, q: Any, caches: CachePair, metadata: Any, softmax: AttentionParams, group: Any
+    ) -> Any:
+        return self._call_attention(
+            "ranks_attention", (group.native,), q, caches, metadata, softmax, num_ranks=group.world_size
+        )
+
+    def _call_attention(
+        self,
+        kernel: str,
+        group: tuple[Any, ...],
+        q: Any,
+        caches: CachePair,
+        metadata: Any,
+        softmax: AttentionParams,
+        *more: int,
+        num_ranks: int = 1,
+    ) -> Any:
+        """`num_ranks`: the number of ranks that have as many heads as q each."""
+        pages, kernel_caches = len(caches[0]), _kernel_caches(q, caches, softmax.kv_scales)
+        (*_, heads, dim), step = q.shape, self.step_inputs(metadata)
+        out = self.empty_per_token(q, heads, softmax.value_dim or dim)
+        where = (
+            *kernel_caches,
+            step.query_start,
+            step.context_lens,
+            step.block_table,
+            step.table_stride,
+            *_cache_strides(kernel_caches),
+        )
+        sizes = (pages, step.num_sequences, heads * num_ranks, kernel_caches[0].shape[1], dim)
+        rules = (softmax.scale, softmax.native_window, softmax.softcap or 0.0, *more)
+        native_library.check_sinks(softmax.sinks, heads)
+        extras = (
+            softmax.relative_bias,
+            *native_library.bias_layout(softmax.relative_bias),
+            softmax.sinks,
+            softmax.value_dim or 0,
+        )
+        error_message = f"block table names a page outside the {pages} pages of the cache"
+        return self.call_kernel(
+            kernel, out, *group, out, q, *where, *sizes, *rules, *extras, error_message=error_message
+        )
+
+    def store_latent_kv(self, q: Any, kv: Any, latent: LatentParams, cache: Tensor, metadata: Any) -> Any:
+        check_latent_params(latent)
+        cache, _, held = _kernel_caches(q, (cache, cache), latent.kv_scales)
+        size, rotated = latent.latent_and_rope_dims
+        heads = self.token_width(q) // (size + rotated)
+        arguments_before = (
+            q,
+            kv,
+            latent.norm_weight,
+            latent.cos_sin,
+            latent.is_interleaved,
+            metadata.positions,
+            metadata.slot_mapping,
+            cache,
+            held,
+        )
+        sizes = (cache.stride(0), self.num_tokens(q), len(cache), heads, size, rotated, latent.eps)
+        error_message = f"slots outside the {len(cache)} pages of the cache"
+        return self.call_kernel(
+            "latent_store",
+            self.view_per_token(q, heads, size + rotated),
+            *arguments_before,
+            *sizes,
+            error_message=error_message,
+        )
+
+    def short_conv(self, bcx: Any, conv: ShortConv, columns: ConvColumns, metadata: Any) -> Any:
+        check_columns(conv, columns, bcx.dtype)
+        step, wide = self.step_inputs(metadata), self.token_width(bcx) // conv.inputs_per_channel
+        assert step.state_slots is not None
+        out, pages = self.empty_per_token(bcx, wide), 0 if columns.piece_ends is None else len(columns.piece_ends)
+        tensors = (bcx, conv.weight, conv.bias, out, columns.piece_ends, columns.slot_columns)
+        where = (
+            step.query_start,
+            step.context_lens,
+            step.block_table,
+            step.table_stride,
+            step.state_slots,
+            pages,
+            len(columns.slot_columns),
+        )
+        sizes = (step.num_sequences, wide, conv.conv_width, columns.columns_per_slot, conv.is_gated)
+        error_message = "a block table or a slot names what the columns do not have"
+        return self.call_kernel("short_conv", out, *tensors, *where, *sizes, error_message=error_message)
+
+    def run_recurrence(
+        self, inputs: Any, z: Any, head_inputs: Any, rule: Recurrence, states: RecurrentStates, metadata: Any
+    ) -> Any:
+        recurrence.check_recurrence(rule, states, inputs.dtype)
+        out, native_rule, step = self.empty_like(z), recurrence.native_rule(rule), self.step_inputs(metadata)
+        assert step.state_slots is not None
+        where = (
+            step.query_start,
+            step.context_lens,
+            step.num_state_tokens,
+            step.num_verified_tokens,
+            step.state_slots,
+            len(states.matrices),
+            step.num_sequences,
+        )
+        weights_and_states = (*native_rule.weights, out, states.matrices, states.draft_inputs)
+        sizes = (*native_rule.sizes, states.draft_inputs.shape[1], *native_rule.rules)
+        error_message = "there is no such slot, or there are more guesses than it keeps"
+        return self.call_kernel(
+            native_rule.kernel,
+            out,
+            inputs,
+            z,
+            head_inputs,
+            *weights_and_states,
+            *where,
+            *sizes,
+            error_message=error_message,
+        )
+
+
+class ImmediateCalls(KernelCalls):
+    """Calls kernels at once. It makes no tensor that is not returned."""
+
+    def __init__(self, library: native_library.NativeLibrary) -> None:
+        self._library = library
+
+    def empty_like(self, x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    def empty_half(self, x: Tensor) -> Tensor:
+        return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+    def empty_per_token(self, x: Tensor, *shape: int) -> Tensor:
+        return x.new_empty((len(x), *shape))
+
+    def view_per_token(self, x: Tensor, *shape: int) -> Tensor:
+        return x.view(len(x), *shape)
+
+    def rows_and_width(self, x: Tensor) -> tuple[int, int]:
+        return x.numel() // x.shape[-1], x.shape[-1]
+
+    def num_tokens(self, x: Tensor) -> int:
+        return len(x)
+
+    def token_width(self, x: Tensor) -> int:
+        return prod(x.shape[1:])
+
+    def num_elements(self, x: Tensor) -> int:
+        return x.numel()
+
+    def step_inputs(self, metadata: AttentionMetadata) -> StepInputs:
+        table, guesses = metadata.block_table, metadata.draft_state_lengths
+        seen, known = (None, None) if guesses is None else (guesses.num_state_tokens, guesses.num_verified_tokens)
+        step = (metadata.query_start, metadata.context_lens, table, table.shape[1], len(table), metadata.state_slots)
+        return StepInputs(*step, seen, known)
+
+    def call_kernel(self, kernel: str, result: Any, *arguments: Any, error_message: str = "") -> Any:
+        dtype = next(each.dtype for each in arguments if isinstance(each, Tensor))
+        function = getattr(self._library, kernel)[dtype]
+        failed = function(*map(native_library.to_ctypes, arguments), get_num_threads())
+        if error_message and failed:  # others return nothing
+            raise RankEnded if kernel == "ranks_attention" and failed == 1 else IndexError(error_message)
+        return result
+
+
+def check_caches(x: Any, caches: CachePair) -> None:
+    """Raise TypeError if the caches have a type that cannot serve x."""
+    keys, values = (each.dtype for each in caches)
+    if keys != values or (keys != x.dtype and keys not in QUANTIZED_KV_DTYPES):
+        raise TypeError(f"keys and values of {keys} and {values} cannot serve {x.dtype}")
+
+
+def _kernel_caches(
+    x: Any, caches: CachePair, scales: KVScales
+) -> tuple[Tensor, Tensor, native_library.KVFormat | None]:
+    """The caches as kernels take them, and the format of their numbers."""
+    check_caches(x, caches)
+    k_cache, v_cache = (native_library.flatten_pieces(each) for each in caches)
+    return k_cache, v_cache, native_library.kv_format(k_cache, scales)
+
+
+def _cache_strides(kernel_caches: tuple[Tensor, Tensor, Any]) -> tuple[int, int]:
+    return kernel_caches[0].stride(0), kernel_caches[1].stride(0)

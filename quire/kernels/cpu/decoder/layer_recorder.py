@@ -1,0 +1,275 @@
+"""Layers in one call, as a CUDA graph computes them on a GPU: the kernels that their operations would call are noted
+once, with the pointers that they are called with, and recorded.cpp runs the list."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from quire.kernels.attention_params import AttentionParams
+from quire.kernels.backend import AttentionMetadata, LayerFunction, LinearContext, Operations, RecordedLayers
+from quire.kernels.collective import RankEnded
+from quire.kernels.cpu import native_library
+from quire.kernels.cpu.decoder.compiled_moe import CompiledMoE
+from quire.kernels.cpu.decoder.kernel_calls import KernelCalls, StepInputs
+from quire.kernels.cpu.latents.per_head_linear import CompiledPerHeadLinear
+from quire.kernels.cpu.linear import CompiledLinear
+from quire.kernels.cpu.lora import CompiledLinearWithLora
+from quire.kernels.cpu.ranks.shared_collective import SharedCollective
+
+_FIXED, _PER_TOKEN, _BUFFER, _STEP_VALUE, _PAGES_FETCH = range(5)
+"""How an argument follows from its value, as recorded.cpp has it."""
+_ALIGNMENT = 64
+"""Bytes of a token's part of a buffer: a multiple of this."""
+
+
+class _UnsupportedOperation(Exception):
+    """An operation that no compiled kernel computes."""
+
+
+@dataclass(slots=True, eq=False)
+class _StepArgument:
+    """An argument that a step gives."""
+
+    kind: int
+    value: int
+
+
+@dataclass(slots=True, eq=False)
+class _Buffer(_StepArgument):
+    """Stands for a tensor [T, *shape]."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def width(self) -> int:
+        return prod(self.shape)
+
+    def flatten(self, _: int) -> _Buffer:
+        return _Buffer(self.kind, self.value, (self.width,), self.dtype)
+
+
+_TOKENS, _PAGES = _StepArgument(_PER_TOKEN, 1), _StepArgument(_PAGES_FETCH, 0)
+(
+    _X,
+    _RESIDUAL,
+    _STARTS,
+    _CONTEXTS,
+    _POSITIONS,
+    _ADAPTERS,
+    _STATE_SLOTS,
+    _NUM_STATE_TOKENS,
+    _NUM_VERIFIED_TOKENS,
+    _PER_LAYER_INPUTS,
+    _WIDTH,
+) = (_StepArgument(_STEP_VALUE, number) for number in range(11))
+_STRIDE, _SEQUENCES, _THREADS = (_StepArgument(_STEP_VALUE, number) for number in range(11, 14))
+_FIRST_TABLE = 14
+"""The step's number of the first group's table; its slots follow, then those of the other groups."""
+
+
+class _LayerRecorder(KernelCalls, Operations):
+    """Takes buffers for tensors. Raises _UnsupportedOperation."""
+
+    def __init__(self, library: native_library.NativeLibrary, hidden: int, dtype: torch.dtype, groups: int) -> None:
+        self._library, self._hidden, self._dtype = library, hidden, dtype
+        # Kernels, and what they are called with, which lives on here.
+        self._recorded_calls: list[tuple[str, tuple[Any, ...]]] = []
+        self._attention_dtype = dtype
+        self._layer_ends = [0]  # calls before each layer, and before the end
+        self._used_bytes = self._token_bytes = 0  # bytes of buffers: of this layer, and of the one that needs most
+        step: Any = (_STARTS, _CONTEXTS, None, None, _POSITIONS, None, 0, 0, LinearContext(cast(Any, _ADAPTERS)))
+        paged: list[Any] = [_StepArgument(_STEP_VALUE, _FIRST_TABLE + number) for number in range(2 * groups)]
+        per_layer_inputs: Any = _PER_LAYER_INPUTS
+        first = replace(
+            AttentionMetadata(*step), block_table=paged[0], slot_mapping=paged[1], per_layer_inputs=per_layer_inputs
+        )
+        self._metadata = first.with_block_tables(paged[::2], paged[1::2])
+
+    def record_layer(self, layer: LayerFunction, *, starts: bool) -> None:
+        """What a layer returns must be where it found it, so that any layers can be run."""
+        self._used_bytes = 0
+        stream: Any = _Buffer(_STEP_VALUE, _RESIDUAL.value, (self._hidden,), self._dtype)
+        layer_input: Any = stream if starts else _Buffer(_STEP_VALUE, _X.value, (self._hidden,), self._dtype)
+        x: Any
+        x, residual = layer(self, layer_input, None if starts else stream, self._metadata)
+        assert residual is stream
+        if x is not layer_input:
+            producer = [any(each is x for each in arguments) for _, arguments in self._recorded_calls].index(True)
+            assert starts or not any(
+                each is layer_input for _, those in self._recorded_calls[producer + 1 :] for each in those
+            )
+            x.kind, x.value = _STEP_VALUE, _X.value
+        self._layer_ends.append(len(self._recorded_calls))
+
+    def apply_linear(self, linear: Any, x: Any, context: LinearContext) -> Any:
+        match linear:
+            case CompiledLinearWithLora():
+                out = self.apply_linear(linear.linear, x, context)
+                return self.call_kernel("add_adapters", out, linear.native, _ADAPTERS, x, out, _TOKENS)
+            case CompiledLinear(dtype=self._dtype) if not linear.native.wide:
+                out = self._allocate_buffer(linear.out_features)
+                return self._record_call("linear", out, linear.native, x, out, _TOKENS, _THREADS, _PAGES)
+            case CompiledPerHeadLinear(dtype=self._dtype):
+                out = self._allocate_buffer(linear.out_features)
+                return self.call_kernel("linear_blocks", out, linear.native, x, out, _TOKENS)
+        raise _UnsupportedOperation
+
+    def run_moe(self, moe: Any, x: Any, router_input: Any) -> Any:
+        if not isinstance(moe, CompiledMoE):
+            raise _UnsupportedOperation
+        out = self._allocate_buffer(x.width)
+        return self.call_kernel("mix_experts", out, moe.native, x, router_input, out, _TOKENS)
+
+    def all_reduce(self, x: Any, group: Any) -> Any:
+        if not isinstance(group, SharedCollective | None):
+            raise _UnsupportedOperation
+        return x if group is None else self.call_kernel("sum_ranks", x, group.native, x, self.num_elements(x))
+
+    def paged_attention(self, q: Any, k_cache: Tensor, v_cache: Tensor, metadata: Any, softmax: AttentionParams) -> Any:
+        if softmax.lookahead != 0:
+            raise _UnsupportedOperation
+        return super().paged_attention(q, k_cache, v_cache, metadata, softmax)
+
+    def empty_like(self, x: _Buffer) -> _Buffer:
+        return self._allocate_buffer(*x.shape, dtype=x.dtype)
+
+    def empty_half(self, x: _Buffer) -> _Buffer:
+        return self._allocate_buffer(x.width // 2, dtype=x.dtype)
+
+    def empty_per_token(self, x: _Buffer, *shape: int) -> _Buffer:
+        return self._allocate_buffer(*shape, dtype=x.dtype)
+
+    def view_per_token(self, x: _Buffer, *shape: int) -> _Buffer:
+        return _Buffer(x.kind, x.value, shape, x.dtype)
+
+    def rows_and_width(self, x: _Buffer) -> tuple[Any, int]:
+        return _TOKENS, x.width
+
+    def num_tokens(self, x: _Buffer) -> Any:
+        return _TOKENS
+
+    def token_width(self, x: Any) -> Any:
+        return x.width if isinstance(x, _Buffer) else _WIDTH
+
+    def num_elements(self, x: _Buffer) -> Any:
+        return _StepArgument(_PER_TOKEN, x.width)
+
+    def step_inputs(self, metadata: Any) -> StepInputs:
+        return StepInputs(
+            _STARTS,
+            _CONTEXTS,
+            metadata.block_table,
+            _STRIDE,
+            _SEQUENCES,
+            _STATE_SLOTS,
+            _NUM_STATE_TOKENS,
+            _NUM_VERIFIED_TOKENS,
+        )
+
+    def concat_columns(self, x: Any, y: Any) -> Any:
+        second = y.width if isinstance(y, _Buffer) else self._hidden  # what lies beside the stream, as wide as it
+        out = self._allocate_buffer(x.width + second)
+        return self.call_kernel("join", out, x, y, out, *self.rows_and_width(x), second)
+
+    def cast(self, x: Any, dtype: torch.dtype) -> Any:
+        if x.dtype == dtype:
+            return x
+        out = self._allocate_buffer(*x.shape, dtype=dtype)
+        return self.call_kernel("cast", out, x, out, self.num_elements(x))
+
+    def _allocate_buffer(self, *shape: int, dtype: torch.dtype | None = None) -> _Buffer:
+        """dtype: by default the model's."""
+        buffer = _Buffer(_BUFFER, self._used_bytes, shape, self._dtype if dtype is None else dtype)
+        self._used_bytes += -(-buffer.width * buffer.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        self._token_bytes = max(self._token_bytes, self._used_bytes)
+        return buffer
+
+    def call_kernel(self, kernel: str, result: Any, *arguments: Any, error_message: str = "") -> Any:
+        if kernel in ("paged_attention", "ranks_attention"):
+            self._attention_dtype = result.dtype
+        return self._record_call(kernel, result, *arguments, _THREADS)
+
+    def _record_call(self, kernel: str, result: Any, *arguments: Any) -> Any:
+        self._recorded_calls.append((kernel, arguments))
+        return result
+
+    def finish_recording(self) -> None:
+        """No layer follows."""
+        self._calls = (native_library.Call * len(self._recorded_calls))()
+        for call, (kernel, arguments) in zip(self._calls, self._recorded_calls, strict=True):
+            encoded = [
+                _encode_argument(*each) for each in zip(arguments, native_library.SIGNATURES[kernel], strict=True)
+            ]
+            dtype = next(each.dtype for each in arguments if isinstance(each, _Buffer))
+            call.kernel, call.count = self._library.caller_address(kernel, dtype), len(encoded)
+            call.arguments = (native_library.Argument * len(encoded))(*encoded)
+
+    def run_layers(
+        self, x: Tensor, residual: Tensor | None, metadata: AttentionMetadata, layers: range
+    ) -> tuple[Tensor, Tensor]:
+        x = x.contiguous()
+        x, residual = (torch.empty_like(x), x) if residual is None else (x, residual.contiguous())
+        table, groups = metadata.block_table, (metadata, *metadata.other_groups)
+        where = (x, residual, metadata.query_start, metadata.context_lens, metadata.rope_positions)
+        guesses = metadata.draft_state_lengths
+        bounds = (None, None) if guesses is None else (guesses.num_state_tokens, guesses.num_verified_tokens)
+        per_layer_inputs = metadata.per_layer_inputs
+        optional_tensors = (metadata.linear_context.adapter_slots, metadata.state_slots, *bounds, per_layer_inputs)
+        values = [
+            *(0 if each is None else each.data_ptr() for each in (*where, *optional_tensors)),
+            *(
+                0 if per_layer_inputs is None else per_layer_inputs.shape[1],
+                table.shape[1],
+                len(table),
+                torch.get_num_threads(),
+            ),
+            *(each.data_ptr() for step in groups for each in (step.block_table, step.slot_mapping)),
+        ]
+        begin, end = self._layer_ends[layers.start], self._layer_ends[layers.stop]
+        first = ctypes.addressof(self._calls) + begin * ctypes.sizeof(native_library.Call)
+        numbers, sizes = (ctypes.c_int64 * len(values))(*values), (len(x), len(table), self._token_bytes)
+        if failed := self._library.run_calls[self._attention_dtype](first, end - begin, numbers, *sizes):
+            if self._recorded_calls[begin + failed - 1][0] in ("sum_ranks", "ranks_attention"):
+                raise RankEnded
+            raise IndexError("a block table or a slot names a page outside of the cache")
+        return x, residual
+
+
+def record_layers(
+    library: native_library.NativeLibrary,
+    layers: Sequence[LayerFunction],
+    hidden: int,
+    dtype: torch.dtype,
+    *,
+    starts: bool,
+    groups: int,
+) -> RecordedLayers | None:
+    """`Backend.record_layers`; None where a linear, a mixture or the ranks' sums are not ours."""
+    recorder = _LayerRecorder(library, hidden, dtype, groups)
+    try:
+        for index, layer in enumerate(layers):
+            recorder.record_layer(layer, starts=starts and index == 0)
+    except _UnsupportedOperation:
+        return None
+    recorder.finish_recording()
+    return recorder.run_layers
+
+
+def _encode_argument(each: Any, kind: type) -> native_library.Argument:
+    """`kind`: of the kernel's own argument."""
+    match each:
+        case _StepArgument():
+            return native_library.Argument(each.kind, each.value)
+        case Tensor() | ctypes.Structure():
+            return native_library.Argument(_FIXED, native_library.to_ctypes(each))
+    bits = struct.unpack("<i", struct.pack("<f", each))[0] if kind is ctypes.c_float else int(each or 0)
+    return native_library.Argument(_FIXED, bits)

@@ -1,0 +1,55 @@
+"""Calls linear_blocks.cpp, and says what latent_store.cpp takes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import Linear, LinearContext
+from quire.kernels.cpu import native_library
+from quire.kernels.cpu.linear import CompiledLinear
+from quire.kernels.latents.mla_latent import MAX_ROPE_DIM, LatentParams
+
+
+def check_latent_params(latent: LatentParams) -> None:
+    """Raise TypeError, or ValueError, for what the kernel does not take."""
+    if latent.norm_weight.dtype != torch.float32 or latent.cos_sin.dtype != torch.float32:
+        raise TypeError("the norm and the rotation of latents must be float32")
+    size, rotated = latent.latent_and_rope_dims
+    if size % 2 or not 2 <= rotated <= MAX_ROPE_DIM or not latent.cos_sin.is_contiguous():
+        raise ValueError(f"a latent must be even, and its key of 2 to {MAX_ROPE_DIM} numbers, not {size} and {rotated}")
+
+
+def compile_per_head_linear(
+    library: native_library.NativeLibrary, linears: Sequence[Linear], passed: int
+) -> Linear | None:
+    """None where a linear is not one of ours."""
+    ours = [each for each in linears if isinstance(each, CompiledLinear)]
+    return CompiledPerHeadLinear(library, ours, passed) if len(ours) == len(linears) else None
+
+
+class CompiledPerHeadLinear:
+    """Linears of as many inputs and outputs, which are all compiled."""
+
+    def __init__(self, library: native_library.NativeLibrary, linears: Sequence[CompiledLinear], passed: int) -> None:
+        self._linear_refs = linears  # alive: what the pointers below point to
+        first, count = linears[0], len(linears)
+        self.dtype, self.in_features, self.out_features = (
+            first.dtype,
+            count * (first.in_features + passed),
+            count * (first.out_features + passed),
+        )
+        self._linears = (native_library.PackedLinear * count)(*(each.native for each in linears))
+        self.native = native_library.LinearBlocks(self._linears, count, passed)
+        self._kernel = library.linear_blocks[self.dtype]
+
+    def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
+        if x.dtype != self.dtype or x.shape[1] != self.in_features:
+            raise TypeError(f"blocks of {self.dtype} from {self.in_features} cannot take {list(x.shape)} of {x.dtype}")
+        x = x.contiguous()
+        out = x.new_empty((len(x), self.out_features))
+        self._kernel(ctypes.addressof(self.native), x.data_ptr(), out.data_ptr(), len(x), torch.get_num_threads())
+        return out

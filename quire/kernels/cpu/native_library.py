@@ -1,0 +1,348 @@
+"""Loads the compiled kernels, which build.py makes: the library for the best instruction set that this CPU has."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels.activation import ACTIVATION_KINDS, Activation
+from quire.kernels.kv_quantization import KVScales
+
+HERE = Path(__file__).parent
+ISAS = {
+    "plain": "no vector extensions",
+    "avx2": "AVX2",
+    "avx2_vnni": "AVX2 with VNNI",
+    "avx512": "AVX-512",
+    "avx512_vnni": "AVX-512 with VNNI",
+    "avx512_bf16": "AVX-512 with bf16",
+    "avx512_amx": "AVX-512 with AMX tiles for linears, adapters and attention of 16 bits and fewer",
+    "neon_dot": "NEON with dot product",
+}
+"""The best last; in the order of isa.cpp's bits."""
+
+_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+
+
+class QuantizedPart(ctypes.Structure):
+    """Mirrors exports.h, which explains the fields, as do the next three."""
+
+    _fields_ = [
+        *[(name, _POINTER) for name in ("packed", "factors")],
+        *[(name, _INT) for name in ("outs", "bits", "group", "scales", "offsets")],
+        ("table", ctypes.c_uint8 * 16),
+    ]
+
+
+class QuantizedLinear(ctypes.Structure):
+    _fields_ = [
+        ("parts", ctypes.POINTER(QuantizedPart)),
+        ("order", _POINTER),
+        *[(name, _INT) for name in ("count", "block")],
+        ("outliers", _FLOAT),
+    ]
+
+
+class KVFormat(ctypes.Structure):
+    _fields_ = [("held", _INT), *[(name, _FLOAT) for name in ("key_scale", "value_scale")]]
+
+
+class Float8Linear(ctypes.Structure):
+    _fields_ = [("packed", _POINTER), ("scales", _POINTER), ("block", _INT)]
+
+
+class PackedLinear(ctypes.Structure):
+    _fields_ = [
+        *[(name, _POINTER) for name in ("weight", "bias")],
+        *[(name, _INT) for name in ("in_", "outs", "compressed", "wide")],
+        ("quantized", ctypes.POINTER(QuantizedLinear)),
+        ("float8", ctypes.POINTER(Float8Linear)),
+    ]
+
+
+class LinearBlocks(ctypes.Structure):
+    _fields_ = [("linears", ctypes.POINTER(PackedLinear)), *[(name, _INT) for name in ("count", "passed")]]
+
+
+class Routing(ctypes.Structure):
+    _fields_ = [
+        *[(name, _POINTER) for name in ("correction", "factors")],
+        *[
+            (name, _INT)
+            for name in ("chosen", "weights", "normalized", "groups", "groups_kept", "group_best", "inputs")
+        ],
+        *[(name, _FLOAT) for name in ("added", "scale", "softcap", "jitter")],
+    ]
+
+
+class MappedPiece(ctypes.Structure):
+    _fields_ = [("begin", _POINTER), ("bytes", _LONG)]
+
+
+class MappedExperts(ctypes.Structure):
+    _fields_ = [
+        ("pieces", ctypes.POINTER(MappedPiece)),
+        *[(name, _POINTER) for name in ("starts", "kept", "guessed", "uses", "counts", "next")],
+    ]
+
+
+class Experts(ctypes.Structure):
+    _fields_ = [
+        *[(name, ctypes.POINTER(PackedLinear)) for name in ("router", "gate_up", "down")],
+        ("routing", Routing),
+        *[(name, _INT) for name in ("count", "first", "held", "float_router")],
+        *[(name, _FLOAT) for name in ("alpha", "limit")],
+        *[(name, _INT) for name in ("activation", "gelu")],
+        ("mapped", ctypes.POINTER(MappedExperts)),
+    ]
+
+
+class LoraPart(ctypes.Structure):
+    """Mirrors exports.h, as do the next two."""
+
+    _fields_ = [("up", _POINTER), *[(name, _INT) for name in ("first", "outs", "first_rank", "rank")]]
+
+
+class LoraAdapter(ctypes.Structure):
+    _fields_ = [("down", _POINTER), ("parts", ctypes.POINTER(LoraPart)), ("count", _INT), ("panels", _INT)]
+
+
+class LoraLinear(ctypes.Structure):
+    _fields_ = [("adapters", ctypes.POINTER(LoraAdapter)), *[(name, _INT) for name in ("slots", "in_", "outs", "wide")]]
+
+
+class Argument(ctypes.Structure):
+    """Mirrors decoder/recorded.cpp, which explains the fields, as does the next one."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("kind", "value")]
+
+
+class Call(ctypes.Structure):
+    _fields_ = [("kernel", _POINTER), ("arguments", ctypes.POINTER(Argument)), ("count", ctypes.c_int64)]
+
+
+class Collective(ctypes.Structure):
+    """Mirrors exports.h."""
+
+    _fields_ = [
+        ("memory", _POINTER),
+        ("capacity", _LONG),
+        *[(name, _INT) for name in ("rank", "count", "parent", "spins")],
+        ("steps", ctypes.c_uint32),
+    ]
+
+
+_KV_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
+
+
+def kv_format(cache: Tensor, scales: KVScales) -> KVFormat | None:
+    """How a cache holds keys or values; None: in the type of the kernel."""
+    format_number = _KV_FORMATS.get(cache.dtype)
+    return None if format_number is None else KVFormat(format_number, scales.key, scales.value)
+
+
+def flatten_pieces(cache: Tensor) -> Tensor:
+    """A cache of keys or values as kernels take it, also where its pages have several pieces."""
+    return cache if cache.ndim == 3 else cache.flatten(0, 1)
+
+
+def to_ctypes(argument: Any) -> Any:
+    """A kernel's argument for ctypes. Tensors and structures become their addresses."""
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+    return ctypes.addressof(argument) if isinstance(argument, ctypes.Structure) else argument
+
+
+def bias_layout(bias: Tensor | None) -> tuple[int, int]:
+    """Of AttentionParams.relative_bias: its rows' stride, and the column of distance 0. Raises TypeError for what no
+    kernel takes."""
+    if bias is None:
+        return 0, 0
+    if bias.dtype != torch.float32 or not bias.is_contiguous():
+        raise TypeError("a bias must be float32 and contiguous")
+    return bias.shape[1], (bias.shape[1] - 15) // 2 - 1
+
+
+def check_sinks(sinks: Tensor | None, heads: int) -> None:
+    """Raise TypeError for AttentionParams.sinks that kernels do not take."""
+    if sinks is not None and (sinks.dtype != torch.float32 or not sinks.is_contiguous() or len(sinks) != heads):
+        raise TypeError(f"sinks must be float32 and contiguous, one for each of {heads} heads")
+
+
+def activation_arguments(activation: Activation) -> tuple[int, float, float, float]:
+    return (
+        ACTIVATION_KINDS.index(activation.kind),
+        activation.positive_alpha,
+        activation.negative_alpha,
+        activation.slope,
+    )
+
+
+_HUGE_PAGE_BYTES, _CHUNK_BYTES = 2 << 20, 32 << 20
+
+
+class WeightArena:
+    """Memory for weights, on huge pages where the system has them: with 4 KB pages, walking page tables costs up to a
+    third of the speed at which weights stream through. Tensors are pieces of large mappings; a mapping lives as long as
+    one of its pieces."""
+
+    def __init__(self) -> None:
+        self._free_bytes = torch.empty(0, dtype=torch.uint8)
+
+    def allocate_bytes(self, size: int) -> Tensor:
+        """[size] uint8, aligned to 64 bytes, uninitialized."""
+        rounded = -(-size // 64) * 64
+        if rounded > len(self._free_bytes):
+            self._free_bytes = _map_huge_pages(max(_CHUNK_BYTES, -(-rounded // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES))
+        piece, self._free_bytes = self._free_bytes[:size], self._free_bytes[rounded:]
+        return piece
+
+
+def _map_huge_pages(size: int) -> Tensor:
+    memory = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    begin = -whole.data_ptr() % _HUGE_PAGE_BYTES
+    return whole[begin : begin + size]
+
+
+SIGNATURES = {
+    "paged_attention": [
+        *[*[_POINTER] * 8, *[_LONG] * 4, *[_INT] * 4, _FLOAT, _INT, _FLOAT],
+        *[_INT, _POINTER, _LONG, _LONG, _POINTER, _INT, _INT],
+    ],
+    "ranks_attention": [
+        *[*[_POINTER] * 9, *[_LONG] * 4, *[_INT] * 4, _FLOAT, _INT, _FLOAT],
+        *[_POINTER, _LONG, _LONG, _POINTER, _INT, _INT],
+    ],
+    "latent_store": [*[_POINTER] * 4, _INT, *[_POINTER] * 4, *[_LONG] * 3, *[_INT] * 3, _FLOAT, _INT],
+    "linear_blocks": [*[_POINTER] * 3, _LONG, _INT],
+    "store_kv": [*[_POINTER] * 6, *[_LONG] * 4, _INT, _INT],
+    "rope_store": [*[_POINTER] * 6, *[_INT] * 2, *[_POINTER] * 6, *[_LONG] * 4, *[_INT] * 3, _FLOAT, _INT],
+    "short_conv": [*[_POINTER] * 9, _LONG, _POINTER, *[_LONG] * 2, *[_INT] * 6],
+    "delta_rule": [*[_POINTER] * 14, _LONG, *[_INT] * 6, _FLOAT, _INT],
+    "state_space": [*[_POINTER] * 15, _LONG, *[_INT] * 6, *[_FLOAT] * 3, *[_INT] * 2],
+    "selective_scan": [*[_POINTER] * 16, _LONG, *[_INT] * 6, _FLOAT, _INT],
+    "join": [*[_POINTER] * 3, _LONG, *[_INT] * 3],
+    "cast": [*[_POINTER] * 2, _LONG, _INT],
+    "sigmoid_mul": [*[_POINTER] * 2, _LONG, _INT, _INT],
+    "rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],
+    "add_rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],
+    "layer_norm": [*[_POINTER] * 5, _LONG, _INT, _FLOAT, _INT],
+    "add": [*[_POINTER] * 2, _LONG, _INT],
+    "add_gated": [*[_POINTER] * 3, _LONG, *[_INT] * 2],
+    "activate": [_POINTER, _LONG, _INT, *[_FLOAT] * 3, _INT],
+    "silu_mul": [*[_POINTER] * 2, _LONG, _INT, _INT],
+    "gelu_mul": [*[_POINTER] * 2, _LONG, _INT, _INT],
+    "mul_columns": [*[_POINTER] * 2, _LONG, *[_INT] * 4],
+    "clamped_mul": [*[_POINTER] * 2, _LONG, _INT, _FLOAT, _FLOAT, _INT],
+    "mix_experts": [*[_POINTER] * 4, _LONG, _INT],
+    "pack_linear": [*[_POINTER] * 2, _INT, _INT, _INT],
+    "linear": [*[_POINTER] * 3, _LONG, _INT, _POINTER],
+    "add_adapters": [*[_POINTER] * 4, _LONG, _INT],
+    "look_up": [*[_POINTER] * 3, _LONG],
+    "fit_int4": [*[_POINTER] * 4, _LONG, _INT, _INT],
+    "run_calls": [_POINTER, _INT, _POINTER, _LONG, _INT, _LONG],
+    "sum_ranks": [*[_POINTER] * 2, _LONG, _INT],
+}
+"""Of the kernels that there are for each type."""
+_UNTYPED_SIGNATURES = {
+    "compressed_size": [_POINTER, *[_INT] * 3],
+    "compress": [_POINTER, _POINTER, *[_INT] * 3],
+    "quantized_size": [_POINTER, _INT],
+    "pack_quantized": [*[_POINTER] * 4, *[_INT] * 3],
+    "pack_float8": [*[_POINTER] * 2, *[_INT] * 3],
+    "argmax_f32": [_POINTER, _POINTER, _LONG, _LONG, _INT],
+    "draw_f32": [*[_POINTER] * 4, _LONG, _LONG, _INT],
+    "gather_ranks": [*[_POINTER] * 3, _LONG, _POINTER],
+    "share_rank": [*[_POINTER] * 2, _LONG],
+}
+"""Of the others. compressed_size gives the bytes of a packed bfloat16 matrix when compressed; 0: compressing does not
+pay, or this instruction set cannot (compress12.h)."""
+_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+class NativeLibrary:
+    """One loaded library. A kernel is an attribute: a table from dtype to the C function, or the one function."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, kernel: str) -> Any: ...
+
+    def __init__(self, isa: str, weight_arena: WeightArena | None = None) -> None:
+        """weights: the memory of packed weights, by default one of its own."""
+        self.isa, self.weight_arena = isa, WeightArena() if weight_arena is None else weight_arena
+        library = self._library = ctypes.CDLL(str(HERE / f"{isa}.so"))
+        sources = sorted([*HERE.rglob("*.cpp"), *HERE.rglob("*.h")])
+        library.sum_of_sources.restype = ctypes.c_uint32
+        if sources and library.sum_of_sources() != zlib.crc32(b"".join(path.read_bytes() for path in sources)):
+            raise OSError("they were built from other sources; install Quire again, as `make` does")
+        for name, arguments in SIGNATURES.items():
+            setattr(
+                self,
+                name,
+                {dtype: self._bind_function(f"{name}_{suffix}", arguments) for dtype, suffix in _SUFFIXES.items()},
+            )
+        for name, arguments in _UNTYPED_SIGNATURES.items():
+            setattr(self, name.removesuffix("_f32"), self._bind_function(name, arguments))
+
+    def _bind_function(self, name: str, arguments: list[Any]) -> Callable[..., int]:
+        function: Any = getattr(self._library, name)
+        function.argtypes, function.restype = arguments, _LONG if name.endswith("_size") else _INT
+        return function
+
+    def caller_address(self, kernel: str, dtype: torch.dtype) -> int | None:
+        """Where the function is by which decoder/recorded.cpp calls a kernel."""
+        return ctypes.cast(getattr(self._library, f"call_{kernel}_{_SUFFIXES[dtype]}"), _POINTER).value
+
+
+def load_library() -> NativeLibrary | str:
+    """The library for the best instruction set that this CPU has, or, in one line, why there is none."""
+    try:
+        isas = runnable_isas()
+        missing = "the C++ kernels were not built; install a C++ compiler such as g++, then Quire again"
+        return NativeLibrary(isas[-1]) if isas else missing
+    except (OSError, AttributeError) as error:  # a library that does not fit this machine, or is from another version
+        return f"the C++ kernels cannot be loaded: {error}"
+
+
+def runnable_isas() -> list[str]:
+    """The instruction sets that were built and that this CPU has, the best last; QUIRE_CPU_ISA cuts the list."""
+    built = [isa for isa in ISAS if (HERE / f"{isa}.so").exists()]
+    if "plain" not in built:
+        return []
+    usable = [isa for isa in _usable_isas() if isa in built]
+    wanted = os.environ.get("QUIRE_CPU_ISA", "")
+    if not wanted:
+        return usable
+    if wanted not in ISAS:
+        raise ValueError(f"QUIRE_CPU_ISA={wanted!r} is not one of {', '.join(ISAS)}")
+    if wanted not in usable:
+        raise ValueError(f"QUIRE_CPU_ISA={wanted} cannot run here; what can: {', '.join(usable)}")
+    return usable[: usable.index(wanted) + 1]
+
+
+def best_unbuilt_isa() -> str | None:
+    """This CPU's best instruction set, where its library is not there, as in a checkout that was built elsewhere."""
+    best = _usable_isas()[-1]
+    return None if (HERE / f"{best}.so").exists() else best
+
+
+def is_amx_refused() -> bool:
+    """Whether this CPU has AMX tiles and the operating system does not let the process use them."""
+    return bool(ctypes.CDLL(str(HERE / "plain.so")).tiles_refused())
+
+
+def _usable_isas() -> list[str]:
+    """Those that this CPU has, as the plain library says, which must be there."""
+    bits = ctypes.CDLL(str(HERE / "plain.so")).usable_isas()
+    return [isa for index, isa in enumerate(ISAS) if bits >> index & 1]

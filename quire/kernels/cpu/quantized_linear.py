@@ -1,0 +1,130 @@
+"""Linears of quantized weights (quantized.cpp): integer products of x, which is quantized as it comes."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu import native_library
+from quire.kernels.cpu.linear import CompiledLinear
+from quire.kernels.quantized_tensors import GroupedWeight, QuantizedWeight, has_same_order
+
+_MAX_SCALE_BLOCK = 96
+"""Inputs of x that share a scale, as in quantized.h: docs/cpu.md has what more of them gain and cost."""
+
+_OUTLIER_THRESHOLDS = {"8": math.inf, "auto": 0.4, "16": 0.0}
+"""By activation bits: blocks of a row's inputs whose largest is above so many times the root of the mean square of all
+blocks' have 16 bits, the others 8. docs/quantization.md has what it gains and costs."""
+
+
+def integer_weights(weights: Sequence[QuantizedWeight]) -> Sequence[GroupedWeight] | None:
+    """The weights, if the integer kernels can compute with them as one linear."""
+    grouped = [each for each in weights if isinstance(each, GroupedWeight)]
+    if len(grouped) < len(weights) or not all(
+        has_same_order(each.input_order, grouped[0].input_order) for each in grouped
+    ):
+        return None
+    return grouped if all(each.scales.shape[1] == 1 or each.group_size % 16 == 0 for each in grouped) else None
+
+
+class CompiledQuantizedLinear(CompiledLinear):
+    """Of weights that are `integer_weights`, their outputs side by side. x is rounded to 8 or 16 bits (_OUTLIERS) in
+    blocks that share a scale; `bias` is added in float32."""
+
+    def __init__(
+        self,
+        library: native_library.NativeLibrary,
+        weights: Sequence[GroupedWeight],
+        bias: Tensor | None,
+        *,
+        dtype: torch.dtype,
+        wide: bool,
+        activation_bits: str,
+    ) -> None:
+        weights = _merge_neighbors(weights)
+        outs, num_inputs = sum(each.shape[0] for each in weights), weights[0].shape[1]
+        self._look_up = library.look_up[dtype]
+        self.scale_block = _choose_scale_block(weights, num_inputs)
+        inner = -(-num_inputs // self.scale_block) * self.scale_block
+        self._packed = [_pack_part(library, each, inner) for each in weights]
+        self._bias = None if bias is None else bias.float().contiguous()
+        order = weights[0].input_order
+        self._order = None if order is None else order.int().contiguous()
+        self._parts = (native_library.QuantizedPart * len(weights))(*(each.native for each in self._packed))
+        pointers = [None if each is None else each.data_ptr() for each in (self._bias, self._order)]
+        self._quantized = native_library.QuantizedLinear(
+            self._parts, pointers[1], len(weights), self.scale_block, _OUTLIER_THRESHOLDS[activation_bits]
+        )
+        sizes = (num_inputs, outs, 0, wide)
+        linear = native_library.PackedLinear(None, pointers[0], *sizes, ctypes.pointer(self._quantized), None)
+        super().__init__(library, linear, dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Of codes and scales."""
+        return sum(each.memory.nbytes + each.factors.nbytes for each in self._packed)
+
+    def weight_pointers(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
+        where = native_library.QuantizedPart.packed.offset
+        pairs = zip(self._parts, self._packed, strict=True)
+        return [(ctypes.addressof(part) + where, packed.memory) for part, packed in pairs]
+
+    def look_up_rows(self, ids: Tensor) -> Tensor:
+        """Rows of the weight, [ids, in] in the dtype of x."""
+        assert len(self._packed) == 1, "a table is one weight"
+        ids = ids.long().contiguous()
+        out = torch.empty((len(ids), self.in_features), dtype=self.dtype)
+        self._look_up(self._pointer, ids.data_ptr(), out.data_ptr(), len(ids))
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedPart:
+    native: native_library.QuantizedPart
+    memory: Tensor
+    factors: Tensor
+
+
+def _pack_part(library: native_library.NativeLibrary, weight: GroupedWeight, inner: int) -> _PackedPart:
+    outs, width = weight.shape
+    factors, scales, offsets = weight.to_half_scales()
+    halves = [each.contiguous() for each in (scales, offsets) if each is not None]
+    part = native_library.QuantizedPart(None, factors.data_ptr(), outs, weight.bits)
+    part.group = inner if weight.scales.shape[1] == 1 else weight.group_size
+    part.scales, part.offsets = len(halves) > 0, len(halves) > 1
+    values = range(-8, 8) if weight.code_values is None else weight.code_values
+    part.table[:] = [value + 128 for value in values]
+    memory = library.weight_arena.allocate_bytes(library.quantized_size(ctypes.addressof(part), inner))
+    part.packed = memory.data_ptr()
+    pointers = [each.data_ptr() for each in halves] + [None] * (2 - len(halves))
+    codes = weight.codes.contiguous()
+    threads = torch.get_num_threads()
+    library.pack_quantized(ctypes.addressof(part), codes.data_ptr(), *pointers, width, inner, threads)
+    return _PackedPart(part, memory, factors)
+
+
+def _choose_scale_block(weights: Sequence[GroupedWeight], inner: int) -> int:
+    """Inputs of x that share a scale: as many as the weights' groups allow, up to _MOST_IN_BLOCK."""
+    common = math.gcd(*(each.group_size for each in weights if each.scales.shape[1] > 1)) or inner
+    sizes = [size for size in range(16, _MAX_SCALE_BLOCK + 1, 16) if common % size == 0]
+    return max(sizes, default=64)  # one group for all inputs, however many: they are padded
+
+
+def _merge_neighbors(weights: Sequence[GroupedWeight]) -> list[GroupedWeight]:
+    """Neighbours whose codes are alike as one."""
+    merged = list(weights[:1])
+    for each in weights[1:]:
+        last = merged[-1]
+        same_format = (each.bits, each.group_size, each.code_values) == (last.bits, last.group_size, last.code_values)
+        if not same_format or (each.offsets is None) != (last.offsets is None):
+            merged.append(each)
+            continue
+        offsets = None if each.offsets is None or last.offsets is None else torch.cat((last.offsets, each.offsets))
+        codes, scales = torch.cat((last.codes, each.codes)), torch.cat((last.scales, each.scales))
+        merged[-1] = replace(last, codes=codes, scales=scales, offsets=offsets)
+    return merged

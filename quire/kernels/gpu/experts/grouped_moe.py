@@ -1,0 +1,199 @@
+"""A mixture of experts by the kernels of triton_experts.py: routed, sorted, multiplied and weighed on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import NO_ADAPTERS, Linear
+from quire.kernels.experts import apply_expert_activation, route_tokens
+from quire.kernels.gpu import triton_launch_sizes
+from quire.kernels.gpu.experts import triton_experts as kernels
+from quire.kernels.gpu.quantization import triton_quantized
+from quire.kernels.gpu.quantization.quantized_linear import MatmulTiles, TritonQuantizedLinear, choose_matmul_tiles
+from quire.kernels.gpu.quantization.weight_packing import PackedWeight
+from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
+from quire.kernels.gpu.triton_linear import DenseLinear
+from quire.kernels.routing import Experts
+
+if TYPE_CHECKING:
+    from quire.kernels.backend import Backend
+
+_SORT_BLOCK = 4096
+_COMBINE_BLOCK = 1024
+"""Numbers of a token that one program weighs."""
+_ALIGNMENT = 16
+"""Bytes: kernels read so many at once."""
+_UNQUANTIZED_FORM = (triton_quantized.NUMBERS, 0, 0, False, False)
+_DENSE_STEP = 64
+_MAX_SMALL_TILE_ROWS, _MIN_LARGE_TILE_ROWS = 16, 64
+"""Rows of an expert, on average, up to which tiles are small, and from which on they are large,"""
+_LARGE_TILES, _LARGE_TILE_BYTES = MatmulTiles(128, 256, 8, 4), 192 * 1024
+"""so large for 16 bits, where there is that much shared memory;"""
+_MAX_WIDE_STEP, _WIDE_TILE_BYTES = 128, 120 * 1024
+"""of codes of so many inputs a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStack:
+    """One linear of every expert. The weights stay where they are; the kernel finds them by their addresses."""
+
+    parts: list[PackedWeight]
+    """One of each expert, all alike; of 16 bits too."""
+    biases: list[Tensor] | None
+    address_table: Tensor
+    """[5, experts] int64."""
+    has_fixed_tiles: bool
+
+    @classmethod
+    def from_linears(cls, linears: Sequence[Linear], *, fixed: bool) -> ExpertStack | None:
+        """None where they are of no kind that the kernel knows, or differ."""
+        packed_parts = [_packed_weight_and_bias(each) for each in linears]
+        known = [each for each in packed_parts if each is not None]
+        if (
+            len(known) < len(packed_parts)
+            or len({(part.kernel_key, part.interleaved_outputs) for part, _ in known}) > 1
+        ):
+            return None
+        parts = [part for part, _ in known]
+        biases = [bias.contiguous() for _, bias in known if bias is not None]
+        if len(biases) not in (0, len(parts)):
+            return None
+        tensors = [
+            [each.codes for each in parts],
+            [each.kernel_scales[0] for each in parts],
+            [each.kernel_scales[1] for each in parts],
+            [each.factors for each in parts],
+            biases or [each.factors for each in parts],
+        ]
+        tensor_pointers = tensor_addresses(tensors)
+        if any(address % _ALIGNMENT for row in tensor_pointers for address in row):
+            return None
+        table = torch.tensor(tensor_pointers, dtype=torch.int64, device=parts[0].codes.device)
+        return cls(parts, biases or None, table, fixed)
+
+    def multiply_experts(
+        self, x: Tensor, order: Tensor, starts: Tensor, per_token: int, count: int, *, of_tokens: bool
+    ) -> Tensor:
+        """[rows, outs], as `multiply_experts` says it. count: of all experts, those of other ranks too."""
+        part, rows, experts = self.parts[0], len(order), len(self.parts)
+        outs, numbers = part.out_features, part.kernel_form[0] == triton_quantized.NUMBERS
+        tiles = _choose_expert_tiles(cdiv(rows, count), x.dtype, part, fixed=self.has_fixed_tiles)
+        out = x.new_empty((rows, outs))
+        most = min(rows, rows // tiles.block_m + experts)
+        bias = part.factors if self.biases is None else self.biases[0]
+        kernels.multiply_experts[most * cdiv(outs, tiles.block_n),](
+            x, out, order, starts, self.address_table, part.codes, part.kernel_scales[0], part.factors, bias, rows,
+            most, outs, part.in_features, part.words_per_output, part.group_size, per_token, of_tokens, experts,
+            next_power_of_2(experts), *part.kernel_form, not numbers, self.biases is not None, tiles.block_m,
+            tiles.block_n, part.inputs_per_step, part.interleaved_outputs, num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )  # fmt: skip
+        return out
+
+
+class GroupedMoE:
+    """Linears that `ExpertStack` knows. A row's sums follow from the row alone, in one order; where tiles are fixed,
+    its bits too."""
+
+    def __init__(self, backend: Backend, experts: Experts, gate_up: ExpertStack, down: ExpertStack) -> None:
+        self._backend, self._experts, self._gate_up, self._down = backend, experts, gate_up, down
+
+    def __call__(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
+        """routed: what the router reads; None: x."""
+        experts, router_input, x = self._experts, x if router_input is None else router_input, x.contiguous()
+        out = torch.empty_like(x)
+        if not len(x):
+            return out
+        chosen, shares, count = route_on_device(experts, router_input)
+        here = len(self._gate_up.parts)
+        order, starts = sort_rows_by_expert(chosen, here, experts.first_expert)
+        each, read = experts.routing.top_k, x
+        if experts.routing.weights_inputs:  # as many rows of each token as it has experts
+            read, shares = (x[:, None] * shares[:, :, None]).to(x.dtype).flatten(0, 1), torch.ones_like(shares)
+        rows_of_token = 1 if experts.routing.weights_inputs else each
+        gate_up = self._gate_up.multiply_experts(read, order, starts, rows_of_token, count, of_tokens=True)
+        expert_outputs = self._down.multiply_experts(
+            apply_expert_activation(self._backend, experts, gate_up).contiguous(),
+            order,
+            starts,
+            each,
+            count,
+            of_tokens=False,
+        )
+        size = out.shape[1]
+        kernels.weigh[len(x), cdiv(size, _COMBINE_BLOCK)](
+            out, expert_outputs, shares, chosen, size, experts.first_expert, here, each, _COMBINE_BLOCK
+        )
+        return out
+
+
+def make_grouped_moe(backend: Backend, experts: Experts, *, fixed: bool) -> GroupedMoE | None:
+    """None where a linear is of a kind that the kernels do not know."""
+    gate_up, down = (ExpertStack.from_linears(each, fixed=fixed) for each in (experts.gate_up, experts.down))
+    return None if gate_up is None or down is None else GroupedMoE(backend, experts, gate_up, down)
+
+
+def route_on_device(experts: Experts, x: Tensor) -> tuple[Tensor, Tensor, int]:
+    """As `route_tokens`, contiguous, and weights in float32: by one kernel where the routing is of a usual kind."""
+    routing = experts.routing
+    if routing.score_function == "mixer" or routing.num_groups > 1 or routing.softcap is not None:
+        chosen, shares, count = route_tokens(experts, x)
+        return chosen.contiguous(), shares.float().contiguous(), count
+    scores = experts.router(x.float() if experts.has_float32_router else x, NO_ADAPTERS).contiguous()
+    (rows, count), each = scores.shape, routing.top_k
+    chosen = torch.empty((rows, each), dtype=torch.int64, device=x.device)
+    shares = torch.empty((rows, each), dtype=torch.float32, device=x.device)
+    correction = experts.score_correction_bias
+    kernels.choose[rows,](
+        scores, scores if correction is None else correction, chosen, shares, routing.normalizer_eps, routing.scale,
+        count, next_power_of_2(count), each, next_power_of_2(each), routing.score_function == "sigmoid",
+        routing.is_normalized, correction is not None, num_warps=1,
+    )  # fmt: skip
+    return chosen, shares if experts.expert_scales is None else shares * experts.expert_scales[chosen], count
+
+
+def sort_rows_by_expert(chosen: Tensor, experts: int, first: int = 0) -> tuple[Tensor, Tensor]:
+    """Order and starts of the rows of chosen [tokens, top_k] int64, by so many experts from `first` on; the order
+    of what other ranks multiply is not written."""
+    order = torch.empty(chosen.numel(), dtype=torch.int32, device=chosen.device)
+    starts = torch.empty(experts + 1, dtype=torch.int32, device=chosen.device)
+    kernels.sort_rows[experts,](chosen, order, starts, chosen.numel(), first, experts, _SORT_BLOCK, num_warps=8)
+    return order, starts
+
+
+def tensor_addresses(tensors: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+    """Where they lie, as long as they live."""
+    return [[each.data_ptr() for each in row] for row in tensors]
+
+
+def _packed_weight_and_bias(linear: Linear) -> tuple[PackedWeight, Tensor | None] | None:
+    """A linear of one part, and its bias."""
+    if isinstance(linear, DenseLinear):
+        weight, inner = linear.weight, linear.weight.shape[1]
+        part = PackedWeight(weight, weight, None, None, inner, _UNQUANTIZED_FORM, inner, _DENSE_STEP, len(weight))
+        return None if linear.has_float32_output else (part, linear.bias)
+    if not isinstance(linear, TritonQuantizedLinear) or linear.has_float32_output or len(linear.parts) > 1:
+        return None
+    (part,) = linear.parts
+    return None if part.input_order is not None else (part, linear.bias)
+
+
+def _choose_expert_tiles(rows: int, dtype: torch.dtype, part: PackedWeight, *, fixed: bool) -> MatmulTiles:
+    """For so many rows of each expert; the figures of an H100 chose them."""
+    tiles = choose_matmul_tiles(rows, dtype, fixed=fixed, part=part)
+    if fixed or rows <= _MAX_SMALL_TILE_ROWS or dtype == torch.float32:
+        return tiles
+    numbers = part.kernel_form[0] == triton_quantized.NUMBERS
+    if rows <= _MIN_LARGE_TILE_ROWS:
+        return MatmulTiles(64 if numbers else 32, 64, 4, 3)
+    room = triton_launch_sizes.shared_memory_bytes(part.codes.device.index)
+    if numbers and room >= _LARGE_TILE_BYTES:
+        return _LARGE_TILES
+    if numbers or (part.codes_per_word * part.inputs_per_step <= _MAX_WIDE_STEP and room >= _WIDE_TILE_BYTES):
+        return MatmulTiles(128, 128, 8, 3)
+    return tiles

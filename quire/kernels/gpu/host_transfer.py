@@ -1,0 +1,90 @@
+"""Copies between host and device; with CUDA neither waits for the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16
+
+
+def upload_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """The arrays as tensors on the device, in one copy, or none where all are empty, from pinned memory where
+    it goes to a GPU of CUDA's; on the CPU they share the arrays' memory.
+
+    PyTorch keeps the pinned memory until the copy is done, whatever becomes of the tensors.
+    """
+    if device.type == "cpu":
+        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+    size = _end_offsets(arrays)[-1]
+    if size == 0:
+        return unpack_arrays(torch.empty(0, dtype=torch.uint8, device=device), arrays)
+    pinned = device.type == "cuda"
+    staged = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    pack_arrays(staged, arrays)
+    return unpack_arrays(staged.to(device, non_blocking=pinned), arrays)
+
+
+def copy_into(array: np.ndarray, target: Tensor) -> None:
+    """Into a tensor of the device that is there already, in one copy."""
+    if target.device.type == "cpu":
+        target.copy_(torch.from_numpy(array))
+        return
+    pinned = target.device.type == "cuda"
+    staged = torch.empty(_end_offsets([array])[-1], dtype=torch.uint8, pin_memory=pinned)
+    pack_arrays(staged, [array])
+    target.copy_(unpack_arrays(staged, [array])[0], non_blocking=pinned)
+
+
+def pack_arrays(staged: Tensor, arrays: Sequence[np.ndarray]) -> None:
+    """Lay the arrays one after another into host bytes, each at a multiple of 16."""
+    target = staged.numpy()
+    for array, end in zip(arrays, _end_offsets(arrays), strict=True):
+        begin = end - _padded_bytes(array)
+        target[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def unpack_arrays(laid: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    """Bytes laid by `pack_arrays` as tensors of the arrays' types and shapes."""
+    tensors = []
+    for array, end in zip(arrays, _end_offsets(arrays), strict=True):
+        begin = end - _padded_bytes(array)
+        dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
+        tensors.append(laid[begin : begin + array.nbytes].view(dtype).view(array.shape))
+    return tensors
+
+
+def _padded_bytes(array: np.ndarray) -> int:
+    return -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _end_offsets(arrays: Sequence[np.ndarray]) -> list[int]:
+    return np.cumsum([_padded_bytes(array) for array in arrays]).tolist()
+
+
+class HostDownload:
+    """A copy of tensors to the host, on a stream of its own: later computations do not wait for it."""
+
+    def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
+        """`stream` is of the tensors' GPU, and None where they are on the host already, and where the device has none
+        of CUDA's; there `wait_for_copy` copies them."""
+        self.tensors = list(tensors)
+        """Copies of these in the host's memory, once they are made."""
+        self._copied: torch.cuda.Event | None = None
+        if stream is None:
+            return
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            for index, tensor in enumerate(tensors):
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                self.tensors[index] = host.copy_(tensor, non_blocking=True)
+                tensor.record_stream(stream)  # else its memory could be reused before it is copied
+            self._copied = stream.record_event()
+
+    def wait_for_copy(self) -> list[Tensor]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [each.cpu() for each in self.tensors]

@@ -1,0 +1,108 @@
+"""Kinds of Triton kernels: what is compiled apart, for arguments of other types, sizes that are constants, alignments.
+
+Triton compiles a kind, for seconds, when it is first launched. `record_variants` says which ones something would
+launch, without a launch; another process may compile them (`KernelVariant.compile_variant`), and this one then finds
+them in Triton's folder."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+
+@dataclass(frozen=True, slots=True)
+class KernelVariant:
+    module: str
+    name: str
+    specialization: str
+    """As Triton's hooks give it and `JITFunction.preload` takes it."""
+    gpu_target: tuple[str, int | str, int]
+    """What it is compiled for, as `GPUTarget` takes it. Triton 3.6's specialization does not say it, 3.7's does."""
+
+    @property
+    def kernel(self) -> JITFunction[Any]:
+        kernel: JITFunction[Any] = getattr(importlib.import_module(self.module), self.name)
+        return kernel
+
+    @property
+    def marker_path(self) -> Path:
+        """An empty file beside what Triton keeps, where this kind was compiled before."""
+        digest_fields = (
+            self.module,
+            self.name,
+            self.specialization,
+            str(self.gpu_target),
+            self.kernel.cache_key,
+            triton.__version__,
+        )
+        return Path(knobs.cache.dir, "quire", hashlib.sha256("\n".join(digest_fields).encode()).hexdigest())
+
+    def compile_variant(self) -> None:
+        """Into Triton's folder. Raises what Triton raises; the GPU need not be there (`set_compile_target`)."""
+        self.kernel.preload(self.specialization)
+        self.marker_path.parent.mkdir(parents=True, exist_ok=True)
+        self.marker_path.touch()
+
+    @property
+    def target(self) -> GPUTarget:
+        return GPUTarget(*self.gpu_target)
+
+
+_DEVICE_NUMBERS: dict[GPUTarget, int] = {}
+
+
+class CompileOnlyDriver:
+    """A driver of which the compiler asks the target alone."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+        # Triton keeps what it has compiled by the number of the device.
+        self._device_number = _DEVICE_NUMBERS.setdefault(target, len(_DEVICE_NUMBERS))
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return self._device_number
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def set_compile_target(target: GPUTarget) -> None:
+    """Compile for this GPU from now on, in a process that has none and launches nothing."""
+    driver.set_active(CompileOnlyDriver(target))
+
+
+def record_variants(function: Callable[[], None]) -> list[KernelVariant]:
+    """The kinds that `function` would launch and that were not compiled in this process. Nothing is launched meanwhile,
+    not even what is compiled: what kernels write is not written. Not beside other threads that launch kernels."""
+    variants: dict[KernelVariant, None] = {}
+    run, hook = JITFunction.run, knobs.runtime.jit_cache_hook
+
+    def record_variant(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        gpu = driver.active.get_current_target()
+        variants[
+            KernelVariant(fn.module, fn.name, compile["specialization_data"], (gpu.backend, gpu.arch, gpu.warp_size))
+        ] = None
+        return True  # do not compile
+
+    def run_without_launch(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return run(kernel, *args, grid=grid, warmup=True, **options)
+
+    knobs.runtime.jit_cache_hook, JITFunction.run = record_variant, run_without_launch
+    try:
+        function()
+    finally:
+        knobs.runtime.jit_cache_hook, JITFunction.run = hook, run
+    return list(variants)

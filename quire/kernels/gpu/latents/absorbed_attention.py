@@ -1,0 +1,108 @@
+"""Attention over pages of latents by the kernels of triton_latents.py, in the absorbed form: decodes, whose keys are
+split to fill the GPU, and prompts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels.attention.context_shard import ContextShard
+from quire.kernels.attention_params import AttentionParams
+from quire.kernels.backend import AttentionMetadata
+from quire.kernels.gpu.latents.triton_latents import attend_latent_splits, attend_latents
+from quire.kernels.gpu.ranks.context_parallel import allocate_output
+from quire.kernels.gpu.triton_attention import reduce_even, reduce_fixed
+from quire.kernels.gpu.triton_kv_quantization import kernel_cache_view
+from quire.kernels.gpu.triton_launch_sizes import (
+    FIXED_SPLIT,
+    MAX_PARTIAL_SUMS,
+    AttentionTiles,
+    allocate_split_buffers,
+    cdiv,
+    is_hopper,
+    next_power_of_2,
+    num_even_splits,
+    programs_per_tile,
+)
+from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
+
+_MIN_SPLIT, _MAX_SPLITS = 64, 128
+"""Of an even split's keys. All heads read the same latents, so few tiles have to fill the GPU: one program on each
+multiprocessor, whose shared memory a tile of many rows takes."""
+_REDUCE_SHAPES = ((32, 512, 8), (_MAX_SPLITS, 64, 4))
+"""Splits up to which so many numbers of a row are reduced by one program, of so many warps."""
+_FIXED_REDUCE_BLOCK = 128
+"""The same where splits follow each other."""
+
+
+def attend_absorbed(
+    q: Tensor,
+    cache: Tensor,
+    metadata: AttentionMetadata,
+    softmax: AttentionParams,
+    *,
+    fixed: bool,
+    shard: ContextShard | None = None,
+) -> Tensor:
+    """`Operations.paged_attention` with AttentionParams.value_dim, of a step that has no parts: q [T, H, L + R], pages
+    [P, page size, 1, L + R] of any power-of-two size. fixed, own: as paged_attention of triton_paged.py has them."""
+    assert softmax.value_dim is not None
+    q, (tokens, heads, dim), values, page = q.contiguous(), q.shape, softmax.value_dim, cache.shape[1]
+    rank, ranks = (0, 1) if shard is None else (shard.rank, shard.world_size)
+    out, seqs, device = allocate_output(q, values, shard), len(metadata.context_lens), q.device.index
+    one_token, longest = metadata.max_query_len == 1, metadata.max_context_len
+    longest = longest if shard is None else shard.max_tokens_per_rank(longest)
+    rows = heads if fixed else heads * metadata.max_query_len
+    tiles = choose_absorbed_tiles(
+        rows, q.dtype, coded=cache.dtype in QUANTIZED_KV_DTYPES, fixed=fixed, hopper=is_hopper(device)
+    )
+    count = seqs * cdiv(heads, tiles.block_m) if one_token else tokens * heads // tiles.block_m + seqs
+    split = FIXED_SPLIT if fixed else 0
+    if split:
+        splits = cdiv(longest, split)
+        programs = min(splits, programs_per_tile(count, device))
+    else:
+        wanted = programs_per_tile(count, device, programs_per_processor=1)
+        splits = programs = num_even_splits(wanted, longest, one_token, least=_MIN_SPLIT, most=_MAX_SPLITS)
+    if tokens * heads * splits * values > MAX_PARTIAL_SUMS:
+        programs = 1
+    kv_format, codes, scales = kernel_cache_view(cache)
+    inputs = (q, codes, scales, metadata.query_start, metadata.context_lens, metadata.block_table)
+    strides = (metadata.block_table.stride(0), cache.stride(0), seqs)
+    key_scale = softmax.kv_scales.key
+    rotated = dim - values
+    sizes = (heads, values, next_power_of_2(values), rotated, max(16, next_power_of_2(rotated)), page)
+    kinds = (tiles.block_m, tiles.block_n, one_token, split, kv_format, ranks)
+    compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    rules = (softmax.scale * key_scale, key_scale, rank)
+    if programs == 1:
+        attend_latents[count,](out, *inputs, *strides, *rules, *sizes, *kinds, **compiled)
+        return out
+    parts, looped = allocate_split_buffers(tokens * heads, splits, values, q.device), programs < splits
+    attend_latent_splits[count, programs](*parts, *inputs, *strides, splits, *rules, *sizes, *kinds, looped, **compiled)
+    if fixed:
+        block = min(sizes[2], _FIXED_REDUCE_BLOCK)
+        reduce_sizes = (heads, values, block, page, False, split, ranks, False)
+        grid = (tokens * heads, cdiv(values, block))
+        reduce_fixed[grid](out, q, *parts, metadata.positions, splits, 0, rank, *reduce_sizes, num_warps=1)
+    else:
+        most, numbers, num_warps = next(each for each in _REDUCE_SHAPES if splits <= each[0])
+        block = min(sizes[2], numbers)
+        even_sizes = (heads, values, block, most, ranks, False)
+        reduce_even[tokens * heads, cdiv(values, block)](out, q, *parts, splits, *even_sizes, num_warps=num_warps)
+    return out
+
+
+def choose_absorbed_tiles(rows: int, dtype: torch.dtype, *, coded: bool, fixed: bool, hopper: bool) -> AttentionTiles:
+    """For so many rows of a sequence, heads times queries; fixed: one size for all that a model has, and rows are its
+    heads. coded: pages hold codes, whose numbers take registers. Measured on an H100 for pages of 16 bits; without
+    hopper, whose tiles of 64 rows are wgmma's, all fit in the 99 KB of shared memory of a consumer GPU."""
+    if dtype == torch.float32:  # in full precision, so without tensor cores
+        return AttentionTiles(16, 16, 4, 1)
+    if rows <= 16 or (fixed and (coded or not hopper)):
+        return AttentionTiles(16, 32, 8 if coded or fixed else 4, 3)
+    if coded or not hopper:
+        return AttentionTiles(32, 16, 8, 2)
+    if fixed:
+        return AttentionTiles(64, 32, 8, 3)
+    return AttentionTiles(32, 64, 8, 3) if rows <= 32 else AttentionTiles(64, 64, 8, 2)

@@ -1,0 +1,47 @@
+"""Attention of whole prompts over keys and values of all heads, which are made of their latents: fewer products than in
+the absorbed form, but rounded otherwise, so only where a row's bits may depend on how its prompt was cut."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels.attention_params import AttentionParams
+from quire.kernels.backend import AttentionMetadata
+from quire.kernels.gpu.latents.triton_expanded import attend_expanded
+from quire.kernels.gpu.triton_launch_sizes import AttentionTiles, is_hopper, next_power_of_2
+
+
+def run_expanded_attention(
+    q: Tensor, halves: tuple[Tensor, Tensor], cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
+) -> Tensor:
+    """What attention gives, [T, H * V], for the turned queries [T, H, P + R] of whole prompts. halves: of kv_b_proj,
+    [H, L, P], which brings queries into the space of latents, and [H, V, L], which makes values. cache [P, page size,
+    1, L + R] has all latents of these tokens."""
+    q, (tokens, heads, width), (absorb, expand) = q.contiguous(), q.shape, halves
+    (values, size), plain = expand.shape[1:], absorb.shape[2]
+    rotated, stored_latents = width - plain, cache.view(-1, cache.shape[-1])[metadata.slot_mapping]
+    low, turned = stored_latents.split((size, rotated), dim=1)
+    k = torch.matmul(low, absorb)
+    v = torch.matmul(low, expand.transpose(1, 2))
+    if next_power_of_2(plain) != plain or next_power_of_2(rotated) != rotated or min(plain, rotated) < 16:
+        # A tile's sizes are powers of two, and both parts together fill one better.
+        k, plain, rotated = torch.cat((k, turned[None].expand(heads, -1, -1)), dim=2), width, 0
+    out, seqs = q.new_empty((tokens, heads * values)), len(metadata.context_lens)
+    padded = max(16, next_power_of_2(plain)), max(16, next_power_of_2(values))
+    tiles = choose_expanded_tiles(max(padded), q.dtype, hopper=is_hopper(q.device.index))
+    sizes = (heads, plain, padded[0], rotated, values, padded[1], stored_latents.shape[1], tiles.block_m, tiles.block_n)
+    grid = (heads, tokens // tiles.block_m + seqs)
+    compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    attend_expanded[grid](out, q, k, turned, v, metadata.query_start, tokens, seqs, softmax.scale, *sizes, **compiled)
+    return out
+
+
+def choose_expanded_tiles(widest: int, dtype: torch.dtype, *, hopper: bool) -> AttentionTiles:
+    """For keys or values of so many numbers. Measured on an H100; all others fit in the 99 KB of shared memory of a
+    consumer GPU."""
+    if dtype == torch.float32:  # in full precision, so without tensor cores
+        return AttentionTiles(16, 16, 4, 1)
+    if hopper:
+        return AttentionTiles(128, 64, 8, 3 if widest <= 128 else 2)
+    return AttentionTiles(64, 32, 4 if widest <= 128 else 8, 2)

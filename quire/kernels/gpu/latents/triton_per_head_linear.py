@@ -1,0 +1,85 @@
+"""Linears of single heads, of all heads at once, in Triton: kernels/latents/per_head_linear.py says what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.attention_params import AttentionParams
+from quire.kernels.backend import AttentionMetadata, Linear, LinearContext
+from quire.kernels.gpu.latents.expanded_attention import run_expanded_attention
+from quire.kernels.gpu.triton_launch_sizes import cdiv
+from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
+
+_FIXED_TILE_ROWS, _MAX_DECODE_ROWS = 64, 16
+"""Rows of a tile: where a row is to have the same bits in every batch, and in decodes."""
+_OUTPUTS_PER_TILE, _INNER_STEP = 64, 64
+_MIN_EXPANDED_TOKENS = 16
+"""Tokens of the longest prompt from which on latents are expanded: it takes no more products than absorbing them does,
+but some kernels more."""
+
+
+@triton.jit(do_not_specialize=["rows"])
+def multiply_blocks(
+    x, weight, out, rows, BLOCKS: tl.constexpr, OUTS: tl.constexpr, INNER: tl.constexpr, PASSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out [rows, BLOCKS, OUTS + PASSED] of x [rows, BLOCKS, INNER + PASSED] and weight [BLOCKS, OUTS, INNER]: one sum
+    each, in the order of the inner numbers. Programs behind the tiles of OUTS copy what is passed. Grid: tiles of rows,
+    tiles of OUTS and of PASSED, BLOCKS."""
+    m, block = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(2)
+    m_inside, k = m < rows, tl.arange(0, BLOCK_K)
+    own_x = x + (m.to(tl.int64)[:, None] * BLOCKS + block) * (INNER + PASSED)
+    own_out = out + (m.to(tl.int64)[:, None] * BLOCKS + block) * (OUTS + PASSED)
+    TILES: tl.constexpr = (OUTS + BLOCK_N - 1) // BLOCK_N
+    if tl.program_id(1) >= TILES:
+        i = (tl.program_id(1) - TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = m_inside[:, None] & (i < PASSED)[None, :]
+        tl.store(own_out + OUTS + i[None, :], tl.load(own_x + INNER + i[None, :], mask=inside, other=0.0), mask=inside)
+    else:
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        lines = weight + (block * OUTS + n).to(tl.int64)[None, :] * INNER
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for begin in range(0, INNER, BLOCK_K):
+            k_inside = begin + k < INNER
+            left = tl.load(own_x + begin + k[None, :], mask=m_inside[:, None] & k_inside[None, :], other=0.0)
+            right = tl.load(lines + begin + k[:, None], mask=(n < OUTS)[None, :] & k_inside[:, None], other=0.0)
+            total = tl.dot(left, right, total, input_precision="ieee")
+        inside = m_inside[:, None] & (n < OUTS)[None, :]
+        tl.store(own_out + n[None, :], total.to(out.dtype.element_ty), mask=inside)
+
+
+class TritonPerHeadLinear:
+    """`Backend.pack_per_head_linear`, as ExpandablePerHeadLinear."""
+
+    def __init__(self, weights: Sequence[Tensor], passed: int, *, fixed: bool) -> None:
+        self.weight = torch.stack(list(weights)).contiguous()
+        """[B, out, in]"""
+        self._passed, self._fixed = passed, fixed
+
+    def should_expand(self, cache: Tensor, metadata: AttentionMetadata) -> bool:
+        whole = metadata.is_full_prefill and metadata.max_query_len >= _MIN_EXPANDED_TOKENS
+        return whole and not self._fixed and cache.dtype not in QUANTIZED_KV_DTYPES
+
+    def attend_expanded(
+        self, q: Tensor, expand: Linear, cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
+    ) -> Tensor:
+        assert isinstance(expand, TritonPerHeadLinear)
+        return run_expanded_attention(q, (self.weight, expand.weight), cache, metadata, softmax)
+
+    def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
+        x, (blocks, outs, inner), passed = x.contiguous(), self.weight.shape, self._passed
+        rows = len(x)
+        out = x.new_empty((rows, blocks * (outs + passed)))
+        if not rows:
+            return out
+        few = not self._fixed and rows <= _MAX_DECODE_ROWS
+        block_m = _MAX_DECODE_ROWS if few else _FIXED_TILE_ROWS
+        grid = (cdiv(rows, block_m), cdiv(outs, _OUTPUTS_PER_TILE) + cdiv(passed, _OUTPUTS_PER_TILE), blocks)
+        sizes = (blocks, outs, inner, passed, block_m, _OUTPUTS_PER_TILE, _INNER_STEP)
+        multiply_blocks[grid](x, self.weight, out, rows, *sizes, num_warps=4, num_stages=3)
+        return out

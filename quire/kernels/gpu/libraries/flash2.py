@@ -1,0 +1,92 @@
+"""The backend on flash-attn 2 (Dao, 2023): https://github.com/Dao-AILab/flash-attention, version 2.8 up to 2.8.3.
+
+Its later sources read the longest context on the host in every paged decode, which no CUDA graph can hold, and choose
+other splits by default. INSTALL is how it is installed: its build imports torch, which an isolated build does not have.
+"""
+
+from __future__ import annotations
+
+import re
+from types import ModuleType
+
+from torch import Tensor
+
+from quire.kernels.attention_params import AttentionParams
+from quire.kernels.backend import AttentionMetadata
+from quire.kernels.gpu.libraries.flash_backend import FlashLibraryBackend, gather_step_tokens, import_library
+
+REQUIREMENT = "flash-attn>=2.8,<2.8.4"
+"""What pyproject.toml asks for too."""
+INSTALL = f"pip install --no-build-isolation '{REQUIREMENT}'"
+_MIN_VERSION, _FIRST_REFUSED_VERSION = (2, 8), (2, 8, 4)
+
+
+class Flash2Backend(FlashLibraryBackend):
+    name = "flash"
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        super().__init__(_import_flash2(), deterministic=deterministic)
+
+    def description(self) -> str:
+        return f"flash-attn {self._library.__version__}"
+
+    def attend_part(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
+    ) -> Tensor:
+        """One query per sequence goes to the split-KV decode kernel, everything else to the ragged one: with pages, or
+        where all keys are the step's own with copies of these in a row, for which it has a faster kernel.
+
+        The decode kernel cuts a sequence's keys into as many parts as fill the GPU; a deterministic backend allows one
+        part. Keys are then always reduced in the same order: both functions run the same kernel, over tiles aligned to
+        position 0.
+        """
+        window = softmax.window if self.deterministic else softmax.effective_window(metadata.max_context_len)
+        options = {
+            "softmax_scale": softmax.scale,
+            "causal": True,
+            # (left, right): a window counts the query itself; flash-attn counts the keys to its left, -1 is unlimited.
+            "window_size": (-1, -1) if window is None else (window - 1, 0),
+            "softcap": softmax.softcap or 0.0,
+        }
+        if metadata.max_query_len == 1:
+            out: Tensor = self._library.flash_attn_with_kvcache(
+                q.unsqueeze(1),
+                k_cache,
+                v_cache,
+                cache_seqlens=metadata.context_lens,
+                block_table=metadata.block_table,
+                num_splits=1 if self.deterministic else 0,
+                **options,
+            )
+            return out.squeeze(1)
+        plain = metadata.is_full_prefill and not self.deterministic
+        out = self._library.flash_attn_varlen_func(
+            q,
+            gather_step_tokens(k_cache, metadata) if plain else k_cache,
+            gather_step_tokens(v_cache, metadata) if plain else v_cache,
+            block_table=None if plain else metadata.block_table,
+            cu_seqlens_q=metadata.query_start,
+            cu_seqlens_k=metadata.key_start,
+            max_seqlen_q=metadata.max_query_len,
+            max_seqlen_k=metadata.max_context_len,
+            **options,
+        )
+        return out
+
+
+def _import_flash2() -> ModuleType | str:
+    """The library, or why it cannot be used."""
+    module = import_library("flash_attn", "flash-attn", INSTALL)
+    if isinstance(module, str):
+        return module
+    if not hasattr(module, "flash_attn_with_kvcache"):  # flash-attn 4 shares the folder, as a namespace
+        return f"what is installed as flash_attn is not flash-attn 2 ({INSTALL})"
+    return _version_error(module.__version__) or module
+
+
+def _version_error(version: str) -> str | None:
+    """Why this version of flash-attn cannot be used; None where it can."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if _MIN_VERSION <= numbers < _FIRST_REFUSED_VERSION:
+        return None
+    return f"flash-attn {version} is not one of 2.8 to 2.8.3, whose paged decodes a CUDA graph can hold ({INSTALL})"

@@ -1,0 +1,154 @@
+"""A step of decodes and prompts as two calls of attention: one query of each of many sequences fits other kernels than
+many queries of a few do. In one call, a grid of the longest prompt's tiles for every decode has mostly empty blocks."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.attention_params import AttentionParams
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext
+from quire.kernels.gpu.images.bidirectional_attention import attend_bidirectional, can_attend_bidirectional
+from quire.kernels.recurrent.recurrence import DraftStateLengths, StateSequences
+from quire.kernels.reference import ReferenceBackend
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDecodeSplit:
+    """Where the decodes of a step end, and what the sequences behind them count from their own beginning."""
+
+    num_decodes: int
+    """The first sequences, of one query each; at least 1, and less than all."""
+    query_start: np.ndarray  # [prompts + 1] int32
+    key_start: np.ndarray  # the same of keys
+    max_context_lens: tuple[int, int]
+    """Contexts: of the decodes, and of those behind them."""
+    is_full_prefill: bool
+    """Whether all keys of those behind are this step's own."""
+
+    @classmethod
+    def from_lengths(cls, counts: np.ndarray, contexts: np.ndarray, key_start: np.ndarray) -> PrefillDecodeSplit | None:
+        """Of sequences with so many queries and keys, each [S] int64; key_start [S + 1]. None: they are all alike."""
+        ones = counts == 1
+        decodes = len(counts) if ones.all() else int(ones.argmin())
+        if not 0 < decodes < len(counts):
+            return None
+        query_start = np.zeros(len(counts) - decodes + 1, dtype=np.int32)
+        query_start[1:] = counts[decodes:].cumsum()
+        longest = int(contexts[:decodes].max()), int(contexts[decodes:].max())
+        whole = bool((counts[decodes:] == contexts[decodes:]).all())
+        return cls(decodes, query_start, key_start[decodes:] - key_start[decodes], longest, whole)
+
+    def split_metadata(
+        self, metadata: AttentionMetadata, query_start: Tensor, key_start: Tensor, block_size: int
+    ) -> AttentionMetadata:
+        """The metadata with its two parts, as are those of the other groups of layers; query_start, key_start: ours on
+        the device. For attention alone: what else a step says of its tokens, the parts do not repeat."""
+        first, behind = slice(self.num_decodes), slice(self.num_decodes, None)
+        pages = [-(-longest // block_size) for longest in self.max_context_lens]
+        decodes = AttentionMetadata(
+            query_start=metadata.query_start[: self.num_decodes + 1],
+            context_lens=metadata.context_lens[first],
+            key_start=metadata.key_start[: self.num_decodes + 1],
+            block_table=metadata.block_table[first, : pages[0]],
+            positions=metadata.positions[first],
+            slot_mapping=metadata.slot_mapping[first],
+            max_query_len=1,
+            max_context_len=self.max_context_lens[0],
+        )
+        prompts = AttentionMetadata(
+            query_start=query_start,
+            context_lens=metadata.context_lens[behind],
+            key_start=key_start,
+            block_table=metadata.block_table[behind, : pages[1]],
+            positions=metadata.positions[behind],
+            slot_mapping=metadata.slot_mapping[behind],
+            max_query_len=metadata.max_query_len,
+            max_context_len=self.max_context_lens[1],
+            is_full_prefill=self.is_full_prefill,
+        )
+        others = tuple(self.split_metadata(each, query_start, key_start, block_size) for each in metadata.other_groups)
+        return replace(metadata, decode_prefill_parts=(decodes, prompts), other_groups=others)
+
+
+class PagedAttentionBackend(ReferenceBackend):
+    """On pages of [token, KV head, head_dim]: a step of decodes and prompts is two calls, and torch's own attention
+    computes what sees ahead of itself."""
+
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
+    ) -> Tensor:
+        if softmax.lookahead == 0:
+            return attend_by_parts(
+                lambda rows, part: self.attend_part(rows, k_cache, v_cache, part, softmax), q, metadata
+            )
+        if self.deterministic or not can_attend_bidirectional(k_cache, softmax):
+            return super().paged_attention(q, k_cache, v_cache, metadata, softmax)
+        return attend_bidirectional(q, k_cache, v_cache, metadata, softmax)
+
+    @abstractmethod
+    def attend_part(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
+    ) -> Tensor:
+        """As `paged_attention`, of a step that has no parts."""
+
+
+def join_metadata(
+    decodes: AttentionMetadata, prompts: AttentionMetadata, linear: LinearContext = NO_ADAPTERS
+) -> AttentionMetadata:
+    """The metadata of a step of these two, which are its parts; linear: of all its tokens. It is made on the device
+    alone, so that a CUDA graph can hold it."""
+    first, keys, turns = len(decodes.context_lens), decodes.key_start, None
+    if decodes.rope_position_override is not None and prompts.rope_position_override is not None:
+        turns = torch.cat((decodes.rope_position_override, prompts.rope_position_override))
+    slots = None
+    if decodes.state_slots is not None and prompts.state_slots is not None:
+        slots = torch.cat((decodes.state_slots, prompts.state_slots))
+    return AttentionMetadata(
+        query_start=torch.cat((decodes.query_start, prompts.query_start[1:] + first)),
+        context_lens=torch.cat((decodes.context_lens, prompts.context_lens)),
+        key_start=torch.cat((keys, prompts.key_start[1:] + keys[-1:])),
+        block_table=torch.cat((decodes.block_table, prompts.block_table)),
+        positions=torch.cat((decodes.positions, prompts.positions)),
+        slot_mapping=torch.cat((decodes.slot_mapping, prompts.slot_mapping)),
+        max_query_len=prompts.max_query_len,
+        max_context_len=max(decodes.max_context_len, prompts.max_context_len),
+        linear_context=linear,
+        other_groups=tuple(
+            join_metadata(*pair, linear) for pair in zip(decodes.other_groups, prompts.other_groups, strict=True)
+        ),
+        state_slots=slots,
+        rope_position_override=turns,
+        state_sequences=_join_state_sequences(decodes.state_sequences, prompts.state_sequences),
+        decode_prefill_parts=(decodes, prompts),
+    )
+
+
+def _join_state_sequences(decodes: StateSequences | None, prompts: StateSequences | None) -> StateSequences | None:
+    if decodes is None or prompts is None or decodes.draft_state_lengths is None or prompts.draft_state_lengths is None:
+        return None
+    lens = [
+        torch.cat(pair)
+        for pair in (
+            (decodes.context_lens, prompts.context_lens),
+            (decodes.draft_state_lengths.num_state_tokens, prompts.draft_state_lengths.num_state_tokens),
+            (decodes.draft_state_lengths.num_verified_tokens, prompts.draft_state_lengths.num_verified_tokens),
+        )
+    ]
+    starts = torch.cat((decodes.query_start, prompts.query_start[1:] + len(decodes.context_lens)))
+    return StateSequences(starts, lens[0], DraftStateLengths(*lens[1:]))
+
+
+def attend_by_parts(
+    attend: Callable[[Tensor, AttentionMetadata], Tensor], q: Tensor, metadata: AttentionMetadata
+) -> Tensor:
+    """What `attend` gives for queries [T, H, D], part by part where a step has parts."""
+    if not metadata.decode_prefill_parts:
+        return attend(q, metadata)
+    rows = q.split([len(part.positions) for part in metadata.decode_prefill_parts])
+    return torch.cat([attend(each, part) for each, part in zip(rows, metadata.decode_prefill_parts, strict=True)])

@@ -1,0 +1,104 @@
+"""Codes of few bits to numbers of 16 bits by PTX: two at a time, where Triton's own operations take one at a time.
+
+Bits of codes become bits of floats, from which one multiplication and addition makes the numbers: exactly, as they are
+few.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+HAS_PTX = tl.constexpr(not knobs.runtime.interpret and torch.version.hip is None)
+"""Whether there is PTX: not in Triton's interpreter, nor on AMD's GPUs."""
+
+_ONE_BITS = {True: 0x3F80, False: 0x3C00}
+"""Of bfloat16, and of float16."""
+_MAGIC_BITS = {True: 0x4300, False: 0x6400}
+"""A float whose last bit is 1: 128 and 1024. A small integer in its place of bits is added to it."""
+
+
+def _pack_twice(half: int) -> str:
+    """Two equal numbers of 16 bits in a register."""
+    return f"0x{half:04X}{half:04X}"
+
+
+def _shift_asm(to: str, source: str, left: int) -> str:
+    if left == 0:
+        return f"mov.b32 {to}, {source};"
+    return f"shl.b32 {to}, {source}, {left};" if left > 0 else f"shr.u32 {to}, {source}, {-left};"
+
+
+def _multiply_add_asm(to: str, wide: bool, factor: int, added: str) -> str:
+    """A product and a sum of the two numbers in t; added: bits, or a register."""
+    kind = "bf16x2" if wide else "f16x2"
+    return f"mov.b32 o, {_pack_twice(factor)}; mov.b32 m, {added}; fma.rn.{kind} {to}, t, o, m;"
+
+
+def _float_decode_asm(to: str, source: str, wide: bool, at: int, bits: int, mantissa: int, exponent: int) -> str:
+    """Small floats of so many bits, which begin at bit `at` of each half of the source; 2^exponent is between what
+    their bits mean in the larger type and what they stand for."""
+    fraction = 7 if wide else 10
+    sign, rest = at + bits - 1, _pack_twice(((1 << (bits - 1)) - 1) << (fraction - mantissa))
+    factor = (127 + exponent) << 7 if wide else (15 + exponent) << 10
+    return (
+        _shift_asm("t", source, 15 - sign)
+        + "and.b32 t, t, 0x80008000;"
+        + _shift_asm("u", source, fraction - mantissa - at)
+        + f"lop3.b32 t, u, {rest}, t, 0xEA;"
+        + _multiply_add_asm(to, wide, factor, "0x80008000")
+    )
+
+
+def _nibble_decode_asm(floats: bool, wide: bool, part: int) -> str:
+    """Of the part-th 4 bits of each of two words of 16, $1: integers less 8, or doubled floats (e2m1). wide: for
+    bfloat16."""
+    if floats:
+        # Of e2m1's exponents 1 stands for 1; doubled it is one more.
+        body = _float_decode_asm("$0", "$1", wide, 4 * part, 4, 1, 127 if wide else 15)
+    else:
+        magic = _MAGIC_BITS[wide]
+        body = _shift_asm("t", "$1", -4 * part) + f"lop3.b32 t, t, 0x000F000F, {_pack_twice(magic)}, 0xEA;"
+        body += _multiply_add_asm("$0", wide, _ONE_BITS[wide], _pack_twice(0x8000 | magic | 8))
+    return "{.reg .b32 t, u, o, m;" + body + "}"
+
+
+def _byte_decode_asm(floats: bool, wide: bool, part: int) -> str:
+    """Of the part-th byte of each of two words of 16, $1: 8-bit floats (e4m3), or integers."""
+    magic = _MAGIC_BITS[wide]
+    if floats:
+        body = _float_decode_asm("$0", "$1", wide, 8 * part, 8, 3, 120 if wide else 8)
+    elif wide:  # 7 bits behind the point: the sign bit makes what is subtracted 256
+        body = _shift_asm("t", "$1", -8 * part)
+        body += f"lop3.b32 u, t, 0x00800080, {_pack_twice(0x8000 | magic)}, 0xEA;"
+        body += f"lop3.b32 t, t, 0x007F007F, {_pack_twice(magic)}, 0xEA;" + _multiply_add_asm(
+            "$0", wide, _ONE_BITS[wide], "u"
+        )
+    else:
+        body = "xor.b32 u, $1, 0x80808080;" + _shift_asm("t", "u", -8 * part)
+        body += f"lop3.b32 t, t, 0x00FF00FF, {_pack_twice(magic)}, 0xEA;"
+        body += _multiply_add_asm("$0", wide, _ONE_BITS[wide], _pack_twice(0x8000 | magic | 128))
+    return "{.reg .b32 t, u, o, m;" + body + "}"
+
+
+_BOOLEANS = (False, True)
+_NIBBLE_DECODE_ASM = tl.constexpr(
+    tuple(_nibble_decode_asm(floats, wide, part) for floats in _BOOLEANS for wide in _BOOLEANS for part in range(4))
+)
+_BYTE_DECODE_ASM = tl.constexpr(
+    tuple(_byte_decode_asm(floats, wide, part) for floats in _BOOLEANS for wide in _BOOLEANS for part in range(2))
+)
+
+
+@triton.constexpr_function
+def nibble_decode_asm(floats: bool, wide: bool, part: int) -> str:
+    """As `_nibble_decode_asm`, for kernels, which see what is written before they are compiled."""
+    return _NIBBLE_DECODE_ASM.value[8 * floats + 4 * wide + part]
+
+
+@triton.constexpr_function
+def byte_decode_asm(floats: bool, wide: bool, part: int) -> str:
+    """As `_byte_decode_asm`, likewise."""
+    return _BYTE_DECODE_ASM.value[4 * floats + 2 * wide + part]

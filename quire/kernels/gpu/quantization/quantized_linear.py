@@ -1,0 +1,324 @@
+"""Linears and tables of quantized weights on a GPU, by the kernels of triton_quantized.py and by PyTorch's products."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import LinearContext, QuantizedEmbedding
+from quire.kernels.gpu import triton_launch_sizes
+from quire.kernels.gpu.quantization import activation_rounding, torch_matmul, weight_trial
+from quire.kernels.gpu.quantization import triton_quantized as kernels
+from quire.kernels.gpu.quantization.activation_rounding import EightBitRounding
+from quire.kernels.gpu.quantization.weight_packing import (
+    SCALE_BLOCK,
+    PackedWeight,
+    interleave_for_decode,
+    merge_neighbors,
+    pack_float8,
+    pack_grouped,
+)
+from quire.kernels.gpu.triton_launch_sizes import cdiv
+from quire.kernels.quantized_tensors import (
+    Activations,
+    Float8Weight,
+    QuantizedWeight,
+    RoundedActivations,
+    Rounding,
+    RoundingLinear,
+)
+
+log = logging.getLogger("quire.kernels")
+
+_MAX_FEW_ROWS, _MAX_SOME_ROWS = 16, 64
+"""Rows: tiles are chosen for up to so many."""
+_MIN_DEQUANTIZED_ROWS = 256
+"""Rows from which on weights that x is not rounded for are expanded once, for PyTorch's product of 16 bits."""
+_LONG_STEP, _LONG_STEP_BYTES = 64, 112 * 1024
+"""Words of a long step, and the shared memory of three of them with the inputs of _SOME rows."""
+_COLUMN_BLOCK = 1024
+"""Of a row that is looked up, or of sums, in one program."""
+_PROGRAMS_PER_PROCESSOR = 4
+"""For each multiprocessor, so that memory is never waited for."""
+_MIN_STEPS = 4
+"""Of a part of the inner dimension."""
+
+
+class TritonQuantizedLinear(RoundingLinear):
+    """Weights of one input, their outputs side by side. Memory: `parts`."""
+
+    def __init__(
+        self,
+        parts: Sequence[PackedWeight],
+        bias: Tensor | None,
+        *,
+        wide: bool,
+        fixed: bool,
+        products: Sequence[torch_matmul.TorchMatmul | None] = (),
+        fuses: bool = False,
+    ) -> None:
+        """fixed: a row has the same bits in every batch. wide: the result is float32. products: by part, by which of
+        PyTorch's many rows are multiplied; (): by none. fuses: norms and gates may give x in 8 bits."""
+        self.parts = parts
+        self._matmuls = products or [None] * len(parts)
+        self.bias = bias
+        self.has_float32_output = wide
+        self.dequantized_bytes = torch_matmul.DEQUANTIZED_BYTES
+        """Of weights that are expanded at a time."""
+        self._has_fixed_tiles = fixed
+        self._outs = sum(each.out_features for each in parts)
+        parts_and_matmuls = zip(parts, self._matmuls, strict=True)
+        self._roundings = tuple(
+            None if part.input_order is not None else _activation_rounding(part, product)
+            for part, product in parts_and_matmuls
+        )
+        """How x is rounded, where there are many rows. Where its inputs have another order it is by the part itself."""
+        self._fused_roundings = self._roundings if fuses else (None,) * len(parts)
+        self._unrounded = (None,) * len(parts)
+
+    @property
+    def offloadable_tensors(self) -> list[Tensor]:
+        """As kernels/streaming/host_layers.py has it: what is large."""
+        large = [tensor for each in self.parts for tensor in (each.codes, each.scales, each.offsets)]
+        return [each for each in large if each is not None]
+
+    def input_roundings(self, rows: int) -> tuple[Rounding | None, ...]:
+        return self._fused_roundings if self._should_round(rows) else self._unrounded
+
+    def _should_round(self, rows: int) -> bool:
+        """Few rows are not rounded: the weights alone are small then, and the time is that of reading them."""
+        return self._has_fixed_tiles or rows > _MAX_FEW_ROWS
+
+    def __call__(self, x: Activations, context: LinearContext) -> Tensor:
+        rows, dtype = len(x), torch.float32 if self.has_float32_output else x.dtype
+        rounded_inputs = {x.rounding: x} if isinstance(x, RoundedActivations) else dict[Rounding, RoundedActivations]()
+        whole = x.unrounded if isinstance(x, RoundedActivations) else x.contiguous()
+        out = None if len(self.parts) == 1 and rows else torch.empty((rows, self._outs), dtype=dtype, device=x.device)
+        product, first = out, 0
+        for number, form in enumerate(
+            (self._roundings if self._should_round(rows) else self._unrounded) if rows else ()
+        ):
+            end = first + self.parts[number].out_features
+            bias = None if self.bias is None else self.bias[first:end]
+            to = None if out is None else out[:, first:end]
+            if form is None:
+                assert whole is not None
+                product = self._multiply_part(number, whole, bias, dtype, to)
+            else:
+                if form not in rounded_inputs:
+                    assert whole is not None
+                    rounded_inputs[form] = form.round_rows(whole)
+                product = self._multiply_rounded(number, rounded_inputs[form], bias, dtype, to)
+            first = end
+        result = product if out is None else out
+        assert result is not None
+        return result
+
+    def _multiply_part(
+        self, number: int, x: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None
+    ) -> Tensor:
+        """x @ part.T + bias of this type, to `out`, some columns of a wider tensor, where it is given."""
+        part, rows = self.parts[number], len(x)
+        x = x if part.input_order is None else x.index_select(1, part.input_order)
+        if self._should_round(rows) and (form := _activation_rounding(part, self._matmuls[number])) is not None:
+            return self._multiply_rounded(number, form.round_rows(x), bias, dtype, out)
+        out = x.new_empty((rows, part.out_features), dtype=dtype) if out is None else out
+        many = not self._has_fixed_tiles and not self.has_float32_output and rows >= _MIN_DEQUANTIZED_ROWS
+        if many and x.dtype != torch.float32:
+            torch_matmul.multiply_dequantized(part, x, bias, out, self.dequantized_bytes)
+        else:
+            multiply_unrounded(part, x, bias, out, fixed=self._has_fixed_tiles)
+        return out
+
+    def _multiply_rounded(
+        self, number: int, x: RoundedActivations, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None
+    ) -> Tensor:
+        """The same of x in the form of the part."""
+        part, product = self.parts[number], self._matmuls[number]
+        if product is not None:
+            product_out = torch_matmul.multiply_rounded(part, product, x, bias)
+            return product_out if out is None else out.copy_(product_out)
+        if out is None:
+            out = torch.empty((len(x), part.out_features), dtype=dtype, device=x.device)
+        _multiply_rounded_codes(part, x, bias, out, self._has_fixed_tiles)
+        return out
+
+
+def _activation_rounding(part: PackedWeight, product: torch_matmul.TorchMatmul | None) -> EightBitRounding | None:
+    """How x is rounded for many rows; None: it is not."""
+    if not part.rounds_activations:
+        return None
+    integers = part.kernel_form[0] == kernels.INTEGERS
+    return EightBitRounding(
+        integers, product is None or product == torch_matmul.TorchMatmul.FLOAT8_BLOCK_SCALED, part.pair_step
+    )
+
+
+def pack_quantized(
+    weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool, fixed: bool
+) -> TritonQuantizedLinear | None:
+    """As `Backend.pack_quantized`; None where the kernels do not know a form, or compute something else for it on this
+    GPU. fixed: as in TritonQuantizedLinear."""
+    if weights[0].codes.is_cuda:
+        where = (dtype, weights[0].codes.device, wide, fixed)
+        for weight in weights:
+            if (
+                reason := weight_trial.trial_failure_reason(
+                    weight_trial.quantized_format(weight), *where, pack_without_trial
+                )
+            ) is not None:
+                log.warning("weights of few bits are held in %s: Triton's kernels: %s", dtype, reason)
+                return None
+    return pack_without_trial(weights, bias, dtype=dtype, wide=wide, fixed=fixed)
+
+
+def pack_without_trial(
+    weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool, fixed: bool
+) -> TritonQuantizedLinear | None:
+    """The same without a trial."""
+    parts: list[PackedWeight] = []
+    for weight in weights:
+        if isinstance(weight, Float8Weight):
+            packed = pack_float8(weight, native=has_float8(weight.codes))
+        else:
+            packed = pack_grouped(weight)
+        if packed is None:
+            return None
+        parts.append(packed)
+    parts = [interleave_for_decode(each) for each in merge_neighbors(parts)]
+    products = [None if fixed or wide else torch_matmul.choose_matmul(each, dtype) for each in parts]
+    forms = {_activation_rounding(*each) for each in zip(parts, products, strict=True)} - {None}
+    fuses = all(
+        activation_rounding.can_fuse(form, parts[0].in_features, dtype, parts[0].codes.device) for form in forms if form
+    )
+    return TritonQuantizedLinear(parts, bias, wide=wide, fixed=fixed, products=products, fuses=fuses)
+
+
+def pack_embedding(
+    weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool, fixed: bool
+) -> QuantizedEmbedding | None:
+    """As `Backend.pack_embedding`, likewise."""
+    linear = pack_quantized([weight], None, dtype=dtype, wide=True, fixed=fixed)
+    if linear is None or linear.parts[0].input_order is not None:
+        return None
+    (part,) = linear.parts
+    return QuantizedEmbedding(lambda ids: look_up_rows(part, ids, dtype), linear if tied else None)
+
+
+def has_float8(codes: Tensor) -> bool:
+    """Whether the GPU multiplies 8-bit floats. Triton's interpreter, which needs none, does."""
+    return not codes.is_cuda or torch.cuda.get_device_capability(codes.device) >= (8, 9)
+
+
+class MatmulTiles(NamedTuple):
+    """Rows and outputs of a tile, and how it is compiled."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_matmul_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: PackedWeight | None = None) -> MatmulTiles:
+    """Small tiles for few rows, whose time is reading weights; fixed: one size for all. dtype: of what is multiplied.
+    part: of weights that are not multiplied in their codes. The figures of an H100 chose them."""
+    if dtype == torch.float32:  # in full precision, so without tensor cores
+        return MatmulTiles(32, 64, 4, 2)
+    nibbles, long, device = False, False, None
+    if part is not None:
+        nibbles, device = part.codes_per_word == 4, part.codes.device.index
+        long = nibbles and part.inputs_per_step >= _LONG_STEP
+    if rows <= _MAX_FEW_ROWS and not fixed:
+        return MatmulTiles(16, 128 if nibbles and not long else 64, 4, 3 if nibbles else 4)
+    if rows <= 2 * _MAX_FEW_ROWS and not fixed and part is not None:
+        return MatmulTiles(32, 64, 4, 3)
+    if fixed or rows <= _MAX_SOME_ROWS or nibbles:
+        fits = not long or triton_launch_sizes.shared_memory_bytes(device) >= _LONG_STEP_BYTES
+        return MatmulTiles(64, 64, 4, 3 if fits else 2)
+    return MatmulTiles(128, 128, 8, 2) if dtype.itemsize == 1 else MatmulTiles(128, 64, 8, 2)
+
+
+def split_inner_dim(part: PackedWeight, tiles: MatmulTiles) -> tuple[int, int]:
+    """How many parts of the inner dimension have sums of their own, and words of each part; by the weight's shape and
+    the tiles' alone. Sums that are stored stay fewer bytes than the weights."""
+    steps, columns = cdiv(part.words_per_output, part.inputs_per_step), cdiv(part.out_features, tiles.block_n)
+    wanted = cdiv(_PROGRAMS_PER_PROCESSOR * triton_launch_sizes.num_multiprocessors(part.codes.device.index), columns)
+    count = max(1, min(wanted, steps // _MIN_STEPS, part.words_per_output * part.codes.itemsize // (8 * tiles.block_m)))
+    length = cdiv(steps, count) * part.inputs_per_step
+    return cdiv(part.words_per_output, length), length
+
+
+def multiply_unrounded(part: PackedWeight, x: Tensor, bias: Tensor | None, out: Tensor, *, fixed: bool) -> None:
+    """x [rows, in] @ weight.T + bias to out, some columns of a wider tensor."""
+    rows, outs = out.shape
+    tiles = choose_matmul_tiles(rows, x.dtype, fixed=fixed, part=part)
+    count, length = split_inner_dim(part, tiles) if fixed or rows <= _MAX_SOME_ROWS else (1, part.words_per_output)
+    grid = cdiv(rows, tiles.block_m) * cdiv(outs, tiles.block_n)
+    shape = (tiles.block_m, tiles.block_n, part.inputs_per_step, part.interleaved_outputs)
+    compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    inputs, added = (x, part.codes, *part.kernel_scales), part.factors if bias is None else bias
+    if count > 1 and rows <= _MAX_SOME_ROWS:
+        sums = torch.empty((count, rows, outs), dtype=torch.float32, device=x.device)
+        kernels.multiply_part[grid, count](
+            *inputs,
+            sums,
+            rows,
+            outs,
+            part.in_features,
+            part.words_per_output,
+            part.group_size,
+            length,
+            *part.kernel_form,
+            *shape,
+            **compiled,
+        )
+        kernels.add_parts[rows, cdiv(outs, _COLUMN_BLOCK)](
+            sums,
+            part.factors,
+            added,
+            out,
+            rows,
+            outs,
+            out.stride(0),
+            count,
+            bias is not None,
+            _COLUMN_BLOCK,
+            num_warps=4,
+        )
+        return
+    kernels.multiply_whole[grid,](
+        *inputs, part.factors, added, out, rows, outs, part.in_features, part.words_per_output, out.stride(0),
+        part.group_size, length, count, *part.kernel_form, bias is not None, *shape, count > 1, **compiled,
+    )  # fmt: skip
+
+
+def _multiply_rounded_codes(
+    part: PackedWeight, x: RoundedActivations, bias: Tensor | None, out: Tensor, fixed: bool
+) -> None:
+    """The same, of x in codes of the weights' kind, by blocks."""
+    rows, outs = out.shape
+    tiles = choose_matmul_tiles(rows, x.codes.dtype, fixed=fixed)
+    code_dtype = torch.float8_e4m3fn if part.kernel_form[0] == kernels.FLOATS else torch.int8
+    kernels.multiply_codes[cdiv(rows, tiles.block_m) * cdiv(outs, tiles.block_n),](
+        x.codes.view(code_dtype), x.scales, part.codes.view(code_dtype), part.kernel_scales[0], part.factors,
+        part.factors if bias is None else bias, out, rows, outs, part.in_features, out.stride(0), part.group_size,
+        part.scales is not None, bias is not None, tiles.block_m, tiles.block_n, SCALE_BLOCK,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+
+
+def look_up_rows(part: PackedWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of the weight, [ids, inner]."""
+    ids = ids.contiguous()
+    out = torch.empty((len(ids), part.in_features), dtype=dtype, device=ids.device)
+    if len(ids):
+        kernels.look_up[len(ids), cdiv(part.in_features, _COLUMN_BLOCK)](
+            ids, part.codes, *part.kernel_scales, part.factors, out, part.out_features, part.in_features,
+            part.words_per_output, part.group_size, *part.kernel_form, part.inputs_per_step, part.interleaved_outputs,
+            _COLUMN_BLOCK, num_warps=4,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,203 @@
+"""Weights of few bits as the kernels of triton_quantized.py read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.gpu.quantization import triton_quantized as kernels
+from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, has_same_order
+
+_STEP_SIZES = (64, 32, 16)
+"""Inputs of one product of a program: the largest that divides a group."""
+SCALE_BLOCK = 128
+"""Inputs of x that share a scale where it is rounded."""
+INTERLEAVED_OUTPUTS = 64
+"""Outputs whose words lie side by side, a step of each: a program of so many reads memory in one line."""
+_NIBBLES_PER_WORD = 4
+"""Of 4 bits in a word."""
+_MAX_PADDING = 0.03
+"""Of a line, by zeros behind its inputs, for longer steps."""
+_FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""4-bit floats (e2m1), doubled, by their codes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """Outputs whose weights are alike, as kernels read them."""
+
+    codes: Tensor
+    """[lines, words]: int16 of four codes of 4 bits, as `_pack_nibbles` lays them, or of two of 8 (`_pack_byte_pairs`),
+    and perhaps `interleave_for_decode`; else [outs, in], a byte or a number each."""
+    factors: Tensor
+    """[outs] float32."""
+    scales: Tensor | None
+    """[groups, outs], to be multiplied by the factors; None: 1."""
+    offsets: Tensor | None
+    """Likewise; None: 0."""
+    group_size: int
+    """Inputs that share a scale; the last ones may be fewer."""
+    kernel_form: tuple[int, int, int, bool, bool]
+    """KIND, LOW, HIGH, SCALED and OFFSET of the kernels."""
+    in_features: int
+    inputs_per_step: int
+    """Inputs of one product."""
+    out_features: int
+    input_order: Tensor | None = None
+    """As in GroupedWeight."""
+    rounds_activations: bool = False
+    """Whether x is rounded to 8 bits."""
+    block_scales: Tensor | None = None
+    """[ceil(outs / 128), ceil(in / 128)] float32: scales of 8-bit floats by squares of so many, beside `scales`."""
+    interleaved_outputs: int = 1
+    """Outputs that lie side by side, a step of each."""
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.codes, self.factors, self.scales, self.offsets, self.block_scales)
+        return sum(each.nbytes for each in tensors if each is not None)
+
+    @property
+    def kernel_key(self) -> tuple[object, ...]:
+        """What all weights have in common that one program of a kernel multiplies."""
+        return self.kernel_form, self.group_size, self.inputs_per_step, self.codes.dtype
+
+    @property
+    def words_per_output(self) -> int:
+        """Words of an output."""
+        return self.codes.shape[1]
+
+    @property
+    def codes_per_word(self) -> int:
+        """How many codes a word has."""
+        if self.kernel_form[0] in (kernels.NIBBLES, kernels.TABLE, kernels.NIBBLE_FLOATS):
+            return _NIBBLES_PER_WORD
+        return 2 if self.pair_step else 1
+
+    @property
+    def pair_step(self) -> int:
+        """Where two codes of 8 bits are in a word, so that x in codes has their order: inputs of a step; else 0."""
+        pairs = self.kernel_form[0] in (kernels.INTEGERS, kernels.FLOATS) and self.codes.dtype == torch.int16
+        return self.inputs_per_step if pairs else 0
+
+    @property
+    def kernel_scales(self) -> tuple[Tensor, Tensor]:
+        """Something in the place of those that are not there."""
+        scales = self.factors if self.scales is None else self.scales
+        return scales, scales if self.offsets is None else self.offsets
+
+
+def pack_grouped(weight: GroupedWeight) -> PackedWeight | None:
+    """8-bit integers with a scale for each output alone are multiplied by x in 8 bits, as on CPUs. None where a group
+    is of no whole step."""
+    (outs, inner), single = weight.shape, weight.scales.shape[1] == 1
+    steps = [step for step in _STEP_SIZES if single or weight.group_size % step == 0]
+    if not steps:
+        return None
+    factors, scales, offsets = weight.to_half_scales()
+    if weight.bits == 8:
+        kind, step = kernels.INTEGERS, _pair_step(steps, inner)
+        codes = _pack_byte_pairs(weight.codes, step)
+    else:
+        kind = kernels.NIBBLES if weight.code_values is None else kernels.TABLE
+        kind = kernels.NIBBLE_FLOATS if weight.code_values == _FP4_VALUES else kind
+        step = next((each for each in steps if -inner % (_NIBBLES_PER_WORD * each) <= _MAX_PADDING * inner), steps[-1])
+        codes = _pack_nibbles(weight.codes, step)
+    scales, offsets = (None if each is None else each.t().contiguous() for each in (scales, offsets))
+    words = _pack_table_values(weight.code_values if kind == kernels.TABLE else None)
+    form = (kind, *words, scales is not None, offsets is not None)
+    rounds = weight.bits == 8 and scales is None
+    return PackedWeight(
+        codes, factors, scales, offsets, weight.group_size, form, inner, step, outs, weight.input_order, rounds
+    )
+
+
+def pack_float8(weight: Float8Weight, *, native: bool) -> PackedWeight | None:
+    """native: the GPU multiplies 8-bit floats, so x is rounded to them where blocks allow; else x stays as it is."""
+    (outs, inner), single = weight.shape, weight.inputs_per_scale == weight.shape[1]
+    steps = [step for step in _STEP_SIZES if single or weight.inputs_per_scale % step == 0]
+    if not steps:
+        return None
+    scales, step = weight.output_scales(), _pair_step(steps, inner)
+    codes = _pack_byte_pairs(weight.codes.view(torch.uint8), step)
+    factors = scales[:, 0].contiguous() if single else torch.ones_like(scales[:, 0])
+    transposed_scales = None if single else scales.t().contiguous()
+    rounds = native and (single or weight.inputs_per_scale % SCALE_BLOCK == 0)
+    squares = (
+        weight.scales.float().contiguous()
+        if rounds and not single and weight.scale_block == (SCALE_BLOCK, SCALE_BLOCK)
+        else None
+    )
+    form = (kernels.FLOATS, 0, 0, not single, False)
+    extras = (None, rounds, squares)
+    return PackedWeight(
+        codes, factors, transposed_scales, None, weight.inputs_per_scale, form, inner, step, outs, *extras
+    )
+
+
+def interleave_for_decode(part: PackedWeight) -> PackedWeight:
+    """Words so that a program, which multiplies LINES outputs, reads steps that follow each other in memory: of a few
+    rows the time of a product is that of reading its weights. Outputs are filled up with zeros. Others stay, and those
+    that PyTorch multiplies."""
+    if part.codes_per_word == 1 or part.rounds_activations or part.interleaved_outputs > 1:
+        return part
+    padded = F.pad(part.codes, (0, 0, 0, -part.out_features % INTERLEAVED_OUTPUTS))
+    laid = padded.unflatten(1, (-1, part.inputs_per_step)).unflatten(0, (-1, INTERLEAVED_OUTPUTS)).transpose(1, 2)
+    return replace(part, codes=laid.reshape(padded.shape), interleaved_outputs=INTERLEAVED_OUTPUTS)
+
+
+def merge_neighbors(parts: Sequence[PackedWeight]) -> list[PackedWeight]:
+    """Neighbours that are alike as one; before they are laid for decodes."""
+    merged = list(parts[:1])
+    for each in parts[1:]:
+        last = merged[-1]
+        if not _can_merge(last, each):
+            merged.append(each)
+            continue
+        scales = None if last.scales is None or each.scales is None else torch.cat((last.scales, each.scales), 1)
+        offsets = None if last.offsets is None or each.offsets is None else torch.cat((last.offsets, each.offsets), 1)
+        squares = None
+        if last.block_scales is not None and each.block_scales is not None and last.out_features % SCALE_BLOCK == 0:
+            squares = torch.cat((last.block_scales, each.block_scales))
+        codes, factors = torch.cat((last.codes, each.codes)), torch.cat((last.factors, each.factors))
+        scaled = replace(last, scales=scales, offsets=offsets, block_scales=squares)
+        merged[-1] = replace(scaled, codes=codes, factors=factors, out_features=last.out_features + each.out_features)
+    return merged
+
+
+def _pack_table_values(values: tuple[int, ...] | None) -> tuple[int, int]:
+    """16 values, a byte each, as two integers."""
+    listed = bytes(value & 255 for value in values or ())
+    return int.from_bytes(listed[:8], "little", signed=True), int.from_bytes(listed[8:], "little", signed=True)
+
+
+def _pack_nibbles(codes: Tensor, step: int) -> Tensor:
+    """Words [out, words] of 4-bit codes [out, in / 2], the even input in the low half of a byte: those of `step` inputs
+    are the lowest 4 bits of as many words, the next ones those above, and so on. Inputs are filled up with zeros."""
+    each = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+    each = F.pad(each, (0, -each.shape[1] % (_NIBBLES_PER_WORD * step))).unflatten(1, (-1, _NIBBLES_PER_WORD, step))
+    pairs = each[:, :, ::2] | each[:, :, 1::2] << 4
+    return torch.stack((pairs[:, :, 0], pairs[:, :, 1]), dim=-1).flatten(1).view(torch.int16)
+
+
+def _pair_step(steps: Sequence[int], inner: int) -> int:
+    """The longest step of which the inputs are pairs; the longest of all where they are of none."""
+    return next((each for each in steps if inner % (2 * each) == 0), steps[0])
+
+
+def _pack_byte_pairs(codes: Tensor, step: int) -> Tensor:
+    """Words [out, in / 2] of 8-bit codes [out, in]: of two steps of inputs the first ones are the lower bytes, the
+    others the upper ones. As they are where the last two steps would not be whole."""
+    if codes.shape[1] % (2 * step):
+        return codes.contiguous()
+    return codes.unflatten(1, (-1, 2, step)).transpose(2, 3).flatten(1).view(torch.int16)
+
+
+def _can_merge(a: PackedWeight, b: PackedWeight) -> bool:
+    return (a.kernel_key, a.rounds_activations) == (b.kernel_key, b.rounds_activations) and has_same_order(
+        a.input_order, b.input_order
+    )

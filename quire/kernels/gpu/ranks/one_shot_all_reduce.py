@@ -1,0 +1,193 @@
+"""Sums of few numbers over the ranks of one machine, by the kernel of triton_sum.py, where their GPUs reach each
+other's memory: the time of a decode step's sum is that of starting, and this starts once.
+
+A rank's memory is shared as torch.multiprocessing shares tensors of GPUs (CUDA IPC). PyTorch's symmetric memory would
+do as well, but for how ranks meet in it, which changes from version to version, and for its own waits: none of its sums
+ends without all ranks, and its barriers and signals, which can time out, then end the CUDA context.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quire.kernels.collective import RankEnded
+from quire.kernels.gpu.error_messages import describe_kernel_error
+from quire.kernels.gpu.ranks.triton_sum import sum_over_ranks
+from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
+
+log = logging.getLogger("quire.kernels")
+
+NUM_PROGRAMS, _ELEMENTS_PER_PROGRAM = 128, 2048
+"""Of a kernel: so many are on any GPU at once, as they must be; and numbers of each."""
+MAX_ELEMENTS = NUM_PROGRAMS * _ELEMENTS_PER_PROGRAM
+"""Numbers of a sum. Each rank reads what all have, so of more an all-reduce in pieces is faster."""
+_MAX_ELEMENT_BYTES = 4
+"""Bytes of a number."""
+_MAX_POLLS = 2**30
+"""Minutes: that a rank has ended is noticed otherwise, and earlier."""
+_TRIAL_POLLS = 2**26
+_TRIAL_SECONDS = 45.0
+"""Of all its sums. One whose trial has failed waits at the store for what the others say of theirs, for a minute."""
+SumShape = tuple[int, torch.dtype]
+"""Numbers and type of a sum."""
+_TRIAL_SUMS: tuple[SumShape, ...] = (
+    (1, torch.bfloat16),
+    (5000, torch.float16),
+    (MAX_ELEMENTS, torch.float32),
+    (77, torch.bfloat16),
+    (MAX_ELEMENTS, torch.bfloat16),
+)
+"""The sums of a trial."""
+
+
+class OneShotAllReduce:
+    """One rank's view. Sums begin in the same order on all ranks, with as many numbers; no two of them run at once."""
+
+    def __init__(self, rank: int, rank_memories: Sequence[Tensor], words: Tensor, most_looks: int = _MAX_POLLS) -> None:
+        """memory: of each rank, `rank_memory_bytes` of zeros, as this one reaches it. words: [2] int32 of zeros in the
+        host's memory, which the GPU reaches. most_looks: after so many at another's count a sum is given up."""
+        self._rank, self.rank_memories, self.host_flags = rank, tuple(rank_memories), words
+        self.max_polls = most_looks
+        device = rank_memories[rank].device
+        addresses = torch.tensor([each.data_ptr() for each in rank_memories], dtype=torch.int64)
+        self._addresses = addresses.to(device)
+        self._sum_counts = torch.zeros(NUM_PROGRAMS + 1, dtype=torch.int64, device=device)
+
+    def can_reduce(self, x: Tensor) -> bool:
+        return 0 < x.numel() <= MAX_ELEMENTS and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """As `Collective.sum`, of x that it takes: added in float32 in the order of the ranks. What a sum gives that
+        was given up is nothing: see `raise_if_failed`."""
+        x = x.contiguous()
+        out, ranks = torch.empty_like(x), len(self.rank_memories)
+        sum_over_ranks[cdiv(x.numel(), _ELEMENTS_PER_PROGRAM),](
+            out, x, self._addresses, self._sum_counts, self.host_flags, x.numel(), self.max_polls, self._rank, ranks,
+            next_power_of_2(ranks), NUM_PROGRAMS, _ELEMENTS_PER_PROGRAM, counter_bytes(ranks), num_warps=8,
+        )  # fmt: skip
+        return out
+
+    def stop_waiting(self) -> None:
+        """Let no sum wait any longer. Any thread may call it."""
+        self.host_flags[0] = 1
+
+    def raise_if_failed(self) -> None:
+        """Of the sums that have ended: raises RankEnded where one was given up."""
+        if self.host_flags[1]:
+            raise RankEnded("a sum over ranks was given up")
+
+
+def counter_bytes(ranks: int) -> int:
+    """Of counts, before the numbers."""
+    return cdiv(NUM_PROGRAMS * ranks * 8, 4096) * 4096
+
+
+def rank_memory_bytes(ranks: int) -> int:
+    return counter_bytes(ranks) + 2 * MAX_ELEMENTS * _MAX_ELEMENT_BYTES
+
+
+def try_all_reduce(
+    sums: OneShotAllReduce,
+    rank: int,
+    count: int,
+    device: torch.device,
+    sizes: Sequence[SumShape] = _TRIAL_SUMS,
+    max_polls: int = _TRIAL_POLLS,
+) -> None:
+    """Raises ValueError where sums of these sizes do not have the bits that they have on a CPU. most_looks: as
+    OneShotAllReduce has it, until the trial ends."""
+    sums.max_polls, until = max_polls, time.monotonic() + _TRIAL_SECONDS
+    for number, (size, dtype) in enumerate((*sizes, *sizes)):
+        generator = torch.Generator().manual_seed(number)
+        parts = (torch.randn((count, size), generator=generator) * 100).to(dtype)
+        wanted = parts[0].float()
+        for part in parts[1:]:
+            wanted = wanted + part.float()
+        reduced, done = sums.all_reduce(parts[rank].to(device)), torch.cuda.Event()
+        done.record()
+        while not done.query():
+            if time.monotonic() > until:
+                sums.stop_waiting()
+            time.sleep(0.001)
+        try:
+            sums.raise_if_failed()
+        except RankEnded as error:
+            raise ValueError("a sum did not come") from error
+        if not torch.equal(reduced.cpu(), wanted.to(dtype)):
+            raise ValueError("a sum came wrong")
+    sums.max_polls = _MAX_POLLS
+
+
+def connect_one_shot(
+    store: dist.Store,
+    rank: int,
+    count: int,
+    device: torch.device,
+    *,
+    storages: Any = torch.UntypedStorage,
+    trial: Callable[[OneShotAllReduce, int, int, torch.device], None] = try_all_reduce,
+) -> OneShotAllReduce | None:
+    """All ranks call it, and all get the same: None where a GPU does not reach another's memory, or sums come wrong,
+    which the log says. Raises RuntimeError where another rank does not come. storages: PyTorch's class, whose functions
+    share a GPU's memory between processes and open what is shared. trial: raises an error where sums come wrong."""
+
+    def exchange_answers(what: str, own: bytes) -> list[bytes]:
+        """What each of them says."""
+        store.set(f"one-shot {what} {rank}", own.hex())
+        return [bytes.fromhex(store.get(f"one-shot {what} {each}").decode()) for each in range(count)]
+
+    errors = list[str]()
+
+    def try_action(make: Callable[[], bytes]) -> bytes:
+        """b"-" where it fails."""
+        try:
+            return make()
+        except Exception as error:  # of CUDA, of PyTorch's storages, of Triton: NCCL sums all the same
+            errors.append(describe_kernel_error(error))
+            return b"-"
+
+    memory, all_reduces = list[Tensor](), list[OneShotAllReduce]()
+
+    def share_memory() -> bytes:
+        memory.append(torch.zeros(rank_memory_bytes(count), dtype=torch.uint8, device=device))
+        torch.cuda.synchronize(device)  # zeros, before another rank tells something
+        return pickle.dumps(storages._share_cuda_(memory[0].untyped_storage())[1:])
+
+    handles = exchange_answers("memory", try_action(share_memory))
+
+    def open_memories() -> bytes:
+        near = [
+            memory[0] if each == rank else _open_shared_memory(handle, device, storages)
+            for each, handle in enumerate(handles)
+        ]
+        all_reduces.append(OneShotAllReduce(rank, near, torch.zeros(2, dtype=torch.int32, pin_memory=True)))
+        return b"opened"
+
+    reached = exchange_answers("reached", try_action(open_memories) if b"-" not in handles else b"-")
+
+    def run_trial() -> bytes:
+        trial(all_reduces[0], rank, count, device)
+        return b"right"
+
+    right = exchange_answers("right", try_action(run_trial) if b"-" not in reached else b"-")
+    if b"-" not in right:
+        return all_reduces[0]
+    others = [each for each, answer in enumerate(right) if answer == b"-"]
+    log.warning(
+        "sums over ranks go over NCCL alone: %s", "; ".join(errors) or f"ranks {others} cannot reach all others"
+    )
+    return None
+
+
+def _open_shared_memory(handle: bytes, device: torch.device, storages: Any) -> Tensor:
+    """Another rank's memory. It is opened for this rank's own GPU, which then reaches that of the other."""
+    storage = storages._new_shared_cuda(device.index or 0, *pickle.loads(handle))
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -1,0 +1,85 @@
+"""Keys and values in 8 bits: what a page of codes holds, and its plain PyTorch.
+
+`torch.int8`: every head of every token has a scale of its own in bfloat16. `torch.float8_e4m3fn`: codes alone; a layer
+may have one scale for its keys and one for its values (`KVScales`), as calibrated checkpoints do. Either way a token's
+codes depend on nothing but the token's own key and value.
+
+Scales lie in the page, behind its codes, so that whatever happens to a page happens to them. A page of the reference
+and of Triton is [tokens, K, D] codes, then [tokens, K] scales; the CPU's is laid out by kernels/cpu/kv_codes.h.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+QUANTIZED_KV_DTYPES = (torch.int8, torch.float8_e4m3fn)
+"""The types of pages that do not hold the model's own."""
+SCALE_DTYPE = torch.bfloat16
+_MAX_INT8 = 127
+_MAX_FLOAT8 = 448.0
+_MIN_SCALE = 2.0**-126
+
+
+@dataclass(frozen=True, slots=True)
+class KVScales:
+    """What the 8-bit floats in a layer's pages are multiplied by to be its keys and its values."""
+
+    key: float = 1.0
+    value: float = 1.0
+
+
+UNIT_KV_SCALES = KVScales()
+
+
+def num_scale_elements(kv_dtype: torch.dtype) -> int:
+    """Elements of a page, beside its codes, for each head of each token."""
+    return SCALE_DTYPE.itemsize if kv_dtype == torch.int8 else 0
+
+
+def quantize_kv(x: Tensor, kv_dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor | None]:
+    """Codes [..., D] of x [..., D] in this type, and of integers the scales [...] in bfloat16. Ties go to even; an
+    8-bit float that would be too large becomes the largest."""
+    wide = x.float()
+    if kv_dtype != torch.int8:
+        return (wide / scale).clamp(-_MAX_FLOAT8, _MAX_FLOAT8).to(kv_dtype), None
+    scales = (wide.abs().amax(-1) / _MAX_INT8).clamp(min=_MIN_SCALE).to(SCALE_DTYPE)
+    return (wide / scales.float().unsqueeze(-1)).round().to(torch.int8), scales
+
+
+def dequantize_kv(codes: Tensor, scales: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
+    """The numbers that codes [..., D] stand for, in a wider type."""
+    wide = codes.to(dtype)
+    return wide * scale if scales is None else wide * scales.to(dtype).unsqueeze(-1)
+
+
+def store_quantized_kv(x: Tensor, cache: Tensor, slots: Tensor, scale: float) -> None:
+    """Write x [T, K, D] to the slots [T] of a cache of codes [pages, tokens, K, D and bytes of a scale]."""
+    tokens, kv_heads = cache.shape[1:3]
+    flat, page, within = cache.view(torch.uint8).view(len(cache), -1), slots // tokens, slots % tokens
+    codes, scales = quantize_kv(x, cache.dtype, scale)
+    width = codes[0].numel()
+    _write_page_bytes(flat, page, within * width, codes.contiguous())
+    if scales is not None:
+        beside = SCALE_DTYPE.itemsize * kv_heads
+        _write_page_bytes(flat, page, tokens * width + within * beside, scales.contiguous())
+
+
+def _write_page_bytes(flat: Tensor, page: Tensor, begin: Tensor, rows: Tensor) -> None:
+    """Write rows [T, ...] to bytes `begin` [T] of their pages."""
+    values = rows.view(torch.uint8).flatten(1)
+    flat[page[:, None], begin[:, None] + torch.arange(values.shape[1], device=flat.device)] = values
+
+
+def load_quantized_kv(pages: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Keys or values [pages * tokens, K, D] of pages of codes, in a wider type."""
+    count, tokens, kv_heads, size = pages.shape
+    dim = size - num_scale_elements(pages.dtype)
+    flat = pages.reshape(count, -1)
+    codes = flat[:, : tokens * kv_heads * dim].reshape(-1, kv_heads, dim)
+    if dim == size:
+        return dequantize_kv(codes, None, scale, dtype)
+    scales = flat[:, tokens * kv_heads * dim :].contiguous().view(SCALE_DTYPE).view(-1, kv_heads)
+    return dequantize_kv(codes, scales, scale, dtype)

@@ -1,0 +1,90 @@
+"""What happens to query and key heads before attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
+
+NORM_KINDS = ("heads", "whole", "centred", "after")
+"""By the numbers that kernels/cpu/rope.cpp gives them."""
+PROJECTION_KINDS = ("queries", "keys", "all")
+"""The same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """A norm where there are weights, float32, and the rotation (Su et al., 2021)."""
+
+    head_dim: int
+    cos_sin: Tensor | None
+    """[most positions, D]: cosines in the first half of a row, sines in the second, float32; pairs are (i, i + D/2) as
+    in the Llama checkpoints. None leaves positions out (NoPE layers)."""
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+    kv_scales: KVScales = UNIT_KV_SCALES
+    """Of pages that hold 8-bit floats."""
+    norm_kind: Literal["heads", "whole", "centred", "after"] = "heads"
+    """heads: RMSNorm of each head, whose weights [D] all heads share. whole: RMSNorm of all heads as one row, weights
+    [H * D]. centred: LayerNorm of each head, without a bias, weights [H * D]. after: as heads, but behind the
+    rotation."""
+    q_scale: Tensor | None = None
+    """[most positions] float32: what queries are multiplied by at each position."""
+    v_norm: Tensor | None = None
+    """Weights [D], float32, of an RMSNorm of each value head; only beside norms of heads."""
+    projections: Literal["all", "keys", "queries"] = "all"
+    """What is projected: all three; keys which, before their norm and rotation, are values too; or queries alone, whose
+    keys and values another layer has stored."""
+
+    @property
+    def has_fused_kernel(self) -> bool:
+        """Whether it is what all backends compute in one kernel: a norm of heads, and the rotation."""
+        whole = self.q_scale is None and self.v_norm is None and self.projections == "all"
+        return whole and (self.norm_kind == "heads" or (self.q_norm is None and self.k_norm is None))
+
+    @property
+    def num_projected_kv(self) -> int:
+        """Heads of keys and values that are projected for each that is stored."""
+        return PROJECTION_KINDS.index(self.projections)
+
+    def num_query_heads(self, width: int, kv_heads: int) -> int:
+        """Query heads of a projection so wide."""
+        return width // self.head_dim - self.num_projected_kv * kv_heads
+
+
+def norm_and_rotate(x: Tensor, weight: Tensor | None, rope: Rope, positions: Tensor) -> Tensor:
+    """Of queries or keys [T, heads, D]."""
+    if weight is not None and rope.norm_kind != "after":
+        x = norm_heads(x, weight, rope)
+    if rope.cos_sin is not None:
+        cos, sin = rope.cos_sin[positions][:, None].chunk(2, dim=-1)
+        x = _rotate_halves(x, cos, sin)
+    return norm_heads(x, weight, rope) if weight is not None and rope.norm_kind == "after" else x
+
+
+def norm_heads(x: Tensor, weight: Tensor, rope: Rope) -> Tensor:
+    match rope.norm_kind:
+        case "whole":
+            return rms_norm(x.flatten(1), weight, rope.eps).view_as(x)
+        case "centred":
+            wide = x.float() if x.dtype != torch.float64 else x
+            return (F.layer_norm(wide, x.shape[-1:], eps=rope.eps) * weight.view(-1, x.shape[-1])).to(x.dtype)
+        case _:
+            return rms_norm(x, weight, rope.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float() if x.dtype != torch.float64 else x
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
+def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Halves paired; x [T, heads, D], cos, sin [T, 1, D / 2] float32."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

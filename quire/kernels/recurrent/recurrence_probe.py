@@ -1,0 +1,134 @@
+"""Tries a rule with matrices on the device, as kernels/backend_probe.py tries attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import AttentionMetadata, Backend
+from quire.kernels.backend_probe import BackendProbe, check_graph_replay, is_close
+from quire.kernels.recurrent.recurrence import DraftStateLengths, RecurrentStates
+from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
+from quire.kernels.reference import ReferenceBackend
+
+_TOKEN_COUNTS = (70, 2)
+"""Tokens of two sequences, whose slots are 2 and 0: enough for a GPU to compute the first by pieces. Then come two
+guesses of the first and one token of the second, and then, with one of the guesses right, a token of each."""
+_NUM_DRAFTS = 2
+_CONV_WIDTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrenceProbe(BackendProbe):
+    """Prompts, guesses beside a decode, what becomes of them, and a decode's graph; with a convolution before it. The
+    judge rounds what the convolution gives, and the result, to the model's type too: of a state space of 128 numbers
+    other numbers in the sums change some results by more than a tolerance that finds faults."""
+
+    rule: Any
+    """A Recurrence."""
+    value_dim: int
+    """Numbers of a head's value."""
+
+    def find_mismatch(self, backend: Backend) -> str | None:
+        numbers, cpu = self._random_inputs(), torch.device("cpu")
+        mine = _ProbeLayer(backend, self.rule, self.value_dim, self.device, self.dtype)
+        judge = _ProbeLayer(ReferenceBackend(), _move_tensors(self.rule, cpu), self.value_dim, cpu, self.dtype)
+        first, second = _TOKEN_COUNTS
+        steps = (
+            ("a prompt", _step_metadata([0, 0], _TOKEN_COUNTS, [0, 0], _TOKEN_COUNTS)),
+            ("guesses", _step_metadata([first, second], (first + 3, 3), [first, second], (first + 1, 3))),
+            ("a step behind guesses", _step_metadata([first + 2, 3], (first + 3, 4), [first + 1, 3], (first + 3, 4))),
+        )
+        for what, metadata in steps:
+            if not is_close(mine.run_probe_step(numbers, metadata), judge.run_probe_step(numbers, metadata)):
+                return f"computes something else than the reference for {what} of a {type(self.rule).__name__}"
+        last = _step_metadata([first + 3, 4], (first + 4, 5), None, None)
+        decode = mine.prepare_step(numbers, last)
+        if self.capture is None:
+            return None
+        before = [each.clone() for each in mine.state_tensors]
+        expected = judge.run_probe_step(numbers, last)
+
+        def restore_and_run() -> Tensor:
+            for each, was in zip(mine.state_tensors, before, strict=True):
+                each.copy_(was)
+            return decode()
+
+        return check_graph_replay(self.capture, restore_and_run, expected)
+
+    def _random_inputs(self) -> Tensor:
+        """What tokens give side by side, as the model's type has it."""
+        width = self.rule.input_dim + self.value_dim * self.rule.num_heads + self.rule.head_input_dim
+        generator = torch.Generator().manual_seed(3)
+        return (torch.randn((2, 80, width), generator=generator) / 2).to(self.dtype).float()
+
+
+def _step_metadata(
+    firsts: list[int], ends: tuple[int, ...], seen: list[int] | None, known: tuple[int, ...] | None
+) -> AttentionMetadata:
+    """Of the tokens from `firsts` to `ends` of two sequences."""
+    counts = [end - first for first, end in zip(firsts, ends, strict=True)]
+    at = [position for first, end in zip(firsts, ends, strict=True) for position in range(first, end)]
+    lens = torch.tensor(ends, dtype=torch.int32)
+    starts = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32)
+    guesses = None
+    if seen is not None and known is not None:
+        guesses = DraftStateLengths(torch.tensor(seen, dtype=torch.int32), torch.tensor(known, dtype=torch.int32))
+    where = (starts, lens, starts, torch.zeros((2, 1), dtype=torch.int32), torch.tensor(at), torch.tensor(at))
+    return AttentionMetadata(
+        *where, max(counts), max(ends), state_slots=torch.tensor([2, 0]), draft_state_lengths=guesses
+    )
+
+
+class _ProbeLayer:
+    """What a layer keeps of three slots, and its two operations."""
+
+    def __init__(self, backend: Backend, rule: Any, value: int, device: torch.device, dtype: torch.dtype) -> None:
+        self._backend, self._rule, self._device, self._dtype = backend, rule, device, dtype
+        recent = torch.zeros((3, _CONV_WIDTH - 1 + _NUM_DRAFTS, rule.input_dim), dtype=dtype, device=device)
+        matrices = torch.zeros((3, rule.num_heads, rule.key_dim, value), device=device)
+        guesses = torch.zeros((3, _NUM_DRAFTS, rule.draft_dim), dtype=dtype, device=device)
+        self.state_tensors = (recent, matrices, guesses)
+        weight = torch.linspace(-1.0, 1.0, _CONV_WIDTH * rule.input_dim, device=device).view(_CONV_WIDTH, -1)
+        self._conv = ShortConv(weight, None, is_gated=False)
+
+    def run_probe_step(self, numbers: Tensor, metadata: AttentionMetadata) -> Tensor:
+        return self.prepare_step(numbers, metadata)().cpu().float()
+
+    def prepare_step(self, numbers: Tensor, metadata: AttentionMetadata) -> Callable[[], Tensor]:
+        """A function that computes the step, and reads nothing on the host."""
+        there, counts = _move_tensors(metadata, self._device), metadata.query_start.diff().tolist()
+        firsts = (metadata.context_lens - metadata.query_start.diff()).tolist()
+        rows = [
+            numbers[at, first : first + count] for at, (first, count) in enumerate(zip(firsts, counts, strict=True))
+        ]
+        step_inputs = torch.cat(rows).to(self._device, self._dtype)
+        sizes = [
+            self._rule.input_dim,
+            step_inputs.shape[1] - self._rule.input_dim - self._rule.head_input_dim,
+            self._rule.head_input_dim,
+        ]
+        inputs, z, beside = (each.contiguous() for each in step_inputs.split(sizes, dim=1))
+        recent, matrices, guesses = self.state_tensors
+
+        def run_prepared() -> Tensor:
+            convolved = self._backend.short_conv(inputs, self._conv, ConvColumns(None, 1, recent), there)
+            return self._backend.run_recurrence(
+                convolved, z, beside, self._rule, RecurrentStates(matrices, guesses), there
+            )
+
+        return run_prepared
+
+
+def _move_tensors(instance: Any, device: torch.device) -> Any:
+    """A dataclass, with its tensors there."""
+    values = {each.name: getattr(instance, each.name) for each in fields(instance)}
+    moved_tensors = {name: each.to(device) for name, each in values.items() if isinstance(each, Tensor)}
+    moved_drafts = {
+        name: _move_tensors(each, device) for name, each in values.items() if isinstance(each, DraftStateLengths)
+    }
+    return replace(instance, **moved_tensors, **moved_drafts)

@@ -1,0 +1,183 @@
+"""What ranks on CPUs that share no memory compute together over: a connection from each to each, with as much of the
+interface of torch.distributed's ProcessGroup as is used (distributed.py).
+
+Its own one for CPUs, gloo, hands each call from thread to thread. Between two processes of a busy machine of two cores
+it takes 330 microseconds in the median to gather 2 to 8 KB, and 8 ms for 1.2 MB, where this takes 150 and 2.6 ms. Its
+`send` and `recv` now and then take 5 ms for 2 KB.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+import torch.distributed as dist
+from torch import Tensor, uint8
+
+_CHUNK_BYTES = 1 << 16
+"""Bytes that a connection takes while its other end reads nothing: all send such a piece before they read, so none may
+have to wait for a reader."""
+_KEY_BYTES = 16
+"""Bytes of what a rank wants to see of who connects, which it says in the store; one more says the rank."""
+_CONNECT_SECONDS = 60.0
+_POLL_SECONDS = 0.02
+_GREETING_SECONDS = 1.0
+
+
+class SocketGroup:
+    """The ranks as one of them sees them. They meet at the first call. Each call has been done when it returns, and
+    raises OSError where another rank has ended, or where `abort` was called by another thread."""
+
+    def __init__(self, store: dist.Store, rank: int, count: int, address: str) -> None:
+        """`address`: this machine's, at which the others reach it; their places are told in the `store`."""
+        self._store, self._rank, self._count, self._address = store, rank, count, address
+        self._peers: dict[int, socket.socket] = {}
+        self._aborted = threading.Event()
+
+    def allgather_base(self, out: Tensor, x: Tensor) -> CompletedWork:
+        """out = all ranks' x, contiguous, in their order."""
+        return self._exchange_buffers([_tensor_bytes(x.flatten())] * self._count, out)
+
+    _allgather_base = allgather_base
+    """PyTorch's name."""
+
+    def alltoall_base(
+        self, out: Tensor, x: Tensor, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int]
+    ) -> CompletedWork:
+        """out's part r = rank r's part for this one of x, both contiguous and of equal parts (taken, given: [])."""
+        assert not output_split_sizes
+        assert not input_split_sizes
+        return self._exchange_buffers([_tensor_bytes(part) for part in x.view(self._count, -1)], out)
+
+    def broadcast(self, tensors: Sequence[Tensor], options: object = None) -> CompletedWork:
+        """From the first rank."""
+        self._connect_peers()
+        (x,) = tensors
+        if self._rank:
+            _receive_into(self._peers[0], _tensor_bytes(x.flatten()))
+        else:
+            for peer in self._peers.values():
+                peer.sendall(_tensor_bytes(x.flatten()))
+        return CompletedWork()
+
+    def allreduce(self, tensors: Sequence[Tensor]) -> CompletedWork:
+        """Each number is added in the order of the ranks."""
+        (x,) = tensors
+        parts = x.new_empty((self._count, *x.shape))
+        self.allgather_base(parts, x)
+        x.copy_(sum(parts[1:], start=parts[0]))
+        return CompletedWork()
+
+    def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> CompletedWork:
+        """To that rank, which receives in the order in which this one sends; contiguous."""
+        self._connect_peers()
+        (x,) = tensors
+        self._peers[rank].sendall(_tensor_bytes(x.flatten()))
+        return CompletedWork()
+
+    def recv(self, tensors: Sequence[Tensor], rank: int, tag: int) -> CompletedWork:
+        """Fill a tensor, which is contiguous, with what that rank sends."""
+        self._connect_peers()
+        (x,) = tensors
+        _receive_into(self._peers[rank], _tensor_bytes(x.flatten()))
+        return CompletedWork()
+
+    def abort(self) -> None:
+        self._aborted.set()
+        for peer in list(self._peers.values()):
+            with suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)  # which wakes those that wait
+
+    def _exchange_buffers(self, outgoing: Sequence[memoryview], out: Tensor) -> CompletedWork:
+        """Give each rank one of these, of equal lengths, and fill out with what they give, in their order."""
+        self._connect_peers()
+        parts = [_tensor_bytes(part) for part in out.view(self._count, -1)]
+        parts[self._rank][:] = outgoing[self._rank]
+        for at in range(0, len(outgoing[self._rank]), _CHUNK_BYTES):
+            for rank, peer in self._peers.items():
+                peer.sendall(outgoing[rank][at : at + _CHUNK_BYTES])
+            for rank, peer in self._peers.items():
+                _receive_into(peer, parts[rank][at : at + _CHUNK_BYTES])
+        return CompletedWork()
+
+    def _connect_peers(self) -> None:
+        """Connect to the ranks before this one, and let those after it connect."""
+        if len(self._peers) == self._count - 1:
+            return
+        deadline = time.monotonic() + _CONNECT_SECONDS
+        family, *_, address = socket.getaddrinfo(self._address, 0, type=socket.SOCK_STREAM)[0]
+        peers: dict[int, socket.socket] = {}
+        with socket.create_server(address[:2], family=family) as listener:
+            listener.settimeout(_POLL_SECONDS)
+            key, (host, port, *_) = secrets.token_bytes(_KEY_BYTES), listener.getsockname()
+            self._store.set(_store_key(self._rank), f"{host} {port} {key.hex()}")
+            while len(peers) < self._count - 1:
+                if self._aborted.is_set() or time.monotonic() > deadline:
+                    raise TimeoutError("not all ranks have come")
+                self._connect_lower_ranks(peers)
+                self._accept_peer(listener, key, peers)
+        for peer in peers.values():
+            peer.settimeout(None)
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * _CHUNK_BYTES)
+        weakref.finalize(self, _close_sockets, list(peers.values()))
+        self._peers = dict(sorted(peers.items()))
+        if self._aborted.is_set():  # since the last look
+            raise ConnectionAbortedError
+
+    def _connect_lower_ranks(self, peers: dict[int, socket.socket]) -> None:
+        for rank in set(range(self._rank)) - peers.keys():
+            if self._store.check([_store_key(rank)]):
+                host, port, key = self._store.get(_store_key(rank)).decode().split()
+                peers[rank] = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
+                peers[rank].sendall(bytes.fromhex(key) + bytes([self._rank]))
+
+    def _accept_peer(self, listener: socket.socket, key: bytes, peers: dict[int, socket.socket]) -> None:
+        """Whoever does not show the key is turned away."""
+        with suppress(TimeoutError):
+            connection, _ = listener.accept()
+            connection.settimeout(_GREETING_SECONDS)
+            greeting = bytearray(_KEY_BYTES + 1)
+            try:
+                _receive_into(connection, memoryview(greeting))
+            except OSError:
+                connection.close()
+                return
+            if secrets.compare_digest(greeting[:_KEY_BYTES], key) and self._rank < greeting[_KEY_BYTES] < self._count:
+                peers[greeting[_KEY_BYTES]] = connection
+            else:
+                connection.close()
+
+
+class CompletedWork:
+    """A dist.Work that is done."""
+
+    def wait(self) -> bool:
+        return True
+
+
+def _store_key(rank: int) -> str:
+    return f"sums/{rank}"
+
+
+def _tensor_bytes(x: Tensor) -> memoryview:
+    return x.view(uint8).numpy().data
+
+
+def _receive_into(peer: socket.socket, into: memoryview) -> None:
+    """Raises OSError."""
+    while into:
+        count = peer.recv_into(into)
+        if not count:
+            raise ConnectionResetError("another rank has ended")
+        into = into[count:]
+
+
+def _close_sockets(connections: Iterable[socket.socket]) -> None:
+    for each in connections:
+        each.close()

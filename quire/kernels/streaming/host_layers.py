@@ -1,0 +1,126 @@
+"""Layers of a GPU's model in the host's memory (--cpu-offload-gb): each lies there in one piece of pinned memory, which
+a stream of its own copies to the layer's slot on the GPU while the layers before it are computed.
+
+A pass copies all that it needs, from its first layer on, and leaves nothing on its way: so it may be captured into a
+CUDA graph, copies included, and be followed by any other. A slot is overwritten behind the event that says that its
+layer was computed; a layer is computed behind the event that says that its copy has arrived.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import Backend, Linear
+from quire.kernels.streaming.layer_streamer import LayerSelector, LayerStreamer
+
+_ALIGNMENT = 256
+"""Bytes: a tensor begins at a multiple of it, as those that PyTorch allocates."""
+
+
+@runtime_checkable
+class OffloadableLinear(Protocol):
+    """A linear that reads these tensors at each call, wherever they lie then."""
+
+    @property
+    def offloadable_tensors(self) -> Sequence[Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _OffloadedTensor:
+    device_tensor: Tensor
+    """What kernels read."""
+    host_tensor: Tensor
+
+
+class HostLayerStreamer(LayerStreamer):
+    def __init__(self, backend: Backend, device: torch.device, choice: LayerSelector, slots: int) -> None:
+        """On a CPU, for tests, all is done at once."""
+        super().__init__(choice, slots)
+        self.backend, self._device = backend, device
+        self._offloaded: dict[int, list[_OffloadedTensor]] = {}
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copy_events: dict[int, torch.cuda.Event] = {}
+        self._host_buffers: dict[int, Tensor] = {}
+        self._slots: list[Tensor] = []
+
+    def expect_sizes(self, sizes: Sequence[int]) -> None:
+        self.choose_streamed_layers(sizes)
+
+    def note_packed_linear(self, layer: int, linear: Linear) -> None:
+        """Its tensors leave the device, so that loading never holds more than the layers that stay."""
+        if not self.is_streamed(layer) or not isinstance(linear, OffloadableLinear):
+            return
+        for tensor in linear.offloadable_tensors:
+            if not tensor.is_contiguous():  # one copy takes a layer, as bytes
+                continue
+            self._offloaded.setdefault(layer, []).append(
+                _OffloadedTensor(tensor, tensor.cpu().clone().view(tensor.shape))
+            )
+            tensor.set_(tensor.new_empty(0))
+
+    @torch.inference_mode()
+    def finish_loading(self) -> None:
+        if len(self._offloaded) < len(self.streamed_layers):
+            raise ValueError(f"the linears of backend {self.backend.name!r} cannot be moved")
+        size = max(sum(_padded_bytes(each.host_tensor) for each in held) for held in self._offloaded.values())
+        pinned = self._device.type == "cuda"
+        self._slots = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in self.initial_layers]
+        for layer, held in self._offloaded.items():
+            block = torch.empty(
+                sum(_padded_bytes(each.host_tensor) for each in held), dtype=torch.uint8, pin_memory=pinned
+            )
+            slot, begin = self._slots[self.slot_of(layer)], 0
+            for each in held:
+                part = slice(begin, begin + each.host_tensor.nbytes)
+                block[part].copy_(each.host_tensor.flatten().view(torch.uint8))
+                each.device_tensor.set_(slot[part].view(each.host_tensor.dtype).view(each.host_tensor.shape))  # type: ignore[call-overload]
+                begin += _padded_bytes(each.host_tensor)
+            self._host_buffers[layer] = block
+        self._offloaded.clear()
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(each.nbytes for each in self._host_buffers.values()) - sum(each.nbytes for each in self._slots)
+
+    @property
+    def summary(self) -> str:
+        host, slots = (sum(each.nbytes for each in some) / 2**30 for some in (self._host_buffers.values(), self._slots))
+        return (
+            f"layers: {len(self.streamed_layers):,} lie in the host's memory, {host:.2f} GiB, "
+            "which each step copies to the "
+            f"device, where {slots:.2f} GiB are for them"
+        )
+
+    def begin_pass(self) -> None:
+        if self._copy_stream is not None:
+            self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))  # earlier passes have read the slots
+        for layer in self.initial_layers:
+            self._start_copy(layer)
+
+    def enter_layer(self, layer: int) -> None:
+        if self._copy_stream is not None and self.is_streamed(layer):
+            torch.cuda.current_stream(self._device).wait_event(self._copy_events[layer])
+
+    def leave_layer(self, layer: int) -> None:
+        if not self.is_streamed(layer) or (following := self.next_in_slot(layer)) is None:
+            return
+        if self._copy_stream is not None:
+            self._copy_stream.wait_event(torch.cuda.current_stream(self._device).record_event())
+        self._start_copy(following)
+
+    def _start_copy(self, layer: int) -> None:
+        block, copies = self._host_buffers[layer], self._copy_stream
+        with contextlib.nullcontext() if copies is None else torch.cuda.stream(copies):
+            self._slots[self.slot_of(layer)][: len(block)].copy_(block, non_blocking=True)
+            if copies is not None:
+                self._copy_events[layer] = copies.record_event()
+
+
+def _padded_bytes(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,247 @@
+"""Reads the bodies of requests: each up to a maximum size, and all together within a budget of memory."""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import insort
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+
+from quire.engine import clock
+from quire.engine.errors import InvalidRequest, Overloaded
+from quire.server.access.authentication import tenant_of
+from quire.server.access.content_encoding import BodyDecoder, BodyTooLarge, decode_in_thread, parse_encodings
+from quire.server.access.fair_semaphore import FairSemaphore
+from quire.server.owner_budget import OwnerBudget
+
+UNCOUNTED_BYTES = 64 * 1024
+"""Bodies up to this size are not counted: the connection that brings one has a buffer as large."""
+READ_BODY_SCOPE_KEY = "quire.body"
+"""The scope's key of a Body that an application around this one has read."""
+NOT_JSON_OBJECT_MESSAGE = "The body must be a JSON object, sent with the header Content-Type: application/json"
+
+
+@dataclass(eq=False, slots=True)
+class BodyBuffer:
+    """A body that is being received or parsed."""
+
+    owner: str
+    """The tenant's name; empty on a server without keys."""
+    reserved_bytes: int = 0
+    """Bytes of the budget that it holds."""
+    chunks: list[bytes] = field(default_factory=list)
+    received_bytes: int = 0
+    """Bytes received."""
+    started_at: float = 0.0
+    """When its first bytes could be received, by the monotonic clock."""
+    deadline: asyncio.Timeout | None = None
+    """Ends the receiving."""
+    release_memory: Callable[[], None] = lambda: None
+    """Gives its place in the budget back, and its pieces up. Does nothing the second time."""
+
+
+@dataclass(frozen=True, slots=True)
+class BodyTimeouts:
+    """Seconds that bodies may take."""
+
+    wait_seconds: float = 10.0
+    """To wait for room in the budget."""
+    check_interval: float = 0.5
+    """Between two looks for slow senders, while a body waits."""
+    slow_after: float = 2.0
+    """While others wait, a body that has taken more must come so fast that all of it is there in half of
+    `wait_seconds`."""
+    total_seconds: float = 300.0
+    """Until a body is whole: 16 MiB at 56 KiB/s. What comes more slowly keeps its place for hours."""
+
+    def is_slow(self, body: BodyBuffer) -> bool:
+        seconds = clock.monotonic() - body.started_at
+        return seconds > self.slow_after and body.received_bytes < body.reserved_bytes * seconds / (
+            self.wait_seconds / 2
+        )
+
+
+class BodyReader:
+    """Bodies that do not fit into the budget wait, unread; after a time they are refused.
+
+    While one waits, senders that are slow are cut off, so nobody can hold the budget for long by sending little.
+    """
+
+    def __init__(self, max_bytes: int, budget_bytes: int, timeouts: BodyTimeouts = BodyTimeouts()) -> None:
+        """max_bytes: of one body. budget: bytes of all; one body always fits."""
+        self._max_bytes = max_bytes
+        self._timeouts = timeouts
+        self._budget = OwnerBudget(max(budget_bytes, max_bytes))
+        self._open_bodies: set[BodyBuffer] = set()
+        self._waiting: list[tuple[int, BodyBuffer, asyncio.Future[None]]] = []
+        self._decode_slots = FairSemaphore(1)
+        """One body is decoded at a time: a decoder's memory is not in the budget."""
+        self._last_cut_at = 0.0
+        """When slow senders were cut off last, by the loop's clock."""
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the budget that are taken."""
+        return self._budget.total_used
+
+    @asynccontextmanager
+    async def read_body(self, request: Request, *, json: bool = True) -> AsyncIterator[BodyBuffer]:
+        """The body, whole and decoded; its part of the budget is held until the block ends. One that is in the scope is
+        not read once more, and gives back its part of the budget that it is in. `json`: False for one that is passed
+        on, of any type.
+
+        Raises HTTPException for one that is too large, comes too slowly or is encoded as none is read, Overloaded where
+        there was no room, InvalidRequest for another type than JSON and for one that is not of its encoding,
+        ClientDisconnect.
+        """
+        if (existing := request.scope.get(READ_BODY_SCOPE_KEY)) is not None:
+            try:
+                self._check_size(existing.received_bytes)
+                yield existing
+            finally:
+                existing.release_memory()
+            return
+        headers = Headers(scope=request.scope)
+        encodings = parse_encodings(headers)
+        if json:
+            _check_content_type(headers)
+        body = BodyBuffer(tenant_of(request.scope).name)
+        body.release_memory = partial(self._release_body, body)
+        self._open_bodies.add(body)
+        try:
+            await self._reserve_bytes(body, int(headers.get("content-length", 0)))
+            try:
+                async with asyncio.timeout(self._timeouts.total_seconds) as body.deadline:
+                    await self._receive_body(request, body)
+            except TimeoutError:
+                raise HTTPException(
+                    408,
+                    f"The body came too slowly: it takes {self._timeouts.total_seconds:g} s at most, "
+                    "and less while others wait",
+                ) from None
+            body.deadline = None
+            if encodings and body.received_bytes:
+                await self._decode_body(body, encodings)
+            yield body
+        finally:
+            body.release_memory()
+
+    def _release_body(self, body: BodyBuffer) -> None:
+        self._open_bodies.discard(body)
+        body.chunks.clear()
+        if body.reserved_bytes:
+            self._set_reserved_bytes(body, 0)
+            self._grant_waiting_bodies()
+
+    async def _receive_body(self, request: Request, body: BodyBuffer) -> None:
+        body.started_at = clock.monotonic()
+        has_more = True
+        while has_more:
+            message = await request.receive()
+            if message["type"] != "http.request":
+                raise ClientDisconnect
+            if chunk := message.get("body", b""):
+                body.chunks.append(chunk)
+                body.received_bytes += len(chunk)
+            has_more = message.get("more_body", False)
+            if body.received_bytes > max(
+                UNCOUNTED_BYTES, body.reserved_bytes
+            ):  # its length was not told: chunks, or HTTP/2 behind a proxy
+                await self._reserve_bytes(body, min(8 * body.received_bytes, max(self._max_bytes, body.received_bytes)))
+
+    async def _decode_body(self, body: BodyBuffer, encodings: list[str]) -> None:
+        """Replace the pieces by what they stand for, which is counted before there is memory for it: nobody waits for
+        room with a decoder."""
+        async with self._decode_slots.hold_slot(body.owner):
+            size = sum([len(part) async for part in self._iter_decoded_parts(body.chunks, encodings)])
+        await self._reserve_bytes(body, max(size, body.reserved_bytes))
+        encoded, body.chunks, body.received_bytes = body.chunks, [], size
+        async with self._decode_slots.hold_slot(body.owner):
+            async for part in self._iter_decoded_parts(encoded, encodings):
+                body.chunks.append(part)
+
+    async def _iter_decoded_parts(self, chunks: list[bytes], encodings: list[str]) -> AsyncGenerator[bytes]:
+        try:
+            async for part in decode_in_thread(_decode_chunks(chunks, BodyDecoder(encodings, self._max_bytes))):
+                yield part
+        except BodyTooLarge:
+            self._check_size(self._max_bytes + 1)
+
+    async def _reserve_bytes(self, body: BodyBuffer, size: int) -> None:
+        """Wait until `body` may hold `size` bytes."""
+        self._check_size(size)
+        if size <= UNCOUNTED_BYTES:
+            return
+        if self._fits_budget(body, size):
+            self._set_reserved_bytes(body, size)
+            return
+        granted = asyncio.get_running_loop().create_future()
+        waiting = (size, body, granted)
+        insort(self._waiting, waiting, key=itemgetter(0))  # small ones are not held up by large ones
+        try:
+            for _ in range(round(self._timeouts.wait_seconds / self._timeouts.check_interval)):
+                self._cut_slow_senders()
+                await asyncio.wait([granted], timeout=self._timeouts.check_interval)
+                if granted.done():
+                    return
+        finally:
+            self._waiting.remove(waiting)
+        raise Overloaded("The bodies of other requests take all the memory that is set aside. Please try again later")
+
+    def _check_size(self, size: int) -> None:
+        if size > self._max_bytes:
+            raise HTTPException(
+                413, f"The body is larger than {self._max_bytes} bytes; the operator sets --max-body-size"
+            )
+
+    def _fits_budget(self, body: BodyBuffer, size: int) -> bool:
+        return self._budget.has_room(body.owner, size - body.reserved_bytes)
+
+    def _set_reserved_bytes(self, body: BodyBuffer, size: int) -> None:
+        self._budget.take_room(body.owner, size - body.reserved_bytes)
+        body.reserved_bytes = size
+
+    def _grant_waiting_bodies(self) -> None:
+        for size, body, granted in self._waiting:
+            if not granted.done() and self._fits_budget(body, size):
+                self._set_reserved_bytes(body, size)
+                granted.set_result(None)
+
+    def _cut_slow_senders(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now < self._last_cut_at + self._timeouts.check_interval / 2:  # one of those that wait looks for all of them
+            return
+        self._last_cut_at = now
+        for body in self._open_bodies:
+            if (
+                body.reserved_bytes
+                and self._timeouts.is_slow(body)
+                and body.deadline is not None
+                and not body.deadline.expired()
+            ):
+                body.deadline.reschedule(now)
+
+
+def _decode_chunks(chunks: list[bytes], decoder: BodyDecoder) -> Iterator[bytes]:
+    for chunk in chunks:
+        yield from decoder.decode_chunk(chunk)
+    decoder.check_complete()
+
+
+def _check_content_type(headers: Headers) -> None:
+    """A form's type is refused from web pages: one of any origin may send it without asking. Browsers name the origin
+    of whatever they post; curl, whose `-d` says that it is a form, does not.
+    """
+    content_type = headers.get("content-type")
+    if content_type is None or not ("origin" in headers or "sec-fetch-site" in headers):
+        return
+    media_type, _, subtype = content_type.partition(";")[0].strip().lower().partition("/")
+    if media_type != "application" or not (subtype == "json" or subtype.endswith("+json")):
+        raise InvalidRequest(NOT_JSON_OBJECT_MESSAGE)

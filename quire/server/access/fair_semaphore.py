@@ -1,0 +1,82 @@
+"""Turns of a few at a time, which the keys of a server take one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from quire.server.owner_budget import BytesByOwner, OwnerBudget
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    owner: str
+    granted: asyncio.Future[None]
+
+
+class FairSemaphore:
+    """`count` turns at the same time. The owner who has the fewest is next; of those who have as many, the one who got
+    his last one earliest. An owner is a tenant's name, empty on a server without keys."""
+
+    def __init__(self, num_slots: int, *, leaves_room: bool = False) -> None:
+        """`leaves_room`: a key gets a turn only while as many are left to others as it has; for turns that take
+        long."""
+        self._slots_in_use = BytesByOwner()
+        self._budget = OwnerBudget(num_slots, self._slots_in_use)
+        self._num_slots = num_slots
+        self._leaves_room = leaves_room
+        self._waiters: list[_Waiter] = []
+        self._num_granted = 0
+        self._last_grants: dict[str, int] = {}
+        """By owners that wait or have a turn: the number of the last one they got."""
+
+    @asynccontextmanager
+    async def hold_slot(self, owner: str) -> AsyncIterator[None]:
+        """The block runs in a turn of the owner's."""
+        await self.acquire_slot(owner)
+        try:
+            yield
+        finally:
+            self.release_slot(owner)
+
+    async def acquire_slot(self, owner: str) -> None:
+        waiter = _Waiter(owner, asyncio.get_running_loop().create_future())
+        self._waiters.append(waiter)
+        self._grant_slots()
+        try:
+            await waiter.granted
+        except asyncio.CancelledError:
+            if waiter.granted.done() and not waiter.granted.cancelled():
+                self.release_slot(owner)
+            elif waiter in self._waiters:
+                self._waiters.remove(waiter)
+            self._drop_idle_owner(owner)
+            raise
+
+    def release_slot(self, owner: str) -> None:
+        self._budget.take_room(owner, -1)
+        self._grant_slots()
+        self._drop_idle_owner(owner)
+
+    def _drop_idle_owner(self, owner: str) -> None:
+        if not self._slots_in_use[owner] and all(waiter.owner != owner for waiter in self._waiters):
+            self._last_grants.pop(owner, None)
+
+    def _grant_slots(self) -> None:
+        while candidates := [waiter for waiter in self._waiters if self._has_slot_for(waiter.owner)]:
+            waiter = min(candidates, key=self._grant_order)
+            self._waiters.remove(waiter)
+            if waiter.granted.cancelled():  # who waited has left, and is about to hear of it
+                continue
+            self._num_granted += 1
+            self._last_grants[waiter.owner] = self._num_granted
+            self._budget.take_room(waiter.owner, 1)
+            waiter.granted.set_result(None)
+
+    def _grant_order(self, waiter: _Waiter) -> tuple[int, int]:
+        return self._slots_in_use[waiter.owner], self._last_grants.get(waiter.owner, 0)
+
+    def _has_slot_for(self, owner: str) -> bool:
+        return self._budget.has_room(owner, 1) if self._leaves_room else self._budget.total_used < self._num_slots

@@ -1,0 +1,98 @@
+"""The memory that requests occupy after their bodies have been parsed, until their answers have been sent."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.engine.errors import Overloaded
+from quire.server.access.authentication import tenant_of
+from quire.server.access.body_reader import UNCOUNTED_BYTES
+from quire.server.owner_budget import OwnerBudget
+
+MAX_LEASED_BYTES = 64 << 20
+"""Of all requests. Sixty agents that send 100 KB of tools and instructions, which a response repeats, hold 18 MB."""
+MAX_LEASED_IMAGE_BYTES = 512 << 20
+"""The same, beside that, where a model reads images: one in high resolution takes 13 MB until its answer has ended."""
+_LEASE_SCOPE_KEY = "quire.hold"
+
+
+class MemoryLease:
+    """The memory of one request. Up to FREE_BYTES are not counted: its connection has a buffer of that size."""
+
+    __slots__ = ("_budget", "_counted", "_free", "_owner", "_size")
+
+    def __init__(self, budget: OwnerBudget, owner: str, uncounted_bytes: int = UNCOUNTED_BYTES) -> None:
+        self._budget = budget
+        self._owner = owner
+        self._free = uncounted_bytes
+        self._size = 0
+        self._counted = 0
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes of the budget that it takes."""
+        return self._counted
+
+    def grow_lease(self, size: int) -> None:
+        """Hold `size` bytes more, until `release_lease`. Raises Overloaded where others hold too much; one hold always
+        fits."""
+        leased_bytes = self._size + size if self._size + size > self._free else 0
+        added_bytes = leased_bytes - self._counted
+        if (
+            added_bytes
+            and self._budget.total_used > self._counted
+            and not self._budget.has_room(self._owner, added_bytes)
+        ):
+            raise Overloaded(
+                "Answers that wait for their end or for their readers take all the memory that is set aside"
+            )
+        self._size += size
+        self._counted = leased_bytes
+        self._budget.take_room(self._owner, added_bytes)
+
+    def transfer_lease(self) -> MemoryLease:
+        """Another hold that has all of this one, which is empty then. It has no connection: each byte counts."""
+        other = MemoryLease(self._budget, self._owner, uncounted_bytes=0)
+        size = self._size
+        self.release_lease()
+        other.grow_lease(size)
+        return other
+
+    def release_lease(self) -> None:
+        self._budget.take_room(self._owner, -self._counted)
+        self._size = self._counted = 0
+
+
+class MemoryLeaseMiddleware:
+    """Gives every request a Hold, and ends it when the answer has been taken from the connection's buffer."""
+
+    def __init__(self, app: ASGIApp, budget: OwnerBudget) -> None:
+        self._app = app
+        self._budget = budget
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        lease = scope[_LEASE_SCOPE_KEY] = MemoryLease(self._budget, tenant_of(scope).name)
+
+        async def send_whole(message: Message) -> None:
+            if lease.leased_bytes and message.get("body") and not message.get("more_body"):
+                await send({**message, "more_body": True})
+                message = {"type": "http.response.body", "body": b""}  # sent when the client has read the rest
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_whole)
+        finally:
+            lease.release_lease()
+
+
+def lease_of(scope: Scope) -> MemoryLease:
+    lease = scope[_LEASE_SCOPE_KEY]
+    assert isinstance(lease, MemoryLease)
+    return lease
+
+
+def lease_memory(scope: Scope, size: int) -> None:
+    """Let a request hold `size` bytes more until it is answered. Raises Overloaded."""
+    lease_of(scope).grow_lease(size)

@@ -1,0 +1,28 @@
+"""--root-path: the prefix of a proxy that keeps it in the paths of requests."""
+
+from __future__ import annotations
+
+from starlette.responses import RedirectResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+class RootPathMiddleware:
+    """Takes --root-path off the paths of requests, so that all that follows knows one path for each route.
+
+    Whether a path is an admin's is decided by that path: it must be the one that is routed. So the scope's `root_path`,
+    which Starlette would take off once more, is set for the API's description alone.
+    """
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app, self._prefix = app, prefix.rstrip("/")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path == self._prefix:
+            return await RedirectResponse(f"{self._prefix}/")(scope, receive, send)
+        if path.startswith(f"{self._prefix}/"):
+            path = path[len(self._prefix) :]
+            scope = {**scope, "path": path, "raw_path": scope.get("raw_path", b"")[len(self._prefix) :]}
+        if path == "/openapi.json":
+            scope = {**scope, "root_path": self._prefix}
+        await self._app(scope, receive, send)

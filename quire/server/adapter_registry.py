@@ -1,0 +1,234 @@
+"""The adapters beside the model: which names there are, which content each stands for, and where it is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from quire.engine import clock
+from quire.engine.checkpoint.files import adapter_folder, stored_at
+from quire.engine.errors import AdapterError, ConfigError, InvalidRequest, ModelError, ModelNotFound
+from quire.engine.lora.adapter_files import read_adapter
+from quire.engine.lora.adapter_store import AdapterStore
+from quire.engine.lora.target_modules import ModuleShapes
+from quire.engine.types import Adapter
+from quire.server.config import ServerConfig
+
+log = logging.getLogger("quire.adapters")
+
+MAX_NAME_LENGTH = 256
+MAX_ADAPTERS = 10_000
+_NAMES_FILE = "adapters.json"
+_UNNAMED_SECONDS = 600.0
+"""Seconds for which the files of an adapter without a name are kept: a request may be about to need them."""
+
+
+class AdapterRegistry:
+    """Adapters by name. `adapters_by_name` is live; the other methods are for the routes that change it."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        spool: AdapterStore,
+        digests_in_use: Callable[[], Collection[str]],
+        names_file: Path | None,
+    ) -> None:
+        """`digests_in_use`: digests of the adapters that open requests need. `names_file`: where the names that are
+        loaded at run time are kept for the next start."""
+        self._spool = spool
+        self._digests_in_use = digests_in_use
+        self._model_names = config.model_names
+        self._allowed_paths = tuple(config.allowed_lora_paths)
+        self._names_file = names_file
+        self._adapters: dict[str, Adapter] = {}
+        self._configured_names: set[str] = set()
+        """The names that --lora-modules gives."""
+        self._unnamed_since: dict[str, float] = {}
+        """Digests without a name, and since when."""
+        self._change_lock = asyncio.Lock()
+
+    @property
+    def adapters_by_name(self) -> Mapping[str, Adapter]:
+        return MappingProxyType(self._adapters)
+
+    def restore_adapters(self, modules: Sequence[str]) -> None:
+        """Take in what was loaded before this server's start, and `modules` of --lora-modules. Raises ConfigError."""
+        for name, digest in self._read_saved_names().items():
+            try:
+                self._adapters[name] = self._spool.find_adapter(name, digest)
+            except (AdapterError, OSError) as error:
+                log.warning("the adapter %s, loaded before, is not served: %s", name, error)
+        for text in modules:
+            name, path = parse_adapter_option(text)
+            try:
+                self._check_name(name)
+                self._adapters[name] = self._spool.add_adapter(name, path)
+            except InvalidRequest as error:
+                raise ConfigError(f"lora_modules: {name}: {error}", param="lora_modules") from None
+            self._configured_names.add(name)
+        for digest in self._spool.digests:
+            self._note_unnamed(digest)
+        self._delete_unused_files()
+
+    async def load_lora_adapter(self, name: str, path: str, *, replace: bool) -> None:
+        """Serve the adapter at `path` under this name, from the next request on. Raises InvalidRequest, naming the
+        field; for a name that has another content already, unless it may be replaced."""
+        self._check_name(name)
+        async with self._change_lock:
+            if name not in self._adapters and len(self._adapters) >= MAX_ADAPTERS:
+                raise InvalidRequest(f"{MAX_ADAPTERS} adapters are served already", param="lora_name")
+            try:
+                adapter = await asyncio.to_thread(
+                    self._spool.add_adapter, name, path, allowed_folders=self._allowed_paths
+                )
+            except AdapterError as error:
+                raise AdapterError(f"lora_path: {error}", param="lora_path") from None
+            before = self._adapters.get(name)
+            if before is not None and before.digest != adapter.digest and not replace:
+                self._note_unnamed(adapter.digest)
+                raise InvalidRequest(
+                    f"lora_name: the adapter {name} is served with other content; load_inplace replaces it",
+                    param="lora_name",
+                )
+            self._adapters[name] = adapter
+            self._unnamed_since.pop(adapter.digest, None)
+            self._save_change(before)
+
+    async def unload_lora_adapter(self, name: str) -> None:
+        """Requests under way finish. Raises ModelNotFound."""
+        async with self._change_lock:
+            if name not in self._adapters:
+                raise ModelNotFound(f"There is no adapter `{name[:100]}`", param="lora_name")
+            self._configured_names.discard(name)
+            self._save_change(self._adapters.pop(name))
+
+    def find_adapter(self, name: str) -> Adapter | None:
+        return self._adapters.get(name)
+
+    def _check_name(self, name: str) -> None:
+        if not name or len(name) > MAX_NAME_LENGTH or not name.isprintable() or name != name.strip():
+            raise InvalidRequest(f"lora_name: must be 1 to {MAX_NAME_LENGTH} printable characters", param="lora_name")
+        if name in self._model_names:
+            raise InvalidRequest(f"lora_name: {name} is the model's own name", param="lora_name")
+
+    def _save_change(self, before: Adapter | None) -> None:
+        if before is not None:
+            self._note_unnamed(before.digest)
+        self._delete_unused_files()
+        digests_by_name = {
+            name: each.digest for name, each in self._adapters.items() if name not in self._configured_names
+        }
+        write_json_file(self._names_file, digests_by_name, "the adapters' names")
+
+    def _note_unnamed(self, digest: str) -> None:
+        if all(each.digest != digest for each in self._adapters.values()):
+            self._unnamed_since.setdefault(digest, clock.monotonic())
+
+    def _delete_unused_files(self) -> None:
+        """Delete the files that nobody can need any more."""
+        used, now = self._digests_in_use(), clock.monotonic()
+        for digest, since in list(self._unnamed_since.items()):
+            if now - since > _UNNAMED_SECONDS and digest not in used:
+                del self._unnamed_since[digest]
+                self._spool.remove_adapter(digest)
+
+    def _read_saved_names(self) -> dict[str, str]:
+        if self._names_file is None or not self._names_file.exists():
+            return {}
+        try:
+            digests_by_name = json.loads(self._names_file.read_text(encoding="utf-8"))
+            return {str(name): str(digest) for name, digest in digests_by_name.items() if str(digest).isalnum()}
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError(f"data_dir: {self._names_file} cannot be read: {error}", param="data_dir") from None
+
+
+def write_json_file(file: Path | None, content: Mapping[str, Any], description: str) -> None:
+    """Replace a file of the data folder, as JSON: whole or not at all, for this user alone. Without a file nothing is
+    kept; where it cannot be written, that is logged, and `description` is missing at the next start."""
+    if file is None:
+        return
+    temporary = file.with_suffix(".new")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        temporary.unlink(missing_ok=True)
+        with open(
+            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w", encoding="utf-8"
+        ) as out:
+            json.dump(content, out)
+        temporary.replace(file)
+    except OSError as error:
+        log.error("%s cannot be kept for the next start: %s", description, error)
+
+
+def parse_adapter_option(text: str) -> tuple[str, str]:
+    """Of --lora-modules: NAME=PATH, or vLLM's {"name": ..., "path": ...}. Raises ConfigError."""
+    if text.startswith("{"):
+        try:
+            option = json.loads(text)
+            return str(option["name"]), str(option["path"])
+        except (ValueError, KeyError, RecursionError):
+            raise ConfigError('lora_modules: an object needs "name" and "path"', param="lora_modules") from None
+    name, sign, path = text.partition("=")
+    if not sign or not name or not path:
+        raise ConfigError(f"lora_modules: expected NAME=PATH, got {text!r}", param="lora_modules")
+    return name, path
+
+
+def configured_adapter_names(config: ServerConfig) -> tuple[str, ...]:
+    """The names of --lora-modules. Raises ConfigError."""
+    if config.lora_modules and not config.enable_lora:
+        raise ConfigError("lora_modules: need --enable-lora (enable_lora = true)", param="lora_modules")
+    return tuple(parse_adapter_option(text)[0] for text in config.lora_modules)
+
+
+def check_local_adapters(config: ServerConfig, modules: ModuleShapes | None) -> None:
+    """Raise ConfigError for adapters of --lora-modules that are missing on this machine or do not fit the model: this
+    takes milliseconds, and the model is still loading. `modules`: of the model; None or empty: not known yet."""
+    configured_adapter_names(config)
+    for name, path in map(parse_adapter_option, config.lora_modules):
+        try:
+            folder = adapter_folder(path)
+            if isinstance(folder, Path) and modules:
+                read_adapter(folder, modules, config.max_lora_rank)
+        except (AdapterError, ModelError) as error:
+            why = error.message.removeprefix("model: ")
+            raise ConfigError(f"lora_modules: {name}: {why}", param="lora_modules") from None
+
+
+@contextmanager
+def open_adapter_registry(
+    config: ServerConfig,
+    modules: ModuleShapes | None,
+    digests_in_use: Callable[[], Collection[str]],
+    data_dir: Path | None,
+    *,
+    device: str,
+) -> Iterator[AdapterRegistry | None]:
+    """The adapters of a model that has these modules; None where none are served. `data_dir`: the folder where they are
+    kept for the next start. Raises ConfigError."""
+    configured_adapter_names(config)
+    if not config.enable_lora or modules is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="quire-adapters-") as temporary:
+        folder, file = Path(temporary), None
+        if data_dir is not None:
+            folder, file = data_dir / "adapters", data_dir / _NAMES_FILE
+            try:
+                for each in (data_dir, folder):
+                    os.makedirs(each, mode=0o700, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"data_dir: {folder}: {error.strerror}", param="data_dir") from None
+        weights = stored_at(config)
+        spool = AdapterStore(folder, modules, config.max_lora_rank, embedding=device == "cpu", weights=weights)
+        adapters = AdapterRegistry(config, spool, digests_in_use, file)
+        adapters.restore_adapters(config.lora_modules)
+        yield adapters

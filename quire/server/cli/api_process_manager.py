@@ -1,0 +1,257 @@
+"""`quire serve --api-server-count N`: N API processes listen on one port and share the engines. This process has the
+engines' supervisor, starts the API processes and replaces those that end; it serves nothing itself.
+
+Each API process has a listening socket of its own for the port (SO_REUSEPORT), so that connections go to
+the others as soon as one has ended. The socket that this process bound never listens: it keeps the port from others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.engine.errors import ConfigError, EngineError
+from quire.engine.link.client import EngineClient
+from quire.engine.link.hub import Hub
+from quire.engine.link.hub_messages import NotStarted, Serving
+from quire.engine.link.hub_relay import Channel
+from quire.engine.processes.child import Child, module
+from quire.engine.processes.exit_cause import exit_cause
+from quire.engine.processes.procfs import Stopped
+from quire.engine.processes.socket_folder import SocketFolder
+from quire.engine.processes.wire import Wire
+from quire.engine.replicas.replicas import processes
+from quire.server.access.tenants import Tenants
+from quire.server.cli.process_setup import INTERRUPTED_STATUS, WatchSignals, watch_signals
+from quire.server.config import ServerConfig
+from quire.server.store.data_dir import DataDir, open_data_dir
+from quire.server.store.data_dir_rpc import DATA_DIR_TOPIC, serve_data_dir_call_in_thread
+from quire.server.store.database import SQLiteConnect
+from quire.server.store.sweeper import SECONDS_PER_DAY
+
+log = logging.getLogger("quire.server")
+MAX_FAILURES = 3
+"""API processes of one number in a row that may end without having served; with the last one the server ends."""
+_CHECK_SECONDS = 0.5
+_SILENCE_SECONDS = 60.0
+"""An API process that gives no sign of life for so long is killed, and replaced."""
+_STOPPED_SECONDS = 10.0
+"""So is one that is stopped for so long."""
+_FAILURE_MESSAGE_SECONDS = 0.2
+"""How long the message may take with which an API process says why it ends."""
+_BACKOFF_SECONDS = 0.5
+
+
+class ApiProcessSetup(msgspec.Struct, frozen=True):
+    """What an API process is told, as a line of JSON on its standard input."""
+
+    config: str
+    """A ServerConfig as JSON."""
+    hub: str
+    identity: str
+    family: int
+    address: tuple[Any, ...]
+    """To listen on, as the socket module writes it."""
+    started: float
+    """When the command began, by time.perf_counter()."""
+
+
+def check_shareable(config: ServerConfig, models: Path | None) -> None:
+    """Raise ConfigError for what several API processes cannot serve, because each would know a part of it. `models`:
+    the file of --models."""
+    unshareable = {
+        "models": models is not None,
+        "enable_lora": config.enable_lora,
+        "requests_per_minute": config.requests_per_minute is not None,
+        "tokens_per_minute": config.tokens_per_minute is not None,
+        "api_key_file": any(tenant.limits.has_limits for tenant in Tenants(config).keyed_tenants),
+    }
+    for name in (name for name, is_set in unshareable.items() if is_set):
+        what = "with limits a minute " if name == "api_key_file" else ""
+        flag = "--" + name.replace("_", "-")
+        raise ConfigError(f"{name}: {flag} {what}needs --api-server-count 1, not {config.api_server_count}", param=name)
+    if not hasattr(socket, "SO_REUSEPORT"):
+        raise ConfigError("api_server_count: this system has no SO_REUSEPORT, by which processes share a port")
+
+
+@dataclass(frozen=True, slots=True)
+class OperatingSystem:
+    """What these processes have of it."""
+
+    create_client: Callable[[ServerConfig], EngineClient] = processes
+    launch_process: Callable[[Sequence[str], bytes], Child] = Child
+    """Starts an API process."""
+    create_socket_folder: Callable[[], SocketFolder] = SocketFolder
+    create_wire: Callable[..., Wire] = Wire
+    signal_watcher: WatchSignals = watch_signals
+    connect_database: SQLiteConnect | None = None
+    """See Database."""
+
+
+class ApiProcessManager:
+    """One run of the server: start, serve, drain. `run()` returns the exit status."""
+
+    def __init__(
+        self, config: ServerConfig, listener: socket.socket, started: float, system: OperatingSystem = OperatingSystem()
+    ) -> None:
+        """Of a configuration that `check_shareable` lets through."""
+        self._config = config
+        self._system = system
+        self._listener = listener
+        self._started = started
+        self._client = system.create_client(config)
+        self._data: DataDir | None = None
+        """What API processes keep, which ask for it here."""
+        self._processes: dict[int, Child] = {}
+        self._hub_address = ""
+        self._is_ready = False
+        self._num_signals = 0
+        self.end_signal = ""
+        """The name of the first signal."""
+
+    @property
+    def was_ready(self) -> bool:
+        return self._is_ready
+
+    async def run(self) -> int:
+        main_task = asyncio.current_task()
+        assert main_task is not None
+        folder = self._config.data_dir
+        if folder is not None:
+            retention = self._config.response_retention_days * SECONDS_PER_DAY
+            size, connect = int(self._config.max_stored_size * 2**30), self._system.connect_database
+            self._data = open_data_dir(folder, size, retention_seconds=retention, connect=connect)
+        with self._system.signal_watcher(partial(self._on_signal, main_task)):
+            self._client.link.launch()
+            try:
+                with closing(self._system.create_socket_folder()) as sockets:
+                    self._hub_address = f"ipc://{sockets.hub}"
+                    hub = Hub(self._client, self._hub_address, self._system.create_wire)
+                    hub.answering.add(DATA_DIR_TOPIC, self._answer_data_call)
+                    return await self._run_processes(hub)
+            except asyncio.CancelledError:
+                return 0
+            finally:
+                await self._client.link.stop()
+                if self._data is not None:
+                    self._data.close()
+
+    async def _answer_data_call(self, body: bytes) -> bytes:
+        """What an API process asks of what is kept."""
+        assert self._data is not None
+        return await serve_data_dir_call_in_thread(self._data, body)
+
+    async def _run_processes(self, hub: Hub) -> int:
+        keep_tasks = [
+            asyncio.create_task(self._keep_process_running(hub, number))
+            for number in range(self._config.api_server_count)
+        ]
+        start_task = asyncio.create_task(self._announce_when_ready(hub))
+        try:
+            hub.listen()
+            done, _ = await asyncio.wait([start_task, *keep_tasks], return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            codes = [task.result() for task in keep_tasks]
+        finally:
+            for task in (start_task, *keep_tasks):
+                task.cancel()
+            await asyncio.gather(start_task, *keep_tasks, return_exceptions=True)
+            for process in self._processes.values():
+                await process.kill()
+            await hub.close()
+        if not self._client.alive:
+            raise EngineError("the engine ended and could not be brought back; see the log above")
+        if INTERRUPTED_STATUS in codes:
+            return INTERRUPTED_STATUS
+        return 0 if all(code in (0, -signal.SIGTERM) for code in codes) else 1
+
+    async def _announce_when_ready(self, hub: Hub) -> None:
+        """Wait for the engine and for all API processes, and say so."""
+        hub.ready(await self._client.link.start())
+        texts: list[str] = []
+        while len(texts) < self._config.api_server_count:
+            await hub.changed.wait()
+            texts = [each.started.announcement for each in hub.channels if isinstance(each.started, Serving)]
+        self._is_ready = True
+        with suppress(OSError):  # the output may be closed or full, which is no reason not to serve
+            print(texts[0], flush=True)
+
+    async def _keep_process_running(self, hub: Hub, number: int) -> int:
+        """Have an API process of this number, until the server ends. Returns the last one's return code; raises
+        ConfigError or EngineError when too many in a row cannot serve."""
+        failures = generation = 0
+        while True:
+            identity, generation = f"{number}.{generation}", generation + 1
+            channel = hub.add(identity.encode(), number)
+            process = self._processes[number] = self._spawn_process(identity)
+            code = await self._wait_for_exit(process, channel)
+            await asyncio.sleep(_FAILURE_MESSAGE_SECONDS)
+            if self._data is not None:  # first: who waits for its answer then finds all that it had
+                await asyncio.to_thread(self._data.processes.remove_process, identity)
+            aborted = hub.remove(identity.encode())
+            if self._num_signals or not self._client.alive:
+                return code
+            failures = 0 if isinstance(channel.started, Serving) else failures + 1
+            cause = exit_cause(code, sender=None, oom_kills=None).description
+            if isinstance(channel.started, NotStarted) and (failures == MAX_FAILURES or not self._is_ready):
+                raise channel.started.fault.error()
+            if failures == MAX_FAILURES:
+                raise EngineError(f"API process {number} {cause} before it served, {failures} times in a row")
+            what = "API process %d %s; its %d open requests were aborted, and another process starts"
+            log.warning(what, number, cause, aborted)
+            await asyncio.sleep(_BACKOFF_SECONDS * failures)
+
+    def _spawn_process(self, identity: str) -> Child:
+        setup = ApiProcessSetup(
+            config=self._config.model_dump_json(exclude_unset=True),
+            hub=self._hub_address,
+            identity=identity,
+            family=self._listener.family,
+            address=self._listener.getsockname(),
+            started=self._started,
+        )
+        return self._system.launch_process(module("quire.server.cli.api_process"), msgspec.json.encode(setup))
+
+    async def _wait_for_exit(self, process: Child, channel: Channel) -> int:
+        """The return code of a process, which is killed when it hangs."""
+        exited = asyncio.create_task(process.exited())
+        stopped = Stopped()
+        try:
+            while not exited.done():
+                await asyncio.wait([exited], timeout=_CHECK_SECONDS)
+                silent = channel.silence if channel.welcomed else 0.0
+                seconds = stopped.advance(process.pid, _CHECK_SECONDS)
+                if (silent > _SILENCE_SECONDS or seconds > _STOPPED_SECONDS) and not exited.done():
+                    log.error("API process %d gave no sign of life for %g s", channel.number, max(silent, seconds))
+                    process.process.kill()
+        finally:
+            exited.cancel()
+        return exited.result()
+
+    def _on_signal(self, main_task: asyncio.Task[int], number: int) -> None:
+        if number == signal.SIGHUP and self._num_signals:
+            return  # a closing terminal may send several; only a repeated Ctrl-C or SIGTERM means haste
+        self._num_signals += 1
+        self.end_signal = self.end_signal or signal.Signals(number).name
+        if not self._is_ready:
+            if self._num_signals > 1:
+                os._exit(INTERRUPTED_STATUS)  # engines and API processes end with this process
+            main_task.cancel()
+            return
+        if self._num_signals == 1 and self._client.num_open:
+            count, seconds = self._client.num_open, self._config.shutdown_timeout
+            log.info("draining: %d open, at most %g s; Ctrl-C again ends them at once", count, seconds)
+        for process in self._processes.values():
+            process.process.send_signal(signal.SIGTERM)

@@ -1,0 +1,117 @@
+"""Measurements of single requests, and the statistics computed from them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchAnswer:
+    """A complete stream. Times are in seconds since its request was sent."""
+
+    chunk_times: Sequence[float]
+    """When each chunk with tokens arrived; at least one."""
+    prompt_tokens: int
+    completion_tokens: int
+    """As the server counts them; the number of chunks if it does not say."""
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between successive chunks. A chunk may have several tokens."""
+        return [after - before for before, after in pairwise(self.chunk_times)]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchFailure:
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyDistribution:
+    """Mean, percentiles and maximum of a latency, in milliseconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSummary:
+    requests: int
+    failed: int
+    errors: dict[str, int]
+    """Number of failures by message."""
+    seconds: float
+    prompt_tokens: int
+    output_tokens: int
+    requests_per_second: float
+    output_tokens_per_second: float
+    total_tokens_per_second: float
+    ttft_ms: LatencyDistribution | None
+    itl_ms: LatencyDistribution | None
+    """Inter-token latency: the gaps between the chunks of a stream, for all streams together."""
+    tpot_ms: LatencyDistribution | None
+    """Time per output token after the first one: one figure per request, which does not depend on its chunks."""
+    e2e_ms: LatencyDistribution | None
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """The value below which `percent` of the sorted values are. It is one of the values, without interpolation."""
+    return ordered[min(len(ordered) - 1, int(percent * len(ordered) / 100))]
+
+
+def distribution(seconds: Iterable[float]) -> LatencyDistribution | None:
+    """The distribution of values given in seconds; None if there are none."""
+    ordered = sorted(1000 * value for value in seconds)
+    if not ordered:
+        return None
+    p50, p90, p99 = (percentile(ordered, percent) for percent in PERCENTILES)
+    return LatencyDistribution(sum(ordered) / len(ordered), p50, p90, p99, ordered[-1])
+
+
+def latency_samples(answers: Sequence[BenchAnswer]) -> dict[str, list[float]]:
+    """Samples in seconds, under the names of Summary's distributions."""
+    return {
+        "ttft_ms": [answer.chunk_times[0] for answer in answers],
+        "itl_ms": [gap for answer in answers for gap in answer.gaps],
+        "tpot_ms": [
+            (answer.chunk_times[-1] - answer.chunk_times[0]) / (answer.completion_tokens - 1)
+            for answer in answers
+            if answer.completion_tokens > 1
+        ],
+        "e2e_ms": [answer.chunk_times[-1] for answer in answers],
+    }
+
+
+def summarize(results: Sequence[BenchAnswer | BenchFailure], seconds: float) -> BenchSummary:
+    """seconds: from the sending of the first request to the end of the last answer. Failures count only as errors."""
+    answers = [result for result in results if isinstance(result, BenchAnswer)]
+    errors = Counter(result.message for result in results if isinstance(result, BenchFailure))
+    prompt_tokens = sum(answer.prompt_tokens for answer in answers)
+    output_tokens = sum(answer.completion_tokens for answer in answers)
+    return BenchSummary(
+        requests=len(answers),
+        failed=errors.total(),
+        errors=dict(errors.most_common()),
+        seconds=seconds,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        requests_per_second=len(answers) / seconds,
+        output_tokens_per_second=output_tokens / seconds,
+        total_tokens_per_second=(prompt_tokens + output_tokens) / seconds,
+        **{name: distribution(samples) for name, samples in latency_samples(answers).items()},
+    )
+
+
+def arrival_times(count: int, rate: float, seed: int) -> list[float]:
+    """When to send `count` requests, in seconds: a Poisson process with `rate` requests per second on average."""
+    rng = random.Random(seed)
+    return list(accumulate(rng.expovariate(rate) for _ in range(count)))

@@ -1,0 +1,177 @@
+"""A cheap HTTP/1.1 client for streams of server-sent events.
+
+The benchmark usually runs on the same processor as the server that it measures, so it must take little time itself. A
+general client spends awaits and copies on every chunk. Here a chunk is read in the transport's callback, and the
+request's task wakes up only once, at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from quire.server.cli.server_client import server_url
+
+TIMEOUT_SECONDS = 1800.0
+MAX_ERROR_CHARACTERS = 200
+
+
+class StreamError(Exception):
+    """A request did not get a complete stream. `status` is None if there was no HTTP response."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class StreamClient:
+    """Posts to one server. keep_alive: connections are used again if the server keeps them open."""
+
+    def __init__(
+        self,
+        base: str,
+        api_key: str | None = None,
+        *,
+        keep_alive: bool = True,
+        trust: ssl.SSLContext | None = None,
+    ) -> None:
+        """`base` may end in /v1 or not. `trust`: of certificates; None: the system's. Raises ConfigError if it is no
+        server's URL."""
+        parts = urlsplit(server_url(base))
+        assert parts.hostname is not None
+        self._address = (parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme])
+        self._tls = (trust or True) if parts.scheme == "https" else None
+        self._prefix = parts.path + "/v1"
+        self._headers = f"Host: {parts.netloc.rpartition('@')[2]}\r\nContent-Type: application/json\r\n"
+        if api_key:
+            self._headers += f"Authorization: Bearer {api_key}\r\n"
+        if not keep_alive:
+            self._headers += "Connection: close\r\n"
+        self._keep_alive = keep_alive
+        self._idle_connections: list[_StreamConnection] = []
+
+    async def post_stream(self, path: str, body: bytes, on_event: Callable[[bytes], None]) -> None:
+        """Post JSON to /v1/`path`, and call `on_event` with the data of each event up to [DONE], which must come.
+
+        `on_event` is called from the transport's callback; a ValueError that it raises ends the stream.
+        Raises StreamError.
+        """
+        head = f"POST {self._prefix}/{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
+        while True:
+            idle_connection = self._take_idle_connection()
+            connection = idle_connection or await self._open_connection()
+            try:
+                async with asyncio.timeout(TIMEOUT_SECONDS):
+                    await connection.post_request(head.encode() + body, on_event)
+            except TimeoutError:
+                raise StreamError(f"no end of the answer after {TIMEOUT_SECONDS:g} s") from None
+            except StreamError:
+                if idle_connection is None or idle_connection.has_received:
+                    raise
+                continue  # the server closed an idle connection at that moment: try again with another one
+            finally:
+                if self._keep_alive and connection.is_reusable:
+                    self._idle_connections.append(connection)
+                else:
+                    connection.close()
+            return
+
+    def close(self) -> None:
+        for connection in self._idle_connections:
+            connection.close()
+        self._idle_connections.clear()
+
+    def _take_idle_connection(self) -> _StreamConnection | None:
+        while self._idle_connections:
+            connection = self._idle_connections.pop()
+            if connection.is_reusable:
+                return connection
+        return None
+
+    async def _open_connection(self) -> _StreamConnection:
+        loop = asyncio.get_running_loop()
+        try:
+            _, connection = await loop.create_connection(_StreamConnection, *self._address, ssl=self._tls)
+        except OSError as error:
+            raise StreamError(f"cannot connect: {error.strerror or error}") from None
+        return connection
+
+
+class _StreamConnection(asyncio.Protocol):
+    """One connection, for one request at a time."""
+
+    def __init__(self) -> None:
+        self.has_received = False
+        """Whether bytes of the current response have arrived."""
+        self.is_reusable = False
+        """Whether another request can be sent on this connection."""
+        self._end_future: asyncio.Future[None] | None = None
+
+    async def post_request(self, request: bytes, on_event: Callable[[bytes], None]) -> None:
+        self.has_received = self.is_reusable = self._saw_done_event = self._is_complete = False
+        self._on_event = on_event
+        self._buffer = b""
+        self._parser = httptools.HttpResponseParser(self)
+        self._end_future = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        await self._end_future
+
+    def close(self) -> None:
+        self.is_reusable = False
+        self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass of it
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """End the exchange: a response with neither a length nor chunks ends when its connection is closed."""
+        self.is_reusable = False
+        self._finish_exchange("the connection was closed before the end of the answer")
+
+    def data_received(self, data: bytes) -> None:
+        self.has_received = True
+        try:
+            self._parser.feed_data(data)
+            if self._parser.get_status_code() == 200:
+                self._read_events()
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade, ValueError) as error:
+            self._finish_exchange(str(error) or "not HTTP", failed=True)
+            self.close()
+        if self._is_complete:
+            self._finish_exchange("the stream ended without [DONE]")
+
+    def on_body(self, data: bytes) -> None:
+        self._buffer += data
+
+    def on_message_complete(self) -> None:
+        self._is_complete = True
+        self.is_reusable = self._parser.should_keep_alive()  # the parser knows this only until the callback returns
+
+    def _read_events(self) -> None:
+        *lines, self._buffer = self._buffer.split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                self._saw_done_event = True
+            else:
+                self._on_event(data)
+
+    def _finish_exchange(self, missing: str, *, failed: bool = False) -> None:
+        """End the exchange. `missing` is the error message if the stream is incomplete or has failed."""
+        if self._end_future is None or self._end_future.done():
+            return
+        status = (self._parser.get_status_code() or None) if self.has_received else None
+        if status not in (None, 200):
+            text = self._buffer.decode(errors="replace").strip()[:MAX_ERROR_CHARACTERS]
+            self._end_future.set_exception(StreamError(f"HTTP {status} {text}".rstrip(), status))
+        elif failed or not self._saw_done_event:
+            self._end_future.set_exception(StreamError(missing[:MAX_ERROR_CHARACTERS], status))
+        else:
+            self._end_future.set_result(None)

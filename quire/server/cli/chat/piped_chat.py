@@ -1,0 +1,62 @@
+"""A chat through pipes: each line of the input is a message or a command, each answer is written as it comes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import TextIO
+
+from quire.engine.errors import QuireError
+from quire.server.cli.chat.chat_session import ChatSession
+from quire.server.cli.chat.commands import handle_line
+
+
+def chat_over_pipes(chat: ChatSession, stdin: TextIO, out: TextIO) -> int:
+    """Until the end of input or /exit. Returns 1 if the last request was refused."""
+    status = 0
+    for line in _read_messages(stdin):
+        outcome = handle_line(chat, line, partial(print, file=out), _print_error)
+        if outcome.should_exit:
+            break
+        if outcome.draft is not None:
+            print("/edit needs the new text here", file=out)
+        if outcome.prompt is not None:
+            status = print_answer(chat, outcome.prompt, out)
+    return status
+
+
+def _read_messages(stdin: TextIO) -> Iterator[str]:
+    """The input's non-empty lines; those that end with a backslash go on in the next."""
+    parts: list[str] = []
+    for line in stdin:
+        text = line.rstrip("\n")
+        if text.endswith("\\"):
+            parts.append(text[:-1])
+            continue
+        whole = "\n".join([*parts, text]).strip()
+        parts = []
+        if whole:
+            yield whole
+    if rest := "\n".join(parts).strip():
+        yield rest
+
+
+def _print_error(why: str) -> None:
+    print(f"quire chat: {why}", file=sys.stderr)
+
+
+def print_answer(chat: ChatSession, text: str, out: TextIO) -> int:
+    answer = chat.stream_answer(text)
+    try:
+        for piece in answer:
+            print(piece, end="", file=out, flush=True)
+    except KeyboardInterrupt:
+        print(" [stopped]", end="", file=out)
+    except QuireError as error:
+        _print_error(str(error))
+        return 1
+    finally:
+        answer.close()
+        print(file=out, flush=True)
+    return 0

@@ -1,0 +1,64 @@
+"""`quire serve --models cache`: all that is downloaded, by name, each loaded when somebody asks for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quire.engine.checkpoint.catalog import known_models
+from quire.engine.checkpoint.families import why_not_served
+from quire.engine.checkpoint.files import read_raw_config
+from quire.engine.errors import ConfigError, ModelError
+from quire.server.cli.models.downloaded import DownloadedModel, iterate_downloads, scan_hub_cache
+from quire.server.cli.plan.machine import this_machine
+from quire.server.fleet.models_config import ModelsConfig, ModelsFileOptions, parse_model_tables
+
+log = logging.getLogger("quire.server.cli.models.cache")
+
+CACHE_KEYWORD = Path("cache")
+"""What --models names where it is no file."""
+_MEMORY_SHARE = 0.9
+"""Of the memory that is free when the server starts, what its models may take together."""
+
+
+def read_cached_models(flags: Mapping[str, Any]) -> ModelsConfig:
+    """The downloaded models, the smallest first: it is loaded at the start, and answers what names no model. What
+    cannot be served is logged and left out. Raises ConfigError where nothing is left."""
+    cache = scan_hub_cache()
+    downloads = (
+        [] if cache is None else [each for each in iterate_downloads(cache) if each.has_weights and each.ref == "main"]
+    )
+    short_names = {entry.hub.shown.lower(): entry.name for entry in known_models().values()}
+    tables: dict[str, dict[str, Any]] = {}
+    for each in sorted(downloads, key=lambda each: (not _is_generative(each), each.size_bytes, each.name)):
+        if (why := _unserved_reason(each)) is not None:
+            log.warning("models: %s is not served: %s", each.name, why)
+            continue
+        table: dict[str, Any] = {"model": each.name}
+        if (name := short_names.get(each.name.lower())) is not None:
+            table["served_model_name"] = [name]
+        tables[each.name] = table
+    if not tables:
+        raise ConfigError("models: nothing is downloaded that could be served: quire pull MODEL downloads one")
+    machine = this_machine(gpu=flags.get("device") != "cpu")
+    return parse_model_tables(
+        "models: cache", tables, ModelsFileOptions(memory=_MEMORY_SHARE * machine.memory / 2**30), flags
+    )
+
+
+def _is_generative(model: DownloadedModel) -> bool:
+    """Whether it answers with text, by what its files are called: such a one is to be the default."""
+    name = model.name.lower()
+    return not any(part in name for part in ("embed", "rerank", "bge", "gte", "e5-", "minilm", "clip"))
+
+
+def _unserved_reason(model: DownloadedModel) -> str | None:
+    """Why a model is not served; None if it may be."""
+    try:
+        raw, _ = read_raw_config(str(model.path))
+    except ModelError as error:
+        return error.message
+    reasons = why_not_served(raw)
+    return reasons[0] if reasons else None

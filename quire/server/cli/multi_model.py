@@ -1,0 +1,97 @@
+"""What `quire serve --models FILE` serves: several models, of which the first is there from the start."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+
+from quire.engine import VERSION
+from quire.engine.replicas.replicas import processes
+from quire.server.access.tenants import Tenants
+from quire.server.cli.announcement import curl_command
+from quire.server.cli.models.cached_models import CACHE_KEYWORD, read_cached_models
+from quire.server.config import ServerConfig
+from quire.server.fleet.added_models import AddedModels
+from quire.server.fleet.model_manager import ModelManager
+from quire.server.fleet.models_config import ModelEntry, read_models_file
+from quire.server.fleet.multi_model_app import create_multi_model_app
+from quire.server.runtime import ModelRuntime, open_runtime
+
+
+class MultiModelHost:
+    """The same for `Service` as serve.OneModel. `file`: a TOML file, or `cache` for all that is downloaded. Raises
+    ConfigError for what is wrong in the file."""
+
+    def __init__(self, config: ServerConfig, file: Path) -> None:
+        self._config = config
+        flags = config.model_dump(exclude_unset=True)
+        self._models_config = (
+            read_cached_models(flags) if file == CACHE_KEYWORD and not file.exists() else read_models_file(file, flags)
+        )
+        self._manager: ModelManager | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._manager is not None and self._manager.alive
+
+    @property
+    def num_open(self) -> int:
+        return 0 if self._manager is None else self._manager.num_open
+
+    def launch_engine(self) -> None:
+        """Nothing can be done before the event loop and the imports are there."""
+
+    @asynccontextmanager
+    async def open_app(self, http_server: Any) -> AsyncIterator[FastAPI]:
+        http_server.tls_context(self._config)  # before a model is loaded
+        tenants, data = Tenants(self._config), self._config.data_dir
+
+        @asynccontextmanager
+        async def open_model(entry: ModelEntry) -> AsyncIterator[ModelRuntime]:
+            client, folder = processes(entry.config), data and data / entry.name.replace("/", "--")
+            try:
+                client.link.launch()
+                source, modules = await asyncio.to_thread(http_server.read_model_files, entry.config)
+                async with open_runtime(
+                    source, modules, client, has_api_keys=tenants.requires_key, folder=folder
+                ) as runtime:
+                    yield runtime
+            finally:
+                await client.link.stop()
+
+        added_models = AddedModels(self._models_config, data)
+        self._manager = ModelManager(self._models_config, open_model)
+        for entry in await asyncio.to_thread(added_models.load_entries):
+            self._manager.add_model(entry)
+        app = create_multi_model_app(self._manager, self._models_config, added_models, self._config, tenants)
+        async with app.router.lifespan_context(app):
+            yield app
+
+    async def stop(self) -> None:
+        if self._manager is not None:
+            await self._manager.stop()
+
+    def announcement_text(self, base: str, seconds: float, tls: ssl.SSLContext | None) -> str:
+        assert self._manager is not None
+        first = self._manager.managed_models[0]
+        width = max(len(member.entry.name) for member in self._manager.managed_models)
+        models = "".join(
+            f"\n  {'models' if member is first else '':10} {member.entry.name:{width}}  {member.state}"
+            for member in self._manager.managed_models
+        )
+        memory = self._models_config.memory_bytes
+        bound = "" if memory is None else f"\n  memory     {memory / 2**30:.4g} GiB for those that are awake"
+        assert first.runtime is not None
+        chats = first.runtime.model.chat_renderer.has_template
+        return f"""\
+quire {VERSION}{models}{bound}
+  ready      {base} after {seconds:.1f} s; Ctrl-C ends it
+
+{curl_command(first.entry.config, first.runtime.info, base, tls, has_chat_template=chats)}
+"""

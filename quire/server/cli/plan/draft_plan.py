@@ -1,0 +1,95 @@
+"""What guesses tokens with weights of its own, as `quire plan` counts it: a smaller model, or heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.engine.checkpoint.alike.mtp import find_mtp, mtp_fields
+from quire.engine.checkpoint.files import HEAD_FILES, read_raw_config, resolve_model, text_config
+from quire.engine.checkpoint.kv_plan import StateShares, share_states
+from quire.engine.checkpoint.parts.parameters import given_size
+from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
+from quire.engine.checkpoint.sizes import ModelSizes, read_sizes
+from quire.engine.config import SpeculativeConfig
+from quire.engine.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    speculative_config: SpeculativeConfig
+    stored: StoredWeights
+    sizes: ModelSizes | None
+    """Of what keeps keys and values of its own; None: it keeps none."""
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it is a model of its own: tiers keep none of its keys and values, while those of heads go with the
+        served model's."""
+        return self.speculative_config.method == "draft_model"
+
+    def draft_weight_bytes(self, width: int) -> int:
+        """In a type of `width` bytes a number."""
+        return self.stored.floats * width + self.stored.other_bytes
+
+    def num_spare_blocks(self, block_size: int) -> int:
+        """Pages of each sequence for drafts beyond its own, as engine/worker/loading/drafts/draft_model_loader.py has
+        them."""
+        return 1 + -(-self.speculative_config.num_speculative_tokens // block_size)
+
+
+ONE_STATE_SLOT = StateShares(1, 0)
+
+
+def plan_state_shares(
+    served: ModelSizes, slot: int, budget: int, state_memory: float | None, sequences: int, *, cached: bool, gpu: bool
+) -> StateShares:
+    """Who has the slots of so many bytes; where not even one sequence's fits, one all the same, so that the plan says
+    it does not fit."""
+    try:
+        return share_states(slot, budget, state_memory, sequences, large=served.needs_snapshots, cached=cached, gpu=gpu)
+    except ConfigError:
+        return ONE_STATE_SLOT
+
+
+def state_slot_bytes(
+    served: ModelSizes, drafting: ModelSizes | None, max_draft_tokens: int, width: int, split: int, sharing: int
+) -> int:
+    """Bytes that layers keep of a sequence beside pages, with up to `max_draft_tokens` guesses in a step, on each of so
+    many devices; as engine/worker/device_memory.py's allocate_slot_states has it. `sharing`: parts of one memory, of
+    which one has what drafts."""
+    own = 0 if drafting is None else drafting.slot_bytes(max_draft_tokens, width)
+    return served.slot_bytes(max_draft_tokens, width) // split + own // sharing
+
+
+def plan_draft(
+    speculative_config: SpeculativeConfig | None, served: Mapping[str, Any], folder: Path | None
+) -> DraftPlan | None:
+    """None where guesses take no weights. `served`: the served model's config.json; `folder`: where its weights are, if
+    they are on this machine. Raises ModelError for a model that cannot be found or read."""
+    if speculative_config is not None and speculative_config.method == "mtp":
+        return _plan_mtp(speculative_config, text_config(served), folder)
+    if speculative_config is None or speculative_config.model is None:
+        return None
+    if speculative_config.method == "medusa":
+        stored = read_stored_weights(resolve_model(speculative_config.model, patterns=HEAD_FILES))
+        return DraftPlan(speculative_config, stored or StoredWeights(0, 0), None)
+    raw, folder = read_raw_config(speculative_config.model)
+    sizes = read_sizes(raw)
+    draft_weights = None if folder is None else read_stored_weights(folder)
+    return DraftPlan(speculative_config, draft_weights or StoredWeights(sizes.parameters, 0), sizes)
+
+
+def _plan_mtp(speculative_config: SpeculativeConfig, text: Mapping[str, Any], folder: Path | None) -> DraftPlan:
+    """The layer for that in the served model's checkpoint."""
+    layers = read_sizes(text).num_layers
+    sizes = read_sizes(mtp_fields(text, layers))
+    hidden = given_size(text, "hidden_size")
+    numbers = sizes.parameters - sizes.embeddings + 2 * hidden**2 + 2 * hidden  # a norm at the end is counted there
+    draft_weights = None
+    if folder is not None and read_stored_weights(folder) is not None:  # else there is a config.json alone
+        names = find_mtp(folder, layers)
+        draft_weights = read_stored_weights(folder, lambda stored: names.own(stored) is not None)
+    return DraftPlan(speculative_config, draft_weights or StoredWeights(numbers, 0), sizes)

@@ -1,0 +1,105 @@
+"""What images take: tokens of the context, and memory."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from quire.engine.checkpoint.download import fetch_config
+from quire.engine.checkpoint.files import hub_model
+from quire.engine.checkpoint.kv_plan import DTYPE_BYTES
+from quire.engine.errors import ConfigError
+from quire.engine.images.image_decoding import MAX_PIXELS
+from quire.engine.images.vision_config import ENCODER_CACHE_BYTES, can_read_images, read_vision_spec
+from quire.engine.images.vision_spec import VisionSpec
+from quire.server.cli.plan.estimate import Estimate
+
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+_PLACEHOLDER_TOKEN = re.compile(r"<[^>]*>|\n+")
+"""Of what stands for an image: its marks, and the breaks between rows."""
+_IMAGES_FORMAT = re.compile(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,5})x([1-9]\d{0,5})")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestImages:
+    """Those of a request, all of one size."""
+
+    count: int
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, slots=True)
+class ImagesPlan:
+    """What they take of a model's context and of memory, in bytes."""
+
+    images: RequestImages
+    tiles: int
+    """What the tower reads one by one, of all images, as all figures are."""
+    tokens: int
+    """With those around and between what features stand for."""
+    feature_bytes: int
+    pixel_bytes: int
+    """Of the tiles' pixels, which the server and the engine keep as long as a request is open."""
+    tower_bytes: int
+    """0 where the tower is not loaded."""
+
+    def images_dict(self) -> dict[str, Any]:
+        images = self.images
+        return {
+            "count": images.count,
+            "width": images.width,
+            "height": images.height,
+            "tiles": self.tiles,
+            "tokens": self.tokens,
+            "feature_bytes": self.feature_bytes,
+            "kept_feature_bytes": ENCODER_CACHE_BYTES,
+            "pixel_bytes": self.pixel_bytes,
+            "tower_bytes": self.tower_bytes,
+        }
+
+
+def parse_images(text: str) -> RequestImages:
+    """From COUNTxWIDTHxHEIGHT or WIDTHxHEIGHT, as argparse wants it."""
+    match = _IMAGES_FORMAT.fullmatch(text.lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"COUNTxWIDTHxHEIGHT, as 1x1024x1024, got {text!r}")
+    count, width, height = (int(each or 1) for each in match.groups())
+    if width * height > MAX_PIXELS:
+        raise argparse.ArgumentTypeError(f"an image of more than {MAX_PIXELS:,} pixels is not read")
+    return RequestImages(count, width, height)
+
+
+def read_model_vision(model: str, revision: str | None, raw: dict[str, Any], folder: Path | None) -> VisionSpec:
+    """What the model reads of images; of a hub id the files that say how they are prepared are fetched. Raises
+    ConfigError where it reads none, and ModelError."""
+    vision: VisionSpec | None = None
+    if can_read_images(raw):
+        for file in _PROCESSOR_FILES if folder is None else ():
+            folder = fetch_config(hub_model(model), revision, file, Path())
+        assert folder is not None
+        vision = read_vision_spec(folder, raw)
+    if vision is None:
+        raise ConfigError("--images: this model reads no images here")
+    return vision
+
+
+def plan_images(images: RequestImages, vision: VisionSpec, estimate: Estimate) -> ImagesPlan:
+    """What they take with the model of an estimate."""
+    layout = vision.make_layout(images.width, images.height, several=images.count > 1)
+    width, count = DTYPE_BYTES[estimate.dtype], images.count
+    hidden = estimate.sizes.head_parameters // estimate.sizes.vocab_size
+    contents = layout.prepare_contents(Image.new("RGB", (images.width, images.height)))
+    return ImagesPlan(
+        images,
+        count * len(layout.token_runs),
+        count * len(_PLACEHOLDER_TOKEN.findall(layout.placeholder_text(lambda token: "<>"))),
+        count * layout.num_tokens * hidden * width,
+        count * sum(len(each.pixels) for each in contents),
+        estimate.sizes.tower_bytes(width, estimate.config.online_quantization),
+    )

@@ -1,0 +1,125 @@
+"""The plan of an engine's configuration."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quire.engine.checkpoint.alike.mtp import without_mtp
+from quire.engine.checkpoint.families import WITH_EXPERTS, has_file
+from quire.engine.checkpoint.files import text_config
+from quire.engine.checkpoint.overrides import configured
+from quire.engine.checkpoint.page_groups import context_decides, rope_context
+from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
+from quire.engine.checkpoint.sizes import ModelSizes, read_sizes
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, ModelError
+from quire.engine.lora.target_modules import modules_of_config
+from quire.server.cli.plan.draft_plan import plan_draft
+from quire.server.cli.plan.estimate import Estimate, PlanRequest, estimate_model
+from quire.server.cli.plan.machine import Machine, divide_machine, read_gpu_table
+
+
+def build_plan_request(
+    config: EngineConfig, raw: dict[str, Any], folder: Path | None, concurrency: int | None = None
+) -> PlanRequest:
+    """What an engine with this configuration is asked for, of a model with this config.json, and its weights in
+    `folder` if they are on this machine. Raises ModelError for what guesses tokens and cannot be read."""
+    modules = modules_of_config(raw) if config.enable_lora else {}
+    return PlanRequest(config, concurrency, modules, plan_draft(config.speculative_config, raw, folder))
+
+
+def serving_sizes(config: EngineConfig, raw: dict[str, Any]) -> ModelSizes:
+    """Of a model with this config.json, as this configuration serves it. Raises ModelError, and ConfigError for a
+    rope_context that it has no use for."""
+    sizes, text = read_sizes(raw), text_config(raw)
+    uses_transformers = config.model_impl == "transformers" or not has_file(raw)
+    rope = text.get("rope_parameters") or text.get("rope_scaling")
+    decides = context_decides(
+        sizes.model_type, rope if isinstance(rope, dict) else {}, raw if uses_transformers else None
+    )
+    rope_context(config, sizes.max_position, decides=decides)
+    return replace(sizes, max_position=min(sizes.max_position, config.rope_context or sizes.max_position))
+
+
+def divide_among_processes(machine: Machine, config: EngineConfig) -> Machine:
+    """So many of it, or of its parts, as this configuration has processes. Raises ConfigError as `divide_machine`."""
+    counts = config.tensor_parallel_size, config.data_parallel_size, config.pipeline_parallel_size
+    return divide_machine(machine, *counts, config.nnodes)
+
+
+def predict_kv_tokens(config: EngineConfig, machine: Machine) -> int | None:
+    """Tokens that the KV cache of an engine with this configuration will hold.
+
+    None if no estimate can be made, or none is needed because num_kv_blocks is given. The model's files must exist.
+    """
+    if config.num_kv_blocks is not None or (plan := _plan_model(config, machine)) is None:
+        return None
+    return plan.estimate.num_blocks * plan.estimate.block_size or None
+
+
+def memory_advice(config: EngineConfig, machine: Machine) -> str:
+    """Why the model does not fit, in the figures of `quire plan`, and what to do; "" where it should fit, or nothing
+    can be estimated."""
+    plan = _plan_model(config, machine)
+    if plan is None or plan.estimate.fits:
+        return ""
+    fewer_bits = find_fitting_quantization(plan.sizes, plan.estimate.machine, plan.request, plan.stored)
+    advice = "; ".join(plan.estimate.reasons)
+    if fewer_bits is not None:
+        advice += f"; with --quantization {fewer_bits} it fits"
+    return f"{advice}. {shlex.join(['quire', 'plan', config.model])} has the arithmetic, quire models what fits here"
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelPlan:
+    estimate: Estimate
+    sizes: ModelSizes
+    request: PlanRequest
+    stored: StoredWeights | None
+
+
+def _plan_model(config: EngineConfig, machine: Machine) -> _ModelPlan | None:
+    try:
+        raw, folder = configured(config)
+        sizes, files = serving_sizes(config, raw), folder if config.load_format == "auto" else None
+        stored = None if files is None else read_stored_weights(files, without_mtp(sizes.num_layers))
+        request = build_plan_request(config, raw, files)
+        parts = divide_among_processes(machine, config)
+        return _ModelPlan(estimate_model(sizes, parts, request, stored), sizes, request, stored)
+    except (ModelError, ConfigError):
+        return None
+
+
+_DEVICE_COUNTS = (1, 2, 4, 8)
+"""Numbers of devices that `find_smallest_gpu` tries."""
+
+
+def find_smallest_gpu(
+    sizes: ModelSizes, request: PlanRequest, stored: StoredWeights | None, at_least: int = 1
+) -> Machine | None:
+    """The GPU of the table with the least memory on which the model fits, or several such GPUs, `at_least` so many;
+    None if none do."""
+    cards = sorted(read_gpu_table().values(), key=lambda card: (card.memory, card.bandwidth or 0.0))
+    for count in (each for each in _DEVICE_COUNTS if each >= at_least):
+        for card in cards:
+            machine = replace(card, count=count)
+            if estimate_model(sizes, machine, request, stored).fits:
+                return machine
+    return None
+
+
+def find_fitting_quantization(
+    sizes: ModelSizes, machine: Machine, request: PlanRequest, stored: StoredWeights | None
+) -> str | None:
+    """The --quantization with which the model fits there, the one that changes it least; None if none does."""
+    config = request.config
+    if config.online_quantization is not None or sizes.quantization or sizes.model_type in WITH_EXPERTS:
+        return None
+    for name in ("int8", "int4"):
+        quantized_request = replace(request, config=config.model_copy(update={"quantization": name}))
+        if estimate_model(sizes, machine, quantized_request, stored).fits:
+            return name
+    return None

@@ -1,0 +1,416 @@
+"""Formats an estimate as text or as JSON, and estimates for many cards as a table."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.engine.checkpoint.kv_plan import CUDA_CONTEXT_BYTES, DTYPE_BYTES, GIB, KV_CODE_SCALE_BYTES
+from quire.engine.checkpoint.stages import stage_layers
+from quire.engine.config import DEMO_MODEL
+from quire.engine.images.vision_config import ENCODER_CACHE_BYTES
+from quire.server.cli.plan.estimate import Estimate
+from quire.server.cli.plan.images_plan import ImagesPlan
+from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine
+
+MIB = 2**20
+_SHORT_CONTEXT = 1024
+"""Tokens of context for which the speed of a single stream is given."""
+
+
+def format_text(
+    estimate: Estimate,
+    name: str,
+    smallest_gpu: Machine | None,
+    fitting_quantization: str | None = None,
+    images_plan: ImagesPlan | None = None,
+) -> str:
+    """better: where else a model that does not fit would; lighter: the --quantization with which it would here;
+    images: what those of a request take."""
+    sizes = estimate.sizes
+    if not estimate.block_bytes:
+        return _format_encoder_text(estimate, name, smallest_gpu)
+    active = f", {_format_count(sizes.active_parameters)} per token" if sizes.experts else ""
+    quantized = f" ({sizes.quantization}, {sizes.bits:g} bits)" if sizes.quantization else ""
+    compressed = estimate.machine.compresses_weights and estimate.dtype == "bfloat16" and not quantized
+    stored_as = ", in 12 bits on this CPU" if compressed else ""
+    stored_as = f", {estimate.config.online_quantization} at load" if estimate.config.online_quantization else stored_as
+    lines = [
+        ("model", f"{sizes.model_type}, {_format_count(sizes.parameters)} parameters{active}"),
+        (
+            "weights",
+            f"{estimate.dtype}{quantized}: {_format_size(estimate.weight_bytes)}, "
+            f"by {estimate.weight_source}{stored_as}",
+        ),
+        *_expert_lines(estimate),
+        *_layer_lines(estimate),
+        (
+            "KV",
+            f"{_kv_formula(estimate)} = {_format_size(estimate.kv_token_bytes)} a token"
+            f"{' and device' if estimate.machine.count > 1 else ''}; a page of {estimate.block_size} tokens "
+            f"{_format_size(estimate.block_bytes)}, {_format_size(estimate.layer_block_bytes)} per layer",
+        ),
+        *(
+            [("adapters", f"{_format_size(estimate.adapter_bytes)} in all, of linears")]
+            if estimate.adapter_bytes
+            else []
+        ),
+        *(
+            [("states", f"{_format_size(estimate.state_bytes)} in the slots of all sequences")]
+            if estimate.state_bytes
+            else []
+        ),
+        *([("drafts", f"{_format_size(estimate.draft_bytes)} of weights")] if estimate.draft_bytes else []),
+        *([] if images_plan is None else _image_lines(estimate, images_plan)),
+        ("memory", _memory_text(estimate)),
+    ]
+    if estimate.fits:
+        lines += [
+            ("cache", _cache_text(estimate)),
+            *([("below it", _tiers_text(estimate))] if estimate.tier_plans else []),
+            (
+                "fits",
+                f"{estimate.concurrency:,} x {estimate.context:,} tokens of "
+                f"{_format_size(estimate.context_bytes(estimate.context))} each",
+            ),
+            ("room for", ", ".join(f"{count:,} x {length:,}" for length, count in estimate.fitting)),
+            *_speed_lines(estimate),
+        ]
+        if not unserved_reasons(estimate):
+            lines.append(("serve", _serve_command(name, estimate.flags)))
+    else:
+        lines += [("does not fit", reason) for reason in estimate.reasons]
+        if fitting_quantization is not None:
+            lines.append(("fits with", f"--quantization {fitting_quantization}"))
+        if smallest_gpu is not None:
+            lines.append(
+                (
+                    "fits on",
+                    f"{smallest_gpu.count} x {smallest_gpu.name}" if smallest_gpu.count > 1 else smallest_gpu.name,
+                )
+            )
+    lines += [("note", note) for note in estimate_notes(estimate)]
+    return "\n".join(f"{label:<13} {text}" for label, text in lines)
+
+
+def _expert_lines(estimate: Estimate) -> list[tuple[str, str]]:
+    plan, texts = estimate.experts_plan, list[str]()
+    if plan.has_whole_experts and estimate.machine.count > 1:
+        each = (
+            f"{plan.min_experts:,}"
+            if plan.min_experts == plan.max_experts
+            else f"{plan.min_experts:,} or {plan.max_experts:,}"
+        )
+        texts.append(f"{each} of each layer's {estimate.sizes.experts:,}, whole, on each device")
+    if plan.disk_bytes:
+        each = " on each device" if estimate.machine.count > 1 else ""
+        texts.append(
+            f"{_format_size(plan.disk_bytes)} in a file on disk, "
+            f"{_format_size(plan.memory_bytes)} of it in memory too{each}"
+        )
+    return [("experts", "; ".join(texts))] if texts else []
+
+
+def _layer_lines(estimate: Estimate) -> list[tuple[str, str]]:
+    plan = estimate.layers_plan
+    if not plan.num_layers:
+        return []
+    each = " on each device" if estimate.machine.count > 1 else ""
+    where = "in a file on disk" if plan.from_disk else "in the host's memory"
+    return [
+        (
+            "layers",
+            f"{plan.num_streamed} of {plan.num_layers} streamed{each}: {_format_size(plan.offloaded_bytes)} {where}",
+        )
+    ]
+
+
+def _image_lines(estimate: Estimate, images_plan: ImagesPlan) -> list[tuple[str, str]]:
+    request_images = images_plan.images
+    tiles = f"{images_plan.tiles:,} parts for the tower"
+    room = f" of a context of {estimate.context:,}" if estimate.fits else ""
+    over = ": too many" if estimate.fits and images_plan.tokens >= estimate.context else ""
+    tokens = f"{images_plan.tokens:,} tokens{room}{over}"
+    features = (
+        f"{_format_size(images_plan.feature_bytes)} of features "
+        f"({_format_size(ENCODER_CACHE_BYTES)} of all requests' are kept)"
+    )
+    pixels = f"{_format_size(images_plan.pixel_bytes)} of pixels while a request is open"
+    loaded = f"{_format_size(images_plan.tower_bytes)}, among the weights"
+    return [
+        (
+            "images",
+            f"{request_images.count:,} x {request_images.width:,} x {request_images.height:,}: {tiles}, {tokens}",
+        ),
+        ("they take", f"{features}, {pixels}"),
+        ("their tower", loaded if images_plan.tower_bytes else "not loaded: images are read on CPUs"),
+    ]
+
+
+def _kv_formula(estimate: Estimate) -> str:
+    if not estimate.sizes.kv_numbers:
+        return "no keys and values"
+    ways = min(estimate.machine.count, estimate.sizes.kv_heads)
+    formula = estimate.sizes.kv_formula + (f" / {ways} devices" if ways > 1 else "")
+    width, columns = DTYPE_BYTES[estimate.dtype], estimate.sizes.state_formula
+    beside = f" + {columns} x {width} B" if columns else ""
+    if estimate.kv_cache_dtype == "auto":
+        return f"{formula} x {width} B{beside}"
+    if estimate.kv_cache_dtype in DTYPE_BYTES:
+        return f"{formula} x {DTYPE_BYTES[estimate.kv_cache_dtype]} B{beside}"
+    scale = KV_CODE_SCALE_BYTES[estimate.kv_cache_dtype]
+    return f"{formula} x 1 B" + (f", a scale of {scale} B for each head" if scale else "") + beside
+
+
+def _format_encoder_text(estimate: Estimate, name: str, smallest_gpu: Machine | None) -> str:
+    """Of a model that keeps no KV cache."""
+    sizes = estimate.sizes
+    lines = [
+        ("model", f"{sizes.model_type}, {_format_count(sizes.parameters)} parameters"),
+        ("weights", f"{estimate.dtype}: {_format_size(estimate.weight_bytes)}, by {estimate.weight_source}"),
+        ("KV", "none: an encoder reads each prompt at once"),
+    ]
+    if estimate.fits:
+        lines += [
+            ("fits", f"prompts of up to {estimate.context:,} tokens"),
+            ("serve", _serve_command(name, estimate.flags)),
+        ]
+    else:
+        lines += [("does not fit", reason) for reason in estimate.reasons]
+        if smallest_gpu is not None:
+            lines.append(("fits on", smallest_gpu.name))
+    return "\n".join(f"{label:<13} {text}" for label, text in lines)
+
+
+def estimate_dict(
+    estimate: Estimate, smallest_gpu: Machine | None, images_plan: ImagesPlan | None = None
+) -> dict[str, Any]:
+    """The estimate for programs: sizes in bytes and tokens, times in seconds."""
+    sizes, machine = estimate.sizes, estimate.machine
+    many = max(estimate.concurrency, 1)
+    return {
+        "model_type": sizes.model_type,
+        "parameters": sizes.parameters,
+        "active_parameters": sizes.active_parameters,
+        "max_position": sizes.max_position,
+        "dtype": estimate.dtype,
+        "quantization": sizes.quantization,
+        "weight_bytes": estimate.weight_bytes,
+        "weight_source": estimate.weight_source,
+        "adapter_bytes": estimate.adapter_bytes,
+        "draft_bytes": estimate.draft_bytes,
+        "experts": {
+            "whole": estimate.experts_plan.has_whole_experts,
+            "disk_bytes": estimate.experts_plan.disk_bytes,
+            "kept_bytes": estimate.experts_plan.memory_bytes,
+        },
+        "layers": {
+            "streamed": estimate.layers_plan.num_streamed,
+            "elsewhere_bytes": estimate.layers_plan.offloaded_bytes,
+        }
+        | {"step_bytes": estimate.layers_plan.read_bytes},
+        "state_bytes": estimate.state_bytes,
+        "images": None if images_plan is None else images_plan.images_dict(),
+        "machine": {"name": machine.name, "memory_bytes": machine.memory, "count": machine.count, "gpu": machine.gpu}
+        | {"stages": machine.stages, "replicas": machine.replicas, "nodes": machine.nodes},
+        "kv": {
+            "dtype": estimate.dtype if estimate.kv_cache_dtype == "auto" else estimate.kv_cache_dtype,
+            "bytes_per_token": estimate.kv_token_bytes,
+            "block_size": estimate.block_size,
+            "page_bytes": estimate.block_bytes,
+            "page_bytes_per_layer": estimate.layer_block_bytes,
+            "budget_bytes": estimate.kv_budget_bytes,
+            "num_blocks": estimate.num_blocks,
+        },
+        "tiers": [
+            {"name": each.name, "bytes": each.num_bytes, "tokens": each.num_tokens} for each in estimate.tier_plans
+        ],
+        "fits": estimate.fits,
+        "reasons": list(estimate.reasons),
+        "context": estimate.context,
+        "concurrency": estimate.concurrency,
+        "fitting": [{"context": length, "concurrency": count} for length, count in estimate.fitting],
+        "limits": None
+        if machine.bandwidth is None or not estimate.fits or not estimate.block_bytes
+        else {
+            "decode_tokens_per_second_alone": estimate.decode_limit(1, min(_SHORT_CONTEXT, estimate.context)),
+            "decode_tokens_per_second_full": estimate.decode_limit(many, estimate.context),
+            "prefill_seconds": estimate.prefill_seconds(estimate.context),
+        },
+        "served": not unserved_reasons(estimate),
+        "flags": [] if unserved_reasons(estimate) else list(estimate.flags),
+        "fits_on": None if smallest_gpu is None else {"name": smallest_gpu.name, "count": smallest_gpu.count},
+        "notes": estimate_notes(estimate),
+    }
+
+
+def format_table(estimates: Sequence[Estimate]) -> str:
+    """A table with one line per card: what fits, and the limits of speed."""
+    lines = [
+        f"{'':<18} {'':>9} {'memory':>9} {'KV cache,':>11} {'context, tokens':>22} {'tokens/s':>9} {'tokens/s':>9}",
+        f"{'card':<18} {'memory':>9} {'for KV':>9} {'tokens':>11} {'x requests at once':>22} {'alone':>9} {'full':>9}",
+    ]
+    for estimate in estimates:
+        machine = estimate.machine
+        name = f"{machine.count} x {machine.name}" if machine.count > 1 else machine.name
+        row = f"{name:<18} {machine.memory / GIB:>5.1f} GiB "
+        if not estimate.fits:
+            lines.append(row + f"  {estimate.reasons[0]}")
+            continue
+        alone, full = (
+            estimate.decode_limit(1, min(_SHORT_CONTEXT, estimate.context)),
+            estimate.decode_limit(estimate.concurrency, estimate.context),
+        )
+        shape = f"{estimate.context:,} x {estimate.concurrency:,}"
+        lines.append(
+            row + f"{estimate.kv_budget_bytes / GIB:>5.1f} GiB {estimate.kv_tokens:>11,} {shape:>22} "
+            f"{alone:>9,.0f} {full:>9,.0f}"
+        )
+    return "\n".join([*lines, "tokens/s are upper limits: of one request alone, and of all requests that fit together"])
+
+
+def estimate_notes(estimate: Estimate) -> list[str]:
+    """Reservations about the figures."""
+    sizes = estimate.sizes
+    talk = ["what GPUs send each other, and NCCL's buffers, are not counted"]
+    texts = [*sizes.notes, *(talk if estimate.machine.gpu and estimate.machine.count > 1 else [])]
+    texts += [f"{reason}: figures only" for reason in unserved_reasons(estimate)]
+    if estimate.experts_plan.disk_bytes:
+        rest = (
+            f"{_format_size(estimate.experts_plan.token_read_bytes)} a token are read from the disk "
+            "unless the system has room to keep them"
+        )
+        texts.append(f"limits are those of memory; of the experts that one token chooses {rest}")
+    if estimate.layers_plan.read_bytes:
+        plan = estimate.layers_plan
+        how = "for each GB/s that the disk reads" if plan.from_disk else "where the bus copies 25 GB/s (PCIe 4.0 x16)"
+        texts.append(
+            f"limits are those of memory; a step reads {_format_size(plan.read_bytes)} of layers, so there are at most "
+            f"{plan.max_steps_per_second:.3g} steps a second {how}"
+        )
+    if estimate.experts_plan.has_whole_experts and estimate.machine.count > 1:
+        texts.append("limits are as if a step read as many experts on each device; the one with the most sets the pace")
+    if estimate.machine.replicas > 1:
+        texts.append(f"these are the figures of each of {estimate.machine.replicas} replicas")
+    if (nodes := estimate.machine.nodes) > 1:
+        texts.append(f"{nodes} machines like this one in a private network, of which each needs the weights' files")
+    if (stages := estimate.machine.stages) > 1:
+        layers = ", ".join(str(len(each)) for each in stage_layers(sizes.num_layers, stages))
+        texts.append(f"stages of {layers} layers; these are the figures of one on average")
+    if sizes.sliding:
+        texts.append(f"{sizes.sliding} of {sizes.num_layers} layers see a sliding window; {_window_note(estimate)}")
+    return texts
+
+
+def _window_note(estimate: Estimate) -> str:
+    if estimate.block_needs.windows == (None,):
+        return "all their keys are kept"
+    if not estimate.fits:
+        return "keys outside of it are not kept"
+    every = -(-estimate.context // estimate.block_size) * estimate.block_bytes
+    saved = 1 - estimate.context_bytes(estimate.context) / every
+    return f"keys outside of it are not kept, which saves {saved:.0%} of a context of {estimate.context:,} tokens"
+
+
+def unserved_reasons(estimate: Estimate) -> list[str]:
+    """Why Quire does not serve the model there; [] where it does."""
+    reasons = list(estimate.sizes.unserved)
+    if estimate.machine.stages > 1 and estimate.machine.gpu:
+        reasons.append("Quire has pipelines on CPUs alone so far; --tensor-parallel-size is for GPUs too")
+    if estimate.machine.count > 1 and estimate.tier_plans:
+        reasons.append("Quire keeps no pages of several ranks beside their cache yet")
+    return reasons
+
+
+def _serve_command(name: str, flags: Sequence[str]) -> str:
+    """`quire serve` takes directories; a plan is made of a config.json too."""
+    model = str(Path(name).parent) if name.endswith(".json") else name
+    return shlex.join(["quire", "serve", *([] if name == DEMO_MODEL else [model]), *flags])
+
+
+_ROUNDING = 4
+"""MiB by which four rounded figures may differ."""
+
+
+def _memory_text(estimate: Estimate) -> str:
+    machine, utilization = estimate.machine, estimate.config.gpu_memory_utilization
+    each = f"{machine.count} x {machine.name}, each" if machine.count > 1 else f"{machine.name},"
+    # Whole MiB that add up: what is rounded is in the rough estimate, of the largest step or of what Quire takes.
+    all_of_it, weights_mib, cache = (
+        round(size / MIB)
+        for size in (machine.memory * utilization, estimate.device_weight_bytes, estimate.kv_budget_bytes)
+    )
+    others = "".join(f" and {name}" for name in estimate.other_weight_kinds)
+    weights = f"{weights_mib:,} MiB of weights{others}"
+    if not machine.gpu:
+        total, own = round(machine.memory / MIB), round(ENGINE_HOST_BYTES / MIB)
+        left = f"{total - own - weights_mib:,} MiB; of it {cache:,} MiB for the KV cache"
+        return f"{each} {total:,} MiB free - {own:,} MiB for Quire - {weights} = {left}"
+    cuda = round(CUDA_CONTEXT_BYTES / MIB)
+    whole = f"{machine.memory / MIB:,.0f} MiB x {utilization:g} = {all_of_it:,} MiB"
+    step = round(estimate.step_bytes / MIB)
+    if all_of_it < cuda + weights_mib:
+        return f"{each} {whole} - {cuda:,} MiB for CUDA - {weights}: {cuda + weights_mib - all_of_it:,} MiB too few"
+    room = all_of_it - cuda - weights_mib - step
+    if room > cache + _ROUNDING:  # less than fits was asked for
+        left = f"{room:,} MiB; of it {cache:,} MiB for the KV cache"
+    else:
+        step, left = max(all_of_it - cuda - weights_mib - cache, 0), f"{cache:,} MiB for the KV cache"
+    graphs = "" if estimate.config.enforce_eager else " and graphs"
+    return f"{each} {whole} - {cuda:,} MiB for CUDA - {weights} - {step:,} MiB for the largest step{graphs} = {left}"
+
+
+def _cache_text(estimate: Estimate) -> str:
+    tokens = estimate.num_blocks * estimate.block_size
+    all_used = (
+        f": all that {estimate.concurrency:,} full contexts (--max-num-seqs) use" if tokens < estimate.kv_tokens else ""
+    )
+    return (
+        f"{estimate.num_blocks:,} pages = {tokens:,} tokens = "
+        f"{_format_size(estimate.num_blocks * estimate.block_bytes)}{all_used}"
+    )
+
+
+def _tiers_text(estimate: Estimate) -> str:
+    kinds = {"host": "pinned memory of the host" if estimate.machine.gpu else "memory, set aside", "disk": "disk"}
+    return "; ".join(
+        f"{_format_size(each.num_bytes)} of {kinds[each.name]} = {each.num_tokens:,} tokens"
+        for each in estimate.tier_plans
+    )
+
+
+def _speed_lines(estimate: Estimate) -> list[tuple[str, str]]:
+    short = min(_SHORT_CONTEXT, estimate.context)
+    alone, full = estimate.decode_limit(1, short), estimate.decode_limit(estimate.concurrency, estimate.context)
+    first = estimate.prefill_seconds(estimate.context)
+    if alone is None or full is None or first is None:
+        return [("speed", "unknown: --bandwidth and --tflops give its limits")]
+    most = "about" if estimate.machine.measured else "at most"
+    least = "or so" if estimate.machine.measured else "or more"
+    return [
+        (
+            "decode",
+            f"{most} {alone:,.0f} tokens/s alone after {short:,} tokens, {full:,.0f} with "
+            f"{estimate.concurrency:,} x {estimate.context:,}",
+        ),
+        (
+            "prefill",
+            f"{most} {estimate.context / first:,.0f} tokens/s; {estimate.context:,} take {first:.2f} s {least}",
+        ),
+    ]
+
+
+def _format_count(number: int) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:,}"
+
+
+def _format_size(size: float) -> str:
+    for unit, bytes_of in (("GiB", 2**30), ("MiB", 2**20)):
+        if size >= bytes_of:
+            return f"{size / bytes_of:.4g} {unit}"
+    return f"{size / 1024:.4g} KiB"

@@ -1,0 +1,69 @@
+"""Layers that are streamed, as `quire plan` counts them: a dense model's from a CPU's disk (--weights-on-disk), a GPU's
+from the host's memory (--cpu-offload-gb)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.checkpoint.sizes import ModelSizes
+from quire.engine.checkpoint.stages import FREE_FOR_LAYERS, STREAM_SLOTS, most_kept, most_streamed
+from quire.engine.config import EngineConfig
+from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine
+from quire.server.cli.plan.weight_sizes import linear_bytes
+
+_BUS_BYTES_PER_SECOND, _DISK_BYTES_PER_SECOND = 25e9, 1e9
+"""Bytes a second: of 16 lanes of PCIe 4.0, and what a disk's speed is told for."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayersPlan:
+    """Of each device."""
+
+    num_layers: int = 0
+    num_streamed: int = 0
+    """Layers of these."""
+    from_disk: bool = False
+    offloaded_bytes: int = 0
+    """Bytes on the disk, or in the host's memory."""
+    read_bytes: int = 0
+    """Bytes that a step reads there."""
+    saved_bytes: int = 0
+    """Bytes that the device need not have."""
+    problem: str | None = None
+    """Why layers cannot be streamed as they were asked to be."""
+
+    @property
+    def max_steps_per_second(self) -> float:
+        """The most a second; from a disk for each GB/s that it reads."""
+        return (
+            (_DISK_BYTES_PER_SECOND if self.from_disk else _BUS_BYTES_PER_SECOND) / self.read_bytes
+            if self.read_bytes
+            else 0.0
+        )
+
+
+def plan_layers(config: EngineConfig, sizes: ModelSizes, machine: Machine, dtype: str, on_device: int) -> LayersPlan:
+    """on_device: bytes of weights that each device has where none are streamed."""
+    from_disk, offloaded = config.weights_on_disk is not None, config.cpu_offload_gb
+    if offloaded and not machine.gpu:
+        return LayersPlan(problem="layers in the host's memory (--cpu-offload-gb) are a GPU's; see --weights-on-disk")
+    if from_disk and machine.gpu:
+        return LayersPlan(problem="weights on a disk (--weights-on-disk) are for CPUs; see --cpu-offload-gb")
+    if not offloaded and (not from_disk or sizes.experts):
+        return LayersPlan()
+    count = sizes.num_layers // machine.stages
+    whole = linear_bytes(sizes.parameters - sizes.embeddings, sizes, machine, dtype, config.online_quantization)
+    each, parts = whole // count, machine.devices_per_memory * machine.replicas
+    if config.weights_in_memory is None:
+        memory = int(FREE_FOR_LAYERS * max(machine.memory - ENGINE_HOST_BYTES - on_device + whole, 0))
+    else:
+        memory = int(config.weights_in_memory * GIB) // parts
+    try:
+        layer_bytes = [each] * count
+        order = most_kept(layer_bytes, memory) if from_disk else most_streamed(layer_bytes, int(offloaded * GIB))
+    except ValueError as error:
+        return LayersPlan(problem=str(error))
+    read = each * len(order)
+    saved = max(read - each * STREAM_SLOTS, 0)
+    return LayersPlan(count, len(order), from_disk, whole if from_disk else read, read, saved)

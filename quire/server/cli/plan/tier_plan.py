@@ -1,0 +1,31 @@
+"""The tiers below the KV cache (docs/kv_tiers.md), as `quire plan` counts them: bytes, and how many tokens fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlan:
+    name: str
+    num_bytes: int
+    """Bytes that it may take."""
+    num_tokens: int
+    """That fit, in whole pages."""
+
+
+def host_tier_bytes(config: EngineConfig) -> int:
+    """Of the host's memory, for all replicas together."""
+    return int((config.kv_offload_memory or 0.0) * GIB)
+
+
+def plan_tiers(config: EngineConfig, replicas: int, page_bytes: int, page_tokens: int) -> tuple[TierPlan, ...]:
+    """Of each of so many replicas; none where there are no pages to keep."""
+    memory, disk = config.kv_offload_memory or 0.0, config.kv_disk_gib if config.kv_offload_dir is not None else 0.0
+    bounds = {"host": int(memory / replicas * GIB), "disk": int(disk / replicas * GIB)}
+    return tuple(
+        TierPlan(name, size, size // page_bytes * page_tokens) for name, size in bounds.items() if size and page_bytes
+    )

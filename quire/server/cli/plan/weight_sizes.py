@@ -1,0 +1,96 @@
+"""Bytes of a model's weights, as `quire plan` counts them."""
+
+from __future__ import annotations
+
+from quire.engine.checkpoint.kv_plan import DTYPE_BYTES, KV_CODE_SCALE_BYTES, QUANTIZED_BITS, TABLE_BITS
+from quire.engine.checkpoint.parts.states import PagedState
+from quire.engine.checkpoint.safetensors import StoredWeights
+from quire.engine.checkpoint.sizes import ModelSizes
+from quire.engine.config import EngineConfig
+from quire.server.cli.plan.machine import Machine
+
+COMPRESSION_SAVING = 0.24
+"""Share of the linear layers' bytes that compression to 12 bits saves: a quarter, less the few weights that are stored
+uncompressed (kernels/cpu/compress12.h)."""
+
+
+def model_weight_bytes(
+    sizes: ModelSizes,
+    machine: Machine,
+    dtype: str,
+    stored: StoredWeights | None,
+    quantized: str | None,
+    *,
+    in_8_bits: bool,
+) -> tuple[int, int]:
+    """Of all weights as they are read, and of those of each device as they are kept. quantized: how they are quantized
+    at load; in_8_bits: so the embedding is."""
+    width = DTYPE_BYTES[dtype]
+    weights = _computed_weight_bytes(sizes, dtype) if stored is None else stored.floats * width + stored.other_bytes
+    if quantized is not None:
+        weights = round((sizes.parameters - sizes.embeddings) * QUANTIZED_BITS[quantized] / 8)
+        weights += sizes.embeddings * width
+    if in_8_bits:
+        weights -= round(sizes.embeddings * (width - TABLE_BITS / 8))
+    on_device = weights // machine.count + _tied_head_bytes(sizes, machine, width, _embedding_bits(stored, in_8_bits))
+    if quantized is None and machine.compresses_weights and dtype == "bfloat16" and not sizes.quantization:
+        # Of all but the embedding table.
+        on_device -= round((on_device - sizes.head_parameters * width // machine.count) * COMPRESSION_SAVING)
+    return weights, on_device
+
+
+def linear_bytes(numbers: int, sizes: ModelSizes, machine: Machine, dtype: str, quantized: str | None) -> int:
+    """Of so many numbers of linears, as a device keeps its part of them."""
+    bits = QUANTIZED_BITS[quantized] if quantized is not None else sizes.bits or 8.0 * DTYPE_BYTES[dtype]
+    if quantized is None and not sizes.bits and machine.compresses_weights and dtype == "bfloat16":
+        bits *= 1 - COMPRESSION_SAVING
+    return round(numbers * bits / 8) // machine.count
+
+
+def _computed_weight_bytes(sizes: ModelSizes, dtype: str) -> int:
+    """Bytes of the weights in this type; quantized linear layers take their own number of bits."""
+    return round(sizes.parameters * DTYPE_BYTES[dtype] * sizes.weight_ratio)
+
+
+def _embedding_bits(stored: StoredWeights | None, in_8_bits: bool) -> float | None:
+    """Bits of the embedding's numbers where these are few: made so at load, or stored so."""
+    if in_8_bits:
+        return TABLE_BITS
+    return None if stored is None else stored.table_bits
+
+
+def _tied_head_bytes(sizes: ModelSizes, machine: Machine, width: int, bits: float | None) -> int:
+    """What each device has beside the weights for a head that is the embedding: both ends of a pipeline have that, and
+    of one in full precision the CPU kernels pack a copy. `bits`: of the embedding's numbers, where these are few."""
+    tied = sizes.embeddings < 2 * sizes.head_parameters
+    if not tied or (machine.stages == 1 and (bits is not None or machine.gpu)):
+        return 0
+    return round(sizes.head_parameters * (width if bits is None else bits / 8)) // machine.count
+
+
+def kv_token_bytes(sizes: ModelSizes, dtype: str, kv_cache_dtype: str) -> int:
+    """Bytes of what pages keep of a token in all layers. Columns are never in few bits."""
+    columns = sizes.column_numbers * DTYPE_BYTES[dtype]
+    if kv_cache_dtype == "auto":
+        return sizes.kv_numbers * DTYPE_BYTES[dtype] + columns
+    if kv_cache_dtype in DTYPE_BYTES:
+        return sizes.kv_numbers * DTYPE_BYTES[kv_cache_dtype] + columns
+    heads = sum(each.numbers // (each.head or sizes.head_dim) for each in sizes.states if isinstance(each, PagedState))
+    return sizes.kv_numbers + heads * KV_CODE_SCALE_BYTES[kv_cache_dtype] + columns
+
+
+def resolve_dtypes(sizes: ModelSizes, machine: Machine, config: EngineConfig) -> tuple[str, str]:
+    """The model's type and that of keys and values, by the settings' names: where they are "auto" what the server
+    chooses for the checkpoint on this machine (engine/worker/device_plan.py), and of keys and values "auto" where it is
+    the model's."""
+    dtype, kv_cache_dtype = config.dtype, config.kv_cache_dtype
+    if dtype == "float16" and not machine.gpu and config.attention_backend in ("auto", "cpu"):
+        return "bfloat16", kv_cache_dtype
+    if dtype != "auto":
+        return dtype, kv_cache_dtype
+    if sizes.wide_activations and not machine.gpu:
+        return "float32", "bfloat16" if kv_cache_dtype == "auto" else kv_cache_dtype
+    name = sizes.dtype if sizes.dtype in DTYPE_BYTES else "bfloat16"
+    if name == ("float32" if machine.gpu else "float16") and machine.bf16:
+        return "bfloat16", kv_cache_dtype
+    return "float16" if name == "bfloat16" and not machine.bf16 else name, kv_cache_dtype

@@ -1,0 +1,127 @@
+"""How the client commands reach a server: its URL as people type it, and whose certificates they trust."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from quire.engine.errors import ConfigError, EngineError, QuireError
+from quire.engine.unsupported_options import suggest_nearest
+
+
+def server_flags(url: str | None, *, key: str = "api_key") -> dict[str, Any]:
+    """--url (default `url`), --cacert and --api-key, which `key` names among the parsed arguments."""
+    default = "" if url is None else " (default: %(default)s)"
+    cacert_help = "a certificate, of the server or of an authority, to trust beside the system's"
+    key_help = "the server's key; default: the variable OPENAI_API_KEY"
+    return {
+        "--url": {"default": url, "help": f"the server, such as 127.0.0.1:8000{default}"},
+        "--cacert": {"type": Path, "metavar": "PEM", "help": cacert_help},
+        "--api-key": {"dest": key, "metavar": "KEY", "default": os.environ.get("OPENAI_API_KEY"), "help": key_help},
+    }
+
+
+def server_url(text: str, *, tls: bool = False) -> str:
+    """The base of a server's URL, without /v1. Where the scheme is left out it is http, or https with `tls`, as for
+    one whose --cacert was given. Raises ConfigError."""
+    full = text if "://" in text else f"{'https' if tls else 'http'}://{text}"
+    try:
+        parts = urlsplit(full)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        raise ConfigError(f"url: not a server's: {text!r}; it looks like http://127.0.0.1:8000", param="url")
+    return full.rstrip("/").removesuffix("/v1")
+
+
+def auth_headers(key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def client_ssl_context(cacert: Path | None) -> ssl.SSLContext:
+    """A context that trusts what the system trusts, and `cacert`. Raises ConfigError for a file that is none."""
+    context = httpx.create_ssl_context()
+    context.load_default_certs()
+    if cacert is not None:
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # so that a server's own certificate will do
+        try:
+            context.load_verify_locations(cacert)
+        except (OSError, ssl.SSLError) as error:
+            why = "it is no PEM file of certificates" if isinstance(error, ssl.SSLError) else error.strerror
+            raise ConfigError(f"cacert: cannot use {cacert}: {why}", param="cacert") from None
+    return context
+
+
+def error_from_response(response: httpx.Response) -> QuireError:
+    """The message of an OpenAI error body, or the status of anything else."""
+    try:
+        message = str(response.json()["error"]["message"])
+        way = " (--api-key KEY, or the variable OPENAI_API_KEY)" if response.status_code == 401 else ""
+        return EngineError(message + way)
+    except (ValueError, KeyError, TypeError):
+        return EngineError(f"HTTP {response.status_code} from {response.url}")
+
+
+class ServerUnreachable(EngineError):
+    """Nothing answers there."""
+
+
+def unreachable_error(base: str, error: Exception) -> ServerUnreachable:
+    """What kept a request from its answer, with the likely way out."""
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        other = "mismatch" in str(error)  # of the host's name or its address
+        way = "name the server as its certificate does" if other else "--cacert PEM names a certificate to trust"
+        return ServerUnreachable(f"cannot trust {base}: {error}; {way}")
+    way = ""
+    if base.startswith("http:") and isinstance(error, httpx.RemoteProtocolError):
+        way = "; a server with TLS is at https://"
+    elif base.startswith("https:") and "WRONG_VERSION_NUMBER" in str(error):
+        way = "; a server without TLS is at http://"
+    elif isinstance(error, httpx.ConnectError):
+        way = "; is it started? quire serve starts one"
+    return ServerUnreachable(f"no server at {base}: {error}{way}")
+
+
+def fetch_model_names(http: httpx.Client) -> list[str]:
+    """The names of the models that the server lists, at least one. The client's base must be its /v1. Raises
+    EngineError."""
+    try:
+        response = http.get("models")
+        if response.is_error:
+            raise error_from_response(response)
+        names = [str(each["id"]) for each in response.json()["data"]]
+    except httpx.HTTPError as error:
+        raise unreachable_error(str(http.base_url), error) from None
+    except (ValueError, LookupError, TypeError):
+        names = []
+    if not names:
+        raise EngineError(f"no list of models at {http.base_url}: give the model's name")
+    return names
+
+
+def check_model_name(served_names: list[str], name: str) -> str:
+    """`name`, if the server lists it. Raises EngineError."""
+    if name not in served_names:
+        raise EngineError(
+            f"no model {name}; {suggest_nearest(name, served_names) or 'there are ' + ', '.join(served_names)}"
+        )
+    return name
+
+
+def choose_model(http: httpx.Client, name: str | None) -> str:
+    """The model `name`, or the first that the server lists. Raises EngineError for one that it does not list."""
+    try:
+        served_names = fetch_model_names(http)
+    except ServerUnreachable:
+        raise
+    except EngineError:
+        if name is None:
+            raise
+        return name  # a server need not have such a list
+    return served_names[0] if name is None else check_model_name(served_names, name)

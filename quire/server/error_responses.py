@@ -1,0 +1,183 @@
+"""One table from exceptions to the error body of each API, before a stream and inside it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sqlite3
+from dataclasses import dataclass, replace
+from http import HTTPStatus
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.engine.errors import (
+    Conflict,
+    ContextLengthExceeded,
+    EngineError,
+    EngineGone,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    QuireError,
+    RateLimited,
+    RequestNotFound,
+    Timeout,
+)
+from quire.server.encoding import EVENT_END, EVENT_PREFIX, encode_ascii, escape_log_text
+
+logger = logging.getLogger("quire.server")
+
+INVALID_REQUEST_TYPE, SERVER_ERROR_TYPE = "invalid_request_error", "server_error"
+ERROR_TABLE: tuple[tuple[type[QuireError], int, str], ...] = (
+    (InvalidRequest, 400, INVALID_REQUEST_TYPE),
+    (ModelNotFound, 404, "not_found_error"),
+    (RequestNotFound, 404, "not_found_error"),
+    (Conflict, 409, INVALID_REQUEST_TYPE),
+    (RateLimited, 429, "rate_limit_error"),
+    (Overloaded, 503, SERVER_ERROR_TYPE),
+    (Timeout, 408, SERVER_ERROR_TYPE),
+    (EngineGone, 503, SERVER_ERROR_TYPE),
+    (EngineError, 500, SERVER_ERROR_TYPE),
+    (QuireError, 500, SERVER_ERROR_TYPE),
+)
+"""Base class, HTTP status and OpenAI's error type; the first matching row counts."""
+ANTHROPIC_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Anthropic's error types by HTTP status; other statuses have invalid_request_error below 500, api_error from there."""
+SYSTEM_ONE_PATH = "/v1/systemone"
+"""The route of TypeSafe's API."""
+OLLAMA_PREFIX = "/api/"
+"""The beginning of the paths of Ollama's API."""
+RETRY_AFTER_SECONDS = "1"
+UNEXPECTED_MESSAGE = "The server had an error while processing your request. The log says more"
+
+
+_TOKEN_COUNTS = re.compile(r"length is (\d+) tokens, but \w+ came to (?:about )?(\d+) tokens")
+"""In the message of a ContextLengthExceeded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorInfo:
+    """What a client is told of an error."""
+
+    status: int
+    message: str
+    error_type: str
+    """OpenAI's type."""
+    param: str | None = None
+    code: str | None = None
+
+    def encode_body(self, path: str) -> bytes:
+        """The JSON body in the form of the API that the path belongs to."""
+        return next((form for paths, form in ERROR_ENCODERS if paths.fullmatch(path)), ErrorInfo.encode_openai)(self)
+
+    def adjust_status(self, path: str) -> ErrorInfo:
+        """As the API that the path belongs to numbers it."""
+        return replace(self, status=422) if path == SYSTEM_ONE_PATH and self.status == HTTPStatus.BAD_REQUEST else self
+
+    def encode_openai(self) -> bytes:
+        # ASCII, because a message may quote half a surrogate pair from the request, which UTF-8 cannot encode.
+        fields = {"message": self.message, "type": self.error_type, "param": self.param, "code": self.code}
+        return encode_ascii({"error": fields})
+
+    def encode_ollama(self) -> bytes:
+        """A message alone."""
+        return encode_ascii({"error": self.message})
+
+    def encode_system_one(self) -> bytes:
+        """FastAPI's form: a `detail` that says what is wrong with the body, or has the type of any other error."""
+        if self.status == HTTPStatus.UNPROCESSABLE_ENTITY:
+            place = ["body"] if self.param is None else ["body", self.param]
+            return encode_ascii({"detail": [{"loc": place, "msg": self.message, "type": "value_error"}]})
+        return encode_ascii({"detail": {"error_type": self._anthropic_type, "message": self.message}})
+
+    def encode_anthropic(self) -> bytes:
+        """It has no field for the parameter, so the message names it."""
+        message = self.message if self.param is None or self.param in self.message else f"{self.param}: {self.message}"
+        if self.code == ContextLengthExceeded.code:  # Claude Code reads these words and both numbers, and compacts
+            token_counts = _TOKEN_COUNTS.search(message)
+            sizes = f"{token_counts[2]} tokens > {token_counts[1]} maximum. " if token_counts else ""
+            message = f"prompt is too long: {sizes}{message}"
+        return encode_ascii({"type": "error", "error": {"type": self._anthropic_type, "message": message}})
+
+    @property
+    def _anthropic_type(self) -> str:
+        """Anthropic's, by the status."""
+        other = "api_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else INVALID_REQUEST_TYPE
+        return ANTHROPIC_ERROR_TYPES.get(self.status, other)
+
+
+ERROR_ENCODERS = (
+    (re.compile(r"/v1/messages(/.*)?", re.DOTALL), ErrorInfo.encode_anthropic),
+    (re.compile(rf"{OLLAMA_PREFIX}.*", re.DOTALL), ErrorInfo.encode_ollama),
+    (re.compile(SYSTEM_ONE_PATH), ErrorInfo.encode_system_one),
+)
+"""The APIs that have a form of errors of their own, by the paths of their routes."""
+
+
+def error_info(error: Exception) -> ErrorInfo:
+    """The failure that a caller is told. An error that is none of ours is logged, and told as unexpected."""
+    if isinstance(error, QuireError):
+        status, kind = next((status, kind) for base, status, kind in ERROR_TABLE if isinstance(error, base))
+        return ErrorInfo(status, error.message, kind, error.param, error.code)
+    if isinstance(error, sqlite3.OperationalError):
+        logger.error("data_dir: %s", error)
+        return ErrorInfo(503, f"Nothing can be kept now: {error}", SERVER_ERROR_TYPE, "data_dir", Overloaded.code)
+    logger.error("a stream failed", exc_info=error)
+    return ErrorInfo(500, UNEXPECTED_MESSAGE, SERVER_ERROR_TYPE, None, "internal_error")
+
+
+def http_error_info(error: HTTPException) -> ErrorInfo:
+    """The failure of an error that has an HTTP status."""
+    kind = SERVER_ERROR_TYPE if error.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR else INVALID_REQUEST_TYPE
+    return ErrorInfo(error.status_code, str(error.detail), kind)
+
+
+def encode_stream_error(error: Exception) -> bytes:
+    """An error inside a stream of OpenAI's chunks, as its last event."""
+    return EVENT_PREFIX + error_info(error).encode_openai() + EVENT_END
+
+
+def error_response(path: str, info: ErrorInfo, headers: dict[str, str] | None = None) -> Response:
+    """The response to a request for `path` that failed."""
+    info = info.adjust_status(path)
+    return Response(info.encode_body(path), info.status, headers, "application/json")
+
+
+class UnexpectedErrorMiddleware:
+    """ASGI middleware that answers unexpected exceptions with 500.
+
+    Starlette's own handler for them runs outside all middleware: its answer would lack the CORS headers, and web pages
+    of other origins could not read it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_started = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        except Exception as error:
+            if has_started:
+                raise
+            record = scope.get("request_record")
+            extra = {"request_id": None if record is None else record.request_id}
+            logger.error("%s %s failed", scope["method"], escape_log_text(scope["path"]), exc_info=error, extra=extra)
+            info = ErrorInfo(500, UNEXPECTED_MESSAGE, SERVER_ERROR_TYPE, None, "internal_error")
+            await error_response(scope["path"], info)(scope, receive, send)

@@ -1,0 +1,72 @@
+"""Combines the grammars of thinking, of tool calls and of a requested format."""
+
+from __future__ import annotations
+
+import json
+
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import Grammar
+from quire.server.formats.content_frame import ContentFrame
+from quire.server.formats.reasoning_parser import ReasoningFormat
+
+
+def add_thinking_grammar(
+    grammar: Grammar, reasoning: ReasoningFormat, starts_in_thinking: bool | None, tokenizer: Tokenizer
+) -> Grammar:
+    """A grammar of thinking followed by what this grammar matches. `starts_in_thinking` is
+    ReasoningFormat.starts_in_thinking of the prompt.
+
+    Where the model decides whether it thinks, answers with and without thinking are allowed.
+    """
+    if starts_in_thinking is False:
+        return grammar
+    begin, lead = _lark_words(reasoning.begin, tokenizer), _lark_words(reasoning.generation_prompt, tokenizer)
+    if reasoning.begin_space:
+        begin = f"( {json.dumps(reasoning.begin_space)} )? {begin}"
+    first, *rest = tokenizer.split_at_special_tokens(reasoning.end)
+    end = " ".join(lark_literal(part, tokenizer) for part, _ in rest)
+    thinking = f"FREE {lark_literal(first[0], tokenizer)} {end}" if first[1] is not None else f"thought {end}"
+    rules = [
+        "start: thinking gap body" if starts_in_thinking else f"start: ( {begin} thinking gap )? body",
+        f"thinking: {thinking}",
+        f"gap: /\\n{{0,2}}/ {lead}",
+        f"body: {_lark_rule_body(grammar)}",
+        "FREE: /(?s:.*)/" if first[1] is not None else f"thought[suffix={json.dumps(first[0])}]: /(?s:.*)/",
+    ]
+    return Grammar("lark", "\n".join(rules))
+
+
+def add_frame_grammar(grammar: Grammar, frame: ContentFrame | None, tokenizer: Tokenizer) -> Grammar:
+    """The grammar of content, with what the model writes around it."""
+    if frame is None:
+        return grammar
+    begin, close = _lark_words(frame.begin, tokenizer), _lark_words(frame.close, tokenizer)
+    end = f"( {close} )?" if close else ""
+    return Grammar("lark", f"start: {begin} content {end}\ncontent: {_lark_rule_body(grammar)}")
+
+
+def lark_literal(text: str, tokenizer: Tokenizer) -> str:
+    """A text as Lark writes it: its special tokens as tokens, the rest as text."""
+    parts = tokenizer.split_at_special_tokens(text)
+    return " ".join(json.dumps(part) if token_id is None else f"<[{token_id}]>" for part, token_id in parts)
+
+
+def either_grammar(one: Grammar, other: Grammar) -> Grammar:
+    """A grammar that matches what at least one of the two matches."""
+    return Grammar("lark", f"start: one | other\none: {_lark_rule_body(one)}\nother: {_lark_rule_body(other)}")
+
+
+def _lark_rule_body(grammar: Grammar) -> str:
+    if grammar.kind == "json":
+        return f"%json {grammar.text}"
+    if grammar.kind == "lark":
+        return f"%lark {{\n{grammar.text}\n}}"
+    from llguidance import regex_to_lark
+
+    return f"/{regex_to_lark(grammar.text)}/"
+
+
+def _lark_words(text: str, tokenizer: Tokenizer) -> str:
+    """The same with white space in front as a word of its own: see Rules.pieces."""
+    space = text[: len(text) - len(text.lstrip())]
+    return " ".join([*([json.dumps(space)] if space else []), lark_literal(text.lstrip(), tokenizer)])

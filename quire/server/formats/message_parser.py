@@ -1,0 +1,117 @@
+"""Reads an assistant's message out of an answer's text: splits off the reasoning, then parses the tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+
+from quire.engine.text.tokenizer import Tokenizer
+from quire.server.formats.content_frame import ContentFrame, ContentFrameParser
+from quire.server.formats.reasoning_parser import ReasoningFormat, ReasoningParser
+from quire.server.formats.tools.call_trial import CallTrial
+from quire.server.formats.tools.tool_call_sink import ToolCallDelta
+from quire.server.formats.tools.tool_parser import Tool, ToolFormat, ToolParser
+
+
+class MessageDelta(msgspec.Struct, frozen=True):
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.tool_calls)
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFormat:
+    """How to read the answers of one request."""
+
+    reasoning_format: ReasoningFormat | None = None
+    starts_in_thinking: bool | None = None
+    """Whether answers begin inside the thinking: ReasoningFormat.starts_in_thinking of the prompt."""
+    include_reasoning: bool = True
+    tool_format: ToolFormat | None = None
+    """None: calls are not looked for."""
+    tools_by_name: Mapping[str, Tool] = field(default_factory=dict)
+    custom_tool_names: frozenset[str] = frozenset()
+    """Names of those that the caller knows as custom tools: their input is the only argument."""
+    allows_parallel_calls: bool = True
+    """False: only the first call is kept."""
+    calls_only: bool = False
+    """A call must be made: what is no call is the beginning of one, and no content."""
+    content_frame: ContentFrame | None = None
+    reads_code_blocks: bool = False
+    """Calls in code blocks are read too."""
+
+    def marker_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
+        """The special tokens that the parsers read. Those that end an answer are none."""
+        marks: list[str] = []
+        if self.reasoning_format is not None:
+            marks += [self.reasoning_format.begin, self.reasoning_format.end, self.reasoning_format.next_begin]
+        if self.tool_format is not None:
+            marks += self.tool_format.literals
+        if self.content_frame is not None:
+            marks += [
+                self.content_frame.begin,
+                *self.content_frame.other_begins,
+                *self.content_frame.later_begins,
+                *self.content_frame.ends,
+            ]
+        token_ids = {token_id for mark in marks for _, token_id in tokenizer.split_at_special_tokens(mark)}
+        return frozenset(token_id for token_id in token_ids if token_id is not None) - frozenset(
+            tokenizer.eos_token_ids
+        )
+
+
+class MessageParser:
+    """Parses one answer as its text arrives."""
+
+    def __init__(self, format: MessageFormat, name: str = "") -> None:
+        """`name`: the answer's; no other has it."""
+        self._include_reasoning = format.include_reasoning
+        stops = () if format.tool_format is None else format.tool_format.markers
+        start_trial = None
+        if format.tool_format is not None and format.tools_by_name:
+            start_trial = partial(CallTrial, format.tool_format, format.tools_by_name)
+        self._reasoning_parser = None
+        if format.reasoning_format is not None:
+            self._reasoning_parser = ReasoningParser(
+                format.reasoning_format, format.starts_in_thinking, stops, start_trial
+            )
+        self._frame_parser = None if format.content_frame is None else ContentFrameParser(format.content_frame)
+        self._calls_only = format.calls_only
+        self._tool_parser = None
+        if format.tool_format is not None:
+            max_calls = None if format.allows_parallel_calls else 1
+            self._tool_parser = ToolParser(
+                format.tool_format, format.tools_by_name, max_calls, name, in_blocks=format.reads_code_blocks
+            )
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return 0 if self._reasoning_parser is None else self._reasoning_parser.num_reasoning_tokens
+
+    def parse_delta(
+        self, text: str, offsets: Sequence[int], final: bool = False, *, complete: bool = False
+    ) -> MessageDelta:
+        """What this text adds to the message. `offsets` are the places in the answer where its tokens begin; `final`:
+        no text follows, so nothing is held back any more; `complete`: because the model ended it by itself."""
+        reasoning = ""
+        calls: tuple[ToolCallDelta, ...] = ()
+        if self._reasoning_parser is not None:
+            reasoning, text = self._reasoning_parser.extract_reasoning(text, offsets, final)
+        if self._tool_parser is not None:
+            text, calls = self._tool_parser.extract_tool_calls(text, final, complete=complete)
+        if self._frame_parser is not None:
+            text = self._frame_parser.extract_content(text, final)
+        if self._calls_only:
+            text = ""
+        return MessageDelta(text, reasoning if self._include_reasoning else "", calls)
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """The finish_reason to report: "tool_calls" if the answer stopped by itself and all its calls are complete."""
+        whole = self._tool_parser is not None and self._tool_parser.all_complete
+        return "tool_calls" if reason == "stop" and whole else reason

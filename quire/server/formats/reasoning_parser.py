@@ -1,0 +1,279 @@
+"""Reasoning: the part of an answer between <think> and </think>, or marks like them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from quire.engine.errors import InvalidRequest
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import ThinkingBudget
+from quire.server.formats.tools.call_trial import CallTrial
+from quire.server.formats.tools.text_source import ParserSteps, TextSource, find_first_literal, partial_match_length
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """The marks around thinking, which comes first in an answer, and may come again."""
+
+    name: str
+    begin: str
+    end: str
+    begin_space: str = ""
+    """White space in front of `begin`."""
+    generation_prompt: str = ""
+    """What the prompt ends with, if it stands again before each part of an answer: <|start|>assistant."""
+    later_begin: str = ""
+    """What a span behind the first begins with, if not with `begin`."""
+
+    def starts_in_thinking(self, prompt: str) -> bool | None:
+        """Whether the answer to this prompt begins inside the thinking; None where the model decides.
+
+        False: the thinking is over, because the template wrote an empty one to forbid it.
+        """
+        text = prompt.rstrip()
+        if text.endswith(self.begin):
+            return True
+        return False if text.endswith(self.end) else None
+
+    @property
+    def next_begin(self) -> str:
+        """What a span behind the first begins with."""
+        return self.later_begin or self.begin
+
+
+REASONING_FORMATS = (
+    ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
+    ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+    ReasoningFormat("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
+    ReasoningFormat("think", "<think>", "</think>"),
+)
+"""All formats; their names are those of --reasoning-parser. The first one whose end mark is in the chat template is
+the model's."""
+
+
+def find_reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
+    """The format that --reasoning-parser names. "auto" means the template's, "none" gives None."""
+    for row in REASONING_FORMATS:
+        if row.end in template if choice == "auto" else row.name == choice:
+            return row
+    return None
+
+
+def resolve_thinking_budget(
+    tokens: int | None, format: ReasoningFormat | None, starts_in_thinking: bool | None, tokenizer: Tokenizer
+) -> ThinkingBudget | None:
+    """The engine's form of thinking_token_budget; None where there is nothing to limit, as for -1.
+
+    `starts_in_thinking` is ReasoningFormat.starts_in_thinking of the prompt. Raises InvalidRequest for a model whose
+    marks are not tokens."""
+    if tokens is None or tokens < 0 or starts_in_thinking is False:
+        return None
+    begin = end = None
+    if format is not None:
+        begin, end = (_mark_token_id(mark, tokenizer) for mark in (format.begin, format.end))
+        if format.generation_prompt and begin != tokenizer.backend.token_to_id(format.begin):
+            begin = None  # content may begin with the same token
+    if end is None or (begin is None and starts_in_thinking is None):
+        raise InvalidRequest(
+            "thinking_token_budget is not available: this model has no tokens known here that begin and end thinking",
+            param="thinking_token_budget",
+        )
+    return ThinkingBudget(tokens, end, None if starts_in_thinking else begin)
+
+
+def _mark_token_id(mark: str, tokenizer: Tokenizer) -> int | None:
+    """The token of a mark, or the special token that it begins with."""
+    parts = tokenizer.split_at_special_tokens(mark)
+    return parts[0][1] if parts and parts[0][1] is not None else tokenizer.backend.token_to_id(mark)
+
+
+QUOTE_CHARACTERS = ("`", "'", '"')
+"""A mark behind one of these is spoken of, and begins nothing."""
+
+
+class ReasoningParser:
+    """Splits one answer while its text comes. White space around the thinking is dropped.
+
+    Behind a first span others may come. They are looked for up to the first of `stops`, which are the beginnings of
+    tool calls: what stands in arguments is none.
+
+    Calls in the thinking are thoughts, unless the answer ends with them: models forget to end their thinking first. So
+    what may be calls is held back until something follows. `trial` begins to read calls; None: none are looked for.
+    """
+
+    def __init__(
+        self,
+        format: ReasoningFormat,
+        starts_in_thinking: bool | None,
+        stops: tuple[str, ...] = (),
+        start_trial: Callable[[], CallTrial] | None = None,
+    ) -> None:
+        self._source = TextSource()
+        self._format = format
+        self._start_trial = start_trial
+        self._call_markers = stops if start_trial is not None else ()
+        self._pending_space = ""
+        """White space that is part of the thinking if more follows."""
+        self._has_thought = False
+        """Whether the open span has text."""
+        self._tool_markers = tuple(stop for stop in stops if not format.next_begin.startswith(stop))
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._num_read = 0
+        self._spans: list[tuple[int, int | None]] = [(0, None)] if starts_in_thinking else []
+        self._is_done = starts_in_thinking is False
+        self._offsets: list[int] = []
+        self._strips_next = starts_in_thinking is False
+        self._steps = self._parse_spans(starts_in_thinking=bool(starts_in_thinking))
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Number of tokens so far that begin in the thinking or its marks."""
+        total = len(self._offsets)
+        return sum(
+            (total if end is None else bisect_left(self._offsets, end)) - bisect_left(self._offsets, begin)
+            for begin, end in self._spans
+        )
+
+    def extract_reasoning(self, text: str, offsets: Sequence[int], final: bool = False) -> tuple[str, str]:
+        """The reasoning and the content that this text completes. `offsets` are the places in the answer where its
+        tokens begin."""
+        if not self._is_done:
+            self._offsets += offsets
+            self._is_done = self._source.feed_parser(self._steps, text, final=final)
+            if self._is_done:
+                self._add_content(self._source.take_text(len(self._source.text)))
+        else:
+            self._add_content(text)
+        reasoning, content = "".join(self._reasoning), "".join(self._content)
+        self._reasoning, self._content = [], []
+        return reasoning, content
+
+    def _add_content(self, text: str) -> None:
+        if self._strips_next:
+            text = text.lstrip()
+            self._strips_next = not text
+        self._content.append(text)
+
+    def _parse_spans(self, *, starts_in_thinking: bool) -> ParserSteps[None]:
+        """Read spans of thinking, and the content between them; what is left is content."""
+        repeated = yield from self._source.take_after_space(
+            self._format.begin
+        )  # some models repeat the prompt's last mark
+        if repeated or starts_in_thinking:
+            if not starts_in_thinking:
+                self._spans.append((0, None))
+            yield from self._read_thinking()
+        elif (yield from self._source.take_after_space(self._format.end)):  # it says that it does not think
+            self._spans.append((0, self._current_offset()))
+            self._strips_next = True
+        elif not self._format.generation_prompt:
+            return
+        while (yield from self._pass_content_to_span()):
+            yield from self._read_thinking()
+
+    def _pass_content_to_span(self) -> ParserSteps[bool]:
+        """Pass on content up to the next span, whose mark is taken. False: there is none."""
+        source, again = self._source, self._format.next_begin
+        marks = (again, *self._tool_markers)
+        last = ""
+        while True:
+            next_mark = find_first_literal(source.text, marks)
+            if next_mark is not None and next_mark[1] != again:
+                return False
+            if next_mark is not None:
+                last = self._pass_characters(next_mark[0]) or last
+                if last in QUOTE_CHARACTERS:
+                    last = self._pass_characters(len(again))
+                    continue
+                self._spans.append((self._current_offset(), None))
+                source.take_text(len(again))
+                return True
+            keep = 0 if source.is_closed else partial_match_length(source.text, marks)
+            last = self._pass_characters(len(source.text) - keep) or last
+            if source.is_closed:
+                return False
+            yield
+
+    def _pass_characters(self, count: int) -> str:
+        """Show this many characters as content, and give the last."""
+        text = self._source.take_text(count)
+        self._add_content(text)
+        self._count_taken()
+        return text[-1:]
+
+    def _read_thinking(self) -> ParserSteps[None]:
+        source, end = self._source, self._format.end
+        marks = (end, *self._call_markers)
+        self._pending_space, self._has_thought = "", False
+        while True:
+            next_mark = find_first_literal(source.text, marks)
+            keep = partial_match_length(source.text, marks) if next_mark is None and not source.is_closed else 0
+            self._add_reasoning(source.take_text(len(source.text) - keep if next_mark is None else next_mark[0]))
+            if next_mark is not None and next_mark[1] == end:
+                source.take_text(len(end))
+                self._end_span()
+                return
+            if next_mark is not None:
+                thoughts = yield from self._read_calls_in_thinking()
+                if not thoughts:
+                    self._end_span()
+                    return
+                self._add_reasoning(source.take_text(thoughts))
+            elif source.is_closed:
+                return
+            else:
+                yield
+
+    def _read_calls_in_thinking(self) -> ParserSteps[int]:
+        """How much of the text, which begins with a call's marker, is thinking: 0, if the answer ends with calls."""
+        source, end = self._source, self._format.end
+        assert self._start_trial is not None
+        trial = self._start_trial()
+        first = next(len(mark) for mark in self._call_markers if source.text.startswith(mark))
+        begin = source.save_place()
+        while True:
+            place = source.text.find(end)
+            count = place if place >= 0 else len(source.text) - partial_match_length(source.text, (end,))
+            read = len(source.take_text(trial.try_text(source.text, count)))
+            if trial.has_failed:
+                source.restore_place(begin)
+                return max(trial.num_read, first)
+            count -= read
+            follows = place >= 0 and source.text[count + len(end) :].strip()
+            if follows or source.is_closed:
+                break
+            yield
+        whole = trial.num_read + (count if place >= 0 else len(source.text))
+        calls = not follows and trial.finish_trial(source.text[: whole - trial.num_read])
+        source.restore_place(begin)
+        if calls:
+            source.text = source.text[:whole]
+            return 0
+        return whole if place >= 0 else max(trial.num_read, first)
+
+    def _add_reasoning(self, text: str) -> None:
+        """Pass on thinking, without the white space around all of it."""
+        self._count_taken()
+        text = self._pending_space + text
+        text = text if self._has_thought else text.lstrip()
+        shown = text.rstrip()
+        self._pending_space = text[len(shown) :]
+        self._has_thought = self._has_thought or bool(shown)
+        self._reasoning.append(shown)
+
+    def _end_span(self) -> None:
+        begin, _ = self._spans[-1]
+        self._spans[-1] = begin, self._current_offset()
+        self._strips_next = True
+
+    def _current_offset(self) -> int:
+        """The place in the answer up to which text was read."""
+        self._count_taken()
+        return self._num_read
+
+    def _count_taken(self) -> None:
+        self._num_read += len(self._source.taken_text)
+        self._source.reset_taken("")

@@ -1,0 +1,192 @@
+"""Reads a JSON object as models write them while it comes, and passes it on as JSON.
+
+What has one meaning is mended: control characters in strings and escapes that JSON does not have, quotes and constants
+of Python, bare words, commas and colons that are missing or too many, brackets that are not closed. Text that is JSON
+is passed on as it is, character by character.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Literal
+
+CLOSING_BRACKETS = {"{": "}", "[": "]"}
+PLAIN_RUNS = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^\"'\\\x00-\x1f]+")}
+"""Text of strings that stays as it is, by the quote that ends them."""
+JSON_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+PARTIAL_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
+SPACE = re.compile(r"(?:\s|\\[ntr])+")
+"""Between values, models also write the escapes of white space."""
+WORD = re.compile(r"[A-Za-z0-9+\-._$]+")
+NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+LOOSE_NUMBER = re.compile(r"\+?(-?)(0|[1-9][0-9]*)?(?:\.([0-9]*))?((?:[eE][+-]?[0-9]+)?)")
+JSON_BY_CONSTANT = {
+    **{word: word for word in ("true", "false", "null")},
+    **{"True": "true", "False": "false", "None": "null", "undefined": "null"},
+    **{"NaN": "null", "Infinity": "null", "-Infinity": "null"},
+}
+"""What JSON has for words; null for those that it has nothing for."""
+
+
+class JsonRepairer:
+    """Reads one object. A token that is not complete is left until there is more."""
+
+    def __init__(self) -> None:
+        self._open_closers: list[str] = []
+        self._num_open = dict.fromkeys(CLOSING_BRACKETS.values(), 0)
+        """How many of `_open_closers` are each bracket: brackets that close nothing may be many."""
+        self._expected: Literal["value", "key", "colon", "end"] = "value"
+        """What the text goes on with; "end": a comma, or what closes the object or list."""
+        self._is_first = True
+        """Nothing stands in the open object or list yet, or a comma that is not written before something follows."""
+        self._pending_comma = ""
+        """A comma, with the white space behind it."""
+        self._quote = ""
+        """That of the string that is open."""
+        self.is_done = False
+        self.is_broken = False
+        """The text goes on with what is no JSON."""
+
+    def repair_piece(self, text: str, *, closed: bool) -> tuple[str, int]:
+        """JSON of as much of the text as can be read, and how many characters that is. `closed`: no more will come."""
+        written: list[str] = []
+        place = 0
+        while place < len(text) and not (self.is_done or self.is_broken):
+            step = self._read_string(text, place, closed) if self._quote else self._read_token(text, place, closed)
+            if step is None:
+                break
+            piece, place = step
+            written.append(piece)
+        return "".join(written), place
+
+    def close_brackets(self) -> str:
+        """What closes the object where its text is broken off; "" if a value is missing there."""
+        if not self._open_closers or self._quote or not (self._expected == "end" or self._is_first):
+            return ""
+        self.is_done = True
+        return "".join(reversed(self._open_closers))
+
+    def _read_string(self, text: str, place: int, closed: bool) -> tuple[str, int] | None:
+        run = PLAIN_RUNS[self._quote].match(text, place)
+        if run is not None:
+            return run[0], run.end()
+        character = text[place]
+        if character == self._quote:
+            self._quote = ""
+            self._expect_after_value()
+            return '"', place + 1
+        if character != "\\":
+            return json.dumps(character)[1:-1], place + 1
+        escape = JSON_ESCAPE.match(text, place)
+        if escape is not None:
+            return escape[0], escape.end()
+        partial_escape = PARTIAL_ESCAPE.match(text, place)
+        if partial_escape is not None and partial_escape.end() == len(text):
+            return ("", len(text)) if closed else None
+        if text[place + 1] == "'":
+            return "'", place + 2
+        return "\\\\", place + 1
+
+    def _read_token(self, text: str, place: int, closed: bool) -> tuple[str, int] | None:
+        character = text[place]
+        if not self._open_closers and character != "{":
+            self.is_broken = not character.isspace()
+            return ("" if self.is_broken else character, place + (not self.is_broken))
+        space = SPACE.match(text, place)
+        if space is not None:
+            written = re.sub(r"\\[ntr]|[^\S \t\n\r]", " ", space[0])
+            if not self._pending_comma:
+                return written, space.end()
+            self._pending_comma += written
+            return "", space.end()
+        if character == "\\" and place + 1 == len(text) and not closed:
+            return None
+        if character in "}]":
+            return self._close_bracket(character), place + 1
+        if character == ",":
+            return self._read_comma(), place + 1
+        if character == ":" and self._expected == "colon":
+            self._expected = "value"
+            return ":", place + 1
+        if character in "{[" and self._expected != "key":
+            before = self._missing_separator()
+            self._open_closers.append(CLOSING_BRACKETS[character])
+            self._num_open[CLOSING_BRACKETS[character]] += 1
+            self._expected, self._is_first = ("key" if character == "{" else "value"), True
+            return before + character, place + 1
+        if character in "\"'":
+            before = self._missing_separator()
+            self._quote = character
+            return before + '"', place + 1
+        word = WORD.match(text, place)
+        if word is None:
+            self.is_broken = True
+            return "", place
+        if word.end() == len(text) and not closed:
+            return None
+        before = self._missing_separator()
+        written = json.dumps(word[0]) if self._expected == "key" else repair_word(word[0])
+        self._expect_after_value()
+        return before + written, word.end()
+
+    def _missing_separator(self) -> str:
+        """What is missing before a key or value."""
+        before, self._pending_comma, self._is_first = self._pending_comma, "", False
+        if self._expected == "end":
+            before, self._expected = ", ", self._next_expected()
+        elif self._expected == "colon":
+            before, self._expected = ": ", "value"
+        return before
+
+    def _expect_after_value(self) -> None:
+        self._expected = "colon" if self._expected == "key" else "end"
+
+    def _next_expected(self) -> Literal["key", "value"]:
+        return "key" if self._open_closers[-1] == "}" else "value"
+
+    def _missing_value(self) -> str:
+        """A value that a key has none of."""
+        if self._expected == "colon":
+            return ": null"
+        return " null" if self._expected == "value" and self._open_closers[-1] == "}" else ""
+
+    def _read_comma(self) -> str:
+        missing = self._missing_value()
+        if self._expected == "end" or missing:
+            self._pending_comma, self._is_first = ",", True
+            self._expected = self._next_expected()
+        return missing
+
+    def _close_bracket(self, bracket: str) -> str:
+        if not self._num_open[bracket]:
+            return ""
+        written = self._pending_comma[1:] + self._missing_value()
+        self._pending_comma, self._is_first = "", False
+        while (closing := self._open_closers.pop()) != bracket:
+            self._num_open[closing] -= 1
+            written += closing
+        self._num_open[bracket] -= 1
+        self._expected = "end"
+        self.is_done = not self._open_closers
+        return written + bracket
+
+
+def repair_word(word: str) -> str:
+    """The JSON of a word outside strings: of a number that JSON does not have, such as 007, a string."""
+    if word in JSON_BY_CONSTANT:
+        return JSON_BY_CONSTANT[word]
+    if NUMBER.fullmatch(word):
+        return word
+    loose = LOOSE_NUMBER.fullmatch(word)
+    if loose is not None and (loose[2] or loose[3]):
+        fraction = f".{loose[3]}" if loose[3] else ""
+        return f"{loose[1]}{loose[2] or '0'}{fraction}{loose[4]}"
+    return json.dumps(word)
+
+
+def repair_json(text: str) -> str | None:
+    """A whole text as JSON; None if it is no object, or cannot be mended."""
+    reader = JsonRepairer()
+    written, place = reader.repair_piece(text, closed=True)
+    return written if reader.is_done and not text[place:].strip() else None

@@ -1,0 +1,85 @@
+"""Lark grammars of tool calls, as llguidance reads them: https://github.com/guidance-ai/llguidance, docs/syntax.md.
+
+An expression is a string of Lark; a call is a list of expressions in their order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from quire.engine.text.grammar_compiler import lark_json_rule
+from quire.server.formats.schema_node import SchemaNode
+from quire.server.formats.tools.tool_parser import Tool
+
+
+def lark_calls_grammar(
+    calls: Sequence[Sequence[str]],
+    many: bool,
+    *,
+    unlike: str,
+    before: Sequence[str] = (),
+    between: Sequence[str] = (),
+    after: Sequence[str] = (),
+    must: bool = True,
+) -> str:
+    """One of the calls, or many of them with `between` between.
+
+    Unless they `must` be made, an answer may be text instead, which does not begin with the regular expression
+    `unlike`.
+    """
+    more = ["(", *between, "call", ")*"] if many else []
+    whole = " ".join([*before, "call", *more, *after])
+    rules = [f"start: {whole}"] if must else [f"start: TEXT | {whole}", f"TEXT: /(?s:.*)/ & ~/({unlike})(?s:.*)/"]
+    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(calls))))
+    rules += [f"call_{index}: {' '.join(call)}" for index, call in enumerate(calls)]
+    return "\n".join(rules) + "\n"
+
+
+def lark_string(literal: str) -> str:
+    return json.dumps(literal, ensure_ascii=False)
+
+
+def json_call_expressions(tool: Tool, *, in_words: bool) -> list[str]:
+    """{"name": …, "parameters": …}. `in_words` splits it into the words that %json uses.
+
+    llguidance reads the longest word that fits and does not go back. In a grammar that also allows another object, a
+    longer word here would keep that object from being read where both begin alike.
+    """
+    words = ["{", '"name"', ": ", json.dumps(tool.name), ", ", '"parameters"', ": "]
+    return [
+        *map(lark_string, words if in_words else ["".join(words)]),
+        lark_json_rule(tool.parameters),
+        lark_string("}"),
+    ]
+
+
+def keyword_call_expressions(tool: Tool) -> list[str]:
+    """f(a=1, b=2), with the arguments in the schema's order; those not required may be left out."""
+    arguments = [
+        (f"{lark_string(name + '=')} {lark_json_rule(node.standalone_schema())}", required)
+        for name, node, required in tool_properties(tool)
+    ]
+    return [lark_string(f"{tool.name}("), *separate_items(arguments, lark_string(", ")), lark_string(")")]
+
+
+def separate_items(items: Sequence[tuple[str, bool]], separator: str) -> list[str]:
+    """The items that are present, each with whether it must be, with the separator, an expression, between.
+
+    There is one alternative for each item that may come first.
+    """
+    alternatives = []
+    for index, (item, required) in enumerate(items):
+        rest = [f"({separator} {later})" + ("" if needed else "?") for later, needed in items[index + 1 :]]
+        alternatives.append(" ".join([item, *rest]))
+        if required:
+            break
+    if not alternatives:
+        return []
+    skippable = "" if any(required for _, required in items) else "?"
+    return [f"( {' | '.join(alternatives)} ){skippable}"]
+
+
+def tool_properties(tool: Tool) -> list[tuple[str, SchemaNode, bool]]:
+    """Of each property: its name, its schema, and whether it is required."""
+    return SchemaNode.from_document(tool.parameters).properties()

@@ -1,0 +1,168 @@
+"""Beam search over the engine client: each step asks for one more token of every beam, with its alternatives.
+
+engine/text/beams.py has the rule. Beams share all but their last tokens with the prefix cache, so a step costs about
+one token per beam.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+from quire.engine.errors import EngineError, Timeout
+from quire.engine.link.client import EngineClient
+from quire.engine.link.output_stream import OutputStream
+from quire.engine.text.beams import Beam, BeamSearchState
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import EngineCoreOutput, FinishReason, SamplingParams
+from quire.server.generation.choice_state import ChoiceDelta, ChoiceState
+from quire.server.generation.event_loop_turns import EventLoopTurns
+from quire.server.generation.generation import Generation
+from quire.server.generation.request_specs import GenerationSpec, Prompt
+
+if TYPE_CHECKING:
+    from quire.server.observe.metrics import Metrics
+
+
+class BeamSearchGeneration(Generation):
+    """A search that is n beams wide. Whole answers only: all of them come in one step, at the end."""
+
+    def __init__(
+        self,
+        spec: GenerationSpec,
+        tokenizer: Tokenizer,
+        client: EngineClient,
+        metrics: Metrics,
+        turns: EventLoopTurns,
+        *,
+        context_length: int,
+    ) -> None:
+        super().__init__(spec, tokenizer, metrics)
+        self._client = client
+        self._loop_turns = turns
+        self._context_length = context_length
+        ends = () if spec.params.ignore_eos else tokenizer.eos_token_ids
+        self._end_token_ids = frozenset((*spec.params.stop_token_ids, *ends))
+        self._weights_version = client.link.weights_version
+        self._client_call = client.begin_call(spec.answer_id, spec.tenant)
+        self._cancelled_prompts: set[int] = set()
+        """Indices of prompts whose search was cancelled through `EngineClient.cancel`."""
+        self._streams: set[OutputStream] = set()
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Beam search does not count them."""
+        return None
+
+    async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
+        """One step with all of every answer; none when closed before."""
+        n, limit = self._spec.params.n, self._spec.timeout
+        try:
+            async with asyncio.timeout(limit):
+                beams_by_prompt = await asyncio.gather(
+                    *(self._search_prompt(index) for index in range(len(self._spec.prompts)))
+                )
+        except TimeoutError:
+            self._end_all_choices("timeout")
+            raise Timeout(f"the answer was not complete within timeout ({limit} s)", param="timeout") from None
+        except EngineError:
+            self._end_all_choices("error")
+            raise
+        finally:
+            self._close_streams()
+        if not self._has_cut_choices:
+            yield [
+                self._final_delta(choice, beams_by_prompt[choice.index // n][choice.index % n])
+                for choice in self._choices
+            ]
+
+    @property
+    def weights_version(self) -> str:
+        return self._weights_version
+
+    def close(self) -> None:
+        """Abort what still runs; `deltas` ends."""
+        self._close_streams()
+        self._end_all_choices("abort")
+
+    def _close_streams(self) -> None:
+        self._client.end_call(self._client_call)
+        for stream in list(self._streams):
+            stream.close()
+
+    async def _search_prompt(self, index: int) -> list[Beam]:
+        """The n best hypotheses for one prompt, best first; the best so far when somebody cancels it."""
+        params, width = self._spec.params, self._spec.params.n
+        prompt = self._spec.prompts[index]
+        max_tokens = self._context_length - len(prompt.ids)
+        max_tokens = max_tokens if params.max_tokens is None else min(max_tokens, params.max_tokens)
+        search = BeamSearchState(
+            width, params.logprobs or 0, self._end_token_ids, self._spec.length_penalty, max_tokens
+        )
+        for step in range(max_tokens):
+            outputs = await self._expand_beams(index, step, prompt, search.running_beams)
+            if self._client_call.cancelled:
+                self._cancelled_prompts.add(index)
+            if self._has_cut_choices or index in self._cancelled_prompts:
+                break
+            async with self._loop_turns:
+                if not search.advance_beams(outputs):
+                    break
+        return [*search.best_beams, *[Beam()] * width][:width]
+
+    async def _expand_beams(
+        self, index: int, step: int, prompt: Prompt, beams: Sequence[Beam]
+    ) -> list[EngineCoreOutput]:
+        """One more token of every beam. Gives fewer outputs than beams when closed or cancelled meanwhile."""
+        spec = self._spec
+        num_alternatives = max(2 * spec.params.n, spec.params.logprobs or 0)
+        params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=num_alternatives, ignore_eos=True)
+        outputs: dict[str, EngineCoreOutput] = {}
+        async with self._loop_turns:
+            if self._client_call.cancelled or self._has_cut_choices:
+                return []
+            requests = [
+                spec.engine_request(
+                    f"{spec.id}-{index}-{step}-{i}", prompt, params, seed=0, generated_ids=beam.token_ids
+                )
+                for i, beam in enumerate(beams)
+            ]
+            stream = self._client.submit(requests, spec.answer_id)
+        self._streams.add(stream)
+        try:
+            async for some in stream:
+                for output in some:
+                    if output.finish_reason == "error":
+                        raise EngineError(output.error or "the engine failed this request")
+                    if output.finish_reason == "abort":
+                        self._cancelled_prompts.add(index)
+                    outputs[output.id] = output
+        finally:
+            stream.close()
+            self._streams.discard(stream)
+            self._weights_version = stream.weights_version
+        self._metrics.rolling_stats.current_bin()
+        if step == 0:
+            first = self._choices[index * spec.params.n]
+            first.cached_tokens = max((output.cached_tokens for output in outputs.values()), default=0)
+            first.prefix_report = next((output.prefix for output in outputs.values()), None)
+        return [outputs[request.id] for request in requests if request.id in outputs]
+
+    def _final_delta(self, choice: ChoiceState, beam: Beam) -> ChoiceDelta:
+        unfinished: FinishReason = (
+            "abort" if choice.index // self._spec.params.n in self._cancelled_prompts else "length"
+        )
+        reason = "stop" if beam.is_finished else unfinished
+        last = beam.token_ids[-1] if beam.token_ids else None
+        output = EngineCoreOutput(
+            id="",
+            new_ids=list(beam.token_ids),
+            logprobs=None if self._spec.params.logprobs is None else list(beam.logprobs),
+            finish_reason=reason,
+            stop_reason=last if beam.is_finished and last in self._spec.params.stop_token_ids else None,
+        )
+        delta = choice.process_output(output)
+        assert delta is not None, "a terminal output has a delta"
+        self._end_choice(choice, delta.finish_reason or reason)
+        return delta

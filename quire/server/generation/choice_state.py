@@ -1,0 +1,226 @@
+"""One choice of an answer while it is generated: takes the engine's outputs and returns deltas."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from quire.engine.text.detokenizer import IncrementalDetokenizer
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import EngineCoreOutput, FinishReason, PrefixReport, TokenLogprob
+from quire.server.formats.message_parser import MessageDelta, MessageParser
+from quire.server.formats.tools.tool_call_sink import ToolCallDelta
+from quire.server.generation.message_stream import MessageStream
+from quire.server.generation.request_specs import GenerationSpec, Prompt, RepetitionRule
+
+
+class TokenText(msgspec.Struct, frozen=True, gc=False):
+    """A token of an answer. Only the first token of an echoed prompt has no log probability."""
+
+    token_id: int
+    logprob: TokenLogprob | None
+    offset: int
+    """Where the token begins, in characters of the choice's text."""
+
+
+class ChoiceDelta(msgspec.Struct, frozen=True):
+    """What one step added to one choice."""
+
+    index: int
+    text: str
+    tokens: list[TokenText]
+    """The tokens that begin in this text, if log probabilities were asked for."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    """The stop string or the id of stop_token_ids that ended it."""
+    token_ids: Sequence[int] = ()
+    """The tokens generated since the last delta, with the one that ended the answer; if asked for."""
+    prompt_ids: Sequence[int] | None = None
+    """With a choice's first delta, if token ids were asked for."""
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None
+    """With a choice's first delta, if asked for: None for the first token."""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+class ChoiceState:
+    """Takes the engine's outputs and returns deltas."""
+
+    def __init__(self, index: int, prompt: Prompt, spec: GenerationSpec, tokenizer: Tokenizer) -> None:
+        params = spec.params
+        self.index = index
+        self.prompt = prompt
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self.prefix_report: PrefixReport | None = None
+        """What else of the prompt could have been cached; None where nothing is known."""
+        self.logprob_sum = 0.0
+        self.is_finished = False
+        """Set by the generation, which also sets the reason and the two times below."""
+        self.end_reason = ""
+        self.first_token_time: float | None = None
+        """When the first token came; this and last_token_time are times of time.monotonic()."""
+        self.last_token_time = 0.0
+        self._params = params
+        self._echo = spec.echo
+        self._echo_only = spec.echo_only
+        self._text_stream = IncrementalDetokenizer(
+            tokenizer,
+            prompt_ids=prompt.ids,
+            stop=params.stop if spec.message_format is None else (),  # of a message, MessageStream looks for them
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            shown_ids=frozenset() if spec.message_format is None else spec.message_format.marker_token_ids(tokenizer),
+            min_tokens=params.min_tokens,
+            offsets=params.logprobs is not None or spec.message_format is not None,
+        )
+        extras_requested = (
+            params.logprobs is not None,
+            spec.prompt_logprobs is not None,
+            spec.message_format is not None,
+        )
+        self._is_text_only = not (any(extras_requested) or spec.echo or spec.return_token_ids)
+        """Whether a delta has a text and nothing else, but for the last."""
+        self._message_stream: MessageStream | None = None
+        if spec.message_format is not None:
+            self._message_stream = MessageStream(
+                self._text_stream, MessageParser(spec.message_format, f"{spec.id}/{index}"), params
+            )
+        rule = spec.repetition_rule
+        self._repetition_detector = None if rule is None else RepetitionDetector(rule, params.min_tokens)
+        self._pending_logprobs: deque[TokenLogprob] = deque()
+        self._echoed_text = (prompt.text or "") if spec.echo else ""
+        """The prompt, where it is echoed."""
+        self._pending_ids: list[int] | None = [] if spec.return_token_ids else None
+        self._prompt_ids = prompt.ids if spec.return_token_ids else None
+        self._prompt_logprobs: Sequence[TokenLogprob | None] | None = None
+        self._num_prompt_logprobs = spec.prompt_logprobs
+
+    def process_output(self, output: EngineCoreOutput) -> ChoiceDelta | None:
+        """The delta of one output; None when it shows nothing yet."""
+        if self._echo_only:
+            ended: FinishReason | None = None if output.finish_reason is None else "length"
+            output = msgspec.structs.replace(output, new_ids=[], logprobs=None, finish_reason=ended, stop_reason=None)
+        output, repeats = (
+            (output, False) if self._repetition_detector is None else self._repetition_detector.cut_repetition(output)
+        )
+        reason: str | None = output.finish_reason
+        stop_reason: int | str | None = output.stop_reason
+        message: MessageDelta | None = None
+        if self._message_stream is None:
+            delta = self._text_stream.push_output(output)
+        else:
+            delta, message = self._message_stream.push_output(output)
+        self.completion_tokens += delta.num_used_ids
+        if repeats:
+            reason, stop_reason = "repetition", REPETITION_STOP_REASON
+        if delta.stop_string is not None:
+            reason, stop_reason = "stop", delta.stop_string
+        if output.cached_tokens > self.cached_tokens:
+            self.cached_tokens = output.cached_tokens
+        self.prefix_report = output.prefix or self.prefix_report
+        if self._is_text_only and reason is None:
+            return ChoiceDelta(self.index, delta.text, []) if output.new_ids or delta.text else None
+        text, tokens = delta.text, []
+        if output.logprobs is not None:
+            self._pending_logprobs.extend(output.logprobs[: delta.num_used_ids])
+            self.logprob_sum += sum(logprob.logprob for logprob in output.logprobs[: delta.num_used_ids])
+        if self._pending_logprobs:
+            tokens = [self._next_token_text(offset) for offset in delta.offsets]
+        echoed = ""
+        if self._echo:
+            self._echo, echoed = False, self._echoed_text
+            if self.prompt.offsets and output.prompt_logprobs is not None and self._params.logprobs is not None:
+                tokens = self._prompt_token_texts(output.prompt_logprobs) + tokens
+        if self._pending_ids is not None:
+            self._pending_ids += output.new_ids[: delta.num_used_ids]
+        if self._num_prompt_logprobs is not None and output.prompt_logprobs is not None:
+            self._prompt_logprobs = [
+                limit_alternatives(logprob, self._num_prompt_logprobs) for logprob in output.prompt_logprobs
+            ]
+        if self._message_stream is not None and message is not None:
+            text, reason = message.content, self._message_stream.finish_reason(reason)
+        # A token without text, such as a part of a character, makes a delta too: clients time tokens by chunks.
+        is_silent = not output.new_ids or message is not None
+        if is_silent and not (message or text or tokens or echoed) and reason is None:
+            return None
+        choice_delta = ChoiceDelta(self.index, echoed + text, tokens, reason, stop_reason)
+        if message is not None and (message.reasoning or message.tool_calls):
+            choice_delta = msgspec.structs.replace(
+                choice_delta, reasoning=message.reasoning, tool_calls=message.tool_calls
+            )
+        return (
+            choice_delta
+            if self._pending_ids is None and self._prompt_logprobs is None
+            else self._add_ids_and_prompt_logprobs(choice_delta)
+        )
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return 0 if self._message_stream is None else self._message_stream.reasoning_tokens
+
+    def _add_ids_and_prompt_logprobs(self, delta: ChoiceDelta) -> ChoiceDelta:
+        """The delta with the ids and prompt log probabilities gathered since the last one."""
+        ids, self._pending_ids = self._pending_ids, None if self._pending_ids is None else []
+        prompt_ids, self._prompt_ids = self._prompt_ids, None
+        logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        return msgspec.structs.replace(delta, token_ids=ids or (), prompt_ids=prompt_ids, prompt_logprobs=logprobs)
+
+    def _next_token_text(self, offset: int) -> TokenText:
+        logprob = self._pending_logprobs.popleft()
+        return TokenText(logprob.token_id, logprob, len(self._echoed_text) + offset)
+
+    def _prompt_token_texts(self, logprobs: Sequence[TokenLogprob | None]) -> list[TokenText]:
+        cut = [limit_alternatives(logprob, self._params.logprobs or 0) for logprob in logprobs]
+        return [
+            TokenText(token_id, logprob, offset)
+            for token_id, logprob, offset in zip(self.prompt.ids, cut, self.prompt.offsets, strict=True)
+        ]
+
+
+def limit_alternatives(logprob: TokenLogprob | None, top: int) -> TokenLogprob | None:
+    """The log probability with `top` alternatives at most. The engine reports as many as the request needs anywhere."""
+    return None if logprob is None else msgspec.structs.replace(logprob, top=logprob.top[:top])
+
+
+REPETITION_STOP_REASON = "repetition_detected"
+
+
+class RepetitionDetector:
+    """Watches the tokens of one answer."""
+
+    def __init__(self, rule: RepetitionRule, min_tokens: int) -> None:
+        """Repetitions among the first min_tokens tokens do not end the answer."""
+        self._rule = rule
+        self._min_tokens = min_tokens
+        self._token_ids: list[int] = []
+
+    def cut_repetition(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
+        """The output up to the token that completes a repetition, and whether there is one.
+
+        A token that ends the answer anyway is not looked at: it ends the answer for its own reason.
+        """
+        for used, token_id in enumerate(output.new_ids, 1):
+            self._token_ids.append(token_id)
+            if used == len(output.new_ids) and output.finish_reason is not None:
+                break
+            if len(self._token_ids) >= self._min_tokens and has_repetition(self._token_ids, self._rule):
+                logprobs = None if output.logprobs is None else output.logprobs[:used]
+                used_ids = output.new_ids[:used]
+                return msgspec.structs.replace(
+                    output, new_ids=used_ids, logprobs=logprobs, finish_reason="length"
+                ), True
+        return output, False
+
+
+def has_repetition(ids: Sequence[int], rule: RepetitionRule) -> bool:
+    """Whether the last tokens are min_count times the same pattern, by vLLM's check_sequence_repetition."""
+    sizes = range(max(1, rule.min_pattern_size), rule.max_pattern_size + 1)
+    return any(_has_period(ids, size, size * rule.min_count) for size in sizes if size * rule.min_count <= len(ids))
+
+
+def _has_period(ids: Sequence[int], period: int, length: int) -> bool:
+    """Whether each of the last `length` tokens equals the one `period` before it, where both are among them."""
+    return all(ids[-i] == ids[-i - period] for i in range(1, length - period + 1))

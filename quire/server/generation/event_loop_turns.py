@@ -1,0 +1,44 @@
+"""Prevents pieces of work that take milliseconds from blocking the event loop directly after one another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+class EventLoopTurns:
+    """`async with turns:` runs its block in a turn of the event loop in which no other block of the same EventLoopTurns
+    runs."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._executor = ThreadPoolExecutor(1, "turns")
+
+    async def __aenter__(self) -> None:
+        await self._lock.acquire()
+        try:
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self._lock.release()
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+    async def run_in_thread(
+        self, work: Callable[Parameters, Result], *args: Parameters.args, **options: Parameters.kwargs
+    ) -> Result:
+        """The result of work that takes longer than a turn should. One piece at a time, so that threads do not compete
+        with the event loop for the interpreter."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: work(*args, **options))
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,164 @@
+"""The parts of an answer (thinking, text and tool calls) in the order in which the model wrote them; and whole answers,
+which are collected from the deltas that a stream would have shown."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quire.engine.errors import InvalidRequest, Overloaded
+from quire.engine.types import TokenLogprob
+from quire.server.generation.choice_state import ChoiceDelta, TokenText
+
+MAX_LOGPROBS = 2**20
+"""Log probabilities that one answer may hold, if it is whole or a stream whose last events repeat them. This many
+take some 140 MB."""
+MAX_LOGPROBS_IN_ALL = 2**21
+"""Of all answers together."""
+
+
+PartKind = Literal["reasoning", "text", "call"]
+
+
+@dataclass(slots=True, eq=False)
+class OutputPart:
+    """What Anthropic calls a content block and OpenAI's Responses API an item."""
+
+    kind: PartKind
+    call_id: str = ""
+    """Of a call."""
+    function_name: str = ""
+    """Of the function that is called."""
+    text_pieces: list[str] = field(default_factory=list)
+    tokens: list[TokenText] = field(default_factory=list)
+    """Those of a text, if log probabilities were asked for."""
+
+    @property
+    def text(self) -> str:
+        """The thinking, the text, or the arguments as JSON."""
+        return "".join(self.text_pieces)
+
+
+class OutputParts:
+    """Collects the parts of one choice, delta by delta."""
+
+    def __init__(self) -> None:
+        self.parts: list[OutputPart] = []
+        self._pending_tokens: list[TokenText] = []
+        """Tokens whose text is still to come."""
+
+    def add_delta(self, delta: ChoiceDelta) -> Iterator[tuple[OutputPart, str]]:
+        """The pieces that a delta has, each with its part, to which it was added. A new part is over the last one."""
+        continued = 0
+        while (
+            continued < len(delta.tool_calls) and delta.tool_calls[continued].name is None
+        ):  # of a call that text ends
+            yield self._append_piece(self.parts[-1], delta.tool_calls[continued].arguments)
+            continued += 1
+        if delta.reasoning:
+            yield self._append_piece(self._last_part("reasoning"), delta.reasoning)
+        self._pending_tokens += delta.tokens
+        if delta.text:
+            part = self._last_part("text")
+            part.tokens += self._pending_tokens
+            self._pending_tokens = []
+            yield self._append_piece(part, delta.text)
+        for call in delta.tool_calls[continued:]:
+            if call.name is not None:
+                self.parts.append(OutputPart("call", call.id or "", call.name))
+            yield self._append_piece(self.parts[-1], call.arguments)
+
+    def _last_part(self, kind: PartKind) -> OutputPart:
+        """The last part if it is of this kind, else a new one behind it."""
+        if not self.parts or self.parts[-1].kind != kind:
+            self.parts.append(OutputPart(kind))
+        return self.parts[-1]
+
+    def _append_piece(self, part: OutputPart, piece: str) -> tuple[OutputPart, str]:
+        if piece:
+            part.text_pieces.append(piece)
+        return part, piece
+
+    def joined_text(self, kind: PartKind) -> str:
+        """All of one kind, joined."""
+        return "".join(piece for part in self.parts if part.kind == kind for piece in part.text_pieces)
+
+
+@dataclass(slots=True)
+class CollectedChoice:
+    """A whole choice. `collect_choices` fills it in delta by delta."""
+
+    index: int
+    parts: OutputParts = field(default_factory=OutputParts)
+    tokens: list[TokenText] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] = field(default_factory=list)
+    prompt_ids: Sequence[int] | None = None
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.parts.joined_text("text")
+
+    @property
+    def reasoning(self) -> str:
+        return self.parts.joined_text("reasoning")
+
+
+class LogprobBudget:
+    """Counts the log probabilities that answers hold in this process until they are sent: whole answers, and streams
+    whose last events repeat them."""
+
+    def __init__(self) -> None:
+        self._logprobs_by_call: dict[object, int] = {}
+        self._total_logprobs = 0
+
+    @contextmanager
+    def track_call(self) -> Iterator[Callable[[Sequence[ChoiceDelta]], None]]:
+        """Gives a function that counts a step of one call. It raises InvalidRequest for a call that holds too many,
+        and Overloaded for the one that holds most when all together do."""
+        call_key = object()
+        self._logprobs_by_call[call_key] = 0
+
+        def count_logprobs(step: Sequence[ChoiceDelta]) -> None:
+            tokens = [token for delta in step for token in delta.tokens]
+            more = sum(1 + len(token.logprob.top) for token in tokens if token.logprob is not None)
+            self._logprobs_by_call[call_key] += more
+            self._total_logprobs += more
+            if self._logprobs_by_call[call_key] > MAX_LOGPROBS:
+                raise InvalidRequest(
+                    f"the answer came to more than {MAX_LOGPROBS} log probabilities: ask for fewer, or stream a chat",
+                    param="logprobs",
+                )
+            if self._total_logprobs > MAX_LOGPROBS_IN_ALL and self._logprobs_by_call[call_key] == max(
+                self._logprobs_by_call.values()
+            ):
+                raise Overloaded("Other answers with log probabilities take the memory that is set aside for them")
+
+        try:
+            yield count_logprobs
+        finally:
+            self._total_logprobs -= self._logprobs_by_call.pop(call_key)
+
+
+async def collect_choices(
+    steps: AsyncIterator[list[ChoiceDelta]], count_step: Callable[[Sequence[ChoiceDelta]], None]
+) -> list[CollectedChoice]:
+    """The whole answers, by index. `count_step` is called with each step, and may raise."""
+    answers: dict[int, CollectedChoice] = {}
+    async for step in steps:
+        count_step(step)
+        for delta in step:
+            answer = answers.setdefault(delta.index, CollectedChoice(delta.index))
+            for _ in answer.parts.add_delta(delta):
+                pass
+            answer.tokens += delta.tokens
+            answer.finish_reason = delta.finish_reason
+            answer.stop_reason = delta.stop_reason
+            answer.token_ids += delta.token_ids
+            answer.prompt_ids = answer.prompt_ids if delta.prompt_ids is None else delta.prompt_ids
+            answer.prompt_logprobs = delta.prompt_logprobs or answer.prompt_logprobs
+    return [answers[index] for index in sorted(answers)]

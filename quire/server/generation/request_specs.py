@@ -1,0 +1,212 @@
+"""The resolved form of a call that generates text: all endpoints translate their requests to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quire.engine import clock
+from quire.engine.types import Adapter, EngineCoreRequest, Image, SamplingParams, Span
+from quire.server.formats.message_parser import MessageFormat
+from quire.server.store.progress import CallProgress
+from quire.server.store.response_store import StoredItem
+
+QuestionType = Literal["predicate", "choice", "score", "labels", "shares"]
+"""labels: how likely each token is among all; shares: among these."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptionQuestion:
+    """A question that one token answers: one of /v1/decisions, or the labels of a score."""
+
+    type: QuestionType
+    name: str | None
+    options: Sequence[str | bool]
+    """The possible answers: yes and no of a predicate, values of a choice, the levels' labels of a score."""
+    option_token_ids: Sequence[int]
+    """The token that stands for each option."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesApiFields:
+    """The fields of a call of the Responses API that do not concern its generation."""
+
+    echoed_fields: bytes
+    """The request's fields that the answer repeats: a JSON object, written once."""
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """The namespace and the name in it, of the tools that have one."""
+    encrypts_reasoning: bool = False
+    """Whether reasoning items carry their text as encrypted_content too."""
+    store: bool = False
+    background: bool = False
+    input_items: Sequence[StoredItem] = ()
+    """The items to store: those of this request alone."""
+    previous_id: str | None = None
+    """The id of the response before it."""
+    conversation_id: str | None = None
+    """The id of the conversation that it is part of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    ids: list[int]
+    text: str | None = None
+    """What `echo` repeats; None where the prompt is known by its ids alone."""
+    offsets: Sequence[int] = ()
+    """Where each of the ids begins in that text, in characters; empty where nobody asks."""
+    spans: tuple[Span, ...] = ()
+    """Ids that stand for images."""
+    images: tuple[Image, ...] = ()
+    """The content of each span, once."""
+    adaptations: str = ""
+    """How a conversation was adapted to what its template takes; "": not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class RepetitionRule:
+    """An answer ends when its last tokens are min_count times the same pattern: vLLM's repetition_detection."""
+
+    max_pattern_size: int
+    """In tokens; 0 detects nothing."""
+    min_pattern_size: int
+    min_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSpec:
+    """The part of a resolved call that is the same for generations and vectors."""
+
+    id: str
+    """No other call has it. The ids of its sequences begin with it."""
+    id_prefix: str = ""
+    """The beginning of the ids of all answers of this endpoint."""
+    requested_id: str = ""
+    """The answer's id, if the caller chose one; another call may have the same."""
+    model: str
+    """The name that the answer gives the model."""
+    adapter: Adapter | None = None
+    """The adapter that this name stands for, if it is an adapter's."""
+    tenant: str = ""
+    """The tenant charged."""
+    weight: float = 1.0
+    """The tenant's share."""
+    priority: int = 0
+    cache_salt: str = ""
+    timeout: float | None = None
+    """Seconds in which the answer must be complete."""
+    queue_timeout: float | None = None
+    """Seconds in which the first token, or the first vector, must come."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Headers of the response."""
+
+    @property
+    def answer_id(self) -> str:
+        return self.requested_id or self.id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationSpec(RequestSpec):
+    """What to generate and how to answer it: n choices for each prompt. Choice i of prompt p has index p * n + i."""
+
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    """n is the number of choices that are generated for each prompt."""
+    num_returned: int
+    """The number of choices for each prompt that a whole answer shows, the most likely ones; n at most."""
+    session_id: str = ""
+    """The conversation that it is a turn of, by the caller's name for it."""
+    keep_seconds: float = 0.0
+    """How long the conversation is to be kept; 0: it is not."""
+    grammar_field: str | None = None
+    """The request's field that gives the grammar of the answers, where one does."""
+
+    beam_search: bool = False
+    """Search for the n most likely hypotheses instead of sampling."""
+    length_penalty: float = 1.0
+    """Of beam search."""
+    repetition_rule: RepetitionRule | None = None
+    message_format: MessageFormat | None = None
+    """How to read reasoning and tool calls out of the answers; None: all of their text is content."""
+
+    stream: bool = False
+    include_usage: bool = False
+    """The last event of a stream gives the usage."""
+    continuous_usage: bool = False
+    """Every event of a stream gives the usage so far."""
+    echo: bool = False
+    """Answers begin with their prompt's text."""
+    echo_only: bool = False
+    """Answers are their prompt alone: the one token that the engine must generate is dropped."""
+    logprobs: bool = False
+    """Answers give log probabilities."""
+    prompt_logprobs: int | None = None
+    """Alternatives to give for each token of the prompt; None: its log probabilities are not given."""
+    return_token_ids: bool = False
+    """Answers give the token ids of prompt and answer."""
+    return_tokens_as_token_ids: bool = False
+    """Log probabilities name tokens `token_id:123`."""
+    include_metrics: bool = False
+    """Whether its usage tells when what came: of one answer."""
+    include_receipt: bool = False
+    """The answer gives a receipt."""
+    record_receipt: bool = False
+    """What a receipt needs is noted, for the answer or for a log."""
+    responses_fields: ResponsesApiFields | None = None
+    """Of a call of the Responses API."""
+    questions: Sequence[OptionQuestion] = ()
+    """Of a call of the Decisions API, one for each prompt."""
+
+    created: int = field(default_factory=lambda: int(clock.time()))
+    """Of the answer, in seconds of the Unix clock."""
+    resumable: bool = False
+    """Its events are numbered, and always the same: each token is a step of its own."""
+    progress: CallProgress | None = None
+    """What an answer that is made again had before."""
+    num_earlier_attempts: int = 0
+    """How often the answer was made before."""
+
+    @property
+    def custom_tool_names(self) -> frozenset[str]:
+        return frozenset() if self.message_format is None else self.message_format.custom_tool_names
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.params.n
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts together. A prompt counts once, however many choices continue it."""
+        return sum(len(prompt.ids) for prompt in self.prompts)
+
+    def fingerprint(self, model: str) -> str:
+        """ServedModel.fingerprint, with the content of the adapter, which decides the tokens too."""
+        known, _, promise = model.rpartition("_")
+        return model if self.adapter is None else f"{known}-{self.adapter.digest[:12]}_{promise}"
+
+    def engine_request(
+        self,
+        id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        seed: int,
+        emitted: list[int] | None = None,
+        generated_ids: Sequence[int] = (),
+    ) -> EngineCoreRequest:
+        """The engine's request for one sequence; `generated_ids`: tokens behind the prompt."""
+        return EngineCoreRequest(
+            id=id,
+            prompt_ids=[*prompt.ids, *generated_ids] if generated_ids else prompt.ids,
+            spans=prompt.spans,
+            images=prompt.images,
+            params=params,
+            seed=seed,
+            cache_salt=self.cache_salt,
+            session=self.session_id,
+            keep_seconds=self.keep_seconds,
+            priority=self.priority,
+            tenant=self.tenant,
+            weight=self.weight,
+            adapter=self.adapter,
+            emitted_ids=emitted or [],
+        )

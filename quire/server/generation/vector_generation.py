@@ -1,0 +1,125 @@
+"""A call whose answer is made of vectors: its resolved form, and its way through the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quire.engine import clock
+from quire.engine.errors import EngineError
+from quire.engine.link.client import EngineClient
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, Image, PoolingParams, Span
+from quire.server.generation.deadlines import Deadlines
+from quire.server.generation.request_specs import RequestSpec
+
+if TYPE_CHECKING:
+    from quire.server.observe.metrics import Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class VectorInput:
+    ids: list[int]
+    params: PoolingParams
+    spans: tuple[Span, ...] = ()
+    """Ids that stand for images."""
+    images: tuple[Image, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VectorSpec(RequestSpec):
+    """The texts to make vectors of, and how to answer them."""
+
+    inputs: Sequence[VectorInput]
+    write_body: VectorBodyWriter
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(each.ids) for each in self.inputs)
+
+
+VectorBodyWriter = Callable[[VectorSpec, str, Sequence[np.ndarray]], bytes]
+"""Writes a call's answer as JSON. It is given the spec, the version of the weights that computed the last vector, and
+the vectors in float32, one for each of the spec's inputs."""
+
+
+class VectorGeneration:
+    """Each input is one request to the engine. Call `collect_vectors` once; `close` ends it at any time."""
+
+    def __init__(self, spec: VectorSpec, client: EngineClient, metrics: Metrics) -> None:
+        """Submits the requests. Raises EngineError when the engine is gone."""
+        self._metrics = metrics
+        self._start_time = clock.monotonic()
+        self._open_prompt_tokens = {f"{spec.id}-{index}": len(each.ids) for index, each in enumerate(spec.inputs)}
+        """Prompt tokens of the requests that have not ended."""
+        self._request_ids = list(self._open_prompt_tokens)
+        requests = [
+            EngineCoreRequest(
+                id=id,
+                prompt_ids=each.ids,
+                params=each.params,
+                spans=each.spans,
+                images=each.images,
+                seed=0,
+                cache_salt=spec.cache_salt,
+                priority=spec.priority,
+                tenant=spec.tenant,
+                adapter=spec.adapter,
+                weight=spec.weight,
+            )
+            for id, each in zip(self._request_ids, spec.inputs, strict=True)
+        ]
+        self._stream = client.submit(requests, spec.answer_id)
+        self._deadlines = Deadlines(self._stream, timeout=spec.timeout, queue_timeout=spec.queue_timeout)
+
+    async def collect_vectors(self) -> list[np.ndarray] | None:
+        """The vectors in the order of the inputs; None where some were cut short.
+
+        Raises EngineError when the engine failed one of them, Timeout or QueueTimeout when a deadline passed.
+        """
+        vectors_by_id: dict[str, np.ndarray] = {}
+        try:
+            async for outputs in self._stream:
+                self._deadlines.stop_queue_timer()
+                for output in outputs:
+                    self._end_request(output)
+                    if output.vector is not None:
+                        vectors_by_id[output.id] = np.frombuffer(output.vector, dtype="<f4")
+        except EngineError:
+            self._end_all_requests("error")
+            raise
+        finally:
+            self.close()
+        return [vectors_by_id[id] for id in self._request_ids] if len(vectors_by_id) == len(self._request_ids) else None
+
+    @property
+    def weights_version(self) -> str:
+        return self._stream.weights_version
+
+    def close(self) -> None:
+        self._deadlines.cancel_timers()
+        self._stream.close()
+        self._end_all_requests(self._deadlines.expired_param or "abort")
+
+    def _end_request(self, output: EngineCoreOutput) -> None:
+        """Raises EngineError for what the engine failed."""
+        if output.finish_reason is not None and output.id in self._open_prompt_tokens:
+            self._count_ended(output.id, output.finish_reason)
+        if output.finish_reason == "error":
+            raise EngineError(output.error or "the engine failed this request")
+
+    def _end_all_requests(self, reason: str) -> None:
+        for id in list(self._open_prompt_tokens):
+            self._count_ended(id, reason)
+
+    def _count_ended(self, id: str, reason: str) -> None:
+        self._metrics.observe_choice(
+            reason,
+            seconds=clock.monotonic() - self._start_time,
+            decode_seconds=0.0,
+            prompt_tokens=self._open_prompt_tokens.pop(id),
+            generation_tokens=0,
+            max_tokens=None,
+        )

@@ -1,0 +1,138 @@
+"""What the other API processes of this server know, if --api-server-count starts several. Each process counts a part of
+the metrics, and a question about a request may reach any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from quire.engine.link.client import EngineClient
+from quire.engine.link.hub_link import HubLink
+from quire.engine.link.hub_messages import LASTING
+from quire.engine.prefixes.recent_turns import Turn
+from quire.server.access.rate_limits import RateLimits
+from quire.server.access.tenants import Tenant
+from quire.server.encoding import encode_json, encode_msgpack, method_codec, method_handler
+from quire.server.observe import metric_sums
+from quire.server.observe.http_metrics import HttpMetrics, without_process_gauges
+from quire.server.observe.metric_sums import PeerSample
+from quire.server.observe.metrics import Metrics
+from quire.server.observe.prefix_report import DecodeTokens, conversation_turns, sort_turns
+from quire.server.observe.recent_answers import MAX_ANSWERS, recent_answers
+from quire.server.observe.request_explanation import explain_request
+from quire.server.observe.request_log import RequestLog
+
+
+class CrossProcessObserver:
+    """Asks the other processes, and answers their questions. A single process asks nobody."""
+
+    def __init__(
+        self, client: EngineClient, metrics: Metrics, request_log: RequestLog, decode_tokens: DecodeTokens
+    ) -> None:
+        """`decode_tokens`: makes text of tokens."""
+        self._client = client
+        self._decode_tokens = decode_tokens
+        self._metrics = metrics
+        self._request_log = request_log
+        self.http_metrics: HttpMetrics | None = None
+        """The metrics of the server's HTTP requests, which belong to no model."""
+        self._hub = client.link if isinstance(client.link, HubLink) else None
+        if self._hub is not None:
+            observer_class = CrossProcessObserver
+            shared_methods = (
+                observer_class.explain_own_request,
+                observer_class.list_own_answers,
+                observer_class.cancel_own_request,
+                observer_class.list_own_turns,
+                observer_class.find_own_last_turn,
+            )
+            for each in shared_methods:
+                self._hub.answering.add(each.__qualname__, method_handler(self, each))
+            self._hub.answering.add(LASTING, method_handler(self, observer_class.collect_own_samples))
+
+    async def collect_peer_samples(self) -> list[PeerSample]:
+        """The counts of the other processes, including those that have ended."""
+        peer_samples = await self._call_peers(CrossProcessObserver.collect_own_samples, topic=LASTING)
+        return [*self._inherited_samples(), *chain.from_iterable(peer_samples)]
+
+    def collect_own_samples(self) -> list[PeerSample]:
+        http = [] if self.http_metrics is None else self.http_metrics.collect_samples()
+        return [*self._metrics.collect_samples(), *http, *self._inherited_samples()]
+
+    async def explain_peer_request(self, name: str, tenant: Tenant) -> bytes | None:
+        """The explanation by another process of a request that the tenant may see. None if no process knows it."""
+        explanations = await self._call_peers(CrossProcessObserver.explain_own_request, name, tenant.name, tenant.admin)
+        return explanations[0] if explanations else None
+
+    def explain_own_request(self, name: str, owner: str, admin: bool) -> bytes | None:
+        """The explanation of a request as JSON, if this process knows the request and a tenant may see it: its owner,
+        or an admin. The content of prompts is shown only to the owner of the prompt."""
+        caller = _caller_scope(owner, admin=admin)
+        record = self._request_log.find_record(name, caller)
+        if record is None:
+            return None
+        decode = self._decode_tokens if record.owner == owner else None
+        return encode_json(
+            explain_request(
+                record, self._client.history, partial(self._request_log.may_see_sequence, caller=caller), decode
+            )
+        )
+
+    async def list_turns(self, conversation: str, tenant: Tenant) -> list[dict[str, Any]]:
+        """The turns of a conversation that the tenant may see, wherever they were answered."""
+        arguments = conversation, tenant.name, tenant.admin
+        return sort_turns(
+            [
+                *self.list_own_turns(*arguments),
+                *chain.from_iterable(await self._call_peers(CrossProcessObserver.list_own_turns, *arguments)),
+            ]
+        )
+
+    def list_own_turns(self, conversation: str, owner: str, admin: bool) -> list[dict[str, Any]]:
+        may_name = partial(self._request_log.may_see_sequence, caller=_caller_scope(owner, admin=admin))
+        return conversation_turns(self._request_log, self._client.history, conversation, may_name)
+
+    async def find_last_turn(self, tenant: str, salt: str, session: str) -> Turn | None:
+        """The last turn of a conversation with a name, whoever answered it."""
+        arguments = tenant, salt, session
+        turns_found = [
+            self.find_own_last_turn(*arguments),
+            *await self._call_peers(CrossProcessObserver.find_own_last_turn, *arguments),
+        ]
+        return max((each for each in turns_found if each is not None), key=lambda each: each.ended_at, default=None)
+
+    def find_own_last_turn(self, tenant: str, salt: str, session: str) -> Turn | None:
+        assert self._client.turns is not None
+        return self._client.turns.find_turn(tenant, salt, session)
+
+    async def list_peer_answers(self, limit: int) -> list[dict[str, Any]]:
+        """The result of recent_answers in each of the other processes."""
+        return await self._call_peers(CrossProcessObserver.list_own_answers, limit)
+
+    def list_own_answers(self, limit: int) -> dict[str, Any]:
+        return recent_answers(self._request_log, self._client.history, min(limit, MAX_ANSWERS))
+
+    async def cancel_peer_request(self, request_id: str, tenant: str | None) -> int:
+        """As EngineClient.cancel, of their requests."""
+        return sum(await self._call_peers(CrossProcessObserver.cancel_own_request, request_id, tenant))
+
+    def cancel_own_request(self, request_id: str, tenant: str | None) -> int:
+        return self._client.cancel(request_id, tenant)
+
+    async def _call_peers(self, method: Callable[..., Any], *arguments: object, topic: str = "") -> list[Any]:
+        """What this method returns in each of the other processes, but None."""
+        encoded_results = (
+            [] if self._hub is None else await self._hub.ask(topic or method.__qualname__, encode_msgpack(arguments))
+        )
+        return [method_codec(method).result_decoder.decode(each) for each in encoded_results]
+
+    def _inherited_samples(self) -> list[PeerSample]:
+        inherited = None if self._hub is None else self._hub.inherited
+        return without_process_gauges(metric_sums.decode_samples(inherited)) if inherited else []
+
+
+def _caller_scope(owner: str, *, admin: bool) -> dict[str, Any]:
+    """The ASGI scope of such a tenant."""
+    return {"tenant": Tenant(owner, b"", RateLimits(None, None), admin=admin)}

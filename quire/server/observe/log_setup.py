@@ -1,0 +1,70 @@
+"""Quire's log: lines for people, or one JSON object a line for machines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from quire.server.access.path_rules import PUBLIC_PATHS
+from quire.server.config import ServerConfig
+from quire.server.encoding import escape_log_text
+
+if TYPE_CHECKING:
+    from quire.server.observe.request_log import RequestRecord
+
+access_log = logging.getLogger("quire.access")
+UNLOGGED_PATHS = PUBLIC_PATHS | {"/metrics"}
+"""Paths that monitoring requests all the time; they are not logged."""
+EXTRA_FIELDS = ("request_id", "answer_id", "tenant", "method", "path", "status", "milliseconds")
+"""Fields that log records may carry beside their message, through logging's `extra`."""
+
+
+class JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{record.msecs:03.0f}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line.update({name: getattr(record, name) for name in EXTRA_FIELDS if getattr(record, name, None) is not None})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+_HTTP_CLIENT_LOGGERS = ("httpx", "httpx2")
+"""Loggers that have a line for each request to the hub."""
+
+
+def set_up_logging(config: ServerConfig) -> None:
+    """Set up logging in this process. What a failing engine process writes to stderr keeps its own form."""
+    handler = logging.StreamHandler(sys.stderr)
+    if config.log_format == "json":
+        handler.setFormatter(JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
+    if config.log_level == "info":
+        for name in _HTTP_CLIENT_LOGGERS:
+            logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def log_request(record: RequestRecord) -> None:
+    """Log one line for a complete response, never the prompt or the answer."""
+    if record.path in UNLOGGED_PATHS or record.ended_at is None:
+        return
+    extra = {
+        "request_id": record.request_id,
+        "answer_id": record.answer_id,
+        "tenant": record.owner or None,
+        "method": record.method,
+        "path": record.path,
+        "status": record.status,
+        "milliseconds": round((record.ended_at - record.arrived_at) * 1000, 3),
+    }
+    about = record.method, escape_log_text(record.path), record.status, extra["milliseconds"]
+    access_log.info("%s %s %s in %.0f ms", *about, extra=extra)

@@ -1,0 +1,182 @@
+"""Metrics whose values are read when somebody asks for them: those of engines, of refused calls, of adapters in use,
+and of what is stored in --data-dir."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from quire.engine import clock
+from quire.engine.link.client import EngineClient
+from quire.server.store.data_dir import OPEN_BATCHES_KEY, SharedView
+
+MetricFamilyClass = type[GaugeMetricFamily] | type[CounterMetricFamily]
+LABELS = ("model_name", "engine")
+GAUGES = (
+    ("vllm:num_requests_running", "Requests in the running batch.", "running"),
+    ("vllm:num_requests_waiting", "Requests waiting for a place in the batch.", "waiting"),
+    ("quire:kv_pages_used", "Pages of KV in use, of single groups of layers.", "used_blocks"),
+    ("quire:kv_pages_kept", "Pages kept for conversations that pause, handed out last.", "kept_blocks"),
+    ("quire:sessions_kept", "Conversations for which pages are kept.", "kept_sessions"),
+    ("quire:kv_pages_saved", "Pages that requests would use besides, but for sliding windows.", "saved_blocks"),
+)
+COUNTERS = (
+    ("vllm:generation_tokens", "Tokens generated since the engine's start.", "generation_tokens"),
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queries"),
+    ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hits"),
+    ("vllm:num_preemptions", "Requests preempted for want of KV blocks.", "preemptions"),
+    ("quire:captured_steps", "Steps that a CUDA graph computed.", "captured_steps"),
+    ("quire:captured_prompt_steps", "Of these, those with prompts.", "captured_prompt_steps"),
+    ("vllm:spec_decode_num_drafts", "Times that a sequence's next tokens were guessed and verified.", "drafts"),
+    ("vllm:spec_decode_num_draft_tokens", "Tokens guessed.", "draft_tokens"),
+    ("quire:session_returns", "Prompts that went on with a conversation.", "session_returns"),
+    ("quire:session_return_tokens", "Tokens of them that were cached.", "session_return_tokens"),
+    ("quire:sessions_given_up", "Times that a conversation lost kept pages, for room was needed.", "sessions_given_up"),
+    ("quire:kv_load_seconds", "Seconds that requests waited for KV from tiers.", "load_seconds"),
+    ("quire:experts_read", "Experts on a disk that steps read, each once a step.", "experts_read"),
+    ("quire:experts_kept", "Of these, those that were kept in memory.", "experts_kept"),
+    ("quire:experts_guessed", "Experts on a disk that were asked for before they were chosen.", "experts_guessed"),
+    ("quire:experts_guessed_right", "Of these, those that were chosen.", "experts_guessed_right"),
+    ("quire:weights_disk_bytes", "Bytes that the engine has read from disks, where weights are on one.", "disk_bytes"),
+    ("quire:kv_pages_lost", "Pages of KV that no tier kept: they came faster than they were written.", "pages_lost"),
+)
+STATE_GAUGES = (
+    ("quire:engine_asleep", "1 while weights and KV cache are let go.", "asleep"),
+    ("quire:engine_responsive", "1 while the engine can compute; 0 while it is replaced or sleeps.", "responsive"),
+)
+TIER_METRICS: tuple[tuple[MetricFamilyClass, str, str, str], ...] = (
+    (GaugeMetricFamily, "quire:kv_tier_pages", "Pages of KV in a tier below the KV cache.", "pages"),
+    (GaugeMetricFamily, "quire:kv_tier_bytes", "Bytes of KV in a tier.", "bytes"),
+    (GaugeMetricFamily, "quire:kv_tier_off", "1 where a tier hung, and is not used any more.", "off"),
+    (CounterMetricFamily, "quire:kv_tier_hit_tokens", "Tokens whose KV came from a tier.", "fetched_tokens"),
+    (CounterMetricFamily, "quire:kv_tier_fetched_bytes", "Bytes that came from a tier.", "fetched_bytes"),
+    (CounterMetricFamily, "quire:kv_tier_fetch_seconds", "Seconds that fetching pages took.", "fetch_seconds"),
+    (CounterMetricFamily, "quire:kv_tier_stored_bytes", "Bytes that were put into a tier.", "stored_bytes"),
+)
+SUPERVISION_COUNTERS = (
+    ("quire:engine_deaths", "Engines that died under way.", "deaths"),
+    ("quire:request_replays", "Requests submitted again after a death.", "replays"),
+    ("quire:quarantined_requests", "Requests given up because they end every engine.", "quarantined"),
+)
+
+
+class CallbackCollector(Collector):
+    """Collects what a function reads."""
+
+    def __init__(self, read_metrics: Callable[[], Iterable[Metric]]) -> None:
+        self._read_metrics = read_metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._read_metrics()
+
+
+def build_metric_family(
+    kind: MetricFamilyClass, name: str, text: str, labels: Sequence[str], values: Mapping[Any, float]
+) -> Metric:
+    """`values`: by tuples of the values of the labels."""
+    metric_family = kind(name, text, labels=labels)
+    for label_values, value in values.items():
+        metric_family.add_metric(label_values, value)
+    return metric_family
+
+
+def engine_metrics(client: EngineClient, model_name: str) -> Iterator[Metric]:
+    """The latest statistics of the engines. The engine's number is a label."""
+    engines, link = client.link.engines, client.link
+    stats = [each.stats for each in engines]
+
+    def per_engine(kind: MetricFamilyClass, name: str, text: str, values: Sequence[float]) -> Metric:
+        """`values`: one for each engine."""
+        values_by_labels = {(model_name, str(engine)): value for engine, value in enumerate(values)}
+        return build_metric_family(kind, name, text, LABELS, values_by_labels)
+
+    def per_engine_and_label(
+        kind: MetricFamilyClass, name: str, text: str, label: str, values: Sequence[Mapping[str, float]]
+    ) -> Metric:
+        """`values`: for each engine, by another label."""
+        pairs = [(engine, key, value) for engine, each in enumerate(values) for key, value in each.items()]
+        values_by_labels = {(model_name, str(engine), key): value for engine, key, value in pairs}
+        return build_metric_family(kind, name, text, (*LABELS, label), values_by_labels)
+
+    for name, text, field in GAUGES:
+        yield per_engine(GaugeMetricFamily, name, text, [getattr(each, field) for each in stats])
+    # Who waits here waits for a slot or for pages; nothing else holds a request back.
+    reasons = [{"capacity": each.waiting, "deferred": 0} for each in stats]
+    name, text = "vllm:num_requests_waiting_by_reason", "Requests waiting, by why."
+    yield per_engine_and_label(GaugeMetricFamily, name, text, "reason", reasons)
+    for name, text, field in STATE_GAUGES:
+        yield per_engine(GaugeMetricFamily, name, text, [float(getattr(each, field)) for each in engines])
+    usage = [each.used_blocks / each.total_blocks if each.total_blocks else 0.0 for each in stats]
+    yield per_engine(GaugeMetricFamily, "vllm:kv_cache_usage_perc", "KV cache in use; 1 is all.", usage)
+    for name, text, field in COUNTERS:
+        yield per_engine(CounterMetricFamily, name, text, [getattr(each, field) for each in stats])
+    accepted, text = [each.accepted_drafts for each in stats], "Guessed tokens that were right"
+    name = "vllm:spec_decode_num_accepted_tokens"
+    yield per_engine(CounterMetricFamily, name, f"{text}.", [sum(each) for each in accepted])
+    if any(accepted):
+        accepted_by_position = [{str(position): count for position, count in enumerate(each)} for each in accepted]
+        text = f"{text}, by their place in the guess."
+        yield per_engine_and_label(CounterMetricFamily, f"{name}_per_pos", text, "position", accepted_by_position)
+    for kind, name, text, field in TIER_METRICS if any(each.tiers for each in stats) else ():
+        tiers = [{tier.name: getattr(tier, field) for tier in each.tiers} for each in stats]
+        yield per_engine_and_label(kind, name, text, "tier", tiers)
+    for name, text, field in SUPERVISION_COUNTERS:
+        yield build_metric_family(CounterMetricFamily, name, text, LABELS[:1], {(model_name,): getattr(link, field)})
+
+
+def refusal_metrics(client: EngineClient, model_name: str, rejections: Mapping[str, int]) -> Iterator[Metric]:
+    """The calls that this process refused, by reason, and the answers that it gave up."""
+    text = "Answers given up because nobody read them."
+    yield build_metric_family(
+        CounterMetricFamily, "quire:slow_readers", text, LABELS[:1], {(model_name,): client.slow_readers}
+    )
+    values_by_labels = {(model_name, "0", reason): count for reason, count in rejections.items()}
+    name, text = "vllm:admission_rejections", "Requests answered 503, by why."
+    yield build_metric_family(CounterMetricFamily, name, text, (*LABELS, "reason"), values_by_labels)
+
+
+def adapter_metrics(client: EngineClient, max_loras: int) -> Iterator[Metric]:
+    """The adapters of the open requests, in the labels of a metric whose value is the time."""
+    labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+    adapters_in_use = (client.adapters(queued=True), client.adapters(queued=False))
+    names = [",".join(sorted({adapter.name for adapter in adapters})) for adapters in adapters_in_use]
+    text = "Adapters of the open requests."
+    yield build_metric_family(
+        GaugeMetricFamily, "vllm:lora_requests_info", text, labels, {(str(max_loras), *names): clock.time()}
+    )
+
+
+def data_dir_metrics(
+    read_view: Callable[[], SharedView], results: Collection[str], model_name: str
+) -> Iterator[Metric]:
+    """Metrics of what outlives the server's process: batches, streams, and stored bytes. `read_view`: the latest
+    figures of all processes together. `results`: the possible results of a request of a batch."""
+    view, model = read_view(), LABELS[:1]
+    text = "Batches that have not ended."
+    yield build_metric_family(
+        GaugeMetricFamily, "quire:batches", text, model, {(model_name,): view.counts[OPEN_BATCHES_KEY]}
+    )
+    text = "Requests of batches that have their result, by what it is."
+    counts = {(model_name, result): view.counts[result] for result in results}
+    yield build_metric_family(CounterMetricFamily, "quire:batch_requests", text, (*model, "result"), counts)
+    text = "Answers that were asked for again, and went on."
+    yield build_metric_family(
+        CounterMetricFamily, "quire:streams_resumed", text, model, {(model_name,): view.counts["resumed"]}
+    )
+    sizes = {(model_name, kind): size for kind, size in view.sizes.items()}
+    text = "Bytes of what is kept in --data-dir."
+    yield build_metric_family(GaugeMetricFamily, "quire:kept_bytes", text, (*model, "kind"), sizes)
+    text = "1 while --data-dir takes no writes, as on a full disk: what was accepted waits."
+    refused = {(model_name,): float(bool(view.refusal))}
+    yield build_metric_family(GaugeMetricFamily, "quire:data_dir_refuses", text, model, refused)
+
+
+def length_buckets(longest: int) -> list[int]:
+    """1, 2, 5, 10, … up to the first that holds the longest."""
+    buckets: list[int] = []
+    while not buckets or buckets[-1] < longest:
+        buckets.append((1, 2, 5)[len(buckets) % 3] * 10 ** (len(buckets) // 3))
+    return buckets

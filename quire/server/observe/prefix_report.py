@@ -1,0 +1,125 @@
+"""What is reported of a prompt and the prefix cache, in figures and words: what was found, what could have been found
+and why it was not; and the turns of a conversation in comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter
+
+from quire.engine.core.request_history import RequestHistory, Timeline
+from quire.engine.types import MissReason, PrefixDivergence
+from quire.server.observe.metric_collectors import LABELS
+from quire.server.observe.request_log import RequestLog, RequestRecord
+
+DecodeTokens = Callable[[Sequence[int]], str]
+MAX_TURNS = 200
+"""Of one conversation, the latest."""
+MISS_REASON_TEXTS: dict[MissReason, str] = {
+    "evicted": "their pages had to make room",
+    "computing": "another request was still computing them",
+    "restarted": "the engine has started anew since, or its cache was emptied",
+    "replica": "another replica has them",
+    "cache_salt": "they were computed with another cache_salt",
+    "adapter": "they were computed with another adapter",
+    "weights": "they were computed with other weights",
+    "prompt_logprobs": "the request asked for log probabilities of its prompt, for which all of it is computed",
+    "diverged": "they stand behind other text than in the nearest earlier prompt",
+    "rewritten": "they stand in this conversation's earlier turn, but behind text that was rewritten since",
+}
+OWN_LOAD_TEXT = "their pages had to make room; what this key had computed since fills the cache alone"
+
+
+def report_prefix_use(timeline: Timeline, decode: DecodeTokens | None) -> dict[str, Any] | None:
+    """The report of one sequence; None if nothing is known. `decode` turns tokens into text, for callers that may read
+    it."""
+    report = timeline.prefix_report
+    if report is None:
+        return None
+    nearest = report.nearest
+    return {
+        "conversation": report.conversation,
+        **_token_counts(timeline),
+        "nearest": None if nearest is None else _describe_divergence(nearest, decode),
+    }
+
+
+def conversation_turns(
+    log: RequestLog, history: RequestHistory, conversation: str, may_show: Callable[[str], bool]
+) -> list[dict[str, Any]]:
+    """The remembered turns of a conversation, one for each answer, oldest first. `may_show`: see `explanation`."""
+    turns_by_answer: dict[str, dict[str, Any]] = {}
+    for timeline in (*history.ended_timelines, *history.open_timelines):
+        report = timeline.prefix_report
+        if report is None or report.conversation != conversation or not may_show(timeline.id):
+            continue
+        record = log.record_of_sequence(timeline.id)
+        if record is not None and record.answer_id is not None and record.answer_id not in turns_by_answer:
+            turns_by_answer[record.answer_id] = _describe_turn(record, timeline)
+    return sort_turns([*turns_by_answer.values()])
+
+
+def sort_turns(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Turns of several processes as one list."""
+    return sorted(turns, key=lambda each: (each["turn"], each["created"]))[-MAX_TURNS:]
+
+
+def _describe_turn(record: RequestRecord, timeline: Timeline) -> dict[str, Any]:
+    first = timeline.first_token_at
+    return {
+        "id": record.answer_id,
+        "created": record.created_at,
+        **_token_counts(timeline),
+        "first_token_ms": None if first is None else round((first - record.arrived_at) * 1000, 3),
+    }
+
+
+def _token_counts(timeline: Timeline) -> dict[str, Any]:
+    report, cached = timeline.prefix_report, timeline.cached_tokens or 0
+    assert report is not None
+    missed = report.num_missed_tokens
+    return {
+        "turn": report.turn,
+        "prompt_tokens": timeline.prompt_tokens,
+        "cached_tokens": cached,
+        "missed_tokens": missed,
+        "new_tokens": max(timeline.prompt_tokens - cached - missed, 0),
+        "missed_seconds": report.compute_seconds,
+        "missed": [
+            {"reason": reason, "tokens": tokens, "why": _miss_reason_text(reason, own_load=report.own_load)}
+            for reason, tokens in report.tokens_by_reason
+        ],
+    }
+
+
+def _miss_reason_text(reason: MissReason, *, own_load: bool) -> str:
+    return OWN_LOAD_TEXT if reason == "evicted" and own_load else MISS_REASON_TEXTS[reason]
+
+
+def _describe_divergence(nearest: PrefixDivergence, decode: DecodeTokens | None) -> dict[str, Any]:
+    common: dict[str, Any] = {"common_tokens": nearest.num_common, "within": nearest.diverges_in}
+    if decode is None:
+        return common
+    before, was, now = map(decode, (nearest.common_ids, nearest.earlier_ids, nearest.prompt_ids))
+    same = bool(was and now) and (was.startswith(now) or now.startswith(was))
+    return {**common, "before": before, "was": was, "now": now, "same_text": same}
+
+
+class PrefixMissCounters:
+    """Prompt tokens that could have been cached, by why they were not."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        text = "Prompt tokens that were computed before, but were not found in the prefix cache."
+        tokens = Counter("quire:prefix_missed_tokens", text, (*LABELS, "reason"), registry=registry)
+        self._tokens = {reason: tokens.labels(model_name, "0", reason) for reason in MISS_REASON_TEXTS}
+        text = "Seconds of steps that computing them again took."
+        seconds = Counter("quire:prefix_missed_seconds", text, LABELS, registry=registry)
+        self._seconds = seconds.labels(model_name, "0")
+
+    def observe_sequence(self, timeline: Timeline) -> None:
+        """Called with every request that has ended."""
+        if (report := timeline.prefix_report) is not None:
+            for reason, tokens in report.tokens_by_reason:
+                self._tokens[reason].inc(tokens)
+            self._seconds.inc(report.compute_seconds)

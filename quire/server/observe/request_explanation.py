@@ -1,0 +1,168 @@
+"""Where a request's time went, and which requests shared its batches: the history of its sequences as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from quire.engine import clock
+from quire.engine.core.request_history import RequestHistory, StepEntry, Timeline
+from quire.server.observe.prefix_report import DecodeTokens, report_prefix_use
+from quire.server.observe.request_log import RequestRecord
+
+MAX_STEPS = 4000
+"""Most steps that one explanation looks at, shared by its sequences: more than are kept of two."""
+MAX_BATCH_MATES = 10_000
+"""Most batch mates that one explanation looks up; others are only counted."""
+
+
+@dataclass(slots=True)
+class _BatchMates:
+    """Looks batch mates up."""
+
+    may_show: Callable[[str], bool]
+    num_left: int = MAX_BATCH_MATES
+
+    def visible_ids(self, ids: Sequence[str], sequence: str) -> list[str]:
+        """The other sequences of a batch that the caller may see."""
+        checked_ids = ids[: self.num_left]
+        self.num_left -= len(checked_ids)
+        return [each for each in checked_ids if each != sequence and self.may_show(each)]
+
+
+def explain_request(
+    record: RequestRecord,
+    history: RequestHistory,
+    may_show: Callable[[str], bool],
+    decode_tokens: DecodeTokens | None = None,
+) -> dict[str, Any]:
+    """`may_show` tells whether a sequence's id may be shown to the caller. Other batch mates are only counted.
+    `decode_tokens`: see report_prefix_use.
+
+    What it costs is bounded, whatever ran beside an answer of many sequences: see MAX_STEPS and MAX_NAMES.
+    """
+    now = clock.monotonic() if record.ended_at is None else record.ended_at
+    timelines = sorted(history.job_timelines(record.internal_id or ""), key=lambda each: each.submitted_at)
+    mates, steps = _BatchMates(may_show), max(1, MAX_STEPS // max(1, len(timelines)))
+    return {
+        "object": "request.explanation",
+        "id": record.answer_id,
+        "request_id": record.request_id,
+        "path": record.path,
+        "model": record.model,
+        "created": int(record.created_at),
+        "status": record.status,
+        "state": "open" if record.ended_at is None else "ended",
+        "wall_ms": to_milliseconds(now - record.arrived_at),
+        "phases_ms": {
+            name: to_milliseconds(seconds) for name, seconds in phase_seconds(record, timelines, now).items()
+        },
+        "sequences": [
+            _explain_sequence(each, record, now, mates, steps) | {"prefix": report_prefix_use(each, decode_tokens)}
+            for each in timelines
+        ],
+    }
+
+
+def phase_seconds(record: RequestRecord, timelines: Sequence[Timeline], now: float) -> dict[str, float]:
+    """Seconds that each phase took, from the request's arrival to its end or to `now`, of the sequence that ended last.
+
+    "prepare" lasts until the sequence is submitted to the engine; "answer" from the end of the sequence in the engine
+    to the end of the response.
+    """
+    if not timelines:
+        return {"prepare": now - record.arrived_at}
+    last = max(timelines, key=lambda each: now if each.ended_at is None else each.ended_at)
+    ended = now if last.ended_at is None else last.ended_at
+    seconds_by_phase = {"prepare": last.submitted_at - record.arrived_at}
+    seconds_by_phase.update(last.phase_seconds(ended))
+    seconds_by_phase["answer"] = max(now - ended, 0.0)
+    return seconds_by_phase
+
+
+def _explain_sequence(
+    timeline: Timeline, record: RequestRecord, now: float, mates: _BatchMates, steps: int
+) -> dict[str, Any]:
+    def ms_since_arrival(at: float) -> float:
+        return to_milliseconds(at - record.arrived_at)
+
+    first = timeline.first_token_at
+    return {
+        "id": timeline.id,
+        "finish_reason": timeline.finish_reason,
+        "prompt_tokens": timeline.prompt_tokens,
+        "image_tokens": timeline.image_tokens,
+        "cached_tokens": timeline.cached_tokens,
+        "output_tokens": timeline.output_tokens,
+        "draft_tokens": timeline.draft_tokens,
+        "accepted_draft_tokens": timeline.accepted_tokens,
+        "first_token_ms": None if first is None else ms_since_arrival(first),
+        "phases_ms": {name: to_milliseconds(seconds) for name, seconds in timeline.phase_seconds(now).items()},
+        "events": [{"at_ms": ms_since_arrival(at), "phase": phase} for at, phase in timeline.marks],
+        "preemptions": timeline.count_phase("preempted"),
+        "replays": timeline.count_phase("recovering"),
+        "fetched": [
+            {"at_ms": ms_since_arrival(began), "tier": tier, "tokens": tokens, "ms": to_milliseconds(ended - began)}
+            for tier, tokens, began, ended in timeline.tier_loads
+        ],
+        "chunks": [
+            {
+                "at_ms": ms_since_arrival(step.record.began_at),
+                "ms": to_milliseconds(step.record.applied_at - step.record.began_at),
+                "engine": step.engine_number,
+                "step": step.record.number,
+                "first_token": start,
+                "tokens": count,
+                "batch_tokens": step.record.num_tokens,
+                "batch_requests": step.record.num_requests,
+                "cuda_graph": step.record.used_cuda_graph,
+            }
+            for step, start, count in timeline.chunks[:steps]
+        ],
+        "adapter_loads": [
+            {
+                "at_ms": ms_since_arrival(step.record.began_at),
+                "engine": step.engine_number,
+                "step": step.record.number,
+                "adapter": name,
+                "held_ms": to_milliseconds(seconds),
+            }
+            for step in timeline.steps[:steps]
+            for name, seconds in step.record.adapter_loads
+        ],
+        "batches": _explain_batches(timeline.id, timeline.steps[:steps], ms_since_arrival, mates),
+        "steps_not_listed": timeline.num_dropped_steps + len(timeline.steps[steps:]),
+    }
+
+
+def _explain_batches(
+    sequence: str, listed: Sequence[StepEntry], ms_since_arrival: Callable[[float], float], mates: _BatchMates
+) -> list[dict[str, Any]]:
+    """The steps of a sequence; successive steps with the same batch mates are one entry."""
+    entries = []
+    for (engine, ids), steps in groupby(listed, key=lambda step: (step.engine_number, step.request_ids)):
+        run_steps: list[StepEntry] = list(steps)
+        visible_mates = mates.visible_ids(ids, sequence)
+        entries.append(
+            {
+                "at_ms": ms_since_arrival(run_steps[0].record.began_at),
+                "ms": to_milliseconds(run_steps[-1].record.applied_at - run_steps[0].record.began_at),
+                "engine": engine,
+                "first_step": run_steps[0].record.number,
+                "steps": len(run_steps),
+                "tokens": sum(step.record.num_tokens for step in run_steps),
+                "cuda_graphs": sum(step.record.used_cuda_graph for step in run_steps),
+                "slowest_step_ms": to_milliseconds(
+                    max(step.record.applied_at - step.record.began_at for step in run_steps)
+                ),
+                "mates": visible_mates,
+                "other_mates": len(ids) - 1 - len(visible_mates),
+            }
+        )
+    return entries
+
+
+def to_milliseconds(seconds: float) -> float:
+    return round(seconds * 1000, 3)

@@ -1,0 +1,40 @@
+"""Logs a line every ten seconds while requests run: what the engine computes, and how much is waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from quire.engine.core.stats import EngineStats
+from quire.engine.link.client import EngineClient
+
+logger = logging.getLogger("quire.throughput")
+LOG_INTERVAL_SECONDS = 10.0
+
+
+async def log_throughput(client: EngineClient, seconds: float = LOG_INTERVAL_SECONDS) -> None:
+    """Runs until it is cancelled. Logs nothing for intervals in which nothing ran."""
+    before = client.link.stats
+    while True:
+        await asyncio.sleep(seconds)
+        now = client.link.stats
+        if now.steps != before.steps or now.running or now.waiting:
+            logger.info("%s", format_throughput(before, now, seconds))
+        before = now
+
+
+def format_throughput(before: EngineStats, now: EngineStats, seconds: float) -> str:
+    """The difference between two statistics of the engine, as text."""
+    prompt = (now.prompt_tokens - before.prompt_tokens) / seconds
+    generated = (now.generation_tokens - before.generation_tokens) / seconds
+    text = f"{prompt:.0f} prompt and {generated:.0f} generated tokens/s; {now.running} running, {now.waiting} waiting"
+    text += f"; KV cache {_percentage(now.used_blocks, now.total_blocks)}"
+    if queries := now.prefix_queries - before.prefix_queries:
+        text += f", prefix hits {_percentage(now.prefix_hits - before.prefix_hits, queries)}"
+    if num_drafted := now.draft_tokens - before.draft_tokens:
+        text += f", drafts taken {_percentage(sum(now.accepted_drafts) - sum(before.accepted_drafts), num_drafted)}"
+    return text
+
+
+def _percentage(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "0 %"

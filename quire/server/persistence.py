@@ -1,0 +1,191 @@
+"""What outlives the server's process, with --data-dir: stored responses, files and batches, streams.
+
+Where several API processes share it, one of them leads: it answers the batches, and takes up what others left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from urllib.parse import urlencode
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from quire.engine.errors import Overloaded, QuireError
+from quire.engine.link.client import EngineClient
+from quire.server.access.tenants import Tenants
+from quire.server.batches.asgi_client import ASGIClient
+from quire.server.batches.runner import BatchRunner
+from quire.server.config import ServerConfig
+from quire.server.peers import Peers
+from quire.server.resumable_calls import RESUMED_SCOPE_KEY, Claim, ResumableCalls
+from quire.server.store.data_dir import OPEN_BATCHES_KEY, DataDir, ProcessStatus, SharedView
+from quire.server.store.response_store import Store
+from quire.server.store.write_ahead_log import WriteAheadLog
+from quire.server.store.write_retry import RETRY_SECONDS
+
+log = logging.getLogger("quire.server")
+STATUS_TOPIC = "standing"
+"""The topic of the question for a Standing, as msgpack."""
+_MAX_CONCURRENT_RESTARTS = 8
+"""Responses that are begun again at the same time."""
+_RETRYABLE_STATUSES = (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+"""What says that a response may be begun later."""
+_POLL_SECONDS = 0.5
+"""Time between two looks at what other processes left, or were asked for."""
+_SWEEP_SECONDS = 0.5
+"""Time between two looks at what is to be deleted."""
+_SWEEP_PAUSE_SECONDS = 0.02
+"""The same while there is more of it, for others use the disk meanwhile."""
+_POLL_ALONE_SECONDS = 2.0
+"""The same where there are no others: whether the disk takes what is written."""
+
+
+@dataclass(slots=True)
+class Persistence:
+    """Of one process."""
+
+    data_dir: DataDir
+    batch_runner: BatchRunner
+    resumable_calls: ResumableCalls
+    peers: Peers
+    data_dir_status: SharedView = field(init=False)
+    """By the last `refresh_status`."""
+    unfinished_responses: set[tuple[str, str]] = field(default_factory=set)
+    """Owners and ids of the responses in the background that this process is to begin again."""
+
+    def requeue_response(self, owner: str, id: str) -> None:
+        """A response in the background that this process worked on could not be answered now, by no fault of its own:
+        its engine is gone, or its model was unloaded. If this process ends, another one begins it."""
+        self.unfinished_responses.add((owner, id))
+
+    async def refresh_status(self) -> SharedView:
+        """What all processes have together."""
+        counts = {
+            **self.batch_runner.result_counts,
+            OPEN_BATCHES_KEY: self.batch_runner.num_running_batches,
+            "resumed": self.resumable_calls.num_resumed,
+        }
+        self.data_dir_status = await asyncio.to_thread(self.data_dir.processes.look, self.peers.process_name, counts)
+        return self.data_dir_status
+
+    @property
+    def store(self) -> Store:
+        return self.data_dir.store
+
+
+@asynccontextmanager
+async def open_persistence(
+    data: DataDir,
+    app: ASGIApp,
+    tenants: Tenants,
+    config: ServerConfig,
+    clients: Callable[[], list[EngineClient]],
+    peers: Peers,
+) -> AsyncIterator[Persistence]:
+    """`clients`: see BatchRunner. Until the block ends; then each part stops where it is, for the next process."""
+    batches = BatchRunner(app, data, tenants, config, clients)
+    streams = ResumableCalls(data.calls, config.stream_grace, peers, _open_write_ahead_log(data, peers.process_name))
+    persistence = Persistence(data, batches, streams, peers)
+
+    async def report_status(_: bytes) -> bytes:
+        return msgspec.msgpack.encode(ProcessStatus(streams.running_calls, batches.is_leader))
+
+    peers.register_handler(STATUS_TOPIC, report_status)
+    try:
+        await persistence.refresh_status()
+        yield persistence
+    finally:
+        await batches.stop_batches()
+        await streams.close()
+
+
+def _open_write_ahead_log(data: DataDir, process: str) -> WriteAheadLog | None:
+    try:
+        return WriteAheadLog(data.contents.folder.parent, process)
+    except OSError as error:
+        log.error("a kill may cost streams their last second: data_dir has no place for the journal's tail: %s", error)
+        return None
+
+
+async def recover_unfinished(persistence: Persistence, app: ASGIApp, tenants: Tenants) -> None:
+    """Take up what the last process left: batches, and responses in the background. The application answers already.
+    Of several processes, the one that leads does so again and again, for each that ends."""
+    restart_slots, restarted = asyncio.Semaphore(_MAX_CONCURRENT_RESTARTS), set[tuple[str, str]]()
+
+    has_recovered = False
+
+    async def restart_response(owner: str, id: str) -> None:
+        async with restart_slots:
+            try:
+                return await _restart_response(persistence, app, tenants, owner, id)
+            except (sqlite3.OperationalError, OSError, HTTPException, Overloaded) as error:
+                log.error("the response %s cannot be made again now, and is tried again: %s", id, error)
+            except Exception:  # it costs no other one
+                return log.exception("the response %s cannot be made again now; the next start tries it again", id)
+        await asyncio.sleep(RETRY_SECONDS)
+        persistence.unfinished_responses.add((owner, id))
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(_sweep_forever(persistence))
+        while True:
+            try:
+                if (await persistence.refresh_status()).leads and not (has_recovered and persistence.peers.is_alone):
+                    unfinished = await asyncio.to_thread(persistence.data_dir.processes.left)
+                    persistence.unfinished_responses |= set(unfinished) - restarted
+                    await persistence.batch_runner.start_open_batches()
+                    has_recovered = True
+            except (sqlite3.OperationalError, OSError, QuireError) as error:
+                log.error("data_dir cannot be read: %s", error)
+            due, persistence.unfinished_responses = persistence.unfinished_responses, set()
+            restarted |= due
+            for each in due:
+                group.create_task(restart_response(*each))
+            await asyncio.sleep(_POLL_ALONE_SECONDS if has_recovered and persistence.peers.is_alone else _POLL_SECONDS)
+
+
+async def _sweep_forever(persistence: Persistence) -> None:
+    """Delete what is due, in the process that leads."""
+    while True:
+        more = False
+        try:
+            if persistence.data_dir_status.leads:
+                more = await asyncio.to_thread(persistence.data_dir.processes.sweep)
+        except (sqlite3.OperationalError, OSError, QuireError) as error:
+            log.error("nothing is deleted from data_dir now: %s", error)
+            await asyncio.sleep(RETRY_SECONDS)
+        await asyncio.sleep(_SWEEP_PAUSE_SECONDS if more else _SWEEP_SECONDS)
+
+
+async def _restart_response(persistence: Persistence, app: ASGIApp, tenants: Tenants, owner: str, id: str) -> None:
+    """Begin a response again that was worked on in the background. One that cannot be has failed; one whose key is not
+    taken here waits for a start at which it is. Raises Overloaded, HTTPException and what the disk says where it may be
+    begun later."""
+    if (tenant := tenants.find_by_digest(owner)) is None:
+        log.error("the response %s waits for its API key, which is not taken here", id)
+        return
+    if (call := await persistence.resumable_calls.find_call(owner, id)) is not None:
+        claims: list[Claim] = []
+        try:
+            scope_entries = {
+                "tenant": tenant,
+                RESUMED_SCOPE_KEY: await persistence.resumable_calls.resume_call(owner, call, (), claims),
+            }
+            path = f"{call.path}?{urlencode({'model': call.pins.model})}"
+            answer = await ASGIClient(app, scope_entries, asyncio.Event()).post_with_retries(path, call.body)
+        finally:
+            persistence.resumable_calls.release_claims(claims)
+        assert answer is not None, "nobody leaves it"
+        if answer.status == HTTPStatus.OK:
+            return
+        if answer.status in _RETRYABLE_STATUSES:
+            raise Overloaded(f"it was answered {answer.status}")
+        log.error("the response %s cannot be made again: %s", id, answer.body.decode(errors="replace")[:500])
+    await asyncio.to_thread(persistence.store.lose, owner, id)

@@ -1,0 +1,45 @@
+"""What the bodies of other APIs share: each is translated to a chat, and accepts the chat's other fields under their
+own names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from quire.engine.errors import InvalidRequest
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.request_bodies import ModelBody
+
+CHAT_EXTENSIONS = (
+    *("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids"),
+    *("bad_words", "seed", "stop_token_ids", "min_tokens", "ignore_eos", "skip_special_tokens"),
+    *("include_stop_str_in_output", "truncate_prompt_tokens", "truncation_side", "structured_outputs"),
+    *("repetition_detection", "timeout", "queue_timeout", "request_id", "cache_salt", "priority"),
+    *("session_id", "session_ttl", "prompt_cache_key", "prompt_cache_retention"),
+    "receipt",
+    *("chat_template", "chat_template_kwargs", "documents", "add_special_tokens"),
+)
+"""Fields of a chat that mean the same in every API."""
+
+
+class TranslatedBody(ModelBody):
+    chat_field_aliases: ClassVar[Mapping[str, str]] = {}
+    """What fields of a chat are called in this API, where it has them under other names."""
+    accepted_extensions: ClassVar[tuple[str, ...]] = CHAT_EXTENSIONS
+    """Fields of a chat that this API takes by their names."""
+
+    def pick_extensions(self) -> dict[str, Any]:
+        """The fields that go into the chat as they are."""
+        return {name: value for name, value in (self.model_extra or {}).items() if name in self.accepted_extensions}
+
+    def find_ignored_params(self) -> list[str]:
+        """Names of parameters that have no effect. Raises InvalidRequest for one that should have had one: all other
+        fields of a chat."""
+        for name, value in (self.model_extra or {}).items():
+            field = ChatRequest.model_fields.get(name)
+            if field is None or name in self.accepted_extensions:
+                continue
+            if value != field.get_default(call_default_factory=True):
+                hint = f": use {self.chat_field_aliases[name]}" if name in self.chat_field_aliases else ""
+                raise InvalidRequest(f"{name} is not a parameter of this endpoint{hint}", param=name)
+        return [name for name in super().find_ignored_params() if name not in ChatRequest.model_fields]

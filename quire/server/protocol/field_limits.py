@@ -1,0 +1,124 @@
+"""The limits of the fields of bodies. Validation stops at the first field that exceeds one, before it reads the
+rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sized
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    GetCoreSchemaHandler,
+    StrictInt,
+    StringConstraints,
+    Tag,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from quire.engine.errors import InvalidRequest
+
+MAX_FIELDS = 256
+"""Fields of a body, those without effect included."""
+MAX_LISTED_TOKEN_IDS = 1024
+"""Entries of logit_bias and of stop_token_ids: each of n answers carries a copy."""
+MAX_LOGPROB_TOKEN_IDS = 128
+"""Entries of logprob_token_ids: each token of an answer gives the log probabilities of all."""
+MAX_ALLOWED_TOKEN_IDS = 2**20
+"""Entries of allowed_token_ids."""
+MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH = 1024, 128
+"""Words, and characters of each."""
+MAX_STRUCTURED_CHOICES = 10_000
+"""Texts of a structured output that is one of several."""
+MAX_COPIED_PARAMS_SIZE = 2**20
+"""Token ids, and 16 characters of a grammar for one, that all answers of a call carry: each has a copy of the call's
+logit_bias, stop_token_ids, allowed_token_ids, bad_words and grammar."""
+MAX_CACHE_SALT_LENGTH = 1024
+MAX_SESSION_ID_LENGTH = 256
+MAX_PROMPTS = 2048
+MAX_PROMPT_ENTRIES = 2**22
+"""Of a prompt, as token ids or as several prompts; the context and MAX_PROMPTS bound them further."""
+MAX_MESSAGES = 100_000
+"""The context bounds them too: each takes a token at least."""
+MAX_CONTENT_PARTS = 10_000
+"""Parts of one message's content."""
+MAX_DOCUMENTS = 10_000
+MAX_TOOLS = 1024
+MAX_TOOL_CALLS = 1024
+"""Calls in one message."""
+MAX_DETOKENIZE_TOKENS = 1_000_000
+"""Token ids of one call of /detokenize."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaxEntries:
+    """Bounds a list's or an object's entries; a list is refused with its first wrong entry, the others unread."""
+
+    max_entries: int
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema: Any = handler(source)
+        assert schema["type"] in ("list", "dict")
+        if schema["type"] == "list":
+            schema["fail_fast"] = True
+        schema["max_length"] = self.max_entries  # for the JSON schema: pydantic itself counts as it goes
+        return core_schema.no_info_before_validator_function(self._check_length, schema)
+
+    def _check_length(self, value: Any) -> Any:
+        if isinstance(value, Sized) and not isinstance(value, str) and len(value) > self.max_entries:
+            error_context = {"most": self.max_entries, "got": len(value)}
+            raise PydanticCustomError("too_many", "takes at most {most} entries, got {got}", error_context)
+        return value
+
+
+def _text_or_list_tag(value: Any) -> str:
+    return "str" if isinstance(value, str) else "[]"
+
+
+_List = TypeVar("_List")
+TextOrList = Annotated[Annotated[str, Tag("str")] | Annotated[_List, Tag("[]")], Discriminator(_text_or_list_tag)]
+"""A text or a list: what is wrong in a list is told of the list alone."""
+BadWord = Annotated[str, StringConstraints(max_length=MAX_BAD_WORD_LENGTH)]
+TokenIds = Annotated[list[StrictInt], MaxEntries(MAX_PROMPT_ENTRIES)]
+TextsOrTokenIds = (
+    str
+    | Annotated[list[str], MaxEntries(MAX_PROMPT_ENTRIES)]
+    | TokenIds
+    | Annotated[list[str | TokenIds], MaxEntries(MAX_PROMPT_ENTRIES)]
+)
+
+
+class ExtraFieldsModel(BaseModel):
+    """A part of a body whose other fields are kept, for the chat template."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+def validate_with_one_error(
+    param: str,
+    value: Any,
+    validate: ValidatorFunctionWrapHandler,
+    explain_error: Callable[[Any], str] = lambda value: "",
+) -> Any:
+    """Refuse wrong TextsOrTokenIds with one message. Pydantic would give one for each token and for each type that it
+    could be. `explain_error`: a better message about the value; "": there is none."""
+    try:
+        return validate(value)
+    except ValidationError:
+        forms = "a string, a list of token ids, or a list of strings and lists of token ids"
+        raise InvalidRequest(explain_error(value) or f"{param} must be {forms}", param=param) from None
+
+
+def _check_token_limit(count: int) -> int:
+    if count == -1 or count >= 1:
+        return count
+    raise PydanticCustomError("limit", "must be at least 1, or -1: as many as the context holds")
+
+
+TokenLimit = Annotated[int, AfterValidator(_check_token_limit)]
+"""Most tokens of an answer."""

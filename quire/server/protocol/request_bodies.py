@@ -1,0 +1,360 @@
+"""What all bodies of requests share: null means that a field is not set, and a parameter that has no effect is named or
+refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+
+from quire.engine.errors import InvalidRequest
+from quire.engine.types import DEFAULT_KEEP_SECONDS, MAX_STOP_STRINGS
+from quire.engine.unsupported_options import suggest_nearest
+from quire.server.protocol.field_limits import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_CACHE_SALT_LENGTH,
+    MAX_FIELDS,
+    MAX_LISTED_TOKEN_IDS,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_PROMPT_ENTRIES,
+    MAX_SESSION_ID_LENGTH,
+    MAX_STRUCTURED_CHOICES,
+    BadWord,
+    MaxEntries,
+)
+
+UNSUPPORTED_PARAMS: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "ec_transfer_params": ({},),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "mcp_servers": ([],),
+    "modalities": (["text"],),
+    "multi_modal_data": ({},),
+    "multi_modal_uuids": ({},),
+    "prompt_embeds": (),
+    "suffix": ("",),
+    "thinking_token_budget": (),
+    "verbosity": ("medium",),
+    **dict.fromkeys(("audios", "video", "videos"), ([],)),
+    "web_search_options": (),
+    "webhook": (),
+    "webhook_url": (),
+    "regex": (),
+    "stop_regex": (),
+    "ebnf": (),
+    "grammar": (),
+    "json_schema": (),
+}
+"""Parameters that would change the answer but are not supported, with the values at which they change nothing."""
+PARAM_ALTERNATIVES: Mapping[str, str] = {
+    "regex": "structured_outputs.regex",
+    "ebnf": "structured_outputs.grammar",
+    "grammar": "structured_outputs.grammar",
+    "json_schema": "structured_outputs.json, or response_format",
+    **dict.fromkeys(("multi_modal_data", "multi_modal_uuids"), "images in the messages of /v1/chat/completions"),
+    **dict.fromkeys(("audio", "audios", "modalities", "video", "videos"), "text and images, which alone are read"),
+    "functions": "tools",
+    "function_call": "tool_choice",
+    **dict.fromkeys(("webhook", "webhook_url"), "GET /v1/responses/{id} or /v1/batches/{id}; nobody is called back"),
+}
+"""What to use here instead of these; most are parameters of SGLang's and llama.cpp's servers."""
+
+BEAM_SEARCH_UNSUPPORTED_PARAMS = (
+    *("stream", "echo", "best_of", "stop", "min_tokens", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids"),
+    *("bad_words", "repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_logprobs", "queue_timeout"),
+    *("repetition_detection", "include_stop_str_in_output", "thinking_token_budget", "logprob_token_ids", "session_id"),
+    *("session_ttl", "prompt_cache_key", "prompt_cache_retention", "receipt"),
+)
+"""Parameters that beam search does not support."""
+RESPONSE_FORMAT_FIELDS = ("type", "json_schema", "schema", "value")
+JSON_SCHEMA_FIELDS = ("name", "schema", "strict")
+"""Entries of response_format, and of its json_schema, that are read."""
+IGNORED_PARAMS_HEADER = "X-Ignored-Params"
+ADAPTED_HEADER = "X-Quire-Adapted"
+"""Says how a conversation was adapted to what its chat template takes."""
+MAX_ADAPTATIONS = 10
+"""Most that X-Quire-Adapted gives."""
+MAX_IGNORED_NAMES = 20
+"""Most names that X-Ignored-Params gives."""
+MAX_IGNORED_NAME_LENGTH = 64
+"""Most characters it gives of each."""
+MAX_SESSION_TTL = 86_400.0
+"""Seconds for which a conversation may ask to be kept."""
+SAFE_ID_PATTERN = r"[A-Za-z0-9._:/+=@-]{1,128}"
+"""What ids that callers choose may be: safe in logs and headers."""
+
+
+class BodyModel(BaseModel):
+    """A part of a body. Fields that it does not name are without effect. A null means that a field is not set."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_nulls(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if value is not None}
+
+
+class RequestBody(BodyModel):
+    """Base of all request bodies. Fields that no subclass names are kept in model_extra."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_num_fields(cls, body: Any) -> Any:
+        if isinstance(body, dict) and len(body) > MAX_FIELDS:
+            raise InvalidRequest(f"The body has {len(body)} fields, at most {MAX_FIELDS} are read")
+        return body
+
+    def misspelling_hint(self) -> str:
+        """As below, of all fields that were not given."""
+        return misspelling_hint(self.model_extra or (), sorted(type(self).model_fields.keys() - self.model_fields_set))
+
+    def find_ignored_params(self) -> list[str]:
+        """Names of parameters that have no effect. Raises InvalidRequest for one that should have had one."""
+        ignored = []
+        for name, value in (self.model_extra or {}).items():
+            neutral_values = UNSUPPORTED_PARAMS.get(name)
+            if neutral_values is None:
+                ignored.append(name)
+            elif not any(
+                value == neutral_value and isinstance(value, bool) is isinstance(neutral_value, bool)
+                for neutral_value in neutral_values
+            ):
+                hint = f": use {PARAM_ALTERNATIVES[name]}" if name in PARAM_ALTERNATIVES else ""
+                raise InvalidRequest(f"{name} is not supported{hint}", param=name)
+        return ignored
+
+
+def misspelling_hint(unknown: Iterable[str], missing: Iterable[str]) -> str:
+    """`; got mesages: did you mean messages?`, behind a complaint of what is missing: the first of the `unknown` names
+    that is almost one of the `missing` fields'; "" where none is."""
+    missing = list(missing)
+    short = (name for name in islice(unknown, MAX_IGNORED_NAMES) if len(name) <= MAX_IGNORED_NAME_LENGTH)
+    hints = ((name, suggest_nearest(name.lower(), missing)) for name in short)
+    return next((f"; got {name}: {hint}" for name, hint in hints if hint), "")
+
+
+class RepetitionDetection(RequestBody):
+    """vLLM's RepetitionDetectionParams: an answer ends when its last tokens are min_count times the same pattern."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_pattern_size: int = Field(0, ge=0, le=1024)
+    """In tokens; 0 detects nothing."""
+    min_pattern_size: int = Field(0, ge=0)
+    min_count: int = Field(0, ge=0, lt=2**31)
+
+    @model_validator(mode="after")
+    def check_sizes(self) -> RepetitionDetection:
+        if self.min_pattern_size > self.max_pattern_size:
+            raise InvalidRequest("min_pattern_size must not exceed max_pattern_size", param="repetition_detection")
+        if self.max_pattern_size and self.min_count < 2:
+            raise InvalidRequest("min_count must be at least 2", param="repetition_detection")
+        return self
+
+
+class ModelBody(RequestBody):
+    """Base of the bodies that may name a model, or an adapter."""
+
+    model: str | None = None
+
+
+class EngineRequestBody(ModelBody):
+    """What a request of any task may say of itself."""
+
+    timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Seconds in which the answer must be complete; 408 otherwise."""
+    queue_timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Seconds in which the first token must have come; 503 otherwise."""
+    request_id: str | None = Field(None, pattern=f"^{SAFE_ID_PATTERN}$")
+    """The answer's id behind its chatcmpl-, cmpl-, msg_ or resp_, instead of the header X-Request-Id or one of ours."""
+    cache_salt: str = Field("", max_length=MAX_CACHE_SALT_LENGTH)
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+
+
+class StreamOptions(RequestBody):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """With include_usage: every chunk gives the usage so far."""
+
+
+class KvTransferParams(RequestBody):
+    """What vLLM's prefill servers pass on to decode servers. Only the token ids are used; keys and values are not
+    transferred."""
+
+    prompt_token_ids: Annotated[list[StrictInt], MaxEntries(MAX_PROMPT_ENTRIES)] = Field(default_factory=list)
+    """Of the whole prompt, which is not tokenized again."""
+
+    @model_validator(mode="after")
+    def reject_kv_transfer(self) -> KvTransferParams:
+        if unsupported := [name for name, value in (self.model_extra or {}).items() if value]:
+            message = f"kv_transfer_params.{unsupported[0]} is not supported: prompt_token_ids alone is read"
+            raise InvalidRequest(message, param="kv_transfer_params")
+        return self
+
+
+class GenerationBody(EngineRequestBody):
+    """The fields that completions and chat have in common."""
+
+    max_tokens: int | None = None
+    """-1: as many as the context holds."""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = Field(None, lt=2**31)
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Annotated[dict[int, float], MaxEntries(MAX_LISTED_TOKEN_IDS)] | None = None
+    allowed_token_ids: Annotated[list[int], MaxEntries(MAX_ALLOWED_TOKEN_IDS)] | None = None
+    bad_words: Annotated[list[BadWord], MaxEntries(MAX_BAD_WORDS)] = Field(default_factory=list)
+    n: int = 1
+    seed: int | None = None
+    stop: str | Annotated[list[str], MaxEntries(MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[int], MaxEntries(MAX_LISTED_TOKEN_IDS)] = Field(default_factory=list)
+    min_tokens: int = Field(0, lt=2**31)
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    prompt_logprobs: int | None = Field(None, ge=0)
+    logprob_token_ids: Annotated[list[StrictInt], MaxEntries(MAX_LOGPROB_TOKEN_IDS)] = Field(default_factory=list)
+    """With logprobs: give the log probabilities of these tokens instead of the most likely ones'."""
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    """Keep only so many tokens of a prompt; -1: as many as the context holds beside the answer."""
+    truncation_side: Literal["left", "right"] = "left"
+    """Which tokens are cut off: left keeps the last ones, right the first ones."""
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    """Log probabilities name tokens `token_id:123`, so that tokens of the same text can be told apart."""
+    kv_transfer_params: KvTransferParams | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    """The guided_ fields are vLLM's older names of structured_outputs' entries."""
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], MaxEntries(MAX_STRUCTURED_CHOICES)] | None = None
+    guided_grammar: str | None = None
+    repetition_detection: RepetitionDetection | None = None
+    use_beam_search: bool = False
+    """Answer with the n best hypotheses of a search n beams wide; whole answers only."""
+    length_penalty: float = Field(1.0, ge=-10.0, le=10.0)
+    """A hypothesis scores its log probability divided by its length to this power."""
+    receipt: bool = False
+    """Answer with what `quire replay` needs to compute the same tokens again, as with the header X-Receipt: 1."""
+    session_id: str = Field("", max_length=MAX_SESSION_ID_LENGTH)
+    """The conversation that it is a turn of: what it has computed is kept for the next turn, docs/sessions.md."""
+    session_ttl: float | None = Field(None, gt=0, le=MAX_SESSION_TTL)
+    """Seconds for which that is kept; it may be given without session_id."""
+    prompt_cache_key: str | None = Field(None, max_length=MAX_SESSION_ID_LENGTH)
+    """OpenAI's name: keeps what was computed for KEEP_SECONDS, as session_id alone does."""
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    """OpenAI's name: 24h means a session_ttl of MAX_TTL."""
+
+    @property
+    def keep_seconds(self) -> float:
+        """Seconds for which what it has computed is to be kept; 0: not at all."""
+        if self.session_ttl is not None:
+            return self.session_ttl
+        return (
+            MAX_SESSION_TTL
+            if self.prompt_cache_retention == "24h"
+            else DEFAULT_KEEP_SECONDS * (self.prompt_cache_key is not None)
+        )
+
+    @property
+    def transferred_prompt_ids(self) -> list[int]:
+        """Token ids of the prompt where another server has made them; empty: nobody has."""
+        return [] if self.kv_transfer_params is None else self.kv_transfer_params.prompt_token_ids
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    def find_ignored_params(self) -> list[str]:
+        ignored = super().find_ignored_params()
+        self._check_beam_search()
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs is not available when stream is true", param="prompt_logprobs")
+        if self.stream_options is not None:
+            if not self.stream:
+                raise InvalidRequest("stream_options is only allowed when stream is true", param="stream_options")
+            ignored += [f"stream_options.{name}" for name in self.stream_options.find_ignored_params()]
+        ignored += _ignored_format_params(self.response_format or {}, self.structured_outputs or {})
+        if "truncation_side" in self.model_fields_set and self.truncate_prompt_tokens is None:
+            ignored.append("truncation_side")
+        return ignored
+
+    def _check_beam_search(self) -> None:
+        if not self.use_beam_search:
+            if self.length_penalty != 1.0:
+                raise InvalidRequest("length_penalty needs use_beam_search to be true", param="length_penalty")
+            return
+        if self.temperature not in (None, 0.0, 1.0):
+            raise InvalidRequest("temperature has no effect on beam search: leave it out", param="temperature")
+        fields = type(self).model_fields
+        for name in BEAM_SEARCH_UNSUPPORTED_PARAMS:
+            field = fields.get(name)
+            if field is not None and getattr(self, name) != field.get_default(call_default_factory=True):
+                raise InvalidRequest(f"{name} is not available with use_beam_search", param=name)
+
+
+def _ignored_format_params(response_format: Mapping[str, Any], structured_outputs: Mapping[str, Any]) -> list[str]:
+    """Names of their entries that change nothing: answers follow a schema exactly, whether or not it is `strict`, with
+    the one backend there is, and with a space after a comma or colon if the model writes one."""
+    schema = response_format.get("json_schema")
+    schema = schema if isinstance(schema, dict) else {}
+    ignored = [
+        f"response_format.{name}" for name, _ in _non_null_items(response_format) if name not in RESPONSE_FORMAT_FIELDS
+    ]
+    for name, value in _non_null_items(schema):
+        if name not in JSON_SCHEMA_FIELDS or (name == "strict" and value is False):
+            ignored.append(f"response_format.json_schema.{name}")
+    if structured_outputs.get("backend") is not None:
+        ignored.append("structured_outputs.backend")
+    if structured_outputs.get("disable_any_whitespace"):
+        ignored.append("structured_outputs.disable_any_whitespace")
+    return ignored
+
+
+def _non_null_items(entries: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in entries.items() if value is not None]
+
+
+def ignored_params_header(names: list[str], strict: bool) -> dict[str, str]:
+    """The X-Ignored-Params header. Raises InvalidRequest instead when the server is strict.
+
+    The names come from the caller, so characters that are not safe in a header are replaced, and of very many or very
+    long ones it says that there is more.
+    """
+    if names and strict:
+        raise InvalidRequest(f"{names[0]} is not a parameter that has an effect here", param=names[0])
+    short = [
+        name if len(name) <= MAX_IGNORED_NAME_LENGTH else f"{name[:MAX_IGNORED_NAME_LENGTH]}..."
+        for name in names[:MAX_IGNORED_NAMES]
+    ]
+    safe = [re.sub(r"[^\w.\-]", "?", name, flags=re.ASCII) for name in short]
+    if len(names) > MAX_IGNORED_NAMES:
+        safe.append(f"and {len(names) - MAX_IGNORED_NAMES} more")
+    return {IGNORED_PARAMS_HEADER: ", ".join(safe)} if safe else {}
+
+
+def build_adapted_header(adapted: str) -> dict[str, str]:
+    """The X-Quire-Adapted header; "": there is none."""
+    return {ADAPTED_HEADER: adapted} if adapted else {}

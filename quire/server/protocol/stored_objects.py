@@ -1,0 +1,62 @@
+"""Bodies of what is kept: OpenAI's Batch and Conversations APIs, and the hint that a conversation is about to go on."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from quire.server.protocol.field_limits import MAX_CACHE_SALT_LENGTH, MaxEntries
+from quire.server.protocol.request_bodies import MAX_SESSION_TTL, ModelBody, RequestBody
+from quire.server.protocol.response_items import InputItem
+from quire.server.protocol.responses import Metadata
+
+BATCH_ENDPOINTS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/decisions"),
+    *("/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank", "/classify", "/pooling"),
+)
+"""What a batch may ask for."""
+MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS = 3600, 30 * 86400
+"""Seconds; OpenAI's bounds."""
+ExpirySeconds = Annotated[int, Field(ge=MIN_EXPIRY_SECONDS, le=MAX_EXPIRY_SECONDS)]
+MAX_ADDED_ITEMS = 20
+"""Items of one request, as in OpenAI's API."""
+AddedItems = Annotated[list[InputItem], MaxEntries(MAX_ADDED_ITEMS)]
+
+
+class ExpiresAfter(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    anchor: Literal["created_at"]
+    seconds: ExpirySeconds
+
+
+class BatchRequest(RequestBody):
+    input_file_id: str = Field(max_length=64)
+    endpoint: Literal[BATCH_ENDPOINTS]  # type: ignore[valid-type]
+    completion_window: str = Field("24h", pattern=r"^[1-9]\d{0,2}[mhd]$")
+    """How long it may take, in minutes, hours or days; OpenAI knows 24h alone."""
+    metadata: Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+class ConversationRequest(RequestBody):
+    metadata: Metadata = Field(default_factory=dict)
+    items: AddedItems = Field(default_factory=list)
+
+
+class MetadataRequest(RequestBody):
+    metadata: Metadata
+
+
+class ItemsRequest(RequestBody):
+    items: AddedItems
+
+
+class WarmRequest(ModelBody):
+    """POST /v1/sessions/{id}/warm: a body that may be left out."""
+
+    cache_salt: str = Field("", max_length=MAX_CACHE_SALT_LENGTH)
+    """As the conversation's requests have it."""
+    session_ttl: float | None = Field(None, gt=0, le=MAX_SESSION_TTL)
+    """Seconds for which it is kept from then on; default: as its last request said."""

@@ -1,0 +1,133 @@
+"""Receipts of answers: made for who asks for one, and of every answer for the file of --receipt-log."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+from pathlib import Path
+
+from quire.engine.errors import ConfigError
+from quire.engine.receipts.model_hasher import ModelHasher
+from quire.engine.receipts.receipt import AdapterReceipt, PromptReceipt, Receipt, encode_receipt
+from quire.engine.types import EngineInfo
+from quire.server.generation.generation import Generation
+from quire.server.generation.request_specs import GenerationSpec
+from quire.server.observe.metrics import Metrics
+
+log = logging.getLogger("quire.server")
+_MAX_PENDING_BYTES = 64 << 20
+"""Bytes of receipts that wait to be written. Where a disk is slower than answers, the rest is lost, and counted."""
+
+
+class ReceiptLog:
+    """A file to which receipts are appended, a line each. Several processes may write to it. One that has become too
+    large is renamed, to its name and `.1`, in the place of the one before."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        """Raises ConfigError where it cannot be written."""
+        self._path = path
+        self._max_bytes = max_bytes
+        self._lines: list[bytes] = []
+        self._pending_bytes = 0
+        self._write_task: asyncio.Task[None] | None = None
+        try:
+            os.close(self._open_file())
+        except OSError as error:
+            raise ConfigError(f"receipt_log: {path}: {error.strerror}", param="receipt_log") from None
+
+    def append_line(self, line: bytes) -> bool:
+        """Have a line written soon; False where there is no room for it."""
+        if self._pending_bytes + len(line) > _MAX_PENDING_BYTES:
+            return False
+        self._lines.append(line)
+        self._pending_bytes += len(line)
+        if self._write_task is None or self._write_task.done():
+            self._write_task = asyncio.create_task(self._write_all())
+        return True
+
+    async def close(self) -> None:
+        if self._write_task is not None:
+            await self._write_task
+
+    async def _write_all(self) -> None:
+        while self._lines:
+            lines, self._lines = self._lines, []
+            try:
+                await asyncio.to_thread(self._append_bytes, b"".join([line + b"\n" for line in lines]))
+            except OSError as error:
+                log.error("receipt_log: %d receipts are lost: %s", len(lines), error.strerror)
+            self._pending_bytes -= sum(map(len, lines))
+
+    def _append_bytes(self, content: bytes) -> None:
+        file = self._open_file()
+        try:
+            while True:  # until it is the one that has the name, and nobody else's to rename
+                fcntl.flock(file, fcntl.LOCK_EX)
+                file_status = os.fstat(file)
+                if self._path.exists() and self._path.stat().st_ino == file_status.st_ino:
+                    if not file_status.st_size or file_status.st_size + len(content) <= self._max_bytes:
+                        break
+                    self._path.rename(f"{self._path}.1")
+                os.close(file)
+                file = self._open_file()
+            view = memoryview(content)
+            while view:
+                view = view[os.write(file, view) :]
+        finally:
+            os.close(file)
+
+    def _open_file(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+class ReceiptWriter:
+    """Makes the receipts of one model's answers."""
+
+    def __init__(self, hashes: ModelHasher, info: EngineInfo, metrics: Metrics, log: ReceiptLog | None) -> None:
+        self.hashes = hashes
+        self.receipt_log = log
+        self._info = info
+        self._metrics = metrics
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def encode_answer_receipt(self, spec: GenerationSpec, generation: Generation) -> bytes:
+        """The receipt that an answer gives, as JSON."""
+        self._metrics.receipts["answer"].inc()
+        return encode_receipt(await self._build_receipt(spec, generation))
+
+    def log_answer(self, spec: GenerationSpec, generation: Generation) -> None:
+        """Note an answer that has ended, in whatever way, in the log, if there is one. What is told once more was noted
+        the first time."""
+        if self.receipt_log is not None and spec.record_receipt and generation.needs_engine:
+            task = asyncio.create_task(self._write_receipt(spec, generation))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Write what has to be written."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.receipt_log is not None:
+            await self.receipt_log.close()
+
+    async def _write_receipt(self, spec: GenerationSpec, generation: Generation) -> None:
+        assert self.receipt_log is not None
+        was_accepted = self.receipt_log.append_line(encode_receipt(await self._build_receipt(spec, generation)))
+        self._metrics.receipts["log" if was_accepted else "lost"].inc()
+
+    async def _build_receipt(self, spec: GenerationSpec, generation: Generation) -> Receipt:
+        choices = generation.choice_receipts()
+        versions = [version for choice in choices for version, _ in choice.versions]
+        return Receipt(
+            id=spec.answer_id,
+            created=spec.created,
+            model=spec.model,
+            hashes=await self.hashes.hash_versions(versions or [generation.weights_version]),
+            computed=await self.hashes.describe_compute(self._info),
+            adapter=AdapterReceipt.from_adapter(spec.adapter),
+            params=spec.params,
+            prompts=[PromptReceipt.from_prompt(prompt.ids, prompt.spans) for prompt in spec.prompts],
+            choices=choices,
+            irreproducible="use_beam_search: a search is not one sequence of picks" if spec.beam_search else "",
+        )

@@ -1,0 +1,248 @@
+"""From requests for vectors to their specs: embeddings, labels, and whatever the model makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from quire.engine import random_source
+from quire.engine.errors import ContextLengthExceeded, InvalidRequest
+from quire.engine.text.pooling_inputs import encode_truncated
+from quire.engine.types import PoolingParams, Task
+from quire.server.config import ServerConfig
+from quire.server.generation.answers.vector_bodies import classification_body, embeddings_body
+from quire.server.generation.vector_generation import VectorBodyWriter, VectorInput, VectorSpec
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.pooling import (
+    ClassificationRequest,
+    ConversationEmbeddingRequest,
+    EmbeddingRequest,
+    InputBody,
+    PoolingBody,
+    PoolingRequest,
+)
+from quire.server.protocol.request_bodies import ignored_params_header
+from quire.server.resolve.checks import check_text, check_token_ids
+from quire.server.resolve.parse import parse_body, read_json_object, validate_body
+from quire.server.resolve.prompts import (
+    build_chat_prompt,
+    build_single_item_prompt,
+    check_num_inputs,
+    check_text_fits,
+    list_inputs,
+    resolve_truncation_limit,
+    truncate_ids,
+)
+from quire.server.served_model import ServedModel
+
+_CHAT_FIELDS = (
+    *("messages", "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template_kwargs"),
+    "truncate_prompt_tokens",
+)
+"""Fields that conversations have in a chat too."""
+MAX_VECTOR_NUMBERS = 2**24
+"""Of one answer, where each token has a vector."""
+
+
+def resolve_embedding(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
+    """Raises ModelNotFound, and InvalidRequest naming the parameter."""
+    body_fields = read_json_object(body_bytes)
+    if body_fields.get("messages") is not None and body_fields.get("input") is None:
+        return _resolve_conversation_embedding(
+            validate_body(body_fields, ConversationEmbeddingRequest), body_fields, model, config
+        )
+    body = validate_body(body_fields, EmbeddingRequest)
+    answer = partial(embeddings_body, body.encoding_format, "embedding", token_vector_size(body, model))
+    return build_embedding_spec(body, answer, model, config, one_vector_per_text=False)
+
+
+def build_embedding_spec(
+    body: EmbeddingRequest,
+    write_body: VectorBodyWriter,
+    model: ServedModel,
+    config: ServerConfig,
+    *,
+    one_vector_per_text: bool = True,
+) -> VectorSpec:
+    """`one_vector_per_text`: each text must have one vector. Raises as above."""
+    check_pooling_task(body, "embed", model)
+    if one_vector_per_text:
+        check_one_vector_per_text(model)
+    params = embedding_params(body, model)
+    return build_vector_spec(body, "embd", tokenize_inputs(body, model), params, write_body, model, config)
+
+
+def _resolve_conversation_embedding(
+    body: ConversationEmbeddingRequest, body_fields: Mapping[str, Any], model: ServedModel, config: ServerConfig
+) -> VectorSpec:
+    """Raises as above, and what build_chat_prompt raises."""
+    check_pooling_task(body, "embed", model)
+    same = {name: body_fields[name] for name in _CHAT_FIELDS if name in body_fields}
+    chat = validate_body({"add_generation_prompt": False, **same}, ChatRequest)
+    prompt = (
+        build_single_item_prompt(chat, model)
+        if model.is_dual_encoder
+        else build_chat_prompt(chat, model, None, trusted=False)
+    )
+    check_vector_length(prompt.ids, model, "messages")
+    answer = partial(embeddings_body, body.encoding_format, "embedding", token_vector_size(body, model))
+    spec = build_vector_spec(body, "embd", [prompt.ids], embedding_params(body, model), answer, model, config)
+    shown = [replace(each, spans=prompt.spans, images=prompt.images) for each in spec.inputs]
+    return replace(spec, inputs=shown)
+
+
+def token_vector_size(body: EmbeddingRequest | ConversationEmbeddingRequest, model: ServedModel) -> int | None:
+    """Numbers of each token's vector, where tokens have some."""
+    if model.pooling is None or model.pooling.kind != "none":
+        return None
+    return body.dimensions or model.pooling.size
+
+
+def check_one_vector_per_text(model: ServedModel) -> None:
+    """Raises InvalidRequest where a text has no vector of its own."""
+    if model.pooling is not None and model.pooling.kind == "none":
+        message = "this endpoint needs one vector of each text, and --pooling-type none gives one of each token"
+        raise InvalidRequest(message, param="model")
+
+
+def resolve_pooling(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
+    """Raises as above."""
+    body = parse_body(body_bytes, PoolingRequest)
+    task = body.task or ("classify" if "classify" in model.tasks else "embed")
+    check_pooling_task(body, task, model)
+    params = embedding_params(body, model)
+    if task == "classify":
+        if body.dimensions is not None:
+            raise InvalidRequest("dimensions is about embeddings, and this model gives scores", param="dimensions")
+        params = PoolingParams(task=task, activation=body.wants_activation)
+    size = None if task == "classify" else token_vector_size(body, model)
+    answer = partial(embeddings_body, body.encoding_format, "pooling", size)
+    return build_vector_spec(body, "pool", tokenize_inputs(body, model), params, answer, model, config)
+
+
+def resolve_classification(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
+    """Raises as above."""
+    body = parse_body(body_bytes, ClassificationRequest)
+    check_pooling_task(body, "classify", model)
+    params = PoolingParams(task="classify", activation=body.wants_activation)
+    answer = partial(classification_body, () if model.pooling is None else model.pooling.labels)
+    return build_vector_spec(body, "classify", tokenize_inputs(body, model), params, answer, model, config)
+
+
+def check_pooling_task(body: PoolingBody, task: Task, model: ServedModel) -> None:
+    """Raises ModelNotFound, and InvalidRequest for a task that the model is not made for."""
+    model.response_model_name(body.model)
+    model.check_task(task)
+
+
+def embedding_params(body: EmbeddingRequest | ConversationEmbeddingRequest, model: ServedModel) -> PoolingParams:
+    size = None if model.pooling is None else model.pooling.size
+    if body.dimensions is not None and size is not None and body.dimensions > size:
+        message = f"dimensions must be at most the model's {size}, got {body.dimensions}"
+        raise InvalidRequest(message, param="dimensions")
+    return PoolingParams(dimensions=body.dimensions, activation=body.wants_activation)
+
+
+def build_vector_spec(
+    body: PoolingBody,
+    prefix: str,
+    prompts: Sequence[list[int]],
+    params: PoolingParams | Sequence[PoolingParams],
+    write_body: VectorBodyWriter,
+    model: ServedModel,
+    config: ServerConfig,
+) -> VectorSpec:
+    """`params`: of all prompts, or of each."""
+    each = [params] * len(prompts) if isinstance(params, PoolingParams) else params
+    pooling = model.pooling
+    if pooling is not None and pooling.kind == "none" and sum(map(len, prompts)) * pooling.size > MAX_VECTOR_NUMBERS:
+        raise InvalidRequest(
+            f"input: vectors of all tokens are more than {MAX_VECTOR_NUMBERS} numbers: send less", param="input"
+        )
+    return VectorSpec(
+        id=f"{prefix}-{random_source.token_hex(16)}",
+        id_prefix=f"{prefix}-",
+        requested_id="" if body.request_id is None else f"{prefix}-{body.request_id}",
+        model=model.response_model_name(body.model),
+        inputs=[VectorInput(ids, one) for ids, one in zip(prompts, each, strict=True)],
+        write_body=write_body,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        timeout=body.timeout,
+        queue_timeout=body.queue_timeout,
+        headers=ignored_params_header(body.find_ignored_params(), config.strict),
+    )
+
+
+def tokenize_inputs(body: InputBody, model: ServedModel) -> list[list[int]]:
+    """Token ids of the inputs, at least one. Raises InvalidRequest naming the parameter."""
+    inputs = list_inputs(body.input, "input")
+    check_num_inputs(len(inputs), "input")
+    texts = [one for one in inputs if isinstance(one, str)]
+    if body.prompt_name is not None and len(texts) < len(inputs):
+        raise InvalidRequest("prompt_name needs an input of texts, not of token ids", param="prompt_name")
+    before = prompt_by_name(body.prompt_name, model) if texts else ""
+    encoded = iter(tokenize_texts(body, [before + text for text in texts], model))
+    return [next(encoded) if isinstance(one, str) else truncate_input_ids(body, one, model) for one in inputs]
+
+
+def truncate_input_ids(body: InputBody, ids: list[int], model: ServedModel) -> list[int]:
+    """An input that is given as token ids, cut where that is asked for. Raises InvalidRequest."""
+    check_token_ids(ids, model.vocab_size, "input")
+    limit = input_truncation_limit(body, model)
+    ids = ids if limit is None else truncate_ids(ids, limit, body.truncation_side)
+    check_vector_length(ids, model, "input")
+    return ids
+
+
+def tokenize_texts(
+    body: PoolingBody, texts: Sequence[str], model: ServedModel, param: str = "input", *, special: bool | None = None
+) -> list[list[int]]:
+    """Token ids of texts. Raises InvalidRequest naming the parameter."""
+    check_num_inputs(len(texts), param)
+    limit = input_truncation_limit(body, model)
+    if special is None:
+        special = body.add_special_tokens if isinstance(body, InputBody) else True
+    for text in texts:
+        check_text(text, param)
+        if limit is None:
+            check_text_fits(model, text, param)
+    if limit is not None:
+        ids_by_text = encode_truncated(model.tokenizer, texts, limit, body.truncation_side, add_special_tokens=special)
+    else:
+        ids_by_text = model.tokenizer.encode_batch(texts, add_special_tokens=special)
+    for ids in ids_by_text:
+        check_vector_length(ids, model, param)
+    return ids_by_text
+
+
+def prompt_by_name(name: str | None, model: ServedModel) -> str:
+    """The model's own text of this name, or the one it has for calls that name none. Raises InvalidRequest."""
+    if model.pooling is None:
+        return ""
+    prompts, name = model.pooling.prompts, name or model.pooling.default_prompt
+    if name is None:
+        return ""
+    if name not in prompts:
+        known = ", ".join(prompts) or "none"
+        raise InvalidRequest(f"prompt_name is not one of the model's prompts ({known})", param="prompt_name")
+    return prompts[name]
+
+
+def input_truncation_limit(body: PoolingBody, model: ServedModel) -> int | None:
+    """The most tokens of an input that are kept; None: all. Raises InvalidRequest."""
+    return resolve_truncation_limit(body.truncate_prompt_tokens, model.context_length, model.context_length)
+
+
+def check_vector_length(ids: Sequence[int], model: ServedModel, param: str) -> None:
+    """A prompt must have a token; unlike one that is answered, it may fill the context."""
+    if not ids:
+        raise InvalidRequest(f"{param} cannot be empty", param=param)
+    if len(ids) > model.context_length:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {model.context_length} tokens, but {param} came to {len(ids)} "
+            "tokens. Please shorten it, or ask for truncate_prompt_tokens",
+            param=param,
+        )

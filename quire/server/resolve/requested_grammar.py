@@ -1,0 +1,69 @@
+"""The grammar that a request asks for, in one of many ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.engine.errors import InvalidRequest
+from quire.engine.text.structured_outputs import (
+    CLOSE_OBJECTS_KEY,
+    CONSTRAINT_KINDS,
+    StructuredGrammar,
+    constraint_grammar,
+    requested_constraints,
+)
+from quire.server.config import ServerConfig
+from quire.server.protocol.field_limits import MAX_STRUCTURED_CHOICES
+from quire.server.protocol.request_bodies import GenerationBody
+from quire.server.resolve.checks import check_text
+
+
+def requested_grammar(body: GenerationBody, config: ServerConfig) -> tuple[str, StructuredGrammar] | None:
+    """The parameter that asks, and the grammar it asks for. Raises InvalidRequest naming the parameter."""
+    requests: list[tuple[str, str, Any]] = []
+    if body.response_format is not None:
+        requests += [("response_format", *one) for one in _response_format_ways(body.response_format)]
+    if body.structured_outputs is not None:
+        requests += [("structured_outputs", *one) for one in requested_constraints(body.structured_outputs)]
+    for way in CONSTRAINT_KINDS:
+        param = f"guided_{way}"
+        value = getattr(body, param, None)
+        if value is not None:
+            requests.append((param, way, value))
+    if not requests:
+        return None
+    if len(requests) > 1:
+        all_asked = " and ".join(f"{param} ({way})" for param, way, _ in requests)
+        raise InvalidRequest(f"Only one structured output can be asked for, got {all_asked}", param=requests[1][0])
+    param, way, value = requests[0]
+    try:
+        close = config.disable_additional_properties or (body.structured_outputs or {}).get(CLOSE_OBJECTS_KEY) is True
+        structured = _build_structured(way, value, close=close)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{param}: {error.message}", param=param) from error
+    check_text(structured.grammar.text, param)
+    return param, structured
+
+
+def _response_format_ways(response_format: dict[str, Any]) -> list[tuple[str, Any]]:
+    kind = response_format.get("type")
+    if kind == "text":
+        return []
+    if kind == "json_object":  # with a schema as llama.cpp's clients send it, or TGI's (huggingface_hub)
+        schema = response_format.get("schema", response_format.get("value"))
+        return [("json_object", True) if schema is None else ("json", schema)]
+    if kind == "json_schema":
+        inner = response_format.get("json_schema")
+        schema = inner.get("schema") if isinstance(inner, dict) else None
+        if schema is None:
+            raise InvalidRequest("response_format.json_schema.schema is missing", param="response_format")
+        return [("json", schema)]
+    raise InvalidRequest(
+        f"response_format.type must be text, json_object or json_schema, got {kind!r}", param="response_format"
+    )
+
+
+def _build_structured(way: str, value: Any, *, close: bool) -> StructuredGrammar:
+    if way == "choice" and isinstance(value, list) and len(value) > MAX_STRUCTURED_CHOICES:
+        raise InvalidRequest(f"choice takes at most {MAX_STRUCTURED_CHOICES} strings, got {len(value)}")
+    return constraint_grammar(way, value, close=close)

@@ -1,0 +1,411 @@
+"""Answers that can be asked for again: streams that go on where their reader was cut off, and Idempotency-Key.
+
+What a call is stands in the journal (store/journal.py) before its first event is sent, the tokens that it has a moment
+later. Whoever asks for it again, in this process or in the next one, has the same request computed with the same id,
+seed and time, so that the events are the same to the byte; those that were seen are left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from quire.engine import clock, random_source
+from quire.engine.errors import InvalidRequest
+from quire.server.generation.generation import Generation
+from quire.server.generation.request_specs import GenerationSpec
+from quire.server.peers import Peers, StoreUnreachable
+from quire.server.resumption import ComputeIdentity, ResumedCall, compute_fingerprints, input_digest
+from quire.server.store.journal import CLAIM_SECONDS, Calls, JournaledCall, ProgressUpdate, ReplayInputs
+from quire.server.store.progress import CallProgress
+from quire.server.store.write_ahead_log import WriteAheadLog
+
+log = logging.getLogger("quire.server")
+RESUMED_SCOPE_KEY = "quire.resumed"
+"""The scope's key of a Resumed: the call is made again."""
+CLAIMS_SCOPE_KEY = "quire.claims"
+"""The scope's key of a list of the Claims that the request has."""
+JOURNAL_BODY_SCOPE_KEY = "quire.kept_body"
+"""The scope's key of a body that may go into the journal."""
+RESUMABLE_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+"""What can be asked for again."""
+IDEMPOTENCY_HEADER = "idempotency-key"
+KEY_RETENTION_SECONDS = 86_400.0
+"""Seconds that an answer with an Idempotency-Key can be asked for again, from its begin."""
+MAX_KEY_LENGTH = 255
+KEEP_ALIVE_HEADER = "x-keep-alive-seconds"
+"""The header that lets a stream go on for a while when its reader has left."""
+_MAX_RUNNING_SECONDS = 86_400.0
+"""So long a call may run; then its row ends."""
+_CLAIM_POLL_SECONDS = 0.05
+"""Between two looks whether another attempt has begun to answer a call, and can be taken over."""
+_NOTE_INTERVAL_SECONDS = 1.0
+"""Between two notes of what calls have: what they lack is computed again."""
+_NOTES_PER_LOGGED_CALL = 5
+"""A call with its tokens in a tail is part of each fifth note until it ends: only a power cut takes what it lacks."""
+_PUT_TRIES, _PUT_RETRY_SECONDS = 20, 0.5
+"""To put a call into the journal, where nobody answers."""
+_TAKE_OVER_TOPIC, _IS_ANSWERING_TOPIC = "take over", "answers"
+"""What an API process asks another that answers a call: to stop, and whether it still does."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Claim:
+    """An Idempotency-Key whose request is about to be in the journal, or a call that is about to be answered again."""
+
+    owner: str
+    name: str
+    """The key, or the call's id."""
+    expires_at: float
+    """Of time.monotonic(): how long it is waited for."""
+    attempt: int = 0
+    """Of the call; 0: it is a key."""
+
+
+@dataclass(eq=False, slots=True)
+class RunningCall:
+    progress: CallProgress
+    retention_seconds: float
+    """Seconds for which it is kept once it has ended."""
+    close_generation: Callable[[], None] = lambda: None
+    num_noted_tokens: int = 0
+    """Tokens in the journal."""
+    num_skipped_notes: int = 0
+    """Notes of other calls since the last one of this."""
+    log_number: int = 0
+    """Of its first choice in its tail."""
+    is_stored_response: bool = False
+    """Whether it is a response that is stored as one that has not ended; see `is_stored_response`."""
+    ended_event: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class ResumableCalls:
+    """The calls that can be asked for again, of one process."""
+
+    def __init__(self, calls: Calls, grace_seconds: float, peers: Peers, write_ahead_log: WriteAheadLog | None) -> None:
+        """`grace_seconds`: seconds for which a stream without a reader can be resumed. `write_ahead_log`: None where
+        there is no place for one; then what was sent in the last second before the process is killed is not in the
+        journal."""
+        self._write_ahead_log = write_ahead_log
+        self._calls = calls
+        self._peers = peers
+        peers.register_handler(_TAKE_OVER_TOPIC, self._handle_take_over)
+        peers.register_handler(_IS_ANSWERING_TOPIC, self._handle_is_answering)
+        self._grace_seconds = grace_seconds
+        self._running: dict[tuple[str, str], RunningCall] = {}
+        self._claims: dict[tuple[str, str], Claim] = {}
+        """By owner and key."""
+        self._pending_attempts: set[int] = set()
+        """To answer a call again, which have not begun."""
+        self._abandon_tasks: set[asyncio.Task[None]] = set()
+        self.num_resumed = 0
+        """Calls that were made again."""
+        self._note_future: asyncio.Future[None] | None = None
+        """What is written into the journal."""
+        self._note_task = asyncio.create_task(self._note_forever())
+
+    @property
+    def has_write_ahead_log(self) -> bool:
+        """Whether each token is in the journal before it is sent."""
+        return self._write_ahead_log is not None
+
+    @property
+    def running_calls(self) -> list[tuple[str, str]]:
+        """Owners and ids of the calls that this process answers."""
+        return list(self._running)
+
+    @property
+    def num_running(self) -> int:
+        """Calls whose progress goes into the journal."""
+        return len(self._running)
+
+    async def close(self) -> None:
+        self._note_task.cancel()
+        await asyncio.gather(self._note_task, *self._abandon_tasks, return_exceptions=True)
+        try:
+            await self._note_progress(last=True)
+            if self._write_ahead_log is not None:
+                self._write_ahead_log.close_and_delete()
+        except (sqlite3.OperationalError, OSError) as error:  # what was not noted is computed again
+            log.error("streams: data_dir cannot be written: %s", error)
+
+    async def find_call(self, owner: str, id: str) -> JournaledCall | None:
+        return await asyncio.to_thread(self._calls.find, owner, id)
+
+    async def resume_call(
+        self, owner: str, call: JournaledCall, seen: Sequence[int], claims: list[Claim]
+    ) -> ResumedCall:
+        """A call to be made again, which nobody else answers any more; with the tokens that it has by now. `claims`:
+        where its claim is put. Of several that ask for it at once, each waits until the one before it has begun, and
+        takes it over. Raises HTTPException where that one takes long."""
+        attempt, ends = 1 + random_source.randbits(31), clock.monotonic() + CLAIM_SECONDS
+        claim = partial(self._calls.claim, owner, call.pins.id, self._peers.process_name, attempt)
+        while not await asyncio.to_thread(claim):
+            if clock.monotonic() > ends:
+                raise still_answering_error()
+            await asyncio.sleep(_CLAIM_POLL_SECONDS)
+        self._pending_attempts.add(attempt)
+        claims.append(Claim(owner, call.pins.id, ends, attempt))
+        try:
+            call = await self._take_over_call(owner, call)
+        except BaseException:
+            self.release_claims(claims[-1:])
+            raise
+        self.num_resumed += 1
+        return ResumedCall(call, seen, attempt)
+
+    async def _take_over_call(self, owner: str, call: JournaledCall) -> JournaledCall:
+        """A call that nobody answers any more, with the tokens that it has by now."""
+        if (running := self._running.get((owner, call.pins.id))) is not None:
+            return msgspec.structs.replace(call, progress=await _stop_call(running))
+        if (holder := await self._peers.find_holder(owner, call.pins.id)) is not None:
+            call_key = msgspec.msgpack.encode((owner, call.pins.id))
+            if (encoded_progress := await self._peers.ask_peer(holder, _TAKE_OVER_TOPIC, call_key)) is not None:
+                return msgspec.structs.replace(
+                    call, progress=msgspec.msgpack.decode(encoded_progress, type=CallProgress)
+                )
+        # Its end may have been noted since the call was found, or its process has ended.
+        return await self.find_call(owner, call.pins.id) or call
+
+    async def _handle_take_over(self, body: bytes) -> bytes | None:
+        """What a call has so far that another process goes on with."""
+        owner, id = msgspec.msgpack.decode(body, type=tuple[str, str])
+        if (running := self._running.get((owner, id))) is None:
+            return None
+        progress = await _stop_call(running)
+        if self._running.pop((owner, id), None) is running:  # a later note could come behind the other's last one
+            if self._note_future is not None:
+                await asyncio.wait({self._note_future})
+            note = ProgressUpdate(owner, id, progress, clock.time() + running.retention_seconds, is_complete=True)
+            with suppress(sqlite3.OperationalError, OSError):  # it is in the tail
+                await asyncio.to_thread(self._calls.note, [note], self._peers.process_name)
+        return msgspec.msgpack.encode(progress)
+
+    async def _handle_is_answering(self, body: bytes) -> bytes | None:
+        return b"yes" if self._is_answering(*msgspec.msgpack.decode(body, type=tuple[str, str])) else None
+
+    def _is_answering(self, owner: str, id: str) -> bool:
+        running = self._running.get((owner, id))
+        return running is not None and not running.ended_event.is_set()
+
+    async def claim_key(self, request: Request, owner: str, body: bytes, *, stream: bool) -> ResumedCall | None:
+        """The call that had the request's Idempotency-Key before; None where it is new, or there is none.
+
+        Raises HTTPException for a key that cannot be, that another request had, or whose request is being answered.
+        """
+        key = request.headers.get(IDEMPOTENCY_HEADER)
+        if key is None or request.scope.get(RESUMED_SCOPE_KEY) is not None:
+            return None
+        if not 0 < len(key) <= MAX_KEY_LENGTH:
+            raise HTTPException(400, f"Idempotency-Key must have 1 to {MAX_KEY_LENGTH} characters")
+        now = clock.monotonic()
+        if (other := self._claims.get((owner, key))) is not None and other.expires_at > now:
+            raise still_answering_error()
+        claim = self._claims[owner, key] = Claim(owner, key, now + CLAIM_SECONDS)
+        request.scope[CLAIMS_SCOPE_KEY].append(claim)
+        call = await asyncio.to_thread(self._calls.of_key, owner, key)
+        if call is None:
+            return None  # `begin_journal` takes the claim away, or the request's end
+        if (call.path, call.body) != (request.scope["path"], body):
+            raise HTTPException(422, "Another request had this Idempotency-Key")
+        if call.pins.background:  # which may have to be begun: the claim stays
+            return ResumedCall(call, (), attempt=0)
+        self.release_claims([claim])
+        if not stream:
+            await self.check_not_answering(owner, call.pins.id)
+        return await self.resume_call(owner, call, (), request.scope[CLAIMS_SCOPE_KEY])
+
+    async def check_not_answering(self, owner: str, id: str) -> None:
+        """Raises HTTPException while a call is answered."""
+        if self._is_answering(owner, id):
+            raise still_answering_error()
+        if (owner, id) in self._running or (holder := await self._peers.find_holder(owner, id)) is None:
+            return
+        # It holds an answer until the end is noted, some time after the caller has it.
+        if await self._peers.ask_peer(holder, _IS_ANSWERING_TOPIC, msgspec.msgpack.encode((owner, id))) is not None:
+            raise still_answering_error()
+
+    def release_claims(self, claims: Iterable[Claim]) -> None:
+        """Nobody needs to wait for them any more. Does nothing the second time."""
+        for claim in claims:
+            if self._claims.get((claim.owner, claim.name)) is claim:
+                del self._claims[claim.owner, claim.name]
+            elif claim.attempt in self._pending_attempts:
+                self._pending_attempts.discard(claim.attempt)
+                self._abandon_tasks.add(task := asyncio.create_task(self._abandon_claim(claim)))
+                task.add_done_callback(self._abandon_tasks.discard)
+
+    async def _abandon_claim(self, claim: Claim) -> None:
+        with suppress(sqlite3.OperationalError):  # the process that has the calls does not answer, or is gone
+            await asyncio.to_thread(self._calls.give_up, claim.owner, claim.name, claim.attempt)
+
+    async def begin_journal(
+        self,
+        request: Request,
+        owner: str,
+        spec: GenerationSpec,
+        identity: ComputeIdentity,
+        generation: Generation,
+        close_generation: Callable[[], None],
+    ) -> Callable[[], None]:
+        """Put a call into the journal. Returns what ends it: `close_generation`, and its journal goes on from there."""
+        progress = generation.progress
+        body = request.scope.pop(JOURNAL_BODY_SCOPE_KEY)
+        resumed: ResumedCall | None = request.scope.get(RESUMED_SCOPE_KEY)
+        key = request.headers.get(IDEMPOTENCY_HEADER) if resumed is None else resumed.call.key
+        pins = ReplayInputs(
+            id=spec.id,
+            name=spec.requested_id,
+            created=spec.created,
+            seed=spec.params.seed,
+            adapter="" if spec.adapter is None else spec.adapter.digest,
+            kernels=identity.fingerprint,
+            background=spec.responses_fields is not None and spec.responses_fields.background,
+            model=spec.model,
+            before=() if resumed is None else compute_fingerprints(resumed, identity)[:-1],
+            given=input_digest(spec, identity),
+        )
+        call = JournaledCall(path=request.scope["path"], body=body, pins=pins, key=key, progress=progress.copy())
+        running = RunningCall(progress, self._grace_seconds if key is None else KEY_RETENTION_SECONDS)
+        running.close_generation = partial(_end_call, running, close_generation)
+        self._running[owner, spec.id] = running
+        try:
+            ends = clock.time() + _MAX_RUNNING_SECONDS
+            if not await self._put_call(owner, call, ends):
+                raise still_answering_error()  # another process was asked at the same time
+        except sqlite3.OperationalError as error:
+            if key is not None and resumed is None:  # else it would be answered twice
+                _end_call(running, close_generation)
+                raise
+            log.error("%s is not in the journal, or not so far: data_dir cannot be written: %s", spec.answer_id, error)
+        except BaseException:
+            _end_call(running, close_generation)
+            raise
+        finally:
+            self._pending_attempts.discard(0 if resumed is None else resumed.attempt)
+            self.release_claims(request.scope.get(CLAIMS_SCOPE_KEY, ()))
+        if self._write_ahead_log is not None:
+            running.log_number = self._write_ahead_log.log_call(owner, spec.id, len(progress.ids))
+            generation.attach_journal(self._write_ahead_log, running.log_number, [*map(len, call.progress.ids)])
+        return running.close_generation
+
+    async def _put_call(self, owner: str, call: JournaledCall, ends: float) -> bool:
+        """As Calls.put, which may be done twice. While who has the calls is replaced, a stream waits to begin."""
+        for _ in range(_PUT_TRIES):
+            with suppress(StoreUnreachable):
+                return await asyncio.to_thread(self._calls.put, owner, call, ends, self._peers.process_name)
+            await asyncio.sleep(_PUT_RETRY_SECONDS)
+        return await asyncio.to_thread(self._calls.put, owner, call, ends, self._peers.process_name)
+
+    def mark_stored(self, owner: str, id: str) -> None:
+        """A response is stored as one that has not ended: until `forget_call`, when its end is stored, no other process
+        takes it for one that nobody works on."""
+        if (running := self._running.get((owner, id))) is not None:
+            running.is_stored_response = True
+
+    async def forget_call(self, owner: str, id: str, *, with_key: bool = True) -> None:
+        """It shall not be made again. `with_key`: one with an Idempotency-Key neither; else its key stays known."""
+        if (running := self._running.get((owner, id))) is not None:
+            running.ended_event.set()
+            if with_key or running.retention_seconds != KEY_RETENTION_SECONDS:
+                del self._running[owner, id]
+        await asyncio.to_thread(self._calls.delete, owner, id, named=with_key)
+
+    async def _note_forever(self) -> None:
+        while True:
+            await asyncio.sleep(_NOTE_INTERVAL_SECONDS)
+            try:
+                await self._note_progress()
+            except (sqlite3.OperationalError, OSError) as error:
+                log.error("streams: data_dir cannot be written: %s", error)
+
+    async def _note_progress(self, *, last: bool = False) -> None:
+        """Write down what has come since the last time, and forget those that have ended. `last`: leave nothing out."""
+        if self._note_future is not None:  # of one that was cancelled: what it writes must not come behind this
+            await asyncio.wait({self._note_future})
+        now, notes, ended_calls = clock.time(), list[ProgressUpdate](), list[tuple[str, str, RunningCall]]()
+        is_compacting = self._write_ahead_log is not None and self._write_ahead_log.start_compaction(
+            (running.log_number, *key, len(running.progress.ids)) for key, running in self._running.items()
+        )
+        for (owner, id), running in list(self._running.items()):
+            ended = running.ended_event.is_set()
+            running.num_skipped_notes += 1
+            if not (
+                ended
+                or is_compacting
+                or last
+                or self._write_ahead_log is None
+                or running.num_skipped_notes >= _NOTES_PER_LOGGED_CALL
+            ):
+                continue
+            count, running.num_skipped_notes = running.progress.num_tokens, 0
+            if (
+                count - running.num_noted_tokens > running.num_noted_tokens // 8
+                or ended
+                or ((is_compacting or last) and count > running.num_noted_tokens)
+            ):  # else a long answer is written over and over
+                ends = now + (running.retention_seconds if ended else _MAX_RUNNING_SECONDS)
+                answered = ended and not running.is_stored_response
+                notes.append(ProgressUpdate(owner, id, running.progress.copy(), ends, answered))
+                running.num_noted_tokens = count
+            if ended:
+                ended_calls.append((owner, id, running))
+        if notes:
+            self._note_future = asyncio.ensure_future(
+                asyncio.to_thread(self._calls.note, notes, self._peers.process_name)
+            )
+            await asyncio.shield(self._note_future)
+        for owner, id, running in ended_calls:  # until now it is asked here what they have, for it is nowhere else
+            if self._running.get((owner, id)) is running:
+                del self._running[owner, id]
+        if is_compacting and self._write_ahead_log is not None:
+            self._write_ahead_log.finish_compaction()
+
+
+def still_answering_error() -> HTTPException:
+    """Another request with the same Idempotency-Key goes on with the answer."""
+    return HTTPException(409, "The request with this Idempotency-Key is still answered", {"Retry-After": "1"})
+
+
+def _noop() -> None:
+    pass
+
+
+async def _stop_call(running: RunningCall) -> CallProgress:
+    """What a call has whose answer is ended here."""
+    running.close_generation()
+    await running.ended_event.wait()
+    return running.progress.copy()
+
+
+def _end_call(running: RunningCall, close_generation: Callable[[], None]) -> None:
+    close_generation()
+    running.ended_event.set()
+    running.close_generation = _noop  # no circle: the spec goes with its last reference, not at a collection
+
+
+def parse_keep_alive(request: Request, max_seconds: float) -> float:
+    """Seconds for which a stream goes on without its reader; 0: it does not. `max_seconds`: --stream-grace, or 0 where
+    nothing is kept. Raises InvalidRequest."""
+    header_value = request.headers.get(KEEP_ALIVE_HEADER)
+    if header_value is None:
+        return 0.0
+    if not max_seconds:
+        raise InvalidRequest(
+            f"{KEEP_ALIVE_HEADER}: this server keeps no streams: see --data-dir", param=KEEP_ALIVE_HEADER
+        )
+    if not re.fullmatch(r"[0-9]{1,5}(\.[0-9]{1,3})?", header_value) or not float(header_value) <= max_seconds:
+        raise InvalidRequest(
+            f"{KEEP_ALIVE_HEADER} must be a number from 0 to {max_seconds:g} (--stream-grace)", param=KEEP_ALIVE_HEADER
+        )
+    return float(header_value)

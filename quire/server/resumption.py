@@ -1,0 +1,117 @@
+"""What the answer of a call depends on, so that it can be made again or go on."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import replace as replaced
+
+import msgspec
+
+from quire.engine import random_source
+from quire.engine.types import Span
+from quire.server.generation.request_specs import GenerationSpec
+from quire.server.store.journal import JournaledCall
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedCall:
+    """A call that is made again."""
+
+    call: JournaledCall
+    seen_events: Sequence[int]
+    """Events that its reader has; see answers/event_ids.py."""
+    attempt: int
+    """The number of this attempt, which no other has; 0 for a background response, whose answer is stored instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeIdentity:
+    """What computes in this process."""
+
+    fingerprint: str
+    deterministic: bool
+    """Whether tokens depend on nothing but their request."""
+    weights_fingerprint: str
+    """What the fingerprint says of the weights alone: with others, no answer goes on."""
+
+
+def with_pinned_fields(
+    spec: GenerationSpec, resumed: ResumedCall | None, *, has_key: bool, is_journaled: bool
+) -> GenerationSpec:
+    """The spec with everything that its answer depends on besides the request: what the journal noted, for a call that
+    is made again, else values of its own.
+
+    keyed: whether it has an Idempotency-Key. kept: whether it can be resumed, because its tokens are the same when they
+    are computed again, or because the journal has all of them.
+    """
+    if resumed is not None:
+        pins = resumed.call.pins
+        return replaced(
+            spec,
+            id=pins.id,
+            requested_id=pins.name,
+            created=pins.created,
+            params=msgspec.structs.replace(spec.params, seed=pins.seed),
+            resumable=_is_resumable(spec, has_key=has_key),
+            progress=resumed.call.progress,
+            num_earlier_attempts=resumed.attempt,
+        )
+    if spec.beam_search or not is_journaled:
+        return spec
+    seed = spec.params.seed
+    params = msgspec.structs.replace(spec.params, seed=random_source.randbits(63) if seed is None else seed)
+    return replaced(spec, params=params, resumable=_is_resumable(spec, has_key=has_key))
+
+
+def _is_resumable(spec: GenerationSpec, *, has_key: bool) -> bool:
+    if spec.beam_search:
+        return False
+    return has_key or spec.stream or (spec.responses_fields is not None and spec.responses_fields.background)
+
+
+def input_digest(spec: GenerationSpec, identity: ComputeIdentity) -> str:
+    """Digest of the weights and of the prompts as the model reads them."""
+    digest = hashlib.blake2b(identity.weights_fingerprint.encode(), digest_size=12)
+    for prompt in spec.prompts:
+        digest.update(b"%d:" % len(prompt.ids))
+        digest.update(array("I", prompt.ids).tobytes())
+        for span in prompt.spans:
+            digest.update(_span_digest_text(span).encode())
+    return digest.hexdigest()
+
+
+def _span_digest_text(span: Span) -> str:
+    """What the journal's digests have of an image's tokens; it stays as it is, whatever our names become."""
+    position_text = f"start={span.start!r}, count={span.count!r}, digest={span.digest!r}"
+    return f"Span({position_text}, kind={span.kind!r}, whole={span.is_bidirectional!r}, offset={span.offset!r})"
+
+
+def compute_fingerprints(resumed: ResumedCall, identity: ComputeIdentity) -> tuple[str, ...]:
+    """The fingerprints of all that compute a call, in their order."""
+    pins = resumed.call.pins
+    return (*pins.before, pins.kernels) + ((identity.fingerprint,) if pins.kernels != identity.fingerprint else ())
+
+
+def has_identity_changed(resumed: ResumedCall, identity: ComputeIdentity) -> bool:
+    """Whether this process might compute other tokens than the one where the call began: its kernels or weights differ,
+    or it is not deterministic. Then the call keeps the tokens that it has, and goes on behind them."""
+    return resumed.call.pins.kernels != identity.fingerprint or not identity.deterministic
+
+
+def resume_conflict(resumed: ResumedCall, spec: GenerationSpec, identity: ComputeIdentity) -> str | None:
+    """Why a call that is made again would have another answer than it had; None: it has the same, or goes on."""
+    pins = resumed.call.pins
+    if pins.adapter != ("" if spec.adapter is None else spec.adapter.digest):
+        return "The adapter of this answer has been changed since"
+    if has_identity_changed(resumed, identity):
+        if pins.given != input_digest(spec, identity):
+            return "The model of this answer has been changed since: ask for a new one"
+        recomputes_logprobs = spec.logprobs or spec.prompt_logprobs is not None
+        if spec.beam_search or (recomputes_logprobs and resumed.call.progress.num_tokens):
+            return "All of this answer would be computed again, and what computes it does not give the same: ask anew"
+    if resumed.seen_events and len(resumed.seen_events) != spec.num_choices + 2:
+        return "Last-Event-ID is the id of no event of this stream"
+    return None

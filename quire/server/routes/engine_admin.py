@@ -1,0 +1,218 @@
+"""The engine, for the server's operators: GET /v1/engine/events, the stream behind the dashboard; /v1/engine/requests,
+the last answers; /v1/engine/trace, a recording for Perfetto; and routes that let the engine sleep, wake it, and replace
+its weights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from fastapi import APIRouter, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.engine import VERSION
+from quire.engine.core.executor import decode_results, encode_call
+from quire.engine.errors import ConfigError, InvalidRequest, Overloaded, Timeout
+from quire.engine.link.broadcast import Group, Tensor
+from quire.server.access.admission import EngineOptionalRoute, ModelRoute
+from quire.server.config import ServerConfig
+from quire.server.encoding import encode_json
+from quire.server.observe.engine_trace import record_trace
+from quire.server.observe.live_view import LiveViewStream
+from quire.server.observe.recent_answers import list_adapter_states, merge_recent_answers, recent_answers
+from quire.server.protocol.operator_requests import (
+    BroadcastTensor,
+    CallRequest,
+    UpdateWeightsRequest,
+    WeightsGroupRequest,
+)
+from quire.server.resolve.parse import parse_body
+from quire.server.routes.bodies import Documented, parsed, worked_on
+from quire.server.runtime import ModelRuntime, get_runtime, set_weights_version
+from quire.server.served_model import ServedModel, get_model
+from quire.server.sse import EventStream
+
+router = APIRouter(route_class=ModelRoute)
+sleep_router = APIRouter(route_class=EngineOptionalRoute)
+"""The routes that change whether a model sleeps."""
+
+
+@router.get(
+    "/v1/engine/events",
+    response_class=Response,
+    responses={200: {"content": {"text/event-stream": {}}, "description": "Server-sent events, until you leave."}},
+)
+async def engine_events(request: Request) -> Response:
+    """The engine as it changes: `hello` with what stays and the last five minutes, then `state` every half second.
+
+    It costs nothing while nobody watches. server/observe/live_view.py and EngineView (engine/core/stats.py) say
+    what the events have.
+    """
+    runtime = get_runtime(request)
+    watcher = LiveViewStream(runtime.live_view)
+    return EventStream(
+        watcher.events(server_facts(runtime, get_model(request))), watcher.close_stream, {}, runtime.config
+    )
+
+
+@router.get("/v1/engine/requests", response_model=None)
+async def engine_requests(request: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> Response:
+    """The last answers, the latest first: phases, tokens, finish reasons, model; what each tenant had of the engine in
+    all that are remembered (--request-history); and the adapters. Nothing of what was asked or answered."""
+    runtime = get_runtime(request)
+    answers = recent_answers(runtime.request_log, runtime.client.history, limit)
+    if peer_answers := await runtime.cross_process_observer.list_peer_answers(limit):
+        answers = merge_recent_answers([answers, *peer_answers], limit)
+    names = () if runtime.adapter_registry is None else runtime.adapter_registry.adapters_by_name
+    return Response(
+        encode_json(answers | {"adapters": list_adapter_states(runtime.client, names)}), media_type="application/json"
+    )
+
+
+@router.get("/v1/engine/trace", response_model=None)
+async def engine_trace(request: Request, seconds: Annotated[float, Query(gt=0, le=120)] = 5.0) -> Response:
+    """Record for `seconds` seconds, then answer with a trace that ui.perfetto.dev opens."""
+    return Response(await record_trace(get_runtime(request).client.history, seconds), media_type="application/json")
+
+
+def server_facts(runtime: ModelRuntime, model: ServedModel) -> dict[str, object]:
+    """The facts that do not change while the server runs."""
+    config = runtime.config
+    return {
+        "version": VERSION,
+        "started": runtime.started,
+        "models": model.names,
+        "info": {name: value for name, value in msgspec.structs.asdict(runtime.info).items() if name != "model"},
+        "limits": {
+            "max_num_seqs": config.max_running_requests,
+            "max_num_batched_tokens": runtime.info.step_tokens or config.max_step_tokens,
+            "max_queued_requests": config.max_queued_requests,
+            "enable_prefix_caching": config.enable_prefix_caching,
+        },
+    }
+
+
+@sleep_router.post("/sleep", response_model=None)
+async def sleep(
+    request: Request,
+    level: Annotated[int, Query(ge=1, le=2)] = 1,
+    mode: Literal["keep", "wait", "abort"] = "keep",
+    refuse: bool = False,
+) -> Response:
+    """Let weights and KV cache go, until /wake_up; at level 2 the engine's process too, which then takes seconds.
+
+    mode: open requests wait and go on (keep), end before it (wait) or end at once (abort). New requests wait, or with
+    `refuse` are answered 503.
+    """
+    await get_runtime(request).weight_changes.sleep(level, mode, refuse=refuse)
+    return _sleep_state_response(request)
+
+
+@sleep_router.post("/wake_up", response_model=None)
+async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Response:
+    """Take weights and KV cache back, both whatever vLLM's `tags` say. 503 where there is no room for them: then the
+    model sleeps on."""
+    try:
+        await get_runtime(request).weight_changes.wake_up()
+    except ConfigError as error:
+        raise Overloaded(f"the model sleeps on: {error.message}", param=error.param) from None
+    response = _sleep_state_response(request)
+    if tags:
+        response.headers["X-Ignored-Params"] = "tags"
+    return response
+
+
+@router.get("/is_sleeping", response_model=None)
+async def is_sleeping(request: Request) -> Response:
+    return _sleep_state_response(request)
+
+
+@sleep_router.post("/update_weights", response_model=None, openapi_extra=Documented(UpdateWeightsRequest))
+async def update_weights(request: Request) -> Response:
+    """Serve other weights of the model's shape, without losing an open request: from a path, or with `tensors` over the
+    group of /init_weights_group. 400 for what cannot be served: then the weights before go on."""
+    runtime = get_runtime(request)
+    body = await worked_on(request, _parse_weights_update)
+    try:
+        if body.path is not None:
+            version = await runtime.weight_changes.update(body.path, body.mode, body.version)
+        else:
+            await runtime.weights_group.receive(_to_broadcast_tensors(body.tensors or [], runtime.info.weight_bytes))
+            if not body.last:
+                return _sleep_state_response(request)
+            version = await runtime.weights_group.serve(body.mode, body.version)
+    except ConfigError as error:
+        raise InvalidRequest(error.message, param="path" if body.path is not None else "tensors") from None
+    set_weights_version(runtime, version)
+    return _sleep_state_response(request)
+
+
+@router.post("/init_weights_group", response_model=None, openapi_extra=Documented(WeightsGroupRequest))
+async def init_weights_group(request: Request) -> Response:
+    """Join a torch.distributed group, whose rank 0 will send weights; answered when all members are there."""
+    body = await worked_on(request, _parse_weights_group)
+    group = Group(body.master_address, body.master_port, **body.model_dump(exclude={"master_address", "master_port"}))
+    await get_runtime(request).weights_group.join(group)
+    return _sleep_state_response(request)
+
+
+@router.post("/close_weights_group", response_model=None)
+async def close_weights_group(request: Request) -> Response:
+    """Leave the group. The weights that came over it are served on."""
+    await get_runtime(request).weights_group.leave()
+    return _sleep_state_response(request)
+
+
+@router.post("/collective_rpc", response_model=None, openapi_extra=Documented(CallRequest))
+async def collective_rpc(request: Request) -> Response:
+    """Call a method of the ranks by its name, between two steps, where --dev-endpoints lets it."""
+    runtime = get_runtime(request)
+    if not runtime.config.dev_endpoints:
+        raise InvalidRequest("Ranks take no calls from here: start the server with --dev-endpoints")
+    body = await parsed(request, CallRequest)
+    try:
+        async with asyncio.timeout(body.timeout):
+            encoded_results = await runtime.client.link.call(encode_call(body.method, body.args, body.call_kwargs))
+    except TimeoutError:
+        raise Timeout(f"not all ranks answered in {body.timeout:g} s") from None
+    if encoded_results is None:
+        raise Overloaded("the engine sleeps, or is being replaced")
+    results = json.dumps({"results": decode_results(encoded_results)}, default=repr)
+    return Response(results, media_type="application/json")
+
+
+def _parse_weights_update(body: bytes, model: ServedModel, config: ServerConfig) -> UpdateWeightsRequest:
+    update = parse_body(body, UpdateWeightsRequest)
+    if (update.path is None) == (update.tensors is None):
+        raise InvalidRequest(f"path or tensors must be given, and not both{update.misspelling_hint()}", param="path")
+    return update
+
+
+def _parse_weights_group(body: bytes, model: ServedModel, config: ServerConfig) -> WeightsGroupRequest:
+    group = parse_body(body, WeightsGroupRequest)
+    if config.nnodes > 1:
+        raise InvalidRequest("nnodes: weights that come over a group reach one machine alone; give each machine a path")
+    if group.rank >= group.world_size:
+        raise InvalidRequest(f"rank must be less than world_size, {group.world_size}", param="rank")
+    return group
+
+
+def _to_broadcast_tensors(tensors: Sequence[BroadcastTensor], weight_bytes: int) -> list[Tensor]:
+    """Raises InvalidRequest for more than the model could hold, however few bits it keeps of each number."""
+    total_bytes = sum(4 * math.prod(each.shape) for each in tensors)
+    if total_bytes > (max_bytes := 16 * weight_bytes):
+        raise InvalidRequest(
+            f"tensors: {total_bytes} bytes, and the model cannot have more than {max_bytes}", param="tensors"
+        )
+    return [Tensor(each.name, each.dtype, each.shape) for each in tensors]
+
+
+def _sleep_state_response(request: Request) -> Response:
+    client = get_runtime(request).client
+    state = {"is_sleeping": client.link.asleep, "weights_version": client.link.weights_version}
+    return Response(encode_json(state), media_type="application/json")

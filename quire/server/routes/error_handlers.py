@@ -1,0 +1,93 @@
+"""What FastAPI does with the errors that routes raise; server/error_responses.py says what is told, and does not import
+FastAPI, which processes that start quickly have no use for."""
+
+from __future__ import annotations
+
+import sqlite3
+from difflib import get_close_matches
+from http import HTTPStatus
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.engine.errors import ModelUnloadable, QuireError, RateLimited, RequestQuarantined
+from quire.server.error_responses import (
+    INVALID_REQUEST_TYPE,
+    RETRY_AFTER_SECONDS,
+    ErrorInfo,
+    error_info,
+    error_response,
+    http_error_info,
+)
+
+UNSUPPORTED_PATHS = {
+    "/v1/audio/": "its models read text and images and write text: no sound",
+    "/v1/images/": "its models write text: no pictures",
+    "/v1/videos": "its models write text: no films",
+    "/v1/realtime": "its models read text and images and write text: no sound",
+    "/v1/moderations": "it judges no texts; /v1/decisions asks a model about one",
+    "/v1/fine_tuning/": "it trains nothing; an adapter that was trained elsewhere is loaded by /v1/load_lora_adapter",
+    "/v1/assistants": "/v1/responses with /v1/conversations is what OpenAI has put in its place",
+    "/v1/threads": "/v1/responses with /v1/conversations is what OpenAI has put in its place",
+    "/v1/vector_stores": "it keeps no vectors; /v1/embeddings makes them",
+    "/v1/uploads": "a file is sent whole, to /v1/files",
+    "/v1/messages/batches": "/v1/batches is what it has for batches",
+    "/api/copy": "`quire serve --served-model-name` gives a model another name",
+    "/api/create": "models are made by others; `quire serve MODEL` serves one",
+    "/api/delete": "`quire rm MODEL` deletes one",
+    "/api/push": "it uploads no models",
+    "/api/blobs": "it takes no models from requests",
+}
+"""What others' APIs have and this server has not: how its path begins, and why, or what to use instead."""
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer the typed errors that routes raise. UnexpectedErrorMiddleware answers others."""
+    app.add_exception_handler(QuireError, _handle_typed_error)
+    app.add_exception_handler(RequestValidationError, _handle_validation_error)
+    app.add_exception_handler(HTTPException, _handle_http_exception)
+    app.add_exception_handler(sqlite3.OperationalError, _handle_typed_error)
+
+
+async def _handle_typed_error(request: Request, error: Exception) -> Response:
+    error_body = error_info(error)
+    headers = {"Retry-After": RETRY_AFTER_SECONDS} if error_body.status == HTTPStatus.SERVICE_UNAVAILABLE else {}
+    if isinstance(error, RateLimited):
+        headers = dict(error.headers)
+    if isinstance(error, RequestQuarantined | ModelUnloadable):
+        headers = {"x-should-retry": "false"}  # or OpenAI's SDK would send it twice more
+    return error_response(request.url.path, error_body, headers)
+
+
+async def _handle_validation_error(request: Request, error: Exception) -> Response:
+    """Of a wrong query parameter; bodies are not FastAPI's to read."""
+    assert isinstance(error, RequestValidationError)
+    details = error.errors()
+    message = "; ".join(f"{detail['loc'][-1]}: {detail['msg']}" for detail in details)
+    return error_response(request.url.path, ErrorInfo(400, message, INVALID_REQUEST_TYPE, str(details[0]["loc"][-1])))
+
+
+async def _handle_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    method, path = request.method, request.url.path
+    unsupported = next((reason for prefix, reason in UNSUPPORTED_PATHS.items() if path.startswith(prefix)), None)
+    if error.status_code == HTTPStatus.NOT_FOUND and unsupported:
+        error_body = ErrorInfo(
+            404, f"This server has no {method} {path}: {unsupported}", INVALID_REQUEST_TYPE, None, "unknown_url"
+        )
+    elif error.status_code == HTTPStatus.NOT_FOUND:
+        similar_paths = get_close_matches(path, request.app.openapi()["paths"], 1, 0.75)
+        hint = f"did you mean {similar_paths[0]}?" if similar_paths else "/openapi.json lists what is served"
+        error_body = ErrorInfo(
+            404, f"Unknown request URL: {method} {path}; {hint}", INVALID_REQUEST_TYPE, None, "unknown_url"
+        )
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        error_body = ErrorInfo(
+            405, f"Not allowed to {method} on {path}", INVALID_REQUEST_TYPE, None, "method_not_supported"
+        )
+    else:
+        error_body = http_error_info(error)
+    return error_response(path, error_body, dict(error.headers or {}))

@@ -1,0 +1,94 @@
+"""POST /api/show; GET /api/tags, /api/ps and /api/version."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+
+from quire.engine import VERSION
+from quire.server.access.admission import ModelRoute
+from quire.server.protocol.ollama import OllamaShowRequest
+from quire.server.resolve.translated.ollama import model_name_without_tag
+from quire.server.routes.bodies import Documented, parsed
+from quire.server.runtime import ModelRuntime, get_runtime
+from quire.server.served_model import ServedModel, get_model
+
+router = APIRouter(route_class=ModelRoute)
+
+
+@router.get("/api/version")
+async def version() -> dict[str, str]:
+    return {"version": VERSION}
+
+
+@router.get("/api/tags")
+async def tags(request: Request) -> dict[str, Any]:
+    """The names that requests may use."""
+    return {"models": tags_entries(get_runtime(request))}
+
+
+@router.get("/api/ps")
+async def running(request: Request) -> dict[str, Any]:
+    """The same: all are loaded."""
+    return {"models": ps_entries(get_runtime(request))}
+
+
+@router.post("/api/show", response_model=None, openapi_extra=Documented(OllamaShowRequest))
+async def show(request: Request) -> dict[str, Any]:
+    """What is known of a model. Raises ModelNotFound."""
+    body = await parsed(request, OllamaShowRequest)
+    model, info = get_model(request), get_runtime(request).info
+    model.response_model_name(model_name_without_tag(body.model or body.name, model))
+    capabilities = ["completion"] if "generate" in model.tasks else []
+    capabilities += ["tools"] if model.chat_formats.tool_format is not None else []
+    capabilities += ["thinking"] if model.chat_formats.reasoning_format is not None else []
+    capabilities += ["vision"] if model.image_reader is not None else []
+    capabilities += ["embedding"] if "embed" in model.tasks else []
+    about = {"general.architecture": "quire", "quire.context_length": model.context_length}
+    return {
+        "modelfile": "",
+        "parameters": "\n".join(f"{name} {value}" for name, value in model.sampling_defaults.items()),
+        "template": model.chat_formats.template_text,
+        "details": _model_details(info.quantization or info.dtype),
+        "model_info": about | {"general.basename": model.names[0]},
+        "capabilities": capabilities,
+        "modified_at": _modified_at(model),
+    }
+
+
+def tags_entries(runtime: ModelRuntime) -> list[dict[str, Any]]:
+    """The entry in /api/tags for each name of a model."""
+    model, info = runtime.model, runtime.info
+    about = {"digest": model.fingerprint, "modified_at": _modified_at(model), "size": info.weight_bytes}
+    return [model_entry(name, info.quantization or info.dtype) | about for name in (*model.names, *model.adapters)]
+
+
+def ps_entries(runtime: ModelRuntime) -> list[dict[str, Any]]:
+    """The entry in /api/ps for each name of a model."""
+    static_fields = {"expires_at": "9999-12-31T23:59:59Z", "context_length": runtime.model.context_length}
+    size = runtime.info.weight_bytes + runtime.info.kv_bytes + runtime.info.state_bytes
+    return [{**each, **static_fields, "size_vram": size} for each in tags_entries(runtime)]
+
+
+def model_entry(name: str, quantization: str = "") -> dict[str, Any]:
+    """What is known of a model even if it is not loaded. Ollama's own client shows the first twelve characters of the
+    digest, whatever it is."""
+    return {"name": name, "model": name, "digest": "fp_not_loaded", "size": 0, "details": _model_details(quantization)}
+
+
+def _model_details(quantization: str) -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": "",
+        "family": "",
+        "families": [],
+        "parameter_size": "",
+        "quantization_level": quantization,
+    }
+
+
+def _modified_at(model: ServedModel) -> str:
+    return datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,60 @@
+"""GET / and /web/…: the files of the playground and the dashboard. GET /docs and /docs/…: the API's description, in
+Swagger UI 5.35, whose files are part of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from fastapi import APIRouter
+from starlette.responses import Response
+from starlette.routing import Mount
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
+
+WEB_FOLDER = Path(__file__).resolve().parent.parent / "web"
+WEB_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'",
+    "cross-origin-opener-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",  # a browser asks each time whether the file has changed, which costs one short answer
+}
+API_DOCS_HEADERS = WEB_HEADERS | {
+    # Swagger UI writes styles and markup into its elements; what it runs and asks for is this server's alone.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+}
+
+
+class WebFiles(StaticFiles):
+    """Serves files with headers that allow their pages to talk to this server only."""
+
+    def __init__(self, folder: Path, headers: Mapping[str, str]) -> None:
+        super().__init__(directory=folder)
+        self._headers = headers
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers.update(self._headers)
+        return response
+
+
+web_files, api_docs_files = (
+    WebFiles(WEB_FOLDER, WEB_HEADERS),
+    WebFiles(WEB_FOLDER.parent / "api_docs", API_DOCS_HEADERS),
+)
+router = APIRouter(routes=[Mount("/web", web_files), Mount("/docs/", api_docs_files)])
+
+
+@router.get("/", include_in_schema=False)
+async def index_page() -> Response:
+    """The page. It needs no key, because it holds no data."""
+    return await web_files.get_response("index.html", {"type": "http", "method": "GET", "headers": []})
+
+
+@router.get("/docs", include_in_schema=False)
+async def api_docs_page() -> Response:
+    return await api_docs_files.get_response("index.html", {"type": "http", "method": "GET", "headers": []})

@@ -1,0 +1,157 @@
+"""--data-dir of several API processes: one process has it (`serve_data_dir_call`), and each of them asks that one
+(`remote_data_dir`).
+
+What is asked is one of METHODS, with what it is given, as msgpack; both are decoded as the types that the method has.
+Files' contents do not pass: each process reads and writes them itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.engine.errors import QuireError
+from quire.engine.link.hub_messages import Fault
+from quire.server.encoding import encode_msgpack, method_codec
+from quire.server.store.batches import Batches
+from quire.server.store.data_dir import DataDir, Processes
+from quire.server.store.files import FileContents, Files
+from quire.server.store.journal import Calls
+from quire.server.store.owner_executor import OwnerExecutor
+from quire.server.store.response_store import Store
+
+log = logging.getLogger("quire.server")
+DATA_DIR_TOPIC = "data"
+"""Of the questions to the process that has the data."""
+RPC_METHODS: tuple[Callable[..., Any], ...] = (
+    *(Store.get, Store.known, Store.put, Store.append, Store.describe, Store.page, Store.item, Store.delete_item),
+    *(Store.delete, Store.lose),
+    *(Files.reserve, Files.release, Files.add, Files.find, Files.page, Files.delete, Files.expired),
+    *(Batches.add, Batches.cancel, Batches.finalize, Batches.end, Batches.find, Batches.page, Batches.open),
+    *(Batches.set_lines, Batches.reads, Batches.left, Batches.put_result, Batches.results),
+    *(Calls.put, Calls.note, Calls.claim, Calls.give_up, Calls.holder, Calls.find, Calls.of_key, Calls.delete),
+    *(Processes.look, Processes.left, Processes.sweep),
+)
+"""What may be asked for, by parts of Data."""
+_SLOW_METHODS = (b"Store.put", b"Store.append", b"Store.delete")
+_NAME_PREFIX_BYTES = 32
+"""Bytes of a question among which the method's name is."""
+_METHODS_BY_NAME = {each.__qualname__: each for each in RPC_METHODS}
+
+
+class _RPCRequest(msgspec.Struct, frozen=True, array_like=True):
+    method: str
+    """As `Calls.put`."""
+    arguments: msgspec.Raw
+    """The values of its parameters, in their order."""
+
+
+class _Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    result: msgspec.Raw
+
+
+class _Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """By a QuireError."""
+
+    fault: Fault
+
+
+class _NoDisk(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """By the disk, or by SQLite."""
+
+    message: str
+    number: int | None
+    """Of an OSError; None: sqlite3.OperationalError."""
+
+    def error(self) -> Exception:
+        return sqlite3.OperationalError(self.message) if self.number is None else OSError(self.number, self.message)
+
+
+class _Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """By a fault of ours, which the process that has the data logs."""
+
+    message: str
+
+
+_decode_request = msgspec.msgpack.Decoder(_RPCRequest).decode
+_decode_reply = msgspec.msgpack.Decoder(_Done | _Refused | _NoDisk | _Failed).decode
+
+
+async def serve_data_dir_call_in_thread(data: DataDir, encoded_request: bytes) -> bytes:
+    """As `serve_data_dir_call`. What takes long does not wait in the threads of what is short."""
+    is_slow = any(name in encoded_request[:_NAME_PREFIX_BYTES] for name in _SLOW_METHODS)
+    return await asyncio.get_running_loop().run_in_executor(
+        data.owner_executor.pool if is_slow else None, serve_data_dir_call, data, encoded_request
+    )
+
+
+def serve_data_dir_call(data: DataDir, encoded_request: bytes) -> bytes:
+    """What a process is told that asks for something. In a thread, please."""
+    try:
+        request = _decode_request(encoded_request)
+        form = method_codec(_METHODS_BY_NAME[request.method])
+        store_name, _, method = request.method.partition(".")
+        arguments = dict(zip(form.signature.parameters, form.arguments_decoder.decode(request.arguments), strict=True))
+        result = getattr(getattr(data, store_name.lower()), method)(**arguments)
+        return encode_msgpack(_Done(msgspec.Raw(encode_msgpack(result))))
+    except QuireError as error:
+        return encode_msgpack(_Refused(Fault.of(error)))
+    except sqlite3.OperationalError as error:
+        return encode_msgpack(_NoDisk(str(error), None))
+    except OSError as error:
+        return encode_msgpack(_NoDisk(error.strerror or str(error), error.errno or 0))
+    except Exception as error:
+        log.exception("what an API process asked of data_dir failed")
+        return encode_msgpack(_Failed(f"{type(error).__name__}: {error}"))
+
+
+class _RemoteStore:
+    """Stands for a part of the data: each of its methods is asked for."""
+
+    def __init__(self, store_class: type, send_request: Callable[[bytes], bytes]) -> None:
+        self._store_class = store_class
+        self._send_request = send_request
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return partial(self._call_method, f"{self._store_class.__name__}.{method}")
+
+    def _call_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        form = method_codec(_METHODS_BY_NAME[method])
+        bound = form.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        request = _RPCRequest(method, msgspec.Raw(encode_msgpack(tuple(bound.arguments.values()))))
+        match _decode_reply(self._send_request(encode_msgpack(request))):
+            case _Done(result):
+                return form.result_decoder.decode(result)
+            case _Refused(fault):
+                raise fault.error()
+            case _NoDisk() as refused:
+                raise refused.error()
+            case _Failed(message):
+                raise RuntimeError(f"{method}: {message}")
+
+
+def remote_data_dir(folder: Path, send_request: Callable[[bytes], bytes]) -> DataDir:
+    """What a process uses that has to ask for it; in threads alone, for an answer takes as long as the disk.
+    `send_request` gives the other process a question, and returns its answer."""
+
+    def remote_store(store_class: type) -> Any:
+        return _RemoteStore(store_class, send_request)
+
+    return DataDir(
+        store=remote_store(Store),
+        files=remote_store(Files),
+        contents=FileContents(folder),
+        batches=remote_store(Batches),
+        calls=remote_store(Calls),
+        processes=remote_store(Processes),
+        owner_executor=OwnerExecutor(),
+        close=lambda: None,
+    )

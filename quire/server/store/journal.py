@@ -1,0 +1,338 @@
+"""The journal: what each call is that may be answered again, and the tokens that it has.
+
+It has no keys and values: these are computed again, to the same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+from collections.abc import Callable, Container, Iterable, Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from quire.engine import clock
+from quire.server.owner_budget import BytesByOwner
+from quire.server.store.database import ROW_OVERHEAD_BYTES, Database
+from quire.server.store.garbage import MAX_TRANSACTION_BYTES, MAX_TRANSACTION_OBJECTS
+from quire.server.store.progress import CallProgress
+from quire.server.store.storage_quota import StorageQuota
+from quire.server.store.write_ahead_log import LOG_FILE_PREFIX, LoggedTokens, read_logged_tokens
+
+log = logging.getLogger("quire.server")
+_IS_UNFINISHED_RESPONSE = (
+    "exists (select 1 from objects where owner = calls.owner and id = calls.id and unfinished = 1)"
+)
+"""Of a call: whether it is a response that has not ended."""
+_BEFORE_FIRST = (float("-inf"), "")
+"""Before the end and id of all calls."""
+_EVICTION_STEPS = 2
+"""Transactions by which a call makes room for itself: its first token waits for them."""
+_UPDATES_PER_TRANSACTION = 16
+"""Calls whose progress is written in one transaction."""
+CLAIM_SECONDS = 30.0
+"""For so long at most nobody else may begin what a request has begun to prepare."""
+
+
+class ReplayInputs(msgspec.Struct, frozen=True):
+    """What an answer depends on beside its request."""
+
+    id: str
+    """The server's own of the call."""
+    name: str
+    """The answer's, where its caller chose one."""
+    created: int
+    """Seconds of the Unix clock."""
+    seed: int | None
+    adapter: str = ""
+    """Digest of its adapter."""
+    kernels: str = ""
+    """The model's fingerprint: weights, and what computes."""
+    background: bool = False
+    """Whether it is a response that goes on without its caller."""
+    model: str = ""
+    """The name of the model that it is for, where there are several; "" in journals of before: as the body says."""
+    before: tuple[str, ...] = ()
+    """Fingerprints of the models that computed its first tokens, where other models than `kernels` did."""
+    given: str = ""
+    """Digest of weights and prompts, without which it cannot go on; "" in journals of before."""
+
+
+class JournaledCall(msgspec.Struct, frozen=True, kw_only=True):
+    path: str
+    body: bytes
+    pins: ReplayInputs
+    key: str | None = None
+    """Its Idempotency-Key."""
+    progress: CallProgress = msgspec.field(default_factory=CallProgress)
+
+
+def _call_key(tokens: LoggedTokens) -> tuple[str, str]:
+    return tokens.owner, tokens.id
+
+
+class ProgressUpdate(NamedTuple):
+    """What a call has so far."""
+
+    owner: str
+    id: str
+    progress: CallProgress
+    expires_at: float
+    """When its row does, of the Unix clock."""
+    is_complete: bool
+    """Whether its answer has ended."""
+
+
+class _Claim(NamedTuple):
+    """Of a call that is about to be answered again."""
+
+    process: str
+    attempt: int
+    expires_at: float
+    """Of time.monotonic()."""
+
+
+class Calls:
+    """Threads may use it at the same time; each method is one transaction, but for what has to make room.
+
+    One whose time is over is forgotten, but not while it is answered, nor while its response has not ended: the machine
+    may have been off, or asleep, for days. When they take more than `max_bytes` together, those of the owner with most
+    bytes are forgotten that end first; those that are answered last. Which process answers a call is known as long as
+    this one lives."""
+
+    def __init__(self, database: Database, max_bytes: int, live_processes: Container[str] = ()) -> None:
+        """`live_processes`: processes that go on, whose tails are theirs."""
+        self._database = database
+        with database.read_connection() as connection:
+            rows = connection.execute("select owner, sum(size) from calls group by owner").fetchall()
+        self._sizes = BytesByOwner(dict(rows))
+        self._sweep_position: tuple[float, str, str] | None = None
+        """The end, owner and id of the call that `delete_expired_calls` looked at last; None: it begins with the
+        first."""
+        self._holders: dict[tuple[str, str], str] = {}
+        """By owner and id: the process that answers a call."""
+        eviction = partial(_CallEviction, self._sizes, self._delete_call, self._holders)
+        self.quota = StorageQuota(database, max_bytes, self._sizes, None, eviction)
+        self._claims: dict[tuple[str, str], _Claim] = {}
+        self._claims_lock = threading.Lock()
+        for path in database.folder.glob(f"{LOG_FILE_PREFIX}*"):  # of a server that was killed
+            if path.name.removeprefix(LOG_FILE_PREFIX) not in live_processes:
+                self._recover_token_log("", path)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all calls."""
+        return self._sizes.total_bytes()
+
+    def put(self, owner: str, call: JournaledCall, expires_at: float, process: str) -> bool:
+        """Note a call that `process` answers from now on. ends: when it is forgotten, by the Unix clock. False, and not
+        noted, where another call has its key. A call that cannot be written to the disk is answered all the same."""
+        self._holders[owner, call.pins.id] = process
+        self._claims.pop((owner, call.pins.id), None)
+        if not (is_new := self._insert_call(owner, call, expires_at)):
+            self.release_call(owner, call.pins.id, process)
+        return is_new
+
+    def _insert_call(self, owner: str, call: JournaledCall, expires_at: float) -> bool:
+        size = ROW_OVERHEAD_BYTES + len(call.body)
+        self.quota.make_room(size, steps=_EVICTION_STEPS)
+        row = (owner, call.pins.id, call.path, b"", msgspec.json.encode(call.pins), call.key, expires_at, size)
+        with self._database.write_transaction(self._sizes) as connection:
+            if call.key is not None:
+                query = f"select id, ends < ? and not {_IS_UNFINISHED_RESPONSE} from calls where owner = ? and name = ?"
+                existing = connection.execute(query, (clock.time(), owner, call.key)).fetchone()
+                if existing is not None and existing[0] != call.pins.id:
+                    if not existing[1] or (owner, existing[0]) in self._holders:
+                        return False
+                    self._delete_call(connection, owner, existing[0])
+            self._delete_call(connection, owner, call.pins.id)
+            connection.execute(
+                "insert into calls values (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*row, msgspec.msgpack.encode(call.progress))
+            )
+            connection.execute("insert into bodies values (?, ?, ?)", (owner, call.pins.id, call.body))
+            self._sizes.add_bytes(owner, size)
+            return True
+
+    def note(self, updates: Sequence[ProgressUpdate], process: str) -> None:
+        """What calls have so far that this process answers. In several transactions, if they are many."""
+        update = "update calls set progress = ?, ends = ? where owner = ? and id = ?"
+        try:
+            for begin in range(0, len(updates), _UPDATES_PER_TRANSACTION):
+                with self._database.write_transaction() as connection:
+                    connection.executemany(
+                        update,
+                        [
+                            (msgspec.msgpack.encode(each.progress), each.expires_at, each.owner, each.id)
+                            for each in updates[begin : begin + _UPDATES_PER_TRANSACTION]
+                            if self._holders.get((each.owner, each.id), process) == process
+                        ],
+                    )
+        finally:
+            for each in updates:
+                if each.is_complete:
+                    self.release_call(each.owner, each.id, process)
+
+    def register_holder(self, process: str, calls: Iterable[tuple[str, str]]) -> None:
+        """A process answers these already, but for those that another one does."""
+        for each in calls:
+            self._holders.setdefault(each, process)
+
+    def holder(self, owner: str, id: str) -> str | None:
+        """The process that answers a call; None: none does."""
+        return self._holders.get((owner, id))
+
+    def claim(self, owner: str, id: str, process: str, attempt: int) -> bool:
+        """An attempt of this process is about to answer a call again, and is the only one until `put`, `give_up`, or
+        CLAIM_SECONDS from now. False while another one is."""
+        now = clock.monotonic()
+        with self._claims_lock:
+            if (other := self._claims.get((owner, id))) is not None and other.expires_at > now:
+                return False
+            self._claims[owner, id] = _Claim(process, attempt, now + CLAIM_SECONDS)
+            return True
+
+    def give_up(self, owner: str, id: str, attempt: int) -> None:
+        """This attempt answers it not. Does nothing once it does."""
+        with self._claims_lock:
+            if (claim := self._claims.get((owner, id))) is not None and claim.attempt == attempt:
+                del self._claims[owner, id]
+
+    def release_call(self, owner: str, id: str, process: str) -> None:
+        """This process answers it no longer."""
+        if self._holders.get((owner, id)) == process:
+            del self._holders[owner, id]
+
+    def handle_process_end(self, process: str) -> None:
+        """It has ended, and answers nothing any more. What it had not noted is in its tail."""
+        self._recover_token_log(process, self._database.folder / f"{LOG_FILE_PREFIX}{process}")
+        for key in [key for key, holder in list(self._holders.items()) if holder == process]:
+            self._holders.pop(key, None)
+        with self._claims_lock:
+            self._claims = {key: claim for key, claim in self._claims.items() if claim.process != process}
+
+    def find(self, owner: str, id: str) -> JournaledCall | None:
+        return self._select_call("id", owner, id)
+
+    def of_key(self, owner: str, idempotency_key: str) -> JournaledCall | None:
+        return self._select_call("name", owner, idempotency_key)
+
+    def delete(self, owner: str, id: str, *, named: bool = True) -> None:
+        """It is not answered again. `named`: one that has an Idempotency-Key neither; else its row stays."""
+        with self._database.write_transaction(self._sizes) as connection:
+            where = "owner = ? and id = ?" if named else "owner = ? and id = ? and name is null"
+            if connection.execute(f"select 1 from calls where {where}", (owner, id)).fetchone() is not None:
+                self._delete_call(connection, owner, id)
+        self._holders.pop((owner, id), None)
+
+    def delete_expired_calls(self) -> bool:
+        """Forget some of those whose time is over, in one transaction. Returns False after the last one."""
+        query = f"""select ends, owner, id, size, {_IS_UNFINISHED_RESPONSE} from calls
+            where ends < ? and (ends, owner, id) > (?, ?, ?) order by ends, owner, id limit ?"""
+        start = self._sweep_position or (float("-inf"), "", "")
+        with self._database.read_connection() as connection:
+            is_due = connection.execute(query, (clock.time(), *start, 1)).fetchone() is not None
+        if is_due:
+            with self._database.write_transaction(self._sizes) as connection:
+                rows, freed = connection.execute(query, (clock.time(), *start, MAX_TRANSACTION_OBJECTS)).fetchall(), 0
+                for expires_at, owner, id, size, awaited in rows:
+                    if freed >= MAX_TRANSACTION_BYTES:
+                        break
+                    start = (expires_at, owner, id)
+                    if not awaited and (owner, id) not in self._holders:
+                        self._delete_call(connection, owner, id)
+                        freed += size
+                is_due = len(rows) == MAX_TRANSACTION_OBJECTS or (bool(rows) and start != rows[-1][:3])
+        self._sweep_position = start if is_due else None
+        return is_due
+
+    def _recover_token_log(self, process: str, path: Path) -> None:
+        """Copy the tail of a process that has ended to the journal, and delete it. Calls that another process has taken
+        over are left out: it has their tokens. Tokens of a tail that cannot be read are computed again."""
+        try:
+            for (owner, id), tokens in groupby(sorted(read_logged_tokens(path), key=_call_key), _call_key):
+                call = self.find(owner, id)
+                if call is None or self._holders.get((owner, id), process) != process:
+                    continue
+                for each in tokens:
+                    call.progress.merge_tokens(each.choice, each.position, each.token_ids, each.finish)
+                with self._database.write_transaction() as connection:
+                    update = "update calls set progress = ? where owner = ? and id = ?"
+                    connection.execute(update, (msgspec.msgpack.encode(call.progress), owner, id))
+            path.unlink(missing_ok=True)
+        except FileNotFoundError:
+            pass
+        except (OSError, sqlite3.OperationalError) as error:
+            log.error("what streams got last is not in the journal: data_dir cannot be read or written: %s", error)
+
+    def _select_call(self, column: str, owner: str, value: str) -> JournaledCall | None:
+        body = "coalesce((select body from bodies where owner = calls.owner and id = calls.id), body)"
+        columns = f"id, ends < ? and not {_IS_UNFINISHED_RESPONSE}, path, {body}, pins, name, progress"
+        query = f"select {columns} from calls where owner = ? and {column} = ?"
+        with self._database.read_connection() as connection:
+            row = connection.execute(query, (clock.time(), owner, value)).fetchone()
+        if row is None:
+            return None
+        id, is_expired, path, body, pins, key, progress = row
+        if is_expired and (owner, id) not in self._holders:
+            return None
+        decoded_progress = msgspec.msgpack.decode(progress, type=CallProgress)
+        return JournaledCall(
+            path=path,
+            body=bytes(body),
+            pins=msgspec.json.decode(pins, type=ReplayInputs),
+            key=key,
+            progress=decoded_progress,
+        )
+
+    def _delete_call(self, connection: sqlite3.Connection, owner: str, id: str) -> None:
+        query = "delete from calls where owner = ? and id = ? returning size"
+        if (row := connection.execute(query, (owner, id)).fetchone()) is not None:
+            connection.execute("delete from bodies where owner = ? and id = ?", (owner, id))
+            self._sizes.add_bytes(owner, -row[0])
+
+
+class _CallEviction:
+    """Evicts calls of the largest owner, as Room asks for it: those that end first; after them responses that have not
+    ended, and calls that are answered last. One step looks at some calls, and the next one goes on from there."""
+
+    def __init__(
+        self,
+        sizes: BytesByOwner,
+        delete_call: Callable[[sqlite3.Connection, str, str], None],
+        answered_calls: Container[tuple[str, str]],
+    ) -> None:
+        """`answered_calls`: owners and ids of the calls that are answered."""
+        self._sizes = sizes
+        self._delete_call = delete_call
+        self._answered_calls = answered_calls
+        self._owner = ""
+        self._position: tuple[float, str] = _BEFORE_FIRST
+        self._spares_unfinished = True
+        self._spares_answered = True
+
+    def __call__(self, connection: sqlite3.Connection, target: int) -> bool:
+        owner = self._sizes.largest_owner()
+        if owner != self._owner:
+            self._owner, self._position = owner, _BEFORE_FIRST
+            self._spares_unfinished, self._spares_answered = True, True
+        query = f"""select ends, id, size, {_IS_UNFINISHED_RESPONSE} from calls where owner = ? and (ends, id) > (?, ?)
+            order by ends, id limit ?"""
+        rows = connection.execute(query, (owner, *self._position, MAX_TRANSACTION_OBJECTS)).fetchall()
+        freed = 0
+        for expires_at, id, size, awaited in rows:
+            self._position = (expires_at, id)
+            if (awaited and self._spares_unfinished) or ((owner, id) in self._answered_calls and self._spares_answered):
+                continue
+            self._delete_call(connection, owner, id)
+            freed += size
+            if freed >= min(target, MAX_TRANSACTION_BYTES) or self._sizes.largest_owner() != owner:
+                return True
+        if len(rows) < MAX_TRANSACTION_OBJECTS:
+            self._position = _BEFORE_FIRST
+            self._spares_unfinished, self._spares_answered = False, self._spares_unfinished
+        return True

@@ -1,0 +1,379 @@
+"""What the Responses API keeps: responses and conversations, in SQLite under --data-dir, each its owner's alone.
+
+An object is a row, and so is each of its items: those of a response's input, or of a conversation. Both are kept as the
+JSON that answers give: most of these only repeat bytes, and none needs more than its own page.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from quire.engine import clock, random_source
+from quire.engine.errors import InvalidRequest
+from quire.server.encoding import encode_json
+from quire.server.owner_budget import BytesByOwner
+from quire.server.store.database import BUSY_TIMEOUT_SECONDS, DATABASE_FILE, ROW_OVERHEAD_BYTES, Database, SQLiteConnect
+from quire.server.store.garbage import MAX_TRANSACTION_BYTES, MAX_TRANSACTION_OBJECTS, MAX_TRANSACTION_ROWS, Garbage
+from quire.server.store.storage_quota import StorageQuota
+
+MAX_PAGE_BYTES = 4 << 20
+"""A page of items ends behind the one that reaches it: 100 large ones would be 400 MB in one answer."""
+_DELETED_COLUMNS = "id, coalesce(items_key, id), size, count, length(data), created"
+"""Columns of an object that is deleted."""
+ObjectKind = Literal["response", "conversation"]
+
+
+class StoredItem(NamedTuple):
+    """An item of an input or a conversation."""
+
+    id: str
+    data: bytes
+    """JSON."""
+
+
+class ConversationLimits(NamedTuple):
+    """Of a conversation."""
+
+    max_items: int
+    max_bytes: int
+    """Bytes that it takes in the store, its items included."""
+
+
+def total_item_bytes(items: Iterable[StoredItem]) -> int:
+    """Bytes that they take in the store."""
+    return sum(len(item.data) + ROW_OVERHEAD_BYTES for item in items)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object, without its items."""
+
+    kind: ObjectKind
+    about: dict[str, Any]
+    """What the server wants to know of it, a few fields."""
+    data: bytes
+    """The object as answers give it: JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectSummary:
+    """What is known of an object without reading it."""
+
+    about: dict[str, Any]
+    length: int
+    """Bytes of its JSON."""
+    size: int
+    """Bytes that it takes in the store, its items included."""
+    count: int
+    """Of its items."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPage:
+    items: Sequence[StoredItem]
+    more: bool
+    """Whether others follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectToStore:
+    """An object to store, in place of the one with this id."""
+
+    id: str
+    stored: StoredObject
+    items: Sequence[StoredItem] = field(default=())
+    unfinished: bool = False
+    """Whether it is being worked on in this process, and will never end in another."""
+
+
+class Store:
+    """Objects by their owner and id. Threads may use it at the same time; others see all of what a method does, or
+    nothing. What has many rows is put and deleted some rows at a time, each time in a transaction of its own.
+
+    When they take more than `max_bytes` together, the oldest of the owner with most bytes are evicted; responses that
+    have not ended last, for nobody has them yet.
+    """
+
+    def __init__(self, database: Database, garbage: Garbage, max_bytes: int) -> None:
+        self._database = database
+        self._garbage = garbage
+        with database.read_connection() as connection:
+            sizes = connection.execute("select owner, sum(size) from objects group by owner").fetchall()
+        self._sizes = BytesByOwner({owner: int(size) for owner, size in sizes})
+        self.quota = StorageQuota(database, max_bytes, self._sizes, garbage, lambda: self._evict_objects)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all that is kept, and of what is not yet deleted."""
+        return self.quota.used_bytes
+
+    def get(self, owner: str, kind: ObjectKind, id: str) -> StoredObject | None:
+        with self._database.read_connection() as database:
+            return _select_object(database, owner, kind, id)
+
+    def known(self, owner: str, kind: ObjectKind, id: str) -> ObjectSummary | None:
+        with self._database.read_connection() as database:
+            return _select_summary(database, owner, kind, id)
+
+    def put(self, owner: str, new: ObjectToStore) -> None:
+        stored, items_key = new.stored, random_source.token_hex(8)
+        size = ROW_OVERHEAD_BYTES + len(stored.data) + total_item_bytes(new.items)
+        self.quota.make_room(size)
+        *chunks, last = _split_into_chunks(new.items)
+        position = 0
+        with self._garbage.stage_items(owner, items_key) as staging:
+            for chunk in chunks:
+                with self._database.write_transaction(self._garbage.sizes) as database:
+                    staging.add_staged_bytes(database, total_item_bytes(chunk))
+                    _insert_items(database, owner, items_key, chunk, position)
+                position += len(chunk)
+            with self.object_transaction() as database:
+                staging.publish_items(database)
+                now = clock.time()
+                created = self.delete_in_transaction(database, owner, new.id)
+                row = (owner, new.id, stored.kind, now, new.unfinished, size, len(new.items))
+                database.execute(
+                    "insert into objects values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (*row, json.dumps(stored.about), stored.data, now if created is None else created, items_key),
+                )
+                _insert_items(database, owner, items_key, last, position)
+                self._sizes.add_bytes(owner, size)
+
+    def append(
+        self, owner: str, id: str, items: Sequence[StoredItem], limits: ConversationLimits | None = None
+    ) -> bool:
+        """Add items behind the others of a conversation. Whether there is one. Raises what check_room raises."""
+        if (summary := self.known(owner, "conversation", id)) is None:
+            return False
+        if limits is not None:
+            check_conversation_limits(summary, items, limits, "items")
+        self.quota.make_room(total_item_bytes(items))
+        with self.object_transaction() as database:
+            summary = _select_summary(database, owner, "conversation", id)
+            if summary is None:
+                return False
+            if limits is not None:
+                check_conversation_limits(summary, items, limits, "items")
+            items_key = _items_key(database, owner, id)
+            last = "select max(place) from items where owner = ? and parent = ?"
+            last_position = database.execute(last, (owner, items_key)).fetchone()[0]
+            _insert_items(database, owner, items_key, items, 0 if last_position is None else last_position + 1)
+            self._change_size(database, owner, id, total_item_bytes(items), len(items))
+            return True
+
+    def describe(self, owner: str, id: str, metadata: Any) -> bytes | None:
+        """Replace a conversation's metadata. Returns the conversation as JSON; None where there is none."""
+        with self.object_transaction() as database:
+            stored = _select_object(database, owner, "conversation", id)
+            if stored is None:
+                return None
+            data = encode_json({**json.loads(stored.data), "metadata": metadata})
+            database.execute("update objects set data = ? where owner = ? and id = ?", (data, owner, id))
+            self._change_size(database, owner, id, len(data) - len(stored.data), 0)
+            return data
+
+    def page(self, owner: str, id: str, limit: int, *, newest_first: bool, after: str | None) -> ItemPage | None:
+        """The next items of an object, `limit` at most, behind the one with the id `after`. None where `after` is not
+        one of them."""
+        sign, order = ("<", "desc") if newest_first else (">", "asc")
+        with self._database.read_connection() as database:
+            where, values = "owner = ? and parent = ?", [owner, _items_key(database, owner, id)]
+            if after is not None:
+                cursor = database.execute(f"select place from items where {where} and id = ?", (*values, after))
+                if (after_row := cursor.fetchone()) is None:
+                    return None
+                where, values = f"{where} and place {sign} ?", [*values, after_row[0]]
+            query = f"select id, data from items where {where} order by place {order} limit ?"
+            items: list[StoredItem] = []
+            with closing(database.execute(query, (*values, limit + 1))) as rows:
+                size = 0
+                for row in rows:
+                    if len(items) == limit or size >= MAX_PAGE_BYTES:
+                        return ItemPage(items, more=True)
+                    items.append(StoredItem(*row))
+                    size += len(items[-1].data)
+            return ItemPage(items, more=False)
+
+    def item(self, owner: str, id: str, item_id: str) -> bytes | None:
+        with self._database.read_connection() as database:
+            query = "select data from items where owner = ? and parent = ? and id = ?"
+            row = database.execute(query, (owner, _items_key(database, owner, id), item_id)).fetchone()
+            return None if row is None else bytes(row[0])
+
+    def delete_item(self, owner: str, id: str, item_id: str) -> bool:
+        """Whether there was one."""
+        with self.object_transaction() as database:
+            where = "from items where owner = ? and parent = ? and id = ?"
+            key = (owner, _items_key(database, owner, id), item_id)
+            row = database.execute(f"select length(data) {where}", key).fetchone()
+            if row is not None:
+                database.execute(f"delete {where}", key)
+                self._change_size(database, owner, id, -row[0] - ROW_OVERHEAD_BYTES, -1)
+            return row is not None
+
+    def delete(self, owner: str, id: str) -> bool:
+        """Whether there was one."""
+        with self.object_transaction() as database:
+            return self.delete_in_transaction(database, owner, id) is not None
+
+    def unfinished_responses(self) -> list[tuple[str, str]]:
+        """Owners and ids of the responses that are being worked on, or were when a process ended."""
+        with self._database.read_connection() as database:
+            return database.execute("select owner, id from objects where unfinished = 1").fetchall()
+
+    def lose(self, owner: str, id: str) -> None:
+        """No process can go on with this response: it has failed. Its items stay."""
+        with self.object_transaction() as database:
+            if (before := _select_object(database, owner, "response", id)) is None:
+                return
+            now = _mark_failed(before)
+            row = (json.dumps(now.about), now.data, owner, id)
+            database.execute("update objects set about = ?, data = ?, unfinished = 0 where owner = ? and id = ?", row)
+            self._change_size(database, owner, id, len(now.data) - len(before.data), 0)
+
+    def _change_size(self, database: sqlite3.Connection, owner: str, id: str, size: int, count: int) -> None:
+        grown = "update objects set size = size + ?, count = count + ?, at = ? where owner = ? and id = ?"
+        database.execute(grown, (size, count, clock.time(), owner, id))
+        self._sizes.add_bytes(owner, size)
+
+    def object_transaction(self) -> AbstractContextManager[sqlite3.Connection]:
+        """That puts or deletes objects."""
+        return self._database.write_transaction(self._sizes, self._garbage.sizes)
+
+    def delete_in_transaction(self, database: sqlite3.Connection, owner: str, id: str) -> float | None:
+        """Delete an object as a part of a transaction. Nobody sees it any more; if it has many rows, these are deleted
+        later. Returns when it was created; None if there is none."""
+        query = f"select {_DELETED_COLUMNS} from objects where owner = ? and id = ?"
+        row = database.execute(query, (owner, id)).fetchone()
+        if row is None:
+            return None
+        self._delete_object(database, owner, *row)
+        return float(row[-1])
+
+    def _delete_object(
+        self,
+        database: sqlite3.Connection,
+        owner: str,
+        id: str,
+        items_key: str,
+        size: int,
+        count: int,
+        length: int,
+        _: float,
+    ) -> None:
+        items_size = size - ROW_OVERHEAD_BYTES - length
+        if count > MAX_TRANSACTION_ROWS or items_size > MAX_TRANSACTION_BYTES:
+            self._garbage.add_entry(database, "items", owner, items_key, max(items_size, 0))
+        elif count:
+            database.execute("delete from items where owner = ? and parent = ?", (owner, items_key))
+        database.execute("delete from objects where owner = ? and id = ?", (owner, id))
+        self._sizes.add_bytes(owner, -size)
+
+    def _evict_objects(self, database: sqlite3.Connection, target: int) -> bool:
+        """As Room asks for it."""
+        owner, freed, rows = self._sizes.largest_owner(), 0, 0
+        query = f"select {_DELETED_COLUMNS} from objects where owner = ? order by unfinished, at limit ?"
+        for row in database.execute(query, (owner, MAX_TRANSACTION_OBJECTS)).fetchall():
+            self._delete_object(database, owner, *row)
+            _, _, size, count, *_ = row
+            freed += size
+            rows += count
+            if (
+                freed >= min(target, MAX_TRANSACTION_BYTES)
+                or rows >= MAX_TRANSACTION_ROWS
+                or self._sizes.largest_owner() != owner
+            ):
+                break
+        return True
+
+
+def check_conversation_limits(
+    summary: ObjectSummary, items: Sequence[StoredItem], limits: ConversationLimits, param: str
+) -> None:
+    """Refuse to add items to a conversation that would be too large with them. Those of a response that is computed
+    are added anyway, so it may grow beyond the bound by what is under way. Raises InvalidRequest."""
+    if summary.count + len(items) > limits.max_items or summary.size + total_item_bytes(items) > limits.max_bytes:
+        limit_text = f"{limits.max_items} items and {limits.max_bytes} bytes"
+        raise InvalidRequest(f"{param}: a conversation holds at most {limit_text}: begin another one", param=param)
+
+
+def _mark_failed(stored: StoredObject) -> StoredObject:
+    error = {"code": "server_error", "message": "The server ended before the response was complete"}
+    response = {**json.loads(stored.data), "status": "failed", "error": error}
+    return replace(stored, about={**stored.about, "status": "failed"}, data=json.dumps(response).encode())
+
+
+class StoreReader:
+    """Reads what a Store has, in another process."""
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+
+    def read_summary(self, owner: str, kind: ObjectKind, id: str) -> ObjectSummary | None:
+        return _select_summary(self._database, owner, kind, id)
+
+    def read_object(self, owner: str, kind: ObjectKind, id: str) -> StoredObject | None:
+        return _select_object(self._database, owner, kind, id)
+
+    def read_items(self, owner: str, id: str) -> list[Any]:
+        """All items of an object, the oldest first."""
+        rows = self._database.execute(
+            "select data from items where owner = ? and parent = ? order by place",
+            (owner, _items_key(self._database, owner, id)),
+        )
+        return [json.loads(row[0]) for row in rows]
+
+
+@contextmanager
+def open_store_reader(folder: Path, connect: SQLiteConnect | None = None) -> Iterator[StoreReader]:
+    """Gives what reads the store of a folder, as it is at this moment, in another process than the one that has the
+    Store. `connect`: see Database."""
+    path = f"{(folder / DATABASE_FILE).resolve().as_uri()}?mode=ro"
+    with closing(
+        (connect or sqlite3.connect)(path, uri=True, timeout=BUSY_TIMEOUT_SECONDS, isolation_level=None)
+    ) as database:
+        database.execute("begin")  # what is deleted a few rows at a time is there whole, or not at all
+        yield StoreReader(database)
+
+
+def _split_into_chunks(items: Sequence[StoredItem]) -> list[Sequence[StoredItem]]:
+    """Items as transactions insert them; at least one chunk, which may be empty."""
+    chunks, begin, size = list[Sequence[StoredItem]](), 0, 0
+    for index, item in enumerate(items):
+        size += len(item.data) + ROW_OVERHEAD_BYTES
+        if index > begin and (size > MAX_TRANSACTION_BYTES or index - begin == MAX_TRANSACTION_ROWS):
+            chunks.append(items[begin:index])
+            begin, size = index, len(item.data) + ROW_OVERHEAD_BYTES
+    return [*chunks, items[begin:]]
+
+
+def _items_key(database: sqlite3.Connection, owner: str, id: str) -> str:
+    """What the items of an object have as their parent. No item has the "" of an object that is not there."""
+    query = "select coalesce(items_key, id) from objects where owner = ? and id = ?"
+    row = database.execute(query, (owner, id)).fetchone()
+    return "" if row is None else str(row[0])
+
+
+def _insert_items(
+    database: sqlite3.Connection, owner: str, id: str, items: Sequence[StoredItem], first_position: int
+) -> None:
+    rows = ((owner, id, first_position + offset, item.id, item.data) for offset, item in enumerate(items))
+    database.executemany("insert or replace into items values (?, ?, ?, ?, ?)", rows)
+
+
+def _select_object(database: sqlite3.Connection, owner: str, kind: ObjectKind, id: str) -> StoredObject | None:
+    query = "select about, data from objects where owner = ? and id = ? and kind = ?"
+    row = database.execute(query, (owner, id, kind)).fetchone()
+    return None if row is None else StoredObject(kind, json.loads(row[0]), bytes(row[1]))
+
+
+def _select_summary(database: sqlite3.Connection, owner: str, kind: ObjectKind, id: str) -> ObjectSummary | None:
+    query = "select about, length(data), size, count from objects where owner = ? and id = ? and kind = ?"
+    row = database.execute(query, (owner, id, kind)).fetchone()
+    return None if row is None else ObjectSummary(json.loads(row[0]), *row[1:])

@@ -1,0 +1,134 @@
+"""Checks that callers' grammars compile, before an engine gets them: see engine/text/grammar_compiler.py."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import msgspec
+
+from quire.engine.errors import InvalidRequest, QuireError
+from quire.engine.schemas.enforcement import WEAKEST_LEVEL
+from quire.engine.text.grammar_compiler import CHECK_STACK_BYTES, MAX_CHECK_CPU_SECONDS, MAX_CHECK_MEMORY_BYTES
+from quire.engine.types import Grammar
+from quire.server.access.tenants import Tenant
+from quire.server.config import ServerConfig
+from quire.server.resolve.answer_grammar import AnswerGrammar
+from quire.server.resolve.common import Resolved, with_answer
+from quire.server.resolve.translated.chat_conversion import rename_message_fields
+from quire.server.served_model import ServedModel
+from quire.server.workers.pool import WorkerPool
+from quire.server.workers.worker import JobLimits
+
+_MAX_VERDICTS = 64
+_MAX_CHECKED_PARTS = 32
+"""Parts of a wrong grammar that are checked by themselves."""
+_CHECK_LIMITS = JobLimits(cpu_seconds=30.0, memory_bytes=MAX_CHECK_MEMORY_BYTES)
+"""Of a worker's first grammar, before which it reads the vocabulary. MAX_CPU_SECONDS limits the check itself."""
+
+
+def check_grammar(encoded_grammar: bytes, model: ServedModel, config: ServerConfig) -> None:
+    """Runs in a worker. Raises InvalidRequest for a grammar, given as JSON, that no answer can follow."""
+    grammar = msgspec.json.decode(encoded_grammar, type=Grammar)
+    error_messages: list[str] = []
+
+    def compile_grammar() -> None:
+        try:
+            compiler = model.grammar_compiler
+            signal.setitimer(signal.ITIMER_PROF, MAX_CHECK_CPU_SECONDS)
+            compiler.check_grammar(grammar)
+        except QuireError as error:
+            error_messages.append(error.message)
+
+    threading.stack_size(CHECK_STACK_BYTES)  # of threads that begin from now on
+    thread = threading.Thread(target=compile_grammar)
+    thread.start()
+    thread.join()
+    if error_messages:
+        raise InvalidRequest(error_messages[0])
+
+
+class GrammarChecker:
+    """Checks grammars in workers, and keeps the last verdicts. Threads make those that it tries itself: schemas may
+    take long to be closed."""
+
+    def __init__(self, workers: WorkerPool) -> None:
+        self._workers = workers
+        self._verdicts: OrderedDict[Grammar, str | None] = OrderedDict()
+
+    async def check_grammars(
+        self,
+        grammars: Sequence[tuple[str, Grammar]],
+        tenant: Tenant,
+        parts: Sequence[tuple[str, Grammar]] = (),
+    ) -> None:
+        """Raises InvalidRequest for the first grammar that is wrong, not supported or too complex; each grammar comes
+        with the parameter that the error names. Raises what WorkerPool.run_job raises.
+
+        parts: what the last grammar was made of, by the caller's names. Where one of them is wrong by itself, the error
+        names it, because the caller wrote it and not the grammar.
+        """
+        for param, grammar in grammars:
+            error_message = await self._grammar_error(grammar, tenant)
+            if error_message is None:
+                continue
+            for name, part in parts[:_MAX_CHECKED_PARTS] if grammar is grammars[-1][1] else ():
+                if (part_error := await self._grammar_error(part, tenant)) is not None:
+                    raise InvalidRequest(f"{name}: {part_error}", param=param)
+            raise InvalidRequest(f"{param}: {error_message}", param=param)
+
+    async def with_compilable_grammars(self, call: Resolved, tenant: Tenant, model: ServedModel) -> Resolved:
+        """The call, whose grammars compile. Where they do not, tools that nobody asked to hold have the nearest weaker
+        schema with which they do. Raises as `check_grammars`, which names fields as the caller calls them."""
+        *first, last = call.grammars
+        await self.check_grammars(first, tenant)
+        try:
+            await self.check_grammars([last], tenant)
+            return call
+        except InvalidRequest:
+            if call.answer is None:
+                raise
+        answer = call.answer
+        weakest = dict.fromkeys(answer.tools.unenforced_names, WEAKEST_LEVEL)
+        for levels in (await self._compilable_levels(answer, tenant), weakest) if weakest else ():
+            weaker = await asyncio.to_thread(with_answer, call, answer.with_weaker_tools(levels), model)
+            if await self._grammar_error(weaker.grammars[-1][1], tenant) is None:
+                return weaker
+        schemas = await asyncio.to_thread(lambda: answer.tools.tool_schemas)
+        parts = [(rename_message_fields(place, None, call.names), schema) for place, schema in schemas]
+        await self.check_grammars([last], tenant, parts)
+        return call
+
+    async def _compilable_levels(self, answer: AnswerGrammar, tenant: Tenant) -> dict[str, int]:
+        """The nearest level, of each tool that nobody asked to hold, at which its schema compiles by itself."""
+        levels: dict[str, int] = {}
+        for number, name in enumerate(answer.tools.unenforced_names):
+            levels[name] = WEAKEST_LEVEL if number >= _MAX_CHECKED_PARTS else 0
+            while levels[name] < WEAKEST_LEVEL:
+                schema = await asyncio.to_thread(answer.with_weaker_tools(levels).tools.tool_schema, name)
+                if await self._grammar_error(schema, tenant) is None:
+                    break
+                levels[name] += 1
+        return levels
+
+    async def _grammar_error(self, grammar: Grammar, tenant: Tenant) -> str | None:
+        """What is wrong with the grammar; None where it is right."""
+        if grammar not in self._verdicts:
+            self._verdicts[grammar] = await self._check_in_worker(grammar, tenant)
+            if len(self._verdicts) > _MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
+        self._verdicts.move_to_end(grammar)
+        return self._verdicts[grammar]
+
+    async def _check_in_worker(self, grammar: Grammar, tenant: Tenant) -> str | None:
+        too_complex = InvalidRequest("too complex to be compiled")
+        try:
+            await self._workers.run_limited_job(
+                _CHECK_LIMITS, check_grammar, [msgspec.json.encode(grammar)], tenant, too_complex, is_slow=True
+            )
+        except InvalidRequest as error:
+            return error.message
+        return None

@@ -1,0 +1,122 @@
+"""Which job is next: tenants take turns, by the time that they have used; the kinds of a tenant's jobs take turns;
+within a kind, the smallest and oldest job is first."""
+
+from __future__ import annotations
+
+from asyncio import Future
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from quire.engine import clock
+from quire.server.access.tenants import Tenant
+
+LARGE_BYTES = 1 << 16
+"""Jobs from this size on never take all workers."""
+_BYTES_PER_SECOND = 1e6
+"""A job of so many bytes more is served as if it had come a second later: small ones are not held up by large ones."""
+
+
+@dataclass(eq=False, slots=True)
+class QueuedJob:
+    """A job that waits for a worker, or has one."""
+
+    tenant: Tenant
+    size: int
+    """Bytes of its input."""
+    grant_future: Future[None]
+    is_slow: bool = False
+    """Whether it may take seconds however small it is."""
+    arrived_at: float = field(default_factory=lambda: clock.monotonic())
+    started_at: float = 0.0
+
+    @property
+    def is_large(self) -> bool:
+        return self.is_slow or self.size >= LARGE_BYTES
+
+    @property
+    def duration_class(self) -> int:
+        """Jobs that take about as long. Many of one kind do not hold up another, where all callers are one tenant."""
+        return -1 if self.is_slow else self.size.bit_length() // 4
+
+    @property
+    def share_keys(self) -> tuple[str, tuple[str, int]]:
+        """Those who get time in turn: the tenant, and this kind of its jobs."""
+        return self.tenant.name, (self.tenant.name, self.duration_class)
+
+    @property
+    def due_at(self) -> float:
+        return self.arrived_at + self.size / _BYTES_PER_SECOND
+
+
+class JobQueue:
+    """Grants `slots` turns at once."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._waiting: list[QueuedJob] = []
+        self._running: set[QueuedJob] = set()
+        self._seconds_by_tenant: dict[str, float] = {}
+        """Seconds of workers by tenant, divided by its weight; only of tenants that have a job here."""
+        self._seconds_by_class: dict[tuple[str, int], float] = {}
+        """The same by the kinds of each tenant's jobs."""
+        self._num_jobs: Counter[str | tuple[str, int]] = Counter()
+        """How many of each tenant, and of each of its kinds, are here."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def fail_waiting_jobs(self, error: Exception) -> None:
+        """Let all that wait raise `error`."""
+        for turn in self._waiting:
+            if not turn.grant_future.done():
+                turn.grant_future.set_exception(error)
+
+    def add_job(self, turn: QueuedJob) -> None:
+        # A newcomer begins where the least served one is: it has no claim to the time when it was away.
+        tenant, kind = turn.share_keys
+        self._seconds_by_tenant.setdefault(tenant, min(self._seconds_by_tenant.values(), default=0.0))
+        siblings = [used for (name, _), used in self._seconds_by_class.items() if name == tenant]
+        self._seconds_by_class.setdefault(kind, min(siblings, default=0.0))
+        self._num_jobs.update(turn.share_keys)
+        self._waiting.append(turn)
+        self._grant_slots()
+
+    def end_job(self, turn: QueuedJob) -> None:
+        """The job has ended, or is given up."""
+        tenant, kind = turn.share_keys
+        if turn in self._running:
+            self._running.remove(turn)
+            seconds = (clock.monotonic() - turn.started_at) / turn.tenant.weight
+            self._seconds_by_tenant[tenant] += seconds
+            self._seconds_by_class[kind] += seconds
+        else:
+            self._waiting.remove(turn)
+        self._num_jobs.subtract(turn.share_keys)
+        if not self._num_jobs[tenant]:
+            del self._num_jobs[tenant], self._seconds_by_tenant[tenant]
+        if not self._num_jobs[kind]:
+            del self._num_jobs[kind], self._seconds_by_class[kind]
+        self._grant_slots()
+
+    def _grant_slots(self) -> None:
+        while self._waiting and len(self._running) < self._num_slots:
+            full = sum(turn.is_large for turn in self._running) >= max(1, self._num_slots - 1)
+            candidates = [turn for turn in self._waiting if not (turn.grant_future.done() or (turn.is_large and full))]
+            if not candidates:
+                return
+            turn = min(candidates, key=self._sort_key(clock.monotonic()))
+            self._waiting.remove(turn)
+            self._running.add(turn)
+            turn.started_at = clock.monotonic()
+            turn.grant_future.set_result(None)
+
+    def _sort_key(self, now: float) -> Callable[[QueuedJob], tuple[float, float, float]]:
+        """What the tenant has had, its running jobs included, and the kind; when the job is due."""
+        tenants, kinds = self._seconds_by_tenant.copy(), self._seconds_by_class.copy()
+        for running in self._running:
+            tenant, kind = running.share_keys
+            seconds = (now - running.started_at) / running.tenant.weight
+            tenants[tenant] += seconds
+            kinds[kind] += seconds
+        return lambda turn: (tenants[turn.share_keys[0]], kinds[turn.share_keys[1]], turn.due_at)

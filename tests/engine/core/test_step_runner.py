@@ -1,0 +1,351 @@
+"""Steps that overlap: the same answers as one step at a time, on a slow device and on the real worker."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.engine.config import EngineConfig
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from quire.engine.core.step_runner import StepRunner
+from quire.engine.engine_core import EngineCore
+from quire.engine.processes.heartbeat import NoHeartbeat
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, Grammar, SamplingParams, TokenLogprob
+from tests.engine.core.test_scheduler import CONTEXT, EOS, PROMPTS, SLOTS
+from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice
+from tests.engine.harness import Answer, request, run
+from tests.tiers import examples
+
+MOST_DELAY = 0.001
+
+
+@dataclass
+class Step:
+    """A step on the device; what it computed can be read once the event is set."""
+
+    batch: SchedulerOutput
+    grammars: dict[str, int]
+    done: threading.Event = field(default_factory=threading.Event)
+    output: ModelRunnerOutput | None = None
+    device: AsyncDevice | None = None
+
+    def result(self) -> ModelRunnerOutput:
+        assert self.device is not None
+        self.done.wait()
+        if self.device.failure is not None:
+            raise self.device.failure
+        assert self.output is not None
+        self.device.learn(self.output)
+        return self.output
+
+
+class AsyncDevice:
+    """Runs launched steps in order, in a thread of its own, after random delays.
+
+    For requests with a grammar the host says at launch which tokens may come, as the real one does: from the tokens
+    whose results it has read. That needs every token before the one to pick.
+    """
+
+    def __init__(self, seed: int, *, stages: int = 1) -> None:
+        """Of several stages the first must know every token when a step is launched."""
+        self.failure: BaseException | None = None
+        self._stages = stages
+        self._device = FakeDevice()
+        self._delays = random.Random(seed)
+        self._queue: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
+        self._read: dict[str, int] = {}
+        self._thread = threading.Thread(target=self._work)
+        self._thread.start()
+
+    def launch(self, batch: SchedulerOutput) -> Step:
+        for admission in batch.new_requests:
+            row = next(row for row in batch.scheduled_requests if row.slot == admission.slot)
+            self._read[row.request_id] = len(admission.token_ids)
+        for row in batch.scheduled_requests if self._stages > 1 else ():
+            known = row.start + row.num_tokens - len(row.draft_token_ids)
+            assert known <= self._read[row.request_id], "a token that the first stage does not know"
+        step = Step(batch, dict(self._read), device=self)
+        self._queue.put(step)
+        return step
+
+    def learn(self, output: ModelRunnerOutput) -> None:
+        for name, tokens in output.token_ids.items():
+            self._read[name] = self._read.get(name, 0) + len(tokens)
+
+    def stop(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (step := self._queue.get()) is not None:
+            time.sleep(self._delays.uniform(0, MOST_DELAY))
+            try:
+                step.output = self._execute(step)
+            except BaseException as failure:
+                self.failure = failure
+            step.done.set()
+
+    def _execute(self, step: Step) -> ModelRunnerOutput:
+        output = self._device.execute(step.batch)
+        for row in step.batch.scheduled_requests:
+            if row.should_sample and row.request_id.startswith("grammar"):
+                known = row.start + row.num_tokens - len(row.draft_token_ids)
+                assert step.grammars[row.request_id] == known, "a grammar that lacks tokens"
+        logprobs = {
+            name: [TokenLogprob(token, -token / 8, 1, []) for token in tokens]
+            for name, tokens in output.token_ids.items()
+        }
+        return msgspec.structs.replace(output, logprobs=logprobs)
+
+
+@contextmanager
+def device(seed: int, stages: int = 1) -> Iterator[AsyncDevice]:
+    made = AsyncDevice(seed, stages=stages)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+@dataclass(frozen=True)
+class Arrival:
+    after: int
+    """Steps since the arrival before it."""
+    request: EngineCoreRequest
+    abort_after: int | None
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> list[Arrival]:
+    made = []
+    for index in range(draw(st.integers(1, 8))):
+        grammar = draw(st.booleans())
+        params = SamplingParams(
+            max_tokens=draw(st.one_of(st.none(), st.integers(1, 12))),
+            stop_token_ids=tuple(draw(st.lists(st.integers(0, 15), max_size=2))),
+            grammar=Grammar("regex", "x*") if grammar else None,
+            logprobs=draw(st.sampled_from([None, 0])),
+            prompt_logprobs=draw(st.sampled_from([None, None, 0])),
+        )
+        name = f"{'grammar' if grammar else 'free'}-{index}"
+        each = EngineCoreRequest(
+            id=name, prompt_ids=draw(PROMPTS), params=params, seed=0, priority=draw(st.integers(0, 2))
+        )
+        made.append(Arrival(draw(st.integers(0, 4)), each, draw(st.one_of(st.none(), st.integers(0, 6)))))
+    return made
+
+
+def serve(
+    traffic: list[Arrival], launch_on: AsyncDevice, ahead: int, drafts: str = "none", micro_batches: int = 1
+) -> dict[str, list[EngineCoreOutput]]:
+    """Step until all has ended; arrivals and aborts come at the given steps."""
+    scheduler = Scheduler(
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK,
+        max_model_len=CONTEXT,
+        max_num_seqs=SLOTS,
+        max_num_batched_tokens=10,
+        eos_token_ids=(EOS,),
+        drafter=DRAFTERS[drafts],
+        micro_batches=micro_batches,
+    )
+    steps = StepRunner(scheduler, launch_on, ahead, NoHeartbeat())
+    outputs: dict[str, list[EngineCoreOutput]] = {}
+    adds: dict[int, list[EngineCoreRequest]] = {}
+    aborts: dict[int, list[str]] = {}
+    at = 0
+    for arrival in traffic:
+        at += arrival.after
+        adds.setdefault(at, []).append(arrival.request)
+        outputs[arrival.request.id] = []
+        if arrival.abort_after is not None:
+            aborts.setdefault(at + arrival.abort_after, []).append(arrival.request.id)
+    last, step = max([*adds, *aborts]), 0
+    while step <= last or steps.has_work:
+        for each in adds.get(step, []):
+            scheduler.add_request(each)
+        for name in aborts.get(step, []):
+            scheduler.abort_request(name)
+        for output in steps.run_step():
+            assert not any(before.finish_reason for before in outputs[output.id]), "output after the end"
+            outputs[output.id].append(output)
+        step += 1
+        assert step < 3000, "it never came to an end"
+    scheduler.pool.check_invariants()
+    assert scheduler.make_stats().used_blocks == 0
+    return outputs
+
+
+def merged(outputs: list[EngineCoreOutput]) -> tuple[list[int], list[TokenLogprob], list[list], str | None, int | None]:
+    return (
+        [token for output in outputs for token in output.new_ids],
+        [logprob for output in outputs for logprob in output.logprobs or []],
+        [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None],
+        outputs[-1].finish_reason,
+        outputs[-1].stop_reason,
+    )
+
+
+@settings(max_examples=examples(120), deadline=None)
+@given(
+    traffic=arrivals(),
+    ahead=st.sampled_from([0, 1, 1, 2]),
+    drafts=st.sampled_from(["none", *DRAFTERS]),
+    seed=st.integers(0, 1000),
+)
+def test_the_same_answers_with_steps_under_way(traffic: list[Arrival], ahead: int, drafts: str, seed: int) -> None:
+    with device(seed) as one, device(seed + 1) as other:
+        compare(traffic, serve(traffic, one, 0), serve(traffic, other, ahead, drafts))
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    traffic=arrivals(),
+    stages=st.integers(2, 4),
+    drafts=st.sampled_from(["none", *DRAFTERS]),
+    seed=st.integers(0, 1000),
+)
+def test_the_same_answers_from_a_pipeline(traffic: list[Arrival], stages: int, drafts: str, seed: int) -> None:
+    with device(seed) as one, device(seed + 1, stages) as other:
+        compare(traffic, serve(traffic, one, 0), serve(traffic, other, stages - 1, drafts, stages))
+
+
+def compare(
+    traffic: list[Arrival], plain: dict[str, list[EngineCoreOutput]], overlapped: dict[str, list[EngineCoreOutput]]
+) -> None:
+    for arrival in traffic:
+        name = arrival.request.id
+        wanted, got = merged(plain[name]), merged(overlapped[name])
+        if "abort" in (wanted[3], got[3]):  # where the abort falls between steps is another matter
+            shorter = min(len(wanted[0]), len(got[0]))
+            assert wanted[0][:shorter] == got[0][:shorter]
+            assert wanted[1][:shorter] == got[1][:shorter]
+        else:
+            assert got == wanted
+
+
+def test_the_next_step_is_under_way_before_the_last_one_ends() -> None:
+    """A device that ends a step only when it has the next one, as long as one is to come."""
+    inner = FakeDevice()
+    launched: list[SchedulerOutput] = []
+
+    class Held:
+        def __init__(self, output: ModelRunnerOutput) -> None:
+            self.number, self.output = len(launched), output
+
+        def result(self) -> ModelRunnerOutput:
+            assert len(launched) > self.number or self.number == 5, "nothing under way"
+            return self.output
+
+    class Device:
+        def launch(self, batch: SchedulerOutput) -> Held:
+            launched.append(batch)
+            return Held(inner.execute(batch))
+
+    scheduler = Scheduler(
+        num_blocks=NUM_BLOCKS, block_size=BLOCK, max_model_len=CONTEXT, max_num_seqs=1, max_num_batched_tokens=10
+    )
+    steps = StepRunner(scheduler, Device(), 1, NoHeartbeat())
+    scheduler.add_request(request("only", [0, 1, 2], max_tokens=5))
+    outputs = []
+    while steps.has_work:
+        outputs += steps.run_step()
+    assert len(launched) == 5
+    assert [len(output.new_ids) for output in outputs] == [1] * 5
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_a_grammar_goes_as_fast_as_what_runs_beside_it(ahead: int) -> None:
+    """Its row waits for the last token, and is in every step all the same."""
+    inner = FakeDevice()
+    rows: list[list[str]] = []
+
+    class Done:
+        def __init__(self, output: ModelRunnerOutput) -> None:
+            self.result = lambda: output
+
+    class Device:
+        def launch(self, batch: SchedulerOutput) -> Done:
+            rows.append([row.request_id for row in batch.scheduled_requests])
+            return Done(inner.execute(batch))
+
+    scheduler = Scheduler(
+        num_blocks=NUM_BLOCKS, block_size=BLOCK, max_model_len=CONTEXT, max_num_seqs=2, max_num_batched_tokens=10
+    )
+    steps = StepRunner(scheduler, Device(), ahead, NoHeartbeat())
+    scheduler.add_request(request("free", [0, 1, 2], max_tokens=9))
+    scheduler.add_request(request("held", [3, 4, 5], max_tokens=9, grammar=Grammar("regex", "x*")))
+    while steps.has_work:
+        steps.run_step()
+    assert rows.count(["free", "held"]) >= 9 - ahead
+    assert len(rows) <= 9 + ahead
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[EngineCoreRequest]:
+    """Of every kind that looks back at its tokens: stop ids, penalties, grammars; log probabilities, long prompts."""
+    rng = random.Random(7)
+    made = []
+    kinds: list[dict[str, object]] = [
+        {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 0.8, "top_p": 0.9, "logprobs": 0},
+        {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+        {"temperature": 0.0, "grammar": Grammar("regex", "(the|and|a)( (cat|dog|fox|king))+"), "logprobs": 1},
+        {"temperature": 1.0, "grammar": Grammar("json", '{"type": "array", "items": {"type": "integer"}}')},
+        {"temperature": 0.0, "prompt_logprobs": 2},
+        {"temperature": 1.0, "stop_token_ids": tuple(range(5, 200, 3))},
+        {"temperature": 0.9, "bad_words_ids": ((11, 12), (30,)), "min_tokens": 5},
+        {"temperature": 1.0, "ignore_eos": False, "top_k": 5},
+    ]
+    for index in range(27):
+        prompt = [rng.randrange(3, 300) for _ in range(rng.choice([1, 5, 40, 90]))]
+        made.append(request(str(index), prompt, seed=index, max_tokens=24, **kinds[index % len(kinds)]))
+    return made
+
+
+def answers(requests: list[EngineCoreRequest], ahead: int, **options: object) -> tuple[dict[str, Answer], int]:
+    engine = EngineCore(EngineConfig(max_model_len=256, max_num_batched_tokens=64, **options), steps_ahead=ahead)
+    got = run(engine, requests)
+    return got, engine.engine_stats.preemptions
+
+
+@pytest.mark.parametrize("ahead", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_the_real_worker_learnt_from_late(requests: list[EngineCoreRequest], ahead: int) -> None:
+    wanted, _ = answers(requests, 0, max_num_seqs=8)
+    got, _ = answers(requests, ahead, max_num_seqs=8)
+    assert got == wanted
+    tight, preemptions = answers(requests, ahead, max_num_seqs=8, num_kv_blocks=20)
+    assert preemptions > 0
+    for name, answer in wanted.items():
+        assert (tight[name].ids, tight[name].logprobs) == (answer.ids, answer.logprobs)
+        assert tight[name].prompt_logprobs == answer.prompt_logprobs
+
+
+def test_a_slot_that_changed_hands_keeps_its_new_owners_grammar() -> None:
+    """A request is aborted while its token is under way, and its slot goes to another one with a grammar."""
+    engine = EngineCore(EngineConfig(max_model_len=256, max_num_seqs=1))
+    second = request("second", [5, 6, 7], grammar=Grammar("regex", "the (cat|dog) and the (king|queen)"))
+    wanted = run(engine, [second])["second"].ids
+    first = request("first", [5, 6, 7], grammar=Grammar("regex", "[a-z]{40}"))
+    steps = StepRunner(engine.scheduler, engine.executor, 2, NoHeartbeat())
+    engine.add_request(first)
+    steps.run_step()
+    engine.abort_request("first")
+    engine.add_request(second)
+    outputs = steps.run_step()
+    while steps.has_work:
+        outputs += steps.run_step()
+    got = [output for output in outputs if output.id == "second"]
+    assert got[-1].finish_reason == "stop"
+    assert [token for output in got for token in output.new_ids] == wanted

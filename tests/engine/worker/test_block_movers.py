@@ -1,0 +1,85 @@
+"""A page's bytes, read and written; the GPU's way is tried on tensors of the host, with streams that do nothing."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.engine.worker.block_movers import CudaBlockMover, HostBlockMover
+
+
+class FakeStream:
+    def __init__(self, *_: object) -> None:
+        self.waited: list[object] = []
+        self.synchronized = 0
+
+    def wait_stream(self, other: object) -> None:
+        self.waited.append(other)
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+
+
+def tensors() -> list[Tensor]:
+    """Of two kinds, as a model with heads that draft has them."""
+    generator = torch.Generator().manual_seed(1)
+    one = torch.randn((6, 5, 2, 16, 8), generator=generator).to(torch.bfloat16)
+    two = torch.randint(-127, 127, (2, 9, 4, 34), generator=generator).to(torch.int8)
+    return [one, two, two.view(torch.float8_e4m3fn).clone(), torch.randn((2, 5, 3), generator=generator)]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.fixture(params=["host", "cuda"])
+def mover(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[object, list[Tensor]]:
+    pages = tensors()
+    if request.param == "host":
+        return HostBlockMover(pages, "fake"), pages
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **kinds: empty(*shape, **kinds))
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "fake")
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    return CudaBlockMover(pages, "fake"), pages
+
+
+def test_a_page_comes_back_as_it_was_and_no_other_changes(
+    mover: tuple[HostBlockMover | CudaBlockMover, list[Tensor]],
+) -> None:
+    made, pages = mover
+    before = [each.clone() for each in pages]
+    copy = made.read_block(3)
+    assert len(copy) == made.block_bytes == sum(each[:, 0].numel() * each.element_size() for each in pages)
+    for each in pages:
+        each[:, 3] = each[:, 0]
+    made.write_block(3, bytes(copy))
+    assert all(same(each, was) for each, was in zip(pages, before, strict=True))
+    made.write_block(1, copy)
+    for each, was in zip(pages, before, strict=True):
+        assert same(each[:, 1].contiguous(), was[:, 3].contiguous())
+        assert same(each[:, [0, 2, 3, 4]].contiguous(), was[:, [0, 2, 3, 4]].contiguous())
+
+
+def test_a_gpu_s_copies_wait_for_what_was_launched_and_are_made_when_they_return(
+    mover: tuple[HostBlockMover | CudaBlockMover, list[Tensor]],
+) -> None:
+    made, _ = mover
+    if isinstance(made, CudaBlockMover):
+        made.write_block(0, made.read_block(2))
+        for stream in (made._read_stream, made._write_stream):
+            assert stream.waited == [made._compute_stream]
+            assert stream.synchronized == 1
+
+
+def test_the_layout_tells_pages_apart() -> None:
+    one = HostBlockMover(tensors(), "fake")
+    assert one.layout == HostBlockMover(tensors(), "fake").layout
+    assert one.layout != HostBlockMover(tensors(), "other").layout
+    assert one.layout != HostBlockMover([each.float() for each in tensors()], "fake").layout
+    assert one.layout != HostBlockMover([each[:3] for each in tensors()], "fake").layout

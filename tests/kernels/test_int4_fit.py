@@ -1,0 +1,75 @@
+"""The search for 4-bit weights: the compiled one finds what the reference finds, and both beat rounding to nearest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu import native_library
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.int4_fit import fit_int4
+from quire.kernels.reference import ReferenceBackend
+
+_BACKENDS = [
+    ReferenceBackend(),
+    *(
+        []
+        if isinstance(native_library.load_library(), str)
+        else [CpuBackend(native_library.NativeLibrary(i)) for i in native_library.runnable_isas()]
+    ),
+]
+
+
+def groups(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Of normal and heavy-tailed weights, some far from zero, some of one value, some that are zero."""
+    found = torch.randn((count, 32), generator=torch.Generator().manual_seed(count))
+    found[::7] **= 3
+    found[3::11] += 4
+    found[5::13] = 0.375
+    found[6::17] = 0
+    found[8::19] *= 1e-6
+    return found.to(dtype)
+
+
+def meant(found: tuple[Tensor, Tensor, Tensor], *, zero_points: bool) -> Tensor:
+    codes, scales, offsets = found
+    whole = torch.stack((codes & 15, codes >> 4), -1).flatten(1).double()
+    scales, offsets = scales.double()[:, None], offsets.double()[:, None]
+    return (whole - offsets) * scales if zero_points else (whole - 8) * scales + offsets
+
+
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", _BACKENDS, ids=lambda backend: getattr(backend, "isa", backend.name))
+def test_errors_are_those_of_the_reference(backend: ReferenceBackend, dtype: torch.dtype, zero_points: bool) -> None:
+    for count in (15, 16, 1000):
+        weights = groups(count, dtype)
+        ours = meant(backend.fit_int4(weights, zero_points=zero_points), zero_points=zero_points)
+        theirs = meant(fit_int4(weights, zero_points=zero_points), zero_points=zero_points)
+        ours, theirs = ((each - weights.double()).square().sum(1) for each in (ours, theirs))
+        size = weights.double().square().sum(1)
+        # Sums of another order may round a code to the other side, and lead to another fit of such a group.
+        least = 1e-11 * size
+        assert (ours <= theirs * 1.25 + least).all()
+        assert (ours <= theirs * 1.001 + least).double().mean() > 0.97
+
+
+@pytest.mark.parametrize("backend", _BACKENDS, ids=lambda backend: getattr(backend, "isa", backend.name))
+def test_zero_points_are_whole_and_scales_bfloat16(backend: ReferenceBackend) -> None:
+    codes, scales, zeros = backend.fit_int4(groups(500), zero_points=True)
+    assert codes.shape == (500, 16)
+    assert torch.equal(scales, scales.bfloat16().float())
+    assert (scales > 0).all()
+    assert torch.equal(zeros, zeros.round().clamp(0, 15))
+
+
+@pytest.mark.parametrize("backend", _BACKENDS, ids=lambda backend: getattr(backend, "isa", backend.name))
+def test_zero_points_beat_rounding_to_nearest(backend: ReferenceBackend) -> None:
+    weights = torch.randn((2000, 32), generator=torch.Generator().manual_seed(1)).double()
+    low, high = weights.aminmax(dim=1, keepdim=True)
+    step = (high - low) / 15
+    zero = (-low / step).round()
+    nearest = (((weights / step).round() + zero).clamp(0, 15) - zero) * step
+    found = meant(backend.fit_int4(weights.float(), zero_points=True), zero_points=True)
+    assert (found - weights).square().sum() < 0.97 * (nearest - weights).square().sum()

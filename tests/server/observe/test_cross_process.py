@@ -1,0 +1,44 @@
+"""What API processes ask one another, through a real hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quire.engine.link.client import EngineClient
+from quire.engine.link.hub_link import HubLink
+from quire.server.access.rate_limits import RateLimits
+from quire.server.access.tenants import Tenant
+from quire.server.generation.background import Background
+from quire.server.observe.cross_process import CrossProcessObserver
+from quire.server.observe.metrics import Metrics
+from quire.server.observe.request_log import RequestLog
+from quire.server.peers import Peers
+from tests.engine.link.test_hub import request, shared, until
+
+
+def _beginning(client: EngineClient) -> CrossProcessObserver:
+    """As an API process begins: whatever asks others is there."""
+    assert isinstance(client.link, HubLink)
+    others = CrossProcessObserver(client, Metrics(client, "m", 64, {}), RequestLog(9), lambda ids: "")
+    Background(Peers(client.link, None))
+    return others
+
+
+async def test_each_question_is_answered_and_ends_nobody(tmp_path: Path) -> None:
+    async with shared(tmp_path, step_seconds=0.01) as server:
+        (one, _), (_, two) = ((_beginning(client), client) for client in server.clients)
+        stream = two.submit([request("a-0", tokens=400, tenant="x"), request("a-1", tokens=400, tenant="x")], "a")
+        await until(lambda: len(server.engine.running) == 2)
+        assert await one.cancel_peer_request("unknown", None) == 0
+        assert await one.cancel_peer_request("a", "y") == 0, "another key's"
+        assert await one.cancel_peer_request("a-0", None) == 1
+        assert await one.cancel_peer_request("a", "x") == 1
+        await until(lambda: sorted(server.engine.aborted) == ["a-0", "a-1"])
+        stream.close()
+        asking = Tenant("x", b"", RateLimits(None, None), admin=True)
+        assert await one.list_peer_answers(5) != []
+        assert await one.collect_peer_samples() != []
+        assert await one.explain_peer_request("a", asking) is None
+        assert await one.list_turns("a", asking) == []
+        assert await one.find_last_turn("x", "", "a") is None
+        assert all(client.alive for client in server.clients)

@@ -1,0 +1,132 @@
+"""GET /v1/engine/requests: the last answers, whose they were, and the adapters."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from quire.engine.core.request_history import RequestHistory
+from quire.engine.core.stats import StepRecord
+from quire.engine.types import Adapter, EngineCoreOutput, EngineCoreRequest, SamplingParams
+from quire.server.access.rate_limits import RateLimits
+from quire.server.access.tenants import Tenant
+from quire.server.observe.recent_answers import (
+    MAX_ADAPTERS,
+    MAX_ANSWERS,
+    MAX_TENANTS,
+    list_adapter_states,
+    recent_answers,
+)
+from quire.server.observe.request_log import RequestLog, RequestRecord
+from tests.server.api import Api, open_api
+from tests.server.fake import FakeEngine, hashed
+
+PATH = "/v1/engine/requests"
+LETTERS = hashed(b"abcdefgh")
+
+
+async def test_the_last_answers_with_their_phases_and_no_texts(api: Api) -> None:
+    secret = "a very secret prompt"
+    for number in range(3):
+        body = {"prompt": secret, "max_tokens": 4 + number, "n": 2, "model": "second"}
+        await api.http.post("/v1/completions", json=body, headers={"X-Request-Id": f"mine-{number}"})
+    await api.post("/v1/completions", {"prompt": "refused", "temperature": 9}, 400)
+    response = await api.http.get(PATH, params={"limit": 2})
+    found = response.json()
+    assert [each["request_id"] for each in found["data"]] == ["mine-2", "mine-1"]
+    latest = found["data"][0]
+    assert (latest["id"], latest["sequences"]) == ("cmpl-mine-2", 2)
+    assert (latest["prompt_tokens"], latest["finish_reasons"], latest["status"]) == (2 * len(secret), ["length"], 200)
+    explained = (await api.http.get("/v1/requests/mine-2/explain")).json()
+    assert latest["phases_ms"] == explained["phases_ms"]
+    assert latest["wall_ms"] == explained["wall_ms"]
+    assert found["remembered"] == 3
+    assert secret not in response.text
+
+
+@pytest.mark.parametrize("limit", ["0", "1001", "many"])
+async def test_how_many_is_bounded(api: Api, limit: str) -> None:
+    error = (await api.http.get(PATH, params={"limit": limit})).json()["error"]
+    assert "limit" in json.dumps(error)
+
+
+async def test_it_needs_an_admins_key() -> None:
+    async with open_api(FakeEngine(LETTERS), api_key=["one"], admin_api_key=["root"]) as api:
+        codes = [
+            (await api.http.get(PATH, headers=headers)).status_code
+            for headers in ({}, {"Authorization": "Bearer one"}, {"Authorization": "Bearer root"})
+        ]
+        assert codes == [401, 403, 200]
+
+
+def answered(
+    log: RequestLog, history: RequestHistory, tenant: Tenant, prompt: int, cached: int, output: int
+) -> RequestRecord:
+    """An answer with so many tokens."""
+    job = f"cmpl-{len(log.records)}"
+    record = RequestRecord("r", "POST", "/v1/completions", None)
+    log.begin_answer({"tenant": tenant, "request_record": record}, job, job, "model")
+    sent = EngineCoreRequest(id=f"{job}-0", prompt_ids=[1] * prompt, params=SamplingParams(), seed=0)
+    history.record_submission(sent)
+    step = StepRecord(1, 0.0, 0.0, 1.0, 1.0, 1, prompt, ((sent.id, cached, prompt - cached),), ())
+    history.record_step([EngineCoreOutput(sent.id, [7] * output, cached_tokens=cached, finish_reason="stop")], step)
+    record.ended_at = record.arrived_at + 1.0
+    return record
+
+
+def test_each_tenants_share_counts_tokens_as_the_scheduler_does() -> None:
+    log, history = RequestLog(10), RequestHistory()
+    small, big = (Tenant(name, b"", RateLimits(None, None), weight) for name, weight in (("small", 1.0), ("big", 3.0)))
+    answered(log, history, small, 6, 2, 3)
+    answered(log, history, big, 4, 0, 10)
+    answered(log, history, big, 6, 0, 0).ended_at = None
+    found = recent_answers(log, history, 100)
+    assert [(each["tenant"], each["prompt_tokens"], each["cached_tokens"]) for each in found["data"]] == [
+        ("big", 4, 0),
+        ("small", 6, 2),
+    ]
+    assert found["tenants"] == [  # of 40: 4 + 6 + 2 * 10, and 6 - 2 + 2 * 3
+        {"name": "big", "requests": 2, "open": 1, "computed_tokens": 10, "output_tokens": 10, "weight": 3.0}
+        | {"share": 0.75},
+        {"name": "small", "requests": 1, "open": 0, "computed_tokens": 4, "output_tokens": 3, "weight": 1.0}
+        | {"share": 0.25},
+    ]
+
+
+def test_an_answer_that_goes_on_after_its_response_has_not_ended() -> None:
+    log, history = RequestLog(10), RequestHistory()
+    tenant = Tenant("", b"", RateLimits(None, None))
+    record = RequestRecord("r", "POST", "/v1/responses", None)
+    log.begin_answer({"tenant": tenant, "request_record": record}, "resp_1", "resp_1", "model")
+    record.ended_at = record.arrived_at + 0.1
+    assert len(recent_answers(log, history, 100)["data"]) == 1
+    history.record_submission(EngineCoreRequest(id="resp_1-0", prompt_ids=[1], params=SamplingParams(), seed=0))
+    assert recent_answers(log, history, 100)["data"] == []
+    history.end_request("resp_1-0", "stop")
+    (found,) = recent_answers(log, history, 100)["data"]
+    assert found["finish_reasons"] == ["stop"]
+    assert all(spent >= 0 for spent in found["phases_ms"].values())
+
+
+def test_the_lists_are_bounded() -> None:
+    log = RequestLog(MAX_ANSWERS + 9)
+    for number in range(MAX_ANSWERS + 9):
+        tenant = Tenant(f"t{number % (MAX_TENANTS + 5)}", b"", RateLimits(None, None))
+        record = RequestRecord("r", "POST", "/v1/completions", None)
+        log.begin_answer({"tenant": tenant, "request_record": record}, f"cmpl-{number}", "a", "model")
+    found = recent_answers(log, RequestHistory(), 100)
+    assert (len(found["tenants"]), found["other_tenants"]) == (MAX_TENANTS, 5)
+    assert found["remembered"] == MAX_ANSWERS
+
+    busy, waits = Adapter("z-busy", "1", "/x"), Adapter("y-waits", "2", "/y")
+    client = SimpleNamespace(adapters=lambda *, queued: [waits, busy] if queued else [busy])
+    names = ["y-waits", "z-busy", *(f"a{number:03}" for number in range(MAX_ADAPTERS))]
+    told = list_adapter_states(client, names)  # type: ignore[arg-type]
+    assert told["data"][:3] == [
+        {"name": "y-waits", "state": "waiting"},
+        {"name": "z-busy", "state": "running"},
+        {"name": "a000", "state": "idle"},
+    ]
+    assert (len(told["data"]), told["more"]) == (MAX_ADAPTERS, 2)

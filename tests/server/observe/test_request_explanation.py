@@ -1,0 +1,202 @@
+"""X-Request-Id, and where a request's time went: on a fake engine here, on the real one in tests/e2e."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.engine.core.request_history import RequestHistory
+from quire.engine.core.stats import StepRecord
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, SamplingParams
+from quire.server.access.rate_limits import RateLimits
+from quire.server.access.tenants import Tenant
+from quire.server.observe.request_explanation import MAX_BATCH_MATES, MAX_STEPS, explain_request
+from quire.server.observe.request_log import RequestLog, RequestRecord, safe_request_id
+from tests.server.api import Api, open_api
+from tests.server.fake import FakeEngine, hashed
+
+BODY = {"prompt": "Hello", "max_tokens": 6}
+
+
+async def test_a_request_id_comes_back_and_a_strange_one_is_replaced(api: Api) -> None:
+    response = await api.http.get("/version", headers={"X-Request-Id": "my-id:1"})
+    assert response.headers["x-request-id"] == "my-id:1"
+    for strange in ("", "a b", "x" * 200, 'a"b', "a\tb"):
+        response = await api.http.post("/v1/completions", json=BODY, headers={"X-Request-Id": strange})
+        assert response.headers["x-request-id"].startswith("req-")
+    streamed = await api.http.post("/v1/completions", json=BODY | {"stream": True}, headers={"X-Request-Id": "s"})
+    assert streamed.headers["x-request-id"] == "s"
+    missing = await api.http.get("/nowhere")
+    assert missing.status_code == 404
+    assert missing.headers["x-request-id"].startswith("req-")
+    assert safe_request_id(None) != safe_request_id(None)
+
+
+async def test_an_answer_is_explained_by_either_id(api: Api) -> None:
+    answer = await api.http.post("/v1/completions", json=BODY | {"n": 2}, headers={"X-Request-Id": "mine"})
+    name = answer.json()["id"]
+    found = (await api.http.get(f"/v1/requests/{name}/explain")).json()
+    assert found == (await api.http.get("/v1/requests/mine/explain")).json()
+    assert (found["id"], found["request_id"], found["state"], found["status"]) == (name, "mine", "ended", 200)
+    assert name == "cmpl-mine"
+    assert [each["id"] for each in found["sequences"]] == [each.id for each in api.engine.seen]
+    assert {each["finish_reason"] for each in found["sequences"]} == {"length"}
+    assert sum(found["phases_ms"].values()) == pytest.approx(found["wall_ms"], rel=0.05)
+    again = await api.http.post("/v1/completions", json=BODY, headers={"X-Request-Id": "mine"})
+    latest = (await api.http.get("/v1/requests/mine/explain")).json()
+    assert latest["id"] == again.json()["id"]
+
+
+async def test_an_unknown_one_is_404_in_openai_s_shape(api: Api) -> None:
+    response = await api.http.get("/v1/requests/cmpl-none/explain")
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "request_not_found"
+
+
+async def test_only_the_last_are_kept() -> None:
+    async with open_api(FakeEngine(hashed(b"abc")), request_history=2) as api:
+        names = [(await api.post("/v1/completions", BODY))["id"] for _ in range(4)]
+        codes = [(await api.http.get(f"/v1/requests/{name}/explain")).status_code for name in names]
+        assert codes == [404, 404, 200, 200]
+        assert len(api.engine.owner.history.ended_timelines) == 2
+    async with open_api(FakeEngine(hashed(b"abc")), request_history=0) as api:
+        name = (await api.post("/v1/completions", BODY))["id"]
+        assert (await api.http.get(f"/v1/requests/{name}/explain")).status_code == 404
+        assert api.engine.owner.history.ended_timelines == api.engine.owner.history.open_timelines == []
+
+
+async def test_tenants_see_their_own_alone() -> None:
+    async with open_api(FakeEngine(hashed(b"abc")), api_key=["one", "two"]) as api:
+        one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+        theirs = {**two, "X-Request-Id": "shared"}
+        name = (await api.http.post("/v1/completions", json=BODY, headers={**one, "X-Request-Id": "shared"})).json()
+        other = (await api.http.post("/v1/completions", json=BODY, headers=theirs)).json()
+        mine = (await api.http.get("/v1/requests/shared/explain", headers=one)).json()
+        assert mine["id"] == name["id"], "the same X-Request-Id of another key hides nothing"
+        assert name["id"] == other["id"] == "cmpl-shared"
+        first, second = (each.id for each in api.engine.seen)
+        for headers, sequence in ((one, first), (two, second)):
+            found = (await api.http.get("/v1/requests/cmpl-shared/explain", headers=headers)).json()
+            assert [each["id"] for each in found["sequences"]] == [sequence]
+        job = first.removesuffix("-0")
+        assert (await api.http.get(f"/v1/requests/{job}/explain", headers=one)).status_code == 200
+        for path in (job, first):
+            assert (await api.http.get(f"/v1/requests/{path}/explain", headers=two)).status_code == 404
+        assert (await api.http.get(f"/v1/requests/{name['id']}/explain")).status_code == 401
+
+
+def test_batch_mates_are_known_by_their_answers_ids_alone() -> None:
+    tenant = Tenant("one", b"", RateLimits(None, None))
+    request_log = RequestLog(1)
+    for job, name in (("cmpl-a", "first"), ("cmpl-b", "cmpl-a")):
+        request_log.begin_answer(
+            {"tenant": tenant, "request_record": RequestRecord(name, "POST", "/v1/completions", None)},
+            job,
+            job,
+            "model",
+        )
+    assert request_log.may_see_sequence("cmpl-b-0", {"tenant": tenant})
+    assert not request_log.may_see_sequence("cmpl-a-0", {"tenant": tenant}), (
+        "not by an X-Request-Id that looks the same"
+    )
+
+
+def test_what_is_kept_of_long_answers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.core.request_history.MAX_STEPS_PER_REQUEST", 10)
+    monkeypatch.setattr("quire.engine.core.request_history.MAX_TOTAL_STEPS", 25)
+    history = RequestHistory(max_ended=4)
+    for name in "abcdef":
+        history.record_submission(request(name))
+        for number in range(15):
+            reason = "stop" if number == 14 else None
+            history.record_step(
+                [EngineCoreOutput(name, [7], finish_reason=reason)], record(number, number, number + 1, [])
+            )
+    assert [each.id for each in history.ended_timelines] == ["c", "d", "e", "f"]
+    assert [(len(each.steps), each.num_dropped_steps) for each in history.ended_timelines] == [
+        (0, 15),
+        (0, 15),
+        (10, 5),
+        (10, 5),
+    ]
+    assert all(each.output_tokens == 15 and each.phase_seconds(0.0) for each in history.ended_timelines)
+
+
+def request(name: str) -> EngineCoreRequest:
+    return EngineCoreRequest(id=name, prompt_ids=[1, 2, 3], params=SamplingParams(), seed=0)
+
+
+def record(number: int, began: float, ended: float, chunks: list[tuple[str, int, int]], *out: str) -> StepRecord:
+    return StepRecord(number, began, began, ended, ended, len(chunks) or 1, 4, tuple(chunks), tuple(out))
+
+
+def test_phases_of_a_preempted_and_replayed_request_by_hand() -> None:
+    clock = 0.0
+    history = RequestHistory(clock=lambda: clock)
+    history.record_submission(request("a"))
+    token = EngineCoreOutput("a", [7])
+    history.record_step([], record(1, 2.0, 3.0, [("a", 0, 2)]))
+    history.record_step([token], record(2, 3.0, 4.0, [("a", 2, 1)]))
+    history.record_step([token], record(3, 4.0, 5.0, []))
+    history.record_step([], record(4, 6.0, 7.0, [("b", 0, 9)], "a"))
+    history.record_step([token], record(5, 9.0, 10.0, [("a", 0, 5)]))
+    clock = 11.0
+    history.record_engine_death()
+    history.record_step([token], record(1, 15.0, 16.0, [("a", 0, 6)]))
+    clock = 17.5
+    history.record_step([EngineCoreOutput("a", [7], finish_reason="stop")], record(2, 16.0, 17.0, []))
+    (found,) = history.ended_timelines
+    assert found.id == "a"
+    assert found.phase_seconds(99.0) == {
+        "queued": 2.0,
+        "prefill": 2.0,
+        "decode": 2.0 + 1.0 + 1.0,
+        "preempted": 3.0,
+        "recompute": 1.0 + 1.0,
+        "recovering": 4.0,
+        "delivery": 0.5,
+    }
+    assert sum(found.phase_seconds(99.0).values()) == 17.5
+    assert (found.count_phase("preempted"), found.count_phase("recovering"), found.output_tokens) == (1, 1, 5)
+    assert [(step.engine_number, step.record.number) for step in found.steps] == [
+        (0, 1),
+        (0, 2),
+        (0, 3),
+        (0, 5),
+        (1, 1),
+        (1, 2),
+    ]
+    assert history.open_timelines == []
+
+
+def test_what_an_explanation_costs_is_bounded() -> None:
+    """An answer of many sequences, in large batches that differ from step to step."""
+    history, ids = RequestHistory(), [f"cmpl-a-{i}" for i in range(64)]
+    for each in ids:
+        history.record_submission(request(each))
+    for number in range(600):
+        for each in (mates := [f"cmpl-b{number}-{i}" for i in range(100)]):
+            history.record_submission(request(each))
+        outputs = [EngineCoreOutput(each, [7]) for each in ids] + [EngineCoreOutput(each, [7]) for each in mates]
+        history.record_step(outputs, record(number, number, number + 1, []))
+        for each in mates:
+            history.end_request(each, "stop")
+    looked_up: list[str] = []
+    call = RequestRecord("x", "POST", "/v1/completions", None, internal_id="cmpl-a")
+    found = explain_request(call, history, lambda name: not looked_up.append(name))
+    batches = [batch for sequence in found["sequences"] for batch in sequence["batches"]]
+    assert sum(batch["steps"] for batch in batches) <= MAX_STEPS
+    assert all(sum(b["steps"] for b in s["batches"]) + s["steps_not_listed"] == 600 for s in found["sequences"])
+    assert len(looked_up) <= MAX_BATCH_MATES
+    assert all(len(batch["mates"]) + batch["other_mates"] == 163 for batch in batches)
+    assert len(batches[0]["mates"]) == 163
+
+
+def test_steps_in_a_row_share_one_tuple_of_their_requests() -> None:
+    history = RequestHistory()
+    for name in "ab":
+        history.record_submission(request(name))
+    for number in range(3):
+        history.record_step([EngineCoreOutput(name, [7]) for name in "ab"], record(number, number, number + 1, []))
+    first, *others = history.open_timelines[0].steps
+    assert first.request_ids == ("a", "b")
+    assert all(each.request_ids is first.request_ids for each in others)

@@ -1,0 +1,247 @@
+"""What is asked of the process that has --data-dir is what it does itself, and nothing else can be asked."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import Iterator
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.engine.errors import InvalidRequest
+from quire.engine.link.answering import Answering
+from quire.server.batches.output_files import finish_batch
+from quire.server.peers import make_blocking_ask
+from quire.server.store.batches import Batch, BatchError, Batches, BatchLine, LineResult
+from quire.server.store.data_dir import DataDir, open_data_dir
+from quire.server.store.data_dir_rpc import RPC_METHODS, remote_data_dir, serve_data_dir_call
+from quire.server.store.files import new_file
+from quire.server.store.journal import JournaledCall, ProgressUpdate, ReplayInputs
+from quire.server.store.progress import CallProgress, ChoiceFinish
+from quire.server.store.response_store import ConversationLimits, ObjectToStore, StoredItem, StoredObject
+
+A = "a"
+RESULT = b'{"response":{"body":{}}}'
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Iterator[tuple[DataDir, DataDir]]:
+    """The data, and what asks for it."""
+    data = open_data_dir(tmp_path, 1 << 20)
+    yield data, remote_data_dir(tmp_path, partial(serve_data_dir_call, data))
+    data.close()
+
+
+def test_each_method_has_types_that_pass(both: tuple[DataDir, DataDir]) -> None:
+    for method in RPC_METHODS:
+        wrong = msgspec.msgpack.encode([method.__qualname__, [{}] * 9])
+        assert b"Validation" in serve_data_dir_call(both[0], wrong), f"{method.__qualname__} takes anything"
+
+
+def test_objects_pass(both: tuple[DataDir, DataDir]) -> None:
+    own, asked = both[0].store, both[1].store
+    items = [StoredItem("i1", b"{}"), StoredItem("i2", b'{"a":1}')]
+    asked.put(A, ObjectToStore("c", StoredObject("conversation", {"n": [1, None, 0.5]}, b"{}"), items))
+    assert asked.get(A, "conversation", "c") == own.get(A, "conversation", "c")
+    assert asked.known(A, "conversation", "c") == own.known(A, "conversation", "c")
+    assert asked.page(A, "c", 1, newest_first=True, after=None) == own.page(A, "c", 1, newest_first=True, after=None)
+    assert asked.get(A, "response", "c") is None
+    with pytest.raises(InvalidRequest, match="at most 2 items") as caught:
+        asked.append(A, "c", items, ConversationLimits(2, 1000))
+    assert caught.value.param == "items"
+    assert asked.append(A, "c", [StoredItem("i3", b"{}")])
+    assert asked.describe(A, "c", {"k": "v"}) == b'{"metadata":{"k":"v"}}'
+
+
+def test_batches_pass(both: tuple[DataDir, DataDir]) -> None:
+    data, asked = both
+    file = new_file("in.jsonl", "batch", 2, keep_seconds=None)
+    asked.contents.write_content(file.id, BytesIO(b"{}"))
+    asked.files.add(A, file)
+    assert asked.files.find(A, file.id) == file
+    batch = Batch(
+        id="b", endpoint="/v1/completions", input_file_id=file.id, completion_window="24h", created_at=1, expires_at=9
+    )
+    assert asked.batches.add(A, batch, 1)
+    assert asked.batches.open() == [(A, batch)] == data.batches.open()
+    now = msgspec.structs.replace(batch, status="in_progress", errors=(BatchError("c", "m", 1),))
+    asked.batches.set_lines(A, now, [BatchLine(0, 1, 0, 2, "x"), BatchLine(1, 2, 2, 2, "y")])
+    assert asked.batches.left("b", -1, 9) == data.batches.left("b", -1, 9)
+    asked.batches.put_result("b", LineResult(0, failed=False, line=b"\x00{}"))
+    assert asked.batches.results("b", 0, failed=False) == [(1, b"\x00{}")]
+    found = asked.batches.page(A, 5, None)
+    assert found is not None
+    assert (list(found[0]), found[1]) == ([data.batches.find(A, "b")], False)
+    cancelled = asked.batches.cancel(A, "b")
+    assert cancelled is not None
+    assert cancelled.status == "cancelling"
+    asked.batches.end(A, msgspec.structs.replace(cancelled, status="cancelled"), [])
+    with pytest.raises(InvalidRequest, match="is cancelled already"):
+        asked.batches.cancel(A, "b")
+    assert asked.files.delete(A, file.id)
+
+
+class _Replaced:
+    """Who has the data, replaced by another one while those who ask it go on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.data = open_data_dir(folder, 1 << 20)
+        self.asked = remote_data_dir(folder, self._answer)
+        self.before = b"nothing"
+        """The first method that the next one is asked for; once."""
+
+    def _answer(self, asked: bytes) -> bytes:
+        if self.before in asked:
+            self.before = b"nothing"
+            self.replace()
+        return serve_data_dir_call(self.data, asked)
+
+    def replace(self) -> None:
+        self.data.close()
+        self.data = open_data_dir(self._folder, 1 << 20, {"0.1"})
+
+
+def test_a_file_whose_content_was_taken_away_before_it_is_known_is_refused(tmp_path: Path) -> None:
+    """The next one deletes what nobody knows, and what a living process has just written is such."""
+    shared = _Replaced(tmp_path)
+    files, contents = shared.asked.files, shared.asked.contents
+    file = new_file("in.jsonl", "batch", 2, keep_seconds=None)
+    contents.write_content(file.id, BytesIO(b"{}"))
+    shared.replace()
+    with pytest.raises(FileNotFoundError, match="was replaced before it knew of the file"):
+        files.add(A, file)
+    assert files.find(A, file.id) is None
+    assert shared.data.files.stored_bytes == 0
+    contents.write_content(file.id, BytesIO(b"{}"))
+    files.add(A, file)
+    shared.replace()
+    assert contents.content_path(file.id).read_bytes() == b"{}"
+    shared.data.close()
+
+
+def _answered(batches: Batches) -> Batch:
+    """A batch of one line, which has its result."""
+    batch = Batch(id="b", endpoint="e", input_file_id="f", completion_window="24h", created_at=1, expires_at=9)
+    assert batches.add(A, batch, 1)
+    now = msgspec.structs.replace(batch, status="in_progress", total=1)
+    batches.set_lines(A, now, [BatchLine(0, 1, 0, 2, "x")])
+    batches.put_result("b", LineResult(0, failed=False, line=RESULT))
+    return now
+
+
+def _check_results(data: DataDir) -> None:
+    ended = data.batches.find(A, "b")
+    assert ended is not None
+    assert ended.status == "completed"
+    assert ended.output_file_id is not None
+    assert data.contents.content_path(ended.output_file_id).read_bytes() == RESULT + b"\n"
+
+
+def test_a_batch_ends_with_its_results_whoever_has_the_data_meanwhile(tmp_path: Path) -> None:
+    shared = _Replaced(tmp_path)
+    batches, contents = shared.asked.batches, shared.asked.contents
+    now = _answered(batches)
+    shared.before = b"Batches.end"
+    with pytest.raises(FileNotFoundError):
+        finish_batch(batches, contents, A, now)
+    assert shared.data.batches.open() == [(A, now)], "it is ended later, as when the disk was full"
+    finish_batch(batches, contents, A, now)
+    _check_results(shared.data)
+    shared.data.close()
+
+
+class _Late:
+    """A Link whose answer to the end of a batch does not come before this process ends."""
+
+    def __init__(self, data: DataDir) -> None:
+        self._data = data
+        self.answering = Answering()
+        self.identity = "0.1"
+        self.done = asyncio.Event()
+
+    async def ask(self, topic: str, body: bytes = b"", *, to: str | None = None) -> list[bytes]:
+        said = serve_data_dir_call(self._data, body)
+        if b"Batches.end" in body:
+            self.done.set()
+            await asyncio.sleep(3600)
+        return [said]
+
+
+def test_a_process_that_is_stopped_leaves_the_results_of_a_batch_that_has_ended(tmp_path: Path) -> None:
+    data = open_data_dir(tmp_path, 1 << 20)
+    now = _answered(data.batches)
+
+    async def live() -> None:
+        link = _Late(data)
+        asked = remote_data_dir(tmp_path, make_blocking_ask(link))
+        asyncio.get_running_loop().run_in_executor(None, finish_batch, asked.batches, asked.contents, A, now)
+        await link.done.wait()
+
+    process = threading.Thread(target=asyncio.run, args=(live(),))
+    process.start()
+    process.join()
+    _check_results(data)
+    data.close()
+
+
+def test_calls_pass(both: tuple[DataDir, DataDir]) -> None:
+    data, asked = both
+    pins = ReplayInputs(id="s", name="", created=1, seed=2**63 - 1, before=("f",))
+    progress = CallProgress([[1, 2]], [0], [ChoiceFinish("stop", "x", came_with_token=True)])
+    assert asked.calls.put(
+        A, JournaledCall(path="/v1/completions", body=b"\xff", pins=pins, progress=progress), 4e9, "0.0"
+    )
+    assert asked.calls.find(A, "s") == data.calls.find(A, "s")
+    assert asked.calls.holder(A, "s") == "0.0"
+    more = CallProgress([[1, 2, 3]], [0], [None])
+    asked.calls.note([ProgressUpdate(A, "s", more, 4e9, is_complete=False)], "0.0")
+    found = asked.calls.find(A, "s")
+    assert found is not None
+    assert found.progress == more
+    assert asked.processes.look("0.0", {"open": 2}) == data.processes.look("0.0", {"open": 2})
+
+
+def test_one_attempt_at_a_time_answers_a_call_again(both: tuple[DataDir, DataDir]) -> None:
+    data, asked = both
+    call = JournaledCall(path="/v1/completions", body=b"{}", pins=ReplayInputs(id="s", name="", created=1, seed=1))
+    assert asked.calls.claim(A, "s", "0.0", 1)
+    assert not asked.calls.claim(A, "s", "1.0", 2), "another process"
+    assert not data.calls.claim(A, "s", "0.0", 3), "the same one"
+    asked.calls.give_up(A, "s", 2)
+    assert not asked.calls.claim(A, "s", "1.0", 2), "only its own attempt gives a claim up"
+    asked.calls.put(A, call, 4e9, "0.0")
+    assert asked.calls.claim(A, "s", "1.0", 2), "the one before has begun, and can be taken over"
+    data.processes.remove_process("1.0")
+    assert asked.calls.claim(A, "s", "0.0", 4)
+    asked.calls.give_up(A, "s", 4)
+    assert asked.calls.claim(A, "s", "0.0", 5)
+
+
+@pytest.mark.parametrize(
+    "refusal", [sqlite3.OperationalError("database or disk is full"), OSError(28, "No space left")]
+)
+def test_a_refusal_of_the_disk_passes(
+    both: tuple[DataDir, DataDir], refusal: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise refusal
+
+    monkeypatch.setattr(type(both[0].processes), "sweep", refuse)
+    with pytest.raises(type(refusal)) as caught:
+        both[1].processes.sweep()
+    assert str(caught.value) == str(refusal)
+
+
+def test_nothing_else_can_be_asked_for(both: tuple[DataDir, DataDir]) -> None:
+    with pytest.raises(KeyError):
+        both[1].calls.handle_process_end("0.0")
+    for method in ("Calls.handle_process_end", "Calls.__init__", "DataDir.close", "os.system"):
+        assert b"KeyError" in serve_data_dir_call(both[0], msgspec.msgpack.encode([method, ["0.0"]]))
+    assert b"Failed" in serve_data_dir_call(both[0], b"\xc1no msgpack")

@@ -1,0 +1,66 @@
+"""Which calls the journal forgets, and when: none that has not ended."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from quire.server.store.data_dir import open_data_dir
+from quire.server.store.database import ROW_OVERHEAD_BYTES
+from quire.server.store.journal import JournaledCall, ReplayInputs
+from tests.server.store.test_response_store import BIG, response
+
+OVER, LATER = time.time() - 1, time.time() + 1000
+
+
+def call(id: str, key: str | None = None, body: bytes = b"{}") -> JournaledCall:
+    return JournaledCall(path="/v1/responses", body=body, pins=ReplayInputs(id=id, name="", created=0, seed=1), key=key)
+
+
+def test_a_response_that_has_not_ended_is_made_again_however_long_the_machine_was_off(tmp_path: Path) -> None:
+    data = open_data_dir(tmp_path, BIG)
+    data.calls.put("me", call("going", "key"), OVER, "a")
+    data.calls.put("me", call("ended", "other key"), OVER, "a")
+    data.store.put("me", response("going", unfinished=True))
+    data.store.put("me", response("ended"))
+    data.close()  # as a power cut leaves it
+    data = open_data_dir(tmp_path, BIG)
+    data.calls.delete_expired_calls()
+    assert data.processes.left() == [("me", "going")]
+    assert data.calls.find("me", "going") == data.calls.of_key("me", "key") == call("going", "key")
+    assert not data.calls.put("me", call("another", "key"), LATER, "b"), "it would be answered twice"
+    assert data.calls.find("me", "ended") is None
+    assert data.calls.put("me", call("another", "other key"), LATER, "b")
+    data.store.put("me", response("going"))
+    data.calls.delete_expired_calls()
+    assert data.calls.find("me", "going") is None
+    data.close()
+
+
+def test_a_call_that_is_answered_is_not_forgotten_when_the_clock_is_set(tmp_path: Path) -> None:
+    data = open_data_dir(tmp_path, BIG)
+    assert data.calls.put("me", call("one", "key"), OVER, "a")
+    data.calls.delete_expired_calls()
+    assert data.calls.find("me", "one") == data.calls.of_key("me", "key") == call("one", "key")
+    assert not data.calls.put("me", call("two", "key"), LATER, "b")
+    data.calls.release_call("me", "one", "a")
+    assert data.calls.find("me", "one") is None
+    data.calls.delete_expired_calls()
+    assert data.calls.stored_bytes == 0
+    data.close()
+
+
+def test_calls_that_have_not_ended_are_the_last_to_make_room(tmp_path: Path) -> None:
+    large = b"x" * 1000
+    data = open_data_dir(tmp_path, 4 * (ROW_OVERHEAD_BYTES + len(large)))
+    data.store.put("me", response("left", unfinished=True))
+    for id in ("left", "answered", "ended"):
+        data.calls.put("me", call(id, body=large), LATER + len(id), "a")
+    for id in ("left", "ended"):
+        data.calls.release_call("me", id, "a")
+    for number in range(5):
+        data.calls.put("me", call(str(number), body=large), LATER + 100, "a")
+        data.calls.release_call("me", str(number), "a")
+    there = [id for id in ("left", "answered", "ended", "3", "4") if data.calls.find("me", id) is not None]
+    assert there == ["left", "answered", "3", "4"]
+    data.close()

@@ -1,0 +1,267 @@
+"""What is stored stays, is its owner's alone, and is bounded; what an earlier version wrote is still there."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.errors import ConfigError, InvalidRequest
+from quire.server.store import response_store as store_module
+from quire.server.store.data_dir import open_data_dir
+from quire.server.store.database import DATABASE_FILE, ROW_OVERHEAD_BYTES, Database
+from quire.server.store.garbage import Garbage
+from quire.server.store.response_store import (
+    ConversationLimits,
+    ObjectToStore,
+    Store,
+    StoredItem,
+    StoredObject,
+    open_store_reader,
+    total_item_bytes,
+)
+from quire.server.store.schema import SCHEMA_VERSION
+
+BIG = 1 << 30
+
+
+def conversation(id: str, *items: str, data: bytes = b"{}") -> ObjectToStore:
+    return ObjectToStore(id, StoredObject("conversation", {}, data), [item(each) for each in items])
+
+
+def response(id: str, *items: str, unfinished: bool = False, data: bytes = b"{}") -> ObjectToStore:
+    about = {"status": "completed", "previous": None}
+    return ObjectToStore(
+        id, StoredObject("response", about, data), [item(each) for each in items], unfinished=unfinished
+    )
+
+
+def item(id: str, text: str = "") -> StoredItem:
+    return StoredItem(id, json.dumps({"id": id, "text": text}).encode())
+
+
+def opened(folder: Path, most: int) -> tuple[Database, Store]:
+    database = Database(folder)
+    return database, Store(database, Garbage(database), most)
+
+
+def ids(store: Store, owner: str, id: str, limit: int = 100, after: str | None = None, *, newest: bool = False) -> Any:
+    page = store.page(owner, id, limit, newest_first=newest, after=after)
+    return None if page is None else ([each.id for each in page.items], page.more)
+
+
+def test_what_is_stored_survives_and_is_its_owners_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    database, store = opened(folder, BIG)
+    store.put("a", response("1", "x", "y", data=b'{"id": "1"}'))
+    store.put("b", conversation("1", "z"))
+    for owner, kind in (("a", "conversation"), ("b", "response"), ("c", "response")):
+        assert store.get(owner, kind, "1") is None  # type: ignore[arg-type]
+    assert (folder / DATABASE_FILE).stat().st_mode & 0o077 == 0, "others may not read it"
+    with open_store_reader(folder) as there:
+        known = there.read_summary("a", "response", "1")
+        assert known is not None
+        assert (known.about["status"], known.length, known.count) == ("completed", len(b'{"id": "1"}'), 2)
+        assert [each["id"] for each in there.read_items("a", "1")] == ["x", "y"]
+        assert there.read_object("b", "response", "1") is None
+    database.close()
+    database, again = opened(folder, BIG)
+    assert again.delete("b", "1")
+    assert not again.delete("b", "1")
+    stored = again.get("a", "response", "1")
+    assert stored is not None
+    assert stored.data == b'{"id": "1"}'
+    assert ids(again, "a", "1") == (["x", "y"], False)
+    assert ids(again, "b", "1") == ([], False)
+    database.close()
+
+
+def test_one_server_at_a_time(tmp_path: Path) -> None:
+    database, _ = opened(tmp_path, BIG)
+    with pytest.raises(ConfigError, match="another server"):
+        opened(tmp_path, BIG)[1]
+    database.close()
+    opened(tmp_path, BIG)[0].close()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="data_dir"):
+        opened(tmp_path / "file", BIG)[1]
+    (tmp_path / DATABASE_FILE).write_bytes(b"no database" * 100)
+    with pytest.raises(ConfigError, match="data_dir"):
+        opened(tmp_path, BIG)[1]
+
+
+def test_nothing_is_taken_once_the_folder_is_gone(tmp_path: Path) -> None:
+    """SQLite would write on into a file that nobody finds any more."""
+    folder = tmp_path / "da ta ü"
+    database, store = opened(folder, BIG)
+    store.put("a", response("1"))
+    (folder / DATABASE_FILE).rename(tmp_path / "away")
+    with pytest.raises(sqlite3.OperationalError, match="was removed"):
+        store.put("a", response("2"))
+    (tmp_path / "away").rename(folder / DATABASE_FILE)
+    store.put("a", response("2"))
+    database.close()
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    data = open_data_dir(tmp_path, BIG)
+    for number in range(100):
+        data.store.put("a", response(str(number), "i" * 100))
+    data.close()
+    content = bytearray((tmp_path / DATABASE_FILE).read_bytes())
+    content[4096:] = b"x" * len(content[4096:])
+    (tmp_path / DATABASE_FILE).write_bytes(content)
+    with pytest.raises(ConfigError, match="data_dir: cannot"):
+        open_data_dir(tmp_path, BIG)
+
+
+def test_items_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    database, store = opened(tmp_path, BIG)
+    store.put("a", conversation("1", *"abc"))
+    assert store.append("a", "1", [item(each) for each in "de"])
+    assert not store.append("a", "2", [item("x")])
+    assert ids(store, "a", "1", 2) == (["a", "b"], True)
+    assert ids(store, "a", "1", 3, "b") == (["c", "d", "e"], False)
+    assert ids(store, "a", "1", 2, "d", newest=True) == (["c", "b"], True)
+    assert ids(store, "a", "1", 2, "x") is None
+    assert store.item("a", "1", "c") == item("c").data
+    assert store.delete_item("a", "1", "e")
+    assert not store.delete_item("a", "1", "e")
+    store.append("a", "1", [item("f")])
+    assert ids(store, "a", "1", newest=True) == (["f", "d", "c", "b", "a"], False)
+    known = store.known("a", "conversation", "1")
+    assert known is not None
+    assert (known.count, known.size) == (5, store.stored_bytes)
+    monkeypatch.setattr(store_module, "MAX_PAGE_BYTES", len(item("a").data) + 1)
+    assert ids(store, "a", "1") == (["a", "b"], True), "a page is bounded in bytes, too"
+    database.close()
+
+
+def test_what_is_refused_changes_nothing(tmp_path: Path) -> None:
+    database, store = opened(tmp_path, BIG)
+    store.put("a", conversation("1", "a"))
+    size = store.stored_bytes
+
+    more = total_item_bytes([item("b")])
+    for most in (ConversationLimits(1, size + more), ConversationLimits(2, size + more - 1)):
+        with pytest.raises(InvalidRequest, match="items: a conversation holds at most"):
+            store.append("a", "1", [item("b")], most)
+    with pytest.raises(TypeError):
+        store.describe("a", "1", object())
+    assert (ids(store, "a", "1"), store.stored_bytes) == ((["a"], False), size)
+    told = b'{"metadata":{"n":"1"}}'
+    assert store.describe("a", "1", {"n": "1"}) == told
+    assert store.describe("a", "2", {}) is None
+    assert store.stored_bytes == size + len(told) - len(b"{}")
+    assert store.append("a", "1", [item("b")], ConversationLimits(2, store.stored_bytes + more))
+    database.close()
+
+
+def test_the_oldest_of_the_largest_owner_goes_first(tmp_path: Path) -> None:
+    most = 20 * ROW_OVERHEAD_BYTES
+    database, store = opened(tmp_path, most)
+    store.put("small", response("first", "i"))
+    for number in range(20):
+        store.put("large", response(str(number), "i"))
+        assert store.stored_bytes <= most
+    assert store.known("small", "response", "first") is not None, "another's flood takes nothing away"
+    assert store.known("large", "response", "0") is None
+    assert ids(store, "large", "0") == ([], False), "its items went with it"
+    kept = [number for number in range(20) if store.known("large", "response", str(number))]
+    assert kept == list(range(kept[0], 20))
+    store.put("large", response("19"))
+    size = store.stored_bytes
+    database.close()
+    database, again = opened(tmp_path, most)
+    assert again.stored_bytes == size
+    database.close()
+
+
+def test_a_response_that_has_not_ended_is_the_last_to_make_room(tmp_path: Path) -> None:
+    database, store = opened(tmp_path, 20 * ROW_OVERHEAD_BYTES)
+    store.put("a", response("going", "i", unfinished=True))
+    for number in range(20):
+        store.put("a", response(str(number), "i"))
+    assert store.unfinished_responses() == [("a", "going")]
+    store.put("a", response("going", "i"))
+    assert store.known("a", "response", "going") is not None
+    database.close()
+
+
+def test_what_nobody_will_end(tmp_path: Path) -> None:
+    database, store = opened(tmp_path, BIG)
+    store.put("a", response("1", "x", unfinished=True))
+    store.put("a", response("2"))
+    database.close()
+    database, again = opened(tmp_path, BIG)
+    assert again.unfinished_responses() == [("a", "1")]
+    again.lose("a", "1")
+    assert again.unfinished_responses() == []
+    again.lose("a", "3")
+    first, second = (again.get("a", "response", id) for id in "12")
+    assert first is not None
+    assert second is not None
+    assert (json.loads(first.data)["status"], second.data) == ("failed", b"{}")
+    assert ids(again, "a", "1") == (["x"], False)
+    size = again.stored_bytes
+    database.close()
+    assert opened(tmp_path, BIG)[1].stored_bytes == size
+
+
+KEPT = """
+create table kept (
+    owner text not null, id text not null, at real not null, unfinished integer not null, size integer not null,
+    data text not null, primary key (owner, id));
+create index by_age on kept (owner, at);
+"""
+"""What version 0 wrote."""
+
+
+def test_the_file_of_an_earlier_version(tmp_path: Path) -> None:
+    answer = {"id": "resp_1", "status": "in_progress", "background": True, "output": []}
+    old = {
+        "response": answer,
+        "input": [{"id": "m", "text": "\ud800"}],
+        "previous": "resp_0",
+        "events": 3,
+        "streamed": False,
+    }
+    talk = {"id": "conv_1", "created_at": 5, "metadata": {"a": "b"}, "items": [{"id": "m1"}, {"id": "m2"}]}
+    with closing(sqlite3.connect(tmp_path / DATABASE_FILE)) as database:
+        database.executescript(KEPT)
+        for at, (id, data) in enumerate({"resp_1": old, "conv_1": talk}.items()):
+            text = json.dumps(data)
+            database.execute("insert into kept values ('a', ?, ?, ?, ?, ?)", (id, at, at == 0, len(text), text))
+        database.commit()
+    database, store = opened(tmp_path, BIG)
+    found = store.get("a", "response", "resp_1")
+    assert found is not None
+    assert json.loads(found.data) == answer
+    about = {"previous": "resp_0", "events": 3, "streamed": False, "status": "in_progress", "background": True}
+    assert found.about == about
+    told = store.get("a", "conversation", "conv_1")
+    assert told is not None
+    assert json.loads(told.data) == {"id": "conv_1", "created_at": 5, "metadata": {"a": "b"}, "object": "conversation"}
+    assert ids(store, "a", "conv_1") == (["m1", "m2"], False)
+    assert store.unfinished_responses() == [("a", "resp_1")]
+    store.lose("a", "resp_1")
+    found = store.get("a", "response", "resp_1")
+    assert found is not None
+    assert json.loads(found.data)["status"] == found.about["status"] == "failed"
+    size = store.stored_bytes
+    database.close()
+    database, again = opened(tmp_path, BIG)
+    assert again.stored_bytes == size
+    database.close()
+
+
+def test_the_file_of_a_later_version_is_left_alone(tmp_path: Path) -> None:
+    opened(tmp_path, BIG)[0].close()
+    with closing(sqlite3.connect(tmp_path / DATABASE_FILE)) as database:
+        database.execute(f"pragma user_version = {SCHEMA_VERSION + 1}")
+    with pytest.raises(ConfigError, match="later version"):
+        opened(tmp_path, BIG)[1]

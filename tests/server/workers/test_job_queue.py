@@ -1,0 +1,145 @@
+"""Turns at the workers: fair among tenants, small before large, never all slots for large ones, nobody forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.server.access.rate_limits import RateLimits
+from quire.server.access.tenants import Tenant
+from quire.server.workers.job_queue import LARGE_BYTES, JobQueue, QueuedJob
+from tests.machine import set_clock
+
+
+def tenant(name: str, weight: float = 1.0) -> Tenant:
+    return Tenant(name, b"", RateLimits(None, None), weight)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    set_clock(monkeypatch, monotonic=clock)
+    return clock
+
+
+def turn(of: Tenant, clock: Callable[[], float], size: int = 1) -> QueuedJob:
+    return QueuedJob(of, size, asyncio.get_running_loop().create_future(), arrived_at=clock())
+
+
+async def served(
+    queue: JobQueue, clock: Clock, turns: list[QueuedJob], seconds: Callable[[QueuedJob], float]
+) -> list[QueuedJob]:
+    """All turns in the order in which they were granted; each takes `seconds`."""
+    for each in turns:
+        queue.add_job(each)
+    order: list[QueuedJob] = []
+    running: dict[QueuedJob, float] = {}
+    while len(order) < len(turns) or running:
+        for each in turns:
+            if each.grant_future.done() and each not in order:
+                order.append(each)
+                running[each] = clock.now + seconds(each)
+        first = min(running, key=lambda each: running[each])
+        clock.now = max(clock.now, running.pop(first))
+        queue.end_job(first)
+    return order
+
+
+async def test_who_sends_much_waits_for_who_sends_little(clock: Clock) -> None:
+    many, few = tenant("many"), tenant("few")
+    turns = [turn(many, clock) for _ in range(50)] + [turn(few, clock) for _ in range(5)]
+    order = await served(JobQueue(1), clock, turns, lambda each: 1.0)
+    places = [place for place, each in enumerate(order) if each.tenant is few]
+    assert places[-1] <= 2 * 5
+
+
+async def test_shares_follow_weights(clock: Clock) -> None:
+    heavy, light = tenant("heavy", 3.0), tenant("light", 1.0)
+    turns = [turn(each, clock) for each in (heavy, light) for _ in range(40)]
+    order = await served(JobQueue(1), clock, turns, lambda each: 1.0)
+    first = Counter(each.tenant.name for each in order[:40])
+    assert 28 <= first["heavy"] <= 32
+
+
+async def test_time_counts_and_not_the_number(clock: Clock) -> None:
+    slow, quick = tenant("slow"), tenant("quick")
+    turns = [turn(slow, clock) for _ in range(10)] + [turn(quick, clock) for _ in range(100)]
+    order = await served(JobQueue(1), clock, turns, lambda each: 10.0 if each.tenant is slow else 1.0)
+    assert 4 <= sum(each.tenant is slow for each in order[:55]) <= 6
+
+
+async def test_small_ones_come_first_but_large_ones_come(clock: Clock) -> None:
+    one = tenant("one")
+    queue = JobQueue(1)
+    queue.add_job(blocker := turn(one, clock))
+    large = turn(one, clock, size=900_000)
+    queue.add_job(large)
+    numbers = count()
+    while not large.grant_future.done():
+        queue.add_job(small := turn(one, clock, size=100))
+        clock.now += 0.1
+        queue.end_job(blocker)
+        blocker = small
+        assert next(numbers) < 20, "a large one waits as long as its bytes say"
+        if not small.grant_future.done():
+            break
+    assert large.grant_future.done()
+
+
+@given(
+    st.integers(1, 8),
+    st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from([1, LARGE_BYTES + 1]), st.booleans()), max_size=40),
+)
+def test_slots_are_never_exceeded_and_nobody_is_forgotten(slots: int, jobs: list[tuple[str, int, bool]]) -> None:
+    async def run() -> None:
+        queue, open_turns = JobQueue(slots), list[QueuedJob]()
+        tenants = {name: tenant(name) for name in "abc"}
+        for name, size, ends_one in jobs:
+            each = QueuedJob(tenants[name], size, asyncio.get_running_loop().create_future())
+            open_turns.append(each)
+            queue.add_job(each)
+            if ends_one:  # running or not: callers leave while they wait, too
+                queue.end_job(open_turns.pop(0))
+            running = [each for each in open_turns if each.grant_future.done()]
+            assert len(running) <= slots
+            assert sum(each.is_large for each in running) <= max(1, slots - 1)
+            free = len(running) < slots and sum(each.is_large for each in running) < max(1, slots - 1)
+            assert not (free and len(running) < len(open_turns)), "a slot is free while somebody waits"
+        while open_turns:
+            granted = [each for each in open_turns if each.grant_future.done()]
+            assert granted
+            queue.end_job(granted[0])
+            open_turns.remove(granted[0])
+        assert len(queue) == 0
+        kept = [*queue._seconds_by_tenant, *queue._seconds_by_class, *queue._num_jobs]
+        assert not kept, "of tenants that are gone, nothing is kept"
+
+    asyncio.run(run())
+
+
+async def test_many_jobs_of_one_kind_do_not_hold_up_another(clock: Clock) -> None:
+    """Also where all callers are one tenant: a server without keys."""
+    queue, anybody = JobQueue(2), tenant("")
+    grammars = [turn(anybody, clock) for _ in range(50)]
+    for each in grammars:
+        each.is_slow = True
+    prompts = [turn(anybody, clock, 1 << 20) for _ in range(50)]
+    honest = turn(anybody, clock, 9000)
+    order = await served(queue, clock, [*grammars, *prompts, honest], lambda each: 0.01 if each is honest else 2.0)
+    assert order.index(honest) <= 2
+    half = order[:50]
+    assert abs(sum(each.is_slow for each in half) - 25) <= 1, "both kinds go on"
