@@ -105,7 +105,7 @@ test: $(READY)
 
 # The parts of the second tier; tests/tiers.py says what is in which. The last are the clients, which have an environment
 # of their own.
-SHARDS := 12
+SHARDS := 16
 PARTS  := $(shell seq $(SHARDS))
 
 ifeq ($(SHARD),)

@@ -613,3 +613,45 @@ def test_no_room_outgrows_a_glance() -> None:
     counts = Counter(path.parent for path in modules if path.name != "__init__.py")
     full = [f"{room}: {count} modules, at most {MAX_MODULES}" for room, count in counts.items() if count > MAX_MODULES]
     assert not full, "\n".join([*full, "Give what belongs together a room of its own."])
+
+
+MAX_IMPORTS = 20
+
+
+def test_no_file_knows_too_many_others() -> None:
+    wrong = []
+    for path in our_files():
+        modules = {found.module for found in imports(path) if part_of(found.module) is not None}
+        if len(modules) > MAX_IMPORTS and path not in KNOWS_MANY:
+            wrong.append(f"{path} imports {len(modules)} modules of ours, at most {MAX_IMPORTS}")
+    assert not wrong, "\n".join([*wrong, "Let a builder or a room's own module put some of them together."])
+
+
+def joined(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Lines that save lines: a display that is written within another one by a star, and an assignment of more than two
+    values to as many targets."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Starred) and isinstance(node.value, ast.Tuple | ast.List | ast.Set):
+            yield node.lineno, "a starred literal: write its items one a line"
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and len(node.value.elts) > MAX_TARGETS:
+            targets = [each for each in node.targets if isinstance(each, ast.Tuple)]
+            if targets:
+                yield node.lineno, f"assigns {len(node.value.elts)} values at once: write one a line"
+
+
+MAX_TARGETS = 2
+
+
+def test_no_line_is_saved_by_joining() -> None:
+    wrong = [f"{path}:{line} {what}" for path in our_files() for line, what in joined(tree_of(path))]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("line", ["x = (*('a', 'b'), 'c')", "a, b, c = 1, 2, 3"])
+def test_joining_is_found(line: str) -> None:
+    assert [*joined(ast.parse(line))]
+
+
+@pytest.mark.parametrize("line", ["x = (*names, 'c')", "a, b = b, a", "a, b, c = triple", "a = 1, 2, 3"])
+def test_other_lines_are_no_joining(line: str) -> None:
+    assert not [*joined(ast.parse(line))]
