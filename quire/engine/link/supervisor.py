@@ -323,13 +323,7 @@ class ProcessLink(EngineLink):
             message = await process.receive()
             match message:
                 case messages.Stepped():
-                    for output in message.outputs:
-                        ended = output.finish_reason is not None
-                        self._replay.progress(output.id, len(output.new_ids), ended=ended)
-                    self._failures = 0
-                    self._submit_ready()
-                    self.stats = message.stats.add_earlier(self._earlier_stats)
-                    self.owner.deliver(message.outputs, message.step, self.number)
+                    self._deliver_step(message)
                 case messages.SnapshotTaken():
                     self.stats = message.view.stats.add_earlier(self._earlier_stats)
                     self._answers.come(message)
@@ -340,13 +334,7 @@ class ProcessLink(EngineLink):
                     self.asleep = True
                     self._changed()
                 case messages.Ready():
-                    self._on_engine_gone(external=True)
-                    self.ready, self._content = True, message.info.content
-                    if message.failure is None:
-                        self._changed()
-                    else:
-                        self._give_up_change(ConfigError(f"{message.failure}; the weights before are back"))
-                    self._submit_ready()
+                    self._on_rebuilt_engine(message)
                 case messages.Checked():
                     self.ready = True
                     self._changed()
@@ -357,6 +345,25 @@ class ProcessLink(EngineLink):
                     self._submit_ready()
                 case messages.Failed():
                     log.error("the engine could not be built anew: %s", message.message)
+
+    def _deliver_step(self, message: messages.Stepped) -> None:
+        for output in message.outputs:
+            ended = output.finish_reason is not None
+            self._replay.progress(output.id, len(output.new_ids), ended=ended)
+        self._failures = 0
+        self._submit_ready()
+        self.stats = message.stats.add_earlier(self._earlier_stats)
+        self.owner.deliver(message.outputs, message.step, self.number)
+
+    def _on_rebuilt_engine(self, message: messages.Ready) -> None:
+        """The process has built its engine anew: with other weights, or with those before."""
+        self._on_engine_gone(external=True)
+        self.ready, self._content = True, message.info.content
+        if message.failure is None:
+            self._changed()
+        else:
+            self._give_up_change(ConfigError(f"{message.failure}; the weights before are back"))
+        self._submit_ready()
 
     def _changed(self) -> None:
         """The change under way was made."""

@@ -94,22 +94,26 @@ class BracketScanner:
         """
         for position in range(start, len(text)):
             depth = self.depth
-            self._read_character(text[position])
+            if self._quote:
+                self._read_string_character(text[position])
+            else:
+                self._read_plain_character(text[position])
             if self.is_broken:
                 return position
             if self.is_done or (stop_depth == self.depth and depth < self.depth):
                 return position + 1
         return len(text)
 
-    def _read_character(self, character: str) -> None:
-        if self._quote:
-            if self._is_escaped:
-                self._is_escaped = False
-            elif character == "\\":
-                self._is_escaped = True
-            elif character == self._quote:
-                self._quote = ""
-        elif not self._has_begun and character != "{":
+    def _read_string_character(self, character: str) -> None:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif character == "\\":
+            self._is_escaped = True
+        elif character == self._quote:
+            self._quote = ""
+
+    def _read_plain_character(self, character: str) -> None:
+        if not self._has_begun and character != "{":
             self.is_broken = not character.isspace()
         elif self._plain_characters is not None and character not in self._plain_characters:
             self.is_broken = True
