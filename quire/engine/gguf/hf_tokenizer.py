@@ -23,8 +23,19 @@ _ROLE_KEYS = {"unk": "unknown_token_id", "sep": "seperator_token_id", "pad": "pa
 HARMONY_END_TOKENS = {"<|return|>", "<|call|>"}
 """Where both are, <|end|> ends one message of an answer, after which the next begins (OpenAI's harmony format)."""
 _END_TOKENS = {
-    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"),
-    *("<EOT>", "_<EOT>", "[EOT]", "<｜end▁of▁sentence｜>", "<end_of_utterance>", *HARMONY_END_TOKENS),
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "<｜end▁of▁sentence｜>",
+    "<end_of_utterance>",
+    *HARMONY_END_TOKENS,
 }
 """Tokens that end an answer by their names: files name one or two of those that their model writes, and some give the
 others the type of usual text."""
@@ -48,8 +59,13 @@ def tokenizer_json(header: GGUFHeader) -> dict[str, Any]:
         raise _key_error(header, "model", f"tokenizers of the kind {str(kind)[:40]!r} are not read (gpt2, llama)")
     added = [
         {
-            **{"id": index, "content": token, "single_word": False, "lstrip": False, "rstrip": False},
-            **{"normalized": False, "special": types[index] != _USER_DEFINED},
+            "id": index,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": types[index] != _USER_DEFINED,
         }
         for index, token in enumerate(tokens)
         if types[index] in _ADDED_TYPES

@@ -89,12 +89,10 @@ class FusedLinear:
     def parameters(self) -> ParameterTable:
         return {
             f"{part}.{name}": Parameter(
-                *(
-                    each.shape,
-                    each.dtype,
-                    self._make_weight_loader(part, name),
-                    partial(self._cuts[part].slice_on_read, which=each.early_slice_axes),
-                )
+                each.shape,
+                each.dtype,
+                self._make_weight_loader(part, name),
+                partial(self._cuts[part].slice_on_read, which=each.early_slice_axes),
             )
             for part, tensors in self._tensor_specs.items()
             for name, each in tensors.items()

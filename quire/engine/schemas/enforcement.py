@@ -28,24 +28,42 @@ _MAX_INTEGER = 2**63 - 1
 _TYPE_NAMES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _ENFORCED_KEYWORDS = frozenset(
     {
-        *("$ref", "type", "enum", "const", "anyOf", "allOf", "properties", "required", "additionalProperties"),
-        *("patternProperties", "items", "prefixItems", "minItems", "maxItems", "minLength", "maxLength", "pattern"),
-        *("format", *_BOUND_KEYWORDS, *DEFINITION_KEYWORDS, "$schema", "$id", "$anchor"),
-    }
-)
-"""Keywords that a grammar enforces."""
-_TYPE_KEYWORDS = _ENFORCED_KEYWORDS - {
-    *(
-        "pattern",
+        "$ref",
+        "type",
+        "enum",
+        "const",
+        "anyOf",
+        "allOf",
+        "properties",
+        "required",
+        "additionalProperties",
         "patternProperties",
-        "format",
+        "items",
+        "prefixItems",
         "minItems",
         "maxItems",
         "minLength",
         "maxLength",
-        "allOf",
+        "pattern",
+        "format",
         *_BOUND_KEYWORDS,
-    )
+        *DEFINITION_KEYWORDS,
+        "$schema",
+        "$id",
+        "$anchor",
+    }
+)
+"""Keywords that a grammar enforces."""
+_TYPE_KEYWORDS = _ENFORCED_KEYWORDS - {
+    "pattern",
+    "patternProperties",
+    "format",
+    "minItems",
+    "maxItems",
+    "minLength",
+    "maxLength",
+    "allOf",
+    *_BOUND_KEYWORDS,
 }
 """Those that say of which types a value is made."""
 _COUNT_KEYWORDS = ("minItems", "maxItems", "minLength", "maxLength")

@@ -23,8 +23,16 @@ SUFFIX = ".bin"
 _PICKLE_BYTES = 64 * MIB
 _MOST_STEPS = 2**23
 _STORAGES = {
-    **{"Double": "F64", "Float": "F32", "Half": "F16", "BFloat16": "BF16", "Long": "I64", "Int": "I32"},
-    **{"Short": "I16", "Char": "I8", "Byte": "U8", "Bool": "BOOL"},
+    "Double": "F64",
+    "Float": "F32",
+    "Half": "F16",
+    "BFloat16": "BF16",
+    "Long": "I64",
+    "Int": "I32",
+    "Short": "I16",
+    "Char": "I8",
+    "Byte": "U8",
+    "Bool": "BOOL",
 }
 """Kinds of storages, and safetensors' names of their types;"""
 _TYPES = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "uint16": "U16", "uint32": "U32", "uint64": "U64"}
@@ -34,8 +42,20 @@ _VALUES = {"NONE": None, "NEWFALSE": False, "NEWTRUE": True}
 _EMPTY_TYPES: dict[str, type] = {"EMPTY_DICT": dict, "EMPTY_TUPLE": tuple, "EMPTY_LIST": list}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _PLAIN = {
-    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "INT", "LONG"),
-    *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE", "BINSTRING", "SHORT_BINSTRING", "STRING"),
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "LONG1",
+    "BINFLOAT",
+    "INT",
+    "LONG",
+    "BINUNICODE",
+    "SHORT_BINUNICODE",
+    "BINUNICODE8",
+    "UNICODE",
+    "BINSTRING",
+    "SHORT_BINSTRING",
+    "STRING",
 }
 """Instructions that push their argument."""
 

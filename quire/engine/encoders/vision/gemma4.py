@@ -41,7 +41,9 @@ class Gemma4Tower(Tower):
         shape, self._vision, self._build_context = vision.tower_shape, vision, build_context
         norm, quarter = NormSpec(shape.eps), vision.head_dim // 4
         attention = AttentionLayerSpec(
-            *(shape.num_heads, vision.num_kv_heads, vision.head_dim),
+            shape.num_heads,
+            vision.num_kv_heads,
+            vision.head_dim,
             scale=1.0,
             rope={"rope_type": "axial", "rope_theta": vision.rope_theta},
             norm=norm,

@@ -23,8 +23,13 @@ NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 LOOSE_NUMBER = re.compile(r"\+?(-?)(0|[1-9][0-9]*)?(?:\.([0-9]*))?((?:[eE][+-]?[0-9]+)?)")
 JSON_BY_CONSTANT = {
     **{word: word for word in ("true", "false", "null")},
-    **{"True": "true", "False": "false", "None": "null", "undefined": "null"},
-    **{"NaN": "null", "Infinity": "null", "-Infinity": "null"},
+    "True": "true",
+    "False": "false",
+    "None": "null",
+    "undefined": "null",
+    "NaN": "null",
+    "Infinity": "null",
+    "-Infinity": "null",
 }
 """What JSON has for words; null for those that it has nothing for."""
 
