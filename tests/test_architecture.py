@@ -182,7 +182,9 @@ OTHERS_PRIVATE = {
 }
 """What begins with _ and is used all the same: an expression, or an attribute of anything."""
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_MODULES = 500, 90, 16
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 90
+MAX_MODULES = 16
 
 
 @cache

@@ -13,8 +13,12 @@ from quire.engine.gguf.header import GGUFHeader
 from quire.engine.gguf.pre_tokenizers import PRE_TOKENIZERS
 
 _PREFIX = "tokenizer.ggml."
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
-"""Values of token_type; 6 is a byte."""
+# Values of token_type; 6 is a byte.
+_NORMAL = 1
+_UNKNOWN = 2
+_CONTROL = 3
+_USER_DEFINED = 4
+_UNUSED = 5
 _ADDED_TYPES = (_UNKNOWN, _CONTROL, _USER_DEFINED)
 _SPACE_MARK = "\u2581"
 _SPECIAL_ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")

@@ -163,7 +163,9 @@ class ProcessLink(EngineLink):
             self._exit.cancel()
             await asyncio.gather(self._exit, return_exceptions=True)
         if self._process is not None:
-            process, self._process, self.ready = self._process, None, False
+            process = self._process
+            self._process = None
+            self.ready = False
             await process.stop()
         self.die("the engine was stopped")
 
@@ -370,7 +372,9 @@ class ProcessLink(EngineLink):
         change = self._change
         assert change is not None
         if self.ready:
-            self._config, self.weights_version, self.asleep = change.config, change.version, False
+            self._config = change.config
+            self.weights_version = change.version
+            self.asleep = False
         if not change.done.done():
             change.done.set_result(None)
 

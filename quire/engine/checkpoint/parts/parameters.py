@@ -247,7 +247,9 @@ def kept_by(state: ColumnState | MatrixState, text: Mapping[str, Any], hidden: i
 
 def _selective_scan(state: MatrixState, text: Mapping[str, Any], hidden: int) -> int:
     """Parameters of a selective scan, its convolution and its linears."""
-    channels, biased, given = state.channels, bool(text.get("mamba_proj_bias")), text.get("mamba_dt_rank")
+    channels = state.channels
+    biased = bool(text.get("mamba_proj_bias"))
+    given = text.get("mamba_dt_rank")
     rank, both = given if isinstance(given, int) else -(-hidden // 16), 2 * state.key
     found = 3 * hidden * channels + biased * (2 * channels + hidden) + channels * (2 * rank + both + state.key + 2)
     found += (state.columns + 1 + (text.get("mamba_conv_bias") is not False)) * channels

@@ -28,7 +28,9 @@ class CallFormReader:
 
     def read_form_calls(self, marker: str) -> ParserSteps[bool]:
         """As ToolFormat.read_calls."""
-        form, source, sink = self._form, self._source, self._sink
+        form = self._form
+        source = self._source
+        sink = self._sink
         source.restore_place(0)
         if not form.has_distinct_marker and not marker and not (yield from source.take_ignoring_space(form.begin)):
             return False
@@ -87,7 +89,10 @@ class CallFormReader:
         """Read a call that begins with a head: an `inner` one may be spoken of, so the name must be a tool's, and
         arguments must follow."""
         must_be_known = inner or not self._form.has_distinct_marker
-        form, source, sink, tools = self._form, self._source, self._sink, self._tools
+        form = self._form
+        source = self._source
+        sink = self._sink
+        tools = self._tools
         place = source.save_place()
         slot_values = yield from self._read_head(head, must_be_known=must_be_known)
         if slot_values is None:

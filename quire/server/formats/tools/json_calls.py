@@ -194,7 +194,9 @@ def _read_buffered_call(
     source: TextSource, sink: ToolCallSink, names: Container[str] | None, keys: JsonCallKeys
 ) -> ParserSteps[bool]:
     """Read a call with another order of keys, or with its arguments in a string. Waits for all of it."""
-    reader, position, written = JsonRepairer(), 0, ""
+    reader = JsonRepairer()
+    position = 0
+    written = ""
     while True:
         more, count = reader.repair_piece(source.text[position:], closed=source.is_closed)
         written, position = written + more, position + count

@@ -144,7 +144,9 @@ class JsonRepairer:
 
     def _missing_separator(self) -> str:
         """What is missing before a key or value."""
-        before, self._pending_comma, self._is_first = self._pending_comma, "", False
+        before = self._pending_comma
+        self._pending_comma = ""
+        self._is_first = False
         if self._expected == "end":
             before, self._expected = ", ", self._next_expected()
         elif self._expected == "colon":
