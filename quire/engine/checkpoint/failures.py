@@ -41,44 +41,62 @@ def told_apart(name: HubName, revision: str | None) -> Iterator[None]:
 
 
 def _explained(error: Exception, name: HubName, revision: str | None) -> str:
-    from huggingface_hub import errors, get_token, is_offline_mode
+    from huggingface_hub import errors, is_offline_mode
 
-    repo, token = name.repo, get_token()
     cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else None
     shown = cause if isinstance(cause, errors.HfHubHTTPError) else error
-    if isinstance(shown, errors.GatedRepoError):
+    refusal = _explained_refusal(shown, name.repo, revision)
+    if refusal is not None:
+        return refusal
+    if is_offline_mode():
+        return f"{name.repo} is not in the hub's cache on this machine, and HF_HUB_OFFLINE is set"
+    write_failure = _explained_write_failure(error, name) if isinstance(error, OSError) else None
+    if write_failure is not None:
+        return write_failure
+    return (
+        f"{name.repo!r} is not a directory, and the hub cannot be reached at {_endpoint()} to download it: give the "
+        "path of a copy (for quire plan a config.json will do)"
+    )
+
+
+def _explained_refusal(error: Exception, repo: str, revision: str | None) -> str | None:
+    """Why the hub, or its client for it, refused; None if this is no answer of theirs."""
+    from huggingface_hub import errors, get_token
+
+    token = get_token()
+    if isinstance(error, errors.GatedRepoError):
         page = f"{_endpoint()}/{repo}"
         if token is None:
             return f"{repo} is gated: accept its terms at {page}, and set HF_TOKEN to a token of that account"
         return f"{repo} is gated, and the account of HF_TOKEN may not read it: ask for that at {page}"
-    if isinstance(shown, errors.RepositoryNotFoundError | errors.HFValidationError):
+    if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
         return _not_found(repo, private=token is None)
-    if isinstance(shown, errors.RevisionNotFoundError):
+    if isinstance(error, errors.RevisionNotFoundError):
         return f"revision: {repo} has no branch, tag or commit {revision!r}"
-    if isinstance(shown, errors.RemoteEntryNotFoundError):
-        return f"{repo} has no file {str(shown.response.url).rpartition('/')[2]}"
-    if isinstance(shown, errors.HfHubHTTPError):
-        status = shown.response.status_code
-        if status == 401 and token is None:  # so the hub answers who may not know whether there is such a model
-            return _not_found(repo, private=True)
-        if status in (401, 403):
-            return f"HF_TOKEN: the hub refuses this token for {repo} (status {status})"
-        return f"the hub answers {status} for {repo}: try again later"
-    if is_offline_mode():
-        return f"{repo} is not in the hub's cache on this machine, and HF_HUB_OFFLINE is set"
-    if isinstance(error, OSError) and error.errno in _NOT_WRITABLE:
+    if isinstance(error, errors.RemoteEntryNotFoundError):
+        return f"{repo} has no file {str(error.response.url).rpartition('/')[2]}"
+    if not isinstance(error, errors.HfHubHTTPError):
+        return None
+    status = error.response.status_code
+    if status == 401 and token is None:  # so the hub answers who may not know whether there is such a model
+        return _not_found(repo, private=True)
+    if status in (401, 403):
+        return f"HF_TOKEN: the hub refuses this token for {repo} (status {status})"
+    return f"the hub answers {status} for {repo}: try again later"
+
+
+def _explained_write_failure(error: OSError, name: HubName) -> str | None:
+    """Why a file could not be stored; None if another operation failed."""
+    if error.errno in _NOT_WRITABLE:
         return (
-            f"{repo!r} cannot be stored: {error.filename} cannot be written by uid {os.getuid()} "
+            f"{name.repo!r} cannot be stored: {error.filename} cannot be written by uid {os.getuid()} "
             f"({(error.strerror or '').lower()}); make it this user's, or let HF_HOME name another folder"
         )
-    if isinstance(error, OSError) and error.errno in _FULL:
+    if error.errno in _FULL:
         return _full(name)
-    if isinstance(error, OSError) and "Consistency check" in str(error):
-        return f"{repo}: the hub sent a file of another size than it said: try again"
-    return (
-        f"{repo!r} is not a directory, and the hub cannot be reached at {_endpoint()} to download it: give the path of "
-        "a copy (for quire plan a config.json will do)"
-    )
+    if "Consistency check" in str(error):
+        return f"{name.repo}: the hub sent a file of another size than it said: try again"
+    return None
 
 
 def _not_found(repo: str, *, private: bool) -> str:

@@ -100,26 +100,30 @@ LATENT_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_
 """What config.json calls the sizes of latent attention."""
 WITH_EXPERTS = (
     *(kind for kind, module in FAMILIES.items() if module == "sparse"),
-    *("deepseek_v2", "deepseek_v3", "gemma4_text", "glm4_moe_lite", "granitemoehybrid", "jamba"),
-    *("kimi_k2", "nemotron_h"),
+    "deepseek_v2",
+    "deepseek_v3",
+    "gemma4_text",
+    "glm4_moe_lite",
+    "granitemoehybrid",
+    "jamba",
+    "kimi_k2",
+    "nemotron_h",
 )
 """Families with mixtures of experts."""
 WITHOUT_GATES = (
-    *(
-        "apertus",
-        "arcee",
-        "bloom",
-        "falcon",
-        "gpt2",
-        "gpt_bigcode",
-        "gpt_neox",
-        "gptj",
-        "mpt",
-        "nemotron",
-        "nemotron_h",
-        "opt",
-        "phi",
-    ),
+    "apertus",
+    "arcee",
+    "bloom",
+    "falcon",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neox",
+    "gptj",
+    "mpt",
+    "nemotron",
+    "nemotron_h",
+    "opt",
+    "phi",
     "starcoder2",
 )
 """Families whose MLPs have two matrices, not three."""
@@ -157,16 +161,14 @@ NARROW = ("mixer.fc1_latent_proj", "mixer.fc2_latent_proj")
 """In a layer whose experts read and give smaller vectors (moe_latent_size): what makes these of the layer's, and the
 layer's of them."""
 STACKED = (
-    *(
-        "gemma4_text",
-        "gpt_oss",
-        "granitemoe",
-        "granitemoe_swa",
-        "granitemoehybrid",
-        "granitemoeshared",
-        "llama4_text",
-        "qwen3_5_moe_text",
-    ),
+    "gemma4_text",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoe_swa",
+    "granitemoehybrid",
+    "granitemoeshared",
+    "llama4_text",
+    "qwen3_5_moe_text",
     "qwen3_vl_moe_text",
 )
 """Families whose checkpoints have all experts of a layer in one tensor."""
@@ -214,11 +216,23 @@ _LLAMA_SIZES = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_hea
 _PAIRED_SIZES = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
 TEXT_SIZES: dict[str, dict[str, int]] = {
     "gemma3_text": {
-        **{"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
-        **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072},
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
     },
-    "clip_text_model": {**_PAIRED_SIZES, "vocab_size": 49408, "hidden_size": 512, "intermediate_size": 2048}
-    | {"num_attention_heads": 8, "max_position_embeddings": 77},
+    "clip_text_model": {
+        **_PAIRED_SIZES,
+        "vocab_size": 49408,
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 77,
+    },
     "siglip_text_model": {**_PAIRED_SIZES, "vocab_size": 32000, "max_position_embeddings": 64},
     "llama": {**_LLAMA_SIZES, "vocab_size": 32000, "intermediate_size": 11008},
     "mistral": {**_LLAMA_SIZES, "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8},

@@ -304,8 +304,10 @@ class ServedFields(SharedFields, total=False):
 _COUNT = Width0 | list[Any] | None
 _SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "num_attention_heads", "intermediate_size"), Width | None),
-    **{"num_hidden_layers": _Layers | None, "max_position_embeddings": _Positions | None},
-    **{"experts": _COUNT, "experts_per_token": _COUNT},
+    "num_hidden_layers": _Layers | None,
+    "max_position_embeddings": _Positions | None,
+    "experts": _COUNT,
+    "experts_per_token": _COUNT,
 }
 """The bounds of what ALIASES lists, whichever key gives it."""
 _Sizes = TypedDict(  # type: ignore[misc]  # its fields are ALIASES'

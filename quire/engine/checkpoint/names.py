@@ -56,7 +56,9 @@ def hub_name(name: str) -> HubName | None:
         if address:
             raise ModelError(f"model: {name!r} is not the address of a model: OWNER/REPO, and maybe :TAG")
         return None
-    repo, more, revision = "/".join(parts[:2]), parts[2:], None
+    repo = "/".join(parts[:2])
+    more = parts[2:]
+    revision = None
     if address and more and more[0] in _PAGES:
         revision, more = (more[1] if len(more) > 1 else None), more[2:]
     if address and parts[0] in ("datasets", "spaces"):

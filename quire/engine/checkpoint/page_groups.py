@@ -127,7 +127,9 @@ def page_groups(layers: Sequence[LayerStates], longest: int, block_size: int, *,
 
 def _with_readers(groups: PageGroups, sources: Sequence[int | None]) -> PageGroups:
     """With layers, among those of `groups`, that read others' pages, whose numbers `sources` gives."""
-    group_of, place_of, own = list[int](), list[int](), 0
+    group_of = list[int]()
+    place_of = list[int]()
+    own = 0
     for source in sources:
         where = (groups.group_of[own], groups.place_of[own]) if source is None else (group_of[source], place_of[source])
         group_of.append(where[0])
@@ -137,7 +139,9 @@ def _with_readers(groups: PageGroups, sources: Sequence[int | None]) -> PageGrou
 
 
 def _grouped(seen: Sequence[int | None], kinds: Counter[int | None], places: int) -> PageGroups:
-    windows, first, met = list[int | None](), dict[int | None, int](), Counter[int | None]()
+    windows = list[int | None]()
+    first = dict[int | None, int]()
+    met = Counter[int | None]()
     for window, count in kinds.items():
         first[window] = len(windows)
         windows += [window] * -(-count // places)

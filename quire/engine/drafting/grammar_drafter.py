@@ -130,7 +130,10 @@ def complete_draft(
 ) -> Draft:
     """Up to so many tokens: the forced ones, then of the guess what agrees with these and is allowed, and what is
     forced behind it."""
-    lookahead, token_ids, kinds, draft_kinds = matcher.deep_copy(), list[int](), list[int](), token_kinds(draft)
+    lookahead = matcher.deep_copy()
+    token_ids = list[int]()
+    kinds = list[int]()
+    draft_kinds = token_kinds(draft)
     next_tokens, kind = forced_tokens, KIND_FORCED
     while len(token_ids) < max_drafts and not lookahead.is_stopped():
         if not next_tokens:
@@ -147,7 +150,9 @@ def complete_draft(
             added = draft_kinds[len(token_ids) : len(token_ids) + len(next_tokens)]
         if not next_tokens or not lookahead.consume_tokens(next_tokens):
             break
-        token_ids, kinds, next_tokens = token_ids + next_tokens, kinds + added, []
+        token_ids = token_ids + next_tokens
+        kinds = kinds + added
+        next_tokens = []
     return Draft(token_ids, kinds)
 
 

@@ -140,7 +140,9 @@ class ModelDrafter(StepwiseDrafter):
             num_computed -= self._blocks.block_size
         start = min(num_computed, num_known - 1)
         count = min(num_known - start, budget)
-        spare, new_request, first_block = self._blocks.spare_blocks(request.slot), None, 0
+        spare = self._blocks.spare_blocks(request.slot)
+        new_request = None
+        first_block = 0
         if state is None or self._slot_requests.get(request.slot) != request_id:
             new_request = NewRequestData(
                 request.slot,

@@ -173,12 +173,16 @@ class _RecentAnswers:
 
     def __init__(self, min_ngram: int) -> None:
         self._min_ngram = min_ngram
-        self._newer, self._older, self._num_newer_tokens = NgramIndex(min_ngram), NgramIndex(min_ngram), 0
+        self._newer = NgramIndex(min_ngram)
+        self._older = NgramIndex(min_ngram)
+        self._num_newer_tokens = 0
 
     def add_answer(self, answer: tuple[int, ...]) -> None:
         answer = answer[:MAX_SHARED_TOKENS]
         if self._num_newer_tokens + len(answer) > MAX_SHARED_TOKENS:
-            self._newer, self._older, self._num_newer_tokens = NgramIndex(self._min_ngram), self._newer, 0
+            self._older = self._newer
+            self._newer = NgramIndex(self._min_ngram)
+            self._num_newer_tokens = 0
         self._newer.index_tokens(answer, 0, len(answer))
         self._num_newer_tokens += len(answer)
 

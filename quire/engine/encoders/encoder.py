@@ -181,7 +181,9 @@ class _EncoderLayer:
     """Weights of one layer."""
 
     def __init__(self, spec: EncoderSpec, scheme: QuantizationScheme, index: int, cos_sin: Tensor | None) -> None:
-        names, hidden, attention_size = spec.names, spec.hidden_size, spec.num_heads * spec.head_dim
+        names = spec.names
+        hidden = spec.hidden_size
+        attention_size = spec.num_heads * spec.head_dim
         self.hidden_size = hidden
         name = names.layer_template.format(index)
 
@@ -267,7 +269,9 @@ class Encoder:
 
     def parameters(self) -> ParameterTable:
         """Every tensor the model takes, by its name in the checkpoint."""
-        spec, names, table = self.spec, self.spec.names, ParameterTable()
+        spec = self.spec
+        names = self.spec.names
+        table = ParameterTable()
         sizes = (
             (names.word_embeddings, spec.vocab_size),
             (names.position_embeddings, spec.positions),
@@ -307,7 +311,9 @@ class Encoder:
         head_dim] float32: of each patch, as Rope.cos_sin has it for a position. All pieces together weigh what
         `chunk_cost` says of the patches. cut: a piece may be some of the tokens, all of which see each other then,
         wherever they stand."""
-        backend, spec, aux_hidden_states = self._backend, self.spec, list[Tensor]()
+        backend = self._backend
+        spec = self.spec
+        aux_hidden_states = list[Tensor]()
         bias, size = self._embedding_tables.get(spec.names.relative_attention_bias or ""), self._backend.block_size
         num_blocks = max(count_blocks(each, size) for each in lengths)
         shape = backend.kv_cache_shape(num_blocks, spec.num_heads, spec.head_dim, self.dtype)

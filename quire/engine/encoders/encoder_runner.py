@@ -71,7 +71,9 @@ class EncoderRunner:
         )
 
     def _embed_texts(self, rows: Sequence[ScheduledRequest]) -> dict[str, bytes]:
-        pooled, ids, begin = [], list[np.ndarray](), 0
+        pooled = []
+        ids = list[np.ndarray]()
+        begin = 0
         for row in rows:
             request = self._request_data(row)
             assert row.num_tokens == request.num_prompt_tokens, "an encoder computes whole prompts"

@@ -107,7 +107,9 @@ _LARGEST_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}
 """By their number of layers: the models that scale attention by hidden_size / heads, which the format does not say."""
 _NULLABLE_FIELDS = ("num_key_value_heads", "q_lora_rank")
 """Fields where null is not what it is to leave them out."""
-EMBEDDING_TENSOR, _LM_HEAD_TENSOR, _ROPE_FACTORS_TENSOR = "token_embd.weight", "output.weight", "rope_freqs.weight"
+EMBEDDING_TENSOR = "token_embd.weight"
+_LM_HEAD_TENSOR = "output.weight"
+_ROPE_FACTORS_TENSOR = "rope_freqs.weight"
 _MAX_ROPE_FACTORS = 2**16
 
 

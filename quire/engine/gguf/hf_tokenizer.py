@@ -13,8 +13,12 @@ from quire.engine.gguf.header import GGUFHeader
 from quire.engine.gguf.pre_tokenizers import PRE_TOKENIZERS
 
 _PREFIX = "tokenizer.ggml."
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
-"""Values of token_type; 6 is a byte."""
+# Values of token_type; 6 is a byte.
+_NORMAL = 1
+_UNKNOWN = 2
+_CONTROL = 3
+_USER_DEFINED = 4
+_UNUSED = 5
 _ADDED_TYPES = (_UNKNOWN, _CONTROL, _USER_DEFINED)
 _SPACE_MARK = "\u2581"
 _SPECIAL_ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
@@ -23,8 +27,19 @@ _ROLE_KEYS = {"unk": "unknown_token_id", "sep": "seperator_token_id", "pad": "pa
 HARMONY_END_TOKENS = {"<|return|>", "<|call|>"}
 """Where both are, <|end|> ends one message of an answer, after which the next begins (OpenAI's harmony format)."""
 _END_TOKENS = {
-    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"),
-    *("<EOT>", "_<EOT>", "[EOT]", "<｜end▁of▁sentence｜>", "<end_of_utterance>", *HARMONY_END_TOKENS),
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "<｜end▁of▁sentence｜>",
+    "<end_of_utterance>",
+    *HARMONY_END_TOKENS,
 }
 """Tokens that end an answer by their names: files name one or two of those that their model writes, and some give the
 others the type of usual text."""
@@ -48,8 +63,13 @@ def tokenizer_json(header: GGUFHeader) -> dict[str, Any]:
         raise _key_error(header, "model", f"tokenizers of the kind {str(kind)[:40]!r} are not read (gpt2, llama)")
     added = [
         {
-            **{"id": index, "content": token, "single_word": False, "lstrip": False, "rstrip": False},
-            **{"normalized": False, "special": types[index] != _USER_DEFINED},
+            "id": index,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": types[index] != _USER_DEFINED,
         }
         for index, token in enumerate(tokens)
         if types[index] in _ADDED_TYPES

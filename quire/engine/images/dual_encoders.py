@@ -28,11 +28,9 @@ class DualEncoderVision(LlavaVision):
 
     def num_parameters(self, text_size: int) -> int:
         """Beside a text part; what projects its vectors is that part's."""
-        hidden, inner, patch = (
-            self.tower_shape.hidden_size,
-            self.tower_shape.intermediate_size,
-            self.tower_shape.patch_size,
-        )
+        hidden = self.tower_shape.hidden_size
+        inner = self.tower_shape.intermediate_size
+        patch = self.tower_shape.patch_size
         first = (3 * patch**2 + self.patches_per_side**2) * hidden
         if self.tower_kind == "clip":
             return (

@@ -67,7 +67,9 @@ class InternVLVision(VisionSpec):
 
 def read_internvl(config: VisionConfig) -> InternVLVision:
     """Raises ModelError."""
-    tower, outer, preprocessor = config.tower, config.model_fields, config.preprocessor
+    tower = config.tower
+    outer = config.model_fields
+    preprocessor = config.preprocessor
     shape = config.tower_shape(hidden=1024, inner=4096, layers=24, heads=16, patch=14, act="gelu", eps=1e-6)
     side, merge = config.image_size(448), int(1 / (outer.get("downsample_ratio") or 0.5))
     config.check_patches(side, shape, merge)

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _BILINEAR = 2
-_IMAGE_BEGIN_TOKEN, _IMAGE_END_TOKEN, _THUMBNAIL_TOKEN = "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"
+_IMAGE_BEGIN_TOKEN = "<|image_start|>"
+_IMAGE_END_TOKEN = "<|image_end|>"
+_THUMBNAIL_TOKEN = "<|img_thumbnail|>"
 _MAX_TILES = 64
 
 

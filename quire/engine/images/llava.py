@@ -98,7 +98,9 @@ class LlavaVision(VisionSpec):
             top = (rows - int(round(height * (columns / width), 7))) // 2
         else:
             left = (columns - int(round(width * (rows / height), 7))) // 2
-        rows, columns, interpolated_shape = rows - 2 * top, columns - 2 * left, None
+        rows = rows - 2 * top
+        columns = columns - 2 * left
+        interpolated_shape = None
         if self.max_squares is not None:
             ratio = math.sqrt(rows * columns / (self.max_squares * self.patches_per_side**2))
             interpolated_shape = (int(rows // ratio), int(columns // ratio)) if ratio > 1.1 else None
@@ -112,7 +114,9 @@ class LlavaVision(VisionSpec):
         return choose_pinpoint(self.grid_pinpoints, width, height)
 
     def num_parameters(self, text_size: int) -> int:
-        hidden, patch, clip = self.tower_shape.hidden_size, self.tower_shape.patch_size, self.tower_kind == "clip"
+        hidden = self.tower_shape.hidden_size
+        patch = self.tower_shape.patch_size
+        clip = self.tower_kind == "clip"
         first = 3 * patch**2 * hidden + (3 * hidden if clip else hidden) + (self.patches_per_side**2 + clip) * hidden
         linears = hidden * text_size + text_size * text_size + 2 * text_size * self.has_projector_bias
         return self.tower_shape.num_layer_parameters() + first + linears + self.has_newline_token * text_size

@@ -108,7 +108,9 @@ class PagedKVSublayer(Sublayer):
 
     def __init__(self, spec: AttentionLayerSpec, build_context: BuildContext, kv_heads: int) -> None:
         """`kv_heads`: this rank's."""
-        self._spec, self._build_context, self._kv_heads = spec, build_context, kv_heads
+        self._spec = spec
+        self._build_context = build_context
+        self._kv_heads = kv_heads
 
     def block_tensors(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
         """A key cache and a value cache."""
@@ -124,11 +126,9 @@ class PagedKVSublayer(Sublayer):
 
     @property
     def block_bytes_formula(self) -> str:
-        dim, kind, scale_size = (
-            self._spec.head_dim,
-            self._build_context.kv_dtype,
-            num_scale_elements(self._build_context.kv_dtype),
-        )
+        dim = self._spec.head_dim
+        kind = self._build_context.kv_dtype
+        scale_size = num_scale_elements(self._build_context.kv_dtype)
         head = f"({dim} + {scale_size})" if scale_size else f"{dim}"
         tokens = self._build_context.shard.context_shard(self._build_context.backend.block_size).tokens_per_page
         return f"2 x {tokens} tokens x {self._kv_heads} heads x {head} x {kind.itemsize} B"
@@ -136,7 +136,9 @@ class PagedKVSublayer(Sublayer):
 
 class Attention(PagedKVSublayer):
     def __init__(self, spec: AttentionLayerSpec, build_context: BuildContext, layer: str) -> None:
-        shard, dim, hidden = build_context.shard, spec.head_dim, build_context.hidden_size
+        shard = build_context.shard
+        dim = spec.head_dim
+        hidden = build_context.hidden_size
         heads, kv_heads = shard.rank_span(spec.num_heads), shard.kv_head_span(spec.num_kv_heads)
         super().__init__(spec, build_context, len(kv_heads))
         self._kv_scales = build_context.kv_scales.get(layer, UNIT_KV_SCALES)
@@ -211,7 +213,9 @@ class Attention(PagedKVSublayer):
         if self._spec.input_size is None:
             normed, residual = self._norms.norm_for_linears(self._input_linears, ops, self._input_norm, x, residual)
         assert residual is not None
-        metadata, context, (k_cache, v_cache) = step.metadata, step.linear_context, step.cache
+        metadata = step.metadata
+        context = step.linear_context
+        k_cache, v_cache = step.cache
         gate = None if self._gate is None else self._gate.project(ops, normed, context)
         rope, rope_metadata = self.rope, metadata
         if metadata.mrope_positions is not None and self._spec.mrope_axes is not None:
@@ -231,11 +235,9 @@ class Attention(PagedKVSublayer):
             )
         attended = ops.cast(attended.flatten(1), self._build_context.dtype)
         if step.selected_rows is not None:
-            attended, residual, context = (
-                attended[step.selected_rows],
-                residual[step.selected_rows],
-                context.select_rows(step.selected_rows),
-            )
+            attended = attended[step.selected_rows]
+            residual = residual[step.selected_rows]
+            context = context.select_rows(step.selected_rows)
             gate = None if gate is None else gate[step.selected_rows]
         if gate is not None:
             attended = ops.sigmoid_mul(attended, gate)

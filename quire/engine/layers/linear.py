@@ -89,12 +89,10 @@ class FusedLinear:
     def parameters(self) -> ParameterTable:
         return {
             f"{part}.{name}": Parameter(
-                *(
-                    each.shape,
-                    each.dtype,
-                    self._make_weight_loader(part, name),
-                    partial(self._cuts[part].slice_on_read, which=each.early_slice_axes),
-                )
+                each.shape,
+                each.dtype,
+                self._make_weight_loader(part, name),
+                partial(self._cuts[part].slice_on_read, which=each.early_slice_axes),
             )
             for part, tensors in self._tensor_specs.items()
             for name, each in tensors.items()
@@ -122,7 +120,9 @@ class SharedLinear:
         self, adapters: AdapterManager | None, sizes: tuple[dict[str, int], int], cuts: Mapping[str, LinearSlice]
     ) -> None:
         """`sizes`: as FusedLinear's parts and in_features."""
-        self._adapters, self._part_sizes, self._cuts = adapters, sizes, cuts
+        self._adapters = adapters
+        self._part_sizes = sizes
+        self._cuts = cuts
         self._packed_linear: Linear | None = None
 
     def set_weights(self, packed: Linear) -> None:
@@ -155,7 +155,10 @@ class DenseWeightLoader:
     ) -> None:
         """`cut`: what of it a rank has. `on_loaded` gets the rank's weights, [out, in] of the model's type, once all of
         its tensors are there."""
-        self._scheme, self._name, self._slice, self._on_loaded = scheme, name, cut, on_loaded
+        self._scheme = scheme
+        self._name = name
+        self._slice = cut
+        self._on_loaded = on_loaded
         self._tensor_specs = scheme.linear_tensor_specs(name, in_features, out_features, bias=False)
         self._loaded_tensors: dict[str, Tensor] = {}
 

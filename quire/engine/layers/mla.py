@@ -89,9 +89,13 @@ class MLAttention(Sublayer):
     """Ranks have some of the heads each, and all latents."""
 
     def __init__(self, spec: MLALayerSpec, build_context: BuildContext, layer: str) -> None:
-        shard, hidden, num_heads = build_context.shard, build_context.hidden_size, spec.num_heads
+        shard = build_context.shard
+        hidden = build_context.hidden_size
+        num_heads = spec.num_heads
         heads = shard.rank_span(num_heads)
-        self._spec, self._build_context, self._num_heads = spec, build_context, len(heads)
+        self._spec = spec
+        self._build_context = build_context
+        self._num_heads = len(heads)
         self._kv_scales = build_context.kv_scales.get(layer, UNIT_KV_SCALES)
         self._prefix = prefix = f"{layer}.self_attn"
         linear = partial(FusedLinear, build_context.scheme, adapters=build_context.adapters)
@@ -139,11 +143,9 @@ class MLAttention(Sublayer):
 
     @property
     def block_bytes_formula(self) -> str:
-        spec, kind, scale_size = (
-            self._spec,
-            self._build_context.kv_dtype,
-            num_scale_elements(self._build_context.kv_dtype),
-        )
+        spec = self._spec
+        kind = self._build_context.kv_dtype
+        scale_size = num_scale_elements(self._build_context.kv_dtype)
         numbers = (
             f"({spec.kv_lora_rank} latent + {spec.qk_rope_head_dim} rotated{f' + {scale_size}' if scale_size else ''})"
         )
@@ -157,7 +159,9 @@ class MLAttention(Sublayer):
         assert self._expand_values is not None
         q_input = self._q if self._q_a is None else self._q_a
         normed, residual = self._norms.norm_for_linears((q_input, self._kv_a), ops, self._input_norm, x, residual)
-        metadata, context, (cache,) = step.metadata, step.linear_context, step.cache
+        metadata = step.metadata
+        context = step.linear_context
+        (cache,) = step.cache
         q_latent = normed
         if self._q_a is not None:
             q_latent = ops.apply_linear(self._q_a.packed_linear, normed, context)
@@ -181,11 +185,9 @@ class MLAttention(Sublayer):
             ).flatten(1)
             attended = ops.cast(attended, self._build_context.dtype)
         if step.selected_rows is not None:
-            attended, residual, context = (
-                attended[step.selected_rows],
-                residual[step.selected_rows],
-                context.select_rows(step.selected_rows),
-            )
+            attended = attended[step.selected_rows]
+            residual = residual[step.selected_rows]
+            context = context.select_rows(step.selected_rows)
         values = attended if expanded else ops.apply_linear(self._expand_values, attended, context)
         return ops.all_reduce(
             ops.apply_linear(self._out.packed_linear, values, context), self._build_context.shard.group

@@ -62,12 +62,13 @@ class MLP(Sublayer):
     """The dense feed-forward part of a layer."""
 
     def __init__(self, spec: MLPSpec, build_context: BuildContext, layer: str) -> None:
-        self._spec, self._shard, self._dtype = spec, build_context.shard, build_context.dtype
-        hidden, intermediate_size, self._prefix = (
-            build_context.hidden_size,
-            spec.intermediate_size,
-            (prefix := f"{layer}.{spec.name}"),
-        )
+        self._spec = spec
+        self._shard = build_context.shard
+        self._dtype = build_context.dtype
+        hidden = build_context.hidden_size
+        intermediate_size = spec.intermediate_size
+        prefix = f"{layer}.{spec.name}"
+        self._prefix = prefix
         input_names = (f"{prefix}.gate_proj", f"{prefix}.up_proj") if spec.gated else (f"{prefix}.up_proj",)
         up, down = dict.fromkeys(input_names, intermediate_size), f"{prefix}.down_proj"
         outs, ins = (

@@ -127,7 +127,9 @@ class SparseMoE(Sublayer):
 
     def __init__(self, spec: MoELayerSpec, build_context: BuildContext, layer: str) -> None:
         backend, scheme = build_context.expert_packing or (build_context.backend, build_context.scheme)
-        self._spec, self._backend, self._shard = spec, backend, build_context.shard
+        self._spec = spec
+        self._backend = backend
+        self._shard = build_context.shard
         hidden, intermediate_size = build_context.hidden_size, spec.intermediate_size
         self._prefix, self._hidden_size = f"{layer}.{spec.name}" if spec.name else layer, hidden
         router, router_dtype = (
@@ -248,7 +250,9 @@ class _SharedExpert:
 
     def __init__(self, spec: SharedExpertSpec, build_context: BuildContext, layer: str, *, gated: bool) -> None:
         names = ("gate_proj", "up_proj", "down_proj") if gated else ("up_proj", "down_proj")
-        prefix, size, self._is_gated = f"{layer}.{spec.name}", spec.intermediate_size, gated
+        prefix = f"{layer}.{spec.name}"
+        size = spec.intermediate_size
+        self._is_gated = gated
         self._up, self._down = _make_mlp_linears(
             build_context,
             size,
@@ -292,12 +296,12 @@ class _LatentProjections:
     experts give, so that its results are summed with those of the shared ones."""
 
     def __init__(self, spec: LatentMoESpec, build_context: BuildContext, layer: str) -> None:
-        (input_name, output_name), hidden, size = (
-            (f"{layer}.{name}" for name in spec.projection_names),
-            build_context.hidden_size,
-            spec.latent_size,
-        )
-        scheme, bias, adapters = build_context.scheme, spec.bias, build_context.adapters
+        input_name, output_name = (f"{layer}.{name}" for name in spec.projection_names)
+        hidden = build_context.hidden_size
+        size = spec.latent_size
+        scheme = build_context.scheme
+        bias = spec.bias
+        adapters = build_context.adapters
         output_slices = {output_name: LinearSlice(adds_bias=build_context.shard.rank == 0)}
         self.input_linear = FusedLinear(scheme, hidden, {input_name: size}, bias=bias, adapters=adapters)
         self._output_linear = FusedLinear(

@@ -86,7 +86,9 @@ class LinearSlice:
         return replace(weight, codes=codes.contiguous(), scales=scales, offsets=offsets)
 
     def _slice_float8(self, weight: Float8Weight, linear: str) -> Float8Weight:
-        codes, scales, block = weight.codes, weight.scales, list(weight.scale_block)
+        codes = weight.codes
+        scales = weight.scales
+        block = list(weight.scale_block)
         for axis, span in enumerate((self.output_range, self.input_range)):
             if span is not None:
                 codes = _narrow_axis(codes, span, axis)

@@ -270,7 +270,9 @@ class HubLink(Link):
         self.stats = self._total()
         self._responsive, self._healthy = state.responsive, state.healthy
         self.asleep, self.owner.refusing = state.asleep, state.refusing
-        self.deaths, self.replays, self.quarantined = state.deaths, state.replays, state.quarantined
+        self.deaths = state.deaths
+        self.replays = state.replays
+        self.quarantined = state.quarantined
         self.weights_version = state.weights_version
         if state.weights_path is not None:
             self.weights_paths[state.weights_version] = state.weights_path

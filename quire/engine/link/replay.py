@@ -119,7 +119,9 @@ class Replay:
         suspected = set(suspects)
         others = [request_id for request_id in self._submitted if request_id not in suspected]
         self._waiting = dict.fromkeys([*others, *self._waiting])
-        self._submitted, self._begun, self._isolated = {}, set(), set()
+        self._submitted = {}
+        self._begun = set()
+        self._isolated = set()
         return given_up
 
     def _new_suspects(self) -> list[str]:

@@ -163,7 +163,9 @@ class ProcessLink(EngineLink):
             self._exit.cancel()
             await asyncio.gather(self._exit, return_exceptions=True)
         if self._process is not None:
-            process, self._process, self.ready = self._process, None, False
+            process = self._process
+            self._process = None
+            self.ready = False
             await process.stop()
         self.die("the engine was stopped")
 
@@ -323,13 +325,7 @@ class ProcessLink(EngineLink):
             message = await process.receive()
             match message:
                 case messages.Stepped():
-                    for output in message.outputs:
-                        ended = output.finish_reason is not None
-                        self._replay.progress(output.id, len(output.new_ids), ended=ended)
-                    self._failures = 0
-                    self._submit_ready()
-                    self.stats = message.stats.add_earlier(self._earlier_stats)
-                    self.owner.deliver(message.outputs, message.step, self.number)
+                    self._deliver_step(message)
                 case messages.SnapshotTaken():
                     self.stats = message.view.stats.add_earlier(self._earlier_stats)
                     self._answers.come(message)
@@ -340,13 +336,7 @@ class ProcessLink(EngineLink):
                     self.asleep = True
                     self._changed()
                 case messages.Ready():
-                    self._on_engine_gone(external=True)
-                    self.ready, self._content = True, message.info.content
-                    if message.failure is None:
-                        self._changed()
-                    else:
-                        self._give_up_change(ConfigError(f"{message.failure}; the weights before are back"))
-                    self._submit_ready()
+                    self._on_rebuilt_engine(message)
                 case messages.Checked():
                     self.ready = True
                     self._changed()
@@ -358,12 +348,33 @@ class ProcessLink(EngineLink):
                 case messages.Failed():
                     log.error("the engine could not be built anew: %s", message.message)
 
+    def _deliver_step(self, message: messages.Stepped) -> None:
+        for output in message.outputs:
+            ended = output.finish_reason is not None
+            self._replay.progress(output.id, len(output.new_ids), ended=ended)
+        self._failures = 0
+        self._submit_ready()
+        self.stats = message.stats.add_earlier(self._earlier_stats)
+        self.owner.deliver(message.outputs, message.step, self.number)
+
+    def _on_rebuilt_engine(self, message: messages.Ready) -> None:
+        """The process has built its engine anew: with other weights, or with those before."""
+        self._on_engine_gone(external=True)
+        self.ready, self._content = True, message.info.content
+        if message.failure is None:
+            self._changed()
+        else:
+            self._give_up_change(ConfigError(f"{message.failure}; the weights before are back"))
+        self._submit_ready()
+
     def _changed(self) -> None:
         """The change under way was made."""
         change = self._change
         assert change is not None
         if self.ready:
-            self._config, self.weights_version, self.asleep = change.config, change.version, False
+            self._config = change.config
+            self.weights_version = change.version
+            self.asleep = False
         if not change.done.done():
             change.done.set_result(None)
 

@@ -63,8 +63,14 @@ class _AdapterConfig(TypedDict, total=False):
 
 
 _UNSUPPORTED_FIELDS = (
-    *("use_dora", "lora_bias", "modules_to_save", "layer_replication", "trainable_token_indices"),
-    *("target_parameters", "alora_invocation_tokens", "use_qalora"),
+    "use_dora",
+    "lora_bias",
+    "modules_to_save",
+    "layer_replication",
+    "trainable_token_indices",
+    "target_parameters",
+    "alora_invocation_tokens",
+    "use_qalora",
 )
 """Fields that must be empty, because nothing that they ask for is served."""
 

@@ -143,13 +143,11 @@ class AdapterQueue(FairQueue):
     def _load_adapter(self, slot: _AdapterSlot, digest: str) -> None:
         adapter = self._waiting_by_adapter[digest][0].engine_request.adapter
         assert adapter is not None
-        slot.digest, slot.name, slot.is_ready, slot.is_closed, slot.request_ids = (
-            digest,
-            adapter.name,
-            False,
-            False,
-            set(),
-        )
+        slot.digest = digest
+        slot.name = adapter.name
+        slot.is_ready = False
+        slot.is_closed = False
+        slot.request_ids = set()
         self._loader.load_adapter(slot.number, adapter)
 
     def _close_slots(self, count: int) -> None:

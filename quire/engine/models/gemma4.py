@@ -62,7 +62,9 @@ def _rope(rope_fields: Any, layer: UnequalLayer) -> dict[str, Any]:
 def _layer_spec(config: ModelConfig, layer: UnequalLayer, rope: dict[str, Any], index: int, size: int) -> LayerSpec:
     biased, norm = bool(config.raw.get("attention_bias")), NormSpec(config.norm_eps)
     attention = AttentionLayerSpec(
-        *(layer.heads, layer.kv_heads, layer.head_dim),
+        layer.heads,
+        layer.kv_heads,
+        layer.head_dim,
         scale=1.0,
         rope=rope,
         norm=norm,

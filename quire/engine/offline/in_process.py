@@ -106,7 +106,9 @@ class InProcessLink(EngineLink):
                 with suppress(QuireError):  # where their files are gone it sleeps, and what was wrong is raised
                     self._start_engine(EngineCore(before.model_copy(update=self._memory_plan)))
             raise
-        self._config, self._has_given_tensors, self.weights_version = config, tensors is not None, version
+        self._config = config
+        self._has_given_tensors = tensors is not None
+        self.weights_version = version
         self._start_engine(engine)
 
     def _start_engine(self, engine: EngineCore) -> None:
@@ -119,7 +121,10 @@ class InProcessLink(EngineLink):
 
     async def _release_engine(self) -> None:
         """Free the engine, if there is one. Open requests stay."""
-        task, engine, self._task, self._engine = self._task, self._engine, None, None
+        task = self._task
+        engine = self._engine
+        self._task = None
+        self._engine = None
         if task is None or engine is None:
             return
         from quire.engine.engine_core import free_engine_memory

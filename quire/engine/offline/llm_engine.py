@@ -98,7 +98,9 @@ class LLMEngine:
     """
 
     def __init__(self, running_engine: RunningEngine) -> None:
-        config, info, model = running_engine.config, running_engine.info, running_engine.model
+        config = running_engine.config
+        info = running_engine.info
+        model = running_engine.model
         self.model_config = ModelConfig(
             config.model, config.tokenizer or config.model, info.dtype, info.max_model_len, model.vocab_size
         )

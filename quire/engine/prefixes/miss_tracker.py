@@ -145,7 +145,9 @@ class PrefixMissTracker:
         for each in [*self._open_requests] if request_ids is None else request_ids:
             open_request = self._open_requests.get(each)
             if open_request is not None and open_request.visit is not None and open_request.visit.engine == engine:
-                open_request.visit.is_open, open_request.visit, open_request.report = False, None, None
+                open_request.visit.is_open = False
+                open_request.visit = None
+                open_request.report = None
                 open_request.num_computed, open_request.seconds = 0, 0.0
 
     def _start_request(self, open_request: _OpenRequest, num_cached: int, engine: int, weights: str) -> None:
@@ -239,7 +241,9 @@ class _PromptComparison:
     def count_lost_tokens(self, load: int) -> tuple[Counter[MissReason], bool]:
         """Counts, by reason, the tokens that were computed before after the same tokens, but were not found. The second
         value says whether the tenant's own `load` explains evictions."""
-        walk, missed, own_load = self.walk, Counter[MissReason](), False
+        walk = self.walk
+        missed = Counter[MissReason]()
+        own_load = False
         num_comparable = min(walk.num_common_tokens // self._match_unit * self._match_unit, self._max_cached)
         for index in range(self.num_cached // PIECE_TOKENS, -(-num_comparable // PIECE_TOKENS)):
             visit = walk.matched_visits[index] if index < len(walk.matched_visits) else walk.tail_visit

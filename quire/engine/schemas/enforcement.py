@@ -28,24 +28,42 @@ _MAX_INTEGER = 2**63 - 1
 _TYPE_NAMES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _ENFORCED_KEYWORDS = frozenset(
     {
-        *("$ref", "type", "enum", "const", "anyOf", "allOf", "properties", "required", "additionalProperties"),
-        *("patternProperties", "items", "prefixItems", "minItems", "maxItems", "minLength", "maxLength", "pattern"),
-        *("format", *_BOUND_KEYWORDS, *DEFINITION_KEYWORDS, "$schema", "$id", "$anchor"),
-    }
-)
-"""Keywords that a grammar enforces."""
-_TYPE_KEYWORDS = _ENFORCED_KEYWORDS - {
-    *(
-        "pattern",
+        "$ref",
+        "type",
+        "enum",
+        "const",
+        "anyOf",
+        "allOf",
+        "properties",
+        "required",
+        "additionalProperties",
         "patternProperties",
-        "format",
+        "items",
+        "prefixItems",
         "minItems",
         "maxItems",
         "minLength",
         "maxLength",
-        "allOf",
+        "pattern",
+        "format",
         *_BOUND_KEYWORDS,
-    )
+        *DEFINITION_KEYWORDS,
+        "$schema",
+        "$id",
+        "$anchor",
+    }
+)
+"""Keywords that a grammar enforces."""
+_TYPE_KEYWORDS = _ENFORCED_KEYWORDS - {
+    "pattern",
+    "patternProperties",
+    "format",
+    "minItems",
+    "maxItems",
+    "minLength",
+    "maxLength",
+    "allOf",
+    *_BOUND_KEYWORDS,
 }
 """Those that say of which types a value is made."""
 _COUNT_KEYWORDS = ("minItems", "maxItems", "minLength", "maxLength")
@@ -165,35 +183,79 @@ def _keep_enforceable(
 
 def _is_enforceable(keyword: str, value: Any, schema: Mapping[str, Any], references: SchemaReferences | None) -> bool:
     """Whether a keyword has a value that JSON Schema allows, and that a grammar holds exactly."""
-    match keyword:
-        case "type":
-            kinds = [value] if isinstance(value, str) else value
-            return isinstance(kinds, list) and bool(kinds) and all(kind in _TYPE_NAMES for kind in map(str, kinds))
-        case "const":
-            return _inexact_number(value) is None
-        case "enum":
-            return isinstance(value, list) and bool(value) and _inexact_number(value) is None
-        case "required":
-            return isinstance(value, list) and all(isinstance(name, str) for name in value)
-        case "pattern":
-            return isinstance(value, str)
-        case "format":
-            return isinstance(value, str) and value in ENFORCED_FORMATS and "pattern" not in schema
-        case "$ref":
-            return references is not None and _is_resolvable(value, references)
-        case _ if keyword in _BOUND_KEYWORDS:
-            return isinstance(value, int | float) and not isinstance(value, bool) and _is_exact_bound(value)
-        case _ if keyword in _COUNT_KEYWORDS:
-            return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        case _ if keyword in SCHEMA_MAP_KEYWORDS or keyword in DEFINITION_KEYWORDS:
-            return isinstance(value, dict) and all(isinstance(one, dict | bool) for one in value.values())
-        case "items" if isinstance(value, list):
-            return all(isinstance(one, dict | bool) for one in value)
-        case _ if keyword in SCHEMA_LIST_KEYWORDS and keyword != "items":
-            return isinstance(value, list) and bool(value) and all(isinstance(one, dict | bool) for one in value)
-        case _ if keyword in SCHEMA_KEYWORDS:
-            return isinstance(value, dict | bool)
-    return True
+    if keyword == "$ref":
+        return references is not None and _is_resolvable(value, references)
+    if keyword == "format" and "pattern" in schema:
+        return False
+    is_enforceable_value = _VALUE_CHECKS.get(keyword)
+    return is_enforceable_value is None or is_enforceable_value(value)
+
+
+def _is_type_value(value: Any) -> bool:
+    kinds = [value] if isinstance(value, str) else value
+    return isinstance(kinds, list) and bool(kinds) and all(kind in _TYPE_NAMES for kind in map(str, kinds))
+
+
+def _is_const_value(value: Any) -> bool:
+    return _inexact_number(value) is None
+
+
+def _is_enum_value(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and _inexact_number(value) is None
+
+
+def _is_name_list(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_enforced_format(value: Any) -> bool:
+    return isinstance(value, str) and value in ENFORCED_FORMATS
+
+
+def _is_bound_value(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and _is_exact_bound(value)
+
+
+def _is_count_value(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, dict | bool)
+
+
+def _is_schema_map(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_schema, value.values()))
+
+
+def _is_schema_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_schema, value))
+
+
+def _is_items_value(value: Any) -> bool:
+    return all(map(_is_schema, value)) if isinstance(value, list) else _is_schema(value)
+
+
+_VALUE_CHECKS: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(SCHEMA_KEYWORDS, _is_schema),
+    **dict.fromkeys(SCHEMA_LIST_KEYWORDS, _is_schema_list),
+    **dict.fromkeys(SCHEMA_MAP_KEYWORDS, _is_schema_map),
+    **dict.fromkeys(DEFINITION_KEYWORDS, _is_schema_map),
+    **dict.fromkeys(_BOUND_KEYWORDS, _is_bound_value),
+    **dict.fromkeys(_COUNT_KEYWORDS, _is_count_value),
+    "items": _is_items_value,
+    "type": _is_type_value,
+    "const": _is_const_value,
+    "enum": _is_enum_value,
+    "required": _is_name_list,
+    "pattern": _is_text,
+    "format": _is_enforced_format,
+}
+"""By keyword: whether a grammar holds a value of it exactly. Any value of other keywords is enforceable."""
 
 
 def _is_resolvable(reference: Any, references: SchemaReferences) -> bool:

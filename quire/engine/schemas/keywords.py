@@ -12,8 +12,18 @@ Schema = Any
 
 SCHEMA_KEYWORDS = frozenset(
     {
-        *("additionalProperties", "unevaluatedProperties", "propertyNames", "additionalItems", "unevaluatedItems"),
-        *("items", "contains", "not", "if", "then", "else", "contentSchema"),
+        "additionalProperties",
+        "unevaluatedProperties",
+        "propertyNames",
+        "additionalItems",
+        "unevaluatedItems",
+        "items",
+        "contains",
+        "not",
+        "if",
+        "then",
+        "else",
+        "contentSchema",
     }
 )
 """Keywords whose value is a schema; `items` may also be a list of them."""

@@ -163,16 +163,21 @@ class _SchemaCloser:
         for keyword, value in schema.items():
             if keyword == "properties":
                 self._add_plain_schema(own_keywords, parts)
-            elif keyword == "$ref":
-                parts.markers.add("ref")
-                self._add_schema(self._references.resolve(value), parts, seen)
-            elif keyword == "allOf":
-                for one in schema_list(value):
-                    self._add_schema(one, parts, seen)
-            elif keyword in ("anyOf", "oneOf"):
-                branches = schema_list(value)
-                if all(branches is not known for _, known in parts.choices):
-                    parts.choices.append((keyword, branches))
+            else:
+                self._add_applicator(keyword, value, parts, seen)
+
+    def _add_applicator(self, keyword: str, value: Any, parts: _SchemaParts, seen: set[int]) -> None:
+        """Add the schemas that a keyword leads to, if it applies them to the same place."""
+        if keyword == "$ref":
+            parts.markers.add("ref")
+            self._add_schema(self._references.resolve(value), parts, seen)
+        elif keyword == "allOf":
+            for one in schema_list(value):
+                self._add_schema(one, parts, seen)
+        elif keyword in ("anyOf", "oneOf"):
+            branches = schema_list(value)
+            if all(branches is not known for _, known in parts.choices):
+                parts.choices.append((keyword, branches))
 
     @staticmethod
     def _add_plain_schema(own_keywords: dict[str, Any], parts: _SchemaParts) -> None:

@@ -236,7 +236,9 @@ class _SpecialTokenReader:
         return [self._token_ids[end]]
 
 
-_ANSWER, _THOUGHT, _FUNCTION_NAME = "quireanswerq", "quirethoughtq", "quirecalledq"
+_ANSWER = "quireanswerq"
+_THOUGHT = "quirethoughtq"
+_FUNCTION_NAME = "quirecalledq"
 _CALL = {"id": "quireidqq", "type": "function", "function": {"name": _FUNCTION_NAME, "arguments": {}}}
 
 

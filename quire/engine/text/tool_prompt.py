@@ -15,12 +15,10 @@ from quire.engine.text.chat_messages import join_contents
 
 Message = dict[str, Any]
 
-NAME_PLACEHOLDER, ARGUMENTS_PLACEHOLDER, KEYWORDS_PLACEHOLDER = (
-    "<function-name>",
-    "<args-json-object>",
-    "<parameter-name>=<value>, ...",
-)
-"""Placeholders for a call's name and arguments in an example."""
+# Placeholders for a call's name and arguments in an example.
+NAME_PLACEHOLDER = "<function-name>"
+ARGUMENTS_PLACEHOLDER = "<args-json-object>"
+KEYWORDS_PLACEHOLDER = "<parameter-name>=<value>, ..."
 HERMES_CALL_FORMAT = (
     f'<tool_call>\n{{"name": "{NAME_PLACEHOLDER}", "arguments": {ARGUMENTS_PLACEHOLDER}}}\n</tool_call>'
 )

@@ -57,11 +57,9 @@ class ChatFormats:
         choice = config.tool_call_parser
         tools, source, shown = _choose_tool_format(renderer, template, turn)
         if choice != "auto":
-            tools, source, shown = (
-                find_tool_format(choice, ""),
-                f"{choice}, by --tool-call-parser",
-                renderer.capabilities.shows_tools,
-            )
+            tools = find_tool_format(choice, "")
+            source = f"{choice}, by --tool-call-parser"
+            shown = renderer.capabilities.shows_tools
         if tools is not None:
             renderer = renderer.with_described_tools(tools.example, always=not shown)
         in_blocks = renderer.capabilities.shows_tools and not config.strict_tool_calls

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.engine.checkpoint.alike import latents, selective_scans, state_spaces
@@ -114,28 +114,9 @@ def named_alike(raw: Mapping[str, Any]) -> dict[str, Any]:
         if found.get(other) is not None:
             found[name] = found[other]
     found |= left_out(kind, found)
-    if kind == "hunyuan_v1_moe":  # some of its fields are lists, by layer
-        found |= {name: each[0] for name, each in found.items() if name in _BY_LAYER and _is_of_one(each)}
-    hidden = found.get("hidden_size")
-    if kind in _FOUR_TIMES and found.get("intermediate_size") is None and isinstance(hidden, int):
-        times = found.get("expansion_ratio", 4)
-        found["intermediate_size"] = int(times * hidden) if isinstance(times, int | float) and 0 < times < 1e6 else None
-    if kind in ("lfm2", "lfm2_moe"):
-        _complete_lfm2(found)
-    if kind == "lfm3":
-        _complete_lfm3(found)
-    if kind == "llama4_text":
-        _complete_llama4(found)
-    if kind in DELTA_NETS:
-        _complete_layer_types(found)
-    if kind == "mellum" and not found.get("layer_types") and isinstance(layers := found.get("num_hidden_layers"), int):
-        found["layer_types"] = ["full_attention"] * min(layers, MAX_LAYERS)
-    if kind in unequal.KINDS:
-        unequal.complete(found)
-    if kind in STATE_SPACES:
-        state_spaces.complete(found)
-    if kind in SELECTIVE_SCANS:
-        selective_scans.complete(found)
+    for kinds, complete in _COMPLETIONS:
+        if kind in kinds:
+            complete(found)
     if found.get("kv_lora_rank"):
         latents.complete(found)
     if kind in _ONE_KEY and found.get("multi_query") and not found.get("new_decoder_architecture"):
@@ -143,9 +124,29 @@ def named_alike(raw: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _unite_layers(found: dict[str, Any]) -> None:
+    """Some fields of a Hunyuan are lists, by layer."""
+    found |= {name: each[0] for name, each in found.items() if name in _BY_LAYER and _is_of_one(each)}
+
+
 def _is_of_one(value: Any) -> bool:
     """Whether it is a list of equal numbers."""
     return isinstance(value, list) and len(value) > 0 and all(each == value[0] for each in value)
+
+
+def _complete_mlp_width(found: dict[str, Any]) -> None:
+    """Where config.json does not say how wide MLPs are, they are four times as wide as the hidden states."""
+    hidden = found.get("hidden_size")
+    if found.get("intermediate_size") is None and isinstance(hidden, int):
+        times = found.get("expansion_ratio", 4)
+        found["intermediate_size"] = int(times * hidden) if isinstance(times, int | float) and 0 < times < 1e6 else None
+
+
+def _complete_mellum(found: dict[str, Any]) -> None:
+    """Where config.json does not say what layers are, all attend to all tokens."""
+    layers = found.get("num_hidden_layers")
+    if not found.get("layer_types") and isinstance(layers, int):
+        found["layer_types"] = ["full_attention"] * min(layers, MAX_LAYERS)
 
 
 def _complete_layer_types(found: dict[str, Any]) -> None:
@@ -198,3 +199,18 @@ def _complete_lfm2(found: dict[str, Any]) -> None:
     if 1 <= width <= MAX_WIDTH and 1 <= unit <= MAX_WIDTH and 0 < factor < 1e6:
         found["intermediate_size"] = -(-int(factor * int(2 * width / 3)) // unit) * unit
         found["block_auto_adjust_ff_dim"] = False
+
+
+_COMPLETIONS: tuple[tuple[tuple[str, ...], Callable[[dict[str, Any]], None]], ...] = (
+    (("hunyuan_v1_moe",), _unite_layers),
+    (_FOUR_TIMES, _complete_mlp_width),
+    (("lfm2", "lfm2_moe"), _complete_lfm2),
+    (("lfm3",), _complete_lfm3),
+    (("llama4_text",), _complete_llama4),
+    (DELTA_NETS, _complete_layer_types),
+    (("mellum",), _complete_mellum),
+    (unequal.KINDS, unequal.complete),
+    (STATE_SPACES, state_spaces.complete),
+    (SELECTIVE_SCANS, selective_scans.complete),
+)
+"""Families, and what puts into their config.json's content what it leaves out; in this order."""

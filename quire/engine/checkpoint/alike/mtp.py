@@ -35,8 +35,16 @@ _SHARED = ("embed_tokens.", "shared_head.head.", "nextn.embed_tokens.", "nextn.s
 """Copies of the model's own embedding and head, as DeepSeek's README_WEIGHTS says."""
 _PLACE = re.compile(r"(?P<layers>model\.layers|mtp\.layers|blk)\.(?P<number>\d+)\.(?P<inside>.+)")
 _LEFT_OUT = (
-    *("text_config", "llm_config", "language_config", "num_nextn_predict_layers", "sliding_window_pattern"),
-    *("mlp_layer_types", "mlp_only_layers", "decoder_sparse_step", "moe_layer_end_index", "hybrid_override_pattern"),
+    "text_config",
+    "llm_config",
+    "language_config",
+    "num_nextn_predict_layers",
+    "sliding_window_pattern",
+    "mlp_layer_types",
+    "mlp_only_layers",
+    "decoder_sparse_step",
+    "moe_layer_end_index",
+    "hybrid_override_pattern",
     "layers_block_type",
 )
 """Fields that say which of a model's layers is what, and where its text part is."""

@@ -12,8 +12,23 @@ _OF_TRAINED_POSITIONS = ("llama3", "yarn", *LONGROPE)
 """Rope types that depend on the context of training."""
 _PART = "partial_rotary_factor"
 _ROTATED_IN_PART = {
-    *("bamba", "gemma4_text", "glm", "glm4", "glm4_moe", "gpt_neox", "lfm3", "mellum", "minimax_m2", "nemotron"),
-    *("phi", "phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "solar_open", "stablelm"),
+    "bamba",
+    "gemma4_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "gpt_neox",
+    "lfm3",
+    "mellum",
+    "minimax_m2",
+    "nemotron",
+    "phi",
+    "phi3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "solar_open",
+    "stablelm",
 }
 """Families that rotate a part of each head; other classes of transformers do not read partial_rotary_factor."""
 _PHI_POSITIONS = 4096

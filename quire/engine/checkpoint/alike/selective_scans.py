@@ -44,7 +44,9 @@ _CHANNELS = (64, 32, 16)
 
 def complete(found: dict[str, Any]) -> None:
     """The sizes that follow from others, and which layers have attention and experts, where other fields say it."""
-    kind, layers, hidden = found["model_type"], found.get("num_hidden_layers"), found.get("hidden_size")
+    kind = found["model_type"]
+    layers = found.get("num_hidden_layers")
+    hidden = found.get("hidden_size")
     times, inner = found.get("mamba_expand"), None if kind == "jamba" else found.get("mamba_d_ssm")
     if inner is None and isinstance(hidden, int) and isinstance(times, int):
         inner = times * hidden

@@ -48,7 +48,11 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
 }
 """By model_type, as OTHER_NAMES of fields.py has it."""
 _SPACE = {
-    **{"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2},
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
     "mamba_conv_bias": True,
 }
 _BAMBA = {**_SPACE, "rms_norm_eps": 1e-5, "num_key_value_heads": 8}

@@ -28,8 +28,21 @@ _READERS = {*_BERTS, *PAIRED}
 _TWO_MATRICES = {*WITHOUT_GATES, "gpt_neo", "codegen", *_READERS}
 """Families whose MLP has two matrices instead of three."""
 _NORM_BIASES = {
-    *("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "nemotron", "opt"),
-    *("phi", "phimoe", "stablelm", "starcoder2", *_READERS),
+    "bloom",
+    "codegen",
+    "falcon",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gpt_neox",
+    "gptj",
+    "nemotron",
+    "opt",
+    "phi",
+    "phimoe",
+    "stablelm",
+    "starcoder2",
+    *_READERS,
 }
 """Families whose norms have biases."""
 _FOUR_NORMS, _ONE_NORM = (
@@ -45,21 +58,51 @@ _BIASED = {"gpt2", "gpt_bigcode", "bloom", "phi", *_READERS}
 _BIASED_MLP, _BIASED_HEAD = {*_BIASED, "gpt_neox", "gptj"}, {"gptj", "phi"}
 """Families whose MLPs have biases, and those whose output heads have them where they are not tied."""
 _NO_OUT_BIAS = {
-    *("glm", "glm4", "glm4_moe", "helium", "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "seed_oss"),
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "helium",
+    "qwen2",
+    "qwen2_5_vl_text",
+    "qwen2_moe",
+    "qwen2_vl_text",
+    "seed_oss",
     "stablelm",
 }
 """Families where queries, keys and values may have biases, and what follows attention has none of these."""
 _HEAD_NORMS = {
-    *("apertus", "exaone4", "gemma3_text", "hunyuan_v1_dense", "lfm2", "qwen3", "qwen3_moe", *GATED),
-    *("dots1", "exaone_moe", "hunyuan_v1_moe", "lfm2_moe", "lfm3", "mellum", "qwen3_vl_moe_text"),
+    "apertus",
+    "exaone4",
+    "gemma3_text",
+    "hunyuan_v1_dense",
+    "lfm2",
+    "qwen3",
+    "qwen3_moe",
+    *GATED,
+    "dots1",
+    "exaone_moe",
+    "hunyuan_v1_moe",
+    "lfm2_moe",
+    "lfm3",
+    "mellum",
+    "qwen3_vl_moe_text",
     "qwen3_vl_text",
 }
 """Families with a norm of each query and key head."""
 _WHOLE_NORMS = {"flex_olmo", "minimax_m2", "olmo2", "olmo3", "olmoe"}
 """Families with a norm of all query heads together, and of all key heads."""
 _CORRECTED = {
-    *("deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "kimi_k2", "lfm2_moe", "minimax_m2"),
-    *("exaone_moe", "nemotron_h", "solar_open"),
+    "deepseek_v3",
+    "dots1",
+    "ernie4_5_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "kimi_k2",
+    "lfm2_moe",
+    "minimax_m2",
+    "exaone_moe",
+    "nemotron_h",
+    "solar_open",
 }
 """Families whose choice of experts a number of each expert corrects."""
 _GATED_SHARED = {"qwen2_moe", "qwen3_5_moe_text", "qwen3_next"}
@@ -204,7 +247,9 @@ def kept_by(state: ColumnState | MatrixState, text: Mapping[str, Any], hidden: i
 
 def _selective_scan(state: MatrixState, text: Mapping[str, Any], hidden: int) -> int:
     """Parameters of a selective scan, its convolution and its linears."""
-    channels, biased, given = state.channels, bool(text.get("mamba_proj_bias")), text.get("mamba_dt_rank")
+    channels = state.channels
+    biased = bool(text.get("mamba_proj_bias"))
+    given = text.get("mamba_dt_rank")
     rank, both = given if isinstance(given, int) else -(-hidden // 16), 2 * state.key
     found = 3 * hidden * channels + biased * (2 * channels + hidden) + channels * (2 * rank + both + state.key + 2)
     found += (state.columns + 1 + (text.get("mamba_conv_bias") is not False)) * channels

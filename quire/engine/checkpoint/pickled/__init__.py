@@ -23,18 +23,39 @@ SUFFIX = ".bin"
 _PICKLE_BYTES = 64 * MIB
 _MOST_STEPS = 2**23
 _STORAGES = {
-    **{"Double": "F64", "Float": "F32", "Half": "F16", "BFloat16": "BF16", "Long": "I64", "Int": "I32"},
-    **{"Short": "I16", "Char": "I8", "Byte": "U8", "Bool": "BOOL"},
+    "Double": "F64",
+    "Float": "F32",
+    "Half": "F16",
+    "BFloat16": "BF16",
+    "Long": "I64",
+    "Int": "I32",
+    "Short": "I16",
+    "Char": "I8",
+    "Byte": "U8",
+    "Bool": "BOOL",
 }
 """Kinds of storages, and safetensors' names of their types;"""
 _TYPES = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "uint16": "U16", "uint32": "U32", "uint64": "U64"}
 """and of types that storages of bytes have."""
 _BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _VALUES = {"NONE": None, "NEWFALSE": False, "NEWTRUE": True}
+_EMPTY_TYPES: dict[str, type] = {"EMPTY_DICT": dict, "EMPTY_TUPLE": tuple, "EMPTY_LIST": list}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _PLAIN = {
-    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "INT", "LONG"),
-    *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "UNICODE", "BINSTRING", "SHORT_BINSTRING", "STRING"),
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "LONG1",
+    "BINFLOAT",
+    "INT",
+    "LONG",
+    "BINUNICODE",
+    "SHORT_BINUNICODE",
+    "BINUNICODE8",
+    "UNICODE",
+    "BINSTRING",
+    "SHORT_BINSTRING",
+    "STRING",
 }
 """Instructions that push their argument."""
 
@@ -163,31 +184,38 @@ def _followed(steps: Iterable[tuple[Any, Any, int | None]]) -> Any:
 
 def _step(name: str, given: Any, stack: _Stack) -> None:
     values = stack.values
-    if name in _VALUES:
-        values.append(_VALUES[name])
-    elif name in ("EMPTY_DICT", "EMPTY_TUPLE", "EMPTY_LIST"):
-        values.append({} if name == "EMPTY_DICT" else () if name == "EMPTY_TUPLE" else [])
-    elif name == "TUPLE" or name in _TUPLES:
-        values.append(tuple(stack.pop_to_mark() if name == "TUPLE" else stack.pop_last(_TUPLES[name])))
-    elif name in ("SETITEM", "SETITEMS"):
+    if name in ("SETITEM", "SETITEMS"):
         pairs = stack.pop_to_mark() if name == "SETITEMS" else stack.pop_last(2)
         values[-1].update(zip(map(_text, pairs[::2]), pairs[1::2], strict=True))
     elif name in ("APPEND", "APPENDS"):
         more = stack.pop_to_mark() if name == "APPENDS" else stack.pop_last(1)
         values[-1].extend(more)
-    elif name == "GLOBAL":
-        values.append(_Imported(str(given)))
-    elif name == "STACK_GLOBAL":
-        values.append(_Imported(" ".join(map(_text, stack.pop_last(2)))))
-    elif name == "BINPERSID":
-        values.append(_storage(stack.pop()))
-    elif name == "REDUCE":
-        called, arguments = stack.pop_last(2)
-        values.append(_made(called, arguments))
     elif name == "BUILD":  # attributes of an OrderedDict, which say nothing of tensors
         stack.pop()
     else:
-        raise ValueError(f"its pickle has the instruction {name}, which tensors need not")
+        values.append(_pushed_value(name, given, stack))
+
+
+def _pushed_value(name: str, given: Any, stack: _Stack) -> Any:
+    """The value that an instruction pushes, made of those that it takes from the stack."""
+    if name in _VALUES:
+        return _VALUES[name]
+    if name in _EMPTY_TYPES:
+        return _EMPTY_TYPES[name]()
+    if name == "TUPLE":
+        return tuple(stack.pop_to_mark())
+    if name in _TUPLES:
+        return tuple(stack.pop_last(_TUPLES[name]))
+    if name == "GLOBAL":
+        return _Imported(str(given))
+    if name == "STACK_GLOBAL":
+        return _Imported(" ".join(map(_text, stack.pop_last(2))))
+    if name == "BINPERSID":
+        return _storage(stack.pop())
+    if name == "REDUCE":
+        called, arguments = stack.pop_last(2)
+        return _made(called, arguments)
+    raise ValueError(f"its pickle has the instruction {name}, which tensors need not")
 
 
 def _text(value: Any) -> str:

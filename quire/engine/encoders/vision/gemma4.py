@@ -38,10 +38,14 @@ class Gemma4Tower(Tower):
     unused_prefixes = ("audio_tower.", "embed_audio.")
 
     def __init__(self, vision: Gemma4Vision, build_context: TowerBuildContext) -> None:
-        shape, self._vision, self._build_context = vision.tower_shape, vision, build_context
+        shape = vision.tower_shape
+        self._vision = vision
+        self._build_context = build_context
         norm, quarter = NormSpec(shape.eps), vision.head_dim // 4
         attention = AttentionLayerSpec(
-            *(shape.num_heads, vision.num_kv_heads, vision.head_dim),
+            shape.num_heads,
+            vision.num_kv_heads,
+            vision.head_dim,
             scale=1.0,
             rope={"rope_type": "axial", "rope_theta": vision.rope_theta},
             norm=norm,
@@ -133,7 +137,9 @@ class Gemma4Tower(Tower):
 
     def _run_layers(self, x: Tensor, coordinates: Tensor, num_images: int) -> Generator[float, None, Tensor]:
         """What goes out of the layers, whose parts are pieces: few tokens stand for an image."""
-        backend, vision, device = self._build_context.backend, self._vision, self._build_context.device
+        backend = self._build_context.backend
+        vision = self._vision
+        device = self._build_context.device
         (lengths,), size = equal_lengths(len(x) // num_images, num_images), backend.block_size
         ((_, metadata),) = split_step(lengths, size, device)
         shape = backend.kv_cache_shape(count_blocks(lengths, size), vision.num_kv_heads, vision.head_dim, x.dtype)

@@ -16,7 +16,9 @@ from quire.engine.images.llava import LlavaVision
 from quire.engine.layers.parameters import ParameterTable, make_parameter
 from quire.engine.types import Image
 
-_TOWER, _PROJECTOR, _NEWLINE = "vision_tower", "multi_modal_projector", "image_newline"
+_TOWER = "vision_tower"
+_PROJECTOR = "multi_modal_projector"
+_NEWLINE = "image_newline"
 
 
 class LlavaTower(Tower):

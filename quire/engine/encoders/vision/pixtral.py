@@ -61,12 +61,10 @@ class PixtralTower(Tower):
         return merge_parameters(self._encoder, self._patch_embedding, self._first_norm, self._projector, *merging)
 
     def encode_in_chunks(self, images: Sequence[Image]) -> ChunkedEncoding:
-        vision, shape, backend, device = (
-            self._vision,
-            self._vision.tower_shape,
-            self._build_context.backend,
-            self._build_context.device,
-        )
+        vision = self._vision
+        shape = self._vision.tower_shape
+        backend = self._build_context.backend
+        device = self._build_context.device
         rows, columns = images[0].height // shape.patch_size, images[0].width // shape.patch_size
         x = torch.cat(
             [

@@ -70,7 +70,9 @@ class MLPProjector(Projector):
         kind, size = parse_activation(act), intermediate_size or build_context.text_hidden_size
         if kind not in ("gelu", "gelu_tanh", "relu"):
             raise ModelError(f"model: config.json: projector_hidden_act: {act!r} is not served")
-        self._activation, self._backend, self._num_skipped = Activation(kind), build_context.backend, num_skipped
+        self._activation = Activation(kind)
+        self._backend = build_context.backend
+        self._num_skipped = num_skipped
         self._first = build_context.make_linear(hidden, f"{name}.linear_1", size, bias=bias)
         self._last = build_context.make_linear(size, f"{name}.linear_2", build_context.text_hidden_size, bias=bias)
 
@@ -97,7 +99,9 @@ class PixelShuffleMLP:
         bias: bool = True,
         norm: bool = True,
     ) -> None:
-        self._scale, self._backend, wide = scale, build_context.backend, hidden * scale**2
+        self._scale = scale
+        self._backend = build_context.backend
+        wide = hidden * scale**2
         self._norm = LayerNormWeights(f"{name}.layer_norm", wide, bias=True) if norm else None
         self._linears = MLPProjector(build_context, wide, act, name, bias=bias, intermediate_size=intermediate_size)
 
@@ -147,7 +151,9 @@ class AttentionPoolingProjector(Projector):
         hidden, inner = shape.hidden_size, shape.intermediate_size
         if (kind := parse_activation(shape.activation)) not in ("gelu", "gelu_tanh", "relu"):
             raise ModelError(f"model: config.json: hidden_act: {shape.activation!r} is not served")
-        self._activation, self._backend, self._dtype = Activation(kind), build_context.backend, build_context.dtype
+        self._activation = Activation(kind)
+        self._backend = build_context.backend
+        self._dtype = build_context.dtype
         self._name, self._shape = name, shape
         self._qkv = build_context.make_linear(hidden, f"{name}.attention.in_proj", 3 * hidden)
         self._out = build_context.make_linear(hidden, f"{name}.attention.out_proj", hidden)
@@ -182,7 +188,10 @@ class AveragePoolingProjector(Projector):
         self, build_context: TowerBuildContext, hidden: int, side: int, tokens_per_side: int, eps: float, name: str
     ) -> None:
         """along: tokens by each side."""
-        self._build_context, self._hidden, self._eps, self._name = build_context, hidden, eps, name
+        self._build_context = build_context
+        self._hidden = hidden
+        self._eps = eps
+        self._name = name
         self._side, self._tokens_per_side = side, tokens_per_side
         self._norm: dict[str, Tensor] = {}
         self._linear: dict[str, Linear] = {}

@@ -75,7 +75,10 @@ class QwenVLTower(Tower):
         return table
 
     def encode_in_chunks(self, images: Sequence[Image]) -> ChunkedEncoding:
-        vision, shape, count, device = self._vision, self._vision.tower_shape, len(images), self._build_context.device
+        vision = self._vision
+        shape = self._vision.tower_shape
+        count = len(images)
+        device = self._build_context.device
         rows, columns = images[0].height // shape.patch_size, images[0].width // shape.patch_size
         ordered, lengths = self._patch_order(rows, columns, count)
         order, tokens = upload_arrays([ordered, self._token_order(ordered, columns)], device)
@@ -154,11 +157,9 @@ class PatchMerger:
     ) -> None:
         hidden = vision.tower_shape.hidden_size
         self._size = size = hidden * vision.merge_size**2
-        self._build_context, self._has_rms_norm, self._has_patch_norm = (
-            build_context,
-            vision.has_llama_style_layers,
-            has_patch_norm,
-        )
+        self._build_context = build_context
+        self._has_rms_norm = vision.has_llama_style_layers
+        self._has_patch_norm = has_patch_norm
         norm, first, last = (
             ("norm", "linear_fc1", "linear_fc2") if vision.position_table_size else ("ln_q", "mlp.0", "mlp.2")
         )

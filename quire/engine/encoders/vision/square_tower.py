@@ -111,7 +111,10 @@ class SquareTower(Tower):
         """`position_ids` [side * side] int64: the row of each patch in the table of positions, which has trained x
         trained of them."""
         self.unused_prefixes = unused
-        self._spec, self._shape, self._normalization, self._dtype = spec, shape, normalization, build_context.dtype
+        self._spec = spec
+        self._shape = shape
+        self._normalization = normalization
+        self._dtype = build_context.dtype
         self._device = build_context.device
         self._num_class_tokens = 1 if spec.class_token is not None else 0
         self._position_ids, self._trained_side = position_ids, trained_side

@@ -85,7 +85,9 @@ class PatchEmbedding:
     def __init__(
         self, build_context: TowerBuildContext, shape: TowerShape, name: str, *, bias: bool, frames: int = 0
     ) -> None:
-        self._size, self._frames, self._name = shape.patch_size, frames, name
+        self._size = shape.patch_size
+        self._frames = frames
+        self._name = name
         self._weight_shape = (shape.hidden_size, 3, *([frames] if frames else []), shape.patch_size, shape.patch_size)
         self._linear = build_context.make_linear(prod(self._weight_shape[1:]), name, shape.hidden_size, bias=bias)
         self._dtype = build_context.dtype

@@ -61,7 +61,10 @@ class MambaLayerSpec(MatrixStateSpec):
 class MambaMixer(MatrixStateMixer):
     def __init__(self, spec: MambaLayerSpec, build_context: BuildContext, layer: str) -> None:
         super().__init__(spec, build_context, layer, "mamba")
-        self._spec, shard, channels, hidden = spec, build_context.shard, spec.num_channels, build_context.hidden_size
+        self._spec = spec
+        shard = build_context.shard
+        channels = spec.num_channels
+        hidden = build_context.hidden_size
         (self._channels,), outs = self._channel_spans, shard.head_slice(self._head_span, spec.value_dim)
         ins = (
             LinearSlice(input_range=self._channels, adds_bias=shard.rank == 0)

@@ -84,7 +84,9 @@ class Mamba2LayerSpec(MatrixStateSpec):
 class Mamba2Mixer(MatrixStateMixer):
     def __init__(self, spec: Mamba2LayerSpec, build_context: BuildContext, layer: str) -> None:
         super().__init__(spec, build_context, f"{layer}.{spec.parent_module}" if spec.parent_module else layer, "mamba")
-        self._spec, shard, hidden = spec, build_context.shard, build_context.hidden_size
+        self._spec = spec
+        shard = build_context.shard
+        hidden = build_context.hidden_size
         self._group_span, values = shard.rank_span(spec.num_groups), spec.num_heads * spec.value_dim
         value = (values, shard.head_slice(self._head_span, spec.value_dim))
         key = (spec.num_groups * spec.key_dim, shard.head_slice(self._group_span, spec.key_dim))
@@ -120,7 +122,9 @@ class Mamba2Mixer(MatrixStateMixer):
     def forward(
         self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        attended, multipliers, input_linears = x, self._spec.multipliers, (self._z, self._xbc, self._dt)
+        attended = x
+        multipliers = self._spec.multipliers
+        input_linears = (self._z, self._xbc, self._dt)
         if self._spec.joins_input_only:
             assert residual is not None
             normed, _ = self._norms.norm_for_linears(
@@ -151,7 +155,9 @@ class Mamba2Mixer(MatrixStateMixer):
     def recurrence(self) -> StateSpace:
         spec, weights = self._spec, self._weights
         dt_bias, skip = (weights[name].contiguous() for name in ("dt_bias", "D"))
-        decay_rate, norm, norm_first = -weights["A_log"].exp(), weights.get("norm.weight"), spec.result_norm == "before"
+        decay_rate = -weights["A_log"].exp()
+        norm = weights.get("norm.weight")
+        norm_first = spec.result_norm == "before"
         sizes = (len(self._group_span), spec.key_dim, spec.value_dim)
         return StateSpace(
             decay_rate,

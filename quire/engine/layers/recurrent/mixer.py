@@ -67,11 +67,9 @@ class RecurrentMixer(Sublayer):
         """The part's output and the stream for the step's rows. `mixed`: the recurrence's result for all tokens."""
         context = step.linear_context
         if step.selected_rows is not None:
-            mixed, residual, context = (
-                mixed[step.selected_rows],
-                residual[step.selected_rows],
-                context.select_rows(step.selected_rows),
-            )
+            mixed = mixed[step.selected_rows]
+            residual = residual[step.selected_rows]
+            context = context.select_rows(step.selected_rows)
         x = ops.all_reduce(ops.apply_linear(self._out.packed_linear, mixed, context), self._build_context.shard.group)
         return self._norms.apply_norm(ops, self._output_norm, x), residual
 
@@ -130,7 +128,9 @@ class MatrixStateMixer(RecurrentMixer):
 
     def slot_tensors(self, num_slots: int, num_drafts: int) -> tuple[CacheTensorSpec, ...]:
         """The convolution's last columns, the matrices, and the numbers of guesses that the matrices may need later."""
-        shape, dtype, heads = self._state_spec, self._build_context.dtype, len(self._head_span)
+        shape = self._state_spec
+        dtype = self._build_context.dtype
+        heads = len(self._head_span)
         channels = sum(len(span) for span in self._channel_spans)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return (

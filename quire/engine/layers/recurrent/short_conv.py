@@ -50,7 +50,10 @@ class ShortConvSpec(SublayerSpec):
 class ShortConvolution(RecurrentMixer):
     def __init__(self, spec: ShortConvSpec, build_context: BuildContext, layer: str) -> None:
         super().__init__(build_context, layer, "conv", spec.norm, output_norm=spec.output_norm)
-        self._spec, channels, shard, hidden = spec, spec.num_channels, build_context.shard, build_context.hidden_size
+        self._spec = spec
+        channels = spec.num_channels
+        shard = build_context.shard
+        hidden = build_context.hidden_size
         self._channels = shard.rank_span(channels)
         projections = {f"{name}_proj": (channels, shard.output_slice(channels)) for name in "bcx"}
         self._in = self._make_linear(hidden, projections, bias=spec.bias)

@@ -83,7 +83,9 @@ class Float4Format(LinearFormat):
         return specs | ({"weight_global_scale": TensorSpec((1,), torch.float32)} if has_global_scale else {})
 
     def unpack_weight(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
-        codes, scales, divisor = tensors["weight_packed"], tensors["weight_scale"], tensors.get("weight_global_scale")
+        codes = tensors["weight_packed"]
+        scales = tensors["weight_scale"]
+        divisor = tensors.get("weight_global_scale")
         if codes.shape[1] * 2 != scales.shape[1] * self.weight_format.group:
             raise ModelError(
                 f"model: {linear}: {codes.shape[1] * 2} inputs are not groups of {self.weight_format.group}"

@@ -38,7 +38,9 @@ class PerLayerInputs:
     """Makes a token's numbers for all layers. Fill it by way of `parameters()` before use."""
 
     def __init__(self, spec: PerLayerInputsSpec, build_context: BuildContext) -> None:
-        self._spec, self._backend, self._scheme = spec, build_context.backend, build_context.scheme
+        self._spec = spec
+        self._backend = build_context.backend
+        self._scheme = build_context.scheme
         self._total_size, hidden = spec.size_per_layer * spec.num_layers, build_context.hidden_size
         self._table_spec = build_context.scheme.embedding_tensor_spec(spec.vocab_size, self._total_size)
         self._table: dict[str, QuantizedEmbedding] = {}

@@ -71,7 +71,9 @@ class SharedTransformerSpec(SublayerSpec):
 
 class SharedTransformer(Sublayer):
     def __init__(self, spec: SharedTransformerSpec, build_context: BuildContext, layer: str) -> None:
-        shard, hidden, intermediate_size = build_context.shard, build_context.hidden_size, spec.intermediate_size
+        shard = build_context.shard
+        hidden = build_context.hidden_size
+        intermediate_size = spec.intermediate_size
         self._spec, self._build_context = spec, build_context
         self._weights_prefix, self._use_prefix = (
             f"model.layers.{spec.weights_layer}.{SHARED_TRANSFORMER}",

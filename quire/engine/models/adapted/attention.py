@@ -27,7 +27,10 @@ class PagedAttentionFunction:
         groups: PageGroups,
         report_progress: Callable[[], None],
     ) -> None:
-        self._backend, self._layers, self._groups, self._report_progress = backend, layers, groups, report_progress
+        self._backend = backend
+        self._layers = layers
+        self._groups = groups
+        self._report_progress = report_progress
         self._attention_params = [AttentionParams(each.scale, each.window, each.softcap) for each in layers]
         self._metadata: AttentionMetadata | None = None
         self._pages: Sequence[LayerCache] = ()
@@ -35,7 +38,9 @@ class PagedAttentionFunction:
 
     def bind_step(self, metadata: AttentionMetadata, pages: Sequence[LayerCache]) -> None:
         """Before each step; `pages`: by place."""
-        self._metadata, self._pages, self._calls = metadata, pages, 0
+        self._metadata = metadata
+        self._pages = pages
+        self._calls = 0
 
     def finish_step(self) -> None:
         if self._calls != len(self._layers):
@@ -49,7 +54,9 @@ class PagedAttentionFunction:
         return self._metadata.positions
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        call_index, self._calls, kwargs = self._calls, self._calls + 1, call.kwargs
+        call_index = self._calls
+        self._calls += 1
+        kwargs = call.kwargs
         assert self._metadata is not None
         spec, metadata = self._layers[call_index], self._metadata.group_metadata(self._groups.group_of[call_index])
         k_cache, v_cache = self._pages[self._groups.place_of[call_index]]

@@ -23,8 +23,22 @@ _VECTOR_SIZE = 64
 _SINGLE_THREAD_SIZE = 1 << 15
 """Numbers up to which PyTorch uses one thread (at::internal::GRAIN_SIZE)."""
 _ELEMENTWISE = {
-    *(torch.sigmoid, torch.Tensor.sigmoid, F.sigmoid, torch.tanh, torch.Tensor.tanh, F.tanh, F.softplus),
-    *(torch.exp, torch.Tensor.exp, F.mish, F.elu, F.logsigmoid, torch.nn.functional.silu, F.gelu, F.relu6, F.hardswish),
+    torch.sigmoid,
+    torch.Tensor.sigmoid,
+    F.sigmoid,
+    torch.tanh,
+    torch.Tensor.tanh,
+    F.tanh,
+    F.softplus,
+    torch.exp,
+    torch.Tensor.exp,
+    F.mish,
+    F.elu,
+    F.logsigmoid,
+    torch.nn.functional.silu,
+    F.gelu,
+    F.relu6,
+    F.hardswish,
 }
 
 

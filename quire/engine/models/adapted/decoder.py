@@ -71,7 +71,9 @@ class TransformersDecoder(Decoder):
         """It has all layers: see check_transformers_config."""
         spec, backend = self.spec, build_context.backend
         assert isinstance(spec, TransformersSpec)
-        self._spec, self._first_position, self._module_context = spec, first_position(spec.config_fields), build_context
+        self._spec = spec
+        self._first_position = first_position(spec.config_fields)
+        self._module_context = build_context
         attention, self.transformers_class = spec.attention_of_rank(build_context.shard), spec.transformers_class
         self._layers = [[each.build_sublayer(build_context, "")] for each in attention]
         self._linear_context = NO_ADAPTERS

@@ -30,7 +30,9 @@ class QuireExperts:
         """`shard`: whose part of each expert; `reduce`: what adds up the ranks' results, where these are parts."""
         self._module: Any = module
         self._shard, self._reduce = shard, reduce
-        self._name, self._scheme, self._dtype = name, scheme, dtype
+        self._name = name
+        self._scheme = scheme
+        self._dtype = dtype
         self._input_linear = "gate_up_proj" if module.has_gate else "up_proj"
         self._loaded_tensors: dict[str, Tensor] = {}
         self._linears: dict[str, list[Linear]] = {}

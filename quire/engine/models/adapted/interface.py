@@ -15,7 +15,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 INTERFACE_NAME = "quire"
-_ATTENTION_KEY, _EXPERTS_KEY, _MASK_KEY = "quire_attending", "quire_mixing", "quire_allowed"
+_ATTENTION_KEY = "quire_attending"
+_EXPERTS_KEY = "quire_mixing"
+_MASK_KEY = "quire_allowed"
 
 MaskFunction = Callable[[int, int, Tensor, Tensor], Tensor]
 """(batch, head, positions of queries, positions of keys) to whether these see those."""

@@ -43,7 +43,9 @@ class QuireLinear(nn.Module):
         """`context`: of the tokens of a step, which are its rows where it has adapters. `cut`: what of it a rank has;
         `reduce`: what adds up the ranks' results, where these are parts."""
         super().__init__()
-        self._packed, self._context, self._total = linear, context, reduce
+        self._packed = linear
+        self._context = context
+        self._total = reduce
         self.out_features, self.in_features = cut.sliced_sizes(module.out_features, module.in_features)
         self.weight = torch.empty(0, dtype=dtype, device=device)
         """None of it: classes ask a weight for its type and its device."""
@@ -61,7 +63,9 @@ class QuireNorm(nn.Module):
 
     def __init__(self, name: str, size: int, build_context: BuildContext, spec: NormSpec) -> None:
         super().__init__()
-        self._name, self._size, self._backend = name, size, build_context.backend
+        self._name = name
+        self._size = size
+        self._backend = build_context.backend
         self.weights = NormWeights({name: size}, build_context.dtype, spec)
         self.weight = torch.empty(0, dtype=build_context.dtype, device=build_context.device)
         """As QuireLinear's."""

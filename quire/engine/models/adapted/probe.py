@@ -34,10 +34,30 @@ _MAX_MASK_LEN = 1 << 20
 _KNOWN_KWARGS = {"scaling", "softcap", "sliding_window", "s_aux", "sinks", "is_causal", "dropout"}
 """What is understood of what a class passes to its attention."""
 _IGNORED_KWARGS = {
-    *("position_ids", "cache_position", "position_embeddings", "use_cache", "past_key_values", "past_key_value"),
-    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "deterministic"),
-    *("attention_mask", "input_ids", "inputs_embeds", "logits_to_keep", "layer_idx", "num_items_in_batch", "cache"),
-    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "head_mask", "token_type_ids"),
+    "position_ids",
+    "cache_position",
+    "position_embeddings",
+    "use_cache",
+    "past_key_values",
+    "past_key_value",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "deterministic",
+    "attention_mask",
+    "input_ids",
+    "inputs_embeds",
+    "logits_to_keep",
+    "layer_idx",
+    "num_items_in_batch",
+    "cache",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "head_mask",
+    "token_type_ids",
 }
 """What may be passed on and says nothing of attention."""
 

@@ -43,7 +43,9 @@ def _shared_transformer_spec(config: ModelConfig, use: Use, number: int) -> Shar
     if (activation := _GATE_ACTIVATIONS.get(hidden_activation(config) or "gelu")) is None:
         raise ModelError(f"model: hidden_act {raw.get('hidden_act')!r} is not supported in blocks that layers share")
     attention = AttentionLayerSpec(
-        *(config.num_heads, config.num_kv_heads, config.head_dim),
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
         scale=(config.head_dim / 2) ** -0.5,
         rope=config.rope if raw.get("use_mem_rope") else None,
         norm=norm,

@@ -233,7 +233,9 @@ def _move_content_before(writer: UnitWriter, messages: list[Message], unit: Mess
 def _split_calls(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
     """Each call in a message of its own, its result behind it."""
     place = next(index for index, message in enumerate(messages) if message.get("tool_calls"))
-    before, message, results = messages[:place], messages[place], messages[place + 1 :]
+    before = messages[:place]
+    message = messages[place]
+    results = messages[place + 1 :]
     calls, matched = message_calls(message), match_results_to_calls(MessageUnit((message, *results), 0))
     bare = {name: value for name, value in message.items() if name not in REASONING_FIELDS} | {"content": ""}
     rewritten = list(before)

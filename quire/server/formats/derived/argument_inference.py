@@ -49,6 +49,21 @@ class ArgumentsRegion:
         return turn[len(self.before) : len(turn) - len(self.after)]
 
 
+@dataclass(frozen=True, slots=True)
+class EntryLayout:
+    """How a template writes one argument after the other."""
+
+    before_key: str
+    infixes: dict[str, str]
+    """By type of the value: the text between a key and its value."""
+    ends: dict[str, str]
+    """By type of the value: the text after it."""
+    separator: str
+    words: LiteralWords
+    sort: bool
+    """The template sorts arguments by key."""
+
+
 def find_arguments_region(prober: TemplateProber) -> ArgumentsRegion:
     """What stands around the arguments of a call: what a call without any has in common with one that has two."""
     empty = prober.render_turn([ProbeCall(PROBE_NAMES[0], {})])
@@ -72,7 +87,9 @@ def infer_arguments(prober: TemplateProber, region: ArgumentsRegion) -> Argument
     if not middle.startswith(after) or not middle.endswith(before_key) or len(middle) < len(after + before_key):
         raise TemplateInferenceError("it does not show where a value ends and the next key begins")
     separator = middle[len(after) : len(middle) - len(before_key)]
-    infixes, ends, written = {"string": infix}, {"string": after}, {}
+    infixes = {"string": infix}
+    ends = {"string": after}
+    written: dict[str, str] = {}
     for kind, sample in SAMPLE_VALUES.items():
         try:
             one = region.arguments_text(prober.render_turn([ProbeCall(PROBE_NAMES[0], {SAMPLE_KEY: sample})]))
@@ -81,12 +98,13 @@ def infer_arguments(prober: TemplateProber, region: ArgumentsRegion) -> Argument
             continue
     if "number" not in infixes:
         raise TemplateInferenceError("it does not show numbers in arguments")
-    words = _infer_words(written)
-    if (quote := _infer_quote(infixes, ends)) is not None:
-        return _infer_literal_arguments(prober, region, before_key, infixes, ends, separator, quote, words, sort=sort)
+    layout = EntryLayout(before_key, infixes, ends, separator, _infer_words(written), sort)
+    quote = _infer_quote(infixes, ends)
+    if quote is not None:
+        return _infer_literal_arguments(prober, region, layout, quote)
     if len(set(ends.values())) > 1:
         raise TemplateInferenceError("values of different types end differently")
-    return _infer_tagged_arguments(prober, region, before_key, infixes, after, separator, words, sort=sort)
+    return _infer_tagged_arguments(prober, region, layout)
 
 
 def _split_two_entries(full: str, key: str, value: str, key2: str, value2: str) -> tuple[str, str, str, str]:
@@ -158,49 +176,39 @@ def _infer_quote(infixes: dict[str, str], ends: dict[str, str]) -> str | None:
 
 
 def _infer_literal_arguments(
-    prober: TemplateProber,
-    region: ArgumentsRegion,
-    before_key: str,
-    infixes: dict[str, str],
-    ends: dict[str, str],
-    separator: str,
-    quote: str,
-    words: LiteralWords,
-    *,
-    sort: bool,
+    prober: TemplateProber, region: ArgumentsRegion, layout: EntryLayout, quote: str
 ) -> ArgumentsForm:
     arguments_text = region.arguments_text(prober.render_turn([ProbeCall(PROBE_NAMES[0], {SAMPLE_KEY: TRICKY_STRING})]))
     raw = quote + TRICKY_STRING + quote in arguments_text
-    ends_by = r"\s*,\s*[\w.-]+\s*=|\s*\)" if infixes["number"].strip() == "=" else r"\s*[,\])}]"
+    infix = layout.infixes["number"]
+    ends_by = r"\s*,\s*[\w.-]+\s*=|\s*\)" if infix.strip() == "=" else r"\s*[,\])}]"
     literals = LiteralSyntax(quote, raw, ends_by)
-    return LiteralArguments(before_key, infixes["number"], separator, literals, words, ends["number"], sort)
+    return LiteralArguments(
+        layout.before_key,
+        infix,
+        layout.separator,
+        literals,
+        layout.words,
+        layout.ends["number"],
+        layout.sort,
+    )
 
 
-def _infer_tagged_arguments(
-    prober: TemplateProber,
-    region: ArgumentsRegion,
-    before_key: str,
-    infixes: dict[str, str],
-    end: str,
-    separator: str,
-    words: LiteralWords,
-    *,
-    sort: bool,
-) -> ArgumentsForm:
+def _infer_tagged_arguments(prober: TemplateProber, region: ArgumentsRegion, layout: EntryLayout) -> ArgumentsForm:
     try:
         arguments_text = region.arguments_text(
             prober.render_turn([ProbeCall(PROBE_NAMES[0], {SAMPLE_KEY: TRICKY_STRING})])
         )
     except TemplateInferenceError:
         arguments_text = ""
-    element = re.match(r"(.{1,80}?)(\w+)>qitemq", _render_array(prober, region, infixes["string"]))
+    element = re.match(r"(.{1,80}?)(\w+)>qitemq", _render_array(prober, region, layout.infixes["string"]))
     return TaggedArguments(
-        before_key,
-        infixes,
-        end,
-        separator,
-        words,
-        sort,
+        layout.before_key,
+        layout.infixes,
+        layout.ends["string"],
+        layout.separator,
+        layout.words,
+        layout.sort,
         uses_cdata=f"<![CDATA[{TRICKY_STRING}]]>" in arguments_text,
         has_html_entities=TRICKY_STRING not in arguments_text
         and html.escape(TRICKY_STRING) in arguments_text.replace("&#34;", "&quot;").replace("&#39;", "&#x27;"),

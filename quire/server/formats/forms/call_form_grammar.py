@@ -32,7 +32,9 @@ class CallFormGrammar:
 
     def write_grammar(self, tools: Sequence[Tool], many: bool, *, must_call: bool) -> str:
         """As ToolFormat.build_calls_grammar."""
-        form, rules, first = self._form, self._rules, self._form.answer_opening
+        form = self._form
+        rules = self._rules
+        first = self._form.answer_opening
         opening = rules.split_literal(first.lstrip())
         calls = [self._call_expressions(tool) for tool in tools]
         space = form.tail[len(form.tail.rstrip()) :]  # behind the last call it may be missing
@@ -60,7 +62,9 @@ class CallFormGrammar:
 
     def _optional_start_rule(self, opening: Sequence[str], rest: str) -> str:
         """The start rule where an answer may be text, in which calls follow the `opening`, and the rules it needs."""
-        form, rules, first = self._form, self._rules, self._form.answer_opening
+        form = self._form
+        rules = self._rules
+        first = self._form.answer_opening
         whole = " ".join([*opening, rest])
         anything = "TEXT: /(?s:.*)/"
         if form.content_begin and not form.has_distinct_marker:

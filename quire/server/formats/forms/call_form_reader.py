@@ -28,7 +28,9 @@ class CallFormReader:
 
     def read_form_calls(self, marker: str) -> ParserSteps[bool]:
         """As ToolFormat.read_calls."""
-        form, source, sink = self._form, self._source, self._sink
+        form = self._form
+        source = self._source
+        sink = self._sink
         source.restore_place(0)
         if not form.has_distinct_marker and not marker and not (yield from source.take_ignoring_space(form.begin)):
             return False
@@ -87,31 +89,17 @@ class CallFormReader:
         """Read a call that begins with a head: an `inner` one may be spoken of, so the name must be a tool's, and
         arguments must follow."""
         must_be_known = inner or not self._form.has_distinct_marker
-        form, source, sink, tools = self._form, self._source, self._sink, self._tools
+        form = self._form
+        source = self._source
+        sink = self._sink
+        tools = self._tools
         place = source.save_place()
-        slot_values: dict[str, str] = {}
-        pieces = SLOT_PATTERN.split(head)
-        for index, piece in enumerate(pieces):
-            if piece == NAME_SLOT and must_be_known and not (yield from _may_be_tool_name(source, tools)):
-                source.restore_place(place)
-                return False
-            if SLOT_PATTERN.fullmatch(piece):
-                follows = re.findall(rf"{TAG.pattern}|\S+", pieces[index + 1])[:1]
-                if not follows and pieces[index + 1]:  # names have no white space, but may have what begins arguments
-                    follows = [pieces[index + 1][0], *(one for one in form.possible_followers if len(one) > 1)]
-                follows = follows or form.possible_followers
-                yield from source.peek_character()
-                source.take_text(len(source.text) - len(source.text.lstrip()))
-                read = yield from source.take_until((*follows, "{"))  # no name has a brace
-                if read is None or read[1] not in follows:
-                    source.restore_place(place)
-                    return False
-                source.give_back(read[1])
-                slot_values.setdefault(piece, read[0].strip())
-            elif piece.strip() and not (yield from source.take_ignoring_space(piece)):
-                source.restore_place(place)
-                return False
-        name, id = slot_values.get(NAME_SLOT, ""), slot_values.get(ID_SLOT, "")
+        slot_values = yield from self._read_head(head, must_be_known=must_be_known)
+        if slot_values is None:
+            source.restore_place(place)
+            return False
+        id = slot_values.get(ID_SLOT, "")
+        name = slot_values.get(NAME_SLOT, "")
         if form.named_ids:
             name = (id.rpartition(":")[0] or id).removeprefix("functions.")
         if CALL_NAME.fullmatch(name) is None or (must_be_known and name not in tools):
@@ -129,6 +117,38 @@ class CallFormReader:
             sink.close_call()
             yield from self._skip_literal(tail)
         return True
+
+    def _read_head(self, head: str, *, must_be_known: bool) -> ParserSteps[dict[str, str] | None]:
+        """Read a head, and return what stands in its slots; None if something else comes."""
+        source = self._source
+        slot_values: dict[str, str] = {}
+        pieces = SLOT_PATTERN.split(head)
+        for index, piece in enumerate(pieces):
+            if piece == NAME_SLOT and must_be_known and not (yield from _may_be_tool_name(source, self._tools)):
+                return None
+            if SLOT_PATTERN.fullmatch(piece):
+                value = yield from self._read_slot(pieces[index + 1])
+                if value is None:
+                    return None
+                slot_values.setdefault(piece, value)
+            elif piece.strip() and not (yield from source.take_ignoring_space(piece)):
+                return None
+        return slot_values
+
+    def _read_slot(self, next_piece: str) -> ParserSteps[str | None]:
+        """Read the text of a slot up to the literal that follows it; None if that does not come."""
+        form, source = self._form, self._source
+        follows = re.findall(rf"{TAG.pattern}|\S+", next_piece)[:1]
+        if not follows and next_piece:  # names have no white space, but may have what begins arguments
+            follows = [next_piece[0], *(one for one in form.possible_followers if len(one) > 1)]
+        follows = follows or form.possible_followers
+        yield from source.peek_character()
+        source.take_text(len(source.text) - len(source.text.lstrip()))
+        read = yield from source.take_until((*follows, "{"))  # no name has a brace
+        if read is None or read[1] not in follows:
+            return None
+        source.give_back(read[1])
+        return read[0].strip()
 
     def _skip_literal(self, literal: str) -> ParserSteps[None]:
         """Pass over a literal, or as much of it as is there."""

@@ -146,13 +146,8 @@ class LiteralRuleWriter:
                 return lark_json_rule(node.with_schema(schema).standalone_schema())
             case "array":
                 return self._array_expression(schema, node.with_schema(schema), depth)
-            case "object" if schema.get("properties"):
-                return self._object_expression(node.with_schema(schema), depth)
-            case "object" if schema.get("additionalProperties") is False:
-                return '"{" "}"'
             case "object":
-                values = node.with_schema(schema.get("additionalProperties", True))
-                return self._open_object_expression(self.value_expression(values, depth + 1))
+                return self._object_expression(schema, node, depth)
         return self._any_value_expression(depth)
 
     def _array_expression(self, schema: Mapping[str, Any], node: SchemaNode, depth: int) -> str:
@@ -164,7 +159,15 @@ class LiteralRuleWriter:
         items = f"{item} ( {lark_string(self.comma)} {item} ){more}"
         return f'"[" {items} "]"' if least else f'"[" ( {items} )? "]"'
 
-    def _object_expression(self, node: SchemaNode, depth: int) -> str:
+    def _object_expression(self, schema: Mapping[str, Any], node: SchemaNode, depth: int) -> str:
+        if schema.get("properties"):
+            return self._closed_object_expression(node.with_schema(schema), depth)
+        if schema.get("additionalProperties") is False:
+            return '"{" "}"'
+        values = node.with_schema(schema.get("additionalProperties", True))
+        return self._open_object_expression(self.value_expression(values, depth + 1))
+
+    def _closed_object_expression(self, node: SchemaNode, depth: int) -> str:
         known = node.properties()
         entries = [
             (f"{self._key_expression(key)} {self.value_expression(value, depth + 1)}", required)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from itertools import takewhile
 
-NAME_SLOT, ID_SLOT, INDEX_SLOT, ARGUMENTS_SLOT, KEY_SLOT = "\ue000", "\ue001", "\ue002", "\ue003", "\ue004"
-"""Characters for private use that stand for a call's name, id, number, arguments, and for an argument's key."""
+# Characters for private use that stand for a call's name, id, number, arguments, and for an argument's key.
+NAME_SLOT = "\ue000"
+ID_SLOT = "\ue001"
+INDEX_SLOT = "\ue002"
+ARGUMENTS_SLOT = "\ue003"
+KEY_SLOT = "\ue004"
 SLOT_PATTERN = re.compile("([\ue000-\ue004])")
 ATOM = re.compile(
     r"<[|｜][^<>\s\ue000-\ue004]*>?|<[^<>\s\"'{}=\ue000-\ue004]*[=>]?|\[/?[A-Z_]+\]|[^\W\d]\w*|\d+|(?s:.)"

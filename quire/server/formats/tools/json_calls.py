@@ -94,22 +94,26 @@ class BracketScanner:
         """
         for position in range(start, len(text)):
             depth = self.depth
-            self._read_character(text[position])
+            if self._quote:
+                self._read_string_character(text[position])
+            else:
+                self._read_plain_character(text[position])
             if self.is_broken:
                 return position
             if self.is_done or (stop_depth == self.depth and depth < self.depth):
                 return position + 1
         return len(text)
 
-    def _read_character(self, character: str) -> None:
-        if self._quote:
-            if self._is_escaped:
-                self._is_escaped = False
-            elif character == "\\":
-                self._is_escaped = True
-            elif character == self._quote:
-                self._quote = ""
-        elif not self._has_begun and character != "{":
+    def _read_string_character(self, character: str) -> None:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif character == "\\":
+            self._is_escaped = True
+        elif character == self._quote:
+            self._quote = ""
+
+    def _read_plain_character(self, character: str) -> None:
+        if not self._has_begun and character != "{":
             self.is_broken = not character.isspace()
         elif self._plain_characters is not None and character not in self._plain_characters:
             self.is_broken = True
@@ -190,7 +194,9 @@ def _read_buffered_call(
     source: TextSource, sink: ToolCallSink, names: Container[str] | None, keys: JsonCallKeys
 ) -> ParserSteps[bool]:
     """Read a call with another order of keys, or with its arguments in a string. Waits for all of it."""
-    reader, position, written = JsonRepairer(), 0, ""
+    reader = JsonRepairer()
+    position = 0
+    written = ""
     while True:
         more, count = reader.repair_piece(source.text[position:], closed=source.is_closed)
         written, position = written + more, position + count

@@ -23,8 +23,13 @@ NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 LOOSE_NUMBER = re.compile(r"\+?(-?)(0|[1-9][0-9]*)?(?:\.([0-9]*))?((?:[eE][+-]?[0-9]+)?)")
 JSON_BY_CONSTANT = {
     **{word: word for word in ("true", "false", "null")},
-    **{"True": "true", "False": "false", "None": "null", "undefined": "null"},
-    **{"NaN": "null", "Infinity": "null", "-Infinity": "null"},
+    "True": "true",
+    "False": "false",
+    "None": "null",
+    "undefined": "null",
+    "NaN": "null",
+    "Infinity": "null",
+    "-Infinity": "null",
 }
 """What JSON has for words; null for those that it has nothing for."""
 
@@ -95,11 +100,7 @@ class JsonRepairer:
             return ("" if self.is_broken else character, place + (not self.is_broken))
         space = SPACE.match(text, place)
         if space is not None:
-            written = re.sub(r"\\[ntr]|[^\S \t\n\r]", " ", space[0])
-            if not self._pending_comma:
-                return written, space.end()
-            self._pending_comma += written
-            return "", space.end()
+            return self._write_space(space[0]), space.end()
         if character == "\\" and place + 1 == len(text) and not closed:
             return None
         if character in "}]":
@@ -119,6 +120,17 @@ class JsonRepairer:
             before = self._missing_separator()
             self._quote = character
             return before + '"', place + 1
+        return self._read_word(text, place, closed)
+
+    def _write_space(self, space: str) -> str:
+        """White space that is written now, as JSON has it; what follows a pending comma waits with it."""
+        written = re.sub(r"\\[ntr]|[^\S \t\n\r]", " ", space)
+        if not self._pending_comma:
+            return written
+        self._pending_comma += written
+        return ""
+
+    def _read_word(self, text: str, place: int, closed: bool) -> tuple[str, int] | None:
         word = WORD.match(text, place)
         if word is None:
             self.is_broken = True
@@ -132,7 +144,9 @@ class JsonRepairer:
 
     def _missing_separator(self) -> str:
         """What is missing before a key or value."""
-        before, self._pending_comma, self._is_first = self._pending_comma, "", False
+        before = self._pending_comma
+        self._pending_comma = ""
+        self._is_first = False
         if self._expected == "end":
             before, self._expected = ", ", self._next_expected()
         elif self._expected == "colon":

@@ -48,7 +48,9 @@ MISTRAL_NAMED = CallForm(
 """Mistral Small 3.2, Devstral, Ministral 3."""
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-CALL_BEGIN, CALL_END, CALL_SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+CALL_BEGIN = "<｜tool▁call▁begin｜>"
+CALL_END = "<｜tool▁call▁end｜>"
+CALL_SEPARATOR = "<｜tool▁sep｜>"
 FENCED_HEAD = f"{CALL_BEGIN}function{CALL_SEPARATOR}{NAME_SLOT}\n```json\n"
 PLAIN_HEAD = f"{CALL_BEGIN}{NAME_SLOT}{CALL_SEPARATOR}"
 DEEPSEEK = CallForm(

@@ -63,7 +63,9 @@ class ToolFormat(ABC):
                 sink.add_content(source.taken_text)
         blocks, names = CodeBlockReader(), frozenset(tools)
         markers = (*self.markers, CODE_FENCE) if in_blocks else self.markers
-        fences, line, passed = 0, "", ""
+        fences = 0
+        line = ""
+        passed = ""
         while (marker := (yield from pass_content(source, sink, markers))) is not None:
             before = source.taken_text.removesuffix(marker)
             more = before.removeprefix(passed)
