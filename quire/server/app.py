@@ -52,7 +52,9 @@ from quire.server.routes.bodies import describe_bodies
 from quire.server.routes.ollama import model_info as ollama
 from quire.server.routes.ollama import pull
 from quire.server.routes.stored import batches, conversations, files, streams
-from quire.server.runtime import ModelDispatcher, ModelRuntime, ServerContext, open_runtime
+from quire.server.runtime.model_runtime import ModelRuntime
+from quire.server.runtime.model_startup import open_runtime
+from quire.server.runtime.server_context import ModelDispatcher, ServerContext
 from quire.server.served_model import ModelSource
 from quire.server.store.data_dir import DataDir, open_data_dir
 from quire.server.store.data_dir_rpc import remote_data_dir

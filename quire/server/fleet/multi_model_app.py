@@ -31,7 +31,8 @@ from quire.server.resolve.translated.ollama import strip_latest_tag
 from quire.server.routes.models import list_model_cards, model_list
 from quire.server.routes.ollama.model_info import model_entry, ps_entries, tags_entries
 from quire.server.routes.status import health_response
-from quire.server.runtime import ModelDispatcher, ModelRuntime, get_server_context
+from quire.server.runtime.model_runtime import ModelRuntime
+from quire.server.runtime.server_context import ModelDispatcher, get_server_context
 from quire.server.sse import CLIENT_CLOSED_REQUEST, cancel_on_disconnect
 
 router = APIRouter(include_in_schema=False)

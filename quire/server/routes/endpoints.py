@@ -54,7 +54,7 @@ from quire.server.resolve.translated.decisions import (
 from quire.server.resolve.translated.messages import count_message_tokens, resolve_message
 from quire.server.routes.bodies import Documented, Work, checked, worked_on
 from quire.server.routes.reply import reply, vectors_reply
-from quire.server.runtime import get_runtime
+from quire.server.runtime.model_runtime import get_runtime
 from quire.server.served_model import get_model
 
 Resolution = Resolved | VectorSpec | JsonReply

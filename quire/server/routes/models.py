@@ -20,7 +20,7 @@ from quire.server.adapter_registry import AdapterRegistry
 from quire.server.encoding import encode_ascii
 from quire.server.protocol.operator_requests import LoadAdapterRequest, UnloadAdapterRequest
 from quire.server.routes.bodies import Documented, parsed
-from quire.server.runtime import get_runtime
+from quire.server.runtime.model_runtime import get_runtime
 from quire.server.served_model import TASK_OUTPUTS, ServedModel, get_model
 
 router = APIRouter(route_class=ModelRoute)

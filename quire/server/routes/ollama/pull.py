@@ -18,7 +18,7 @@ from quire.server.encoding import encode_json
 from quire.server.protocol.ollama import OllamaPullRequest
 from quire.server.resolve.parse import parse_body
 from quire.server.routes.bodies import Documented
-from quire.server.runtime import get_server_context
+from quire.server.runtime.server_context import get_server_context
 from quire.server.sse import CLIENT_CLOSED_REQUEST
 
 _PROGRESS_SECONDS = 5.0
