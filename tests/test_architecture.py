@@ -127,7 +127,7 @@ ROOMS = {
             "sse",
             "connection",
         ),
-        *("routes", "app", "fleet", "cli", "asgi"),
+        *("routes", "app_builder", "app", "fleet", "cli", "asgi"),
     ),
     "engine": (
         *(

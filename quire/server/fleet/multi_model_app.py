@@ -19,7 +19,7 @@ from quire.engine.errors import ConfigError, InvalidRequest, Overloaded
 from quire.engine.folder_reader import describe_error
 from quire.server.access.body_reader import READ_BODY_SCOPE_KEY, BodyBuffer
 from quire.server.access.tenants import Tenants
-from quire.server.app import build_app
+from quire.server.app_builder import build_app
 from quire.server.config import ServerConfig
 from quire.server.error_responses import OLLAMA_PREFIX, SYSTEM_ONE_PATH
 from quire.server.fleet.added_models import AddedModels

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -58,7 +58,7 @@ async def open_runtime(
         adapter_registry = exit_stack.enter_context(
             open_adapter_registry(config, info.adaptable or modules, digests_in_use, folder, device=info.device)
         )
-        adapters = () if adapter_registry is None else adapter_registry.adapters_by_name
+        adapters: Collection[str] = () if adapter_registry is None else adapter_registry.adapters_by_name
         model = model_before_start.with_engine_info(info, client.link.weights_version, adapters)
         workers = WorkerPool(source.with_engine_limits(model), model.adapters, launch_process)
         exit_stack.push_async_callback(workers.close)
