@@ -158,7 +158,9 @@ def tokenizer_config(model: ServedModel) -> dict[str, Any]:
         "tokenizer_class": "PreTrainedTokenizerFast",
         **entries,
         "model_max_length": max_length if has_max_length else model.context_length,
-        **{"bos_token": None, "eos_token": eos, "pad_token": None},
+        "bos_token": None,
+        "eos_token": eos,
+        "pad_token": None,
         **tokenizer.special_tokens,
         "chat_template": tokenizer.chat_templates.get("default"),
         "added_tokens_decoder": {

@@ -120,7 +120,10 @@ async def count_tokens(request: Request) -> Response:
 
 
 async def _answer_in_background(request: Request, recorder: ResponseRecorder) -> Response:
-    runtime, server, spec, writer = get_runtime(request), get_server_context(request), recorder.spec, recorder.writer
+    runtime = get_runtime(request)
+    server = get_server_context(request)
+    spec = recorder.spec
+    writer = recorder.writer
     resumed = request.scope.get(RESUMED_SCOPE_KEY)
     if (
         resumed is not None

@@ -67,7 +67,16 @@ async def _stream_progress(download_lock: asyncio.Lock, name: str) -> AsyncGener
 
 async def _start_download(name: str) -> Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "quire", "pull", "--", name), stdin=PIPE, stdout=PIPE, stderr=PIPE
+        sys.executable,
+        "-P",
+        "-m",
+        "quire",
+        "pull",
+        "--",
+        name,
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
     )
 
 
