@@ -124,6 +124,7 @@ ROOMS = {
         "sse",
         "connection",
         "routes",
+        "app_builder",
         "app",
         "fleet",
         "cli",

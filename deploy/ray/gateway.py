@@ -24,10 +24,10 @@ from deploy.ray.resume import KeptStream, ResumableStream
 from quire.engine.errors import EngineError, Overloaded, QuireError
 from quire.server.access.authentication import AuthenticationMiddleware
 from quire.server.access.body_reader import BodyReader
+from quire.server.access.cors import add_cors
 from quire.server.access.gateway_headers import Gateways
 from quire.server.access.path_rules import ADMIN_PATHS, ADMIN_PREFIX, PUBLIC_PATHS
 from quire.server.access.tenants import Tenants
-from quire.server.app import add_cors
 from quire.server.config import ServerConfig
 from quire.server.error_responses import (
     RETRY_AFTER_SECONDS,

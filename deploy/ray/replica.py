@@ -19,7 +19,7 @@ from quire.engine.replicas.replicas import processes
 from quire.server.cli.http_server import open_engine_app
 from quire.server.config import ServerConfig
 from quire.server.observe import log_setup
-from quire.server.runtime import ModelRuntime
+from quire.server.runtime.model_runtime import ModelRuntime
 
 _UNREAD = 64
 """How many pieces of an answer may wait before the application waits too."""

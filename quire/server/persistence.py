@@ -24,10 +24,13 @@ from quire.server.access.tenants import Tenants
 from quire.server.batches.asgi_client import ASGIClient
 from quire.server.batches.runner import BatchRunner
 from quire.server.config import ServerConfig
-from quire.server.peers import Peers
+from quire.server.peers import PeerLink, Peers, RunFromThread, make_blocking_ask
 from quire.server.resumable_calls import RESUMED_SCOPE_KEY, Claim, ResumableCalls
-from quire.server.store.data_dir import OPEN_BATCHES_KEY, DataDir, ProcessStatus, SharedView
+from quire.server.store.data_dir import OPEN_BATCHES_KEY, DataDir, ProcessStatus, SharedView, open_data_dir
+from quire.server.store.data_dir_rpc import remote_data_dir
+from quire.server.store.database import SQLiteConnect
 from quire.server.store.response_store import Store
+from quire.server.store.sweeper import SECONDS_PER_DAY
 from quire.server.store.write_ahead_log import WriteAheadLog
 from quire.server.store.write_retry import RETRY_SECONDS
 
@@ -79,6 +82,25 @@ class Persistence:
     @property
     def store(self) -> Store:
         return self.data_dir.store
+
+
+def open_configured_data_dir(
+    config: ServerConfig,
+    link: PeerLink | None,
+    *,
+    connect: SQLiteConnect | None = None,
+    from_thread: RunFromThread = asyncio.run_coroutine_threadsafe,
+) -> DataDir | None:
+    """What is kept: of this process, or of the one that the link leads to; None without data_dir. `connect`: see
+    Database; `from_thread`: see `make_blocking_ask`. Raises ConfigError."""
+    if config.data_dir is None:
+        return None
+    if link is not None:
+        return remote_data_dir(config.data_dir, make_blocking_ask(link, from_thread))
+    retention = config.response_retention_days * SECONDS_PER_DAY
+    return open_data_dir(
+        config.data_dir, int(config.max_stored_size * 2**30), retention_seconds=retention, connect=connect
+    )
 
 
 @asynccontextmanager

@@ -333,7 +333,9 @@ class ResumableCalls:
         """Write down what has come since the last time, and forget those that have ended. `last`: leave nothing out."""
         if self._note_future is not None:  # of one that was cancelled: what it writes must not come behind this
             await asyncio.wait({self._note_future})
-        now, notes, ended_calls = clock.time(), list[ProgressUpdate](), list[tuple[str, str, RunningCall]]()
+        now = clock.time()
+        notes: list[ProgressUpdate] = []
+        ended_calls: list[tuple[str, str, RunningCall]] = []
         is_compacting = self._write_ahead_log is not None and self._write_ahead_log.start_compaction(
             (running.log_number, *key, len(running.progress.ids)) for key, running in self._running.items()
         )

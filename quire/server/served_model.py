@@ -10,7 +10,7 @@ from functools import cached_property
 
 from starlette.requests import Request
 
-from quire.engine import VERSION
+from quire.engine import VERSION, clock
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.config import EngineConfig
 from quire.engine.errors import InvalidRequest, ModelNotFound
@@ -100,6 +100,22 @@ class ServedModel(ModelSource):
     """Answers with the same fingerprint and seed have the same tokens."""
     expendable: bool = False
     """Whether this process may be killed, as workers may: then it takes work that may never end."""
+
+    def with_engine_info(self, info: EngineInfo, weights_version: str, adapters: Collection[str]) -> ServedModel:
+        """With what an engine says that is ready now. It may be unable to read images."""
+        no_images_reason = info.no_images
+        if not no_images_reason and self.image_reader is None:
+            no_images_reason = NO_IMAGES_REASON
+        return replace(
+            self,
+            created=int(clock.time()),
+            fingerprint=system_fingerprint(info, weights_version, self.config),
+            context_length=info.max_model_len,
+            tasks=info.tasks,
+            image_reader=None if info.no_images else self.image_reader,
+            no_images_reason=no_images_reason,
+            adapters=adapters,
+        )
 
     @cached_property
     def grammar_compiler(self) -> GrammarCompiler:

@@ -16,7 +16,7 @@ from quire.engine.link.client import EngineClient
 from quire.engine.link.link import Link
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
-from quire.server.runtime import ModelRuntime
+from quire.server.runtime.model_runtime import ModelRuntime
 from quire.server.served_model import ModelSource
 from tests.server.fake import FakeEngine
 from tests.server.forked import FORKED

@@ -20,9 +20,13 @@ from quire.engine.link.client import EngineClient
 from quire.engine.link.process import Launcher
 from quire.engine.link.supervisor import ProcessLink
 from quire.server.access.tenants import Tenants
-from quire.server.app import SingleModelDispatcher, build_app, open_configured_data_dir
+from quire.server.app import SingleModelDispatcher
+from quire.server.app_builder import build_app
 from quire.server.config import ServerConfig
-from quire.server.runtime import ModelDispatcher, ModelRuntime, ServerContext, open_runtime
+from quire.server.persistence import open_configured_data_dir
+from quire.server.runtime.model_runtime import ModelRuntime
+from quire.server.runtime.model_startup import open_runtime
+from quire.server.runtime.server_context import ModelDispatcher, ServerContext
 from quire.server.served_model import ModelSource
 from tests.server.api import NAME, VOCAB_SIZE
 from tests.simulation.clock import PROCESS, Awaited, Owned

@@ -162,7 +162,9 @@ class BodyReader:
         async with self._decode_slots.hold_slot(body.owner):
             size = sum([len(part) async for part in self._iter_decoded_parts(body.chunks, encodings)])
         await self._reserve_bytes(body, max(size, body.reserved_bytes))
-        encoded, body.chunks, body.received_bytes = body.chunks, [], size
+        encoded = body.chunks
+        body.chunks = []
+        body.received_bytes = size
         async with self._decode_slots.hold_slot(body.owner):
             async for part in self._iter_decoded_parts(encoded, encodings):
                 body.chunks.append(part)

@@ -11,9 +11,17 @@ ADMIN_PREFIX = "/v1/engine/"
 
 ADMIN_PATHS = frozenset(
     {
-        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/models/load", "/v1/models/unload"),
-        *("/sleep", "/wake_up", "/is_sleeping"),
-        *("/update_weights", "/init_weights_group", "/close_weights_group", "/api/pull"),
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/v1/models/load",
+        "/v1/models/unload",
+        "/sleep",
+        "/wake_up",
+        "/is_sleeping",
+        "/update_weights",
+        "/init_weights_group",
+        "/close_weights_group",
+        "/api/pull",
         "/collective_rpc",
     }
 )

@@ -15,8 +15,14 @@ _RETRY_STATUSES = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _MAX_RETRY_SECONDS = 30.0
 """Seconds between two tries of a request for which there was no room."""
 _BASE_SCOPE: Mapping[str, Any] = {
-    **{"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http"},
-    **{"root_path": "", "client": ("127.0.0.1", 0), "server": ("batch", None)},
+    "type": "http",
+    "asgi": {"version": "3.0"},
+    "http_version": "1.1",
+    "method": "POST",
+    "scheme": "http",
+    "root_path": "",
+    "client": ("127.0.0.1", 0),
+    "server": ("batch", None),
 }
 
 
@@ -60,7 +66,9 @@ class ASGIClient:
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), length]
         request_scope = {"path": path, "raw_path": path.encode(), "query_string": query.encode(), "headers": headers}
         pending_messages = [{"type": "http.request", "body": body, "more_body": False}]
-        status, response_headers, body_chunks = int(HTTPStatus.INTERNAL_SERVER_ERROR), dict[str, str](), list[bytes]()
+        status = int(HTTPStatus.INTERNAL_SERVER_ERROR)
+        response_headers: dict[str, str] = {}
+        body_chunks: list[bytes] = []
 
         async def receive() -> Message:
             if pending_messages:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from codecs import BOM_UTF8
+from collections.abc import Container, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from quire.engine.errors import InvalidRequest
-from quire.server.batches.batch_lines import parse_line
+from quire.server.batches.batch_lines import LineRequest, parse_line
 from quire.server.formats.tools.strict_json import is_encodable
 from quire.server.store.batches import BatchError, BatchLine
 
@@ -30,25 +32,14 @@ def read_batch_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[Ba
     errors: list[BatchError] = []
     names: set[str] = set()
     with path.open("rb") as file:
-        number = start = 0
-        while line := file.readline(max_bytes + 4096):
-            number, begin, start = number + 1, start, start + len(line)
-            if number == 1 and line.startswith(BOM_UTF8):  # as Windows' editors write it
-                line, begin = line[len(BOM_UTF8) :], len(BOM_UTF8)
+        for number, begin, line in _read_lines(file, max_bytes + 4096):
             if number > 2 * MAX_LINES or len(entries) == MAX_LINES:
                 return [], [BatchError("too_many_requests", f"The file has more than {MAX_LINES} requests", number)]
             if not line.strip():
                 continue
             try:
                 job = parse_line(line)
-                if len(job.body) > max_bytes:
-                    raise InvalidRequest(f"the body is larger than {max_bytes} bytes", param="body")
-                if job.url != endpoint:
-                    raise InvalidRequest(f"url is {job.url}, the batch is for {endpoint}", param="url")
-                if job.custom_id in names:
-                    raise InvalidRequest("the custom_id is an earlier line's", param="custom_id")
-                if not 0 < len(job.custom_id) <= MAX_CUSTOM_ID or not is_encodable(job.custom_id):
-                    raise InvalidRequest(f"custom_id must have 1 to {MAX_CUSTOM_ID} characters", param="custom_id")
+                _check_job(job, endpoint, max_bytes, names)
             except InvalidRequest as error:
                 errors.append(BatchError("invalid_line", error.message, number, error.param))
                 if len(errors) == _MAX_ERRORS or not line.endswith(b"\n"):
@@ -56,8 +47,35 @@ def read_batch_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[Ba
                 continue
             names.add(job.custom_id)
             entries.append((job.body[:_SORT_PREFIX_BYTES], number, begin, len(line), job.custom_id))
-    if not entries and not errors:
-        errors.append(BatchError("empty_file", "The file has no requests"))
+    if errors:
+        return [], errors
+    if not entries:
+        return [], [BatchError("empty_file", "The file has no requests")]
     entries.sort()
-    lines = [BatchLine(position, *entry[1:]) for position, entry in enumerate(entries)]
-    return ([], errors) if errors else (lines, [])
+    return [BatchLine(position, *entry[1:]) for position, entry in enumerate(entries)], []
+
+
+def _read_lines(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
+    """The number of each line, from 1, where it begins in the file, and the line, without a mark of the byte order."""
+    number = 0
+    start = 0
+    while line := file.readline(max_line_bytes):
+        number += 1
+        begin = start
+        start += len(line)
+        if number == 1 and line.startswith(BOM_UTF8):  # as Windows' editors write it
+            line = line[len(BOM_UTF8) :]
+            begin = len(BOM_UTF8)
+        yield number, begin, line
+
+
+def _check_job(job: LineRequest, endpoint: str, max_bytes: int, earlier_names: Container[str]) -> None:
+    """Raises InvalidRequest."""
+    if len(job.body) > max_bytes:
+        raise InvalidRequest(f"the body is larger than {max_bytes} bytes", param="body")
+    if job.url != endpoint:
+        raise InvalidRequest(f"url is {job.url}, the batch is for {endpoint}", param="url")
+    if job.custom_id in earlier_names:
+        raise InvalidRequest("the custom_id is an earlier line's", param="custom_id")
+    if not 0 < len(job.custom_id) <= MAX_CUSTOM_ID or not is_encodable(job.custom_id):
+        raise InvalidRequest(f"custom_id must have 1 to {MAX_CUSTOM_ID} characters", param="custom_id")

@@ -68,7 +68,9 @@ class BatchRunner:
     ) -> None:
         """`app`: what answers the lines. `clients`: of all engines."""
         self._app = app
-        self.batches, self.files, self.contents = data.batches, data.files, data.contents
+        self.batches = data.batches
+        self.files = data.files
+        self.contents = data.contents
         """What is stored; any thread may use these."""
         self.uploads = OwnerBudget(MAX_UPLOADS)
         """Uploads that this process receives, by owner."""

@@ -37,7 +37,8 @@ from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.connection import ConnectionLimits, HttpConnection
 from quire.server.peers import PeerLink
-from quire.server.runtime import ModelDispatcher, ModelRuntime
+from quire.server.runtime.model_runtime import ModelRuntime
+from quire.server.runtime.server_context import ModelDispatcher
 from quire.server.served_model import ModelSource
 from quire.server.write_batching import WriteBatcher
 

@@ -21,7 +21,8 @@ from quire.server.fleet.added_models import AddedModels
 from quire.server.fleet.model_manager import ModelManager
 from quire.server.fleet.models_config import ModelEntry, read_models_file
 from quire.server.fleet.multi_model_app import create_multi_model_app
-from quire.server.runtime import ModelRuntime, open_runtime
+from quire.server.runtime.model_runtime import ModelRuntime
+from quire.server.runtime.model_startup import open_runtime
 
 
 class MultiModelHost:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from quire.server.cli.http_server import HttpServer
     from quire.server.cli.multi_model import MultiModelHost
-    from quire.server.runtime import ModelRuntime
+    from quire.server.runtime.model_runtime import ModelRuntime
 
 log = logging.getLogger("quire.server.cli.serve")
 HEALTH_POLL_SECONDS = 0.5

@@ -29,7 +29,7 @@ from quire.engine.errors import (
 )
 from quire.server.adapter_registry import configured_adapter_names
 from quire.server.fleet.models_config import ModelEntry, ModelsConfig
-from quire.server.runtime import ModelRuntime
+from quire.server.runtime.model_runtime import ModelRuntime
 from quire.server.served_model import model_not_found
 
 log = logging.getLogger("quire.server.fleet.fleet")

@@ -19,7 +19,7 @@ from quire.engine.errors import ConfigError, InvalidRequest, Overloaded
 from quire.engine.folder_reader import describe_error
 from quire.server.access.body_reader import READ_BODY_SCOPE_KEY, BodyBuffer
 from quire.server.access.tenants import Tenants
-from quire.server.app import build_app
+from quire.server.app_builder import build_app
 from quire.server.config import ServerConfig
 from quire.server.error_responses import OLLAMA_PREFIX, SYSTEM_ONE_PATH
 from quire.server.fleet.added_models import AddedModels
@@ -31,7 +31,8 @@ from quire.server.resolve.translated.ollama import strip_latest_tag
 from quire.server.routes.models import list_model_cards, model_list
 from quire.server.routes.ollama.model_info import model_entry, ps_entries, tags_entries
 from quire.server.routes.status import health_response
-from quire.server.runtime import ModelDispatcher, ModelRuntime, get_server_context
+from quire.server.runtime.model_runtime import ModelRuntime
+from quire.server.runtime.server_context import ModelDispatcher, get_server_context
 from quire.server.sse import CLIENT_CLOSED_REQUEST, cancel_on_disconnect
 
 router = APIRouter(include_in_schema=False)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from quire.engine.text.detokenizer import IncrementalDetokenizer
+from quire.engine.text.detokenizer import IncrementalDetokenizer, TextDelta
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import EngineCoreOutput, FinishReason, PrefixReport, TokenLogprob
 from quire.server.formats.message_parser import MessageDelta, MessageParser
@@ -100,48 +100,31 @@ class ChoiceState:
 
     def process_output(self, output: EngineCoreOutput) -> ChoiceDelta | None:
         """The delta of one output; None when it shows nothing yet."""
-        if self._echo_only:
-            ended: FinishReason | None = None if output.finish_reason is None else "length"
-            output = msgspec.structs.replace(output, new_ids=[], logprobs=None, finish_reason=ended, stop_reason=None)
-        output, repeats = (
-            (output, False) if self._repetition_detector is None else self._repetition_detector.cut_repetition(output)
-        )
-        reason: str | None = output.finish_reason
-        stop_reason: int | str | None = output.stop_reason
+        output, repeats = self._cut_output(output)
         message: MessageDelta | None = None
         if self._message_stream is None:
             delta = self._text_stream.push_output(output)
         else:
             delta, message = self._message_stream.push_output(output)
-        self.completion_tokens += delta.num_used_ids
+        reason: str | None = output.finish_reason
+        stop_reason: int | str | None = output.stop_reason
         if repeats:
-            reason, stop_reason = "repetition", REPETITION_STOP_REASON
+            reason = "repetition"
+            stop_reason = REPETITION_STOP_REASON
         if delta.stop_string is not None:
-            reason, stop_reason = "stop", delta.stop_string
-        if output.cached_tokens > self.cached_tokens:
-            self.cached_tokens = output.cached_tokens
-        self.prefix_report = output.prefix or self.prefix_report
+            reason = "stop"
+            stop_reason = delta.stop_string
+        self._count_tokens(output, delta.num_used_ids)
         if self._is_text_only and reason is None:
             return ChoiceDelta(self.index, delta.text, []) if output.new_ids or delta.text else None
-        text, tokens = delta.text, []
-        if output.logprobs is not None:
-            self._pending_logprobs.extend(output.logprobs[: delta.num_used_ids])
-            self.logprob_sum += sum(logprob.logprob for logprob in output.logprobs[: delta.num_used_ids])
-        if self._pending_logprobs:
-            tokens = [self._next_token_text(offset) for offset in delta.offsets]
-        echoed = ""
-        if self._echo:
-            self._echo, echoed = False, self._echoed_text
-            if self.prompt.offsets and output.prompt_logprobs is not None and self._params.logprobs is not None:
-                tokens = self._prompt_token_texts(output.prompt_logprobs) + tokens
-        if self._pending_ids is not None:
-            self._pending_ids += output.new_ids[: delta.num_used_ids]
-        if self._num_prompt_logprobs is not None and output.prompt_logprobs is not None:
-            self._prompt_logprobs = [
-                limit_alternatives(logprob, self._num_prompt_logprobs) for logprob in output.prompt_logprobs
-            ]
+        tokens = self._collect_token_texts(output, delta)
+        echoed, echoed_tokens = self._take_echo(output)
+        tokens = echoed_tokens + tokens
+        self._gather_ids_and_prompt_logprobs(output, delta.num_used_ids)
+        text = delta.text
         if self._message_stream is not None and message is not None:
-            text, reason = message.content, self._message_stream.finish_reason(reason)
+            text = message.content
+            reason = self._message_stream.finish_reason(reason)
         # A token without text, such as a part of a character, makes a delta too: clients time tokens by chunks.
         is_silent = not output.new_ids or message is not None
         if is_silent and not (message or text or tokens or echoed) and reason is None:
@@ -151,15 +134,54 @@ class ChoiceState:
             choice_delta = msgspec.structs.replace(
                 choice_delta, reasoning=message.reasoning, tool_calls=message.tool_calls
             )
-        return (
-            choice_delta
-            if self._pending_ids is None and self._prompt_logprobs is None
-            else self._add_ids_and_prompt_logprobs(choice_delta)
-        )
+        if self._pending_ids is None and self._prompt_logprobs is None:
+            return choice_delta
+        return self._add_ids_and_prompt_logprobs(choice_delta)
 
     @property
     def reasoning_tokens(self) -> int:
         return 0 if self._message_stream is None else self._message_stream.reasoning_tokens
+
+    def _cut_output(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
+        """The part of an output that the answer shows, and whether a repetition ends it."""
+        if self._echo_only:
+            ended: FinishReason | None = None if output.finish_reason is None else "length"
+            output = msgspec.structs.replace(output, new_ids=[], logprobs=None, finish_reason=ended, stop_reason=None)
+        if self._repetition_detector is None:
+            return output, False
+        return self._repetition_detector.cut_repetition(output)
+
+    def _count_tokens(self, output: EngineCoreOutput, num_used_ids: int) -> None:
+        self.completion_tokens += num_used_ids
+        if output.cached_tokens > self.cached_tokens:
+            self.cached_tokens = output.cached_tokens
+        self.prefix_report = output.prefix or self.prefix_report
+
+    def _collect_token_texts(self, output: EngineCoreOutput, delta: TextDelta) -> list[TokenText]:
+        """The tokens that begin in the delta's text, if log probabilities were asked for."""
+        if output.logprobs is not None:
+            self._pending_logprobs.extend(output.logprobs[: delta.num_used_ids])
+            self.logprob_sum += sum(logprob.logprob for logprob in output.logprobs[: delta.num_used_ids])
+        if not self._pending_logprobs:
+            return []
+        return [self._next_token_text(offset) for offset in delta.offsets]
+
+    def _take_echo(self, output: EngineCoreOutput) -> tuple[str, list[TokenText]]:
+        """The prompt, if the answer echoes it and has not done so yet: its text and its tokens."""
+        if not self._echo:
+            return "", []
+        self._echo = False
+        if self.prompt.offsets and output.prompt_logprobs is not None and self._params.logprobs is not None:
+            return self._echoed_text, self._prompt_token_texts(output.prompt_logprobs)
+        return self._echoed_text, []
+
+    def _gather_ids_and_prompt_logprobs(self, output: EngineCoreOutput, num_used_ids: int) -> None:
+        if self._pending_ids is not None:
+            self._pending_ids += output.new_ids[:num_used_ids]
+        if self._num_prompt_logprobs is not None and output.prompt_logprobs is not None:
+            self._prompt_logprobs = [
+                limit_alternatives(logprob, self._num_prompt_logprobs) for logprob in output.prompt_logprobs
+            ]
 
     def _add_ids_and_prompt_logprobs(self, delta: ChoiceDelta) -> ChoiceDelta:
         """The delta with the ids and prompt log probabilities gathered since the last one."""

@@ -72,7 +72,9 @@ class Usage:
 def timing_metrics(timeline: Timeline) -> dict[str, float | None]:
     """Of one answer, by vLLM's names: by the clock of the engine, from its first step on; None before there is one."""
     began = next((at for at, phase in timeline.marks if phase != "queued"), None)
-    first, last, count = timeline.first_token_at, timeline.last_token_at, timeline.output_tokens
+    first = timeline.first_token_at
+    last = timeline.last_token_at
+    count = timeline.output_tokens
     if began is None or first is None:
         return dict.fromkeys(TIMING_METRICS)
     values = (

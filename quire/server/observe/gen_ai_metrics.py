@@ -13,17 +13,35 @@ from quire.engine.core.request_history import Timeline, TimelinePhase
 PROVIDER = "quire"
 REQUEST_BUCKETS = tuple(0.01 * 2**i for i in range(14))
 FIRST_TOKEN_BUCKETS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0),
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
 )
 TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 ATTRIBUTES = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model", "gen_ai_response_model")
 ERROR_TYPES = {"error": "500", "timeout": "timeout", "queue_timeout": "timeout"}
 """error.type by how a sequence ended; an answer whose caller has gone away is no error."""
 OPERATION_NAMES = {
-    **dict.fromkeys(("chatcmpl", "msg", "resp", "decision"), "chat"),
+    "chatcmpl": "chat",
+    "msg": "chat",
+    "resp": "chat",
+    "decision": "chat",
     "cmpl": "text_completion",
-    **dict.fromkeys(("embd", "pool"), "embeddings"),
+    "embd": "embeddings",
+    "pool": "embeddings",
 }
 """By what the ids of answers begin with. The conventions have no names for scores, rankings and labels."""
 DECODE_PHASES: tuple[TimelinePhase, ...] = ("decode", "preempted", "recompute", "recovering")

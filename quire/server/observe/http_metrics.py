@@ -21,8 +21,27 @@ _UNKNOWN_PATH, _UNKNOWN_METHOD = "none", "UNKNOWN"
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"))
 _COARSE_BUCKETS = (0.1, 0.5, 1.0)
 _FINE_BUCKETS = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 7.5),
-    *(10.0, 30.0, 60.0),
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    3.0,
+    3.5,
+    4.0,
+    4.5,
+    5.0,
+    7.5,
+    10.0,
+    30.0,
+    60.0,
 )
 _IN_FLIGHT_METRIC = "http_requests_inprogress"
 _START_TIME_METRIC = "process_start_time_seconds"

@@ -30,16 +30,75 @@ from quire.server.observe.prefix_report import PrefixMissCounters
 from quire.server.observe.rolling_stats import RollingStats
 
 FIRST_TOKEN_BUCKETS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+    2560.0,
 )
 TOKEN_BUCKETS = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
 )
 REQUEST_BUCKETS = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
-    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+    960.0,
+    1920.0,
+    7680.0,
 )
 PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
 STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -232,7 +291,9 @@ class Metrics:
         metrics that belong to no model."""
         for each in models:
             each.rolling_stats.flush_gaps()
-        label, engines, summed = "model_name" if len(models) > 1 else "", CollectorRegistry(), CollectorRegistry()
+        label = "model_name" if len(models) > 1 else ""
+        engines = CollectorRegistry()
+        summed = CollectorRegistry()
         engines.register(LabelingCollector(label, {each.model_name: each._engine_registry.collect for each in models}))
         counted = LabelingCollector(label, {each.model_name: each._registry.collect for each in models})
         summed.register(SummingCollector(counted, peer_samples))
@@ -252,7 +313,9 @@ class BulkHistogram(Collector):
 
     def __init__(self, name: str, text: str, model_name: str, bounds: Sequence[float]) -> None:
         """`bounds`: the buckets' upper ends in seconds, ascending; one more holds what is longer than all."""
-        self._name, self._text, self._labels = name, text, (model_name, ENGINE_LABEL)
+        self._name = name
+        self._text = text
+        self._labels = (model_name, ENGINE_LABEL)
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0

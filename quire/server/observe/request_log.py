@@ -57,7 +57,9 @@ class RequestLog:
         """Note that the request of `scope` is being answered: the two ids of RequestRecord, and the model."""
         record: RequestRecord = scope["request_record"]
         tenant = tenant_of(scope)
-        record.internal_id, record.answer_id, record.model = internal_id, answer_id, model
+        record.internal_id = internal_id
+        record.answer_id = answer_id
+        record.model = model
         record.owner, record.weight = tenant.name, tenant.weight
         if self._capacity:
             self._records_by_id[internal_id] = record

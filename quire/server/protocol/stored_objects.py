@@ -12,8 +12,17 @@ from quire.server.protocol.response_items import InputItem
 from quire.server.protocol.responses import Metadata
 
 BATCH_ENDPOINTS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/decisions"),
-    *("/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank", "/classify", "/pooling"),
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/decisions",
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/classify",
+    "/pooling",
 )
 """What a batch may ask for."""
 MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS = 3600, 30 * 86400

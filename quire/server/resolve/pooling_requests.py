@@ -38,7 +38,11 @@ from quire.server.resolve.prompts import (
 from quire.server.served_model import ServedModel
 
 _CHAT_FIELDS = (
-    *("messages", "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template_kwargs"),
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template_kwargs",
     "truncate_prompt_tokens",
 )
 """Fields that conversations have in a chat too."""

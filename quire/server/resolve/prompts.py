@@ -351,7 +351,9 @@ def check_text_fits(model: ServedModel, text: str, param: str) -> None:
     """
     if len(text) <= SLICE_CHARACTERS:
         return
-    longest, tokens, read = model.context_length, 0, 0
+    longest = model.context_length
+    tokens = 0
+    read = 0
     for piece in split_into_slices(text):
         tokens += len(model.tokenizer.encode(piece, add_special_tokens=False))
         read += len(piece)

@@ -67,9 +67,13 @@ def _text_to_tokenize(
     body: TokenizeRequest, model: ServedModel, config: ServerConfig
 ) -> tuple[RenderedConversation, bool]:
     """The text to be tokenized, and whether special tokens are added by default."""
-    conversation, param, special = RenderedConversation(body.prompt or ""), "prompt", True
+    conversation = RenderedConversation(body.prompt or "")
+    param = "prompt"
+    special = True
     if body.content is not None:
-        conversation, param, special = RenderedConversation(body.content), "content", body.add_special
+        conversation = RenderedConversation(body.content)
+        param = "content"
+        special = body.add_special
     elif body.messages is not None:
         param, special = "messages", False
         renderer = select_renderer(body.chat_template, model, trusted=config.trust_request_chat_template)

@@ -30,7 +30,8 @@ from quire.server.resolve.common import Resolved, measured
 from quire.server.resolve.parse import BodyType, parse_body_as
 from quire.server.resumable_calls import IDEMPOTENCY_HEADER, JOURNAL_BODY_SCOPE_KEY, RESUMABLE_PATHS, RESUMED_SCOPE_KEY
 from quire.server.resumption import ComputeIdentity, resume_conflict, with_pinned_fields
-from quire.server.runtime import ModelRuntime, get_runtime, get_server_context
+from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
+from quire.server.runtime.server_context import get_server_context
 from quire.server.served_model import ServedModel, get_model
 from quire.server.sse import CLIENT_CLOSED_REQUEST, cancel_on_disconnect
 from quire.server.store.progress import CallProgress

@@ -33,7 +33,7 @@ from quire.server.protocol.operator_requests import (
 )
 from quire.server.resolve.parse import parse_body
 from quire.server.routes.bodies import Documented, parsed, worked_on
-from quire.server.runtime import ModelRuntime, get_runtime, set_weights_version
+from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
 from quire.server.served_model import ServedModel, get_model
 from quire.server.sse import EventStream
 
@@ -148,7 +148,7 @@ async def update_weights(request: Request) -> Response:
             version = await runtime.weights_group.serve(body.mode, body.version)
     except ConfigError as error:
         raise InvalidRequest(error.message, param="path" if body.path is not None else "tensors") from None
-    set_weights_version(runtime, version)
+    runtime.set_weights_version(version)
     return _sleep_state_response(request)
 
 

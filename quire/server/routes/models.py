@@ -20,7 +20,7 @@ from quire.server.adapter_registry import AdapterRegistry
 from quire.server.encoding import encode_ascii
 from quire.server.protocol.operator_requests import LoadAdapterRequest, UnloadAdapterRequest
 from quire.server.routes.bodies import Documented, parsed
-from quire.server.runtime import get_runtime
+from quire.server.runtime.model_runtime import get_runtime
 from quire.server.served_model import TASK_OUTPUTS, ServedModel, get_model
 
 router = APIRouter(route_class=ModelRoute)
@@ -158,7 +158,9 @@ def tokenizer_config(model: ServedModel) -> dict[str, Any]:
         "tokenizer_class": "PreTrainedTokenizerFast",
         **entries,
         "model_max_length": max_length if has_max_length else model.context_length,
-        **{"bos_token": None, "eos_token": eos, "pad_token": None},
+        "bos_token": None,
+        "eos_token": eos,
+        "pad_token": None,
         **tokenizer.special_tokens,
         "chat_template": tokenizer.chat_templates.get("default"),
         "added_tokens_decoder": {

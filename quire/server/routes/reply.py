@@ -34,7 +34,8 @@ from quire.server.resumable_calls import (
 )
 from quire.server.resumption import compute_fingerprints
 from quire.server.routes.bodies import WEIGHTS_VERSION, here_of, of_caller, owner_of
-from quire.server.runtime import ModelRuntime, get_runtime, get_server_context
+from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
+from quire.server.runtime.server_context import get_server_context
 from quire.server.served_model import get_model
 from quire.server.sse import CLIENT_CLOSED_REQUEST, EventStream, closing_on_disconnect
 from quire.server.write_batching import TRANSPORT_SCOPE_KEY, BatchingTransport

@@ -12,7 +12,8 @@ from starlette.responses import Response
 from quire.engine.errors import RequestNotFound
 from quire.server.access.authentication import tenant_of
 from quire.server.access.tenants import Tenant
-from quire.server.runtime import ModelRuntime, get_server_context
+from quire.server.runtime.model_runtime import ModelRuntime
+from quire.server.runtime.server_context import get_server_context
 
 router = APIRouter()
 

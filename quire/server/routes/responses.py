@@ -24,7 +24,8 @@ from quire.server.resumable_calls import RESUMED_SCOPE_KEY
 from quire.server.routes.bodies import Documented, owner_of, resolved_spec, worked_on
 from quire.server.routes.reply import begin, events_of, journaled, nothing, reply
 from quire.server.routes.stored.list_pages import Limit, Order, find_or_raise, json_response, list_items_response
-from quire.server.runtime import get_runtime, get_server_context
+from quire.server.runtime.model_runtime import get_runtime
+from quire.server.runtime.server_context import get_server_context
 from quire.server.served_model import get_model
 from quire.server.sse import EventStream
 from quire.server.store.data_dir import DataDir
@@ -119,7 +120,10 @@ async def count_tokens(request: Request) -> Response:
 
 
 async def _answer_in_background(request: Request, recorder: ResponseRecorder) -> Response:
-    runtime, server, spec, writer = get_runtime(request), get_server_context(request), recorder.spec, recorder.writer
+    runtime = get_runtime(request)
+    server = get_server_context(request)
+    spec = recorder.spec
+    writer = recorder.writer
     resumed = request.scope.get(RESUMED_SCOPE_KEY)
     if (
         resumed is not None

@@ -15,7 +15,7 @@ from quire.server.protocol.stored_objects import WarmRequest
 from quire.server.resolve.sessions import parse_warm_request, resolve_warm_request
 from quire.server.routes.bodies import Documented, checked, worked_on
 from quire.server.routes.reply import reply
-from quire.server.runtime import get_runtime
+from quire.server.runtime.model_runtime import get_runtime
 from quire.server.served_model import get_model
 
 router = APIRouter(route_class=GenerationRoute)

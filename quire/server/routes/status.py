@@ -13,7 +13,8 @@ from quire.engine import VERSION
 from quire.server.encoding import encode_json
 from quire.server.observe.http_metrics import MergedHttpMetrics
 from quire.server.observe.metrics import Metrics
-from quire.server.runtime import ModelRuntime, get_server_context
+from quire.server.runtime.model_runtime import ModelRuntime
+from quire.server.runtime.server_context import get_server_context
 
 router = APIRouter()
 

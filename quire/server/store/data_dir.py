@@ -52,7 +52,10 @@ class Processes:
     """Those that share the data, as long as this one lives. Threads may use it at the same time."""
 
     def __init__(self, database: Database, store: Store, files: Files, calls: Calls, sweeper: Sweeper) -> None:
-        self._database, self._store, self._files, self._calls = database, store, files, calls
+        self._database = database
+        self._store = store
+        self._files = files
+        self._calls = calls
         self._sweeper = sweeper
         self._mutex = threading.Lock()
         self._live_processes: dict[str, None] = {}

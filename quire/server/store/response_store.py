@@ -277,7 +277,9 @@ class Store:
 
     def _evict_objects(self, database: sqlite3.Connection, target: int) -> bool:
         """As Room asks for it."""
-        owner, freed, rows = self._sizes.largest_owner(), 0, 0
+        owner = self._sizes.largest_owner()
+        freed = 0
+        rows = 0
         query = f"select {_DELETED_COLUMNS} from objects where owner = ? order by unfinished, at limit ?"
         for row in database.execute(query, (owner, MAX_TRANSACTION_OBJECTS)).fetchall():
             self._delete_object(database, owner, *row)
@@ -344,7 +346,9 @@ def open_store_reader(folder: Path, connect: SQLiteConnect | None = None) -> Ite
 
 def _split_into_chunks(items: Sequence[StoredItem]) -> list[Sequence[StoredItem]]:
     """Items as transactions insert them; at least one chunk, which may be empty."""
-    chunks, begin, size = list[Sequence[StoredItem]](), 0, 0
+    chunks: list[Sequence[StoredItem]] = []
+    begin = 0
+    size = 0
     for index, item in enumerate(items):
         size += len(item.data) + ROW_OVERHEAD_BYTES
         if index > begin and (size > MAX_TRANSACTION_BYTES or index - begin == MAX_TRANSACTION_ROWS):

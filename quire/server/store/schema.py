@@ -146,10 +146,14 @@ def _convert_version_0(database: sqlite3.Connection, row_overhead_bytes: int) ->
         ).fetchone()
         old_object: dict[str, Any] = json.loads(text)
         if "response" in old_object:
-            kind, items, data = "response", old_object.pop("input"), old_object.pop("response")
+            kind = "response"
+            items = old_object.pop("input")
+            data = old_object.pop("response")
             about = {**old_object, "status": data["status"], "background": data["background"]}
         else:
-            kind, items, about = "conversation", old_object.pop("items"), {}
+            kind = "conversation"
+            items = old_object.pop("items")
+            about = {}
             data = {**old_object, "object": "conversation"}
         packed = [(position, item["id"], _json_bytes(item)) for position, item in enumerate(items)]
         size = (

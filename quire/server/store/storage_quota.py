@@ -46,7 +46,9 @@ class StorageQuota:
         """Evict until so many bytes more fit. The caller alone waits for it, and others go on between its transactions.
         It evicts no more than it adds: beyond the bound is at most what is put at the same time. `steps`: it leaves the
         rest to `evict_to_low_water` after so many transactions, unless the bound is passed by a tenth."""
-        freed, has_more, evict = 0, True, self._new_eviction()
+        freed = 0
+        has_more = True
+        evict = self._new_eviction()
         while has_more and freed < size and self.used_bytes + size > self._max_bytes:
             target = min(size - freed, self.used_bytes + size - self._max_bytes)
             has_more, freed_now = self._run_eviction_step(evict, target)

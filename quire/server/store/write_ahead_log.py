@@ -92,9 +92,8 @@ class WriteAheadLog:
         self._path = folder / f"{LOG_FILE_PREFIX}{process}"
         file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(
-                file, 0, _HEADER_BYTES + 2 * HALF_BYTES
-            )  # else a full disk would end the process at a write
+            # else a full disk would end the process at a write
+            os.posix_fallocate(file, 0, _HEADER_BYTES + 2 * HALF_BYTES)
             self._memory = mmap.mmap(file, _HEADER_BYTES + 2 * HALF_BYTES)
         finally:
             os.close(file)
@@ -183,46 +182,91 @@ def read_logged_tokens(path: Path) -> Iterator[LoggedTokens]:
     content = path.read_bytes()
     if len(content) < _HEADER_BYTES or content[:_BOOT_ID_BYTES] != _read_boot_id():
         return
-    size = (len(content) - _HEADER_BYTES) // 2
+    calls = _LoggedCalls()
+    try:
+        for record in _read_records(content):
+            yield from calls.replay_record(record)
+    except _BrokenRecord:
+        return
+
+
+class _BrokenRecord(Exception):
+    """A record was not written to its end, or is of a later version."""
+
+
+class _LegacyTokenRecord(NamedTuple):
+    number: int
+    choice: int
+    position: int
+    token_id: int
+
+
+_AnyRecord = CallRecord | TokensRecord | StepTokensRecord | _LegacyTokenRecord
+
+
+def _read_records(content: bytes) -> Iterator[_AnyRecord]:
+    """The records of both halves, the older half's first. Raises _BrokenRecord."""
+    half_bytes = (len(content) - _HEADER_BYTES) // 2
     half_positions = memoryview(content)[_BOOT_ID_BYTES:_HEADER_BYTES].cast("Q")
-    calls: dict[int, tuple[CallRecord, int]] = {}
-    """By number: a call, and its choice."""
     for half in sorted((0, 1), key=lambda half: half_positions[half]):
-        offset = _HEADER_BYTES + half * size
-        end = offset + min(half_positions[half] % (1 << _USED_BITS), size)
+        offset = _HEADER_BYTES + half * half_bytes
+        end = offset + min(half_positions[half] % (1 << _USED_BITS), half_bytes)
         while offset + _RECORD_HEADER.size <= end:
             length, check = _RECORD_HEADER.unpack_from(content, offset)
-            if not length:
-                if offset + _LEGACY_TOKEN_RECORD.size > end:
-                    return
-                _, _, number, choice, position, id = _LEGACY_TOKEN_RECORD.unpack_from(content, offset)
-                if check != number ^ choice ^ position ^ id ^ _LEGACY_TOKEN_CHECKSUM:
-                    return
+            if length:
+                begin = offset + _RECORD_HEADER.size
+                offset = begin + length
+                yield _decode_checked_record(content[begin:offset], check)
+            else:
+                yield _read_legacy_record(content, offset, end)
                 offset += _LEGACY_TOKEN_RECORD.size
-                if number in calls:
-                    call_record, _ = calls[number]
-                    yield LoggedTokens(call_record.owner, call_record.id, choice, position, (id,), None)
-                continue
-            begin = offset + _RECORD_HEADER.size
-            offset = begin + length
-            record = content[begin:offset]
-            if _checksum(record) != check:
-                return
-            try:
-                decoded = _decode_record(record)
-            except msgspec.MsgspecError:  # of a later version, which has more kinds of them
-                return
-            match decoded:
-                case CallRecord() as call_record:
-                    calls |= {
-                        call_record.number + choice: (call_record, choice) for choice in range(call_record.num_choices)
-                    }
-                case TokensRecord(number, choice, position, ids, finish) if number in calls:
-                    call_record, _ = calls[number]
-                    yield LoggedTokens(call_record.owner, call_record.id, choice, position, ids, finish)
-                case StepTokensRecord(rows):
-                    numbers = iter(array(_NUMBER_TYPECODE, rows))
-                    for number, position, id in zip(numbers, numbers, numbers, strict=True):
-                        if number in calls:
-                            call_record, choice = calls[number]
-                            yield LoggedTokens(call_record.owner, call_record.id, choice, position, (id,), None)
+
+
+def _decode_checked_record(record: bytes, check: int) -> CallRecord | TokensRecord | StepTokensRecord:
+    """Raises _BrokenRecord."""
+    if _checksum(record) != check:
+        raise _BrokenRecord
+    try:
+        return _decode_record(record)
+    except msgspec.MsgspecError:  # of a later version, which has more kinds of them
+        raise _BrokenRecord from None
+
+
+def _read_legacy_record(content: bytes, offset: int, end: int) -> _LegacyTokenRecord:
+    """Raises _BrokenRecord."""
+    if offset + _LEGACY_TOKEN_RECORD.size > end:
+        raise _BrokenRecord
+    _, check, number, choice, position, token_id = _LEGACY_TOKEN_RECORD.unpack_from(content, offset)
+    if check != number ^ choice ^ position ^ token_id ^ _LEGACY_TOKEN_CHECKSUM:
+        raise _BrokenRecord
+    return _LegacyTokenRecord(number, choice, position, token_id)
+
+
+class _LoggedCalls:
+    """The calls that a tail has named so far."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, tuple[CallRecord, int]] = {}
+        """By number: a call, and its choice."""
+
+    def replay_record(self, record: _AnyRecord) -> Iterator[LoggedTokens]:
+        """The tokens of a record. Tokens of a call without a number are left out."""
+        match record:
+            case CallRecord():
+                for choice in range(record.num_choices):
+                    self._calls[record.number + choice] = (record, choice)
+            case TokensRecord() if record.number in self._calls:
+                call, _ = self._calls[record.number]
+                yield LoggedTokens(call.owner, call.id, record.choice, record.position, record.token_ids, record.finish)
+            case _LegacyTokenRecord() if record.number in self._calls:
+                call, _ = self._calls[record.number]
+                yield LoggedTokens(call.owner, call.id, record.choice, record.position, (record.token_id,), None)
+            case StepTokensRecord():
+                yield from self._tokens_of_step(record)
+
+    def _tokens_of_step(self, record: StepTokensRecord) -> Iterator[LoggedTokens]:
+        numbers = iter(array(_NUMBER_TYPECODE, record.rows))
+        for number, position, token_id in zip(numbers, numbers, numbers, strict=True):
+            if number in self._calls:
+                call, choice = self._calls[number]
+                yield LoggedTokens(call.owner, call.id, choice, position, (token_id,), None)

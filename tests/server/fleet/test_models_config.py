@@ -11,7 +11,7 @@ from quire.engine.config import DEMO_MODEL
 from quire.engine.errors import ConfigError, ModelNotFound
 from quire.server.fleet.model_manager import ModelManager
 from quire.server.fleet.models_config import ModelEntry, read_models_file
-from quire.server.runtime import ModelRuntime
+from quire.server.runtime.model_runtime import ModelRuntime
 
 LORA = 'enable_lora = true\nlora_modules = ["a=/a"]\n'
 ONE = f'[one]\nmodel = "{DEMO_MODEL}"\n'

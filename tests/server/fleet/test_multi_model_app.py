@@ -16,14 +16,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.engine.errors import ModelError
 from quire.engine.link.client import EngineClient
-from quire.server import app as app_module
 from quire.server.access.tenants import Tenants
 from quire.server.config import ServerConfig
 from quire.server.fleet.added_models import AddedModels
 from quire.server.fleet.model_manager import ModelManager
 from quire.server.fleet.models_config import ModelEntry, ModelsConfig, ModelsFileOptions
 from quire.server.fleet.multi_model_app import create_multi_model_app
-from quire.server.runtime import ModelRuntime, ServerContext, open_runtime
+from quire.server.runtime import server_startup
+from quire.server.runtime.model_runtime import ModelRuntime
+from quire.server.runtime.model_startup import open_runtime
+from quire.server.runtime.server_context import ServerContext
 from quire.server.served_model import ModelSource
 from tests.server.api import VOCAB_SIZE
 from tests.server.fake import FakeEngine, scripted
@@ -102,7 +104,7 @@ async def test_each_request_is_for_the_model_that_it_names() -> None:
 
 
 async def test_a_body_stays_in_the_budget_until_its_model_has_taken_it_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_module, "BODY_BUDGET_BYTES", 2 * 256 * KIB)  # two of the bodies fill it
+    monkeypatch.setattr(server_startup, "BODY_BUDGET_BYTES", 2 * 256 * KIB)  # two of the bodies fill it
     async with opened("a", NEVER) as (server, http):
         large = body(NEVER, user="u" * BODY)
         posts = [asyncio.create_task(http.post("/v1/completions", json=large)) for _ in range(5)]

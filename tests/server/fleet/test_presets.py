@@ -19,7 +19,9 @@ from quire.server.fleet.added_models import AddedModels
 from quire.server.fleet.model_manager import ModelManager
 from quire.server.fleet.models_config import ModelEntry, ModelsConfig, read_models_file
 from quire.server.fleet.multi_model_app import create_multi_model_app
-from quire.server.runtime import ModelRuntime, ServerContext, open_runtime
+from quire.server.runtime.model_runtime import ModelRuntime
+from quire.server.runtime.model_startup import open_runtime
+from quire.server.runtime.server_context import ServerContext
 from quire.server.served_model import ModelSource
 from tests.server.api import VOCAB_SIZE
 from tests.server.fake import FakeEngine, hashed

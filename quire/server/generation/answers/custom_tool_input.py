@@ -34,7 +34,9 @@ class CustomInputDecoder:
                 raw, self._unread = self._unread, ""
                 return raw
             self._is_inside, self._unread = True, self._unread[opening.end() :]
-        decoded, at, text = [], 0, self._unread
+        decoded = []
+        at = 0
+        text = self._unread
         while at < len(text) and not self._has_ended:
             if text[at] == '"':
                 self._has_ended = True

@@ -128,7 +128,9 @@ class EventIdWriter(AnswerWriter):
     def _switch_kind(self, kind: int) -> None:
         """Of a choice that has not caught up with its reader, ids say what the reader has seen."""
         self._sent_counts[self._kind] = self._kind_count
-        self._kind, self._kind_count, self._kind_seen_count = kind, self._sent_counts[kind], self._seen_counts[kind]
+        self._kind = kind
+        self._kind_count = self._sent_counts[kind]
+        self._kind_seen_count = self._seen_counts[kind]
         counts = [b"%d" % each for each in map(max, self._sent_counts, self._seen_counts)]
         counts[kind] = b"%d"
         id = b"id: %b:%b\n" % (self._id, b".".join(counts))

@@ -154,7 +154,9 @@ class ResponsesWriter(OutputPartWriter):
         part = self._open_part
         if part is None:
             return b""
-        kind, index, place = self._items.item_type(part), len(self.output_items), self._item_position(part)
+        kind = self._items.item_type(part)
+        index = len(self.output_items)
+        place = self._item_position(part)
         item = self._items.output_item(part, index, last_item_status(status))
         prefix, field = TEXT_EVENTS[kind]
         events = []

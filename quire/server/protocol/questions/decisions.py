@@ -14,8 +14,17 @@ from quire.server.protocol.response_items import TextContents, TextOrItems
 
 MAX_QUESTIONS, MAX_OPTIONS = 400, 255
 SUPPORTED_EXTENSIONS = (
-    *("timeout", "queue_timeout", "request_id", "cache_salt", "priority", "chat_template_kwargs"),
-    *("session_id", "session_ttl", "prompt_cache_key", "prompt_cache_retention", "receipt"),
+    "timeout",
+    "queue_timeout",
+    "request_id",
+    "cache_salt",
+    "priority",
+    "chat_template_kwargs",
+    "session_id",
+    "session_ttl",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "receipt",
 )
 """The extensions that mean something where nothing is sampled."""
 

@@ -63,8 +63,18 @@ RESPONSES_FIELD_NAMES = {
 """Names of a chat's fields, and what they are called here."""
 
 FIELDS_NOT_OF_PROMPT = {
-    *("max_output_tokens", "temperature", "top_p", "top_logprobs", "include", "metadata", "stream", "stream_options"),
-    *("store", "background", "safety_identifier", "prompt_cache_key"),
+    "max_output_tokens",
+    "temperature",
+    "top_p",
+    "top_logprobs",
+    "include",
+    "metadata",
+    "stream",
+    "stream_options",
+    "store",
+    "background",
+    "safety_identifier",
+    "prompt_cache_key",
 }
 """What says nothing of the prompt."""
 
@@ -151,7 +161,9 @@ def load_items(
     body: ResponsesRequest, model: ServedModel, config: ServerConfig, owner: str
 ) -> tuple[list[InputItem], list[InputItem]]:
     """The items before this request's, and its own. Raises InvalidRequest, and NeedsWorker: there may be many."""
-    folder, previous, conversation = config.data_dir, body.previous_response_id, body.conversation_id
+    folder = config.data_dir
+    previous = body.previous_response_id
+    conversation = body.conversation_id
     if isinstance(body.input, str):
         input_items: Sequence[InputItem | ItemReference] = (
             [Message(role="user", content=body.input)] if body.input else []

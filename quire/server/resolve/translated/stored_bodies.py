@@ -47,7 +47,9 @@ def parse_new_batch(body_bytes: bytes, model: ServedModel, config: ServerConfig)
     """Raises InvalidRequest naming the field."""
     body = parse_body(body_bytes, BatchRequest)
     check_json_texts(body.metadata or {}, "metadata")
-    now, window, keep = int(clock.time()), body.completion_window, body.output_expires_after
+    now = int(clock.time())
+    window = body.completion_window
+    keep = body.output_expires_after
     return Batch(
         id=f"batch_{random_source.token_hex(16)}",
         endpoint=body.endpoint,

@@ -18,7 +18,7 @@ from quire.server.encoding import encode_json
 from quire.server.protocol.ollama import OllamaPullRequest
 from quire.server.resolve.parse import parse_body
 from quire.server.routes.bodies import Documented
-from quire.server.runtime import get_server_context
+from quire.server.runtime.server_context import get_server_context
 from quire.server.sse import CLIENT_CLOSED_REQUEST
 
 _PROGRESS_SECONDS = 5.0
@@ -67,7 +67,16 @@ async def _stream_progress(download_lock: asyncio.Lock, name: str) -> AsyncGener
 
 async def _start_download(name: str) -> Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "quire", "pull", "--", name), stdin=PIPE, stdout=PIPE, stderr=PIPE
+        sys.executable,
+        "-P",
+        "-m",
+        "quire",
+        "pull",
+        "--",
+        name,
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
     )
 
 

@@ -76,11 +76,10 @@ def batch_object(batch: Batch) -> dict[str, Any]:
         "errors": {"object": "list", "data": errors} if errors else None,
         "request_counts": counts,
         "usage": {
-            **{
-                "input_tokens": input_tokens,
-                "output_tokens": output_tokens,
-                "total_tokens": input_tokens + output_tokens,
-            },
-            **{"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}},
+            "input_tokens": input_tokens,
+            "output_tokens": output_tokens,
+            "total_tokens": input_tokens + output_tokens,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
         },
     }

@@ -29,7 +29,7 @@ from quire.server.peers import StoreUnreachable
 from quire.server.protocol.stored_objects import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS
 from quire.server.routes.bodies import owner_of
 from quire.server.routes.stored.list_pages import Order, find_or_raise, list_page_response, unknown_cursor
-from quire.server.runtime import get_server_context
+from quire.server.runtime.server_context import get_server_context
 from quire.server.sse import CLIENT_CLOSED_REQUEST
 from quire.server.store.files import STORAGE_FULL_MESSAGE, StoredFile, new_file, new_file_id
 

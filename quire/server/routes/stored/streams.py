@@ -18,7 +18,7 @@ from quire.server.generation.answers.event_ids import parse_event_id
 from quire.server.resumable_calls import CLAIMS_SCOPE_KEY, RESUMABLE_PATHS, RESUMED_SCOPE_KEY, Claim
 from quire.server.resumption import ResumedCall
 from quire.server.routes.bodies import owner_of
-from quire.server.runtime import get_server_context
+from quire.server.runtime.server_context import get_server_context
 
 router = APIRouter()
 LAST_EVENT_ID = "last-event-id"

@@ -1,0 +1,66 @@
+"""Builds the application of a server, whatever its models: routes, the error table, middleware and its start."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from fastapi import APIRouter, FastAPI
+
+from quire.engine import VERSION
+from quire.engine.core.request_history import RequestHistory
+from quire.server.access.gateway_headers import Gateways
+from quire.server.access.memory_lease import MAX_LEASED_BYTES, MAX_LEASED_IMAGE_BYTES
+from quire.server.access.tenants import Tenants
+from quire.server.config import ServerConfig
+from quire.server.observe.request_spans import OpenTelemetrySpans, create_otlp_exporter
+from quire.server.peers import PeerLink
+from quire.server.persistence import open_configured_data_dir
+from quire.server.routes.error_handlers import install_error_handlers
+from quire.server.routes.middleware import add_middleware
+from quire.server.routes.routers import add_routers
+from quire.server.runtime.server_startup import OpenModels, OpenStoredData, ServerStartup
+
+
+def build_app(
+    config: ServerConfig,
+    tenants: Tenants,
+    open_models: OpenModels,
+    routers: Sequence[APIRouter] = (),
+    *,
+    budget_bytes: int = MAX_LEASED_BYTES + MAX_LEASED_IMAGE_BYTES,
+    link: PeerLink | None = None,
+    open_stored_data: OpenStoredData = open_configured_data_dir,
+) -> FastAPI:
+    """An ASGI application of the models that are `open_models` as long as its lifespan lasts. `routers`: routes that go
+    before its own. Raises ConfigError for API keys, gateways and hosts that cannot be used; the lifespan what
+    `open_models` and `open_stored_data` raise. `budget_bytes`: bytes that all requests may hold. `link`: to the process
+    that has what is kept, where others share it. `open_stored_data`: gives what is kept."""
+    gateways = Gateways(config)
+
+    def histories() -> list[RequestHistory]:
+        return [each.client.history for each in app.state.server.models.loaded_runtimes]
+
+    span_exporter = None
+    if config.otlp_traces_endpoint is not None:
+        span_exporter = OpenTelemetrySpans(create_otlp_exporter(config.otlp_traces_endpoint), histories)
+    startup = ServerStartup(config, tenants, gateways, open_models, open_stored_data, link, span_exporter)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with startup.open_server(app, http_metrics):
+            yield
+
+    app = FastAPI(
+        title="Quire",
+        version=VERSION,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        strict_content_type=False,
+        docs_url=None,  # server/routes/web_pages.py has it; FastAPI's own pages load what they show from elsewhere
+        redoc_url=None,
+    )
+    install_error_handlers(app)
+    http_metrics = add_routers(app, routers)
+    add_middleware(app, config, tenants, gateways, span_exporter, budget_bytes, http_metrics)
+    return app

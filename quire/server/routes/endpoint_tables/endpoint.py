@@ -1,0 +1,30 @@
+"""A row of a table of endpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+
+from quire.server.access.admission import GenerationRoute, RateLimitedRoute
+from quire.server.generation.vector_generation import VectorSpec
+from quire.server.resolve.common import Resolved
+from quire.server.resolve.tokenize_requests import JsonReply
+from quire.server.routes.bodies import Work
+
+Resolution = Resolved | VectorSpec | JsonReply
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    path: str
+    name: str
+    """The name of the operation in the API's description."""
+    description: str
+    resolve: Work[Resolution]
+    """Makes of the body what is to be computed, or the answer itself."""
+    body_models: tuple[type[BaseModel], ...]
+    """The models, one of which a body must match."""
+    route_class: type[RateLimitedRoute] = GenerationRoute
+    in_schema: bool = True
+    """Whether the API's description has it: not where it is another name of one that is there."""

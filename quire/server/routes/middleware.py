@@ -1,0 +1,52 @@
+"""What every request passes before its route, and every response after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastapi import FastAPI
+
+from quire.server.access.allowed_hosts import AllowedHosts, AllowedHostsMiddleware
+from quire.server.access.authentication import AuthenticationMiddleware
+from quire.server.access.cors import add_cors
+from quire.server.access.gateway_headers import Gateways
+from quire.server.access.memory_lease import MemoryLeaseMiddleware
+from quire.server.access.root_path import RootPathMiddleware
+from quire.server.access.tenants import Tenants
+from quire.server.config import ServerConfig
+from quire.server.error_responses import UnexpectedErrorMiddleware
+from quire.server.observe.http_metrics import HttpMetrics
+from quire.server.observe.log_setup import log_request
+from quire.server.observe.request_log import RequestLogMiddleware, RequestRecord
+from quire.server.observe.request_spans import OpenTelemetrySpans
+from quire.server.owner_budget import OwnerBudget
+from quire.server.routes.stored.streams import ResumptionMiddleware
+
+
+def add_middleware(
+    app: FastAPI,
+    config: ServerConfig,
+    tenants: Tenants,
+    gateways: Gateways,
+    span_exporter: OpenTelemetrySpans | None,
+    budget_bytes: int,
+    http_metrics: HttpMetrics,
+) -> None:
+    """Add the middleware, the innermost first: a request meets the one added last first. `budget_bytes`: bytes that all
+    requests may hold. Raises ConfigError for allowed hosts that cannot be used."""
+    app.state.hosts = AllowedHosts(config)
+    record_sinks: list[Callable[[RequestRecord], None]] = []
+    if not config.disable_access_log:
+        record_sinks.append(log_request)
+    if span_exporter is not None:
+        record_sinks.append(span_exporter.export_request)
+    if config.data_dir is not None:
+        app.add_middleware(ResumptionMiddleware)
+    app.add_middleware(MemoryLeaseMiddleware, budget=OwnerBudget(budget_bytes))
+    app.add_middleware(AuthenticationMiddleware, tenants=tenants, gateways=gateways)
+    app.add_middleware(UnexpectedErrorMiddleware)
+    app.add_middleware(add_cors, config)
+    app.add_middleware(AllowedHostsMiddleware, hosts=app.state.hosts)
+    app.add_middleware(RequestLogMiddleware, end_listeners=record_sinks, counter=http_metrics)
+    if config.root_path.strip("/"):
+        app.add_middleware(RootPathMiddleware, prefix=config.root_path)

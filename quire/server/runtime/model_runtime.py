@@ -1,0 +1,80 @@
+"""A model that is loaded, and what runs beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from starlette.requests import Request
+
+from quire.engine.link.broadcast import WeightsGroup
+from quire.engine.link.client import EngineClient
+from quire.engine.link.weights import WeightChanges
+from quire.engine.types import EngineInfo
+from quire.server.access.admission import Admission
+from quire.server.access.fair_semaphore import FairSemaphore
+from quire.server.adapter_registry import AdapterRegistry
+from quire.server.config import ServerConfig
+from quire.server.generation.event_loop_turns import EventLoopTurns
+from quire.server.generation.output_parts import LogprobBudget
+from quire.server.images.image_fetcher import MAX_FETCHING_REQUESTS, ImageFetcher
+from quire.server.observe.cross_process import CrossProcessObserver
+from quire.server.observe.live_view import LiveView
+from quire.server.observe.metrics import Metrics
+from quire.server.observe.request_log import RequestLog
+from quire.server.receipt_log import ReceiptWriter
+from quire.server.served_model import ServedModel, system_fingerprint
+from quire.server.workers.grammar_checker import GrammarChecker
+from quire.server.workers.pool import WorkerPool
+
+
+def _make_fetch_semaphore() -> FairSemaphore:
+    return FairSemaphore(MAX_FETCHING_REQUESTS, leaves_room=True)
+
+
+@dataclass(slots=True)
+class ModelRuntime:
+    """A model that is loaded, and what runs beside it. It is in the scope of each request for it, as `runtime`."""
+
+    model: ServedModel
+    """Replaced when its weights are; the only field that is."""
+    admission: Admission
+    config: ServerConfig
+    client: EngineClient
+    weights_group: WeightsGroup
+    info: EngineInfo
+    """What the engine said when it was ready."""
+    metrics: Metrics
+    live_view: LiveView
+    request_log: RequestLog
+    cross_process_observer: CrossProcessObserver
+    workers: WorkerPool
+    image_fetcher: ImageFetcher
+    grammar_checker: GrammarChecker
+    loop_turns: EventLoopTurns
+    adapter_registry: AdapterRegistry | None
+    """None where none are served."""
+    receipts: ReceiptWriter
+    fetch_semaphore: FairSemaphore = field(default_factory=_make_fetch_semaphore)
+    """Of requests whose images are fetched."""
+    logprob_budget: LogprobBudget = field(default_factory=LogprobBudget)
+
+    @property
+    def weight_changes(self) -> WeightChanges:
+        return self.weights_group.weights
+
+    @property
+    def started(self) -> int:
+        """When the engine was ready, in seconds of the Unix clock."""
+        return self.model.created
+
+    def set_weights_version(self, version: str) -> None:
+        """Its weights have been replaced."""
+        self.receipts.hashes.register_version(version)
+        self.model = replace(self.model, fingerprint=system_fingerprint(self.info, version, self.config))
+
+
+def get_runtime(request: Request) -> ModelRuntime:
+    """Of the request's model."""
+    runtime = request.scope["runtime"]
+    assert isinstance(runtime, ModelRuntime)
+    return runtime

@@ -1,0 +1,115 @@
+"""Starts a model: its engine, its adapters, and what runs beside it until the model is closed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+from quire.engine.link.broadcast import WeightsGroup
+from quire.engine.link.client import EngineClient
+from quire.engine.link.hub_link import HubLink, NoWeightsGroup
+from quire.engine.link.weights import Weights
+from quire.engine.lora.target_modules import ModuleShapes
+from quire.engine.processes.child import Child
+from quire.engine.receipts.model_hasher import ModelHasher
+from quire.server.access.admission import Admission
+from quire.server.adapter_registry import open_adapter_registry
+from quire.server.config import ServerConfig
+from quire.server.generation.event_loop_turns import EventLoopTurns
+from quire.server.images.image_fetcher import ImageFetcher
+from quire.server.observe.throughput_log import log_throughput
+from quire.server.receipt_log import ReceiptLog, ReceiptWriter
+from quire.server.runtime.model_observers import attach_observers
+from quire.server.runtime.model_runtime import ModelRuntime
+from quire.server.served_model import ModelSource
+from quire.server.workers.grammar_checker import GrammarChecker
+from quire.server.workers.pool import LaunchProcess, WorkerPool
+
+
+@asynccontextmanager
+async def open_runtime(
+    source: ModelSource,
+    modules: ModuleShapes | None,
+    client: EngineClient,
+    *,
+    has_api_keys: bool,
+    folder: Path | None,
+    launch_process: LaunchProcess = Child,
+) -> AsyncIterator[ModelRuntime]:
+    """A model that is ready to answer until the block ends; then its engine ends too. client: launched, not started.
+    modules: those that may have adapters. folder: where adapters are kept. has_api_keys: see Admission.
+    launch_process: see WorkerPool.
+
+    Raises what client.link.start(), open_adapter_registry and ModelSource.build_served_model raise.
+    """
+    config = source.config
+    model_before_start = await asyncio.to_thread(source.build_served_model)
+    client.history.max_ended = config.request_history
+    async with AsyncExitStack() as exit_stack:  # the last one that began ends first
+        weights_group = _make_weights_group(client)
+        exit_stack.push_async_callback(weights_group.close)
+        exit_stack.push_async_callback(client.link.stop)
+        hashes = ModelHasher(config, source.tokenizer, client.link.weights_paths, config.data_dir)
+        info = await client.link.start()
+        digests_in_use = partial(adapter_digests_in_use, client)
+        adapter_registry = exit_stack.enter_context(
+            open_adapter_registry(config, info.adaptable or modules, digests_in_use, folder, device=info.device)
+        )
+        adapters: Collection[str] = () if adapter_registry is None else adapter_registry.adapters_by_name
+        model = model_before_start.with_engine_info(info, client.link.weights_version, adapters)
+        workers = WorkerPool(source.with_engine_limits(model), model.adapters, launch_process)
+        exit_stack.push_async_callback(workers.close)
+        loop_turns = EventLoopTurns()
+        exit_stack.callback(loop_turns.close)
+        image_fetcher = ImageFetcher(config.allowed_media_domains)
+        exit_stack.callback(image_fetcher.close)
+        admission = Admission(client, config, info.max_model_len, has_api_keys=has_api_keys)
+        receipt_log = _open_receipt_log(config)
+        observers = attach_observers(
+            client, info, model, config, admission.rejections, has_adapters=adapter_registry is not None
+        )
+        runtime = ModelRuntime(
+            model=model,
+            admission=admission,
+            config=config,
+            client=client,
+            weights_group=weights_group,
+            info=info,
+            metrics=observers.metrics,
+            live_view=observers.live_view,
+            request_log=observers.request_log,
+            cross_process_observer=observers.cross_process_observer,
+            workers=workers,
+            image_fetcher=image_fetcher,
+            grammar_checker=GrammarChecker(workers),
+            loop_turns=loop_turns,
+            adapter_registry=adapter_registry,
+            receipts=ReceiptWriter(hashes, info, observers.metrics, receipt_log),
+        )
+        exit_stack.push_async_callback(runtime.receipts.close)
+        if isinstance(client.link, HubLink):  # then another API process may have the weights changed
+            client.link.on_version.append(runtime.set_weights_version)
+        elif not config.disable_log_stats:
+            exit_stack.callback(asyncio.create_task(log_throughput(client)).cancel)
+        yield runtime
+
+
+def adapter_digests_in_use(client: EngineClient) -> set[str]:
+    """Digests of the adapters that open requests need."""
+    return {each.digest for each in (*client.adapters(queued=False), *client.adapters(queued=True))}
+
+
+def _make_weights_group(client: EngineClient) -> WeightsGroup:
+    if isinstance(client.link, HubLink):
+        return NoWeightsGroup(client.link)
+    return WeightsGroup(Weights(client))
+
+
+def _open_receipt_log(config: ServerConfig) -> ReceiptLog | None:
+    """Raises ConfigError where the file of --receipt-log cannot be written."""
+    if config.receipt_log is None:
+        return None
+    return ReceiptLog(config.receipt_log, int(config.receipt_log_size * 2**30))

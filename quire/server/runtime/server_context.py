@@ -1,0 +1,78 @@
+"""What all models of a server have together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.server.access.body_reader import BodyReader
+from quire.server.access.gateway_headers import Gateways
+from quire.server.batches.runner import BatchRunner
+from quire.server.config import ServerConfig
+from quire.server.generation.background import Background
+from quire.server.observe.http_metrics import HttpMetrics
+from quire.server.persistence import Persistence
+from quire.server.resumable_calls import ResumableCalls
+from quire.server.runtime.model_runtime import ModelRuntime
+from quire.server.store.data_dir import DataDir
+from quire.server.store.response_store import Store
+
+
+class ModelDispatcher(Protocol):
+    """The models of a server."""
+
+    @property
+    def loaded_runtimes(self) -> Sequence[ModelRuntime]:
+        """Those that can answer."""
+
+    async def dispatch_request(
+        self, handler: ASGIApp, scope: Scope, receive: Receive, send: Send, *, needs_awake: bool, names_model: bool
+    ) -> None:
+        """Put the request's model into its scope and let `handler` handle it. needs_awake: whether the model's engine
+        must be awake for it. names_model: whether the request may name its model; else any loaded model will do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerContext:
+    """What all models have together."""
+
+    config: ServerConfig
+    models: ModelDispatcher
+    gateways: Gateways
+    background: Background
+    persistence: Persistence | None
+    """None without --data-dir."""
+    registry: CollectorRegistry
+    """Metrics that belong to no model."""
+    http_metrics: HttpMetrics
+    body_reader: BodyReader
+    pull_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a model is downloaded: one at a time."""
+
+    @property
+    def store(self) -> Store | None:
+        return None if self.persistence is None else self.persistence.store
+
+    @property
+    def data_dir(self) -> DataDir | None:
+        return None if self.persistence is None else self.persistence.data_dir
+
+    @property
+    def batch_runner(self) -> BatchRunner | None:
+        return None if self.persistence is None else self.persistence.batch_runner
+
+    @property
+    def resumable_calls(self) -> ResumableCalls | None:
+        return None if self.persistence is None else self.persistence.resumable_calls
+
+
+def get_server_context(request: Request) -> ServerContext:
+    server = request.app.state.server
+    assert isinstance(server, ServerContext)
+    return server

@@ -1,0 +1,96 @@
+"""Starts what all models of a server have together, and the models; closes them when the application ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from quire.engine.link.client import EngineClient
+from quire.server.access.body_reader import BodyReader
+from quire.server.access.gateway_headers import Gateways
+from quire.server.access.tenants import Tenants
+from quire.server.config import ServerConfig
+from quire.server.generation.background import Background
+from quire.server.observe.http_metrics import HttpMetrics
+from quire.server.observe.metric_collectors import CallbackCollector, data_dir_metrics
+from quire.server.observe.request_spans import OpenTelemetrySpans
+from quire.server.peers import PeerLink, Peers
+from quire.server.persistence import Persistence, open_persistence, recover_unfinished
+from quire.server.runtime.server_context import ModelDispatcher, ServerContext
+from quire.server.store.data_dir import DataDir
+
+BODY_BUDGET_BYTES = 48 << 20
+"""Memory for the bodies of requests that are received and resolved at the same time."""
+OpenModels = Callable[[], AbstractAsyncContextManager[ModelDispatcher]]
+OpenStoredData = Callable[[ServerConfig, PeerLink | None], DataDir | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStartup:
+    """Opens a server's parts in their order."""
+
+    config: ServerConfig
+    tenants: Tenants
+    gateways: Gateways
+    open_models: OpenModels
+    open_stored_data: OpenStoredData
+    link: PeerLink | None
+    """Leads to the process that has what is kept, where others share it."""
+    span_exporter: OpenTelemetrySpans | None
+
+    @asynccontextmanager
+    async def open_server(self, app: FastAPI, http_metrics: HttpMetrics) -> AsyncIterator[None]:
+        """Give the application its ServerContext until the block ends. Raises what `open_models` and `open_stored_data`
+        raise."""
+        async with AsyncExitStack() as exit_stack:  # the last one that began ends first
+            if self.span_exporter is not None:
+                exit_stack.push_async_callback(asyncio.to_thread, self.span_exporter.flush_and_close)
+            data = self.open_stored_data(self.config, self.link)
+            if data is not None:
+                exit_stack.callback(data.close)
+            models = await exit_stack.enter_async_context(self.open_models())
+            peers = Peers(self.link, None if data is None else data.calls)
+            background = Background(peers)
+            exit_stack.push_async_callback(background.close)
+            persistence = None
+            registry = CollectorRegistry()
+            if data is not None:
+                clients = partial(_engine_clients, models)
+                persistence = await exit_stack.enter_async_context(
+                    open_persistence(data, app, self.tenants, self.config, clients, peers)
+                )
+                registry.register(_data_dir_collector(persistence, models))
+            app.state.server = ServerContext(
+                config=self.config,
+                models=models,
+                gateways=self.gateways,
+                background=background,
+                persistence=persistence,
+                registry=registry,
+                http_metrics=http_metrics,
+                body_reader=BodyReader(int(self.config.max_body_size * 2**20), BODY_BUDGET_BYTES),
+            )
+            for each in models.loaded_runtimes:
+                each.cross_process_observer.http_metrics = http_metrics
+            if persistence is not None:
+                recovery = asyncio.create_task(recover_unfinished(persistence, app, self.tenants))
+                exit_stack.callback(recovery.cancel)
+            yield
+
+
+def _engine_clients(models: ModelDispatcher) -> list[EngineClient]:
+    return [each.client for each in models.loaded_runtimes]
+
+
+def _data_dir_collector(persistence: Persistence, models: ModelDispatcher) -> CallbackCollector:
+    """The metrics of what is kept, labeled with the first model's name."""
+    model_name = models.loaded_runtimes[0].model.names[0]
+    result_counts = persistence.batch_runner.result_counts
+    latest_status = partial(getattr, persistence, "data_dir_status")
+    return CallbackCollector(partial(data_dir_metrics, latest_status, result_counts, model_name))
