@@ -18,7 +18,7 @@ from quire.engine.errors import ConfigError
 from quire.server.cli.flags import ExclusiveFlags, add_flag_table, build_parser
 from quire.server.cli.models.table import catalog_config
 from quire.server.cli.plan.cpu_rates import with_cpu_rates
-from quire.server.cli.plan.estimate import estimate_model
+from quire.server.cli.plan.estimate_builder import estimate_model
 from quire.server.cli.plan.images_plan import parse_images, plan_images, read_model_vision
 from quire.server.cli.plan.machine import Machine, find_gpu, gpu_with_memory, read_gpu_table, this_machine
 from quire.server.cli.plan.model_plan import (
