@@ -21,8 +21,18 @@ from quire.server.cli.unknown_flags import JSON_METAVAR, parse_known_flags
 from quire.server.config import ServerConfig
 
 COMMON_SETTINGS = (
-    *("model", "host", "port", "api_key_file", "served_model_name", "data_dir"),
-    *("max_model_len", "quantization", "kv_cache_dtype", "tensor_parallel_size", "threads", "enable_lora"),
+    "model",
+    "host",
+    "port",
+    "api_key_file",
+    "served_model_name",
+    "data_dir",
+    "max_model_len",
+    "quantization",
+    "kv_cache_dtype",
+    "tensor_parallel_size",
+    "threads",
+    "enable_lora",
 )
 """The settings that --help shows; --help=all shows all."""
 
@@ -47,7 +57,8 @@ def add_settings_flags(
 ) -> None:
     """Add --help, --config and the flags of `add_field_flags`. The parser has no --help of its own."""
     shown = parser.add_argument(
-        *("-h", "--help"),
+        "-h",
+        "--help",
         action=_HelpAction,
         nargs="?",
         metavar="all",

@@ -37,9 +37,24 @@ from quire.server.cli.settings_flags import add_field_flags, bounded_number, par
 from quire.server.config import ServerConfig
 
 _SHOWN_FLAGS = (
-    *("revision", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes", "max_model_len"),
-    *("dtype", "kv_cache_dtype", "quantization", "quantize_embedding", "gpu_memory_utilization", "kv_offload_memory"),
-    *("kv_offload_dir", "kv_offload_disk", "max_loras", "max_cpu_loras", "max_lora_rank", "speculative_config"),
+    "revision",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "nnodes",
+    "max_model_len",
+    "dtype",
+    "kv_cache_dtype",
+    "quantization",
+    "quantize_embedding",
+    "gpu_memory_utilization",
+    "kv_offload_memory",
+    "kv_offload_dir",
+    "kv_offload_disk",
+    "max_loras",
+    "max_cpu_loras",
+    "max_lora_rank",
+    "speculative_config",
 )
 """The settings of `quire serve` that --help shows; all others are taken too."""
 
