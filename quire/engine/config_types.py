@@ -38,9 +38,17 @@ def normalize_quantization(value: Any) -> Any:
 
 
 _QUANTIZATION_ALIASES = {
-    **{"int8_per_channel_weight_only": "int8", "int8_per_channel": "int8", "fp8_per_tensor": "fp8"},
-    **{"fp8_per_block": "fp8", "modelopt_fp4": "modelopt", "modelopt_mxfp8": "modelopt", "modelopt_mixed": "modelopt"},
-    **{"gpt_oss_mxfp4": "mxfp4", "auto_gptq": "gptq", "auto_awq": "awq", "fp8_per_channel": "fp8"},
+    "int8_per_channel_weight_only": "int8",
+    "int8_per_channel": "int8",
+    "fp8_per_tensor": "fp8",
+    "fp8_per_block": "fp8",
+    "modelopt_fp4": "modelopt",
+    "modelopt_mxfp8": "modelopt",
+    "modelopt_mixed": "modelopt",
+    "gpt_oss_mxfp4": "mxfp4",
+    "auto_gptq": "gptq",
+    "auto_awq": "awq",
+    "fp8_per_channel": "fp8",
 }
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], BeforeValidator(_normalize_dtype)]
 
@@ -62,13 +70,32 @@ UNSUPPORTED_DRAFT_METHODS = (
 )
 """Methods of vLLM's that Quire lacks. No method changes an answer, so a model that names one is served without."""
 _IGNORED_VLLM_KEYS = {
-    *("attention_backend", "moe_backend", "enforce_eager", "max_model_len", "quantization", "revision"),
-    *("code_revision", "draft_tensor_parallel_size", "draft_sample_method", "rejection_sample_method"),
+    "attention_backend",
+    "moe_backend",
+    "enforce_eager",
+    "max_model_len",
+    "quantization",
+    "revision",
+    "code_revision",
+    "draft_tensor_parallel_size",
+    "draft_sample_method",
+    "rejection_sample_method",
     "draft_load_config",
-    *("disable_by_batch_size", "disable_logprobs", "disable_padded_drafter_batch", "parallel_drafting"),
-    *("speculative_token_tree", "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests"),
-    *("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob", "use_heterogeneous_vocab", "kv_cache_dtype"),
-    *("prompt_lookup_max", "synthetic_acceptance_rates", "use_local_argmax_reduction", "tensor_parallel_size"),
+    "disable_by_batch_size",
+    "disable_logprobs",
+    "disable_padded_drafter_batch",
+    "parallel_drafting",
+    "speculative_token_tree",
+    "suffix_decoding_max_tree_depth",
+    "suffix_decoding_max_cached_requests",
+    "suffix_decoding_max_spec_factor",
+    "suffix_decoding_min_token_prob",
+    "use_heterogeneous_vocab",
+    "kv_cache_dtype",
+    "prompt_lookup_max",
+    "synthetic_acceptance_rates",
+    "use_local_argmax_reduction",
+    "tensor_parallel_size",
 }
 """Keys of vLLM's that say how fast guesses are made: no guess changes an answer, so they are left out."""
 

@@ -29,8 +29,9 @@ CPU_KV_BYTES = 4 * GIB
 """The largest KV cache that is allocated on a CPU unasked: the machine needs its memory for other things too."""
 _HOST_SHARE = 0.5
 """The largest share for the KV cache of the memory that is free once the weights are loaded."""
-_STATE_BYTES, _MOST_SNAPSHOTS = 2 * GIB, 1024
-"""Bounds of what share_states gives unasked on a CPU, and of snapshots."""
+_STATE_BYTES = 2 * GIB
+"""The largest memory that share_states gives unasked on a CPU."""
+_MOST_SNAPSHOTS = 1024
 _GPU_STATE_PART = 3
 """On a GPU share_states gives unasked at most this part of the memory: a third."""
 LEAST_PAGE_BYTES = 256
@@ -208,53 +209,90 @@ def window_savings(needs: PageNeeds, length: int, needed: int) -> str:
     return f"; windows ({len(needs.windows)} page tables: {kinds}) save {most} of it: {held:,.1f} pages, not {pages:,}"
 
 
+@dataclass(frozen=True, slots=True)
+class PageBytes:
+    """Bytes of one page in all layers together."""
+
+    num_bytes: int
+    formula: str
+    """How they come about, for the log."""
+
+
 def plan_kv(
     model: ModelConfig,
+    needs: PageNeeds,
+    page: PageBytes,
     *,
-    page_bytes: int,
-    formula: str,
-    block_size: int,
     available_bytes: int,
     shares: StateShares,
     max_model_len: int | None = None,
     num_blocks: int | None = None,
-    windows: tuple[int | None, ...] = (None,),
-    at_once: int = 1,
     state_bytes: int = 0,
 ) -> KVPlan:
     """Choose pages and context so that they fit in `available_bytes`, as `fit_pages` does.
 
-    page_bytes: of one page of block_size tokens, all layers together; `formula` explains them in the log. A given
-    num_blocks is taken as it is, without regard to the available bytes. `windows` of the groups of layers, and at_once,
-    the most tokens of a sequence in a step, say how many pages a context needs. `state_bytes`, of all slots, are taken
+    A given num_blocks is taken as it is, without regard to the available bytes. `state_bytes`, of all slots, are taken
     from the available ones first; `shares`: who has them. Raises ConfigError, with the numbers, if a given
     max_model_len exceeds the model's positions or the memory.
     """
-    available_bytes = max(available_bytes - state_bytes, 0)
-    each, groups, needs = page_bytes, len(windows), PageNeeds(windows, block_size, at_once)
     check_positions(model, max_model_len)
-    fitting = available_bytes // (each or LEAST_PAGE_BYTES) if num_blocks is None else num_blocks
+    cache_bytes = max(available_bytes - state_bytes, 0)
+    fitting = num_blocks
+    if fitting is None:
+        fitting = cache_bytes // (page.num_bytes or LEAST_PAGE_BYTES)
     length, needed, blocks = fit_pages(
         fitting, needs, max_position=model.max_position, max_num_seqs=shares.sequences, max_model_len=max_model_len
     )
-    if needed > fitting * groups or length < 1:
-        raise ConfigError(
-            f"max_model_len: a context of {length or 1} tokens needs {max(needed, 1) * each // groups:,} bytes of KV "
-            f"cache, {fitting * each if num_blocks else available_bytes:,} are available; "
-            f"the longest that fits is {needs.longest(fitting * groups, length)} tokens",
-            param="max_model_len",
-        )
-    blocks = fitting if num_blocks is not None else blocks
-    arithmetic = (
-        f"KV: {formula or 'nothing'} = {each / 1024:,.0f} KiB a page; "
-        f"{blocks:,} pages = {blocks * each / GIB:.2f} GiB = {blocks * block_size:,} tokens; "
-        f"context {length:,}, {blocks * groups // needed} full ones at once"
-    )
+    if needed > fitting * len(needs.windows) or length < 1:
+        if num_blocks:
+            cache_bytes = fitting * page.num_bytes
+        raise _context_error(needs, page, length, fitting, cache_bytes)
+    if num_blocks is not None:
+        blocks = num_blocks
+    arithmetic = _pages_arithmetic(needs, page, blocks, length)
     arithmetic += window_savings(needs, length, needed)
-    if state_bytes:
-        snapshots = f" and {shares.snapshots:,} snapshots" if shares.snapshots else ""
-        arithmetic += f"; states of {shares.sequences:,} sequences{snapshots}: {state_bytes / 2**20:,.1f} MiB"
-    return KVPlan(blocks, block_size, each, length, arithmetic, windows, needed, state_bytes, *shares)
+    arithmetic += _states_arithmetic(shares, state_bytes)
+    return KVPlan(
+        num_blocks=blocks,
+        block_size=needs.block_size,
+        page_bytes=page.num_bytes,
+        max_model_len=length,
+        arithmetic=arithmetic,
+        windows=needs.windows,
+        context_pages=needed,
+        state_bytes=state_bytes,
+        sequences=shares.sequences,
+        snapshots=shares.snapshots,
+    )
+
+
+def _context_error(needs: PageNeeds, page: PageBytes, length: int, fitting: int, cache_bytes: int) -> ConfigError:
+    """fitting: pages of every group for which there is room, in `cache_bytes`."""
+    groups = len(needs.windows)
+    needed_bytes = max(needs.most(length), 1) * page.num_bytes // groups
+    return ConfigError(
+        f"max_model_len: a context of {length or 1} tokens needs {needed_bytes:,} bytes of KV "
+        f"cache, {cache_bytes:,} are available; "
+        f"the longest that fits is {needs.longest(fitting * groups, length)} tokens",
+        param="max_model_len",
+    )
+
+
+def _pages_arithmetic(needs: PageNeeds, page: PageBytes, blocks: int, length: int) -> str:
+    num_contexts = blocks * len(needs.windows) // needs.most(length)
+    return (
+        f"KV: {page.formula or 'nothing'} = {page.num_bytes / 1024:,.0f} KiB a page; "
+        f"{blocks:,} pages = {blocks * page.num_bytes / GIB:.2f} GiB = {blocks * needs.block_size:,} tokens; "
+        f"context {length:,}, {num_contexts} full ones at once"
+    )
+
+
+def _states_arithmetic(shares: StateShares, state_bytes: int) -> str:
+    """Returns "" if layers keep nothing beside pages."""
+    if not state_bytes:
+        return ""
+    snapshots = f" and {shares.snapshots:,} snapshots" if shares.snapshots else ""
+    return f"; states of {shares.sequences:,} sequences{snapshots}: {state_bytes / 2**20:,.1f} MiB"
 
 
 def meminfo(key: str) -> int | None:

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 
 from quire.engine.checkpoint.files import ModelConfig, stored_at
-from quire.engine.checkpoint.kv_plan import KVPlan, StateShares, plan_kv, share_states
-from quire.engine.checkpoint.page_groups import PageGroups, keeps_all
+from quire.engine.checkpoint.kv_plan import KVPlan, PageBytes, StateShares, plan_kv, share_states
+from quire.engine.checkpoint.page_groups import PageGroups, PageNeeds, keeps_all
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import EngineConfig
@@ -425,17 +425,15 @@ def plan_kv_cache(
             block_bytes_total + draft_block_bytes,
             available - num_spare_blocks(config, backend.block_size) * max_num_seqs * draft_block_bytes,
         )
+    at_once = config.long_prefill_token_threshold or config.max_step_tokens
     return plan_kv(
         model_config,
-        page_bytes=block_bytes_total,
-        formula=formula,
-        block_size=backend.block_size,
+        PageNeeds(groups.windows, backend.block_size, at_once),
+        PageBytes(block_bytes_total, formula),
         available_bytes=max(available, 0),
         shares=shares,
         max_model_len=config.max_model_len,
         num_blocks=config.num_kv_blocks,
-        windows=groups.windows,
-        at_once=config.long_prefill_token_threshold or config.max_step_tokens,
         state_bytes=states,
     )
 

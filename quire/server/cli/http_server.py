@@ -43,9 +43,14 @@ from quire.server.served_model import ModelSource
 from quire.server.write_batching import WriteBatcher
 
 PRIVATE_SERVER_SETTINGS: dict[str, object] = {
-    **{"api_key": [], "api_key_file": None, "admin_api_key": []},
-    **{"requests_per_minute": None, "tokens_per_minute": None},
-    **{"ssl_certfile": None, "ssl_keyfile": None, "ssl_ca_certs": None},
+    "api_key": [],
+    "api_key_file": None,
+    "admin_api_key": [],
+    "requests_per_minute": None,
+    "tokens_per_minute": None,
+    "ssl_certfile": None,
+    "ssl_keyfile": None,
+    "ssl_ca_certs": None,
 }
 """Settings for a server that only this process can reach: it needs no keys, limits or TLS."""
 

@@ -21,8 +21,18 @@ from quire.server.cli.unknown_flags import JSON_METAVAR, parse_known_flags
 from quire.server.config import ServerConfig
 
 COMMON_SETTINGS = (
-    *("model", "host", "port", "api_key_file", "served_model_name", "data_dir"),
-    *("max_model_len", "quantization", "kv_cache_dtype", "tensor_parallel_size", "threads", "enable_lora"),
+    "model",
+    "host",
+    "port",
+    "api_key_file",
+    "served_model_name",
+    "data_dir",
+    "max_model_len",
+    "quantization",
+    "kv_cache_dtype",
+    "tensor_parallel_size",
+    "threads",
+    "enable_lora",
 )
 """The settings that --help shows; --help=all shows all."""
 
@@ -47,7 +57,8 @@ def add_settings_flags(
 ) -> None:
     """Add --help, --config and the flags of `add_field_flags`. The parser has no --help of its own."""
     shown = parser.add_argument(
-        *("-h", "--help"),
+        "-h",
+        "--help",
         action=_HelpAction,
         nargs="?",
         metavar="all",
@@ -95,15 +106,11 @@ def parse_settings(
     args = parse_known_flags(parser, argv)
     if args.config is not None and Path(args.config).suffix in (".yaml", ".yml"):
         names_model = positional is not None and getattr(args, positional) is not None
-        try:
-            args = parse_known_flags(parser, [*read_yaml_flags(args.config, with_model=not names_model), *argv])
-        except ConfigError as error:
-            parser.exit(2, f"{parser.prog}: {error}\n")
-        args.config = None
+        args = _parse_yaml_and_flags(parser, args.config, argv, with_model=not names_model)
     flags = {name: value for name, value in vars(args).items() if name in model.model_fields}
     for name, value in flags.items():
-        if isinstance(value, list):  # vLLM's are JSON
-            flags[name] = [part for text in value for part in (split_list(text) if text.startswith("[") else [text])]
+        if isinstance(value, list):
+            flags[name] = _split_json_lists(value)
     model_argument = getattr(args, positional) if positional else None
     if model_argument is not None:
         if "model" in flags:
@@ -114,17 +121,45 @@ def parse_settings(
         if "model" in flags:
             parser.error("the model is given twice, by -hf too")
         flags["model"] = repo if ":" in repo.rpartition("/")[2] else f"{repo}:{ANY_GGUF}"
-    if os.environ.get("VLLM_API_KEY"):  # who set it believes that the server asks for a key
-        print(f"{parser.prog}: VLLM_API_KEY is not read; QUIRE_API_KEY is", file=sys.stderr)
-    for name in ("api_key", "admin_api_key"):
-        if name in flags:
-            flag, variable = f"--{name.replace('_', '-')}", f"QUIRE_{name.upper()}"
-            warning = f"{flag} shows in the list of processes; {variable} and --api-key-file do not"
-            print(f"{parser.prog}: {warning}", file=sys.stderr)
+    _warn_of_keys(parser.prog, flags)
     try:
         return args, load_settings(model, flags, args.config, other_settings=ServerConfig.model_fields)
     except ConfigError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
+
+
+def _parse_yaml_and_flags(
+    parser: argparse.ArgumentParser, file: str, argv: Sequence[str], *, with_model: bool
+) -> argparse.Namespace:
+    """Parse the flags of a YAML file, then `argv`, which overrides them."""
+    try:
+        args = parse_known_flags(parser, [*read_yaml_flags(file, with_model=with_model), *argv])
+    except ConfigError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    args.config = None
+    return args
+
+
+def _split_json_lists(texts: Sequence[str]) -> list[Any]:
+    """vLLM's lists are JSON."""
+    parts: list[Any] = []
+    for text in texts:
+        if text.startswith("["):
+            parts += split_list(text)
+        else:
+            parts.append(text)
+    return parts
+
+
+def _warn_of_keys(program: str, flags: Mapping[str, Any]) -> None:
+    """Warn of an API key that nothing reads, and of keys that other users of the machine can see."""
+    if os.environ.get("VLLM_API_KEY"):  # who set it believes that the server asks for a key
+        print(f"{program}: VLLM_API_KEY is not read; QUIRE_API_KEY is", file=sys.stderr)
+    for name in ("api_key", "admin_api_key"):
+        if name in flags:
+            flag = f"--{name.replace('_', '-')}"
+            warning = f"{flag} shows in the list of processes; QUIRE_{name.upper()} and --api-key-file do not"
+            print(f"{program}: {warning}", file=sys.stderr)
 
 
 def read_yaml_flags(file: str, *, with_model: bool) -> list[str]:

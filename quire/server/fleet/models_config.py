@@ -24,16 +24,20 @@ _DEFAULT_KV_GIB = 1.0
 that a model alone would get depends on what else runs."""
 _MODEL_SETTINGS = {
     *EngineConfig.model_fields,
-    *("served_model_name", "lora_modules", "max_logprobs", "max_queued_requests", "max_queued_tokens"),
-    *(
-        "trust_request_chat_template",
-        "tool_call_parser",
-        "strict_tool_calls",
-        "reasoning_parser",
-        "allow_unknown_roles",
-    ),
-    *("return_tokens_as_token_ids", "enable_per_request_metrics"),
-    *("default_chat_template_kwargs", "chat_template_content_format"),
+    "served_model_name",
+    "lora_modules",
+    "max_logprobs",
+    "max_queued_requests",
+    "max_queued_tokens",
+    "trust_request_chat_template",
+    "tool_call_parser",
+    "strict_tool_calls",
+    "reasoning_parser",
+    "allow_unknown_roles",
+    "return_tokens_as_token_ids",
+    "enable_per_request_metrics",
+    "default_chat_template_kwargs",
+    "chat_template_content_format",
 }
 """The settings that a model may have for itself; the others are the server's."""
 _ALIAS_KEYS = ("system", "parameters")

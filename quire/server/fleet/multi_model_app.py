@@ -87,7 +87,9 @@ class MultiModelDispatcher:
     """Where nothing names a model, a request is for the first; the query parameter `model` names one too."""
 
     def __init__(self, manager: ModelManager, models_config: ModelsConfig, added_models: AddedModels) -> None:
-        self.manager, self.models_config, self.added_models = manager, models_config, added_models
+        self.manager = manager
+        self.models_config = models_config
+        self.added_models = added_models
 
     @property
     def loaded_runtimes(self) -> list[ModelRuntime]:

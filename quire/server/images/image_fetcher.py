@@ -65,7 +65,9 @@ class GuardedNetwork(httpcore.AsyncNetworkBackend):
     """Connects to addresses that may be reached, and to no others, whatever a name stands for."""
 
     def __init__(self, may_reach: Callable[[str], bool], lookups: Executor, look_up: LookUpHost) -> None:
-        self._may_reach, self._lookups, self._look_up = may_reach, lookups, look_up
+        self._may_reach = may_reach
+        self._lookups = lookups
+        self._look_up = look_up
         self._network = httpcore.AnyIOBackend()
 
     async def connect_tcp(

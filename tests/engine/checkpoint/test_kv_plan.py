@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from quire.engine.checkpoint.files import read_model_config
-from quire.engine.checkpoint.kv_plan import GIB, StateShares, check_kv_memory, check_room, host_memory_bytes, plan_kv
+from quire.engine.checkpoint.kv_plan import (
+    GIB,
+    PageBytes,
+    StateShares,
+    check_kv_memory,
+    check_room,
+    host_memory_bytes,
+    plan_kv,
+)
+from quire.engine.checkpoint.page_groups import PageNeeds
 from quire.engine.checkpoint.safetensors import StoredWeights
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
@@ -19,13 +28,15 @@ from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
 
+PAGE_NEEDS = PageNeeds((None,), block_size=16, at_once=1)
+
 
 def test_pages_cost_what_the_formula_says_and_the_context_is_fitted(tmp_path: Path) -> None:
     model = read_model_config(save_tiny_model(tmp_path, "llama"))
     each, shares = 2 * 16 * 2 * 16 * 2 * 3, StateShares(8, 0)
-    plan = plan_kv(model, page_bytes=each, formula="", block_size=16, available_bytes=10 * each + 5, shares=shares)
+    plan = plan_kv(model, PAGE_NEEDS, PageBytes(each, ""), available_bytes=10 * each + 5, shares=shares)
     assert (plan.num_blocks, plan.max_model_len, plan.kv_bytes) == (10, 160, 10 * each)
-    roomy = plan_kv(model, page_bytes=each, formula="", block_size=16, available_bytes=GIB, shares=shares)
+    roomy = plan_kv(model, PAGE_NEEDS, PageBytes(each, ""), available_bytes=GIB, shares=shares)
     assert (roomy.num_blocks, roomy.max_model_len) == (8 * 32, 512), "no more pages than max_num_seqs full contexts use"
 
 
@@ -35,9 +46,8 @@ def test_a_context_that_cannot_fit_is_refused_with_all_numbers(tmp_path: Path) -
     with pytest.raises(ConfigError) as error:
         plan_kv(
             model,
-            page_bytes=each,
-            formula="a product",
-            block_size=16,
+            PAGE_NEEDS,
+            PageBytes(each, "a product"),
             available_bytes=3 * each,
             shares=StateShares(1, 0),
             max_model_len=200,
@@ -48,9 +58,8 @@ def test_a_context_that_cannot_fit_is_refused_with_all_numbers(tmp_path: Path) -
     with pytest.raises(ConfigError, match="512 positions"):
         plan_kv(
             model,
-            page_bytes=each,
-            formula="a product",
-            block_size=16,
+            PAGE_NEEDS,
+            PageBytes(each, "a product"),
             available_bytes=GIB,
             shares=StateShares(1, 0),
             max_model_len=513,

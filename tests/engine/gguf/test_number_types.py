@@ -12,7 +12,8 @@ from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.kernels.cpu.backend import CpuBackend
-from quire.server.cli.plan.estimate import PlanRequest, estimate_model
+from quire.server.cli.plan.estimate import PlanRequest
+from quire.server.cli.plan.estimate_builder import estimate_model
 from quire.server.cli.plan.machine import Machine
 from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model

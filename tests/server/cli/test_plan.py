@@ -40,7 +40,8 @@ from quire.server.cli import main as cli
 from quire.server.cli.plan import cpu_rates
 from quire.server.cli.plan.cpu_rates import machine_key
 from quire.server.cli.plan.draft_plan import plan_draft
-from quire.server.cli.plan.estimate import PlanRequest, estimate_model, max_step_bytes, max_step_tokens
+from quire.server.cli.plan.estimate import PlanRequest
+from quire.server.cli.plan.estimate_builder import estimate_model, max_step_bytes, max_step_tokens
 from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine, divide_machine, find_gpu, read_gpu_table
 from quire.server.cli.plan.model_plan import memory_advice, predict_kv_tokens
 from quire.server.cli.plan.plan_report import unserved_reasons

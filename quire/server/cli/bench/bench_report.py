@@ -22,7 +22,9 @@ LATENCY_TITLES = {
     "tpot_ms": "per output token",
     "e2e_ms": "end to end",
 }
-TEXT_COLOR, LINE_COLOR, MARK_COLOR = "#333333", "#2a6f97", "#c1440e"
+TEXT_COLOR = "#333333"
+LINE_COLOR = "#2a6f97"
+MARK_COLOR = "#c1440e"
 
 
 _FLAGS = {

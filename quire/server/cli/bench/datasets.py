@@ -13,7 +13,9 @@ import httpx
 
 from quire.engine.errors import ConfigError
 
-_MIN_TOKENS, _MAX_PROMPT_TOKENS, _MAX_TOTAL_TOKENS = 4, 1024, 2048
+_MIN_TOKENS = 4
+_MAX_PROMPT_TOKENS = 1024
+_MAX_TOTAL_TOKENS = 2048
 """Tokens of a prompt, and of prompt and answer together: vLLM's bounds, so that figures compare."""
 _CHARACTERS_PER_TOKEN = 4
 """Of a token, where nobody counts them."""

@@ -70,7 +70,9 @@ def main(argv: Sequence[str]) -> int:
     for run in range(args.runs):
         seconds.append(seconds_to_first_token(server_command, args.model, args.timeout))
         print(f"run {run + 1}: {seconds[-1]:.2f} s", flush=True)
-    low, high, median = min(seconds), max(seconds), statistics.median(seconds)
+    low = min(seconds)
+    high = max(seconds)
+    median = statistics.median(seconds)
     print(f"command to first token: median {median:.2f} s, min {low:.2f} s, max {high:.2f} s")
     if args.json:
         figures = {"command": server_command, "seconds": seconds, "median": median, "min": low, "max": high}

@@ -30,8 +30,17 @@ COMMANDS = {
 }
 COMMAND_HELP = "\n".join(f"{name:<9} {text}" for name, text in COMMANDS.items())
 BOUNDED_PARAMETERS = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("max_tokens", "min_tokens", "seed"),
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "max_tokens",
+    "min_tokens",
+    "seed",
 )
 """Parameters whose bounds SamplingParams knows, and not the request's model."""
 KEY_HELP = """\

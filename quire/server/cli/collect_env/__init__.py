@@ -18,12 +18,34 @@ from quire.server.cli.plan.machine import this_machine
 from quire.server.cli.unknown_flags import parse_known_flags
 
 _PACKAGES = (
-    *("torch", "transformers", "triton", "flash-attn", "tokenizers", "safetensors", "huggingface_hub", "llguidance"),
-    *("numpy", "pydantic", "fastapi", "starlette", "uvicorn", "uvloop", "httptools", "msgspec", "pyzmq"),
+    "torch",
+    "transformers",
+    "triton",
+    "flash-attn",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "llguidance",
+    "numpy",
+    "pydantic",
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "uvloop",
+    "httptools",
+    "msgspec",
+    "pyzmq",
 )
 _VARIABLES = (
-    *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "PYTORCH_ALLOC_CONF", "NCCL_DEBUG"),
-    *("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "LD_PRELOAD", "MALLOC_ARENA_MAX"),
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "HF_HUB_OFFLINE",
+    "PYTORCH_ALLOC_CONF",
+    "NCCL_DEBUG",
+    "NCCL_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME",
+    "LD_PRELOAD",
+    "MALLOC_ARENA_MAX",
 )
 _SECRET_NAME_PARTS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "MODEL", "DIR", "FILE", "PATH", "URL", "ENDPOINT")
 """Parts of the names of settings whose values are not shown."""

@@ -17,7 +17,8 @@ from quire.engine.checkpoint.safetensors import StoredWeights
 from quire.engine.checkpoint.sizes import ModelSizes, read_sizes
 from quire.server.cli.flags import ExclusiveFlags, build_parser
 from quire.server.cli.plan.cpu_rates import with_cpu_rates
-from quire.server.cli.plan.estimate import PlanRequest, estimate_model
+from quire.server.cli.plan.estimate import PlanRequest
+from quire.server.cli.plan.estimate_builder import estimate_model
 from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine, this_machine
 from quire.server.cli.plan.plan_report import unserved_reasons
 from quire.server.cli.settings_flags import bounded_number

@@ -5,20 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from quire.engine.checkpoint.alike.mtp import without_mtp
 from quire.engine.checkpoint.catalog import known_models
 from quire.engine.checkpoint.families import WITH_EXPERTS
 from quire.engine.checkpoint.files import must_come
 from quire.engine.checkpoint.overrides import configured, with_overrides
-from quire.engine.checkpoint.safetensors import read_stored_weights
+from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
+from quire.engine.checkpoint.sizes import ModelSizes
 from quire.engine.errors import ConfigError
 from quire.server.cli.flags import ExclusiveFlags, add_flag_table, build_parser
 from quire.server.cli.models.table import catalog_config
 from quire.server.cli.plan.cpu_rates import with_cpu_rates
-from quire.server.cli.plan.estimate import estimate_model
+from quire.server.cli.plan.estimate import Estimate, PlanRequest
+from quire.server.cli.plan.estimate_builder import estimate_model
 from quire.server.cli.plan.images_plan import parse_images, plan_images, read_model_vision
 from quire.server.cli.plan.machine import Machine, find_gpu, gpu_with_memory, read_gpu_table, this_machine
 from quire.server.cli.plan.model_plan import (
@@ -34,69 +37,110 @@ from quire.server.cli.settings_flags import add_field_flags, bounded_number, par
 from quire.server.config import ServerConfig
 
 _SHOWN_FLAGS = (
-    *("revision", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes", "max_model_len"),
-    *("dtype", "kv_cache_dtype", "quantization", "quantize_embedding", "gpu_memory_utilization", "kv_offload_memory"),
-    *("kv_offload_dir", "kv_offload_disk", "max_loras", "max_cpu_loras", "max_lora_rank", "speculative_config"),
+    "revision",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "nnodes",
+    "max_model_len",
+    "dtype",
+    "kv_cache_dtype",
+    "quantization",
+    "quantize_embedding",
+    "gpu_memory_utilization",
+    "kv_offload_memory",
+    "kv_offload_dir",
+    "kv_offload_disk",
+    "max_loras",
+    "max_cpu_loras",
+    "max_lora_rank",
+    "speculative_config",
 )
 """The settings of `quire serve` that --help shows; all others are taken too."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedModel:
+    raw: dict[str, Any]
+    """config.json."""
+    folder: Path | None
+    """None: its files are not on this machine."""
+    sizes: ModelSizes
+    stored: StoredWeights | None
 
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status: 0 if the model fits, else 1."""
     args, config = parse_settings(_plan_parser(), argv, ServerConfig, "name")
+    _check_flags(args, config)
+    if "max_loras" in vars(args):
+        config = config.model_copy(update={"enable_lora": True})
+    model = _read_model(config)
+    request = build_plan_request(config, model.raw, model.folder, args.concurrency)
+    vision = None
+    if args.images is not None:
+        vision = read_model_vision(config.model, config.revision, model.raw, model.folder)
+    if args.gpu == "all":
+        if vision is not None:
+            raise ConfigError("--images: of one machine, not of --gpu all")
+        _print_table(config, model, request)
+        return 0
+    machine = divide_among_processes(_requested_machine(args), config)
+    estimate = estimate_model(model.sizes, machine, request, model.stored)
+    smallest_gpu = None
+    if not estimate.fits and model.sizes.model_type not in WITH_EXPERTS:
+        smallest_gpu = find_smallest_gpu(model.sizes, request, model.stored, config.tensor_parallel_size)
+    if args.picture is not None:
+        _write_picture(args.picture, estimate, config.model)
+    fitting_quantization = None
+    if not estimate.fits:
+        fitting_quantization = find_fitting_quantization(model.sizes, estimate.machine, request, model.stored)
+    images_plan = None if vision is None else plan_images(args.images, vision, estimate)
+    if args.json:
+        print(json.dumps(estimate_dict(estimate, smallest_gpu, images_plan), indent=2))
+    else:
+        config_flags = () if args.config is None else ("--config", args.config)
+        estimate = replace(estimate, flags=(*config_flags, *estimate.flags))
+        print(format_text(estimate, config.model, smallest_gpu, fitting_quantization, images_plan))
+    return 0 if estimate.fits else 1
+
+
+def _check_flags(args: argparse.Namespace, config: ServerConfig) -> None:
+    """Raise ConfigError for flags that a plan has no use for."""
     if args.picture is not None and args.picture.suffix.lower() != ".svg":
         raise ConfigError(f"--picture: draws an SVG; {args.picture.with_suffix('.svg')} would be its name")
     if config.num_kv_blocks is not None:
         raise ConfigError("num_kv_blocks: a plan says how many fit: leave it out, or give --kv-cache-memory")
     if config.kv_offload_disk is not None and config.kv_offload_dir is None:
         raise ConfigError("--kv-offload-disk: says how much --kv-offload-dir DIR may take, which is not given")
-    if "max_loras" in vars(args):
-        config = config.model_copy(update={"enable_lora": True})
+
+
+def _read_model(config: ServerConfig) -> _PlannedModel:
     entry = known_models().get(config.model.lower())
-    if entry is not None and must_come(config.model, config.revision):  # of it nothing need be on this machine
+    if entry is not None and must_come(config.model, config.revision):  # nothing of it needs to be on this machine
         raw, stored = catalog_config(entry)
         raw = with_overrides(raw, config.hf_overrides or {})
-        folder, sizes = None, serving_sizes(config, raw)
-    else:
-        raw, folder = configured(config)
-        sizes = serving_sizes(config, raw)
-        stored = None if folder is None else read_stored_weights(folder, without_mtp(sizes.num_layers))
-    request = build_plan_request(config, raw, folder, args.concurrency)
-    vision = None if args.images is None else read_model_vision(config.model, config.revision, raw, folder)
-    if args.gpu == "all" and vision is not None:
-        raise ConfigError("--images: of one machine, not of --gpu all")
-    if args.gpu == "all":
-        cards = [divide_among_processes(card, config) for card in read_gpu_table().values()]
-        print(format_table([estimate_model(sizes, card, request, stored) for card in cards]))
-        return 0
-    model_estimate = estimate_model(sizes, divide_among_processes(_requested_machine(args), config), request, stored)
-    known = model_estimate.fits or sizes.model_type in WITH_EXPERTS
-    smallest_gpu = None if known else find_smallest_gpu(sizes, request, stored, config.tensor_parallel_size)
-    if args.picture is not None and model_estimate.fits and not model_estimate.block_bytes:
+        return _PlannedModel(raw, None, serving_sizes(config, raw), stored)
+    raw, folder = configured(config)
+    sizes = serving_sizes(config, raw)
+    stored = None if folder is None else read_stored_weights(folder, without_mtp(sizes.num_layers))
+    return _PlannedModel(raw, folder, sizes, stored)
+
+
+def _print_table(config: ServerConfig, model: _PlannedModel, request: PlanRequest) -> None:
+    """Print what fits on every GPU of the table."""
+    gpus = [divide_among_processes(gpu, config) for gpu in read_gpu_table().values()]
+    print(format_table([estimate_model(model.sizes, gpu, request, model.stored) for gpu in gpus]))
+
+
+def _write_picture(file: Path, estimate: Estimate, name: str) -> None:
+    """Raises ConfigError."""
+    if estimate.fits and not estimate.block_bytes:
         raise ConfigError("--picture: an encoder keeps no KV cache that could be drawn")
-    if args.picture is not None:
-        try:
-            args.picture.write_text(draw_estimate(model_estimate, config.model), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--picture: cannot write {args.picture}: {error.strerror}") from None
-    fitting_quantization = (
-        None if model_estimate.fits else find_fitting_quantization(sizes, model_estimate.machine, request, stored)
-    )
-    images_plan = None if vision is None else plan_images(args.images, vision, model_estimate)
-    if args.json:
-        print(json.dumps(estimate_dict(model_estimate, smallest_gpu, images_plan), indent=2))
-    else:
-        config_flags = ("--config", args.config) if args.config is not None else ()
-        print(
-            format_text(
-                replace(model_estimate, flags=(*config_flags, *model_estimate.flags)),
-                config.model,
-                smallest_gpu,
-                fitting_quantization,
-                images_plan,
-            )
-        )
-    return 0 if model_estimate.fits else 1
+    try:
+        file.write_text(draw_estimate(estimate, name), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--picture: cannot write {file}: {error.strerror}") from None
 
 
 def _plan_parser() -> argparse.ArgumentParser:

@@ -18,7 +18,8 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.lora.target_modules import modules_of_config
 from quire.server.cli.plan.draft_plan import plan_draft
-from quire.server.cli.plan.estimate import Estimate, PlanRequest, estimate_model
+from quire.server.cli.plan.estimate import Estimate, PlanRequest
+from quire.server.cli.plan.estimate_builder import estimate_model
 from quire.server.cli.plan.machine import Machine, divide_machine, read_gpu_table
 
 

@@ -27,72 +27,84 @@ def format_text(
     fitting_quantization: str | None = None,
     images_plan: ImagesPlan | None = None,
 ) -> str:
-    """better: where else a model that does not fit would; lighter: the --quantization with which it would here;
-    images: what those of a request take."""
-    sizes = estimate.sizes
+    """smallest_gpu: where a model that does not fit would; fitting_quantization: the --quantization with which it would
+    fit here; images_plan: what the images of a request take."""
     if not estimate.block_bytes:
         return _format_encoder_text(estimate, name, smallest_gpu)
-    active = f", {_format_count(sizes.active_parameters)} per token" if sizes.experts else ""
-    quantized = f" ({sizes.quantization}, {sizes.bits:g} bits)" if sizes.quantization else ""
-    compressed = estimate.machine.compresses_weights and estimate.dtype == "bfloat16" and not quantized
-    stored_as = ", in 12 bits on this CPU" if compressed else ""
-    stored_as = f", {estimate.config.online_quantization} at load" if estimate.config.online_quantization else stored_as
     lines = [
-        ("model", f"{sizes.model_type}, {_format_count(sizes.parameters)} parameters{active}"),
-        (
-            "weights",
-            f"{estimate.dtype}{quantized}: {_format_size(estimate.weight_bytes)}, "
-            f"by {estimate.weight_source}{stored_as}",
-        ),
+        ("model", _model_text(estimate)),
+        ("weights", _weights_text(estimate)),
         *_expert_lines(estimate),
         *_layer_lines(estimate),
-        (
-            "KV",
-            f"{_kv_formula(estimate)} = {_format_size(estimate.kv_token_bytes)} a token"
-            f"{' and device' if estimate.machine.count > 1 else ''}; a page of {estimate.block_size} tokens "
-            f"{_format_size(estimate.block_bytes)}, {_format_size(estimate.layer_block_bytes)} per layer",
-        ),
-        *(
-            [("adapters", f"{_format_size(estimate.adapter_bytes)} in all, of linears")]
-            if estimate.adapter_bytes
-            else []
-        ),
-        *(
-            [("states", f"{_format_size(estimate.state_bytes)} in the slots of all sequences")]
-            if estimate.state_bytes
-            else []
-        ),
-        *([("drafts", f"{_format_size(estimate.draft_bytes)} of weights")] if estimate.draft_bytes else []),
-        *([] if images_plan is None else _image_lines(estimate, images_plan)),
-        ("memory", _memory_text(estimate)),
+        ("KV", _kv_text(estimate)),
     ]
+    if estimate.adapter_bytes:
+        lines.append(("adapters", f"{_format_size(estimate.adapter_bytes)} in all, of linears"))
+    if estimate.state_bytes:
+        lines.append(("states", f"{_format_size(estimate.state_bytes)} in the slots of all sequences"))
+    if estimate.draft_bytes:
+        lines.append(("drafts", f"{_format_size(estimate.draft_bytes)} of weights"))
+    if images_plan is not None:
+        lines += _image_lines(estimate, images_plan)
+    lines.append(("memory", _memory_text(estimate)))
     if estimate.fits:
-        lines += [
-            ("cache", _cache_text(estimate)),
-            *([("below it", _tiers_text(estimate))] if estimate.tier_plans else []),
-            (
-                "fits",
-                f"{estimate.concurrency:,} x {estimate.context:,} tokens of "
-                f"{_format_size(estimate.context_bytes(estimate.context))} each",
-            ),
-            ("room for", ", ".join(f"{count:,} x {length:,}" for length, count in estimate.fitting)),
-            *_speed_lines(estimate),
-        ]
-        if not unserved_reasons(estimate):
-            lines.append(("serve", _serve_command(name, estimate.flags)))
+        lines += _fitting_lines(estimate, name)
     else:
-        lines += [("does not fit", reason) for reason in estimate.reasons]
-        if fitting_quantization is not None:
-            lines.append(("fits with", f"--quantization {fitting_quantization}"))
-        if smallest_gpu is not None:
-            lines.append(
-                (
-                    "fits on",
-                    f"{smallest_gpu.count} x {smallest_gpu.name}" if smallest_gpu.count > 1 else smallest_gpu.name,
-                )
-            )
+        lines += _misfit_lines(estimate, smallest_gpu, fitting_quantization)
     lines += [("note", note) for note in estimate_notes(estimate)]
     return "\n".join(f"{label:<13} {text}" for label, text in lines)
+
+
+def _model_text(estimate: Estimate) -> str:
+    sizes = estimate.sizes
+    active = f", {_format_count(sizes.active_parameters)} per token" if sizes.experts else ""
+    return f"{sizes.model_type}, {_format_count(sizes.parameters)} parameters{active}"
+
+
+def _weights_text(estimate: Estimate) -> str:
+    sizes = estimate.sizes
+    quantized = f" ({sizes.quantization}, {sizes.bits:g} bits)" if sizes.quantization else ""
+    stored_as = ""
+    if estimate.config.online_quantization:
+        stored_as = f", {estimate.config.online_quantization} at load"
+    elif estimate.machine.compresses_weights and estimate.dtype == "bfloat16" and not quantized:
+        stored_as = ", in 12 bits on this CPU"
+    size = _format_size(estimate.weight_bytes)
+    return f"{estimate.dtype}{quantized}: {size}, by {estimate.weight_source}{stored_as}"
+
+
+def _kv_text(estimate: Estimate) -> str:
+    each = " and device" if estimate.machine.count > 1 else ""
+    return (
+        f"{_kv_formula(estimate)} = {_format_size(estimate.kv_token_bytes)} a token{each}; "
+        f"a page of {estimate.block_size} tokens "
+        f"{_format_size(estimate.block_bytes)}, {_format_size(estimate.layer_block_bytes)} per layer"
+    )
+
+
+def _fitting_lines(estimate: Estimate, name: str) -> list[tuple[str, str]]:
+    lines = [("cache", _cache_text(estimate))]
+    if estimate.tier_plans:
+        lines.append(("below it", _tiers_text(estimate)))
+    size = _format_size(estimate.context_bytes(estimate.context))
+    lines.append(("fits", f"{estimate.concurrency:,} x {estimate.context:,} tokens of {size} each"))
+    lines.append(("room for", ", ".join(f"{count:,} x {length:,}" for length, count in estimate.fitting)))
+    lines += _speed_lines(estimate)
+    if not unserved_reasons(estimate):
+        lines.append(("serve", _serve_command(name, estimate.flags)))
+    return lines
+
+
+def _misfit_lines(
+    estimate: Estimate, smallest_gpu: Machine | None, fitting_quantization: str | None
+) -> list[tuple[str, str]]:
+    lines = [("does not fit", reason) for reason in estimate.reasons]
+    if fitting_quantization is not None:
+        lines.append(("fits with", f"--quantization {fitting_quantization}"))
+    if smallest_gpu is not None:
+        count = f"{smallest_gpu.count} x " if smallest_gpu.count > 1 else ""
+        lines.append(("fits on", f"{count}{smallest_gpu.name}"))
+    return lines
 
 
 def _expert_lines(estimate: Estimate) -> list[tuple[str, str]]:

@@ -73,7 +73,9 @@ def _draw_fit_curve(estimate: Estimate) -> list[str]:
     """How many requests fit at once, by their context; both axes are logarithmic."""
     contexts = [math.log2(context) for context, _ in estimate.fitting]
     counts = [math.log2(count) for _, count in estimate.fitting]
-    low, high, most = contexts[0], max(contexts[-1], contexts[0] + 1), max(counts[0], 1.0)
+    low = contexts[0]
+    high = max(contexts[-1], contexts[0] + 1)
+    most = max(counts[0], 1.0)
 
     def to_point(context: float, count: float) -> tuple[float, float]:
         return LEFT + (context - low) / (high - low) * (RIGHT - LEFT), BOTTOM - count / most * (BOTTOM - TOP)

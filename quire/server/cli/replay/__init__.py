@@ -37,7 +37,12 @@ from quire.server.encoding import EVENT_PREFIX, encode_ascii
 MAX_CONCURRENT_RECEIPTS = 32
 """Receipts that are computed at the same time."""
 RECEIPT_SETTINGS = (
-    *("dtype", "quantization", "quantize_embedding", "kv_cache_dtype", "activation_bits", "rope_context"),
+    "dtype",
+    "quantization",
+    "quantize_embedding",
+    "kv_cache_dtype",
+    "activation_bits",
+    "rope_context",
     "tensor_parallel_size",
 )
 """Settings that are as the first receipt says, unless they are given."""

@@ -1,0 +1,348 @@
+"""Estimates, from a model's sizes and a machine, what fits in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from quire.engine.checkpoint.kv_plan import (
+    DTYPE_BYTES,
+    GIB,
+    KV_CODE_SCALE_BYTES,
+    LEAST_PAGE_BYTES,
+    StateShares,
+    fit_pages,
+    graph_calls,
+    graph_tokens,
+    graphs_bytes,
+    int8_embedding,
+)
+from quire.engine.checkpoint.page_groups import PageNeeds, keeps_all, most_drafts, page_groups
+from quire.engine.checkpoint.safetensors import StoredWeights
+from quire.engine.checkpoint.sizes import ModelSizes
+from quire.engine.checkpoint.stages import places_of_stages
+from quire.engine.config import EngineConfig
+from quire.engine.images.vision_config import ENCODER_CACHE_BYTES
+from quire.engine.lora.target_modules import max_cached_adapters, num_adapter_weights
+from quire.server.cli.plan.draft_plan import plan_state_shares, state_slot_bytes
+from quire.server.cli.plan.estimate import Estimate, PlanRequest
+from quire.server.cli.plan.experts_plan import ExpertsPlan, imbalance_bytes, plan_experts
+from quire.server.cli.plan.machine import Machine
+from quire.server.cli.plan.misfit import misfit_reason
+from quire.server.cli.plan.serve_flags import serve_flags
+from quire.server.cli.plan.streamed_layers import LayersPlan, plan_layers
+from quire.server.cli.plan.tier_plan import TierPlan, host_tier_bytes, plan_tiers
+from quire.server.cli.plan.weight_sizes import kv_token_bytes, model_weight_bytes, resolve_dtypes
+
+_DEFAULTS = EngineConfig()
+
+
+def estimate_model(
+    sizes: ModelSizes, machine: Machine, request: PlanRequest, stored: StoredWeights | None = None
+) -> Estimate:
+    """stored: the size of the weights according to the checkpoint's headers, if its files are there."""
+    return EstimateBuilder(sizes, machine, request, stored).build()
+
+
+@dataclass(frozen=True, slots=True)
+class _WeightPlan:
+    model_bytes: int
+    """Of the whole model."""
+    device_bytes: int
+    """Of all that a device keeps: its part of the model, adapters, drafts, the tower for images."""
+    adapter_bytes: int
+    draft_bytes: int
+    experts: ExpertsPlan
+    layers: LayersPlan
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenBytes:
+    """Bytes of a token's keys and values."""
+
+    model: int
+    """Of the served model, on all devices together."""
+    draft: int
+    """Of what drafts, on one device."""
+    draft_share: int
+    """Of what drafts, as its memory's devices share it."""
+    split: int
+    """Number of parts into which devices divide the served model's."""
+
+    @property
+    def device(self) -> int:
+        return self.model // self.split + self.draft_share
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockPlan:
+    size: int
+    """Tokens of a page."""
+    num_bytes: int
+    """Of all layers, and of what their groups leave unused."""
+    needs: PageNeeds
+
+
+@dataclass(frozen=True, slots=True)
+class _StatePlan:
+    """What layers keep of sequences beside pages."""
+
+    num_bytes: int
+    shares: StateShares
+
+
+class EstimateBuilder:
+    """Counts, in the order of `build`, what takes memory on each device; then fits contexts in what is left."""
+
+    def __init__(self, sizes: ModelSizes, machine: Machine, request: PlanRequest, stored: StoredWeights | None) -> None:
+        self._request = request
+        self._config = request.config
+        self._draft = request.draft
+        self._draft_sizes = None if request.draft is None else request.draft.sizes
+        self._sizes = sizes.within_windows() if request.config.disable_sliding_window else sizes
+        self._machine = machine
+        self._stored = stored
+        self._dtype, self._kv_type = resolve_dtypes(self._sizes, machine, request.config)
+        self._quantized = request.config.online_quantization
+        self._width = DTYPE_BYTES[self._dtype]
+        """Bytes of a number that is computed with."""
+
+    def build(self) -> Estimate:
+        weights = self._plan_weights()
+        token_bytes = self._count_token_bytes()
+        blocks = self._plan_blocks(token_bytes)
+        step_bytes = _peak_step_bytes(self._sizes, self._machine, self._config, self._width)
+        budget = self._kv_budget_bytes(weights.device_bytes, step_bytes)
+        states = self._plan_states(budget, token_bytes.split)
+        spare_bytes = self._spare_block_bytes(blocks.size, token_bytes)
+        partial_estimate = Estimate(
+            sizes=self._sizes,
+            machine=self._machine,
+            config=self._config,
+            dtype=self._dtype,
+            weight_bytes=weights.model_bytes,
+            weight_source="config.json" if self._stored is None or self._quantized else "the files' headers",
+            kv_token_bytes=token_bytes.device,
+            block_size=blocks.size,
+            kv_cache_dtype=self._kv_type,
+            block_bytes=blocks.num_bytes,
+            block_needs=blocks.needs,
+            layer_block_bytes=(token_bytes.model + token_bytes.draft) * blocks.size // self._sizes.num_layers,
+            kv_budget_bytes=max(budget - states.num_bytes - spare_bytes, 0),
+            device_weight_bytes=weights.device_bytes,
+            step_bytes=step_bytes,
+            adapter_bytes=weights.adapter_bytes,
+            draft_bytes=weights.draft_bytes,
+            state_bytes=states.num_bytes,
+            state_shares=states.shares,
+            experts_plan=weights.experts,
+            layers_plan=weights.layers,
+            tier_plans=self._plan_tiers(token_bytes, blocks.size),
+        )
+        return _complete_estimate(partial_estimate, self._request)
+
+    @property
+    def _has_draft_model(self) -> bool:
+        return self._draft is not None and self._draft.is_model
+
+    @property
+    def _draft_divisor(self) -> int:
+        """Devices of one memory that share what drafts: one rank alone has a model; all ranks have whole heads."""
+        return self._machine.devices_per_memory if self._has_draft_model else 1
+
+    @property
+    def _max_num_seqs(self) -> int:
+        return max(self._config.max_num_seqs, self._request.concurrency or 0)
+
+    def _plan_weights(self) -> _WeightPlan:
+        sizes = self._sizes
+        machine = self._machine
+        config = self._config
+        in_8_bits = int8_embedding(self._quantized, config.quantize_embedding)
+        model_bytes, on_device = model_weight_bytes(
+            sizes, machine, self._dtype, self._stored, self._quantized, in_8_bits=in_8_bits
+        )
+        experts = plan_experts(config, sizes, machine, self._dtype)
+        layers = plan_layers(config, sizes, machine, self._dtype, on_device)
+        on_device += imbalance_bytes(config, sizes, machine, on_device)
+        on_device += experts.memory_bytes - experts.disk_bytes
+        on_device -= layers.saved_bytes
+        adapter_bytes = self._count_adapter_bytes()
+        draft_bytes = 0 if self._draft is None else self._draft.draft_weight_bytes(self._width)
+        on_device += adapter_bytes // machine.devices_per_memory
+        on_device += draft_bytes // self._draft_divisor
+        on_device += self._tower_bytes()
+        return _WeightPlan(model_bytes, on_device, adapter_bytes, draft_bytes, experts, layers)
+
+    def _count_adapter_bytes(self) -> int:
+        """Of adapters of the largest rank on all linears: those in slots, and in a host's memory those kept beside
+        them."""
+        config = self._config
+        on_gpu = self._machine.gpu
+        if not config.enable_lora:
+            return 0
+        count = config.max_loras if on_gpu else max_cached_adapters(config.max_loras, config.max_cpu_loras)
+        num_weights = num_adapter_weights(self._request.lora_modules, config.max_lora_rank, head=on_gpu)
+        return count * num_weights * self._width
+
+    def _tower_bytes(self) -> int:
+        """Of a tower for images on each device: each rank has all of it, of stages the first one."""
+        return self._sizes.tower_bytes(self._width, self._quantized) // self._machine.stages
+
+    def _count_token_bytes(self) -> _TokenBytes:
+        machine = self._machine
+        draft = 0
+        if self._draft_sizes is not None:
+            draft = kv_token_bytes(self._draft_sizes, self._dtype, self._kv_type)
+        split = min(machine.count, self._sizes.kv_heads)
+        if machine.stages > 1 or self._config.uses_context_parallel:
+            split = machine.count
+        model = kv_token_bytes(self._sizes, self._dtype, self._kv_type)
+        return _TokenBytes(model, draft, draft // self._draft_divisor, split)
+
+    def _plan_blocks(self, token_bytes: _TokenBytes) -> _BlockPlan:
+        sizes = self._sizes
+        machine = self._machine
+        config = self._config
+        block_size = machine.kv_block_size(
+            self._dtype,
+            sizes.head_dim,
+            config.attention_backend,
+            block_size=config.block_size,
+            is_8_bit=self._kv_type in KV_CODE_SCALE_BYTES,
+            divides_tokens=config.uses_context_parallel,
+        )
+        keep_all = keeps_all(config) is not None
+        groups = page_groups(sizes.layer_states, sizes.max_position, block_size, keep_all=keep_all)
+        layer_places = sum(places_of_stages(groups, machine.stages)) * groups.count
+        model_token_bytes = token_bytes.model * layer_places // sizes.layers_with_state // token_bytes.split
+        num_bytes = (model_token_bytes + token_bytes.draft_share) * block_size
+        if not num_bytes and sizes.needs_snapshots:
+            num_bytes = LEAST_PAGE_BYTES
+        at_once = config.long_prefill_token_threshold or max_step_tokens(machine, config)
+        return _BlockPlan(block_size, num_bytes, PageNeeds(groups.windows, block_size, at_once))
+
+    def _kv_budget_bytes(self, on_device: int, step_bytes: int) -> int:
+        """Bytes for the KV cache of each device. on_device, step_bytes: of its weights, and of the largest step."""
+        machine = self._machine
+        config = self._config
+        parts = machine.devices_per_memory * machine.replicas
+        if config.kv_cache_memory is not None:
+            return int(config.kv_cache_memory * GIB) // parts
+        offload_bytes = 0 if machine.gpu else host_tier_bytes(config) // parts
+        return machine.kv_budget_bytes(on_device + offload_bytes, step_bytes, config.gpu_memory_utilization)
+
+    def _plan_states(self, budget: int, split: int) -> _StatePlan:
+        sizes = self._sizes
+        machine = self._machine
+        config = self._config
+        slot_bytes = state_slot_bytes(
+            sizes, self._draft_sizes, most_drafts(config), self._width, split, machine.devices_per_memory
+        )
+        shares = plan_state_shares(
+            sizes,
+            slot_bytes,
+            budget,
+            config.state_memory,
+            self._max_num_seqs,
+            cached=config.enable_prefix_caching,
+            gpu=machine.gpu,
+        )
+        return _StatePlan(slot_bytes * shares.slots, shares)
+
+    def _spare_block_bytes(self, block_size: int, token_bytes: _TokenBytes) -> int:
+        """Of the pages that sequences have for drafts beyond their own."""
+        if self._draft is None:
+            return 0
+        num_blocks = self._draft.num_spare_blocks(block_size) * self._max_num_seqs
+        return num_blocks * token_bytes.draft * block_size // self._draft_divisor
+
+    def _plan_tiers(self, token_bytes: _TokenBytes, block_size: int) -> tuple[TierPlan, ...]:
+        tier_token_bytes = token_bytes.device
+        if self._has_draft_model:  # see ModelRunner.make_block_mover
+            tier_token_bytes -= token_bytes.draft_share
+        return plan_tiers(self._config, self._machine.replicas, tier_token_bytes * block_size, block_size)
+
+
+def max_step_tokens(machine: Machine, config: EngineConfig) -> int:
+    """Most tokens of a step there."""
+    return (config.with_gpu_defaults(machine.memory) if machine.gpu else config).max_step_tokens
+
+
+def max_step_bytes(sizes: ModelSizes, width: int, tokens: int) -> int:
+    """A rough estimate of the bytes that the largest step takes on a GPU; the engine measures it.
+
+    It consists of some 20 hidden states per token, `width` bytes per number, and the sampler's copies of the logits.
+    """
+    hidden = sizes.head_parameters // sizes.vocab_size
+    return tokens * 20 * hidden * width + _DEFAULTS.max_num_seqs * sizes.vocab_size * 4 * 4
+
+
+def _graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, step_bytes: int, tokens: int) -> int:
+    """Bytes of CUDA graphs beside the largest step, which has so many bytes and tokens, as the engine counts them."""
+    if not machine.gpu or config.enforce_eager:
+        return 0
+    backend = config.attention_backend
+    captures_prefill = backend not in ("sdpa", "reference") and (machine.bf16 or backend != "auto")
+    longest = min(tokens, config.max_model_len or sizes.max_position)
+    most = graph_tokens(longest, config.max_num_seqs) if captures_prefill else None
+    calls = graph_calls(sizes.num_layers, machine.count, divides_tokens=config.uses_context_parallel)
+    return graphs_bytes(step_bytes, tokens, most, calls, drafts=config.has_draft_weights)
+
+
+def _peak_step_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, width: int) -> int:
+    """Bytes of the largest step on a GPU, of the encoder cache and of CUDA graphs. width: bytes of a number."""
+    tokens = max_step_tokens(machine, config)
+    step_bytes = max_step_bytes(sizes, width, tokens)
+    if machine.gpu and sizes.tower:
+        step_bytes += ENCODER_CACHE_BYTES
+    return step_bytes + _graph_bytes(sizes, machine, config, step_bytes, tokens)
+
+
+def _complete_estimate(estimate: Estimate, request: PlanRequest) -> Estimate:
+    """The estimate completed with what fits, or with the reasons why it does not."""
+    if not estimate.block_bytes:
+        return _complete_encoder_estimate(estimate)
+    reason = misfit_reason(estimate, request)
+    if reason is not None:
+        return replace(estimate, reasons=(reason,))
+    needs = estimate.block_needs
+    longest = estimate.sizes.max_position
+    max_model_len = estimate.config.max_model_len
+    if max_model_len is None and request.concurrency is not None:
+        max_model_len = needs.longest(estimate.num_group_blocks // request.concurrency, longest)
+    seqs = estimate.state_shares.sequences
+    context, needed, blocks = fit_pages(
+        estimate.num_fitting_blocks, needs, max_position=longest, max_num_seqs=seqs, max_model_len=max_model_len
+    )
+    flag_context = context if max_model_len is not None or context < longest else None
+    return replace(
+        estimate,
+        num_blocks=blocks,
+        context=context,
+        concurrency=min(estimate.num_group_blocks // needed, seqs),
+        fitting=_fitting_contexts(estimate),
+        flags=serve_flags(estimate, request.draft, flag_context, seqs),
+    )
+
+
+def _fitting_contexts(estimate: Estimate) -> tuple[tuple[int, int], ...]:
+    """Pairs as `Estimate.fitting` has them."""
+    longest = estimate.sizes.max_position
+    lengths = [2**power for power in range(9, 24) if 2**power < longest]
+    lengths.append(longest)
+    counts = [(length, estimate.num_group_blocks // estimate.block_needs.most(length)) for length in lengths]
+    return tuple((length, count) for length, count in counts if count)
+
+
+def _complete_encoder_estimate(estimate: Estimate) -> Estimate:
+    """The estimate of an encoder, which needs room for its weights alone."""
+    machine = estimate.machine
+    config = estimate.config
+    on_device = estimate.device_weight_bytes
+    room = machine.memory * (config.gpu_memory_utilization if machine.gpu else 1.0)
+    if on_device > room:
+        text = f"the weights take {on_device / GIB:.1f} GiB and {machine.name} has {room / GIB:.1f} GiB to use"
+        return replace(estimate, reasons=(text,))
+    flags = () if config.dtype == "auto" else ("--dtype", estimate.dtype)
+    context = config.max_model_len or estimate.sizes.max_position
+    return replace(estimate, context=context, concurrency=config.max_num_seqs, flags=flags)
