@@ -25,7 +25,7 @@ from quire.engine.worker.loading.model_loader import check_weights_fit, fill_wei
 from quire.engine.worker.loading.pooler import read_tokenizer
 from quire.engine.worker.loading.weight_check import ExpectedWeights
 from quire.engine.worker.loading.weight_loader import NamedTensors, checkpoint_stream
-from quire.engine.worker.startup import StartedWorker, make_engine_info, make_grammar_compiler
+from quire.engine.worker.started_worker import StartedWorker, make_engine_info, make_grammar_compiler
 from quire.kernels.backend import Backend
 from quire.kernels.backend_selection import select_backend
 from quire.kernels.reference import ReferenceBackend
