@@ -120,11 +120,9 @@ class WorkerStartup:
             )
         runner = self._ranks.runner(
             model,
-            allocation.kv_tensors,
-            allocation.input_batch,
+            allocation,
             grammars,
             self._model_config.eos_token_ids,
-            allocation.capture,
             pooler,
             None if draft_worker is None else draft_worker.head_runner,
             weights.tower.encoder_cache,

@@ -26,6 +26,7 @@ from quire.engine.layers.adapters import AdapterManager
 from quire.engine.layers.pooler_head import HeadLayerSpec, PoolerHead
 from quire.engine.layers.pooling import make_pooler_head
 from quire.engine.layers.shard import UNSHARDED, ModelShard
+from quire.engine.layers.sublayer import BuildContext
 from quire.engine.models.decoder import Decoder
 from quire.engine.types import Task
 from quire.engine.worker.device_memory import check_context_length, max_kv_tokens, trim_host_memory
@@ -67,6 +68,21 @@ class LoadedModel:
     """Of all layers of the model."""
 
 
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """What of a model a process has."""
+
+    shard: ModelShard = UNSHARDED
+    """Whose part of each layer."""
+    kind: type[Decoder] = Decoder
+    """Of a model that transformers' class does not compute."""
+    stage: int = -1
+    """Which of a pipeline's; the last one alone has all layers where there is no pipeline."""
+
+
+WHOLE_MODEL = ModelPart()
+
+
 def load_model(
     config: EngineConfig,
     path: Path,
@@ -74,39 +90,47 @@ def load_model(
     chosen: DevicePlan,
     progress: Callable[[], None],
     tensors: NamedTensors | None = None,
-    shard: ModelShard = UNSHARDED,
-    kind: type[Decoder] = Decoder,
-    stage: int = -1,
+    part: ModelPart = WHOLE_MODEL,
 ) -> LoadedModel:
-    """The model at `path`, its weights from `tensors` if there are any; `shard`: whose part of each layer; `stage`:
-    which of a pipeline's, by default the last one, which alone has all layers. Raises ConfigError."""
-    stored, device, dtype, backend = stored_at(config), chosen.device, chosen.dtype, chosen.backend
+    """The `part` of the model at `path`, its weights from `tensors` if there are any. Raises ConfigError."""
+    stored = stored_at(config)
+    device = chosen.device
+    dtype = chosen.dtype
+    backend = chosen.backend
     files = stored if tensors is None else None
-    layers = stage_layers(chosen.spec.num_layers, config.pipeline_parallel_size)[stage]
+    layers = stage_layers(chosen.spec.num_layers, config.pipeline_parallel_size)[part.stage]
     on_disk = on_disk_pattern(config, chosen.spec)
-    if shard.rank == 0 and layers.stop == chosen.spec.num_layers:  # once, in the engine
+    if part.shard.rank == 0 and layers.stop == chosen.spec.num_layers:  # once, in the engine
         check_weights_fit(config, device, dtype, files, chosen.spec.num_layers, on_disk)
     pooling, tasks = read_tasks(path, model_config, config)
     length = max_context_length(config, model_config, chosen)
     weights = open_weights(config, stored, model_config, backend, dtype, tensors)
-    kv_numbers = kv_dtype_and_scales(config, files, chosen.kv_dtype)
+    kv_scales = read_kv_scales_of_files(config, files, chosen.kv_dtype)
     offload = start_offload(config, stored, model_config, chosen, tensors)
     adapter_slots = make_adapter_slots(config, backend, dtype, device)
-    keep_all, positions = keeps_all(config) is not None, model_config.max_position
-    groups = page_groups(chosen.spec.layer_cache_specs, positions, backend.block_size, keep_all=keep_all)
-    model = decoder_class(model_config, kind)(
-        chosen.spec,
-        backend,
-        weights.scheme,
+    groups = page_groups(
+        chosen.spec.layer_cache_specs,
+        model_config.max_position,
+        backend.block_size,
+        keep_all=keeps_all(config) is not None,
+    )
+    build_context = BuildContext(
+        backend=backend,
+        scheme=weights.scheme,
+        hidden_size=chosen.spec.hidden_size,
         dtype=dtype,
+        kv_dtype=chosen.kv_dtype,
         device=device,
         max_model_len=length,
-        report_progress=progress,
-        head=needs_logits(pooling, tasks),
-        kv_dtype=kv_numbers[0],
-        kv_scales=kv_numbers[1],
+        kv_scales=kv_scales,
         adapters=adapter_slots,
-        shard=shard,
+        shard=part.shard,
+    )
+    model = decoder_class(model_config, part.kind)(
+        chosen.spec,
+        build_context,
+        progress,
+        head=needs_logits(pooling, tasks),
         groups=groups_of_stage(groups, layers),
         layers=layers,
         offload=offload,
@@ -166,12 +190,11 @@ def check_weights_fit(
         check_room(stored, str(dtype).removeprefix("torch."), config.online_quantization)
 
 
-def kv_dtype_and_scales(
-    config: EngineConfig, path: Path | None, kv_dtype: torch.dtype
-) -> tuple[torch.dtype, Mapping[str, KVScales]]:
-    """What pages hold, and by layer the scales of 8-bit floats, where the checkpoint at `path` has some."""
-    has_scales = kv_dtype == torch.float8_e4m3fn and config.load_format == "auto"
-    return kv_dtype, read_kv_scales(path) if has_scales and path is not None else {}
+def read_kv_scales_of_files(config: EngineConfig, path: Path | None, kv_dtype: torch.dtype) -> Mapping[str, KVScales]:
+    """By layer the scales of pages that hold 8-bit floats, where the checkpoint at `path` has some."""
+    if path is None or kv_dtype != torch.float8_e4m3fn or config.load_format != "auto":
+        return {}
+    return read_kv_scales(path)
 
 
 def make_adapter_slots(
