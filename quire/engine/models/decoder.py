@@ -134,7 +134,9 @@ class Decoder:
 
     def build_modules(self, build_context: BuildContext) -> None:
         """What has weights."""
-        spec, scheme, dtype = self.spec, build_context.scheme, build_context.dtype
+        spec = self.spec
+        scheme = build_context.scheme
+        dtype = build_context.dtype
         adapters, shard = build_context.adapters, build_context.shard
         self._layers = [
             [
@@ -159,7 +161,9 @@ class Decoder:
         embedding_norm = {_EMBEDDING_NORM: spec.hidden_size} if spec.embedding_norm else {}
         self._embedding_norm = NormWeights(embedding_norm, dtype, spec.norm)
         self._norm = NormWeights({_FINAL_NORM: spec.hidden_size}, dtype, spec.norm)
-        size, parts, cuts = spec.hidden_size, {LM_HEAD: spec.vocab_size}, {LM_HEAD: shard.output_slice(spec.vocab_size)}
+        size = spec.hidden_size
+        parts = {LM_HEAD: spec.vocab_size}
+        cuts = {LM_HEAD: shard.output_slice(spec.vocab_size)}
         self._head = FusedLinear(scheme, size, parts, bias=spec.head_bias, wide=True, adapters=adapters, cuts=cuts)
 
     def _layer_build_context(self, position: int, build_context: BuildContext) -> BuildContext:

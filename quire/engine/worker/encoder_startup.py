@@ -72,7 +72,9 @@ def start_encoder(
     padding = read_tokenizer(config, path).pad_token_id or 0 if spec.pads_prompts else None
     plan = plan_without_kv_cache(length, config.max_num_seqs)
     info = make_engine_info(
-        *(config, plan, None),
+        config,
+        plan,
+        None,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
         backend=f"{backend.name} ({why})",

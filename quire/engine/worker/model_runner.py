@@ -200,7 +200,9 @@ class ModelRunner:
 
     def _compute_batch(self, prepared: PreparedBatch) -> PendingStep:
         """Compute a batch that was begun, in the order of the calls, before any of its slots has another owner."""
-        batch, sample_targets, inputs = prepared.scheduler_output, prepared.sample_targets, prepared.inputs
+        batch = prepared.scheduler_output
+        sample_targets = prepared.sample_targets
+        inputs = prepared.inputs
         self._apply_copies(batch)
         if not batch.scheduled_requests:
             nothing = HostDownload([torch.empty(0, dtype=torch.int64)], None)  # it is on the host

@@ -23,8 +23,15 @@ from quire.engine.models.adapted.probe import TransformersAttentionSpec, probe_a
 
 _SLICED_KINDS: Mapping[str, Literal["outs", "ins"]] = {"colwise": "outs", "rowwise": "ins"}
 _REPLICATED_KINDS = {
-    *("replicate", "replicated_with_grad_allreduce", "colwise_gather_output", "rowwise_split_input", "mla_kv_a_proj"),
-    *("embedding_rowwise", "embedding_colwise", "all_reduce", "local_params"),
+    "replicate",
+    "replicated_with_grad_allreduce",
+    "colwise_gather_output",
+    "rowwise_split_input",
+    "mla_kv_a_proj",
+    "embedding_rowwise",
+    "embedding_colwise",
+    "all_reduce",
+    "local_params",
 }
 """Kinds whose results are whole on every rank in any case."""
 _EXPERT_KINDS = {"moe_tp_experts", "packed_colwise", "rowwise"}

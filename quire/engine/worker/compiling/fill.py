@@ -80,7 +80,9 @@ def read_common_models() -> list[ModelConfig]:
 
 def model_kernel_variants(model: ModelConfig, block_size: int) -> list[KernelVariant]:
     """Of a model in bfloat16 whose pages have so many tokens; of tensors that are nothing but shapes."""
-    backend, dtype, config = TritonBackend(), torch.bfloat16, EngineConfig()
+    backend = TritonBackend()
+    dtype = torch.bfloat16
+    config = EngineConfig()
     backend.block_size = block_size
     spec = decoder_spec(replace(model, context=_CONTEXT_TOKENS))
     decoder = Decoder(

@@ -134,7 +134,9 @@ class DecodeGraphs:
         max_blocks = next(width for width in self._block_counts if width >= max_blocks)
         adapters = self._input_batch.adapter_slots[slots]
         rows = np.zeros((3 if adapters.any() else 2, size), dtype=np.int64)
-        rows[0], rows[0, :count], rows[1, :count] = self._input_batch.scratch_slot, slots, contexts - 1
+        rows[0] = self._input_batch.scratch_slot
+        rows[0, :count] = slots
+        rows[1, :count] = contexts - 1
         rows[2:, :count] = adapters
         graph = self._get_graph((size, max_blocks, len(rows)))
         sample_graph = self._get_graph((size, None, len(rows))) if all_greedy and size in self._sample_sizes else None
@@ -144,7 +146,9 @@ class DecodeGraphs:
             hidden = self._functions.decode(buffers.rows[: len(rows), :count].contiguous(), max_blocks)
             return GraphOutputs(hidden, hidden, used_cuda_graph=False)
         graph.replay()
-        hidden, sampled, head_graph = buffers.hidden[:count], None, self.head_graphs.graphs.get((size, max_blocks))
+        hidden = buffers.hidden[:count]
+        sampled = None
+        head_graph = self.head_graphs.graphs.get((size, max_blocks))
         if sample_graph is not None:
             sample_graph.replay()
             sampled = sample_graph.output[..., :count].clone()  # the next step may be computed before it arrives

@@ -37,7 +37,9 @@ def allocate_kv(
 ) -> KVAllocation:
     """Room for so many pages of single groups of layers, and for these slots. Raises ConfigError where memory is
     short."""
-    device, backend, groups = chosen.device, chosen.backend, len(loaded.kv_groups.windows)
+    device = chosen.device
+    backend = chosen.backend
+    groups = len(loaded.kv_groups.windows)
     # What a class of transformers does in a step, no graph can be relied on to hold.
     graphs = "generate" in loaded.tasks and not loaded.model.transformers_class
     capture = choose_capture(config, backend, device, chosen.spec) if graphs else None

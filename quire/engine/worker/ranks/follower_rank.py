@@ -83,7 +83,9 @@ class FollowerRank(ABC):
         stay_on(set(start.cores if assignment is None else assignment.cores))
         if assignment is not None:
             config = config.model_copy(update=assignment.settings)
-        self._config, self._assignment, self._rank = config, assignment, start.rank
+        self._config = config
+        self._assignment = assignment
+        self._rank = start.rank
         self._path = model_path(config)
         self._model_config = as_configured(read_configured(config, self._path), config)
         configure_cpu(config)

@@ -53,7 +53,9 @@ class LoadedDraftModel:
         self, config: EngineConfig, allocation: KVAllocation, num_blocks: int, make_heads: object
     ) -> DraftWorker:
         """Allocate pages for as many tokens as the served model has pages for, and some for drafts beyond these."""
-        decoder, block_size, capture = self.kv_module, self.backend.block_size, allocation.capture
+        decoder = self.kv_module
+        block_size = self.backend.block_size
+        capture = allocation.capture
         if decoder.transformers_class or not can_capture_decodes(self.backend, decoder.spec):
             capture = None
         spare_blocks = SpareBlocks(num_blocks, num_spare_blocks(config, block_size), decoder.max_model_len)
