@@ -16,7 +16,8 @@ from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
 from quire.engine.layers.shard import ModelShard
 from quire.engine.worker.device_plan import choose_device_plan
-from quire.engine.worker.loading.model_loader import ModelPart, load_model
+from quire.engine.worker.loading.model.loaded_model import ModelPart
+from quire.engine.worker.loading.model_loader import load_model
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import request, run

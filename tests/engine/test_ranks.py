@@ -25,7 +25,8 @@ from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.types import EngineCoreRequest, PoolingParams
 from quire.engine.worker import device_memory
 from quire.engine.worker.device_plan import choose_device_plan
-from quire.engine.worker.loading.model_loader import ModelPart, load_model
+from quire.engine.worker.loading.model.loaded_model import ModelPart
+from quire.engine.worker.loading.model_loader import load_model
 from quire.engine.worker.ranks.spmd import SpmdRunner
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.reference import ReferenceBackend

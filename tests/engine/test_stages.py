@@ -30,9 +30,10 @@ from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.types import EngineCoreRequest, PoolingParams
 from quire.engine.worker import device_plan
 from quire.engine.worker.device_plan import choose_device_plan
-from quire.engine.worker.loading.model_loader import ModelPart, load_model
+from quire.engine.worker.loading.model.loaded_model import ModelPart
+from quire.engine.worker.loading.model_loader import load_model
 from quire.engine.worker.ranks.pipeline import PipelineRunner
-from quire.engine.worker.started_worker import StartedWorker
+from quire.engine.worker.startup_steps.started_worker import StartedWorker
 from tests.engine.harness import Answer, request, run
 from tests.engine.ranks import thread_ranks
 from tests.engine.test_ranks import MISSING, QUANTIZED, SMALL, WIDE, asked, asked_with_adapters, one_thread, prompts

@@ -13,18 +13,18 @@ from quire.engine.core.executor import AdapterLoader
 from quire.engine.worker.compiling.kernel_cache import prepare_kernel_cache
 from quire.engine.worker.device_memory import available_bytes, check_kv_cache_memory
 from quire.engine.worker.device_plan import DevicePlan, choose_device, choose_device_plan, configure_cpu
-from quire.engine.worker.kv_cache_sizing import KVCacheSizer
 from quire.engine.worker.loading.adapter_loader import make_adapter_loader
 from quire.engine.worker.loading.kv_allocation import KVAllocation, allocate_kv
 from quire.engine.worker.loading.pooler import make_pooler
 from quire.engine.worker.loading.weight_loader import NamedTensors
-from quire.engine.worker.loading.worker_weights import WorkerWeights, load_worker_weights
 from quire.engine.worker.ranks.rank_messages import AllocateCommand, BeginCommand
 from quire.engine.worker.ranks.rank_startup import start_ranks
 from quire.engine.worker.ranks.single_process import SingleProcess
 from quire.engine.worker.sampling.slot_grammars import SlotGrammars
-from quire.engine.worker.started_worker import StartedWorker, make_grammar_compiler
-from quire.engine.worker.startup_notes import describe_engine, startup_notes
+from quire.engine.worker.startup_steps.kv_cache_sizing import KVCacheSizer
+from quire.engine.worker.startup_steps.started_worker import StartedWorker, make_grammar_compiler
+from quire.engine.worker.startup_steps.startup_notes import describe_engine, startup_notes
+from quire.engine.worker.startup_steps.worker_weights import WorkerWeights, load_worker_weights
 from quire.engine.worker.step_costs import measure_step_costs
 
 

@@ -12,7 +12,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.worker.device_memory import allocate_kv_blocks_checked, allocate_slot_states, explain_out_of_memory
 from quire.engine.worker.device_plan import DevicePlan, choose_capture
 from quire.engine.worker.input_batch import InputBatch, SlotStates
-from quire.engine.worker.loading.model_loader import LoadedModel
+from quire.engine.worker.loading.model.loaded_model import LoadedModel
 from quire.kernels.backend_probe import GraphCapture
 
 

@@ -23,11 +23,12 @@ from quire.engine.worker.device_plan import choose_device_plan, configure_cpu
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
 from quire.engine.worker.images.tower_loader import LoadedTower, load_tower
 from quire.engine.worker.loading.adapter_loader import make_adapter_loader
-from quire.engine.worker.loading.checkpoint_weights import resident_weight_bytes
 from quire.engine.worker.loading.drafts.draft_head_loader import LoadedDraftHead
 from quire.engine.worker.loading.drafts.mtp_loader import load_head_drafter
 from quire.engine.worker.loading.kv_allocation import KVAllocation, allocate_kv
-from quire.engine.worker.loading.model_loader import LoadedModel, ModelPart, load_model
+from quire.engine.worker.loading.model.loaded_model import LoadedModel, ModelPart
+from quire.engine.worker.loading.model.weight_sizes import resident_weight_bytes
+from quire.engine.worker.loading.model_loader import load_model
 from quire.engine.worker.loading.pooler import make_pooler
 from quire.engine.worker.loading.weight_digest import compute_weight_digest
 from quire.engine.worker.model_runner import ModelRunner
@@ -50,6 +51,7 @@ from quire.engine.worker.ranks.rank_messages import (
     MeasureMemoryCommand,
     MemoryReply,
     PrepareCommand,
+    RankCommand,
     RankReply,
     SampledTokens,
     StartCommand,
@@ -122,8 +124,8 @@ class FollowerRank(ABC):
     def handle_message(self, content: bytes) -> RankReply | None:
         """What a message says; returns what is to be answered. Raises QuireError, and RankEnded or BrokenPipeError
         where another rank has ended."""
-        model = self._loaded_model.model
-        match decode_command(content):
+        command = decode_command(content)
+        match command:
             case StepCommand(batch, picked):
                 self._run_step(batch, picked)
             case DraftCommand(rows):
@@ -132,6 +134,21 @@ class FollowerRank(ABC):
                 getattr(self._runner, what)()
             case DummyDraftCommand(count):
                 self._head_runner.run_dummy_draft(count)
+            case BeginCommand(prompts):
+                self._runner = self._make_runner(*self._allocation, captures_mixed_batches=prompts)
+            case LoadAdapterCommand(slot, adapter, files):
+                assert self._adapters is not None
+                self._adapters.load_adapter(slot, _localize_adapter(adapter, files, self._assignment))
+            case AwaitAdapterCommand(slot, failed):
+                assert self._adapters is not None
+                self._adapters.await_adapter(slot, failed=failed)
+            case _:
+                return self._answer_command(command)
+        return None
+
+    def _answer_command(self, command: RankCommand) -> RankReply:
+        model = self._loaded_model.model
+        match command:
             case FindVariantsCommand(step_tokens):
                 return _find_kernel_variants(self._runner, step_tokens)
             case MeasureMemoryCommand():
@@ -147,17 +164,8 @@ class FollowerRank(ABC):
                     pages,
                 )
                 return AllocationReply()
-            case BeginCommand(prompts):
-                self._runner = self._make_runner(*self._allocation, captures_mixed_batches=prompts)
-            case LoadAdapterCommand(slot, adapter, files):
-                assert self._adapters is not None
-                self._adapters.load_adapter(slot, _localize_adapter(adapter, files, self._assignment))
-            case AwaitAdapterCommand(slot, failed):
-                assert self._adapters is not None
-                self._adapters.await_adapter(slot, failed=failed)
-            case other:
-                raise AssertionError(f"{other} is for other ranks")
-        return None
+            case _:
+                raise AssertionError(f"{command} is for other ranks")
 
 
 class TensorParallelRank(FollowerRank):

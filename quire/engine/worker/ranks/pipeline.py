@@ -17,7 +17,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.device_plan import DevicePlan
-from quire.engine.worker.loading.model_loader import LoadedModel, ModelPart
+from quire.engine.worker.loading.model.loaded_model import LoadedModel, ModelPart
 from quire.engine.worker.model_runner import ModelRunner, PreparedBatch
 from quire.engine.worker.pending_step import PendingStep
 from quire.engine.worker.ranks.pipeline_stage import PipelineStage

@@ -19,7 +19,7 @@ from quire.engine.errors import ConfigError
 from quire.engine.layers.shard import ModelShard
 from quire.engine.types import SamplingParams
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
-from quire.engine.worker.loading.model_loader import LoadedModel, ModelPart
+from quire.engine.worker.loading.model.loaded_model import LoadedModel, ModelPart
 from quire.engine.worker.loading.weight_digest import compute_weight_digest
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.ranks.rank_messages import (

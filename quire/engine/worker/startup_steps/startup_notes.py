@@ -15,9 +15,9 @@ from quire.engine.types import EngineInfo
 from quire.engine.worker.device_plan import DevicePlan, kv_cache_dtype_name
 from quire.engine.worker.loading.kv_allocation import KVAllocation
 from quire.engine.worker.loading.transformers_support import transformers_suffix
-from quire.engine.worker.loading.worker_weights import WorkerWeights
 from quire.engine.worker.ranks.single_process import SingleProcess
-from quire.engine.worker.started_worker import make_engine_info
+from quire.engine.worker.startup_steps.started_worker import make_engine_info
+from quire.engine.worker.startup_steps.worker_weights import WorkerWeights
 from quire.kernels.gpu.other_devices import is_other_device
 
 

@@ -13,9 +13,10 @@ from quire.engine.worker.device_memory import explain_weights_memory
 from quire.engine.worker.device_plan import DevicePlan
 from quire.engine.worker.drafter_loader import load_drafter
 from quire.engine.worker.images.tower_loader import LoadedTower, load_tower
-from quire.engine.worker.loading.checkpoint_weights import resident_weight_bytes
 from quire.engine.worker.loading.drafts.device_drafter import LoadedDrafter
-from quire.engine.worker.loading.model_loader import LoadedModel, load_model
+from quire.engine.worker.loading.model.loaded_model import LoadedModel
+from quire.engine.worker.loading.model.weight_sizes import resident_weight_bytes
+from quire.engine.worker.loading.model_loader import load_model
 from quire.engine.worker.loading.transformers_support import transformers_notes
 from quire.engine.worker.loading.weight_loader import NamedTensors
 from quire.engine.worker.ranks.single_process import SingleProcess
