@@ -27,6 +27,7 @@ from quire.engine.layers.attention import AttentionLayerSpec
 from quire.engine.layers.mlp import MLPSpec
 from quire.engine.layers.norm import NormSpec
 from quire.engine.layers.schemes import UnquantizedScheme
+from quire.engine.layers.sublayer import BuildContext
 from quire.engine.link.engine_messages import Stepped, encode
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.spec import DecoderSpec
@@ -200,7 +201,9 @@ def measure_eager(layers: int, tokens: int, steps: int) -> tuple[float, int]:
     cpu = torch.device("cpu")
     scheme = UnquantizedScheme(backend, torch.bfloat16)
     model = Decoder(
-        spec, backend, scheme, dtype=torch.bfloat16, device=cpu, max_model_len=tokens, report_progress=lambda: None
+        spec,
+        BuildContext(backend, scheme, spec.hidden_size, torch.bfloat16, torch.bfloat16, cpu, max_model_len=tokens),
+        lambda: None,
     )
     for parameter in model.parameters().values():
         parameter.weight_loader(torch.zeros(parameter.shape, dtype=parameter.dtype))

@@ -68,7 +68,8 @@ from quire.engine.worker.loading.forward_pass import ForwardPass, Logprobs
 from quire.engine.worker.loading.weight_check import check_same_model, check_weights
 from quire.engine.worker.loading.weight_loader import NamedTensors
 from quire.engine.worker.model_runner import ModelRunner
-from quire.engine.worker.startup import StartedWorker, start_worker
+from quire.engine.worker.startup import start_worker
+from quire.engine.worker.startup_steps.started_worker import StartedWorker
 from quire.engine.worker.warmup import warm_up_runner
 
 _ERROR_LINGER_MS = 30_000

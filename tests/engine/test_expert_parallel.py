@@ -16,6 +16,7 @@ from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
 from quire.engine.layers.shard import ModelShard
 from quire.engine.worker.device_plan import choose_device_plan
+from quire.engine.worker.loading.model.loaded_model import ModelPart
 from quire.engine.worker.loading.model_loader import load_model
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.reference import ReferenceBackend
@@ -106,7 +107,9 @@ def test_each_rank_holds_its_experts(tmp_path: Path) -> None:
     chosen = choose_device_plan(config, model)
     assert chosen.spec.tensor_parallel_error(2) is None
     whole = load_model(config, path, model, chosen, lambda: None)
-    parts = [load_model(config, path, model, chosen, lambda: None, shard=ModelShard(rank, 2)) for rank in range(2)]
+    parts = [
+        load_model(config, path, model, chosen, lambda: None, part=ModelPart(ModelShard(rank, 2))) for rank in range(2)
+    ]
     assert [part.expected_weights.parameter_table.keys() for part in parts] == [
         whole.expected_weights.parameter_table.keys()
     ] * 2

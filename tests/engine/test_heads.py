@@ -25,7 +25,7 @@ from quire.engine.errors import ConfigError
 from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.types import EngineCoreRequest, PoolingParams, SamplingParams
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
-from quire.engine.worker.startup import StartedWorker
+from quire.engine.worker.startup_steps.started_worker import StartedWorker
 from tests.engine.harness import run
 from tests.engine.test_speculation import KINDS, always, known
 from tests.tiny_heads import (

@@ -23,7 +23,7 @@ from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
 from quire.engine.tiers.tiered_offloader import TieredKVOffloader
 from quire.engine.types import EngineCoreRequest, SamplingParams
-from quire.engine.worker.startup import StartedWorker
+from quire.engine.worker.startup_steps.started_worker import StartedWorker
 from quire.server.cli import main as cli
 from quire.server.cli.plan.draft_plan import plan_draft
 from quire.server.cli.plan.machine import Machine

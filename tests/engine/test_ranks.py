@@ -25,6 +25,7 @@ from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.types import EngineCoreRequest, PoolingParams
 from quire.engine.worker import device_memory
 from quire.engine.worker.device_plan import choose_device_plan
+from quire.engine.worker.loading.model.loaded_model import ModelPart
 from quire.engine.worker.loading.model_loader import load_model
 from quire.engine.worker.ranks.spmd import SpmdRunner
 from quire.kernels.cpu.backend import CpuBackend
@@ -292,7 +293,9 @@ def test_each_rank_holds_its_part(tmp_path: Path) -> None:
     model = read_model_config(path)
     chosen = choose_device_plan(config, model)
     whole = load_model(config, path, model, chosen, lambda: None)
-    parts = [load_model(config, path, model, chosen, lambda: None, shard=ModelShard(rank, 4)) for rank in range(4)]
+    parts = [
+        load_model(config, path, model, chosen, lambda: None, part=ModelPart(ModelShard(rank, 4))) for rank in range(4)
+    ]
     norms = sum(
         4 * math.prod(each.shape) for each in whole.expected_weights.parameter_table.values() if len(each.shape) == 1
     )

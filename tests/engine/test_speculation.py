@@ -17,7 +17,7 @@ from quire.engine.engine_core import EngineCore, make_default_drafter
 from quire.engine.errors import ConfigError
 from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.types import EngineCoreRequest, SamplingParams, ThinkingBudget
-from quire.engine.worker.startup import StartedWorker
+from quire.engine.worker.startup_steps.started_worker import StartedWorker
 from tests.engine.harness import Answer, run
 from tests.tiny_models import VOCAB, save_tiny_model
 

@@ -35,7 +35,7 @@ from quire.engine.worker import startup
 from quire.engine.worker.device_plan import choose_device_plan
 from quire.engine.worker.graphs import decode_graphs
 from quire.engine.worker.loading import kv_allocation
-from quire.engine.worker.ranks import follower_rank, rank_processes, rendezvous
+from quire.engine.worker.ranks import follower_rank, rank_processes, rank_startup, rendezvous
 from quire.engine.worker.ranks.follower import make_pipe_sender, run_follower
 from quire.engine.worker.ranks.rank_messages import FailureReply, StartCommand, decode_reply, encode_frame, read_frame
 from quire.engine.worker.ranks.rank_processes import STOP_SECONDS, end_processes, visible_gpus
@@ -507,12 +507,12 @@ def test_ranks_that_do_not_end_are_waited_for_together() -> None:
 
 
 def test_heads_beside_several_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "missing_gpus_reason", lambda *_: None)
+    monkeypatch.setattr(rank_startup, "missing_gpus_reason", lambda *_: None)
     asked: Any = {"method": "eagle", "model": "x"}
     config = EngineConfig(model=str(save_tiny_model(tmp_path, "llama")), speculative_config=asked, **BASE)
     chosen = replace(choose_device_plan(config, read_model_config(tmp_path)), device=torch.device("cuda"))
     with pytest.raises(ConfigError, match="speculative_config: 'eagle' does not go with"):
-        startup.check_tensor_parallel(config, chosen, weights_are_tensors=False)
+        rank_startup.check_tensor_parallel(config, chosen, weights_are_tensors=False)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -539,13 +539,13 @@ def test_a_sum_that_was_given_up_ends_the_engine(tmp_path: Path, monkeypatch: py
 def test_gpus_and_nccl_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert "2 ranks need 2 GPUs, and 1 can be seen here" in str(startup.missing_gpus_reason(2, cuda))
-    assert startup.missing_gpus_reason(2, torch.device("cpu")) is None
+    assert "2 ranks need 2 GPUs, and 1 can be seen here" in str(rank_startup.missing_gpus_reason(2, cuda))
+    assert rank_startup.missing_gpus_reason(2, torch.device("cpu")) is None
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert "without NCCL" in str(startup.missing_gpus_reason(2, cuda))
+    assert "without NCCL" in str(rank_startup.missing_gpus_reason(2, cuda))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    assert startup.missing_gpus_reason(2, cuda) is None
+    assert rank_startup.missing_gpus_reason(2, cuda) is None
 
 
 def test_each_rank_sees_its_own_gpu() -> None:

@@ -30,9 +30,10 @@ from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.types import EngineCoreRequest, PoolingParams
 from quire.engine.worker import device_plan
 from quire.engine.worker.device_plan import choose_device_plan
+from quire.engine.worker.loading.model.loaded_model import ModelPart
 from quire.engine.worker.loading.model_loader import load_model
 from quire.engine.worker.ranks.pipeline import PipelineRunner
-from quire.engine.worker.startup import StartedWorker
+from quire.engine.worker.startup_steps.started_worker import StartedWorker
 from tests.engine.harness import Answer, request, run
 from tests.engine.ranks import thread_ranks
 from tests.engine.test_ranks import MISSING, QUANTIZED, SMALL, WIDE, asked, asked_with_adapters, one_thread, prompts
@@ -264,7 +265,7 @@ def test_each_stage_holds_its_part(tmp_path: Path) -> None:
     stages = stage_layers(7, 3)
     assert [len(each) for each in stages] == [3, 2, 2]
     config = EngineConfig(model=str(path), pipeline_parallel_size=3, **BASE)
-    parts = [load_model(config, path, model, chosen, lambda: None, stage=stage) for stage in range(3)]
+    parts = [load_model(config, path, model, chosen, lambda: None, part=ModelPart(stage=stage)) for stage in range(3)]
     assert sum(each.read_bytes for each in parts) == whole.read_bytes
     names = [set(each.expected_weights.parameter_table) for each in parts]
     assert set.union(*names) == set(whole.expected_weights.parameter_table)

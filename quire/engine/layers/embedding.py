@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.layers.adapters import EMBED_TOKENS, LM_HEAD, AdapterManager
+from quire.engine.layers.adapters import EMBED_TOKENS, LM_HEAD
 from quire.engine.layers.parameters import Parameter, ParameterTable, make_parameter
-from quire.engine.layers.schemes import QuantizationScheme
-from quire.engine.layers.shard import UNSHARDED, ModelShard
+from quire.engine.layers.sublayer import BuildContext
 from quire.kernels.backend import Linear, LinearContext, QuantizedEmbedding
 
 _EMBED_WEIGHT, EMBED_POSITIONS = f"{EMBED_TOKENS}.weight", "model.embed_positions"
@@ -22,27 +21,28 @@ class Embedding:
 
     def __init__(
         self,
-        scheme: QuantizationScheme,
+        build_context: BuildContext,
         vocab_size: int,
-        hidden_size: int,
         *,
         tied: bool,
         embeds_tokens: bool = True,
         scale: float,
-        dtype: torch.dtype,
-        adapters: AdapterManager | None = None,
-        shard: ModelShard = UNSHARDED,
     ) -> None:
-        """tied: it is the head as well; looks_up: somebody asks for rows; scale: what embeddings are multiplied by, in
-        their dtype; adapters: where the head gets room for some, if it does, and who adds those of embeddings; shard:
-        whose part of the vocabulary it has."""
-        self._shard, self._cut = shard, shard.output_slice(vocab_size)
-        self._vocab_size, self._hidden_size = vocab_size, hidden_size
-        self._adapters = adapters
-        self._scheme = scheme
-        self._table_spec = scheme.embedding_tensor_spec(vocab_size, hidden_size)
-        self._tied, self._embeds_tokens = tied, embeds_tokens
-        self.scale = torch.tensor(scale, dtype=dtype).item()  # rounded to the weights' dtype, as Gemma was trained
+        """`tied`: it is the head as well; `embeds_tokens`: somebody asks for rows; `scale`: what embeddings are
+        multiplied by, in their dtype. The context's adapters: where the head gets room for some, if it does, and who
+        adds those of embeddings; its shard: whose part of the vocabulary it has."""
+        self._shard = build_context.shard
+        self._cut = build_context.shard.output_slice(vocab_size)
+        self._vocab_size = vocab_size
+        self._hidden_size = build_context.hidden_size
+        self._adapters = build_context.adapters
+        self._scheme = build_context.scheme
+        self._table_spec = self._scheme.embedding_tensor_spec(vocab_size, self._hidden_size)
+        self._tied = tied
+        self._embeds_tokens = embeds_tokens
+        self.scale = torch.tensor(
+            scale, dtype=build_context.dtype
+        ).item()  # rounded to the weights' dtype, as Gemma was trained
         self._table: QuantizedEmbedding | None = None
         self._lm_head: Linear | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,37 +41,12 @@ def rope_table(rope: dict[str, Any], head_dim: int, length: int) -> Tensor:
         raise ModelError(
             f"model: config.json: rope_parameters: lacks {missing[0]}, which rope_type {rope_type!r} needs"
         )
-    attention_factor, rotated = 1.0, rotated_size(rope, head_dim)
-    frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
-    match rope_type:
-        case "default":
-            pass
-        case "linear":
-            frequencies = frequencies / rope["factor"]
-        case "llama3":
-            frequencies = _llama3_frequencies(frequencies, rope)
-        case "factors":  # one for each frequency, as GGUF files store what llama3 computes
-            frequencies = frequencies / _rope_factors(rope, "factors", len(frequencies))
-        case "longrope":
-            frequencies, attention_factor = (
-                frequencies / _longrope_factors(rope, len(frequencies)),
-                _longrope_attention_factor(rope),
-            )
-        case "dynamic":  # stretched beyond the model's positions, where contexts end; HunYuan's alpha stretches all
-            stretched = rope["rope_theta"] * (rope.get("alpha") or 1.0) ** (rotated / max(rotated - 2, 1))
-            frequencies = 1.0 / stretched ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
-        case "yarn":
-            frequencies, attention_factor = _yarn_frequencies(frequencies, rope), _yarn_attention_factor(rope)
-        case "ntk":
-            frequencies = _ntk_frequencies(frequencies, rope)
-        case "axial":  # of a tower's patches: the same for rows and for columns, which each turn half of a head
-            half = 1.0 / rope["rope_theta"] ** (torch.arange(0, rotated // 2, 2, dtype=torch.float32) / (rotated // 2))
-            frequencies = torch.cat((half, half))
-        case "proportional":  # Gemma 4's: the lowest ones, which are counted as if all turned, stand still
-            num_rotating = int((rope.get("partial_rotary_factor") or 1.0) * head_dim // 2)
-            frequencies = frequencies / rope.get("factor", 1.0) * (torch.arange(len(frequencies)) < num_rotating)
-        case _:
-            raise ModelError(f"model: rope_type {rope_type!r} is not supported ({', '.join(ROPE_TYPES)})")
+    rotated = rotated_size(rope, head_dim)
+    base_frequencies = _base_frequencies(rope["rope_theta"], rotated)
+    if rope_type not in _FREQUENCY_SCALINGS:
+        raise ModelError(f"model: rope_type {rope_type!r} is not supported ({', '.join(ROPE_TYPES)})")
+    frequencies = _FREQUENCY_SCALINGS[rope_type](base_frequencies, rope, head_dim)
+    attention_factor = _attention_factor(rope)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
     num_unrotated = (head_dim - rotated) // 2
     return torch.cat(
@@ -80,6 +56,19 @@ def rope_table(rope: dict[str, Any], head_dim: int, length: int) -> Tensor:
         ),
         dim=-1,
     )
+
+
+def _base_frequencies(theta: float, rotated: int) -> Tensor:
+    return 1.0 / theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
+
+
+def _attention_factor(rope: dict[str, Any]) -> float:
+    """What cosines and sines are multiplied by."""
+    if rope["rope_type"] == "longrope":
+        return _longrope_attention_factor(rope)
+    if rope["rope_type"] == "yarn":
+        return _yarn_attention_factor(rope)
+    return 1.0
 
 
 def parse_mrope_axes(rope: dict[str, Any], head_dim: int, interleaved: tuple[int, ...]) -> tuple[int, ...]:
@@ -221,3 +210,37 @@ def _ntk_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
     numbers = torch.arange(1, half + 1, dtype=torch.float32)
     exponents = numbers / half if rope.get("mixed_b") is None else (numbers / half) ** rope["mixed_b"]
     return frequencies / factor**exponents
+
+
+def _dynamic_frequencies(rope: dict[str, Any], rotated: int) -> Tensor:
+    """Stretched beyond the model's positions, where contexts end; HunYuan's alpha stretches all."""
+    stretched = rope["rope_theta"] * (rope.get("alpha") or 1.0) ** (rotated / max(rotated - 2, 1))
+    return _base_frequencies(stretched, rotated)
+
+
+def _axial_frequencies(rope: dict[str, Any], rotated: int) -> Tensor:
+    """Of a tower's patches: the same for rows and for columns, which each turn half of a head."""
+    half = 1.0 / rope["rope_theta"] ** (torch.arange(0, rotated // 2, 2, dtype=torch.float32) / (rotated // 2))
+    return torch.cat((half, half))
+
+
+def _proportional_frequencies(frequencies: Tensor, rope: dict[str, Any], head_dim: int) -> Tensor:
+    """Gemma 4's: the lowest ones, which are counted as if all turned, stand still."""
+    num_rotating = int((rope.get("partial_rotary_factor") or 1.0) * head_dim // 2)
+    return frequencies / rope.get("factor", 1.0) * (torch.arange(len(frequencies)) < num_rotating)
+
+
+_FREQUENCY_SCALINGS: dict[str, Callable[[Tensor, dict[str, Any], int], Tensor]] = {
+    "default": lambda frequencies, rope, head_dim: frequencies,
+    "linear": lambda frequencies, rope, head_dim: frequencies / rope["factor"],
+    "llama3": lambda frequencies, rope, head_dim: _llama3_frequencies(frequencies, rope),
+    # one for each frequency, as GGUF files store what llama3 computes
+    "factors": lambda frequencies, rope, head_dim: frequencies / _rope_factors(rope, "factors", len(frequencies)),
+    "longrope": lambda frequencies, rope, head_dim: frequencies / _longrope_factors(rope, len(frequencies)),
+    "dynamic": lambda frequencies, rope, head_dim: _dynamic_frequencies(rope, rotated_size(rope, head_dim)),
+    "yarn": lambda frequencies, rope, head_dim: _yarn_frequencies(frequencies, rope),
+    "ntk": lambda frequencies, rope, head_dim: _ntk_frequencies(frequencies, rope),
+    "axial": lambda frequencies, rope, head_dim: _axial_frequencies(rope, rotated_size(rope, head_dim)),
+    "proportional": _proportional_frequencies,
+}
+"""By rope_type: (frequencies of rope_theta, ModelConfig.rope, the head's size) to what positions are multiplied by."""

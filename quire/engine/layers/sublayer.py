@@ -50,7 +50,7 @@ class BuildContext:
     """What pages hold."""
     device: torch.device
     max_model_len: int
-    kv_scales: Mapping[str, KVScales]
+    kv_scales: Mapping[str, KVScales] = field(default_factory=dict)
     """By the layer's name, of pages that hold 8-bit floats, where it is not 1."""
     adapters: AdapterManager | None = None
     """Where linears get room for some, if they do."""

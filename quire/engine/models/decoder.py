@@ -7,37 +7,33 @@ and a feed-forward part as a rule. A family's file maps a config.json to a Decod
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.page_groups import PageGroups, one_group
-from quire.engine.layers.adapters import EMBED_TOKENS, LM_HEAD, AdapterManager
+from quire.engine.layers.adapters import EMBED_TOKENS, LM_HEAD
 from quire.engine.layers.embedding import EMBED_POSITIONS, Embedding, PositionEmbedding
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, merge_parameters
 from quire.engine.layers.schemes import QuantizationScheme
 from quire.engine.layers.schemes.streamed import StreamedLayerScheme
-from quire.engine.layers.shard import UNSHARDED, ModelShard
 from quire.engine.layers.stream.per_layer_inputs import PerLayerInputs
 from quire.engine.layers.sublayer import BuildContext, CacheTensorSpec, ForwardContext, Sublayer, scale_tensor
 from quire.engine.models.spec import DecoderSpec
 from quire.kernels.backend import (
     NO_ADAPTERS,
     AttentionMetadata,
-    Backend,
     LayerCache,
     LinearContext,
     Operations,
     RecordedLayers,
 )
 from quire.kernels.experts import DiskExperts
-from quire.kernels.kv_quantization import KVScales
 from quire.kernels.streaming.layer_streamer import LayerHooks, LayerStreamer
 from quire.kernels.streaming.weight_offloader import WeightOffloader
 
@@ -99,52 +95,48 @@ class Decoder:
     def __init__(
         self,
         spec: DecoderSpec,
-        backend: Backend,
-        scheme: QuantizationScheme,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_model_len: int,
+        build_context: BuildContext,
         report_progress: Callable[[], None],
+        *,
         head: bool = True,
-        kv_dtype: torch.dtype | None = None,
-        kv_scales: Mapping[str, KVScales] | None = None,
-        adapters: AdapterManager | None = None,
-        shard: ModelShard = UNSHARDED,
         groups: PageGroups | None = None,
         layers: range | None = None,
         offload: tuple[WeightOffloader, QuantizationScheme] | None = None,
     ) -> None:
-        """`scheme`: of its linears; `dtype`: of activations and all other weights. `report_progress` is called after
-        every layer and before logits are computed. Without a `head` there are no logits. `kv_dtype`: what pages hold;
-        None: `dtype`. `kv_scales`, `adapters` and `shard`: see Making. `groups`: how its layers share pages; by default
-        each page is of all layers. `offload`: what keeps some of its weights elsewhere, and the scheme that packs them
-        for it. `layers`: which of the model's it has, where others have the rest: the first ones with the embedding,
-        the last ones with the last norm and the head."""
-        self.spec, self._backend, self.report_progress, self.max_model_len = (
-            spec,
-            backend,
-            report_progress,
-            max_model_len,
-        )
-        self.device, self.dtype, self.kv_dtype = device, dtype, dtype if kv_dtype is None else kv_dtype
+        """`report_progress` is called after every layer and before logits are computed. Without a `head` there are no
+        logits. `groups`: how its layers share pages; by default each page is of all layers. `offload`: what keeps some
+        of its weights elsewhere, and the scheme that packs them for it. `layers`: which of the model's it has, where
+        others have the rest: the first ones with the embedding, the last ones with the last norm and the head."""
+        backend = build_context.backend
+        scheme = build_context.scheme
+        self.spec = spec
+        self._backend = backend
+        self.report_progress = report_progress
+        self.max_model_len = build_context.max_model_len
+        self.device = build_context.device
+        self.dtype = build_context.dtype
+        self.kv_dtype = build_context.kv_dtype
         self.layers = layers = range(spec.num_layers) if layers is None else layers
         self.groups = one_group(len(layers)) if groups is None else groups
         self.is_first_stage, self.is_last_stage = layers.start == 0, layers.stop == spec.num_layers
-        self.has_head, self.adapters, self.shard = head and self.is_last_stage, adapters, shard
-        build_args = (backend, scheme, spec.hidden_size, dtype, self.kv_dtype, device, max_model_len, kv_scales or {})
+        self.has_head = head and self.is_last_stage
+        self.adapters = build_context.adapters
+        self.shard = build_context.shard
         self.offload: WeightOffloader | None = None if offload is None else offload[0]
         """What keeps some of its weights elsewhere than where they are multiplied; None: nothing does."""
         self._offload_scheme = scheme if offload is None else offload[1]
-        expert_packing = (self.offload.backend, self._offload_scheme) if isinstance(self.offload, DiskExperts) else None
-        self._build_context = BuildContext(*build_args, adapters, shard, expert_packing)
+        if isinstance(self.offload, DiskExperts):
+            build_context = replace(build_context, expert_packing=(self.offload.backend, self._offload_scheme))
+        self._build_context = build_context
         self._layer_hooks = self.offload if isinstance(self.offload, LayerStreamer) else LayerHooks()
         self.argmax, self.sample_tokens = backend.argmax, backend.sample_tokens
         self.build_modules(self._build_context)
 
     def build_modules(self, build_context: BuildContext) -> None:
         """What has weights."""
-        spec, scheme, dtype = self.spec, build_context.scheme, build_context.dtype
+        spec = self.spec
+        scheme = build_context.scheme
+        dtype = build_context.dtype
         adapters, shard = build_context.adapters, build_context.shard
         self._layers = [
             [
@@ -156,15 +148,11 @@ class Decoder:
         self._bound_sublayers = [_bind_sublayers(layer) for layer in self._layers]
         self._recorded_layers: tuple[KVCache | None, RecordedLayers | None] = None, None
         self._embedding = Embedding(
-            scheme,
+            build_context,
             spec.vocab_size,
-            spec.hidden_size,
             tied=spec.tie_embeddings and self.has_head,
             embeds_tokens=self.is_first_stage,
             scale=spec.embedding_scale,
-            dtype=dtype,
-            adapters=adapters,
-            shard=shard,
         )
         self._positions = None if spec.positions is None else PositionEmbedding(spec.positions, spec.hidden_size, dtype)
         self._per_layer_inputs = (
@@ -173,7 +161,9 @@ class Decoder:
         embedding_norm = {_EMBEDDING_NORM: spec.hidden_size} if spec.embedding_norm else {}
         self._embedding_norm = NormWeights(embedding_norm, dtype, spec.norm)
         self._norm = NormWeights({_FINAL_NORM: spec.hidden_size}, dtype, spec.norm)
-        size, parts, cuts = spec.hidden_size, {LM_HEAD: spec.vocab_size}, {LM_HEAD: shard.output_slice(spec.vocab_size)}
+        size = spec.hidden_size
+        parts = {LM_HEAD: spec.vocab_size}
+        cuts = {LM_HEAD: shard.output_slice(spec.vocab_size)}
         self._head = FusedLinear(scheme, size, parts, bias=spec.head_bias, wide=True, adapters=adapters, cuts=cuts)
 
     def _layer_build_context(self, position: int, build_context: BuildContext) -> BuildContext:

@@ -73,7 +73,9 @@ def _make_trial(
     """Of attention in each of its shapes, over latents where the model has some, and of each rule by which layers
     change states; of attention also as so many `ranks` that divide tokens compute it. prompts: whether graphs hold
     parts of prompts, where a library may compute these."""
-    (dtype, kv_dtype), windowed, trials = types, any(each.window for each in spec.kv_cache_specs), list[BackendTrial]()
+    dtype, kv_dtype = types
+    windowed = any(each.window for each in spec.kv_cache_specs)
+    trials = list[BackendTrial]()
     for part in distinct_attention(spec):
         if isinstance(part, MLALayerSpec) and prompts:
             continue  # Triton's, as rules are: nothing of ours looks at the host

@@ -170,7 +170,10 @@ class DraftHeadRunner:
         max_drafts = min(rows[0].num_drafts, self._max_drafts)
         for draft_index in range(max_drafts):
             num_left = sum(row.num_drafts > draft_index for row in rows)
-            states, slots, known, table = states[:num_left], slots[:num_left], known[:num_left], table[:num_left]
+            states = states[:num_left]
+            slots = slots[:num_left]
+            known = known[:num_left]
+            table = table[:num_left]
             tokens = self._sample_drafts(states, rows[:num_left], draft_index)
             self._input_batch.token_ids[slots, known + draft_index] = tokens.to(torch.int32)
             draft_tokens.append(tokens)
@@ -182,7 +185,9 @@ class DraftHeadRunner:
 
     def _draft_by_graphs(self, rows: list[HeadDraftRequest]) -> HostDownload:
         """The same; where all guesses are the largest logit, the picks too."""
-        graphs, table, draft_tokens = self.graphs, self._input_batch.token_ids, list[Tensor]()
+        graphs = self.graphs
+        table = self._input_batch.token_ids
+        draft_tokens = list[Tensor]()
         assert graphs is not None
         each = [
             (row.slot, row.num_tokens - 1, self._input_batch.num_blocks[row.slot], self._state_index(row))

@@ -15,7 +15,7 @@ from quire.engine.models.decoder import Decoder
 from quire.engine.types import SamplingParams
 from quire.engine.worker.compiling.kernel_variants import launch_kernel_variants
 from quire.engine.worker.device_memory import kv_cache_by_layer
-from quire.engine.worker.graphs.decode_graphs import DecodeGraphs
+from quire.engine.worker.graphs.decode_graphs import DecodeGraphs, StepFunctions
 from quire.engine.worker.graphs.graphable_steps import GraphableSteps
 from quire.engine.worker.input_batch import InputBatch, SlotRequest
 from quire.engine.worker.sampling.device_sampler import choose_sampler
@@ -54,10 +54,9 @@ class DraftModelRunner:
         self._sample = choose_sampler(slots.device, model.argmax, model.sample_tokens)
         self._download_stream = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
         self._active_drafts = _ActiveDrafts(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
-        steps, sample_greedy = GraphableSteps(model, self._kv_cache, slots), self._sample_greedy_in_graph
-        self.graphs = capture and DecodeGraphs(
-            steps.run_decode, capture, slots, steps.hidden_width, model.dtype, sample=sample_greedy
-        )
+        steps = GraphableSteps(model, self._kv_cache, slots)
+        functions = StepFunctions(steps.run_decode, sample=self._sample_greedy_in_graph)
+        self.graphs = capture and DecodeGraphs(functions, capture, slots, steps.hidden_width, model.dtype)
 
     @torch.inference_mode()
     def draft_first_tokens(self, rows: Sequence[DrafterCatchUp]) -> list[DraftToken]:

@@ -52,6 +52,17 @@ class SampleTargets:
     """Of the picks' rows."""
 
 
+@dataclass(frozen=True, slots=True)
+class SlotStates:
+    """What layers keep in slots, as allocate_slot_states made it for so many `max_drafts`."""
+
+    tensors: Sequence[LayerCache] = ()
+    max_drafts: int = 0
+
+
+NO_SLOT_STATES = SlotStates()
+
+
 class InputBatch:
     """What the device knows of each slot. Token ids live on the device, so that a step can read a token that the host
     has not seen yet."""
@@ -65,17 +76,17 @@ class InputBatch:
         *,
         scratch_block: int | None = None,
         num_groups: int = 1,
-        recurrent_states: Sequence[LayerCache] = (),
-        max_drafts: int = 0,
+        slot_states: SlotStates = NO_SLOT_STATES,
         context_shard: ContextShard | None = None,
     ) -> None:
         """`scratch_block`: there is one slot more, `scratch_slot`, which owns that page, and the page tables are kept
         on the device too; `decode_inputs` needs both. `num_groups`: of layers that have pages of their own; for each
-        block_size tokens a table has a page of each of them, side by side. `recurrent_states`: what layers keep in
-        slots, as allocate_slot_states made it for so many `max_drafts`. `context_shard`: the tokens that this rank
+        block_size tokens a table has a page of each of them, side by side. `context_shard`: the tokens that this rank
         keeps; None: all."""
-        self.recurrent_states, self._max_drafts = recurrent_states, max_drafts
-        self._has_draft_states = max_drafts > 0 and any(recurrent_states)
+        recurrent_states = slot_states.tensors
+        self.recurrent_states = recurrent_states
+        self._max_drafts = slot_states.max_drafts
+        self._has_draft_states = slot_states.max_drafts > 0 and any(recurrent_states)
         self._has_recurrent_matrices = any(
             len(layer_states) > 1 for layer_states in recurrent_states
         )  # beside a convolution's columns

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,13 +22,14 @@ from quire.engine.worker.compiling.kernel_variants import launch_kernel_variants
 from quire.engine.worker.device_memory import KVPrefaulter, copy_block, copy_slot_states, kv_cache_by_layer
 from quire.engine.worker.draft_head_runner import DraftHeadRunner, HiddenStates
 from quire.engine.worker.dummy_inputs import dummy_prefill
-from quire.engine.worker.graphs.decode_graphs import DecodeGraphs
+from quire.engine.worker.graphs.decode_graphs import DecodeGraphs, StepFunctions
 from quire.engine.worker.graphs.graph_capture import GraphOutputs
 from quire.engine.worker.graphs.graphable_steps import GraphableSteps
 from quire.engine.worker.graphs.mixed_batch_graphs import GraphPlan, MixedBatchGraphs
 from quire.engine.worker.images.encoder_cache import ImageEncoderCache
-from quire.engine.worker.input_batch import ForwardInputs, InputBatch, SampleTargets, SlotRequest
+from quire.engine.worker.input_batch import ForwardInputs, SampleTargets, SlotRequest
 from quire.engine.worker.loading.drafts.device_drafter import DeviceDrafter
+from quire.engine.worker.loading.kv_allocation import KVAllocation
 from quire.engine.worker.pending_step import NONFINITE_TOKEN, PendingStep, PromptLogprobsChunk
 from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.sampling.sampler import logprob_tensors
@@ -67,20 +67,20 @@ class ModelRunner:
     def __init__(
         self,
         model: Decoder,
-        kv_tensors: Sequence[Tensor],
-        slots: InputBatch,
+        allocation: KVAllocation,
         grammars: SlotGrammars,
         eos_token_ids: tuple[int, ...],
-        capture: GraphCapture | None = None,
         pooler: Pooler | None = None,
         draft_heads: DraftHeadRunner | None = None,
         encoder_cache: ImageEncoderCache | None = None,
         captures_mixed_batches: bool = False,
     ) -> None:
-        """`kv_tensors`: what allocate_kv_blocks made. `capture`: how decode steps become graphs, if they do; the slots
-        have a scratch page then. `pooler`: makes vectors, where requests may ask for them. `draft_heads`: guess tokens
-        from the hidden states, on the same slots. `encoder_cache`: of images, where requests may have some.
-        `captures_mixed_batches`: small steps with prompts become graphs too."""
+        """`allocation`: where it captures steps, the slots have a scratch page. `pooler`: makes vectors, where requests
+        may ask for them. `draft_heads`: guess tokens from the hidden states, on the same slots. `encoder_cache`: of
+        images, where requests may have some. `captures_mixed_batches`: small steps with prompts become graphs too."""
+        kv_tensors = allocation.kv_tensors
+        slots = allocation.input_batch
+        capture = allocation.capture
         self._model = model
         self._encoder_cache = encoder_cache
         if encoder_cache is not None and encoder_cache.positions.uses_mrope:
@@ -113,14 +113,17 @@ class ModelRunner:
         self._download_stream = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
 
     def _make_decode_graphs(self, capture: GraphCapture) -> DecodeGraphs:
+        functions = StepFunctions(
+            decode=self._graphable_steps.run_decode,
+            sample=self._sample_greedy_in_graph if self._model.has_head else None,
+            run_heads=self._graphable_steps.run_heads_after_decode if self._heads_read_all_tokens else None,
+        )
         return DecodeGraphs(
-            self._graphable_steps.run_decode,
+            functions,
             capture,
             self._input_batch,
             self._graphable_steps.hidden_width,
             self._model.dtype,
-            sample=self._sample_greedy_in_graph if self._model.has_head else None,
-            run_heads=self._graphable_steps.run_heads_after_decode if self._heads_read_all_tokens else None,
             adapters=self._model.adapters is not None,
             group=self._model.shard.group,
         )
@@ -197,7 +200,9 @@ class ModelRunner:
 
     def _compute_batch(self, prepared: PreparedBatch) -> PendingStep:
         """Compute a batch that was begun, in the order of the calls, before any of its slots has another owner."""
-        batch, sample_targets, inputs = prepared.scheduler_output, prepared.sample_targets, prepared.inputs
+        batch = prepared.scheduler_output
+        sample_targets = prepared.sample_targets
+        inputs = prepared.inputs
         self._apply_copies(batch)
         if not batch.scheduled_requests:
             nothing = HostDownload([torch.empty(0, dtype=torch.int64)], None)  # it is on the host

@@ -90,7 +90,9 @@ class PendingStep:
     ) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprob]], dict[str, RequestFailure]]:
         """By request id: accepted tokens, their log probabilities, errors. `logprobs_by_index` has them by index in
         `sampled`."""
-        token_ids, logprobs, errors = {}, {}, dict[str, RequestFailure]()
+        token_ids = {}
+        logprobs = {}
+        errors = dict[str, RequestFailure]()
         first = 0
         while first < len(sampled):
             row, slot_request = self.sampled_rows[first]

@@ -56,7 +56,9 @@ def measure_best_times(
     run_step: Callable[[int], object], counts: Sequence[int] = MEASURED_TOKEN_COUNTS
 ) -> list[tuple[int, float]]:
     """(tokens, seconds) of `run_step`, called with numbers of tokens, at least two of them: the best of some rounds."""
-    best, began, rounds = dict.fromkeys(counts, float("inf")), time.perf_counter(), 0
+    best = dict.fromkeys(counts, float("inf"))
+    began = time.perf_counter()
+    rounds = 0
     while rounds < _MIN_MAX_ROUNDS[0] or (rounds < _MIN_MAX_ROUNDS[1] and time.perf_counter() - began < _MAX_SECONDS):
         # All in every round: what disturbs for a moment must not disturb all that is measured of one number.
         for count in counts:

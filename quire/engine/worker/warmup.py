@@ -38,11 +38,9 @@ def warm_up_runner(
     free = torch.cuda.mem_get_info(runner.model.device)[0] if on_gpu else 0
     while clock() - began < seconds and (runner.warm_up() or (drafter is not None and drafter.capture_next_graph())):
         pass
-    decodes, prompts, guesses = (
-        runner.decode_graphs,
-        runner.mixed_batch_graphs,
-        None if drafter is None else drafter.graphs,
-    )
+    decodes = runner.decode_graphs
+    prompts = runner.mixed_batch_graphs
+    guesses = None if drafter is None else drafter.graphs
     counts = [f"{decodes.capture_progress} decode graphs"]
     if prompts is not None and prompts.graph_set.graphs:
         counts.append(f"{len(prompts.graph_set.graphs)} of steps with prompts")

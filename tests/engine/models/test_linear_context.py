@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.layers.schemes import UnquantizedScheme
+from quire.engine.layers.sublayer import BuildContext
 from quire.engine.models import decoder_spec
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.device_memory import allocate_kv_blocks, kv_cache_by_layer, prefill_metadata
@@ -46,7 +47,9 @@ def run(backend: ReferenceBackend, path: Path, adapters: Tensor | None) -> Tenso
     spec = decoder_spec(read_model_config(path))
     scheme = UnquantizedScheme(backend, torch.float32)
     model = Decoder(
-        spec, backend, scheme, dtype=torch.float32, device=CPU, max_model_len=64, report_progress=lambda: None
+        spec,
+        BuildContext(backend, scheme, spec.hidden_size, torch.float32, torch.float32, CPU, max_model_len=64),
+        lambda: None,
     )
     table = model.parameters()
     load_weights(table, dummy_stream(table, 1, CPU), device=CPU)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.worker.startup import idle_gpus_note
+from quire.engine.worker.startup_steps.startup_notes import idle_gpus_note
 
 
 def test_idle_gpus_are_counted_with_what_to_do() -> None:

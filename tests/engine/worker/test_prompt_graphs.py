@@ -18,7 +18,7 @@ from quire.engine.engine_core import EngineCore
 from quire.engine.types import EngineCoreRequest
 from quire.engine.worker.graphs import decode_graphs, mixed_batch_graphs
 from quire.engine.worker.graphs.mixed_batch_graphs import NUM_PREFILL_ROWS, MixedBatchGraphs, MixedGraphKey
-from quire.engine.worker.input_batch import InputBatch
+from quire.engine.worker.input_batch import InputBatch, SlotStates
 from quire.engine.worker.model_runner import ModelRunner
 from quire.kernels import reference
 from quire.kernels.recurrent.recurrence import DraftStateLengths, RecurrentStates, StateSequences
@@ -272,7 +272,7 @@ def test_no_sequence_is_empty_and_every_token_is_of_one(monkeypatch: pytest.Monk
 
 def test_what_matrices_have_seen_is_told_of_prompts_and_new_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     states = [tuple(torch.zeros((7, size, 8)) for size in (6, 2, 3))]
-    slots = InputBatch(6, 600, 16, CPU, scratch_block=50, recurrent_states=states, max_drafts=3)
+    slots = InputBatch(6, 600, 16, CPU, scratch_block=50, slot_states=SlotStates(states, max_drafts=3))
     graphs = MixedBatchGraphs(lambda *_: torch.zeros((1, 8)), FakeCapture(), slots, 8, torch.float32)
     slots._num_state_tokens[:] = [13, -1, 30, 0, 0, 9]
     slots._num_state_tokens[2] = -1

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from quire.engine.core.scheduler_output import ScheduledRequest
-from quire.engine.worker.input_batch import InputBatch
+from quire.engine.worker.input_batch import InputBatch, SlotStates
 
 CPU = torch.device("cpu")
 
 
 def slots() -> InputBatch:
     states = [tuple(torch.zeros((6, size, 8)) for size in (6, 2, 3))]
-    return InputBatch(4, 64, 16, CPU, scratch_block=9, recurrent_states=states, max_drafts=3)
+    return InputBatch(4, 64, 16, CPU, scratch_block=9, slot_states=SlotStates(states, max_drafts=3))
 
 
 def test_a_slots_rows_are_one_sequence_whose_first_token_alone_is_known() -> None:

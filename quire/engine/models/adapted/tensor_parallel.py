@@ -23,8 +23,15 @@ from quire.engine.models.adapted.probe import TransformersAttentionSpec, probe_a
 
 _SLICED_KINDS: Mapping[str, Literal["outs", "ins"]] = {"colwise": "outs", "rowwise": "ins"}
 _REPLICATED_KINDS = {
-    *("replicate", "replicated_with_grad_allreduce", "colwise_gather_output", "rowwise_split_input", "mla_kv_a_proj"),
-    *("embedding_rowwise", "embedding_colwise", "all_reduce", "local_params"),
+    "replicate",
+    "replicated_with_grad_allreduce",
+    "colwise_gather_output",
+    "rowwise_split_input",
+    "mla_kv_a_proj",
+    "embedding_rowwise",
+    "embedding_colwise",
+    "all_reduce",
+    "local_params",
 }
 """Kinds whose results are whole on every rank in any case."""
 _EXPERT_KINDS = {"moe_tp_experts", "packed_colwise", "rowwise"}
@@ -67,19 +74,21 @@ def make_tensor_parallel_plan(model: PreTrainedModel, ranks: int) -> TensorParal
     def unsupported_plan_error(name: str, kinds: str) -> ModelError:
         return plan_error(name, f"its plan of tensor parallelism ({kinds}) is not served")
 
+    def check_expert_kinds(name: str, module: nn.Module, kinds: set[str | None]) -> None:
+        if not kinds <= _EXPERT_KINDS:
+            raise unsupported_plan_error(name, ", ".join(sorted(map(str, kinds))))
+        if kinds and QuireExperts.intermediate_size(module) % ranks:
+            raise plan_error(
+                name, f"{ranks} ranks do not divide {QuireExperts.intermediate_size(module)} numbers of an expert"
+            )
+
     for name, module in model.named_modules():
         kind, parameters = plan.get(_layer_pattern(name)), dict(module.named_parameters(recurse=False))
         if QuireExperts.is_experts_module(module):
             kinds = {kind, *(plan.get(_layer_pattern(f"{name}.{each}")) for each in parameters)} - {None}
-            if not kinds <= _EXPERT_KINDS:
-                raise plan_error(
-                    name, f"its plan of tensor parallelism ({', '.join(sorted(map(str, kinds)))}) is not served"
-                )
-            if kinds and QuireExperts.intermediate_size(module) % ranks:
-                raise plan_error(
-                    name, f"{ranks} ranks do not divide {QuireExperts.intermediate_size(module)} numbers of an expert"
-                )
-            experts |= {name} if kinds else set()
+            check_expert_kinds(name, module, kinds)
+            if kinds:
+                experts.add(name)
             continue
         if type(module) is nn.Linear and kind is not None and kind in _SLICED_KINDS:
             size = module.out_features if _SLICED_KINDS[kind] == "outs" else module.in_features

@@ -20,12 +20,13 @@ from triton.backends.compiler import GPUTarget
 from quire.engine.checkpoint.files import ModelConfig, read_model_config
 from quire.engine.config import EngineConfig
 from quire.engine.layers.schemes import UnquantizedScheme
+from quire.engine.layers.sublayer import BuildContext
 from quire.engine.models import decoder_spec
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.compiling.kernel_compiler import CompileResult, compile_variants
 from quire.engine.worker.compiling.kernel_variants import launch_kernel_variants
 from quire.engine.worker.device_memory import allocate_kv_blocks, allocate_slot_states, kv_cache_by_layer
-from quire.engine.worker.input_batch import InputBatch
+from quire.engine.worker.input_batch import InputBatch, SlotStates
 from quire.kernels.gpu.kernel_variant import KernelVariant, record_variants, set_compile_target
 from quire.kernels.gpu.triton_backend import TritonBackend
 
@@ -79,17 +80,23 @@ def read_common_models() -> list[ModelConfig]:
 
 def model_kernel_variants(model: ModelConfig, block_size: int) -> list[KernelVariant]:
     """Of a model in bfloat16 whose pages have so many tokens; of tensors that are nothing but shapes."""
-    backend, dtype, config = TritonBackend(), torch.bfloat16, EngineConfig()
+    backend = TritonBackend()
+    dtype = torch.bfloat16
+    config = EngineConfig()
     backend.block_size = block_size
     spec = decoder_spec(replace(model, context=_CONTEXT_TOKENS))
     decoder = Decoder(
         spec,
-        backend,
-        UnquantizedScheme(backend, dtype),
-        dtype=dtype,
-        device=_META_DEVICE,
-        max_model_len=_CONTEXT_TOKENS,
-        report_progress=lambda: None,
+        BuildContext(
+            backend=backend,
+            scheme=UnquantizedScheme(backend, dtype),
+            hidden_size=spec.hidden_size,
+            dtype=dtype,
+            kv_dtype=dtype,
+            device=_META_DEVICE,
+            max_model_len=_CONTEXT_TOKENS,
+        ),
+        lambda: None,
     )
     for parameter in decoder.parameters().values():
         parameter.weight_loader(
@@ -98,7 +105,7 @@ def model_kernel_variants(model: ModelConfig, block_size: int) -> list[KernelVar
     states = allocate_slot_states(decoder, config.max_num_seqs + 1, 0)
     kv_cache = kv_cache_by_layer(decoder, allocate_kv_blocks(decoder, 2), states)
     input_batch = InputBatch(
-        config.max_num_seqs, _CONTEXT_TOKENS, block_size, _META_DEVICE, scratch_block=0, recurrent_states=states
+        config.max_num_seqs, _CONTEXT_TOKENS, block_size, _META_DEVICE, scratch_block=0, slot_states=SlotStates(states)
     )
     variants: dict[KernelVariant, None] = {}
     for gpu_config in (config, config.with_gpu_defaults(_LARGE_GPU_BYTES)):

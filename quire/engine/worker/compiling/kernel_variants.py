@@ -84,7 +84,9 @@ def launch_head_variants(
 
 def _input_variants(inputs: ForwardInputs, shape: tuple[int, int, int], slots: InputBatch) -> list[ForwardInputs]:
     """The same as whole prompts, whose latents are expanded, and with guesses, which matrices keep."""
-    (_, queries, context), metadata, variants = shape, inputs.metadata, list[ForwardInputs]()
+    _, queries, context = shape
+    metadata = inputs.metadata
+    variants = list[ForwardInputs]()
     if 1 < queries == context:
         variants.append(replace(inputs, metadata=replace(metadata, is_full_prefill=True)))
     if slots.tracks_draft_states and queries == 2:

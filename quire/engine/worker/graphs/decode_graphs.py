@@ -47,6 +47,17 @@ MAX_SAMPLE_ROWS = 64
 """Rows. The logits of more take much memory, and their time is not that of starting kernels."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepFunctions:
+    """What graphs hold."""
+
+    decode: DecodeFunction
+    sample: SampleFunction | None = None
+    """Of rows whose picks are the largest logit; None: no graph has it."""
+    run_heads: HeadFunction | None = None
+    """What reads the picks, if something does."""
+
+
 _GraphKey = tuple[int, int | None, int]
 """Rows, pages and parts; None in the place of pages: the head and the pick."""
 
@@ -76,22 +87,18 @@ def block_counts(slots: InputBatch) -> list[int]:
 class DecodeGraphs:
     def __init__(
         self,
-        decode: DecodeFunction,
+        functions: StepFunctions,
         capture: GraphCapture,
         slots: InputBatch,
         width: int,
         dtype: torch.dtype,
         *,
-        sample: SampleFunction | None = None,
-        run_heads: HeadFunction | None = None,
         adapters: bool = False,
         group: Collective | None = None,
     ) -> None:
         """Captures nothing yet: a graph is captured when a step first needs it, or earlier by `capture_next`. width,
-        dtype: of hidden states. `sample`: of rows whose picks are the largest logit; None: no graph has it.
-        `run_heads`: what reads the picks, if something does. `adapters`: whether rows may have some. `group`: see
-        Captured."""
-        self._decode, self._sample, self._run_heads = decode, sample, run_heads
+        dtype: of hidden states. `adapters`: whether rows may have some. `group`: see Captured."""
+        self._functions = functions
         self._width, self._dtype = width, dtype
         self.graph_set: GraphSet[_GraphKey] = GraphSet(capture, slots.device, group)
         self.head_graphs: GraphSet[tuple[int, int]] = GraphSet(capture, slots.device, group)
@@ -101,7 +108,9 @@ class DecodeGraphs:
         self._block_counts = block_counts(slots)
         self._row_parts = (2, 3) if adapters else (2,)
         """Rows of the static tensors: slots and positions, and the slots of adapters."""
-        self._sample_sizes = [] if sample is None else [size for size in self._sizes if size <= MAX_SAMPLE_ROWS]
+        self._sample_sizes = (
+            [] if functions.sample is None else [size for size in self._sizes if size <= MAX_SAMPLE_ROWS]
+        )
         self._buffers: dict[int, _StaticBuffers] = {}
 
     def can_run(self, scheduler_output: SchedulerOutput) -> bool:
@@ -125,17 +134,21 @@ class DecodeGraphs:
         max_blocks = next(width for width in self._block_counts if width >= max_blocks)
         adapters = self._input_batch.adapter_slots[slots]
         rows = np.zeros((3 if adapters.any() else 2, size), dtype=np.int64)
-        rows[0], rows[0, :count], rows[1, :count] = self._input_batch.scratch_slot, slots, contexts - 1
+        rows[0] = self._input_batch.scratch_slot
+        rows[0, :count] = slots
+        rows[1, :count] = contexts - 1
         rows[2:, :count] = adapters
         graph = self._get_graph((size, max_blocks, len(rows)))
         sample_graph = self._get_graph((size, None, len(rows))) if all_greedy and size in self._sample_sizes else None
         buffers = self._buffers[size]
         copy_into(rows, buffers.rows[: len(rows)])
         if graph is None:
-            hidden = self._decode(buffers.rows[: len(rows), :count].contiguous(), max_blocks)
+            hidden = self._functions.decode(buffers.rows[: len(rows), :count].contiguous(), max_blocks)
             return GraphOutputs(hidden, hidden, used_cuda_graph=False)
         graph.replay()
-        hidden, sampled, head_graph = buffers.hidden[:count], None, self.head_graphs.graphs.get((size, max_blocks))
+        hidden = buffers.hidden[:count]
+        sampled = None
+        head_graph = self.head_graphs.graphs.get((size, max_blocks))
         if sample_graph is not None:
             sample_graph.replay()
             sampled = sample_graph.output[..., :count].clone()  # the next step may be computed before it arrives
@@ -176,21 +189,25 @@ class DecodeGraphs:
             buffers.rows.zero_()[0].fill_(self._input_batch.scratch_slot)
             rows = buffers.rows[:row_parts]
             if max_blocks is None:
-                assert self._sample is not None
-                self.graph_set.capture_graph(key, size, partial(self._sample, rows, buffers.hidden))
+                assert self._functions.sample is not None
+                self.graph_set.capture_graph(key, size, partial(self._functions.sample, rows, buffers.hidden))
             else:
-                self.graph_set.capture_graph(key, size, lambda: buffers.hidden.copy_(self._decode(rows, max_blocks)))
+                self.graph_set.capture_graph(
+                    key, size, lambda: buffers.hidden.copy_(self._functions.decode(rows, max_blocks))
+                )
                 self._capture_head_graph(key, buffers)
         return self.graph_set.graphs.get(key)
 
     def _capture_head_graph(self, key: _GraphKey, buffers: _StaticBuffers) -> None:
         """Of a step whose graph is there, and that may be the first of so many rows and pages."""
         size, max_blocks, _ = key
-        if self._run_heads is None or max_blocks is None or (size, max_blocks) in self.head_graphs:
+        if self._functions.run_heads is None or max_blocks is None or (size, max_blocks) in self.head_graphs:
             return
         if key in self.graph_set.graphs:
             self.head_graphs.capture_graph(
-                (size, max_blocks), size, partial(self._run_heads, buffers.rows[:2], buffers.hidden, max_blocks)
+                (size, max_blocks),
+                size,
+                partial(self._functions.run_heads, buffers.rows[:2], buffers.hidden, max_blocks),
             )
 
     def _make_buffers(self, size: int) -> _StaticBuffers:

@@ -51,7 +51,10 @@ class DraftHeadGraphs:
     ) -> None:
         """Captures nothing yet. `advance`: None where all guesses come from one state. `num_samplers`: how many guesses
         of a sequence are picked each in its own way; 1: all are in the same."""
-        self._sample, self._advance, self._input_batch, self._num_samplers = sample, advance, slots, num_samplers
+        self._sample = sample
+        self._advance = advance
+        self._input_batch = slots
+        self._num_samplers = num_samplers
         self.graph_set: GraphSet[_GraphKey] = GraphSet(capture, slots.device)
         self._sizes, self._block_counts = graph_sizes(slots), block_counts(slots)
         self._row_buffers: dict[int, Tensor] = {}

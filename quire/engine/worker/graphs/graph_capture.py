@@ -52,7 +52,9 @@ class GraphSet(Generic[GraphKey]):
 
     def __init__(self, capture: GraphCapture, device: torch.device, group: Collective | None = None) -> None:
         """`group`: the ranks that capture the same graphs; None: this one alone."""
-        self._capture, self._device, self._group = capture, device, group
+        self._capture = capture
+        self._device = device
+        self._group = group
         self.graphs: dict[GraphKey, CapturedGraph] = {}
         self._unused_graphs: list[object] = []
         """Kept, for with a pool's last graph PyTorch gives up the pool, into which others are to be captured."""
@@ -70,7 +72,9 @@ class GraphSet(Generic[GraphKey]):
         short then is short later, and an attempt costs a step's time. Raises ConfigError where other ranks may wait in
         what this one has left."""
         assert key not in self
-        captured, why, runs = None, "", 0
+        captured = None
+        why = ""
+        runs = 0
 
         def count_runs() -> Tensor:
             nonlocal runs

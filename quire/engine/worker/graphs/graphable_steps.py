@@ -28,7 +28,10 @@ class GraphableSteps:
         compute_head_states: ComputeHeadStates | None = None,
     ) -> None:
         """taps: the layers that heads read. observe: what such heads make of a step, behind its picks."""
-        self._model, self._kv_cache, self._input_batch, self._aux_layers = model, kv_cache, slots, aux_layers
+        self._model = model
+        self._kv_cache = kv_cache
+        self._input_batch = slots
+        self._aux_layers = aux_layers
         self._compute_head_states = compute_head_states
 
     @property

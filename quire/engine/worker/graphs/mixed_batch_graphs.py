@@ -213,7 +213,9 @@ class MixedBatchGraphs:
             inputs[: 3 * key.num_total_rows].reshape(3, -1),
             inputs[3 * key.num_total_rows :].reshape(5, -1),
         )
-        rows[0], sequences[0], sequences[[1, 2, 4]] = self._input_batch.scratch_slot, self._input_batch.scratch_slot, 1
+        rows[0] = self._input_batch.scratch_slot
+        sequences[0] = self._input_batch.scratch_slot
+        sequences[[1, 2, 4]] = 1
         num_left = key.num_prefill_tokens - num_tokens - (NUM_PREFILL_ROWS - num_chunks - 1)
         sequences[[1, 2, 4], -1] = num_left
         rows[1, key.num_total_rows - num_left :] = np.arange(num_left)
@@ -222,12 +224,16 @@ class MixedBatchGraphs:
     def _lay_out_inputs(self, graph_plan: GraphPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What _Places.given is to hold; and the places there of the tokens before the picks, and of all tokens in the
         order of the batch."""
-        key, rows, is_chunk = graph_plan.key, graph_plan.scheduler_output.scheduled_requests, ~graph_plan.is_decode
+        key = graph_plan.key
+        rows = graph_plan.scheduler_output.scheduled_requests
+        is_chunk = ~graph_plan.is_decode
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
         starts = np.array([row.start for row in rows], dtype=np.int64)
         contexts = starts + counts
-        ends, token_slots, is_decode_token = counts.cumsum(), slots.repeat(counts), graph_plan.is_decode.repeat(counts)
+        ends = counts.cumsum()
+        token_slots = slots.repeat(counts)
+        is_decode_token = graph_plan.is_decode.repeat(counts)
         num_decode_tokens, num_prefill_tokens = int(is_decode_token.sum()), int(counts[is_chunk].sum())
         inputs = self._blank_inputs(key, int(is_chunk.sum()), num_prefill_tokens)
         order = np.empty(len(token_slots), dtype=np.int64)

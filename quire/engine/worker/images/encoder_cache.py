@@ -28,7 +28,9 @@ class _PartialEncoding:
 
     def __init__(self, key: CacheKey, reading: ChunkedEncoding, work: int) -> None:
         self.key = key
-        self._encoding, self._total_work, self._work_done = reading, work, 0.0
+        self._encoding = reading
+        self._total_work = work
+        self._work_done = 0.0
 
     def encode_until(self, chunk: EncoderChunk) -> Tensor | None:
         """Read up to there. Returns the features, where that is the end."""
@@ -48,7 +50,9 @@ class ImageEncoderCache:
     ) -> None:
         """tower: None where another stage of a pipeline has it. apart: no image is read beside others, whose number
         would change its bits."""
-        self._tower, self._vision, self._one_by_one = tower, vision, one_by_one
+        self._tower = tower
+        self._vision = vision
+        self._one_by_one = one_by_one
         self.positions = ImagePositions(vision)
         self.max_bytes = max_bytes
         """Of features that are kept; those of the image that was read last are in any case."""

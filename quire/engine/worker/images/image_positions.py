@@ -133,7 +133,10 @@ class ImagePositions:
 def mrope_coordinates(new_request: NewRequestData, vision: VisionSpec) -> np.ndarray:
     """Time, row and column of a prompt's tokens up to the end of its last image, [tokens, 3] int64; [0, 3] where the
     family counts positions alone. Text goes on behind the largest coordinate before it (Wang et al., 2024)."""
-    contents, parts, end, following = {each.digest: each for each in new_request.images}, [], 0, 0
+    contents = {each.digest: each for each in new_request.images}
+    parts = []
+    end = 0
+    following = 0
     for span in new_request.spans:
         grid = vision.token_grid(contents[span.digest])
         if grid is None:

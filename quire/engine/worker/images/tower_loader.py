@@ -61,7 +61,9 @@ def load_tower(
         return LoadedTower(None, NO_IMAGES_REASON)
     if (why := find_text_only_reason(config, chosen, vision, model_config)) is not None:
         return LoadedTower(None, why)
-    backend, dtype, device = chosen.vision_backend, chosen.dtype, chosen.device
+    backend = chosen.vision_backend
+    dtype = chosen.dtype
+    device = chosen.device
     quantization = config.online_quantization
     scheme = (
         UnquantizedScheme(backend, dtype)

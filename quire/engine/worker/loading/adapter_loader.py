@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -17,13 +18,15 @@ from safetensors import safe_open
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.config import EngineConfig
-from quire.engine.errors import QuireError
+from quire.engine.errors import QuireError, refuse_setting
 from quire.engine.layers.adapters import AdapterManager, LoRALayerWeights, PackedAdapter
 from quire.engine.lora.adapter_files import WEIGHTS_FILE, read_adapter
 from quire.engine.lora.target_modules import ModuleShapes, adaptable_modules, max_cached_adapters
 from quire.engine.models.spec import DecoderSpec
 from quire.engine.types import Adapter
 from quire.engine.worker.loading.weight_mapper import WeightMapper
+from quire.kernels.backend import Backend
+from quire.kernels.gpu.other_devices import is_other_device
 
 log = logging.getLogger("quire.adapters")
 
@@ -128,3 +131,18 @@ def read_low_ranks(
             down, up = file.get_tensor(part.lora_a).float(), file.get_tensor(part.lora_b).float()
             low_ranks[name] = LoRALayerWeights(down, up * part.scale)
     return low_ranks
+
+
+def make_adapter_slots(
+    config: EngineConfig, backend: Backend, dtype: torch.dtype, device: torch.device
+) -> AdapterManager | None:
+    """Room for adapters, where they are served. Raises ConfigError where they cannot be."""
+    if not config.enable_lora:
+        return None
+    refuse_setting(
+        "enable_lora",
+        is_other_device(device)
+        and f"adapters are served on CPUs and on GPUs of CUDA's alone so far, not on {device.type}",
+        device.type == "cuda" and find_spec("triton") is None and "on a GPU it needs Triton (pip install triton)",
+    )
+    return AdapterManager(backend, config.max_loras, config.max_lora_rank, dtype, device)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from quire.engine.checkpoint.alike.mtp import MtpNames
-from quire.engine.checkpoint.families import ENCODERS, STACKED
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.checkpoint.kv_plan import QUANTIZED_BITS, TABLE_BITS, int8_embedding
+from quire.engine.checkpoint.kv_plan import int8_embedding
 from quire.engine.checkpoint.quantization import is_aside, weight_formats
 from quire.engine.checkpoint.safetensors import read_tensor_headers, text_tensor
 from quire.engine.config import EngineConfig
@@ -19,15 +17,13 @@ from quire.engine.errors import ConfigError
 from quire.engine.gguf.header import GGUFHeader
 from quire.engine.gguf.model_files import read_gguf_header
 from quire.engine.layers.online_quantization import Int8EmbeddingScheme, OnlineQuantizedScheme
-from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.schemes import QuantizationScheme, UnquantizedScheme
 from quire.engine.layers.schemes.formats import make_format_lookup
 from quire.engine.layers.schemes.gguf import GGUFFormat
 from quire.engine.layers.schemes.mixed import MixedScheme
-from quire.engine.layers.stream.per_layer_inputs import EMBED_TOKENS_PER_LAYER
 from quire.engine.worker.loading.gguf_delta_net import GGUFDeltaNets
 from quire.engine.worker.loading.gguf_loader import gguf_stream, linear_tensor_types
-from quire.engine.worker.loading.stacked_experts import split_stacked_experts
+from quire.engine.worker.loading.stacked_experts import split_into_linears
 from quire.engine.worker.loading.weight_loader import NamedTensors, TensorStream, checkpoint_stream
 from quire.engine.worker.loading.weight_mapper import WeightMapper, make_file_name_lookup
 from quire.kernels.backend import Backend
@@ -125,27 +121,6 @@ def _read_gguf_header(path: Path, mtp: MtpNames | None) -> GGUFHeader:
     return replace(header, tensors={own: header.tensors[stored] for stored, own in names.items() if own is not None})
 
 
-def split_into_linears(model_config: ModelConfig, stream: TensorStream, *, gguf: bool = False) -> TensorStream:
-    """The tensors of a checkpoint of this family, or of a GGUF file, each that of one linear; what transformers' class
-    computes puts them in order itself."""
-    if model_config.model_type in ENCODERS or model_config.given is not None:
-        return stream
-    kind = model_config.model_type
-    transposed_hidden_size, always_transposed = (
-        model_config.hidden_size if kind == "qwen3_vl_moe_text" else None,
-        kind == "llama4_text",
-    )
-    halves = transposed_hidden_size is not None or always_transposed or kind in ("gemma4_text", "qwen3_5_moe_text")
-    split_stream = (
-        split_stacked_experts(
-            stream, halves=halves, transposed_hidden_size=transposed_hidden_size, always_transposed=always_transposed
-        )
-        if kind in STACKED
-        else stream
-    )
-    return WeightMapper(model_config, gguf=gguf).map_stream(split_stream)
-
-
 def _quantize_embedding(
     config: EngineConfig, weights: CheckpointWeights, backend: Backend, dtype: torch.dtype
 ) -> CheckpointWeights:
@@ -167,22 +142,3 @@ def _open_gguf_weights(
     schemes = {name: GGUFFormat(kind, deltas.input_order(name)) for name, kind in types.items()}
     scheme = MixedScheme(backend, dtype, schemes.get, schemes.get("model.embed_tokens"))
     return CheckpointWeights(scheme, weight_mapper.map_stream(gguf_stream(header, model_config)), description)
-
-
-def resident_weight_bytes(table: ParameterTable, config: EngineConfig, backend: Backend, read_bytes: int) -> int:
-    """Bytes of weights as they are held, where `read_bytes` were read."""
-    quantizes = config.online_quantization is not None or config.quantize_embedding
-    return count_quantized_bytes(table, config) if backend.keeps_weights_quantized and quantizes else read_bytes
-
-
-def count_quantized_bytes(table: ParameterTable, config: EngineConfig) -> int:
-    """Of all weights, as they are held after what is quantized at load."""
-    bits, in_8_bits = 0.0, int8_embedding(config.online_quantization, config.quantize_embedding)
-    for name, each in table.items():
-        element_bits = 8.0 * each.dtype.itemsize
-        if name in (f"{EMBED_TOKENS_PER_LAYER}.weight", "model.embed_tokens.weight", "lm_head.weight"):
-            element_bits = TABLE_BITS if in_8_bits else element_bits
-        elif config.online_quantization is not None and len(each.shape) > 1:
-            element_bits = QUANTIZED_BITS[config.online_quantization]
-        bits += math.prod(each.shape) * element_bits
-    return round(bits / 8)

@@ -19,7 +19,8 @@ from quire.engine.worker.device_memory import (
     prefill_metadata,
 )
 from quire.engine.worker.device_plan import choose_device_plan, configure_cpu
-from quire.engine.worker.loading.model_loader import LoadedModel, load_model
+from quire.engine.worker.loading.model.loaded_model import LoadedModel
+from quire.engine.worker.loading.model_loader import load_model
 from quire.engine.worker.loading.weight_loader import NamedTensors
 from quire.kernels.backend import Backend
 

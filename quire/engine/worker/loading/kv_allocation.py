@@ -11,8 +11,8 @@ from quire.engine.checkpoint.page_groups import most_drafts
 from quire.engine.config import EngineConfig
 from quire.engine.worker.device_memory import allocate_kv_blocks_checked, allocate_slot_states, explain_out_of_memory
 from quire.engine.worker.device_plan import DevicePlan, choose_capture
-from quire.engine.worker.input_batch import InputBatch
-from quire.engine.worker.loading.model_loader import LoadedModel
+from quire.engine.worker.input_batch import InputBatch, SlotStates
+from quire.engine.worker.loading.model.loaded_model import LoadedModel
 from quire.kernels.backend_probe import GraphCapture
 
 
@@ -37,7 +37,9 @@ def allocate_kv(
 ) -> KVAllocation:
     """Room for so many pages of single groups of layers, and for these slots. Raises ConfigError where memory is
     short."""
-    device, backend, groups = chosen.device, chosen.backend, len(loaded.kv_groups.windows)
+    device = chosen.device
+    backend = chosen.backend
+    groups = len(loaded.kv_groups.windows)
     # What a class of transformers does in a step, no graph can be relied on to hold.
     graphs = "generate" in loaded.tasks and not loaded.model.transformers_class
     capture = choose_capture(config, backend, device, chosen.spec) if graphs else None
@@ -56,8 +58,7 @@ def allocate_kv(
         device,
         scratch_block=None if capture is None else num_blocks,
         num_groups=groups,
-        recurrent_states=states,
-        max_drafts=max_drafts,
+        slot_states=SlotStates(states, max_drafts),
         context_shard=replace(context_shard, remote_slot=num_blocks * context_shard.tokens_per_page)
         if needs_null_block
         else context_shard,

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
 from quire.engine.checkpoint.safetensors import text_tensor, weight_files
+from quire.engine.config import EngineConfig
 from quire.engine.errors import ModelError
 from quire.engine.worker.loading.weight_loader import iter_file_tensors
 from quire.kernels.kv_quantization import KVScales
@@ -45,3 +49,10 @@ def _check_scale(name: str, scale: float) -> float:
     if not 0 < scale < math.inf:
         raise ModelError(f"model: {name} is {scale}, and a scale is above 0")
     return scale
+
+
+def read_kv_scales_of_files(config: EngineConfig, path: Path | None, kv_dtype: torch.dtype) -> Mapping[str, KVScales]:
+    """By layer the scales of pages that hold 8-bit floats, where the checkpoint at `path` has some."""
+    if path is None or kv_dtype != torch.float8_e4m3fn or config.load_format != "auto":
+        return {}
+    return read_kv_scales(path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -11,11 +11,12 @@ from quire.engine.checkpoint.files import resolve_model
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.engine.layers.pooler_head import PoolerHead
+from quire.engine.layers.pooler_head import HeadLayerSpec, PoolerHead
 from quire.engine.layers.pooling import Pooler, PoolerHeadFunction
 from quire.engine.models.decoder import Decoder
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.worker.loading.model_loader import LoadedModel
+from quire.engine.types import Task
+from quire.engine.worker.loading.model.loaded_model import LoadedModel
 
 
 def make_pooler(config: EngineConfig, path: Path, loaded: LoadedModel) -> Pooler | None:
@@ -52,3 +53,12 @@ def read_tokenizer(config: EngineConfig, path: Path) -> Tokenizer:
     return Tokenizer.from_pretrained(
         path if config.tokenizer is None else resolve_model(config.tokenizer, config.revision)
     )
+
+
+def needs_logits(pooling: Pooling, tasks: Collection[Task]) -> bool:
+    return "generate" in tasks or pooling.score_tokens is not None
+
+
+def decoder_classifier(hidden: int, labels: int) -> list[HeadLayerSpec]:
+    """The head of a decoder's ForSequenceClassification."""
+    return [HeadLayerSpec("score", hidden, labels, bias=False)]

@@ -8,7 +8,10 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from quire.engine.checkpoint.families import ENCODERS, STACKED
+from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.worker.loading.weight_loader import TensorStream
+from quire.engine.worker.loading.weight_mapper import WeightMapper
 
 _STACKED_NAME = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(|_bias|_blocks|_scales)$")
 _TENSOR_NAMES = {"": "weight", "_bias": "bias", "_blocks": "weight_packed", "_scales": "weight_scale"}
@@ -73,3 +76,24 @@ def _split_gate_up(name: str, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
     else:
         yield "gate", rows[::2]
         yield "up", rows[1::2]
+
+
+def split_into_linears(model_config: ModelConfig, stream: TensorStream, *, gguf: bool = False) -> TensorStream:
+    """The tensors of a checkpoint of this family, or of a GGUF file, each that of one linear; what transformers' class
+    computes puts them in order itself."""
+    if model_config.model_type in ENCODERS or model_config.given is not None:
+        return stream
+    kind = model_config.model_type
+    transposed_hidden_size, always_transposed = (
+        model_config.hidden_size if kind == "qwen3_vl_moe_text" else None,
+        kind == "llama4_text",
+    )
+    halves = transposed_hidden_size is not None or always_transposed or kind in ("gemma4_text", "qwen3_5_moe_text")
+    split_stream = (
+        split_stacked_experts(
+            stream, halves=halves, transposed_hidden_size=transposed_hidden_size, always_transposed=always_transposed
+        )
+        if kind in STACKED
+        else stream
+    )
+    return WeightMapper(model_config, gguf=gguf).map_stream(split_stream)

@@ -113,7 +113,9 @@ class _BatchTrial:
     """Some sequences on pages of their own."""
 
     def __init__(self, model: Decoder, backend: Backend, lengths: Sequence[int]) -> None:
-        self._model, self._block_size, self.lengths = model, backend.block_size, lengths
+        self._model = model
+        self._block_size = backend.block_size
+        self.lengths = lengths
         device, vocab = model.device, model.spec.vocab_size
         self._token_ids = [
             torch.arange(blocks_per_seq, device=device) * (7 + row) % vocab

@@ -20,7 +20,7 @@ from quire.engine.errors import ModelError
 from quire.engine.gguf.model_files import read_gguf_header
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.models import decoder_spec
-from quire.engine.worker.loading.checkpoint_weights import split_into_linears
+from quire.engine.worker.loading.stacked_experts import split_into_linears
 from quire.engine.worker.loading.weight_loader import (
     TensorStream,
     load_weights,

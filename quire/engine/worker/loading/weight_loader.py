@@ -33,7 +33,9 @@ def load_weights(
 
     Raises ModelError naming the tensors that are missing, left over, or of another shape or type; with
     `require_finite`, also one that has a number that is infinite or NaN."""
-    missing, left_over, size = dict(table), [], 0
+    missing = dict(table)
+    left_over = []
+    size = 0
     for name, tensor in _merge_tied_head(stream, table):
         if name not in missing:
             if not name.endswith("rotary_emb.inv_freq"):  # a buffer that old exporters saved

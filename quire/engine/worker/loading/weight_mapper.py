@@ -38,7 +38,9 @@ class _OutputSlice:
         """The part of a tensor whose places along the axis have as many outputs each. Raises ModelError."""
         if tensor.ndim <= axis or not tensor.shape[axis] or self.num_outputs % tensor.shape[axis]:
             raise _unsplittable_error(name)
-        unit, first, count = self.num_outputs // tensor.shape[axis], int(self.index[0]), len(self.index)
+        unit = self.num_outputs // tensor.shape[axis]
+        first = int(self.index[0])
+        count = len(self.index)
         if torch.equal(self.index, torch.arange(first, first + count)) and first % unit == count % unit == 0:
             return tensor.narrow(axis, first // unit, count // unit)
         if unit != 1:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,27 +13,24 @@ from pathlib import Path
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_plan import GIB, available_host_bytes
-from quire.engine.checkpoint.safetensors import LAYERS, ROUTED
 from quire.engine.checkpoint.stages import FREE_FOR_LAYERS, STREAM_SLOTS, most_kept, most_streamed
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, refuse_setting
 from quire.engine.layers.moe import MoELayerSpec
 from quire.engine.layers.schemes import QuantizationScheme
-from quire.engine.layers.stream.shared_transformer import SharedTransformerSpec
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.spec import DecoderSpec
 from quire.engine.worker.device_plan import DevicePlan
-from quire.engine.worker.loading.checkpoint_weights import count_quantized_bytes, open_weights
+from quire.engine.worker.loading.checkpoint_weights import open_weights
+from quire.engine.worker.loading.model.offload_settings import DISK_PARAM, GPU_PARAM, check_offload
+from quire.engine.worker.loading.model.weight_sizes import count_quantized_bytes
 from quire.engine.worker.loading.weight_loader import NamedTensors
 from quire.kernels.backend import Backend
 from quire.kernels.backend_selection import make_disk_experts, make_disk_layers
 from quire.kernels.experts import DiskExperts
-from quire.kernels.gpu.other_devices import is_other_device
 from quire.kernels.streaming.host_layers import HostLayerStreamer
 from quire.kernels.streaming.layer_streamer import LayerStreamer
 from quire.kernels.streaming.weight_offloader import WeightOffloader
 
-_DISK_PARAM, _GPU_PARAM = "weights_on_disk", "cpu_offload_gb"
 MEMORY_FILESYSTEMS = {"tmpfs", "ramfs"}
 """File systems whose files are no files on a disk."""
 _MOUNT_INFO = Path("/proc/self/mountinfo")
@@ -56,33 +52,6 @@ def start_offload(
     return offload, open_weights(config, stored, model_config, offload.backend, chosen.dtype, tensors).scheme
 
 
-def check_offload(config: EngineConfig, model_config: ModelConfig, chosen: DevicePlan) -> None:
-    """Raise ConfigError where weights cannot be elsewhere as they were asked for."""
-    experts, device = bool(chosen.spec.sublayers_of_kind(MoELayerSpec)), chosen.device.type
-    by_class = model_config.given is not None and "the model's layers are computed by transformers' class"
-    shared_weights = bool(chosen.spec.sublayers_of_kind(SharedTransformerSpec)) and "layers of the model share weights"
-    if config.cpu_offload_gb:
-        refuse_setting(
-            _GPU_PARAM,
-            device == "cpu" and "a CPU's weights are in the host's memory; weights_on_disk leaves them on a disk",
-            is_other_device(chosen.device) and f"layers are copied to GPUs of CUDA's alone so far, not to {device}",
-            by_class,
-            shared_weights,
-        )
-    if config.weights_on_disk is None:
-        is_set = config.weights_in_memory is not None
-        why = "says how many GiB of weights are kept in memory that are on a disk (weights_on_disk)"
-        refuse_setting("weights_in_memory", is_set and why)
-        return
-    refuse_setting(
-        _DISK_PARAM,
-        device != "cpu" and "it is for CPUs; cpu_offload_gb leaves a GPU's layers in the host's memory",
-        by_class,
-        not experts and shared_weights,
-        not hasattr(os, "posix_fallocate") and "this system cannot set a file's bytes aside; it is for Linux",
-    )
-
-
 def _offload_to_disk(config: EngineConfig, folder: Path, chosen: DevicePlan) -> WeightOffloader:
     """A mixture's experts, or else layers."""
     processes, memory = config.local_world_size * config.data_parallel_size, config.weights_in_memory
@@ -91,7 +60,7 @@ def _offload_to_disk(config: EngineConfig, folder: Path, chosen: DevicePlan) -> 
         folder.mkdir(parents=True, exist_ok=True)
         kind = filesystem_type(folder)
         refuse_setting(
-            _DISK_PARAM,
+            DISK_PARAM,
             kind in MEMORY_FILESYSTEMS and f"{folder} is in memory itself ({kind}); name a folder on a disk",
         )
         if chosen.spec.sublayers_of_kind(MoELayerSpec):
@@ -104,7 +73,7 @@ def _offload_to_disk(config: EngineConfig, folder: Path, chosen: DevicePlan) -> 
         raise _config_error(f"{folder}: {(error.strerror or str(error)).lower()}") from error
     name = chosen.backend.name
     refuse_setting(
-        _DISK_PARAM, offload is None and f"backend {name!r} reads no weights from files; --attention-backend cpu does"
+        DISK_PARAM, offload is None and f"backend {name!r} reads no weights from files; --attention-backend cpu does"
     )
     assert offload is not None
     return offload
@@ -115,13 +84,6 @@ def _choose_resident_layers(config: EngineConfig, processes: int, sizes: Sequenc
     memory_gib = config.weights_in_memory
     memory = available_host_bytes() * FREE_FOR_LAYERS if memory_gib is None else memory_gib * GIB
     return most_kept(sizes, int(memory) // processes)
-
-
-def on_disk_pattern(config: EngineConfig, spec: DecoderSpec) -> re.Pattern[str] | None:
-    """What the names of tensors have that lie there; None: none do."""
-    if config.weights_on_disk is None:
-        return None
-    return ROUTED if spec.sublayers_of_kind(MoELayerSpec) else LAYERS
 
 
 @contextmanager
@@ -155,7 +117,7 @@ def _explain_refusal(config: EngineConfig) -> Iterator[None]:
     except ConfigError:
         raise
     except ValueError as error:
-        raise _config_error(str(error), _GPU_PARAM if config.cpu_offload_gb else _DISK_PARAM) from error
+        raise _config_error(str(error), GPU_PARAM if config.cpu_offload_gb else DISK_PARAM) from error
 
 
 def _layer_bytes(model: Decoder, config: EngineConfig, backend: Backend) -> list[int]:
@@ -169,7 +131,7 @@ def _layer_bytes(model: Decoder, config: EngineConfig, backend: Backend) -> list
     return sizes
 
 
-def _config_error(why: str, param: str = _DISK_PARAM) -> ConfigError:
+def _config_error(why: str, param: str = DISK_PARAM) -> ConfigError:
     return ConfigError(f"{param}: {why}", param=param)
 
 

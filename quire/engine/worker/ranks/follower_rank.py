@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,11 +23,12 @@ from quire.engine.worker.device_plan import choose_device_plan, configure_cpu
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
 from quire.engine.worker.images.tower_loader import LoadedTower, load_tower
 from quire.engine.worker.loading.adapter_loader import make_adapter_loader
-from quire.engine.worker.loading.checkpoint_weights import resident_weight_bytes
 from quire.engine.worker.loading.drafts.draft_head_loader import LoadedDraftHead
 from quire.engine.worker.loading.drafts.mtp_loader import load_head_drafter
 from quire.engine.worker.loading.kv_allocation import KVAllocation, allocate_kv
-from quire.engine.worker.loading.model_loader import LoadedModel, load_model
+from quire.engine.worker.loading.model.loaded_model import LoadedModel, ModelPart
+from quire.engine.worker.loading.model.weight_sizes import resident_weight_bytes
+from quire.engine.worker.loading.model_loader import load_model
 from quire.engine.worker.loading.pooler import make_pooler
 from quire.engine.worker.loading.weight_digest import compute_weight_digest
 from quire.engine.worker.model_runner import ModelRunner
@@ -50,6 +51,7 @@ from quire.engine.worker.ranks.rank_messages import (
     MeasureMemoryCommand,
     MemoryReply,
     PrepareCommand,
+    RankCommand,
     RankReply,
     SampledTokens,
     StartCommand,
@@ -83,7 +85,9 @@ class FollowerRank(ABC):
         stay_on(set(start.cores if assignment is None else assignment.cores))
         if assignment is not None:
             config = config.model_copy(update=assignment.settings)
-        self._config, self._assignment, self._rank = config, assignment, start.rank
+        self._config = config
+        self._assignment = assignment
+        self._rank = start.rank
         self._path = model_path(config)
         self._model_config = as_configured(read_configured(config, self._path), config)
         configure_cpu(config)
@@ -120,8 +124,8 @@ class FollowerRank(ABC):
     def handle_message(self, content: bytes) -> RankReply | None:
         """What a message says; returns what is to be answered. Raises QuireError, and RankEnded or BrokenPipeError
         where another rank has ended."""
-        model = self._loaded_model.model
-        match decode_command(content):
+        command = decode_command(content)
+        match command:
             case StepCommand(batch, picked):
                 self._run_step(batch, picked)
             case DraftCommand(rows):
@@ -130,6 +134,21 @@ class FollowerRank(ABC):
                 getattr(self._runner, what)()
             case DummyDraftCommand(count):
                 self._head_runner.run_dummy_draft(count)
+            case BeginCommand(prompts):
+                self._runner = self._make_runner(*self._allocation, captures_mixed_batches=prompts)
+            case LoadAdapterCommand(slot, adapter, files):
+                assert self._adapters is not None
+                self._adapters.load_adapter(slot, _localize_adapter(adapter, files, self._assignment))
+            case AwaitAdapterCommand(slot, failed):
+                assert self._adapters is not None
+                self._adapters.await_adapter(slot, failed=failed)
+            case _:
+                return self._answer_command(command)
+        return None
+
+    def _answer_command(self, command: RankCommand) -> RankReply:
+        model = self._loaded_model.model
+        match command:
             case FindVariantsCommand(step_tokens):
                 return _find_kernel_variants(self._runner, step_tokens)
             case MeasureMemoryCommand():
@@ -145,17 +164,8 @@ class FollowerRank(ABC):
                     pages,
                 )
                 return AllocationReply()
-            case BeginCommand(prompts):
-                self._runner = self._make_runner(*self._allocation, captures_mixed_batches=prompts)
-            case LoadAdapterCommand(slot, adapter, files):
-                assert self._adapters is not None
-                self._adapters.load_adapter(slot, _localize_adapter(adapter, files, self._assignment))
-            case AwaitAdapterCommand(slot, failed):
-                assert self._adapters is not None
-                self._adapters.await_adapter(slot, failed=failed)
-            case other:
-                raise AssertionError(f"{other} is for other ranks")
-        return None
+            case _:
+                raise AssertionError(f"{command} is for other ranks")
 
 
 class TensorParallelRank(FollowerRank):
@@ -168,7 +178,9 @@ class TensorParallelRank(FollowerRank):
         config, chosen = self._config, self._device_plan
         loaded = load(
             _no_progress,
-            shard=ModelShard(self._rank, self._group.world_size, self._group, config.uses_context_parallel),
+            part=ModelPart(
+                shard=ModelShard(self._rank, self._group.world_size, self._group, config.uses_context_parallel)
+            ),
         )
         if config.speculative_config is not None and config.speculative_config.uses_hidden_states:
             self._draft_head = load_head_drafter(config, self._model_config, chosen.backend, loaded.model)
@@ -178,22 +190,20 @@ class TensorParallelRank(FollowerRank):
         return loaded
 
     def _make_runner(self, allocation: KVAllocation, num_blocks: int, *, captures_mixed_batches: bool) -> ModelRunner:
-        loaded, config, head_runner = self._loaded_model, self._config, None
+        loaded = self._loaded_model
+        config = self._config
+        head_runner = None
         if self._draft_head is not None:
             head_runner = self._head_runner = self._draft_head.make_head_runner(config, allocation, num_blocks)
         pooler = make_pooler(config, self._path, loaded)
-        eos = self._model_config.eos_token_ids
-        kv_parts, grammars = (allocation.kv_tensors, allocation.input_batch), SlotGrammars(_refuse_grammars)
-        encoder_cache = self._tower.encoder_cache
         return ModelRunner(
             loaded.model,
-            *kv_parts,
-            grammars,
-            eos,
-            allocation.capture,
+            allocation,
+            SlotGrammars(_refuse_grammars),
+            self._model_config.eos_token_ids,
             pooler,
             head_runner,
-            encoder_cache,
+            self._tower.encoder_cache,
             captures_mixed_batches,
         )
 
@@ -205,7 +215,7 @@ class PipelineStageRank(FollowerRank):
     _runner: StageRunner
 
     def _load_part(self, load: Callable[..., LoadedModel], progress: Callable[[], None]) -> LoadedModel:
-        loaded = load(progress, kind=PipelineStage, stage=self._rank - 1)
+        loaded = load(progress, part=ModelPart(kind=PipelineStage, stage=self._rank - 1))
         assert isinstance(loaded.model, PipelineStage)
         assert isinstance(self._group, DistributedCollective)
         if self._rank > 1:
@@ -222,19 +232,15 @@ class PipelineStageRank(FollowerRank):
 
     def _make_runner(self, allocation: KVAllocation, num_blocks: int, *, captures_mixed_batches: bool) -> ModelRunner:
         assert isinstance(self._group, DistributedCollective)
-        grammars, eos = SlotGrammars(_refuse_grammars), self._model_config.eos_token_ids
-        encoder_cache = self._tower.encoder_cache
         return StageRunner(
             self._group,
             self._loaded_model.model,
-            allocation.kv_tensors,
-            allocation.input_batch,
-            grammars,
-            eos,
+            replace(allocation, capture=None),
+            SlotGrammars(_refuse_grammars),
+            self._model_config.eos_token_ids,
             None,
             None,
-            None,
-            encoder_cache,
+            self._tower.encoder_cache,
         )
 
     def _run_step(self, scheduler_output: SchedulerOutput, picked: list[SampledTokens]) -> None:

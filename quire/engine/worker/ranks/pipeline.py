@@ -17,7 +17,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.device_plan import DevicePlan
-from quire.engine.worker.loading.model_loader import LoadedModel
+from quire.engine.worker.loading.model.loaded_model import LoadedModel, ModelPart
 from quire.engine.worker.model_runner import ModelRunner, PreparedBatch
 from quire.engine.worker.pending_step import PendingStep
 from quire.engine.worker.ranks.pipeline_stage import PipelineStage
@@ -45,7 +45,7 @@ class Stages(MultiProcessRanks):
         self._progress = progress
 
     def load_model(self, load: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
-        own = load(kind=PipelineStage)
+        own = load(part=ModelPart(kind=PipelineStage))
         assert isinstance(own.model, PipelineStage)
         assert isinstance(self.group, DistributedCollective)
         own.model.receive_from(self.group, self.count - 1)

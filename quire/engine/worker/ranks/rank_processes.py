@@ -113,7 +113,9 @@ class MultiProcessRanks(SingleProcess):
     def __init__(self, config: EngineConfig, chosen: DevicePlan, on_end: Callable[[int], None] | None = None) -> None:
         """`config`: with this machine's own paths. `on_end` is called, by a thread, with the return code of a process
         that ends unasked, as subprocess says it; then every later call raises EngineError."""
-        self._config, self._device, self._on_rank_end = config, chosen.device, on_end
+        self._config = config
+        self._device = chosen.device
+        self._on_rank_end = on_end
         self.count = config.world_size
         self._group_ended, self._closing, self._rank_ended = (threading.Event() for _ in range(3))
         self.failure = ""
@@ -152,11 +154,9 @@ class MultiProcessRanks(SingleProcess):
         return group, [], (host, store.port)
 
     def _start_processes(self, memory: list[int], remote: Sequence[RemoteRank], store: tuple[str, int] | None) -> None:
-        on_cpu, num_local, config_json = (
-            self._device.type == "cpu",
-            self._config.local_world_size,
-            self._config.model_dump_json(),
-        )
+        on_cpu = self._device.type == "cpu"
+        num_local = self._config.local_world_size
+        config_json = self._config.model_dump_json()
         # NCCL waits in `stop_ranks` until the GPU has stopped, and until no decode graph holds its calls any more. The
         # thread is there from the start: this may be let go of when a program ends, which begins no threads then.
         closing = threading.Thread(

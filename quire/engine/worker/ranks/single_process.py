@@ -8,7 +8,7 @@ from typing import Any
 from quire.engine.core.executor import AdapterLoader, CollectiveRPC
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
-from quire.engine.worker.loading.model_loader import LoadedModel
+from quire.engine.worker.loading.model.loaded_model import LoadedModel
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.ranks.rank_messages import AllocateCommand, RankCommand
 from quire.engine.worker.ranks.rank_rpc import RankWorker, run_rank_call

@@ -19,7 +19,7 @@ from quire.engine.errors import ConfigError
 from quire.engine.layers.shard import ModelShard
 from quire.engine.types import SamplingParams
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
-from quire.engine.worker.loading.model_loader import LoadedModel
+from quire.engine.worker.loading.model.loaded_model import LoadedModel, ModelPart
 from quire.engine.worker.loading.weight_digest import compute_weight_digest
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.ranks.rank_messages import (
@@ -48,7 +48,9 @@ class SpmdRanks(MultiProcessRanks):
     setting, process_noun = "tensor_parallel_size", "ranks"
 
     def load_model(self, load: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
-        own_model = load(shard=ModelShard(0, self.count, self.group, self._config.uses_context_parallel))
+        own_model = load(
+            part=ModelPart(shard=ModelShard(0, self.count, self.group, self._config.uses_context_parallel))
+        )
         others = self.read_answers(LoadReply)
         digest = compute_weight_digest(self._config) if self._config.nnodes > 1 else ""
         for process, each in zip(self._processes, others, strict=True):

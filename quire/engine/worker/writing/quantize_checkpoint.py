@@ -82,7 +82,9 @@ def _write_quantized(
     _copy_other_files(model, out)
     smoother = None if make_smoothing is None else make_smoothing()
     index: dict[str, str] = {}
-    linears, before, after = 0, 0, 0
+    linears = 0
+    before = 0
+    after = 0
     for shard, tensor_layouts in layouts.items():
         file_name = f"{shard.stem.replace('pytorch_model', 'model')}.safetensors"
         tensors = {name: each for layout in tensor_layouts.values() for name, each in layout.items()}

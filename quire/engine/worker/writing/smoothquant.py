@@ -90,14 +90,18 @@ class Smoothing:
     def __init__(self, config: ModelConfig, factors: dict[str, Tensor], norms: dict[str, Tensor]) -> None:
         """`factors`: of the inputs of linears, [in] float32, and of norms, whose biases are divided by them; `norms`:
         their new weights, in float32. By the names that parts of layers give them."""
-        self._weight_mapper, self._factors, self._norm_weights = WeightMapper(config), factors, norms
+        self._weight_mapper = WeightMapper(config)
+        self._factors = factors
+        self._norm_weights = norms
 
     @classmethod
     @torch.inference_mode()
     def from_ranges(cls, path: Path, ranges: Iterable[ActivationRange], strength: float) -> Smoothing:
         """For the checkpoint at `path`. strength: a above; from 0, where weights alone decide, to 1. Raises
         ModelError."""
-        config, factors, norms = read_model_config(path), dict[str, Tensor](), dict[str, Tensor]()
+        config = read_model_config(path)
+        factors = dict[str, Tensor]()
+        norms = dict[str, Tensor]()
         norm_weights, widest = _read_weight_ranges(path, WeightMapper(config))
         for each in ranges:
             weights = [widest[name] for name in each.linears if name in widest]

@@ -12,6 +12,7 @@ from quire.engine.checkpoint.files import ModelConfig, read_model_config, resolv
 from quire.engine.checkpoint.page_groups import most_drafts
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, QuireError
+from quire.engine.layers.sublayer import BuildContext
 from quire.engine.models import decoder_spec
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.requirements import (
@@ -24,7 +25,7 @@ from quire.engine.models.requirements import (
 from quire.engine.worker.device_memory import allocate_kv_blocks, allocate_slot_states, slot_state_bytes
 from quire.engine.worker.device_plan import can_capture_decodes, check_attention_support
 from quire.engine.worker.draft_model_runner import DraftModelRunner
-from quire.engine.worker.input_batch import InputBatch
+from quire.engine.worker.input_batch import InputBatch, SlotStates
 from quire.engine.worker.loading.checkpoint_weights import open_weights
 from quire.engine.worker.loading.drafts.device_drafter import DraftWorker
 from quire.engine.worker.loading.drafts.spare_blocks import SpareBlocks, num_spare_blocks
@@ -52,7 +53,9 @@ class LoadedDraftModel:
         self, config: EngineConfig, allocation: KVAllocation, num_blocks: int, make_heads: object
     ) -> DraftWorker:
         """Allocate pages for as many tokens as the served model has pages for, and some for drafts beyond these."""
-        decoder, block_size, capture = self.kv_module, self.backend.block_size, allocation.capture
+        decoder = self.kv_module
+        block_size = self.backend.block_size
+        capture = allocation.capture
         if decoder.transformers_class or not can_capture_decodes(self.backend, decoder.spec):
             capture = None
         spare_blocks = SpareBlocks(num_blocks, num_spare_blocks(config, block_size), decoder.max_model_len)
@@ -67,7 +70,7 @@ class LoadedDraftModel:
             block_size,
             decoder.device,
             scratch_block=scratch,
-            recurrent_states=states,
+            slot_states=SlotStates(states),
         )
         runner = DraftModelRunner(decoder, kv_tensors, input_batch, self.eos_token_ids, capture)
         costs = runner.measure_draft_costs(num_blocks, decoder.max_model_len)
@@ -117,13 +120,16 @@ def load_draft_model(
         weights = open_weights(config, path, model, draft_backend, target_model.dtype)
         decoder = decoder_class(model)(
             spec,
-            draft_backend,
-            weights.scheme,
-            dtype=target_model.dtype,
-            device=target_model.device,
-            max_model_len=length,
-            report_progress=progress,
-            kv_dtype=target_model.kv_dtype,
+            BuildContext(
+                backend=draft_backend,
+                scheme=weights.scheme,
+                hidden_size=spec.hidden_size,
+                dtype=target_model.dtype,
+                kv_dtype=target_model.kv_dtype,
+                device=target_model.device,
+                max_model_len=length,
+            ),
+            progress,
         )
         with torch.inference_mode():
             size = load_weights(

@@ -18,8 +18,9 @@ from quire.engine.errors import ConfigError, QuireError
 from quire.engine.models import decoder_spec
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.heads.mtp import MTPHead
-from quire.engine.worker.loading.checkpoint_weights import open_weights, resident_weight_bytes
+from quire.engine.worker.loading.checkpoint_weights import open_weights
 from quire.engine.worker.loading.drafts.draft_head_loader import LoadedDraftHead, load_draft_head
+from quire.engine.worker.loading.model.weight_sizes import resident_weight_bytes
 from quire.engine.worker.loading.weight_loader import dummy_stream, load_weights
 from quire.kernels.backend import Backend
 

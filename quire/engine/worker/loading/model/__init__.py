@@ -1,0 +1,1 @@
+"""What loading a model is made of."""

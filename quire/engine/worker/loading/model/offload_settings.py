@@ -1,0 +1,53 @@
+"""Which models and devices can have weights elsewhere than where they are multiplied."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.checkpoint.safetensors import LAYERS, ROUTED
+from quire.engine.config import EngineConfig
+from quire.engine.errors import refuse_setting
+from quire.engine.layers.moe import MoELayerSpec
+from quire.engine.layers.stream.shared_transformer import SharedTransformerSpec
+from quire.engine.models.spec import DecoderSpec
+from quire.engine.worker.device_plan import DevicePlan
+from quire.kernels.gpu.other_devices import is_other_device
+
+DISK_PARAM = "weights_on_disk"
+GPU_PARAM = "cpu_offload_gb"
+
+
+def check_offload(config: EngineConfig, model_config: ModelConfig, chosen: DevicePlan) -> None:
+    """Raise ConfigError where weights cannot be elsewhere as they were asked for."""
+    experts, device = bool(chosen.spec.sublayers_of_kind(MoELayerSpec)), chosen.device.type
+    by_class = model_config.given is not None and "the model's layers are computed by transformers' class"
+    shared_weights = bool(chosen.spec.sublayers_of_kind(SharedTransformerSpec)) and "layers of the model share weights"
+    if config.cpu_offload_gb:
+        refuse_setting(
+            GPU_PARAM,
+            device == "cpu" and "a CPU's weights are in the host's memory; weights_on_disk leaves them on a disk",
+            is_other_device(chosen.device) and f"layers are copied to GPUs of CUDA's alone so far, not to {device}",
+            by_class,
+            shared_weights,
+        )
+    if config.weights_on_disk is None:
+        is_set = config.weights_in_memory is not None
+        why = "says how many GiB of weights are kept in memory that are on a disk (weights_on_disk)"
+        refuse_setting("weights_in_memory", is_set and why)
+        return
+    refuse_setting(
+        DISK_PARAM,
+        device != "cpu" and "it is for CPUs; cpu_offload_gb leaves a GPU's layers in the host's memory",
+        by_class,
+        not experts and shared_weights,
+        not hasattr(os, "posix_fallocate") and "this system cannot set a file's bytes aside; it is for Linux",
+    )
+
+
+def on_disk_pattern(config: EngineConfig, spec: DecoderSpec) -> re.Pattern[str] | None:
+    """What the names of tensors have that lie there; None: none do."""
+    if config.weights_on_disk is None:
+        return None
+    return ROUTED if spec.sublayers_of_kind(MoELayerSpec) else LAYERS

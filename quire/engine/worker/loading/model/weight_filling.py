@@ -1,0 +1,70 @@
+"""Fills a model's parameters with the weights of its files, and refuses those that memory has no room for."""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+from quire.engine.checkpoint.alike.mtp import without_mtp
+from quire.engine.checkpoint.kv_plan import check_room
+from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
+from quire.engine.config import EngineConfig
+from quire.engine.worker.device_memory import trim_host_memory
+from quire.engine.worker.loading.weight_check import ExpectedWeights
+from quire.engine.worker.loading.weight_loader import (
+    NamedTensors,
+    dummy_stream,
+    folders_stream,
+    load_weights,
+    match_table_names,
+)
+
+
+def check_weights_fit(
+    config: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    path: Path | None,
+    layers: int,
+    on_disk: re.Pattern[str] | None = None,
+) -> None:
+    """Raise ConfigError where a CPU's memory has no room for the weights of so many layers in the files at `path`.
+    on_disk: as on_disk_pattern gives it."""
+    if device.type == "cpu" and config.load_format == "auto" and path is not None:
+        stored = read_stored_weights(path, without_mtp(layers), without=on_disk)
+        check_room(stored, str(dtype).removeprefix("torch."), config.online_quantization)
+
+
+def fill_weights(
+    expected_weights: ExpectedWeights,
+    config: EngineConfig,
+    device: torch.device,
+    stream: NamedTensors,
+    path: Path | None,
+    on_disk: re.Pattern[str] | None = None,
+) -> int:
+    """Load a model's weights from the stream, and those of its dense modules from their folders in `path`, if that is
+    where they are; or make them up. Returns their bytes. on_disk: as on_disk_pattern gives it."""
+    table = expected_weights.parameter_table
+    all_tensors = chain(
+        match_table_names(stream, table, expected_weights.optional_prefixes),
+        () if path is None else folders_stream(path, expected_weights.extra_folders),
+    )
+    if config.load_format == "dummy":
+        if device.type == "cpu":
+            embedding, *_ = table.values()  # of the model's type, while a head of its own is float32
+            resident = [each for name, each in table.items() if on_disk is None or not on_disk.search(name)]
+            sizes = StoredWeights(sum(math.prod(each.shape) for each in resident), 0)
+            check_room(sizes, str(embedding.dtype).removeprefix("torch."), config.online_quantization)
+        all_tensors = chain(dummy_stream(table, config.seed, device))
+    is_untrusted = path is None or config.weights is not None  # by a trainer, whose steps may have gone wrong
+    with torch.inference_mode():
+        size = load_weights(
+            table, all_tensors, device=device, require_finite=is_untrusted and config.load_format != "dummy"
+        )
+    trim_host_memory()
+    return size

@@ -1,0 +1,30 @@
+"""How many bytes weights take as they are held."""
+
+from __future__ import annotations
+
+import math
+
+from quire.engine.checkpoint.kv_plan import QUANTIZED_BITS, TABLE_BITS, int8_embedding
+from quire.engine.config import EngineConfig
+from quire.engine.layers.parameters import ParameterTable
+from quire.engine.layers.stream.per_layer_inputs import EMBED_TOKENS_PER_LAYER
+from quire.kernels.backend import Backend
+
+
+def resident_weight_bytes(table: ParameterTable, config: EngineConfig, backend: Backend, read_bytes: int) -> int:
+    """Bytes of weights as they are held, where `read_bytes` were read."""
+    quantizes = config.online_quantization is not None or config.quantize_embedding
+    return count_quantized_bytes(table, config) if backend.keeps_weights_quantized and quantizes else read_bytes
+
+
+def count_quantized_bytes(table: ParameterTable, config: EngineConfig) -> int:
+    """Of all weights, as they are held after what is quantized at load."""
+    bits, in_8_bits = 0.0, int8_embedding(config.online_quantization, config.quantize_embedding)
+    for name, each in table.items():
+        element_bits = 8.0 * each.dtype.itemsize
+        if name in (f"{EMBED_TOKENS_PER_LAYER}.weight", "model.embed_tokens.weight", "lm_head.weight"):
+            element_bits = TABLE_BITS if in_8_bits else element_bits
+        elif config.online_quantization is not None and len(each.shape) > 1:
+            element_bits = QUANTIZED_BITS[config.online_quantization]
+        bits += math.prod(each.shape) * element_bits
+    return round(bits / 8)

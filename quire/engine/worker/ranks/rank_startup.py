@@ -1,0 +1,124 @@
+"""Starts the processes that compute a model together with this one, and refuses what they cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from quire.engine.checkpoint.files import stored_at
+from quire.engine.config import EngineConfig
+from quire.engine.errors import refuse_setting
+from quire.engine.settings.class_import import import_class
+from quire.engine.worker.device_plan import DevicePlan, can_capture_decodes, kv_cache_dtype_name
+from quire.engine.worker.ranks.pipeline import Stages
+from quire.engine.worker.ranks.single_process import SingleProcess
+from quire.engine.worker.ranks.spmd import SpmdRanks
+from quire.kernels.gpu.other_devices import is_other_device
+
+_ExecutorClass = TypeVar("_ExecutorClass", bound=SingleProcess)
+
+
+def start_ranks(
+    config: EngineConfig,
+    path: Path,
+    chosen: DevicePlan,
+    progress: Callable[[], None],
+    on_end: Callable[[int], None] | None,
+    *,
+    weights_are_tensors: bool,
+) -> SingleProcess:
+    """The processes that compute the model together with this one. given: the weights are in no file. Raises
+    ConfigError."""
+    refuse_setting("node_rank", config.node_rank > 0 and "machines but the first run nothing but `quire serve`")
+    refuse_setting(
+        "one_shot_sums",
+        config.one_shot_sums
+        and (config.tensor_parallel_size == 1 or chosen.device.type != "cuda")
+        and "several GPUs (tensor_parallel_size) have sums to be made otherwise, and nothing else; leave it out",
+        config.one_shot_sums and find_spec("triton") is None and "needs Triton (pip install triton)",
+    )
+    if config.world_size == 1:
+        return choose_executor_class(config, SingleProcess)()
+    check = check_pipeline_parallel if config.pipeline_parallel_size > 1 else check_tensor_parallel
+    check(config, chosen, weights_are_tensors=weights_are_tensors)
+    weights = None if config.weights is None else str(stored_at(config))
+    settings: dict[str, Any] = {
+        "model": str(path),
+        "revision": None,
+        "weights": weights,
+        "device": chosen.device.type,
+        "attention_backend": chosen.backend.name,
+        "dtype": str(chosen.dtype).removeprefix("torch."),
+        "kv_cache_dtype": kv_cache_dtype_name(config, chosen),
+    }
+    if chosen.device.type == "cuda" and not can_capture_decodes(chosen.backend, chosen.spec):
+        settings["enforce_eager"] = True  # by its trial, perhaps, which the others do not make
+    local = config.model_copy(update=settings)
+    if config.pipeline_parallel_size > 1:
+        return choose_executor_class(config, Stages)(local, chosen, progress, on_end)
+    return choose_executor_class(config, SpmdRanks)(local, chosen, on_end)
+
+
+def choose_executor_class(config: EngineConfig, default: type[_ExecutorClass]) -> type[_ExecutorClass]:
+    """The usual class, or the subclass of it that --executor-cls names. Raises ConfigError."""
+    if config.executor_cls is None:
+        return default
+    return import_class("executor_cls", config.executor_cls, default, "executor")
+
+
+def check_tensor_parallel(config: EngineConfig, chosen: DevicePlan, *, weights_are_tensors: bool) -> None:
+    """Raise ConfigError where a model cannot be divided among so many ranks. given: its weights are in no file."""
+    ranks = config.tensor_parallel_size
+    device = chosen.device.type
+    speculative = config.speculative_config
+    refuse_setting(
+        "tensor_parallel_size",
+        device != "cpu"
+        and config.nnodes > 1
+        and "ranks of several machines (nnodes) compute on CPUs alone so far; see --device",
+        missing_gpus_reason(ranks, chosen.device) or chosen.spec.tensor_parallel_error(ranks),
+        weights_are_tensors and "weights given as tensors reach one rank alone; give them as a file",
+    )
+    if speculative is not None and speculative.uses_hidden_states and device == "cuda":
+        refuse_setting(
+            "speculative_config",
+            f"{speculative.method!r} does not go with several GPUs (tensor_parallel_size) yet; a draft_model does",
+        )
+
+
+def missing_gpus_reason(ranks: int, device: torch.device) -> str | None:
+    """What so many ranks lack on this device; None: nothing."""
+    if is_other_device(device):
+        return f"ranks compute on CPUs and on GPUs of CUDA's alone so far, not on {device.type}; see --device"
+    if device.type != "cuda":
+        return None
+    num_visible = torch.cuda.device_count()
+    if num_visible < ranks:
+        return f"{ranks} ranks need {ranks} GPUs, and {num_visible} can be seen here (nvidia-smi, CUDA_VISIBLE_DEVICES)"
+    if not torch.distributed.is_nccl_available():
+        return f"this PyTorch ({torch.__version__}) was built without NCCL, by which GPUs reach each other"
+    return None
+
+
+def check_pipeline_parallel(config: EngineConfig, chosen: DevicePlan, *, weights_are_tensors: bool) -> None:
+    """Raise ConfigError where a model's layers cannot be divided among so many stages, or what else is asked for does
+    not go with stages. given: its weights are in no file."""
+    stages = config.pipeline_parallel_size
+    layers = chosen.spec.num_layers
+    speculative = config.speculative_config
+    refuse_setting(
+        "pipeline_parallel_size",
+        chosen.device.type != "cpu" and "stages compute on CPUs alone so far; see --device",
+        config.tensor_parallel_size > 1
+        and "ranks that divide every layer (tensor_parallel_size) cannot be stages too yet; use one of the two",
+        stages > layers and f"the model's {layers} layers cannot be divided among {stages} stages",
+        chosen.spec.pipeline_parallel_error,
+        speculative is not None
+        and speculative.has_weights
+        and f"speculative_config: {speculative.method!r} needs all layers in one process; ngram and suffix do not",
+        weights_are_tensors and "weights given as tensors reach one stage alone; give them as a file",
+    )

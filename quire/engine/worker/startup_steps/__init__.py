@@ -1,0 +1,1 @@
+"""What a start of the device half is made of."""

@@ -1,0 +1,69 @@
+"""What an encoder is served with: the settings it refuses, its backend, the length of its prompts."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, refuse_setting
+from quire.kernels.backend import Backend
+from quire.kernels.backend_selection import select_backend
+from quire.kernels.reference import ReferenceBackend
+
+_MAX_TOKENS = 2**17
+"""No encoder was trained for longer prompts: tables with a row for each position do not grow with what config.json
+claims."""
+
+
+def check_batch_invariance(config: EngineConfig, backend: Backend, device: torch.device, dtype: torch.dtype) -> bool:
+    batch_invariant, name = backend.is_batch_invariant(device, dtype), str(dtype).removeprefix("torch.")
+    refuse_setting(
+        "deterministic", config.deterministic and not batch_invariant and f"not promised for encoders in {name} here"
+    )
+    return batch_invariant
+
+
+def check_encoder_config(config: EngineConfig) -> None:
+    """Raise ConfigError for what decoders alone can have."""
+    for name, is_set, why in (
+        ("tensor_parallel_size", config.tensor_parallel_size > 1, "encoders are not divided"),
+        ("pipeline_parallel_size", config.pipeline_parallel_size > 1, "encoders are not divided"),
+        ("enable_expert_parallel", config.enable_expert_parallel, "encoders have no experts"),
+        ("one_shot_sums", config.one_shot_sums, "encoders are not divided"),
+        ("weights_on_disk", config.weights_on_disk is not None, "encoders are held in memory"),
+        ("block_size", config.block_size is not None, "encoders keep no pages"),
+        ("cpu_offload_gb", config.cpu_offload_gb > 0, "encoders are held on the device"),
+        ("enable_lora", config.enable_lora, "encoders have no adapters"),
+        ("quantization", config.quantization is not None, "encoders are not quantized"),
+        ("kv_cache_dtype", config.kv_cache_dtype != "auto", "encoders keep no KV cache"),
+        ("quantize_embedding", config.quantize_embedding, "encoders are not quantized"),
+    ):
+        refuse_setting(name, is_set and why)
+
+
+def encoder_context_length(
+    config: EngineConfig, model: ModelConfig, longest: int | None, trained_length: int | None
+) -> int:
+    """Tokens of the longest prompt: what is asked for, or what the model was trained for. Raises ConfigError."""
+    max_tokens = min(each for each in (model.max_position, longest, _MAX_TOKENS) if each is not None)
+    if config.max_model_len is not None and config.max_model_len > max_tokens:
+        wrong = f"max_model_len: {config.max_model_len} exceeds the model's {max_tokens} positions"
+        raise ConfigError(wrong, param="max_model_len")
+    return config.max_model_len or min(max_tokens, trained_length or max_tokens)
+
+
+def choose_encoder_backend(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> tuple[Backend, str]:
+    """The backend and why it is this one. On a GPU only plain PyTorch lets a token see what comes after it so far."""
+    wanted = config.attention_backend
+    if device.type != "cpu":
+        if wanted not in ("auto", "reference"):
+            wrong = f"attention_backend: {wanted} does not serve encoders; reference does"
+            raise ConfigError(wrong, param="attention_backend")
+        return ReferenceBackend(), f"encoders on {device.type} run on plain PyTorch"
+    try:
+        return select_backend(device, dtype, head_dim, wanted, activation_bits=config.activation_bits)
+    except ValueError as error:
+        raise ConfigError(f"attention_backend: {error}", param="attention_backend") from error

@@ -1,0 +1,101 @@
+"""Sizes the KV cache by what loaded weights leave of the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.checkpoint.kv_plan import KVPlan, PageBytes, plan_kv, share_states
+from quire.engine.checkpoint.page_groups import PageGroups, PageNeeds
+from quire.engine.checkpoint.stages import places_of_stages
+from quire.engine.config import EngineConfig
+from quire.engine.models.decoder import Decoder
+from quire.engine.worker.device_memory import block_bytes, slot_state_bytes, total_block_bytes
+from quire.engine.worker.loading.drafts.device_drafter import LoadedDrafter
+from quire.engine.worker.loading.drafts.spare_blocks import num_spare_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class _DraftNeeds:
+    """What a drafter takes beside the served model."""
+
+    block_bytes: int = 0
+    state_bytes: int = 0
+    spare_bytes: int = 0
+    """Of pages for drafts beyond the longest sequences."""
+    formula: str = ""
+
+
+class KVCacheSizer:
+    """`groups`: of all layers of the model, in all stages."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        model: Decoder,
+        groups: PageGroups,
+        block_size: int,
+    ) -> None:
+        self._config = config
+        self._model_config = model_config
+        self._model = model
+        self._groups = groups
+        self._block_size = block_size
+        self._num_ranks = model.shard.world_size // config.nnodes
+        """On one machine."""
+
+    def plan_kv_cache(self, draft: LoadedDrafter | None, measure_available: Callable[[], int]) -> KVPlan:
+        """`measure_available`: bytes for the KV cache, here and where others compute. Raises ConfigError."""
+        config = self._config
+        model = self._model
+        num_places = sum(places_of_stages(self._groups, config.pipeline_parallel_size))
+        formula = self._block_formula(num_places)
+        model_block_bytes = total_block_bytes(model, num_places) * self._num_ranks
+        slot_bytes = slot_state_bytes(model, config) * self._num_ranks
+        available = measure_available()
+        shares = share_states(
+            slot_bytes,
+            available,
+            config.state_memory,
+            config.max_num_seqs,
+            large=model.spec.needs_state_snapshots,
+            cached=config.enable_prefix_caching,
+            gpu=model.device.type == "cuda",
+        )
+        draft_needs = _DraftNeeds() if draft is None else self._draft_needs(draft)
+        return plan_kv(
+            self._model_config,
+            PageNeeds(
+                self._groups.windows,
+                self._block_size,
+                config.long_prefill_token_threshold or config.max_step_tokens,
+            ),
+            PageBytes(model_block_bytes + draft_needs.block_bytes, f"{formula}{draft_needs.formula}"),
+            available_bytes=max(available - draft_needs.spare_bytes, 0),
+            shares=shares,
+            max_model_len=config.max_model_len,
+            num_blocks=config.num_kv_blocks,
+            state_bytes=slot_bytes * shares.slots + draft_needs.state_bytes,
+        )
+
+    def _block_formula(self, num_places: int) -> str:
+        if self._num_ranks == 1:
+            return self._model.bytes_formula(num_places)
+        return f"{self._model.block_bytes_formula} x {self._num_ranks} ranks"
+
+    def _draft_needs(self, draft: LoadedDrafter) -> _DraftNeeds:
+        config = self._config
+        formula = f" + {draft.kv_module.block_bytes_formula}"
+        draft_block_bytes = block_bytes(draft.kv_module)
+        # All ranks have heads, the first one alone has a model that drafts; but each GPU has as many pages as that.
+        if self._num_ranks > 1 and (draft.is_on_all_ranks or self._model.device.type == "cuda"):
+            formula = f"{formula} x {self._num_ranks}"
+            draft_block_bytes *= self._num_ranks
+        return _DraftNeeds(
+            block_bytes=draft_block_bytes,
+            state_bytes=draft.slot_state_bytes(config),
+            spare_bytes=num_spare_blocks(config, self._block_size) * config.max_num_seqs * draft_block_bytes,
+            formula=formula,
+        )

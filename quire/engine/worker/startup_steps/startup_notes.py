@@ -1,0 +1,98 @@
+"""What a start tells of an engine: its description, and notes on what it chose otherwise than one might expect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.checkpoint.kv_plan import KVPlan
+from quire.engine.checkpoint.page_groups import keeps_all
+from quire.engine.config import EngineConfig
+from quire.engine.models.decoder import Decoder
+from quire.engine.types import EngineInfo
+from quire.engine.worker.device_plan import DevicePlan, kv_cache_dtype_name
+from quire.engine.worker.loading.kv_allocation import KVAllocation
+from quire.engine.worker.loading.transformers_support import transformers_suffix
+from quire.engine.worker.ranks.single_process import SingleProcess
+from quire.engine.worker.startup_steps.started_worker import make_engine_info
+from quire.engine.worker.startup_steps.worker_weights import WorkerWeights
+from quire.kernels.gpu.other_devices import is_other_device
+
+
+def describe_engine(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    device_plan: DevicePlan,
+    weights: WorkerWeights,
+    kv_plan: KVPlan,
+    notes: list[str],
+) -> EngineInfo:
+    """What is told of a decoder's engine."""
+    loaded_model = weights.loaded_model
+    suffix = transformers_suffix(loaded_model.model)
+    return make_engine_info(
+        config,
+        kv_plan,
+        model_config.rope_context,
+        dtype=str(device_plan.dtype).removeprefix("torch."),
+        kv_cache_dtype=kv_cache_dtype_name(config, device_plan),
+        device=str(device_plan.device),
+        backend=f"{device_plan.backend.name} ({device_plan.backend_reason}{suffix})",
+        weight_bytes=weights.weight_bytes,
+        deterministic=weights.is_batch_invariant,
+        tasks=loaded_model.tasks,
+        notes=notes,
+        quantization=loaded_model.quantization,
+        no_images=weights.tower.text_only_reason,
+        adaptable=dict(device_plan.spec.lora_target_sizes or {}),
+    )
+
+
+def startup_notes(
+    config: EngineConfig,
+    chosen: DevicePlan,
+    model: Decoder,
+    plan: KVPlan,
+    allocation: KVAllocation,
+    ranks: SingleProcess,
+) -> list[str | bool | None]:
+    """What was chosen otherwise than one might expect: texts, each in the place of a condition that does not hold."""
+    device = chosen.device
+    keeps_all_reason = keeps_all(config)
+    is_limited = plan.sequences < config.max_num_seqs
+    windowed = any(each.window for each in chosen.spec.kv_cache_specs)
+    snapshots = f", and {plan.snapshots} snapshots are kept" if plan.snapshots else ""
+    slow = "slower than kernels made for it, without graphs, and tokens may depend on the batch"
+    return [
+        ranks.note,
+        device.type == "cuda"
+        and idle_gpus_note(
+            torch.cuda.device_count(), config.world_size, lambda count: not chosen.spec.tensor_parallel_error(count)
+        ),
+        model.offload is not None and model.offload.summary,
+        chosen.dtype_note,
+        allocation.eager_prefill_reason
+        and f"steps with prompts run without CUDA graphs: {allocation.eager_prefill_reason}",
+        is_other_device(device) and f"PyTorch's own operations compute on {device.type}: {slow}",
+        windowed
+        and keeps_all_reason is not None
+        and f"layers with a sliding window keep all tokens, for {keeps_all_reason} needs pages of all layers",
+        is_limited
+        and f"{plan.sequences} sequences run at a time, for their states take much memory{snapshots}: state_memory",
+    ]
+
+
+def idle_gpus_note(visible: int, used: int, can_use: Callable[[int], bool]) -> str | None:
+    """A note about GPUs that compute nothing, and what to do; None where there are none. can_use: whether the model can
+    be divided among that many."""
+    if visible <= used:
+        return None
+    most = max((count for count in range(used + 1, visible + 1) if can_use(count)), default=None)
+    several = f"use --tensor-parallel-size {most}, or " if most is not None else ""
+    are = "is" if used == 1 else "are"
+    return (
+        f"{visible} GPUs are visible, {used} {are} used: {several}start one server for each with "
+        "CUDA_VISIBLE_DEVICES=N and a port of its own"
+    )
