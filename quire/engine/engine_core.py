@@ -55,7 +55,7 @@ from quire.engine.link.engine_messages import (
     together,
 )
 from quire.engine.lora.adapter_queue import AdapterQueue
-from quire.engine.processes.heartbeat import Heartbeat, NoHeartbeat
+from quire.engine.processes.heartbeat import Heartbeat, NullHeartbeat
 from quire.engine.settings.class_import import import_class
 from quire.engine.tiers.kv_identity import WeightFiles, code_hash, content_digest
 from quire.engine.tiers.tier_factory import check_tiers, choose_tiers
@@ -81,7 +81,7 @@ class EngineCore:
     def __init__(
         self,
         config: EngineConfig,
-        heartbeat: NoHeartbeat | None = None,
+        heartbeat: Heartbeat | None = None,
         tensors: NamedTensors | None = None,
         *,
         make_drafter: Callable[[StartedWorker, EngineConfig], Drafter | None] | None = None,
@@ -98,7 +98,7 @@ class EngineCore:
         config = apply_gpu_defaults(config)
         if config.weights is not None:
             check_same_model(model, stored_at(config), path)
-        heartbeat = heartbeat or NoHeartbeat()
+        heartbeat = heartbeat or NullHeartbeat()
         is_encoder = model.model_type in ENCODERS and model.given is None
         check_tiers(config, is_encoder=is_encoder)
         weight_files = WeightFiles(config) if tensors is None else None
@@ -373,7 +373,7 @@ def _sleep_until_load(
 
 
 def _rebuild_engine(
-    previous: EngineConfig, config: EngineConfig, heartbeat: NoHeartbeat
+    previous: EngineConfig, config: EngineConfig, heartbeat: Heartbeat
 ) -> tuple[EngineConfig, EngineCore, str | None]:
     """An engine of `config`, or where it cannot start one of `previous`, and why; with its configuration. The engine
     before must have been let go. Raises ConfigError where neither can start."""

@@ -45,6 +45,7 @@ class TieredKVOffloader(KVOffloader):
         `patience`: seconds that a sequence waits for its pages."""
         self.load_costs = load_costs
         self.capacity_text = capacity_text
+        self.load_seconds = 0.0
         self._tiers = tiers
         self._mover = mover = mover if state_mover is None else BlockAndStateMover(mover, state_mover)
         snapshot_bytes = 0 if state_mover is None else state_mover.block_bytes
