@@ -54,6 +54,7 @@ from quire.engine.worker.loading.transformers_support import transformers_notes,
 from quire.engine.worker.loading.weight_check import ExpectedWeights
 from quire.engine.worker.loading.weight_loader import NamedTensors
 from quire.engine.worker.ranks.pipeline import Stages
+from quire.engine.worker.ranks.rank_group import RankGroup
 from quire.engine.worker.ranks.rank_messages import AllocateCommand, BeginCommand
 from quire.engine.worker.ranks.single_process import SingleProcess
 from quire.engine.worker.ranks.spmd import SpmdRanks
@@ -63,7 +64,7 @@ from quire.kernels.backend import Backend
 from quire.kernels.gpu.other_devices import is_other_device
 from quire.kernels.streaming.weight_offloader import OffloadCounts
 
-_ExecutorClass = TypeVar("_ExecutorClass", bound=SingleProcess)
+_ExecutorClass = TypeVar("_ExecutorClass", bound=RankGroup)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,8 @@ def start_worker(
     on_rank_end: Callable[[int], None] | None = None,
 ) -> StartedWorker:
     """Load the model at `path`, its weights from `tensors` if there are any, and allocate its KV cache. `progress` is
-    called after every layer: a step may take long, but a layer that does not end hangs. `on_rank_end`: see Ranks.
-    Raises ConfigError."""
+    called after every layer: a step may take long, but a layer that does not end hangs. `on_rank_end`: see
+    MultiProcessRanks. Raises ConfigError."""
     device = choose_device(config)
     check_kv_cache_memory(config, device)
     kernel_cache_note = prepare_kernel_cache() if device.type == "cuda" else None
@@ -131,7 +132,7 @@ def _load_worker(
     chosen: DevicePlan,
     progress: Callable[[], None],
     tensors: NamedTensors | None,
-    ranks: SingleProcess,
+    ranks: RankGroup,
     kernel_cache_note: str | None,
 ) -> StartedWorker:
     device, backend = chosen.device, chosen.backend
@@ -216,7 +217,7 @@ def _load_worker(
 
 
 def _allocate_on_all_ranks(
-    config: EngineConfig, chosen: DevicePlan, loaded: LoadedModel, plan: KVPlan, ranks: SingleProcess
+    config: EngineConfig, chosen: DevicePlan, loaded: LoadedModel, plan: KVPlan, ranks: RankGroup
 ) -> KVAllocation:
     """What the plan says, here and on the other ranks."""
     shares = StateShares(plan.sequences, plan.snapshots)
@@ -255,7 +256,7 @@ def startup_notes(
     model: Decoder,
     plan: KVPlan,
     allocation: KVAllocation,
-    ranks: SingleProcess,
+    ranks: RankGroup,
 ) -> list[str | bool | None]:
     """What was chosen otherwise than one might expect: texts, each in the place of a condition that does not hold."""
     device, keeps_all_reason, is_limited = chosen.device, keeps_all(config), plan.sequences < config.max_num_seqs
@@ -352,7 +353,7 @@ def start_ranks(
     on_end: Callable[[int], None] | None,
     *,
     weights_are_tensors: bool,
-) -> SingleProcess:
+) -> RankGroup:
     """The processes that compute the model together with this one. given: the weights are in no file. Raises
     ConfigError."""
     refuse_setting("node_rank", config.node_rank > 0 and "machines but the first run nothing but `quire serve`")
@@ -393,7 +394,7 @@ def plan_kv_cache(
     backend: Backend,
     draft: LoadedDrafter | None,
     groups: PageGroups,
-    ranks: SingleProcess,
+    ranks: RankGroup,
     available_here: Callable[[], int],
 ) -> KVPlan:
     """The KV cache for what the loaded weights leave of the memory, here and where others compute; groups: of all
