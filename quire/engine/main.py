@@ -69,7 +69,7 @@ def main() -> None:
     config = EngineConfig.model_validate_json(line)
     os.nice(config.niceness)  # of this thread, and those that it starts from here on: all that compute
 
-    from quire.engine.engine_core import run_engine_core
+    from quire.engine.engine_core_process import run_engine_core
 
     sys.exit(run_engine_core(config, address, heartbeat))
 

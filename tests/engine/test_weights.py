@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quire.engine.config import EngineConfig
-from quire.engine.engine_core import EngineCore, _rebuild_engine
+from quire.engine.engine_core import EngineCore
+from quire.engine.engine_core_process import _rebuild_engine
 from quire.engine.errors import ConfigError, InvalidRequest, ModelError, Overloaded, QuireError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.supervisor import ProcessLink
