@@ -59,7 +59,7 @@ def choose_tiers(
 ) -> tuple[KVOffloader, list[str]]:
     """The tiers, and notes on them. `weight_files`: those of the weights that were loaded; None: they are in no file,
     so no later engine could know whether they are the same. `make_state_mover`: what copies slots, where prefixes need
-    snapshots. `make_tiers`: makes them of what Tiers takes."""
+    snapshots. `make_tiers`: makes a TieredKVOffloader."""
     if not (settings := tier_settings(config)):
         return NullKVOffloader(), []
     if (mover := make_block_mover()) is None:
