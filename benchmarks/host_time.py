@@ -31,7 +31,7 @@ from quire.engine.layers.sublayer import BuildContext
 from quire.engine.link.engine_messages import Stepped, encode
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.spec import DecoderSpec
-from quire.engine.processes.heartbeat import NoHeartbeat
+from quire.engine.processes.heartbeat import NullHeartbeat
 from quire.engine.types import EngineCoreRequest, SamplingParams
 from quire.engine.worker import input_batch, model_runner
 from quire.engine.worker.device_memory import allocate_kv_blocks, kv_cache_by_layer, prefill_metadata
@@ -91,7 +91,7 @@ def engine_of(rows: int) -> EngineCore:
         max_num_batched_tokens=8192,
     )  # fmt: skip
     engine = EngineCore(config)  # on the CPU, but with a GPU's graphs, sampler and steps ahead
-    engine._step_runner = StepRunner(engine.scheduler, engine.executor, 1, NoHeartbeat())
+    engine._step_runner = StepRunner(engine.scheduler, engine.executor, 1, NullHeartbeat())
     hidden, logits = torch.zeros((8192, 8)), torch.zeros((rows, 4096))
     picked, known = torch.full((rows,), PICKED), torch.ones(rows, dtype=torch.bool)
     engine.executor._model = SimpleNamespace(

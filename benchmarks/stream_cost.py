@@ -37,7 +37,7 @@ from quire.engine.link.hub_link import HubLink
 from quire.engine.link.process import EngineProcess, Launcher
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.processes.child import end_with_parent, read_configuration
-from quire.engine.processes.heartbeat import Heartbeat
+from quire.engine.processes.heartbeat import PipeHeartbeat
 from quire.engine.types import EngineCoreOutput, EngineInfo
 from quire.server.cli.http_server import HttpServer
 from quire.server.config import ServerConfig
@@ -61,7 +61,7 @@ class NullProcess(EngineProcess):
 def compute_nothing(address: str, descriptor: int) -> None:
     """The engine process: waits for as many requests as there are to be streams, and answers all in the same steps."""
     read_configuration()
-    Heartbeat(descriptor)
+    PipeHeartbeat(descriptor)
     end_with_parent()
     streams, steps, pause = (int(os.environ[name]) for name in ("NULL_STREAMS", "NULL_STEPS", "NULL_PAUSE_US"))
     pair: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)

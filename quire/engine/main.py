@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from quire.engine.processes.child import end_with_parent, read_configuration
 from quire.engine.processes.exit_cause import FAULT_SIGNALS
-from quire.engine.processes.heartbeat import Heartbeat
+from quire.engine.processes.heartbeat import PipeHeartbeat
 
 if TYPE_CHECKING:
     from quire.engine.config import EngineConfig
@@ -32,7 +32,7 @@ def block_fault_signals() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, FAULT_SIGNALS)
 
 
-def report_fault_signals(heartbeat: Heartbeat) -> None:
+def report_fault_signals(heartbeat: PipeHeartbeat) -> None:
     """Start a thread that waits for one of FAULT_SIGNALS, reports its sender to the parent, and lets it end us."""
 
     def report_signal() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1)  # to the server's standard error, as all that is written there
     block_fault_signals()
     line = read_configuration()
-    heartbeat = Heartbeat(descriptor)
+    heartbeat = PipeHeartbeat(descriptor)
     report_fault_signals(heartbeat)
     end_with_parent()
 
@@ -69,7 +69,7 @@ def main() -> None:
     config = EngineConfig.model_validate_json(line)
     os.nice(config.niceness)  # of this thread, and those that it starts from here on: all that compute
 
-    from quire.engine.engine_core import run_engine_core
+    from quire.engine.engine_core_process import run_engine_core
 
     sys.exit(run_engine_core(config, address, heartbeat))
 

@@ -176,7 +176,7 @@ async def test_a_signal_shows_what_threads_do_and_ends_no_process(tmp_path: Path
                 await ask(client)
         assert pids == [server.process.pid, *server.engine_pids(), *forkers(server), *workers(server)]
         written = server.log.read_text()
-        assert all(f'{name}", line' in written for name in ("serve.py", "engine_core.py", "worker.py"))
+        assert all(f'{name}", line' in written for name in ("serve.py", "engine_core_process.py", "worker.py"))
     finally:
         server.process.kill()
         server.process.wait()

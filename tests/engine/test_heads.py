@@ -20,7 +20,8 @@ from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.core.scheduler_output import HeadDraftRequest
 from quire.engine.drafting.draft_length import AdaptiveLengthDrafter, StepCosts
 from quire.engine.drafting.head_drafter import HeadDrafter
-from quire.engine.engine_core import EngineCore, make_model_drafter
+from quire.engine.engine_builder.drafter_builder import make_model_drafter
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
 from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.types import EngineCoreRequest, PoolingParams, SamplingParams

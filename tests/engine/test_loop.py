@@ -7,7 +7,8 @@ from typing import cast
 import zmq
 
 from quire.engine.core.stats import EngineStats, EngineView
-from quire.engine.engine_core import EngineCore, _handle_messages
+from quire.engine.engine_core import EngineCore
+from quire.engine.engine_core_process import _handle_messages
 from quire.engine.link.engine_messages import SnapshotRequest, Submit, ToEngine, encode
 from quire.engine.types import EngineCoreRequest, SamplingParams
 

@@ -13,7 +13,8 @@ from quire.engine.core.drafter import Draft, Drafter, NullDrafter, RequestsToDra
 from quire.engine.core.request import Request
 from quire.engine.drafting.draft_length import AdaptiveLengthDrafter, StepCosts
 from quire.engine.drafting.ngram_drafter import NgramDrafter, SuffixDrafter
-from quire.engine.engine_core import EngineCore, make_default_drafter
+from quire.engine.engine_builder.drafter_builder import make_default_drafter
+from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
 from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.types import EngineCoreRequest, SamplingParams, ThinkingBudget

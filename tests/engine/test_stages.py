@@ -25,7 +25,7 @@ from quire.engine.drafting.drafter_factory import choose_drafter
 from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.errors import ConfigError
 from quire.engine.layers.attention import AttentionLayerSpec
-from quire.engine.processes.heartbeat import NoHeartbeat
+from quire.engine.processes.heartbeat import NullHeartbeat
 from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.types import EngineCoreRequest, PoolingParams
 from quire.engine.worker import device_plan
@@ -350,7 +350,7 @@ def test_what_other_stages_do_is_progress() -> None:
     """The engine waits for them, and whoever watches it must see that something is being done."""
     called = set()
 
-    class Seen(NoHeartbeat):
+    class Seen(NullHeartbeat):
         def progress(self) -> None:
             called.add(threading.current_thread().name)
 

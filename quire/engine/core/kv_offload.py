@@ -1,7 +1,8 @@
-"""What the scheduler asks of the tiers below the device's prefix cache (engine/tiers); here there are none."""
+"""What the scheduler asks of the tiers below the device's prefix cache (engine/tiers); NullKVOffloader: no tiers."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from quire.engine.core.block_pool import BlockPool
@@ -11,57 +12,112 @@ from quire.engine.core.scheduler_output import LoadedBlocks
 from quire.engine.core.stats import TierStats
 
 
-class KVOffloader:
-    """Pages that leave the device are gone."""
+class KVOffloader(ABC):
+    """Moves KV blocks that leave the device to tiers, and loads them back."""
+
+    capacity_text: str
+    """Capacity of each tier, for the log."""
+    load_seconds: float
+    """Total time that requests waited for loads."""
+
+    @property
+    @abstractmethod
+    def has_open_loads(self) -> bool:
+        """True if a request waits for blocks."""
+
+    @property
+    @abstractmethod
+    def num_blocks_lost(self) -> int:
+        """Number of blocks that no tier stored, because they came too fast."""
+
+    @abstractmethod
+    def attach_cache(self, pool: BlockPool, prefixes: PrefixCache) -> None:
+        """Called once, by the scheduler that owns the blocks."""
+
+    @abstractmethod
+    def offload_blocks(self, request: Request) -> None:
+        """Store a request's blocks, which it is about to free."""
+
+    @abstractmethod
+    def load_blocks(self, request: Request, cached: list[int]) -> bool:
+        """True if a request, whose prefix has the blocks `cached` on the device, must wait for more of it. It is then
+        in no queue until `take_loaded_requests` returns it. The pool has free blocks for all its tokens."""
+
+    @abstractmethod
+    def take_loaded_requests(self) -> Sequence[Request]:
+        """The requests that need not wait any longer."""
+
+    @abstractmethod
+    def cancel_load(self, request: Request) -> None:
+        """Drop a request that has ended. It may have waited for blocks."""
+
+    @abstractmethod
+    def wait_for_loads(self) -> None:
+        """Wait briefly for blocks. Called only while there is nothing to compute."""
+
+    @abstractmethod
+    def take_loaded_blocks(self) -> list[LoadedBlocks]:
+        """The blocks that were loaded since the last call."""
+
+    @abstractmethod
+    def record_step_cost(self, tokens: int, seconds: float) -> None:
+        """Record that a step of `tokens` tokens took `seconds`."""
+
+    @abstractmethod
+    def clear_tiers(self) -> None:
+        """Forget all blocks."""
+
+    @abstractmethod
+    def tier_stats(self) -> list[TierStats]: ...
+
+    @abstractmethod
+    def close_tiers(self) -> None:
+        """Store the blocks that are on their way to a tier, then end the threads."""
+
+
+class NullKVOffloader(KVOffloader):
+    """No tiers: blocks that leave the device are lost."""
 
     capacity_text = ""
-    """How much each tier holds, for the log."""
     load_seconds = 0.0
-    """How long sequences waited for pages, in all."""
 
     @property
     def has_open_loads(self) -> bool:
-        """Whether some sequence waits for pages."""
         return False
 
     @property
     def num_blocks_lost(self) -> int:
-        """Pages that no tier kept, for they came too fast."""
         return 0
 
     def attach_cache(self, pool: BlockPool, prefixes: PrefixCache) -> None:
-        """Called once, by the scheduler whose pages these are."""
+        pass
 
     def offload_blocks(self, request: Request) -> None:
-        """A sequence is about to give back its pages."""
+        pass
 
     def load_blocks(self, request: Request, cached: list[int]) -> bool:
-        """Whether a sequence, of whose prefix the device has `cached`, is to wait for more of it: it is in no queue
-        until `take_loaded_requests` returns it. The pool has pages for all its tokens."""
         return False
 
     def take_loaded_requests(self) -> Sequence[Request]:
-        """The sequences that need not wait any more."""
         return ()
 
     def cancel_load(self, request: Request) -> None:
-        """A sequence has ended; it may have waited for pages."""
+        pass
 
     def wait_for_loads(self) -> None:
-        """Wait a little for pages; while there is nothing to compute."""
+        pass
 
     def take_loaded_blocks(self) -> list[LoadedBlocks]:
-        """What came back since the last call."""
         return []
 
     def record_step_cost(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
+        pass
 
     def clear_tiers(self) -> None:
-        """Forget all pages."""
+        pass
 
     def tier_stats(self) -> list[TierStats]:
         return []
 
     def close_tiers(self) -> None:
-        """End the threads; what is on its way to a tier is put there first."""
+        pass

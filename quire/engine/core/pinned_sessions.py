@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from quire.engine import clock
 from quire.engine.core.block_pool import BlockPool
 from quire.engine.core.request import Request
-from quire.engine.core.state_snapshots import SnapshotPosition, StateSnapshots
+from quire.engine.core.state_snapshots import NullStateSnapshots, SnapshotPosition, StateSnapshots
 from quire.engine.core.stats import LiveCounters
 from quire.engine.types import DEFAULT_KEEP_SECONDS
 
@@ -82,7 +82,7 @@ class PinnedSessions:
         self.counts = counts or LiveCounters()
         self._pool, self._max_pinned, self._clock = pool, int(pool.num_blocks * share), clock
         pool.unpin_some = self._unpin_some_blocks
-        self._snapshots = snapshots or StateSnapshots()
+        self._snapshots = snapshots or NullStateSnapshots()
         if self._snapshots.pool is not None:
             self._snapshots.pool.unpin_some = self._unpin_some_snapshots
         self._share = share

@@ -9,7 +9,7 @@ from quire.engine.core.block_tables import BlockTables, without_null_blocks
 from quire.engine.core.pinned_sessions import PinnedSessions
 from quire.engine.core.request import Request
 from quire.engine.core.scheduler_output import BlockCopy
-from quire.engine.core.state_snapshots import StateSnapshots
+from quire.engine.core.state_snapshots import NullStateSnapshots, StateSnapshots
 from quire.engine.core.stats import LiveCounters
 
 
@@ -30,7 +30,7 @@ class PrefixCache:
         self.block_size = block_size = tables.needs.block_size
         assert block_size % hash_block_size == 0
         self.is_enabled = enabled
-        self.snapshots = snapshots or StateSnapshots()
+        self.snapshots = snapshots or NullStateSnapshots()
         self._sessions = PinnedSessions(tables.pool, snapshots=self.snapshots, counts=counts)
         self._counts = counts
         self._block_tables = tables

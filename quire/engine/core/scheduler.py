@@ -17,7 +17,7 @@ from quire.engine.core.block_pool import NULL_BLOCK, BlockPool
 from quire.engine.core.block_tables import BlockTables
 from quire.engine.core.drafter import Drafter, NullDrafter
 from quire.engine.core.fair_queue import FairQueue, TokenBudget
-from quire.engine.core.kv_offload import KVOffloader
+from quire.engine.core.kv_offload import KVOffloader, NullKVOffloader
 from quire.engine.core.prefix_cache import PrefixCache
 from quire.engine.core.request import Request, RequestStatus, ScheduledChunk
 from quire.engine.core.scheduler_output import (
@@ -77,7 +77,7 @@ class Scheduler:
         self.prefix_cache = PrefixCache(
             self._block_tables, hash_size, self._counts, enabled=enable_prefix_caching, snapshots=state_snapshots
         )
-        self.kv_offloader = tiers or KVOffloader()
+        self.kv_offloader = tiers or NullKVOffloader()
         self.kv_offloader.attach_cache(self.pool, self.prefix_cache)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._whole_prompts, self._pools_all = whole_prompts, pools_all

@@ -4,6 +4,7 @@ a sequence's slot to it, using it copies it back."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -37,66 +38,122 @@ class _PendingSnapshot(NamedTuple):
     slot: int
 
 
-class StateSnapshots:
-    """For models whose pages hold all that a sequence needs."""
+class StateSnapshots(ABC):
+    """Says behind which cached blocks a request can begin, and saves and restores the recurrent state there."""
 
-    interval_tokens = 0
-    """Tokens in multiples of which snapshots are kept, beside those at prompts' ends."""
-    is_required = False
-    """Whether a sequence needs one to begin behind a page."""
-    pool: BlockPool | None = None
-    """In which they can be kept for somebody, as pages can."""
+    interval_tokens: int
+    """Tokens in multiples of which snapshots are kept, in addition to those at prompts' ends."""
+    is_required: bool
+    """True if a request needs a snapshot to begin after a cached block."""
+    pool: BlockPool | None
+    """Where snapshots can be pinned as blocks can."""
 
+    @abstractmethod
     def num_usable_blocks(self, digests: Sequence[bytes]) -> int:
-        """Of pages with these hashes, behind how many of the first ones a sequence can begin."""
-        return len(digests)
+        """The largest number of first blocks, of those with these hashes, after which a request can begin."""
 
+    @abstractmethod
     def publish_snapshots(self) -> None:
-        """Another step is decided: what the steps before it keep can be used."""
+        """Called when another step is scheduled: the snapshots of earlier steps can be used from now on."""
 
+    @abstractmethod
     def limit_step_tokens(self, request: Request, max_tokens: int) -> int:
-        """How many of `max_tokens` known tokens a sequence may compute in the next step."""
-        return max_tokens
+        """How many of `max_tokens` known tokens a request may compute in the next step."""
 
+    @abstractmethod
     def limit_draft_tokens(self, num_known: int, max_drafts: int) -> int:
-        """How many of `max_drafts` guesses may follow a sequence's `num_known` tokens in the next step."""
-        return max_drafts
+        """How many of `max_drafts` draft tokens may follow a request's `num_known` tokens in the next step."""
 
+    @abstractmethod
     def restore_state(self, request: Request) -> None:
-        """A sequence got a slot, and the pages of its first `computed` tokens."""
+        """Restore the state of a request that got a slot and the blocks of its first `num_computed_tokens` tokens."""
 
+    @abstractmethod
     def save_state(self, request: Request, num_known: int) -> None:
-        """A step takes a sequence's state to its first `num_known` tokens, none of them a guess."""
+        """Save the state if needed: a step computes the first `num_known` tokens, none of them a draft."""
 
+    @abstractmethod
     def take_slot_copies(self) -> list[SlotCopy]:
-        """What is to be copied before the step that is being decided computes anything, in this order."""
-        return []
+        """The copies to make, in this order, before the step that is being scheduled computes anything."""
 
+    @abstractmethod
     def clear_snapshots(self) -> None:
         """Let no snapshot be found."""
 
+    @abstractmethod
     def set_before_reuse(self, before_reuse: Callable[[Sequence[int]], None]) -> None:
         """`before_reuse`: called with slots that are about to be overwritten, as ~slot."""
 
+    @abstractmethod
     def has_snapshot(self, digest: bytes) -> bool:
-        """Whether there is one at the end of the page with this hash."""
+        """True if a request can begin at the end of the block with this hash."""
+
+    @abstractmethod
+    def saved_slots(self, request: Request) -> list[tuple[int, bytes]]:
+        """The snapshots at the ends of a request's blocks: their slots, as ~slot, and the blocks' hashes."""
+
+    @abstractmethod
+    def resume_positions(self, request: Request, num_blocks: int) -> list[SnapshotPosition]:
+        """The snapshots among the first `num_blocks` blocks with which a conversation's next turn may begin: the last
+        one, and the last one within the prompt, because a template may write an answer differently later."""
+
+    @abstractmethod
+    def reserve_slot(self) -> int | None:
+        """A slot for a snapshot from a tier, until `finish_load`; None if there is none now."""
+
+    @abstractmethod
+    def finish_load(self, slot: int, digest: bytes, *, is_complete: bool) -> None:
+        """The load of a snapshot has ended, or failed if not `is_complete`. `digest`: its block's hash."""
+
+
+class NullStateSnapshots(StateSnapshots):
+    """For models whose blocks hold everything that a request needs."""
+
+    interval_tokens = 0
+    is_required = False
+    pool = None
+
+    def num_usable_blocks(self, digests: Sequence[bytes]) -> int:
+        return len(digests)
+
+    def publish_snapshots(self) -> None:
+        pass
+
+    def limit_step_tokens(self, request: Request, max_tokens: int) -> int:
+        return max_tokens
+
+    def limit_draft_tokens(self, num_known: int, max_drafts: int) -> int:
+        return max_drafts
+
+    def restore_state(self, request: Request) -> None:
+        pass
+
+    def save_state(self, request: Request, num_known: int) -> None:
+        pass
+
+    def take_slot_copies(self) -> list[SlotCopy]:
+        return []
+
+    def clear_snapshots(self) -> None:
+        pass
+
+    def set_before_reuse(self, before_reuse: Callable[[Sequence[int]], None]) -> None:
+        pass
+
+    def has_snapshot(self, digest: bytes) -> bool:
         return True
 
     def saved_slots(self, request: Request) -> list[tuple[int, bytes]]:
-        """Those at the ends of a sequence's pages: their slots, as ~slot, and the pages' hashes."""
         return []
 
     def resume_positions(self, request: Request, num_blocks: int) -> list[SnapshotPosition]:
-        """Those that a conversation's next turn may begin with, of which so many pages are kept: the last one, and the
-        last one within the prompt, for templates may tell an answer otherwise later."""
         return []
 
     def reserve_slot(self) -> int | None:
-        """A slot for a snapshot that comes from a tier, which `finish_load` gives back; None: there is none now."""
         return None
 
     def finish_load(self, slot: int, digest: bytes, *, is_complete: bool) -> None:
-        """It has come, or not: not `is_complete`. `digest`: of its page."""
+        pass
 
 
 class PooledStateSnapshots(StateSnapshots):
@@ -109,12 +166,10 @@ class PooledStateSnapshots(StateSnapshots):
     def __init__(self, block_pool: BlockPool, block_size: int, plan: SnapshotPlan, first_slot: int) -> None:
         """The snapshots are the slots from `first_slot` on."""
         assert plan.interval_tokens % block_size == 0
-        self._block_pool, self._block_size, self.interval_tokens, self._first_slot = (
-            block_pool,
-            block_size,
-            plan.interval_tokens,
-            first_slot,
-        )
+        self._block_pool = block_pool
+        self._block_size = block_size
+        self.interval_tokens = plan.interval_tokens
+        self._first_slot = first_slot
         self.pool = self._pool = BlockPool(plan.num_slots)
         self._snapshot_hashes: dict[int, bytes] = {}
         self._slot_copies: list[SlotCopy] = []
@@ -250,5 +305,6 @@ class PooledStateSnapshots(StateSnapshots):
 def make_state_snapshots(
     block_pool: BlockPool, block_size: int, plan: SnapshotPlan | None, first_slot: int
 ) -> StateSnapshots:
-    """By default none."""
-    return StateSnapshots() if plan is None else PooledStateSnapshots(block_pool, block_size, plan, first_slot)
+    if plan is None:
+        return NullStateSnapshots()
+    return PooledStateSnapshots(block_pool, block_size, plan, first_slot)

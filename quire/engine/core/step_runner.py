@@ -13,7 +13,7 @@ from quire.engine.core.request_history import make_step_record
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.scheduler_output import SchedulerOutput
 from quire.engine.core.stats import StepRecord
-from quire.engine.processes.heartbeat import NoHeartbeat
+from quire.engine.processes.heartbeat import Heartbeat
 from quire.engine.types import EngineCoreOutput
 
 
@@ -34,7 +34,7 @@ class StepRunner:
     that looks back, the oldest step is learnt from first: otherwise such a sequence would sit out every other step.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, steps_ahead: int, heartbeat: NoHeartbeat) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, steps_ahead: int, heartbeat: Heartbeat) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._steps_ahead = steps_ahead

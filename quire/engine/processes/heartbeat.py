@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import msgspec
@@ -46,23 +47,43 @@ HeartbeatMessage = Alive | RequestsBegan | FaultSignal
 decode_heartbeat = msgspec.json.Decoder(HeartbeatMessage).decode
 
 
-class NoHeartbeat:
-    """The heartbeat of an engine that runs in its client's process: it does nothing."""
+class Heartbeat(ABC):
+    """Tells whoever watches the engine that its steps go on."""
 
+    @abstractmethod
     def begin_step(self, new_ids: Sequence[str]) -> None:
         """A step is about to run; the requests `new_ids` are in a step for the first time."""
 
+    @abstractmethod
     def progress(self) -> None:
         """A part of the step, such as one layer, is done."""
 
+    @abstractmethod
     def end_step(self) -> None:
         """The step is complete."""
 
+    @abstractmethod
     def rank_ended(self, code: int) -> None:
         """A process that computes with this one has ended with this return code, as subprocess says it."""
 
 
-class Heartbeat(NoHeartbeat):
+class NullHeartbeat(Heartbeat):
+    """For an engine that runs in its client's process: nobody watches it."""
+
+    def begin_step(self, new_ids: Sequence[str]) -> None:
+        pass
+
+    def progress(self) -> None:
+        pass
+
+    def end_step(self) -> None:
+        pass
+
+    def rank_ended(self, code: int) -> None:
+        pass
+
+
+class PipeHeartbeat(Heartbeat):
     """Writes to the pipe `descriptor`. A thread of its own sends heartbeats from construction on."""
 
     def __init__(self, descriptor: int) -> None:

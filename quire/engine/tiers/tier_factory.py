@@ -11,7 +11,7 @@ from quire.engine.checkpoint.kv_folder import open_root
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.config import EngineConfig
 from quire.engine.core.executor import BlockMover
-from quire.engine.core.kv_offload import KVOffloader
+from quire.engine.core.kv_offload import KVOffloader, NullKVOffloader
 from quire.engine.errors import ConfigError, refuse_setting
 from quire.engine.tiers.disk_tier import DiskTier
 from quire.engine.tiers.external_tier import ExternalTier
@@ -59,9 +59,9 @@ def choose_tiers(
 ) -> tuple[KVOffloader, list[str]]:
     """The tiers, and notes on them. `weight_files`: those of the weights that were loaded; None: they are in no file,
     so no later engine could know whether they are the same. `make_state_mover`: what copies slots, where prefixes need
-    snapshots. `make_tiers`: makes them of what Tiers takes."""
+    snapshots. `make_tiers`: makes a TieredKVOffloader."""
     if not (settings := tier_settings(config)):
-        return KVOffloader(), []
+        return NullKVOffloader(), []
     if (mover := make_block_mover()) is None:
         raise ConfigError(f"{settings[0]}: what computes here has no pages that can be copied", param=settings[0])
     state_mover = None if make_state_mover is None else make_state_mover()
@@ -90,7 +90,7 @@ def choose_tiers(
             if config.kv_offload_tier is not None:
                 tiers.append(ExternalTier(_import_tier(config.kv_offload_tier, identity), identity))
     if not tiers:
-        return KVOffloader(), notes
+        return NullKVOffloader(), notes
     bounds = {"host": config.kv_offload_memory, "disk": config.kv_disk_gib}
     capacities = [_capacity_text(tier.name, bounds.get(tier.name), mover.block_bytes, block_tokens) for tier in tiers]
     return make_tiers(tiers, mover, costs, sizes, f"; below it {', '.join(capacities)}", state_mover), notes

@@ -1,10 +1,11 @@
-"""What the scheduler knows of the tiers below the device's prefix cache: pages go there when sequences leave, and come
-back when a prefix is wanted again."""
+"""The KV offloader with tiers: blocks go to them when requests leave the device, and come back when a prefix is wanted
+again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from quire.engine import clock
 from quire.engine.core.block_pool import BlockPool
@@ -25,8 +26,18 @@ TierUsage = Callable[[], tuple[int, int]]
 """Pages, and bytes, that a tier has."""
 
 
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """How blocks move between the device and the tiers."""
+
+    store_threads: ThreadPoolFactory = ThreadPoolExecutor
+    load_threads: ThreadPoolFactory = ThreadPoolExecutor
+    load_timeout: float = LOAD_TIMEOUT_SECONDS
+    """Seconds that a request waits for its blocks."""
+
+
 class TieredKVOffloader(KVOffloader):
-    """Tiers, the nearest first: each page goes to all of them, and comes back from the first that has it."""
+    """Each block goes to all tiers, and comes back from the first that has it."""
 
     def __init__(
         self,
@@ -36,21 +47,19 @@ class TieredKVOffloader(KVOffloader):
         usages: Mapping[str, TierUsage] | None = None,
         capacity_text: str = "",
         state_mover: BlockMover | None = None,
-        *,
-        put_threads: ThreadPoolFactory = ThreadPoolExecutor,
-        fetch_threads: ThreadPoolFactory = ThreadPoolExecutor,
-        patience: float = LOAD_TIMEOUT_SECONDS,
+        transfer_options: TransferOptions | None = None,
     ) -> None:
-        """`usages`: of those that have one, by name. `state_mover`: what copies slots, where prefixes need snapshots.
-        `patience`: seconds that a sequence waits for its pages."""
+        """`tiers`: the nearest first. `usages`: by name, of the tiers that know theirs. `state_mover`: copies slots if
+        prefixes need state snapshots."""
         self.load_costs = load_costs
         self.capacity_text = capacity_text
+        self.load_seconds = 0.0
         self._tiers = tiers
-        self._mover = mover = mover if state_mover is None else BlockAndStateMover(mover, state_mover)
-        snapshot_bytes = 0 if state_mover is None else state_mover.block_bytes
+        self._mover = mover if state_mover is None else BlockAndStateMover(mover, state_mover)
+        self._snapshot_bytes = 0 if state_mover is None else state_mover.block_bytes
         self._usages = usages or {}
-        self._writer = BlockWriter(tiers, mover, put_threads)
-        self._loader_options = snapshot_bytes, fetch_threads, patience
+        self._transfer_options = transfer_options or TransferOptions()
+        self._writer = BlockWriter(tiers, self._mover, self._transfer_options.store_threads)
         self._loaded_ids: set[str] = set()
         """Requests that compute what is missing now: each begins one load between two times that it runs, for while it
         waits others may take the pages that came, again and again. So do those for which not all came."""
@@ -61,7 +70,15 @@ class TieredKVOffloader(KVOffloader):
     def attach_cache(self, pool: BlockPool, prefixes: PrefixCache) -> None:
         self._prefix_cache = prefixes
         self._pool = pool
-        self._loads = BlockLoader(self._tiers, self._mover, pool, self._writer.promote_block, *self._loader_options)
+        self._loads = BlockLoader(
+            self._tiers,
+            self._mover,
+            pool,
+            self._writer.promote_block,
+            self._snapshot_bytes,
+            self._transfer_options.load_threads,
+            self._transfer_options.load_timeout,
+        )
         pool.before_reuse = self._writer.copy_before_reuse
         prefixes.snapshots.set_before_reuse(self._writer.copy_before_reuse)
 
@@ -183,11 +200,9 @@ class TieredKVOffloader(KVOffloader):
         all_stats = []
         for tier in self._tiers:
             num_loaded, seconds = self._load_counts[tier.name]
-            num_stored, block_size, block_bytes = (
-                self._writer.num_stored[tier.name],
-                self._prefix_cache.block_size,
-                self._mover.block_bytes,
-            )
+            num_stored = self._writer.num_stored[tier.name]
+            block_size = self._prefix_cache.block_size
+            block_bytes = self._mover.block_bytes
             usage = self._usages[tier.name]() if tier.name in self._usages else (0, 0)
             is_disabled = isinstance(tier, ExternalTier) and tier.is_disabled
             all_stats.append(

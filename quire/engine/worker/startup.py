@@ -19,7 +19,7 @@ from quire.engine.worker.loading.pooler import make_pooler
 from quire.engine.worker.loading.weight_loader import NamedTensors
 from quire.engine.worker.ranks.rank_messages import AllocateCommand, BeginCommand
 from quire.engine.worker.ranks.rank_startup import start_ranks
-from quire.engine.worker.ranks.single_process import SingleProcess
+from quire.engine.worker.ranks.rank_group import RankGroup
 from quire.engine.worker.sampling.slot_grammars import SlotGrammars
 from quire.engine.worker.startup_steps.kv_cache_sizing import KVCacheSizer
 from quire.engine.worker.startup_steps.started_worker import StartedWorker, make_grammar_compiler
@@ -65,7 +65,7 @@ class WorkerStartup:
         path: Path,
         model_config: ModelConfig,
         device_plan: DevicePlan,
-        ranks: SingleProcess,
+        ranks: RankGroup,
     ) -> None:
         self._config = config
         self._path = path

@@ -20,7 +20,7 @@ from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from quire.engine.core.step_runner import StepRunner
 from quire.engine.engine_core import EngineCore
-from quire.engine.processes.heartbeat import NoHeartbeat
+from quire.engine.processes.heartbeat import NullHeartbeat
 from quire.engine.types import EngineCoreOutput, EngineCoreRequest, Grammar, SamplingParams, TokenLogprob
 from tests.engine.core.test_scheduler import CONTEXT, EOS, PROMPTS, SLOTS
 from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice
@@ -160,7 +160,7 @@ def serve(
         drafter=DRAFTERS[drafts],
         micro_batches=micro_batches,
     )
-    steps = StepRunner(scheduler, launch_on, ahead, NoHeartbeat())
+    steps = StepRunner(scheduler, launch_on, ahead, NullHeartbeat())
     outputs: dict[str, list[EngineCoreOutput]] = {}
     adds: dict[int, list[EngineCoreRequest]] = {}
     aborts: dict[int, list[str]] = {}
@@ -256,7 +256,7 @@ def test_the_next_step_is_under_way_before_the_last_one_ends() -> None:
     scheduler = Scheduler(
         num_blocks=NUM_BLOCKS, block_size=BLOCK, max_model_len=CONTEXT, max_num_seqs=1, max_num_batched_tokens=10
     )
-    steps = StepRunner(scheduler, Device(), 1, NoHeartbeat())
+    steps = StepRunner(scheduler, Device(), 1, NullHeartbeat())
     scheduler.add_request(request("only", [0, 1, 2], max_tokens=5))
     outputs = []
     while steps.has_work:
@@ -283,7 +283,7 @@ def test_a_grammar_goes_as_fast_as_what_runs_beside_it(ahead: int) -> None:
     scheduler = Scheduler(
         num_blocks=NUM_BLOCKS, block_size=BLOCK, max_model_len=CONTEXT, max_num_seqs=2, max_num_batched_tokens=10
     )
-    steps = StepRunner(scheduler, Device(), ahead, NoHeartbeat())
+    steps = StepRunner(scheduler, Device(), ahead, NullHeartbeat())
     scheduler.add_request(request("free", [0, 1, 2], max_tokens=9))
     scheduler.add_request(request("held", [3, 4, 5], max_tokens=9, grammar=Grammar("regex", "x*")))
     while steps.has_work:
@@ -338,7 +338,7 @@ def test_a_slot_that_changed_hands_keeps_its_new_owners_grammar() -> None:
     second = request("second", [5, 6, 7], grammar=Grammar("regex", "the (cat|dog) and the (king|queen)"))
     wanted = run(engine, [second])["second"].ids
     first = request("first", [5, 6, 7], grammar=Grammar("regex", "[a-z]{40}"))
-    steps = StepRunner(engine.scheduler, engine.executor, 2, NoHeartbeat())
+    steps = StepRunner(engine.scheduler, engine.executor, 2, NullHeartbeat())
     engine.add_request(first)
     steps.run_step()
     engine.abort_request("first")

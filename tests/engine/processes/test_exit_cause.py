@@ -44,9 +44,9 @@ def test_the_cause_of_an_exit(code: int, sender: int | None, oom: int | None, de
 PROGRAM = """
 import ctypes, os, sys, time
 from quire.engine.main import block_fault_signals, report_fault_signals
-from quire.engine.processes.heartbeat import Heartbeat
+from quire.engine.processes.heartbeat import PipeHeartbeat
 block_fault_signals()
-heartbeat = Heartbeat(int(sys.argv[1]))
+heartbeat = PipeHeartbeat(int(sys.argv[1]))
 report_fault_signals(heartbeat)
 heartbeat.begin_step(["up"])
 {act}
@@ -96,9 +96,9 @@ def test_a_fault_of_the_process_itself_ends_it_without_a_report(act: str, number
 
 PROGRESS_OUTSIDE_A_STEP = """
 import os
-from quire.engine.processes.heartbeat import Heartbeat, FaultSignal, decode_heartbeat
+from quire.engine.processes.heartbeat import PipeHeartbeat, FaultSignal, decode_heartbeat
 reader, writer = os.pipe()
-heartbeat = Heartbeat(writer)
+heartbeat = PipeHeartbeat(writer)
 heartbeat.begin_step([])
 heartbeat.end_step()
 heartbeat.progress()

@@ -11,7 +11,7 @@ from quire.engine.core.executor import BlockMover
 from quire.engine.tiers.block_loader import LOAD_TIMEOUT_SECONDS
 from quire.engine.tiers.load_costs import LoadCosts
 from quire.engine.tiers.tier import BlockContent, Tier
-from quire.engine.tiers.tiered_offloader import TieredKVOffloader
+from quire.engine.tiers.tiered_offloader import TieredKVOffloader, TransferOptions
 from tests.engine.fake_device import FakeDevice
 
 assert LOAD_TIMEOUT_SECONDS > 5, "tests wait for slow tiers"
@@ -42,7 +42,7 @@ class Inline(Executor):
 def always(tiers: Sequence[Tier], mover: BlockMover, _: LoadCosts, *rest: Any) -> TieredKVOffloader:
     """Makes Tiers that fetch whatever is there, though to compute these models' tokens may cost less; and that have at
     once what is put there."""
-    return TieredKVOffloader(tiers, mover, Always(16), *rest, put_threads=Inline)
+    return TieredKVOffloader(tiers, mover, Always(16), *rest, TransferOptions(store_threads=Inline))
 
 
 def always_late(tiers: Sequence[Tier], mover: BlockMover, _: LoadCosts, *rest: Any) -> TieredKVOffloader:
@@ -116,5 +116,7 @@ class Unreliable(Dictionary):
             super().put(digest, page)
 
 
-def tiers_of(device: FakeDevice, tiers: Sequence[Tier], **threads: Any) -> TieredKVOffloader:
-    return TieredKVOffloader(tiers, FakeMover(device), Always(device.block), **threads)
+def tiers_of(device: FakeDevice, tiers: Sequence[Tier], **transfer_options: Any) -> TieredKVOffloader:
+    return TieredKVOffloader(
+        tiers, FakeMover(device), Always(device.block), transfer_options=TransferOptions(**transfer_options)
+    )

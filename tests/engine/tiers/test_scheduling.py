@@ -19,7 +19,7 @@ from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice
 from tests.engine.tiers.fakes import Dictionary, Inline, Unreliable, tiers_of
 from tests.tiers import examples
 
-PUT_INLINE: dict[str, Any] = {"put_threads": Inline}
+PUT_INLINE: dict[str, Any] = {"store_threads": Inline}
 
 
 class WithTiers(SchedulerMachine):
@@ -235,7 +235,7 @@ def test_a_tier_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_takes_too_long_is_computed() -> None:
     device, tier = FakeDevice(), Dictionary()
-    some = scheduler(device, tier, {"patience": 0.0}, num_blocks=24)
+    some = scheduler(device, tier, {"load_timeout": 0.0}, num_blocks=24)
     device.pages |= {page: [None] * BLOCK for page in range(24)}
     run(some, device, request("a", A, max_tokens=1))
     settle(some)
@@ -282,7 +282,7 @@ def test_what_a_step_copies_from_is_not_filled_by_a_load_before() -> None:
     """Of a large page, nobody's, one sequence copies the beginning; the next one's load would get that page first."""
     device = FakeDevice(12)
     some = scheduler(
-        device, Dictionary(), PUT_INLINE | {"fetch_threads": Inline}, num_blocks=3, block_size=12, hash_block_size=2
+        device, Dictionary(), PUT_INLINE | {"load_threads": Inline}, num_blocks=3, block_size=12, hash_block_size=2
     )
     run(some, device, request("loaded", A[:13], max_tokens=1))
     some.pool.clear_hashes()

@@ -17,6 +17,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.device_plan import DevicePlan
+from quire.engine.worker.draft_head_runner import DraftHeadRunner
 from quire.engine.worker.loading.model.loaded_model import LoadedModel, ModelPart
 from quire.engine.worker.model_runner import ModelRunner, PreparedBatch
 from quire.engine.worker.pending_step import PendingStep
@@ -61,6 +62,9 @@ class Stages(MultiProcessRanks):
 
     def runner(self, *parts: Any) -> ModelRunner:
         return PipelineRunner(self, *parts)
+
+    def make_head_runner(self, *parts: Any) -> DraftHeadRunner:
+        return DraftHeadRunner(*parts)
 
     def make_collective_rpc(self, model: Decoder) -> None:
         """Stages answer nothing once they have loaded."""

@@ -28,6 +28,7 @@ from quire.engine.processes.procfs import Stopped
 from quire.engine.replicas.cores import allowed_cores, node_cores, stay_on
 from quire.engine.types import Adapter
 from quire.engine.worker.device_plan import DevicePlan
+from quire.engine.worker.ranks.rank_group import RankGroup
 from quire.engine.worker.ranks.rank_messages import (
     AllocateCommand,
     AllocationReply,
@@ -50,7 +51,6 @@ from quire.engine.worker.ranks.rank_messages import (
 from quire.engine.worker.ranks.rank_rpc import RankWorker, run_rank_call
 from quire.engine.worker.ranks.remote_ranks import NodeRendezvous, RemoteRank
 from quire.engine.worker.ranks.rendezvous import check_connection, needs_ordered_sums, open_store
-from quire.engine.worker.ranks.single_process import SingleProcess
 from quire.kernels.collective import Collective, RankEnded
 from quire.kernels.distributed import join_ranks
 
@@ -97,7 +97,7 @@ class LeaderAdapterLoader:
         return loaded_slots
 
 
-class MultiProcessRanks(SingleProcess):
+class MultiProcessRanks(RankGroup):
     """Started when constructed, once all machines have joined; ended by `stop_ranks`, or when nobody holds this any
     more. Raises ConfigError where they cannot be started."""
 
@@ -193,7 +193,6 @@ class MultiProcessRanks(SingleProcess):
                 os.close(descriptor)
 
     def send_to_followers(self, message: RankCommand) -> None:
-        """To all of them. They read it when they have done what they were told before."""
         self._send_to(message, self._processes)
 
     def send_adapter(self, slot: int, adapter: Adapter) -> None:

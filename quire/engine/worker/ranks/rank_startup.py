@@ -15,11 +15,12 @@ from quire.engine.errors import refuse_setting
 from quire.engine.settings.class_import import import_class
 from quire.engine.worker.device_plan import DevicePlan, can_capture_decodes, kv_cache_dtype_name
 from quire.engine.worker.ranks.pipeline import Stages
+from quire.engine.worker.ranks.rank_group import RankGroup
 from quire.engine.worker.ranks.single_process import SingleProcess
 from quire.engine.worker.ranks.spmd import SpmdRanks
 from quire.kernels.gpu.other_devices import is_other_device
 
-_ExecutorClass = TypeVar("_ExecutorClass", bound=SingleProcess)
+_ExecutorClass = TypeVar("_ExecutorClass", bound=RankGroup)
 
 
 def start_ranks(
@@ -30,7 +31,7 @@ def start_ranks(
     on_end: Callable[[int], None] | None,
     *,
     weights_are_tensors: bool,
-) -> SingleProcess:
+) -> RankGroup:
     """The processes that compute the model together with this one. given: the weights are in no file. Raises
     ConfigError."""
     refuse_setting("node_rank", config.node_rank > 0 and "machines but the first run nothing but `quire serve`")

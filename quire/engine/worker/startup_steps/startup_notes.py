@@ -15,7 +15,7 @@ from quire.engine.types import EngineInfo
 from quire.engine.worker.device_plan import DevicePlan, kv_cache_dtype_name
 from quire.engine.worker.loading.kv_allocation import KVAllocation
 from quire.engine.worker.loading.transformers_support import transformers_suffix
-from quire.engine.worker.ranks.single_process import SingleProcess
+from quire.engine.worker.ranks.rank_group import RankGroup
 from quire.engine.worker.startup_steps.started_worker import make_engine_info
 from quire.engine.worker.startup_steps.worker_weights import WorkerWeights
 from quire.kernels.gpu.other_devices import is_other_device
@@ -56,7 +56,7 @@ def startup_notes(
     model: Decoder,
     plan: KVPlan,
     allocation: KVAllocation,
-    ranks: SingleProcess,
+    ranks: RankGroup,
 ) -> list[str | bool | None]:
     """What was chosen otherwise than one might expect: texts, each in the place of a condition that does not hold."""
     device = chosen.device

@@ -19,7 +19,7 @@ from quire.engine.worker.loading.model.weight_sizes import resident_weight_bytes
 from quire.engine.worker.loading.model_loader import load_model
 from quire.engine.worker.loading.transformers_support import transformers_notes
 from quire.engine.worker.loading.weight_loader import NamedTensors
-from quire.engine.worker.ranks.single_process import SingleProcess
+from quire.engine.worker.ranks.rank_group import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def load_worker_weights(
     path: Path,
     model_config: ModelConfig,
     device_plan: DevicePlan,
-    ranks: SingleProcess,
+    ranks: RankGroup,
     progress: Callable[[], None],
     tensors: NamedTensors | None,
 ) -> WorkerWeights:

@@ -1,0 +1,87 @@
+"""Builds the parts of an engine core: the worker, and what decides its steps: KV offloader, drafter, scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from quire.engine.checkpoint.families import ENCODERS
+from quire.engine.checkpoint.files import stored_at
+from quire.engine.checkpoint.overrides import model_path, read_configured
+from quire.engine.checkpoint.page_groups import as_configured
+from quire.engine.config import EngineConfig
+from quire.engine.core.drafter import Drafter
+from quire.engine.core.kv_offload import KVOffloader
+from quire.engine.core.scheduler import Scheduler
+from quire.engine.engine_builder.scheduler_builder import make_scheduler
+from quire.engine.processes.heartbeat import Heartbeat
+from quire.engine.tiers.kv_identity import WeightFiles, code_hash, content_digest
+from quire.engine.tiers.tier_factory import check_tiers, choose_tiers
+from quire.engine.tiers.tiered_offloader import TieredKVOffloader
+from quire.engine.types import EngineInfo
+from quire.engine.worker.device_plan import apply_gpu_defaults
+from quire.engine.worker.encoder_startup import start_encoder
+from quire.engine.worker.loading.weight_check import check_same_model
+from quire.engine.worker.loading.weight_loader import NamedTensors
+from quire.engine.worker.startup import start_worker
+from quire.engine.worker.warmup import warm_up_runner
+
+
+class EngineCoreBuilder:
+    """Starts the worker when constructed. Hold it only while the engine core is built: it holds the weights."""
+
+    def __init__(self, config: EngineConfig, heartbeat: Heartbeat, tensors: NamedTensors | None) -> None:
+        """`tensors`: weights under their names in the checkpoint, instead of those in files. Raises ConfigError for a
+        configuration that the engine core cannot start with."""
+        path = model_path(config)
+        model = as_configured(read_configured(config, path), config)
+        config = config.without_redundant_quantization((model.raw.get("quantization_config") or {}).get("quant_method"))
+        config = apply_gpu_defaults(config)
+        if config.weights is not None:
+            check_same_model(model, stored_at(config), path)
+        is_encoder = model.model_type in ENCODERS and model.given is None
+        check_tiers(config, is_encoder=is_encoder)
+        self.config = config
+        """With the defaults of the device."""
+        self.model = model
+        self._weight_files = WeightFiles(config) if tensors is None else None
+        start = start_encoder if is_encoder else start_worker
+        self.worker = start(config, path, model, heartbeat.progress, tensors, heartbeat.rank_ended)
+        draft_worker = self.worker.draft_worker
+        self.device_drafter = None if draft_worker is None else draft_worker.drafter
+        warmup_notes = warm_up_runner(
+            self.worker.executor, config.warmup_seconds, config.max_step_tokens, self.device_drafter
+        )
+        self._notes = [*self.worker.engine_info.notes, *warmup_notes]
+
+    def build_kv_offloader(self, make_tiers: Callable[..., TieredKVOffloader]) -> KVOffloader:
+        """`make_tiers`: see choose_tiers. Raises ConfigError."""
+        plan = self.worker.kv_plan
+        kv_offloader, tier_notes = choose_tiers(
+            self.config,
+            self.model,
+            self.worker.executor.make_block_mover,
+            self._weight_files,
+            plan.block_size,
+            self.worker.executor.make_state_mover if plan.snapshots else None,
+            make_tiers,
+        )
+        self._notes += tier_notes
+        return kv_offloader
+
+    def build_scheduler(self, drafter: Drafter | None, kv_offloader: KVOffloader) -> Scheduler:
+        """Raises ConfigError."""
+        return make_scheduler(self.config, self.worker, self.model.eos_token_ids, drafter, kv_offloader)
+
+    def build_engine_info(self, kv_offloader: KVOffloader, load_seconds: float) -> EngineInfo:
+        """`load_seconds`: the time that the engine core took to start."""
+        info = self.worker.engine_info
+        return msgspec.structs.replace(
+            info,
+            load_seconds=load_seconds,
+            content=content_digest(self.model, self._weight_files),
+            code=code_hash().hex(),
+            arithmetic=info.arithmetic + kv_offloader.capacity_text,
+            notes=self._notes,
+        )
