@@ -10,8 +10,6 @@ scheduled, so blocks that are freed while a step is in flight may be allocated a
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from quire.engine.checkpoint.page_groups import PageNeeds
 from quire.engine.core.block_pool import NULL_BLOCK, BlockPool
 from quire.engine.core.block_tables import BlockTables
@@ -20,6 +18,7 @@ from quire.engine.core.fair_queue import FairQueue, TokenBudget
 from quire.engine.core.kv_offload import KVOffloader
 from quire.engine.core.prefix_cache import PrefixCache
 from quire.engine.core.request import Request, RequestStatus, ScheduledChunk
+from quire.engine.core.scheduler_config import SchedulerConfig
 from quire.engine.core.scheduler_output import (
     BlockCopy,
     ModelRunnerOutput,
@@ -27,68 +26,46 @@ from quire.engine.core.scheduler_output import (
     ScheduledRequest,
     SchedulerOutput,
 )
-from quire.engine.core.state_snapshots import SnapshotPlan, make_state_snapshots
+from quire.engine.core.state_snapshots import make_state_snapshots
 from quire.engine.core.stats import EngineStats, LiveCounters
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest, ErrorCause, Task
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, ErrorCause
 
 
 class Scheduler:
     def __init__(
         self,
+        config: SchedulerConfig,
         *,
-        num_blocks: int,
-        block_size: int,
-        windows: tuple[int | None, ...] = (None,),
-        max_model_len: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        long_prefill_token_threshold: int | None = None,
-        eos_token_ids: tuple[int, ...] = (),
-        enable_prefix_caching: bool = True,
-        hash_block_size: int | None = None,
         drafter: Drafter | None = None,
         waiting: FairQueue | None = None,
-        whole_prompts: bool = False,
-        pools_all: bool = False,
-        tasks: Collection[Task] = ("generate", "embed", "classify"),
         tiers: KVOffloader | None = None,
-        micro_batches: int = 1,
-        snapshots: SnapshotPlan | None = None,
     ) -> None:
-        """`windows`: the sliding window of each KV cache group (PageGroups); a block belongs to one group.
-        `hash_block_size`: unit in which cached prefixes are matched, in tokens; a divisor of block_size, its default.
-        `long_prefill_token_threshold`: maximum tokens of one request in a step; None: as many as fit.
-
-        `drafter` proposes tokens for requests all of whose known tokens the step computes and none of whose tokens is
-        in flight, so a request that may draft is never scheduled ahead of its results. `waiting`: the waiting queue.
-        `whole_prompts`: a step computes a prompt whole or not at all, as an encoder must; no prompt may be longer than
-        max_num_batched_tokens. `pools_all`: see Request. `tasks`: what requests may ask of the model. `tiers`: KV
-        offload; by default none. `micro_batches`: pipeline depth; steps in flight hold disjoint requests, except chunks
-        of one prompt. `snapshots`: budget of recurrent-state snapshots.
-        """
-        self._max_tokens, self._max_model_len = max_num_batched_tokens, max_model_len
-        self._max_tokens_per_request = long_prefill_token_threshold or max_num_batched_tokens
-        self.pool = BlockPool(num_blocks)
-        self._block_needs = PageNeeds(windows, block_size, self._max_tokens_per_request)
-        self._block_tables = BlockTables(self.pool, self._block_needs)
+        """`drafter` proposes tokens for requests all of whose known tokens the step computes and none of whose tokens
+        is in flight, so a request that may draft is never scheduled ahead of its results. `waiting`: the waiting queue.
+        `tiers`: KV offload; by default none."""
+        self._config = config
         self._counts = LiveCounters()
-        state_snapshots = make_state_snapshots(self.pool, block_size, snapshots, max_num_seqs + 1)
-        hash_size = hash_block_size or block_size
+        self.pool = BlockPool(config.num_blocks)
+        self._block_needs = PageNeeds(config.windows, config.block_size, config.max_tokens_per_request)
+        self._block_tables = BlockTables(self.pool, self._block_needs)
         self.prefix_cache = PrefixCache(
-            self._block_tables, hash_size, self._counts, enabled=enable_prefix_caching, snapshots=state_snapshots
+            self._block_tables,
+            config.hash_block_size or config.block_size,
+            self._counts,
+            enabled=config.enable_prefix_caching,
+            snapshots=make_state_snapshots(self.pool, config.block_size, config.snapshots, config.max_num_seqs + 1),
         )
         self.kv_offloader = tiers or KVOffloader()
         self.kv_offloader.attach_cache(self.pool, self.prefix_cache)
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self._whole_prompts, self._pools_all = whole_prompts, pools_all
-        self._tasks, self._micro_batches = tasks, micro_batches
         self._drafter = drafter or NullDrafter()
+        self._eos_token_ids = frozenset(config.eos_token_ids)
         self._num_arrivals = 0
         self._requests: dict[str, Request] = {}
         self._running: list[Request] = []
         self._waiting = waiting or FairQueue()
-        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._freed_slots, self._preempted_ids = list[int](), list[str]()
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._freed_slots: list[int] = []
+        self._preempted_ids: list[str] = []
         self._outputs: list[EngineCoreOutput] = []
 
     @property
@@ -98,7 +75,7 @@ class Scheduler:
     @property
     def needs_host_tokens(self) -> bool:
         """True if a running request must see its last token on the host before it can be scheduled."""
-        return self._micro_batches == 1 and any(request.needs_host_tokens for request in self._running)
+        return self._config.micro_batches == 1 and any(request.needs_host_tokens for request in self._running)
 
     def make_stats(self) -> EngineStats:
         return EngineStats(
@@ -132,24 +109,26 @@ class Scheduler:
     def add_request(self, engine_request: EngineCoreRequest) -> None:
         """Queue a request, or answer it with an error output at once if it can never fit."""
         assert engine_request.id not in self._requests, f"request id {engine_request.id} is in use"
-        if engine_request.task not in self._tasks:
+        if engine_request.task not in self._config.tasks:
             self._output_error(
-                engine_request, f"the model serves {' and '.join(self._tasks)}, not {engine_request.task}"
+                engine_request, f"the model serves {' and '.join(self._config.tasks)}, not {engine_request.task}"
             )
             return
         num_prompt = len(engine_request.prompt_ids)
-        limit = engine_request.output_token_limit(self._max_model_len - num_prompt)
+        limit = engine_request.output_token_limit(self._config.max_model_len - num_prompt)
         if limit is None:
-            self._output_error(engine_request, f"the prompt has {num_prompt} tokens, the context {self._max_model_len}")
+            self._output_error(
+                engine_request, f"the prompt has {num_prompt} tokens, the context {self._config.max_model_len}"
+            )
             return
         drafting = self._drafter.can_draft(engine_request)
-        is_pipelined = self._micro_batches > 1  # the first stage must know a token before it can compute it
+        is_pipelined = self._config.micro_batches > 1  # the first stage must know a token before it can compute it
         request = Request(
             engine_request,
             self._num_arrivals,
             limit,
             drafting=drafting,
-            pools_all=self._pools_all,
+            pools_all=self._config.pools_all,
             needs_host_tokens=is_pipelined,
         )
         self._num_arrivals += 1
@@ -266,16 +245,18 @@ class Scheduler:
 
     def _schedule_running(self) -> tuple[dict[Request, ScheduledChunk], TokenBudget]:
         """The chunk of each running request, and what is left of the budget. Preempts if blocks run out."""
-        budget = self._waiting.next_token_budget(self._max_tokens, self._running, whole_prompts=self._whole_prompts)
+        budget = self._waiting.next_token_budget(
+            self._config.max_num_batched_tokens, self._running, whole_prompts=self._config.whole_prompts
+        )
         chunks: dict[Request, ScheduledChunk] = {}
         pending = {running_request: running_request.num_pending_tokens for running_request in self._running}
         num_decoding = sum(
             running_request.num_tokens_in_flight > 0 or pending[running_request] == 1
             for running_request in self._running
         )
-        max_decoding = -(-num_decoding // self._micro_batches)
+        max_decoding = -(-num_decoding // self._config.micro_batches)
         for running_request in sorted(self._running, key=lambda request: (pending[request] > 1, request.priority_key)):
-            max_tokens = min(budget.max_tokens(running_request), self._max_tokens_per_request)
+            max_tokens = min(budget.max_tokens(running_request), self._config.max_tokens_per_request)
             chunk = running_request.next_chunk(
                 min(
                     pending[running_request], self.prefix_cache.snapshots.limit_step_tokens(running_request, max_tokens)
@@ -313,10 +294,10 @@ class Scheduler:
         beginning."""
         new_requests = []
         while self._free_slots and (request := self._waiting.peek()) is not None:
-            max_tokens = budget.remaining if self._whole_prompts else budget.max_tokens(request)
+            max_tokens = budget.remaining if self._config.whole_prompts else budget.max_tokens(request)
             cached = self.prefix_cache.get_computed_blocks(request)
             # Blocks for all its tokens, though this step may compute only some: else it would be preempted half-way.
-            too_long = self._whole_prompts and len(request.token_ids) > max_tokens
+            too_long = self._config.whole_prompts and len(request.token_ids) > max_tokens
             if (
                 max_tokens <= 0
                 or too_long
@@ -328,7 +309,7 @@ class Scheduler:
             if self.kv_offloader.load_blocks(request, cached):
                 continue  # its blocks are being loaded
             partial_copies = self._start_request(request, cached)
-            max_chunk = min(max_tokens, self._max_tokens_per_request)
+            max_chunk = min(max_tokens, self._config.max_tokens_per_request)
             chunk = request.next_chunk(
                 min(request.num_pending_tokens, self.prefix_cache.snapshots.limit_step_tokens(request, max_chunk)),
                 max_chunk,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from quire.engine.core.scheduler import Scheduler
+from quire.engine.core.scheduler_config import SchedulerConfig
 from quire.engine.tiers.external_tier import ExternalTier
 from quire.engine.tiers.host_tier import HostTier
 from quire.engine.tiers.tier import Tier
@@ -33,13 +34,15 @@ class WithTiers(SchedulerMachine):
         made = {"host": HostTier(8 * 1000), "small": HostTier(8 * 6), "unreliable": Unreliable()}
         made["small"].name = "small"
         self.scheduler = Scheduler(
-            num_blocks=self.num_blocks,
-            block_size=self.block,
-            hash_block_size=self.piece,
-            max_model_len=CONTEXT,
-            max_num_seqs=SLOTS,
-            max_num_batched_tokens=10,
-            eos_token_ids=(EOS,),
+            SchedulerConfig(
+                num_blocks=self.num_blocks,
+                block_size=self.block,
+                hash_block_size=self.piece,
+                max_model_len=CONTEXT,
+                max_num_seqs=SLOTS,
+                max_num_batched_tokens=10,
+                eos_token_ids=(EOS,),
+            ),
             drafter=DRAFTERS[drafts],
             tiers=tiers_of(self.device, [made[kind] for kind in kinds]),
         )
@@ -110,7 +113,10 @@ TestLargePages.settings = settings(max_examples=examples(25), stateful_step_coun
 
 def scheduler(device: FakeDevice, tier: Tier, tier_options: dict[str, Any] | None = None, **options: int) -> Scheduler:
     defaults = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK, "max_num_seqs": SLOTS, "max_num_batched_tokens": 100}
-    return Scheduler(max_model_len=CONTEXT, tiers=tiers_of(device, [tier], **tier_options or {}), **defaults | options)
+    return Scheduler(
+        SchedulerConfig(max_model_len=CONTEXT, **defaults | options),
+        tiers=tiers_of(device, [tier], **tier_options or {}),
+    )
 
 
 def request(name: str, prompt: list[int], **params: object) -> EngineCoreRequest:
