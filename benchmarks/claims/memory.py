@@ -34,7 +34,7 @@ def _waste(block_size: int, load: list[tuple[int, int]]) -> tuple[float, float]:
         running, _ = scheduler.list_requests()
         tokens = sum(seq.num_computed_tokens for seq in running)
         used += tokens
-        held += scheduler.pool.num_used * block_size
+        held += scheduler.kv_cache_manager.block_pool.num_used * block_size
         reserved += len(running) * _CONTEXT
     return 1 - used / held, 1 - used / reserved
 

@@ -29,11 +29,13 @@ def take_engine_view(scheduler: Scheduler) -> EngineView:
     began = time.perf_counter()
     running, waiting = scheduler.list_requests()
     listed = [*running, *waiting][:MAX_LISTED_REQUESTS]
-    ref_counts = np.frombuffer(scheduler.pool.ref_counts, dtype=np.intc)
+    ref_counts = np.frombuffer(scheduler.kv_cache_manager.block_pool.ref_counts, dtype=np.intc)
     return EngineView(
         stats=scheduler.make_stats(),
         requests=[_request_view(request, ref_counts) for request in listed],
-        block_codes=zlib.compress(encode_blocks(scheduler.pool, ref_counts, listed).astype("<u2").tobytes(), 1),
+        block_codes=zlib.compress(
+            encode_blocks(scheduler.kv_cache_manager.block_pool, ref_counts, listed).astype("<u2").tobytes(), 1
+        ),
         resident_bytes=resident_bytes(),
         seconds=time.perf_counter() - began,
     )

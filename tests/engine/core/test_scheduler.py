@@ -146,7 +146,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def pages_are_accounted_for(self) -> None:
-        self.scheduler.pool.check_invariants()
+        self.scheduler.kv_cache_manager.block_pool.check_invariants()
         stats = self.scheduler.make_stats()
         assert stats.running <= SLOTS
         if not self.scheduler.has_requests:

@@ -185,7 +185,7 @@ def serve(
             outputs[output.id].append(output)
         step += 1
         assert step < 3000, "it never came to an end"
-    scheduler.pool.check_invariants()
+    scheduler.kv_cache_manager.block_pool.check_invariants()
     assert scheduler.make_stats().used_blocks == 0
     return outputs
 

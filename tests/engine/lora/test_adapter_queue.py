@@ -186,4 +186,4 @@ def test_everything_ends(slots: int, moves: list[tuple[object, ...]]) -> None:
     for output in rig.scheduler.take_outputs():
         rig.ended[output.id] = output.finish_reason
     assert set(rig.ended) == set(rig.requests)
-    rig.scheduler.pool.check_invariants()
+    rig.scheduler.kv_cache_manager.block_pool.check_invariants()
