@@ -22,7 +22,11 @@ MAX_LISTED_IMAGES = 32
 """Places of images that are told of one sequence."""
 _MAX_TILE_GAP = 4
 """Tokens between two spans of one image at most: the marks between its tiles."""
-EMPTY_BLOCK, CACHED_BLOCK, FIRST_OWNER, UNLISTED_OWNER, SHARED_BLOCK = 0, 1, 2, 0x7FFF, 0x8000
+EMPTY_BLOCK = 0
+CACHED_BLOCK = 1
+FIRST_OWNER = 2
+UNLISTED_OWNER = 0x7FFF
+SHARED_BLOCK = 0x8000
 
 
 def take_engine_view(scheduler: Scheduler) -> EngineView:

@@ -37,7 +37,7 @@ def make_step_record(
     *,
     used_cuda_graph: bool = False,
 ) -> StepRecord:
-    """The record of one step of the engine. captured: a CUDA graph computed it.
+    """The record of one step of the engine. `used_cuda_graph`: a CUDA graph computed it.
 
     `times` are those of time.monotonic() at which the step began, was scheduled, was computed and was applied.
     """

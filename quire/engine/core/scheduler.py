@@ -138,7 +138,10 @@ class Scheduler:
 
     def wait_for_loads(self) -> None:
         """Wait briefly for loads that requests wait for. Called only while there is nothing to compute."""
-        (self.kv_offloader if self.kv_offloader.has_open_loads else self._waiting).wait_for_loads()
+        if self.kv_offloader.has_open_loads:
+            self.kv_offloader.wait_for_loads()
+        else:
+            self._waiting.wait_for_loads()
 
     def take_outputs(self) -> list[EngineCoreOutput]:
         """The outputs of add, abort and apply since the last call."""
@@ -164,14 +167,15 @@ class Scheduler:
         if not scheduled_requests:
             return None
         self._counts.steps += 1
-        preempted, freed_slots, self._preempted_ids, self._freed_slots = self._preempted_ids, self._freed_slots, [], []
-        loads = self.kv_offloader.take_loaded_blocks(), self._waiting.take_adapter_loads()
+        preempted_ids, self._preempted_ids = self._preempted_ids, []
+        freed_slots, self._freed_slots = self._freed_slots, []
         return SchedulerOutput(
             scheduled_requests,
             new_requests,
             copies,
-            preempted,
-            *loads,
+            preempted_ids,
+            self.kv_offloader.take_loaded_blocks(),
+            self._waiting.take_adapter_loads(),
             freed_slots,
             self.kv_cache_manager.take_slot_copies(),
         )
