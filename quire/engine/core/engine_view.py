@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from quire.engine.core.block_pool import BlockPool
-from quire.engine.core.block_tables import without_null_blocks
+from quire.engine.core.kv_cache.block_tables import without_null_blocks
 from quire.engine.core.request import Request, RequestStatus
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.stats import EngineView, Phase, RequestView, sum_stats

@@ -72,7 +72,7 @@ class Request:
         self.num_tokens_in_flight = 0
         self.slot: int | None = None
         self.block_ids: list[int] = []
-        """The block table; BlockTables (engine/core/block_tables.py) describes its layout."""
+        """The block table; BlockTables (engine/core/kv_cache/block_tables.py) describes its layout."""
         self.num_trimmed_tokens = 0
         """Blocks outside the window of the token at this position have been freed."""
         self.num_sent_blocks = 0

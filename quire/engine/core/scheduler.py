@@ -13,7 +13,7 @@ from __future__ import annotations
 from quire.engine.core.block_pool import NULL_BLOCK
 from quire.engine.core.drafter import Drafter, NullDrafter
 from quire.engine.core.fair_queue import FairQueue, TokenBudget
-from quire.engine.core.kv_cache_manager import KVCacheManager
+from quire.engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from quire.engine.core.kv_offload import KVOffloader
 from quire.engine.core.request import Request, RequestStatus, ScheduledChunk
 from quire.engine.core.scheduler_config import SchedulerConfig

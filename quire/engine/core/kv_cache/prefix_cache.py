@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.engine.core.block_pool import NULL_BLOCK, block_hash_with_group_id
-from quire.engine.core.block_tables import BlockTables, without_null_blocks
+from quire.engine.core.kv_cache.block_tables import BlockTables, without_null_blocks
 from quire.engine.core.pinned_sessions import PinnedSessions
 from quire.engine.core.request import Request
 from quire.engine.core.scheduler_output import BlockCopy

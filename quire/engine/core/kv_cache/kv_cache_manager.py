@@ -18,8 +18,8 @@ from typing import Any
 
 from quire.engine.checkpoint.page_groups import PageNeeds
 from quire.engine.core.block_pool import BlockPool
-from quire.engine.core.block_tables import BlockTables, without_null_blocks
-from quire.engine.core.prefix_cache import PrefixCache
+from quire.engine.core.kv_cache.block_tables import BlockTables, without_null_blocks
+from quire.engine.core.kv_cache.prefix_cache import PrefixCache
 from quire.engine.core.request import Request
 from quire.engine.core.scheduler_config import SchedulerConfig
 from quire.engine.core.scheduler_output import BlockCopy, SlotCopy
