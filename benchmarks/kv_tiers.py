@@ -149,7 +149,7 @@ class _Prefix:
 
     def seconds(self, *, forget: bool = False) -> float:
         """With an empty KV cache; `forget`: and with empty tiers."""
-        self._made.scheduler.pool.clear_hashes()
+        self._made.scheduler.kv_cache_manager.block_pool.clear_hashes()
         if forget:
             self._made.scheduler.kv_offloader.clear_tiers()
         self._count += 1

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from benchmarks.claims.run import Row, engine, lengths
 from benchmarks.common.engines import at_once, random_prompt, request
 from quire.engine.core.scheduler import Scheduler
+from quire.engine.core.scheduler_config import SchedulerConfig
 from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 _CONTEXT = 2048
@@ -33,7 +34,7 @@ def _waste(block_size: int, load: list[tuple[int, int]]) -> tuple[float, float]:
         running, _ = scheduler.list_requests()
         tokens = sum(seq.num_computed_tokens for seq in running)
         used += tokens
-        held += scheduler.pool.num_used * block_size
+        held += scheduler.kv_cache_manager.block_pool.num_used * block_size
         reserved += len(running) * _CONTEXT
     return 1 - used / held, 1 - used / reserved
 
@@ -46,12 +47,14 @@ def _running(block_size: int, load: list[tuple[int, int]]) -> float:
 def _steps(block_size: int, load: list[tuple[int, int]]) -> Iterator[Scheduler]:
     """After each step of a scheduler whose pages last for a part of the load, while there is more than it can take."""
     scheduler = Scheduler(
-        num_blocks=_POOL_TOKENS // block_size,
-        block_size=block_size,
-        max_model_len=_CONTEXT,
-        max_num_seqs=len(load),
-        max_num_batched_tokens=2048,
-        enable_prefix_caching=False,
+        SchedulerConfig(
+            num_blocks=_POOL_TOKENS // block_size,
+            block_size=block_size,
+            max_model_len=_CONTEXT,
+            max_num_seqs=len(load),
+            max_num_batched_tokens=2048,
+            enable_prefix_caching=False,
+        )
     )
     for number, (prompt, tokens) in enumerate(load):
         scheduler.add_request(request(str(number), random_prompt(prompt, number), tokens))

@@ -105,7 +105,7 @@ class EngineCore:
         return more
 
     def reset_prefix_cache(self) -> None:
-        self.scheduler.prefix_cache.clear_prefixes()
+        self.scheduler.kv_cache_manager.reset_prefix_cache()
         self.scheduler.kv_offloader.clear_tiers()
 
     def run_collective_rpc(self, content: bytes) -> list[bytes]:

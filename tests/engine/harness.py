@@ -39,6 +39,6 @@ def run(engine: EngineCore, requests: Sequence[EngineCoreRequest]) -> dict[str, 
             answer.prompt_logprobs = output.prompt_logprobs or answer.prompt_logprobs
             answer.finish_reason = output.finish_reason
             answer.cached_tokens = output.cached_tokens
-    engine.scheduler.pool.check_invariants()
+    engine.scheduler.kv_cache_manager.block_pool.check_invariants()
     assert engine.engine_stats.used_blocks == 0
     return answers

@@ -34,7 +34,7 @@ def vectors(
             if output.vector is not None:
                 assert output.finish_reason == "stop"
                 found[output.id] = output.vector
-    engine.scheduler.pool.check_invariants()
+    engine.scheduler.kv_cache_manager.block_pool.check_invariants()
     return [np.frombuffer(found[f"v{index}"], dtype="<f4") for index in range(len(prompts))]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from quire.engine.core.block_pool import BlockPool
-from quire.engine.core.block_tables import without_null_blocks
+from quire.engine.core.kv_cache.block_tables import without_null_blocks
 from quire.engine.core.request import Request, RequestStatus
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.stats import EngineView, Phase, RequestView, sum_stats
@@ -22,18 +22,24 @@ MAX_LISTED_IMAGES = 32
 """Places of images that are told of one sequence."""
 _MAX_TILE_GAP = 4
 """Tokens between two spans of one image at most: the marks between its tiles."""
-EMPTY_BLOCK, CACHED_BLOCK, FIRST_OWNER, UNLISTED_OWNER, SHARED_BLOCK = 0, 1, 2, 0x7FFF, 0x8000
+EMPTY_BLOCK = 0
+CACHED_BLOCK = 1
+FIRST_OWNER = 2
+UNLISTED_OWNER = 0x7FFF
+SHARED_BLOCK = 0x8000
 
 
 def take_engine_view(scheduler: Scheduler) -> EngineView:
     began = time.perf_counter()
     running, waiting = scheduler.list_requests()
     listed = [*running, *waiting][:MAX_LISTED_REQUESTS]
-    ref_counts = np.frombuffer(scheduler.pool.ref_counts, dtype=np.intc)
+    ref_counts = np.frombuffer(scheduler.kv_cache_manager.block_pool.ref_counts, dtype=np.intc)
     return EngineView(
         stats=scheduler.make_stats(),
         requests=[_request_view(request, ref_counts) for request in listed],
-        block_codes=zlib.compress(encode_blocks(scheduler.pool, ref_counts, listed).astype("<u2").tobytes(), 1),
+        block_codes=zlib.compress(
+            encode_blocks(scheduler.kv_cache_manager.block_pool, ref_counts, listed).astype("<u2").tobytes(), 1
+        ),
         resident_bytes=resident_bytes(),
         seconds=time.perf_counter() - began,
     )

@@ -128,11 +128,9 @@ class FairQueue:
         without them as its own tenant does with it. So each preemption makes the shares of the most urgent more equal,
         and none is answered by one back.
         """
-        tenant, urgency, waiting_key = (
-            waiting_request.engine_request.tenant,
-            waiting_request.engine_request.priority,
-            self.sort_key(waiting_request),
-        )
+        tenant = waiting_request.engine_request.tenant
+        urgency = waiting_request.engine_request.priority
+        waiting_key = self.sort_key(waiting_request)
         num_running = Counter(running_request.engine_request.tenant for running_request in running)
         if (
             len(num_running) == 1

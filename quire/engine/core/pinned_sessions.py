@@ -80,7 +80,9 @@ class PinnedSessions:
     ) -> None:
         """`share`: the largest part of the pool's pages, and of the snapshots, that is kept."""
         self.counts = counts or LiveCounters()
-        self._pool, self._max_pinned, self._clock = pool, int(pool.num_blocks * share), clock
+        self._pool = pool
+        self._max_pinned = int(pool.num_blocks * share)
+        self._clock = clock
         pool.unpin_some = self._unpin_some_blocks
         self._snapshots = snapshots or NullStateSnapshots()
         if self._snapshots.pool is not None:

@@ -72,7 +72,7 @@ class Request:
         self.num_tokens_in_flight = 0
         self.slot: int | None = None
         self.block_ids: list[int] = []
-        """The block table; BlockTables (engine/core/block_tables.py) describes its layout."""
+        """The block table; BlockTables (engine/core/kv_cache/block_tables.py) describes its layout."""
         self.num_trimmed_tokens = 0
         """Blocks outside the window of the token at this position have been freed."""
         self.num_sent_blocks = 0
@@ -149,7 +149,9 @@ class Request:
         and is encoded, it may exceed `max_tokens`."""
         if self.num_computed_tokens >= self.num_prompt_tokens or max_tokens <= 0 or not self.engine_request.spans:
             return ScheduledChunk(max_tokens, max_tokens)
-        end, encoder_cost, chunks = self.num_computed_tokens + min(max_tokens, budget), 0, list[EncoderChunk]()
+        end = self.num_computed_tokens + min(max_tokens, budget)
+        encoder_cost = 0
+        chunks: list[EncoderChunk] = []
         last: Span | None = None
         for span in self.engine_request.spans:
             if span.start >= end:

@@ -37,7 +37,7 @@ def make_step_record(
     *,
     used_cuda_graph: bool = False,
 ) -> StepRecord:
-    """The record of one step of the engine. captured: a CUDA graph computed it.
+    """The record of one step of the engine. `used_cuda_graph`: a CUDA graph computed it.
 
     `times` are those of time.monotonic() at which the step began, was scheduled, was computed and was applied.
     """
@@ -130,6 +130,19 @@ class Timeline:
         """Begin a phase. Marks never run backwards, though two processes read the clock."""
         if self.marks[-1][1] != phase:
             self.marks.append((max(at, self.marks[-1][0]), phase))
+
+    def append_step(self, step: StepEntry) -> None:
+        if len(self.steps) < MAX_STEPS_PER_REQUEST:
+            self.steps.append(step)
+        else:
+            self.num_dropped_steps += 1
+
+    def count_tokens(self, num_new: int, num_drafts: int) -> None:
+        """Count the new tokens of a step; of those the last one is never a draft."""
+        self.output_tokens += num_new
+        if num_drafts:
+            self.draft_tokens += num_drafts
+            self.accepted_tokens += num_new - 1
 
     def mark_ended(self, reason: str, at: float) -> None:
         self.ended_at = max(at, self.marks[-1][0])
@@ -226,58 +239,68 @@ class RequestHistory:
             request_ids = list(dict.fromkeys([*(request_id for request_id, _, _ in record.chunks), *request_ids]))
         timelines = [self._open_timelines.get(request_id) for request_id in request_ids]
         # The ids that are kept, not those that came with the message, are compared: they are the same objects.
-        ids = tuple(
-            [
-                each if timeline_of_id is None else timeline_of_id.id
-                for each, timeline_of_id in zip(request_ids, timelines, strict=True)
-            ]
-        )
-        if (
-            ids != self._last_request_ids[replica]
-        ):  # steps in a row mostly have the same requests, and share a tuple of them
-            self._last_request_ids[replica] = ids
-        step = StepEntry(
-            record, self._engine_numbers[replica], self._last_request_ids[replica], replica, self.counts_steps
-        )
-        for request_id in record.preempted_ids:
-            if (timeline := self._open_timelines.get(request_id)) is not None:
-                timeline.enter_phase("preempted", record.began_at)
-        for request_id, tier, tokens, began, ended in record.tier_loads:
-            if (timeline := self._open_timelines.get(request_id)) is not None:
-                timeline.tier_loads.append((tier, tokens, began, ended))
-        for request_id, start, count in record.chunks:
-            if (timeline := self._open_timelines.get(request_id)) is not None:
-                timeline.chunks.append((step, start, count))
-                timeline.enter_phase("prefill" if timeline.output_tokens == 0 else "recompute", record.began_at)
+        known_ids = [
+            request_id if timeline is None else timeline.id
+            for request_id, timeline in zip(request_ids, timelines, strict=True)
+        ]
+        step = self._make_step_entry(tuple(known_ids), record, replica)
+        self._apply_preemptions_and_loads(record)
+        self._apply_chunks(step)
         for timeline in timelines:
             if timeline is not None:
-                if len(timeline.steps) < MAX_STEPS_PER_REQUEST:
-                    timeline.steps.append(step)
-                else:
-                    timeline.num_dropped_steps += 1
+                timeline.append_step(step)
         drafts = dict(record.drafts)
         for output in outputs:
-            if output.vector is not None and (timeline := self._open_timelines.get(output.id)) is not None:
-                timeline.cached_tokens = output.cached_tokens
-                timeline.enter_phase("delivery", record.applied_at)
-            if output.new_ids and (timeline := self._open_timelines.get(output.id)) is not None:
-                timeline.output_tokens += len(output.new_ids)
-                if num_drafted := drafts.get(output.id):
-                    timeline.draft_tokens += num_drafted
-                    timeline.accepted_tokens += len(output.new_ids) - 1
-                if timeline.cached_tokens is None:
-                    timeline.cached_tokens, timeline.prefix_report = output.cached_tokens, output.prefix
-                    timeline.first_token_at = record.applied_at
-                if timeline.last_token_at:
-                    for gap_listener in self.token_gap_listeners:
-                        gap_listener(record.applied_at - timeline.last_token_at)
-                timeline.last_token_at = record.applied_at
-                if timeline.marks[-1][1] != "decode":
-                    timeline.enter_phase("decode", record.applied_at)
-                if output.finish_reason is not None:
-                    timeline.enter_phase("delivery", record.applied_at)
+            timeline = self._open_timelines.get(output.id)
+            if timeline is not None:
+                self._apply_output(timeline, output, record.applied_at, drafts.get(output.id, 0))
         for listener in self.listeners:
             listener(step)
+
+    def _make_step_entry(self, request_ids: tuple[str, ...], record: StepRecord, replica: int) -> StepEntry:
+        # Steps in a row mostly have the same requests, and share a tuple of them.
+        if request_ids != self._last_request_ids[replica]:
+            self._last_request_ids[replica] = request_ids
+        return StepEntry(
+            record, self._engine_numbers[replica], self._last_request_ids[replica], replica, self.counts_steps
+        )
+
+    def _apply_preemptions_and_loads(self, record: StepRecord) -> None:
+        for request_id in record.preempted_ids:
+            timeline = self._open_timelines.get(request_id)
+            if timeline is not None:
+                timeline.enter_phase("preempted", record.began_at)
+        for request_id, tier, tokens, began, ended in record.tier_loads:
+            timeline = self._open_timelines.get(request_id)
+            if timeline is not None:
+                timeline.tier_loads.append((tier, tokens, began, ended))
+
+    def _apply_chunks(self, step: StepEntry) -> None:
+        for request_id, start, count in step.record.chunks:
+            timeline = self._open_timelines.get(request_id)
+            if timeline is not None:
+                timeline.chunks.append((step, start, count))
+                timeline.enter_phase("prefill" if timeline.output_tokens == 0 else "recompute", step.record.began_at)
+
+    def _apply_output(self, timeline: Timeline, output: EngineCoreOutput, applied_at: float, num_drafts: int) -> None:
+        """`num_drafts`: draft tokens of the request in this step."""
+        if output.vector is not None:
+            timeline.cached_tokens = output.cached_tokens
+            timeline.enter_phase("delivery", applied_at)
+        if not output.new_ids:
+            return
+        timeline.count_tokens(len(output.new_ids), num_drafts)
+        if timeline.cached_tokens is None:
+            timeline.cached_tokens = output.cached_tokens
+            timeline.prefix_report = output.prefix
+            timeline.first_token_at = applied_at
+        if timeline.last_token_at:
+            for gap_listener in self.token_gap_listeners:
+                gap_listener(applied_at - timeline.last_token_at)
+        timeline.last_token_at = applied_at
+        timeline.enter_phase("decode", applied_at)
+        if output.finish_reason is not None:
+            timeline.enter_phase("delivery", applied_at)
 
     def record_engine_death(
         self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False

@@ -10,16 +10,13 @@ scheduled, so blocks that are freed while a step is in flight may be allocated a
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from quire.engine.checkpoint.page_groups import PageNeeds
-from quire.engine.core.block_pool import NULL_BLOCK, BlockPool
-from quire.engine.core.block_tables import BlockTables
+from quire.engine.core.block_pool import NULL_BLOCK
 from quire.engine.core.drafter import Drafter, NullDrafter
 from quire.engine.core.fair_queue import FairQueue, TokenBudget
+from quire.engine.core.kv_cache.kv_cache_manager import KVCacheManager
 from quire.engine.core.kv_offload import KVOffloader, NullKVOffloader
-from quire.engine.core.prefix_cache import PrefixCache
 from quire.engine.core.request import Request, RequestStatus, ScheduledChunk
+from quire.engine.core.scheduler_config import SchedulerConfig
 from quire.engine.core.scheduler_output import (
     BlockCopy,
     ModelRunnerOutput,
@@ -27,68 +24,36 @@ from quire.engine.core.scheduler_output import (
     ScheduledRequest,
     SchedulerOutput,
 )
-from quire.engine.core.state_snapshots import SnapshotPlan, make_state_snapshots
 from quire.engine.core.stats import EngineStats, LiveCounters
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest, ErrorCause, Task
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, ErrorCause
 
 
 class Scheduler:
     def __init__(
         self,
+        config: SchedulerConfig,
         *,
-        num_blocks: int,
-        block_size: int,
-        windows: tuple[int | None, ...] = (None,),
-        max_model_len: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        long_prefill_token_threshold: int | None = None,
-        eos_token_ids: tuple[int, ...] = (),
-        enable_prefix_caching: bool = True,
-        hash_block_size: int | None = None,
         drafter: Drafter | None = None,
         waiting: FairQueue | None = None,
-        whole_prompts: bool = False,
-        pools_all: bool = False,
-        tasks: Collection[Task] = ("generate", "embed", "classify"),
         tiers: KVOffloader | None = None,
-        micro_batches: int = 1,
-        snapshots: SnapshotPlan | None = None,
     ) -> None:
-        """`windows`: the sliding window of each KV cache group (PageGroups); a block belongs to one group.
-        `hash_block_size`: unit in which cached prefixes are matched, in tokens; a divisor of block_size, its default.
-        `long_prefill_token_threshold`: maximum tokens of one request in a step; None: as many as fit.
-
-        `drafter` proposes tokens for requests all of whose known tokens the step computes and none of whose tokens is
-        in flight, so a request that may draft is never scheduled ahead of its results. `waiting`: the waiting queue.
-        `whole_prompts`: a step computes a prompt whole or not at all, as an encoder must; no prompt may be longer than
-        max_num_batched_tokens. `pools_all`: see Request. `tasks`: what requests may ask of the model. `tiers`: KV
-        offload; by default none. `micro_batches`: pipeline depth; steps in flight hold disjoint requests, except chunks
-        of one prompt. `snapshots`: budget of recurrent-state snapshots.
-        """
-        self._max_tokens, self._max_model_len = max_num_batched_tokens, max_model_len
-        self._max_tokens_per_request = long_prefill_token_threshold or max_num_batched_tokens
-        self.pool = BlockPool(num_blocks)
-        self._block_needs = PageNeeds(windows, block_size, self._max_tokens_per_request)
-        self._block_tables = BlockTables(self.pool, self._block_needs)
+        """`drafter` proposes tokens for requests all of whose known tokens the step computes and none of whose tokens
+        is in flight, so a request that may draft is never scheduled ahead of its results. `waiting`: the waiting queue.
+        `tiers`: KV offload; by default none."""
+        self._config = config
         self._counts = LiveCounters()
-        state_snapshots = make_state_snapshots(self.pool, block_size, snapshots, max_num_seqs + 1)
-        hash_size = hash_block_size or block_size
-        self.prefix_cache = PrefixCache(
-            self._block_tables, hash_size, self._counts, enabled=enable_prefix_caching, snapshots=state_snapshots
-        )
+        self.kv_cache_manager = KVCacheManager(config, self._counts)
         self.kv_offloader = tiers or NullKVOffloader()
-        self.kv_offloader.attach_cache(self.pool, self.prefix_cache)
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self._whole_prompts, self._pools_all = whole_prompts, pools_all
-        self._tasks, self._micro_batches = tasks, micro_batches
+        self.kv_offloader.attach_cache(self.kv_cache_manager.block_pool, self.kv_cache_manager.prefix_cache)
         self._drafter = drafter or NullDrafter()
+        self._eos_token_ids = frozenset(config.eos_token_ids)
         self._num_arrivals = 0
         self._requests: dict[str, Request] = {}
         self._running: list[Request] = []
         self._waiting = waiting or FairQueue()
-        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._freed_slots, self._preempted_ids = list[int](), list[str]()
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._freed_slots: list[int] = []
+        self._preempted_ids: list[str] = []
         self._outputs: list[EngineCoreOutput] = []
 
     @property
@@ -98,23 +63,17 @@ class Scheduler:
     @property
     def needs_host_tokens(self) -> bool:
         """True if a running request must see its last token on the host before it can be scheduled."""
-        return self._micro_batches == 1 and any(request.needs_host_tokens for request in self._running)
+        return self._config.micro_batches == 1 and any(request.needs_host_tokens for request in self._running)
 
     def make_stats(self) -> EngineStats:
         return EngineStats(
             running=len(self._running),
             waiting=len(self._requests) - len(self._running),
-            used_blocks=self.pool.num_used,
-            total_blocks=self.pool.num_blocks,
-            cached_blocks=len(self.pool.cached_blocks),
-            saved_blocks=self._block_tables.num_blocks_saved,
+            **self.kv_cache_manager.make_stats(),
             **self._counts.as_dict(),
             tiers=self.kv_offloader.tier_stats(),
             load_seconds=self.kv_offloader.load_seconds,
             pages_lost=self.kv_offloader.num_blocks_lost,
-            prefix_unit=self.prefix_cache.match_unit,
-            kept_blocks=self.pool.num_pinned,
-            cache_tokens=self._block_tables.num_tokens_in_pool,
         )
 
     def list_requests(self) -> tuple[list[Request], list[Request]]:
@@ -132,32 +91,34 @@ class Scheduler:
     def add_request(self, engine_request: EngineCoreRequest) -> None:
         """Queue a request, or answer it with an error output at once if it can never fit."""
         assert engine_request.id not in self._requests, f"request id {engine_request.id} is in use"
-        if engine_request.task not in self._tasks:
+        if engine_request.task not in self._config.tasks:
             self._output_error(
-                engine_request, f"the model serves {' and '.join(self._tasks)}, not {engine_request.task}"
+                engine_request, f"the model serves {' and '.join(self._config.tasks)}, not {engine_request.task}"
             )
             return
         num_prompt = len(engine_request.prompt_ids)
-        limit = engine_request.output_token_limit(self._max_model_len - num_prompt)
+        limit = engine_request.output_token_limit(self._config.max_model_len - num_prompt)
         if limit is None:
-            self._output_error(engine_request, f"the prompt has {num_prompt} tokens, the context {self._max_model_len}")
+            self._output_error(
+                engine_request, f"the prompt has {num_prompt} tokens, the context {self._config.max_model_len}"
+            )
             return
         drafting = self._drafter.can_draft(engine_request)
-        is_pipelined = self._micro_batches > 1  # the first stage must know a token before it can compute it
+        is_pipelined = self._config.micro_batches > 1  # the first stage must know a token before it can compute it
         request = Request(
             engine_request,
             self._num_arrivals,
             limit,
             drafting=drafting,
-            pools_all=self._pools_all,
+            pools_all=self._config.pools_all,
             needs_host_tokens=is_pipelined,
         )
         self._num_arrivals += 1
         max_total_tokens = num_prompt + limit
+        num_fitting_tokens = self.kv_cache_manager.num_fitting_tokens(max_total_tokens)
         if (problem := request.set_sort_key(self.place)) is not None:
             self._output_error(engine_request, problem)
-        elif self._block_needs.most(max_total_tokens) > self.pool.num_blocks:
-            num_fitting_tokens = self._block_needs.longest(self.pool.num_blocks, max_total_tokens)
+        elif num_fitting_tokens < max_total_tokens:
             self._output_error(
                 engine_request,
                 f"prompt and max_tokens need {max_total_tokens} tokens, the KV cache holds {num_fitting_tokens}",
@@ -177,7 +138,10 @@ class Scheduler:
 
     def wait_for_loads(self) -> None:
         """Wait briefly for loads that requests wait for. Called only while there is nothing to compute."""
-        (self.kv_offloader if self.kv_offloader.has_open_loads else self._waiting).wait_for_loads()
+        if self.kv_offloader.has_open_loads:
+            self.kv_offloader.wait_for_loads()
+        else:
+            self._waiting.wait_for_loads()
 
     def take_outputs(self) -> list[EngineCoreOutput]:
         """The outputs of add, abort and apply since the last call."""
@@ -191,7 +155,7 @@ class Scheduler:
             self._output_error(waiting_request.engine_request, why)
         for waiting_request in self.kv_offloader.take_loaded_requests():
             self._waiting.push_request(waiting_request)
-        self.prefix_cache.begin_step()
+        self.kv_cache_manager.begin_step()
         self._preempt_for_fairness()
         chunks, budget = self._schedule_running()
         drafts = self._propose_drafts(chunks, budget)
@@ -203,16 +167,17 @@ class Scheduler:
         if not scheduled_requests:
             return None
         self._counts.steps += 1
-        preempted, freed_slots, self._preempted_ids, self._freed_slots = self._preempted_ids, self._freed_slots, [], []
-        loads = self.kv_offloader.take_loaded_blocks(), self._waiting.take_adapter_loads()
+        preempted_ids, self._preempted_ids = self._preempted_ids, []
+        freed_slots, self._freed_slots = self._freed_slots, []
         return SchedulerOutput(
             scheduled_requests,
             new_requests,
             copies,
-            preempted,
-            *loads,
+            preempted_ids,
+            self.kv_offloader.take_loaded_blocks(),
+            self._waiting.take_adapter_loads(),
             freed_slots,
-            self.prefix_cache.snapshots.take_slot_copies(),
+            self.kv_cache_manager.take_slot_copies(),
         )
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput) -> None:
@@ -252,55 +217,46 @@ class Scheduler:
             or not (candidates := self._waiting.preemption_candidates(request, self._running))
         ):
             return
-        lacking = (
-            self._block_tables.num_needed_blocks(request, self.prefix_cache.get_computed_blocks(request))
-            - self.pool.num_free
-        )
+        computed = self.kv_cache_manager.get_computed_blocks(request)
+        lacking = self.kv_cache_manager.num_lacking_blocks(request, computed)
         victims: list[Request] = []
         for victim in candidates:
             if lacking > 0 or not (self._free_slots or victims):
                 victims.append(victim)
-                lacking -= self._block_tables.num_exclusive_blocks(victim)
+                lacking -= self.kv_cache_manager.num_exclusive_blocks(victim)
         for victim in victims if lacking <= 0 else ():  # else they would lose their blocks in vain
             self._preempt(victim)
 
     def _schedule_running(self) -> tuple[dict[Request, ScheduledChunk], TokenBudget]:
         """The chunk of each running request, and what is left of the budget. Preempts if blocks run out."""
-        budget = self._waiting.next_token_budget(self._max_tokens, self._running, whole_prompts=self._whole_prompts)
+        budget = self._waiting.next_token_budget(
+            self._config.max_num_batched_tokens, self._running, whole_prompts=self._config.whole_prompts
+        )
         chunks: dict[Request, ScheduledChunk] = {}
         pending = {running_request: running_request.num_pending_tokens for running_request in self._running}
         num_decoding = sum(
             running_request.num_tokens_in_flight > 0 or pending[running_request] == 1
             for running_request in self._running
         )
-        max_decoding = -(-num_decoding // self._micro_batches)
+        max_decoding = -(-num_decoding // self._config.micro_batches)
         for running_request in sorted(self._running, key=lambda request: (pending[request] > 1, request.priority_key)):
-            max_tokens = min(budget.max_tokens(running_request), self._max_tokens_per_request)
-            chunk = running_request.next_chunk(
-                min(
-                    pending[running_request], self.prefix_cache.snapshots.limit_step_tokens(running_request, max_tokens)
-                ),
-                max_tokens,
-            )
+            max_tokens = min(budget.max_tokens(running_request), self._config.max_tokens_per_request)
+            limit = self.kv_cache_manager.limit_step_tokens(running_request, max_tokens)
+            chunk = running_request.next_chunk(min(pending[running_request], limit), max_tokens)
             if (
                 not chunk
                 or running_request.status is not RequestStatus.RUNNING
                 or (pending[running_request] == 1 and len(chunks) >= max_decoding)
             ):
                 continue
-            if self._block_tables.windowed_groups:
-                self._block_tables.free_behind_window(running_request)
-            needed = self._block_tables.num_missing_blocks(
-                running_request, running_request.num_computed_tokens + chunk.num_tokens
-            )
-            while needed > self.pool.num_free and running_request.status is RequestStatus.RUNNING:
+            num_tokens = running_request.num_computed_tokens + chunk.num_tokens
+            while not self.kv_cache_manager.allocate_slots(running_request, num_tokens):
                 victim = max(self._running, key=self._waiting.sort_key)
                 budget.spend(victim, -chunks.pop(victim, ScheduledChunk(0, 0)).cost)
                 self._preempt(victim)
-            if running_request.status is RequestStatus.RUNNING:
-                self._block_tables.allocate_slots(
-                    running_request, running_request.num_computed_tokens + chunk.num_tokens
-                )
+                if victim is running_request:
+                    break
+            else:
                 chunks[running_request] = chunk
                 budget.spend(running_request, chunk.cost)
         return chunks, budget
@@ -313,28 +269,27 @@ class Scheduler:
         beginning."""
         new_requests = []
         while self._free_slots and (request := self._waiting.peek()) is not None:
-            max_tokens = budget.remaining if self._whole_prompts else budget.max_tokens(request)
-            cached = self.prefix_cache.get_computed_blocks(request)
+            max_tokens = budget.remaining if self._config.whole_prompts else budget.max_tokens(request)
+            cached = self.kv_cache_manager.get_computed_blocks(request)
             # Blocks for all its tokens, though this step may compute only some: else it would be preempted half-way.
-            too_long = self._whole_prompts and len(request.token_ids) > max_tokens
+            too_long = self._config.whole_prompts and len(request.token_ids) > max_tokens
             if (
                 max_tokens <= 0
                 or too_long
                 or request.num_tokens_in_flight
-                or self._block_tables.num_needed_blocks(request, cached) > self.pool.num_free
+                or self.kv_cache_manager.num_lacking_blocks(request, cached) > 0
             ):
                 break
             self._waiting.remove_request(request)
             if self.kv_offloader.load_blocks(request, cached):
                 continue  # its blocks are being loaded
             partial_copies = self._start_request(request, cached)
-            max_chunk = min(max_tokens, self._max_tokens_per_request)
-            chunk = request.next_chunk(
-                min(request.num_pending_tokens, self.prefix_cache.snapshots.limit_step_tokens(request, max_chunk)),
-                max_chunk,
-            )
-            self._block_tables.allocate_slots(request, request.num_computed_tokens + chunk.num_tokens)
-            self.pool.ref(copy.source for copy in partial_copies)  # else a load might fill it before it is copied
+            max_chunk = min(max_tokens, self._config.max_tokens_per_request)
+            limit = self.kv_cache_manager.limit_step_tokens(request, max_chunk)
+            chunk = request.next_chunk(min(request.num_pending_tokens, limit), max_chunk)
+            has_blocks = self.kv_cache_manager.allocate_slots(request, request.num_computed_tokens + chunk.num_tokens)
+            assert has_blocks, "allocation beyond the pool"
+            self.kv_cache_manager.ref_copy_sources(partial_copies)
             copies += partial_copies
             budget.spend(request, chunk.cost)
             scheduled_requests.append(self._schedule_request(request, chunk, []))
@@ -349,18 +304,14 @@ class Scheduler:
                     scheduled_requests[-1].slot, list(request.token_ids), request.num_prompt_tokens, *request_data
                 )
             )
-        self.pool.unref([copy.source for copy in copies])
+        self.kv_cache_manager.unref_copy_sources(copies)
         return new_requests
 
     def _start_request(self, request: Request, cached: list[int]) -> list[BlockCopy]:
         """Give a request a slot and its cached blocks. Returns the block copies that it needs."""
         request.status, request.slot = RequestStatus.RUNNING, self._free_slots.pop()
-        self.prefix_cache.use_computed_blocks(request, cached)
         self._running.append(request)
-        copies = self.prefix_cache.copy_partial_blocks(request)
-        self._block_tables.free_behind_window(request)
-        self.prefix_cache.count_hits(request)
-        return copies
+        return self.kv_cache_manager.use_computed_blocks(request, cached)
 
     def _propose_drafts(self, chunks: dict[Request, ScheduledChunk], budget: TokenBudget) -> dict[Request, list[int]]:
         """Draft tokens for the requests all of whose known tokens are planned, as far as their limits, the budget and
@@ -381,16 +332,11 @@ class Scheduler:
                 continue
             assert not request.num_tokens_in_flight
             num_known = len(request.token_ids)
-            room = self._block_tables.num_tokens_with_room(request) - num_known
-            max_drafts = min(
-                max_drafts,
-                budget.max_tokens(request),
-                room,
-                self.prefix_cache.snapshots.limit_draft_tokens(num_known, max_drafts),
-            )
+            max_drafts = min(budget.max_tokens(request), self.kv_cache_manager.limit_draft_tokens(request, max_drafts))
             draft_ids[request] = drafts = proposal.token_ids[: max(max_drafts, 0)]
             budget.spend(request, len(drafts))
-            self._block_tables.allocate_slots(request, num_known + len(drafts))
+            has_blocks = self.kv_cache_manager.allocate_slots(request, num_known + len(drafts))
+            assert has_blocks, "allocation beyond the pool"
         return draft_ids
 
     def _schedule_request(self, request: Request, chunk: ScheduledChunk, drafts: list[int]) -> ScheduledRequest:
@@ -410,7 +356,7 @@ class Scheduler:
         request.num_sent_blocks = len(request.block_ids)
         if start < request.num_prompt_tokens or request.num_charged_tokens < request.num_prompt_tokens:
             self._count_prompt(request, start)
-        self.prefix_cache.cache_blocks(request, start, start + count)
+        self.kv_cache_manager.cache_blocks(request, start, start + count)
         return ScheduledRequest(
             request.engine_request.id,
             request.slot,
@@ -494,7 +440,7 @@ class Scheduler:
         self._free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
         self.kv_offloader.offload_blocks(request)
-        self.prefix_cache.free_request(request)
+        self.kv_cache_manager.free(request)
 
     def _output_error(self, request: EngineCoreRequest, why: str, cause: ErrorCause = "engine") -> None:
         self._outputs.append(EngineCoreOutput(request.id, [], finish_reason="error", error=why, cause=cause))

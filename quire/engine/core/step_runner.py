@@ -68,7 +68,7 @@ class StepRunner:
         if self.last_record is None and len(self._in_flight) > (0 if scheduler_output is None else self._steps_ahead):
             self._apply_step(self._in_flight.popleft())
         elif not self.has_work:
-            self._scheduler.pool.check_invariants()
+            self._scheduler.kv_cache_manager.block_pool.check_invariants()
         elif scheduler_output is None and not self._in_flight:
             self._scheduler.wait_for_loads()
         self._heartbeat.end_step()

@@ -7,6 +7,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.core.drafter import Drafter
 from quire.engine.core.kv_offload import KVOffloader
 from quire.engine.core.scheduler import Scheduler
+from quire.engine.core.scheduler_config import SchedulerConfig
 from quire.engine.core.state_snapshots import SnapshotPlan
 from quire.engine.lora.adapter_queue import AdapterQueue
 from quire.engine.settings.class_import import import_class
@@ -23,24 +24,26 @@ def make_scheduler(
     """For what the worker has allocated. Raises ConfigError."""
     plan = worker.kv_plan
     return resolve_scheduler_class(config)(
-        num_blocks=plan.group_pages,
-        block_size=plan.block_size,
-        windows=plan.windows,
-        max_model_len=plan.max_model_len,
-        max_num_seqs=plan.sequences,
-        max_num_batched_tokens=max(config.max_step_tokens, plan.max_model_len * worker.needs_whole_prompts),
-        long_prefill_token_threshold=None if worker.needs_whole_prompts else config.long_prefill_token_threshold,
-        eos_token_ids=eos_token_ids,
-        enable_prefix_caching=worker.caches_prefixes,
-        hash_block_size=None if worker.needs_whole_prompts else min(plan.block_size, PIECE),
-        whole_prompts=worker.needs_whole_prompts,
-        pools_all=worker.pooling.kind != "last",
-        tasks=worker.engine_info.tasks,
+        SchedulerConfig(
+            num_blocks=plan.group_pages,
+            block_size=plan.block_size,
+            windows=plan.windows,
+            max_model_len=plan.max_model_len,
+            max_num_seqs=plan.sequences,
+            max_num_batched_tokens=max(config.max_step_tokens, plan.max_model_len * worker.needs_whole_prompts),
+            long_prefill_token_threshold=None if worker.needs_whole_prompts else config.long_prefill_token_threshold,
+            eos_token_ids=eos_token_ids,
+            enable_prefix_caching=worker.caches_prefixes,
+            hash_block_size=None if worker.needs_whole_prompts else min(plan.block_size, PIECE),
+            whole_prompts=worker.needs_whole_prompts,
+            pools_all=worker.pooling.kind != "last",
+            tasks=worker.engine_info.tasks,
+            micro_batches=worker.micro_batches,
+            snapshots=SnapshotPlan(plan.snapshots, config.snapshot_tokens) if plan.snapshots else None,
+        ),
         waiting=None if worker.adapter_loader is None else AdapterQueue(worker.adapter_loader, config.max_loras),
         drafter=drafter,
         tiers=tiers,
-        micro_batches=worker.micro_batches,
-        snapshots=SnapshotPlan(plan.snapshots, config.snapshot_tokens) if plan.snapshots else None,
     )
 
 

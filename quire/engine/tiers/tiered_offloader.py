@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from quire.engine import clock
 from quire.engine.core.block_pool import BlockPool
 from quire.engine.core.executor import BlockMover
+from quire.engine.core.kv_cache.prefix_cache import PrefixCache
 from quire.engine.core.kv_offload import KVOffloader
-from quire.engine.core.prefix_cache import PrefixCache
 from quire.engine.core.request import Request
 from quire.engine.core.scheduler_output import LoadedBlocks
 from quire.engine.core.stats import TierStats

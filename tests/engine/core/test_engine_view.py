@@ -19,6 +19,7 @@ from quire.engine.core.engine_view import (
     take_engine_view,
 )
 from quire.engine.core.scheduler import Scheduler
+from quire.engine.core.scheduler_config import SchedulerConfig
 from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from quire.engine.core.stats import EngineView
 from quire.engine.types import EngineCoreRequest, SamplingParams, Span
@@ -28,11 +29,13 @@ PAGE = 4
 
 def make(num_blocks: int = 16, max_num_seqs: int = 8, max_num_batched_tokens: int = 8) -> Scheduler:
     return Scheduler(
-        num_blocks=num_blocks,
-        block_size=PAGE,
-        max_model_len=64,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
+        SchedulerConfig(
+            num_blocks=num_blocks,
+            block_size=PAGE,
+            max_model_len=64,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
     )
 
 

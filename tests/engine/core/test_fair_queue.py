@@ -19,6 +19,7 @@ from quire.engine.core.fair_queue import (
 )
 from quire.engine.core.request import Request
 from quire.engine.core.scheduler import Scheduler
+from quire.engine.core.scheduler_config import SchedulerConfig
 from quire.engine.core.scheduler_output import ModelRunnerOutput
 from quire.engine.types import EngineCoreRequest, SamplingParams
 from tests.tiers import examples
@@ -141,12 +142,14 @@ def served_tokens(sent: dict[str, tuple[int, int]], in_flight: dict[str, int], *
     Each tenant sends a request whenever it has fewer than `in_flight` open. Recomputed tokens are not counted.
     """
     scheduler = Scheduler(
-        num_blocks=num_blocks,
-        block_size=4,
-        max_model_len=200,
-        max_num_seqs=6,
-        max_num_batched_tokens=32,
-        enable_prefix_caching=False,
+        SchedulerConfig(
+            num_blocks=num_blocks,
+            block_size=4,
+            max_model_len=200,
+            max_num_seqs=6,
+            max_num_batched_tokens=32,
+            enable_prefix_caching=False,
+        )
     )
     names = count()
     requests: dict[str, EngineCoreRequest] = {}
@@ -206,7 +209,9 @@ def step(scheduler: Scheduler) -> None:
 def full(*, slots: int = 8, num_blocks: int = 400, greedy: int = 20) -> Scheduler:
     """A scheduler all of whose places one tenant holds for long, with more of its sequences waiting."""
     scheduler = Scheduler(
-        num_blocks=num_blocks, block_size=4, max_model_len=200, max_num_seqs=slots, max_num_batched_tokens=200
+        SchedulerConfig(
+            num_blocks=num_blocks, block_size=4, max_model_len=200, max_num_seqs=slots, max_num_batched_tokens=200
+        )
     )
     for index in range(greedy):
         scheduler.add_request(request(f"greedy {index}", "greedy", max_tokens=150))
@@ -276,12 +281,14 @@ def test_what_is_less_urgent_gives_its_place_whosever_it_is_and_takes_none() -> 
 def test_what_is_less_urgent_goes_on_but_takes_little_of_a_step() -> None:
     """Twenty that decode and a long prompt, all of them less urgent, beside one that decodes, then beside a prompt."""
     scheduler = Scheduler(
-        num_blocks=400,
-        block_size=4,
-        max_model_len=300,
-        max_num_seqs=32,
-        max_num_batched_tokens=200,
-        enable_prefix_caching=False,
+        SchedulerConfig(
+            num_blocks=400,
+            block_size=4,
+            max_model_len=300,
+            max_num_seqs=32,
+            max_num_batched_tokens=200,
+            enable_prefix_caching=False,
+        )
     )
 
     def rows() -> dict[str, int]:
@@ -356,7 +363,7 @@ def test_tenants_that_are_ever_new_are_forgotten(monkeypatch: pytest.MonkeyPatch
 def test_streams_beyond_a_short_step_go_on_too() -> None:
     """The last ones had no token while something urgent came again and again."""
     options = {"num_blocks": 200, "block_size": 16, "max_model_len": 100, "max_num_batched_tokens": 512}
-    some = Scheduler(max_num_seqs=SHORT_STEP_TOKENS + 11, **options)
+    some = Scheduler(SchedulerConfig(max_num_seqs=SHORT_STEP_TOKENS + 11, **options))
     calm = SamplingParams(max_tokens=40, ignore_eos=True)
     for index in range(SHORT_STEP_TOKENS + 10):
         some.add_request(EngineCoreRequest(id=f"calm{index}", prompt_ids=[1, 2], params=calm, seed=0, priority=1))

@@ -19,6 +19,7 @@ from quire.engine.core.block_pool import NULL_BLOCK
 from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.core.fair_queue import FairQueue
 from quire.engine.core.scheduler import Scheduler
+from quire.engine.core.scheduler_config import SchedulerConfig
 from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from quire.engine.types import EngineCoreOutput, EngineCoreRequest, Image, PoolingParams, SamplingParams, Span
 from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice, fake_vector, next_token
@@ -65,15 +66,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(self, drafts: str, most: int | None) -> None:
         self.scheduler = Scheduler(
-            num_blocks=self.num_blocks,
-            block_size=self.block,
-            windows=self.windows,
-            hash_block_size=self.piece,
-            max_model_len=CONTEXT,
-            max_num_seqs=SLOTS,
-            max_num_batched_tokens=10,
-            long_prefill_token_threshold=most,
-            eos_token_ids=(EOS,),
+            SchedulerConfig(
+                num_blocks=self.num_blocks,
+                block_size=self.block,
+                windows=self.windows,
+                hash_block_size=self.piece,
+                max_model_len=CONTEXT,
+                max_num_seqs=SLOTS,
+                max_num_batched_tokens=10,
+                long_prefill_token_threshold=most,
+                eos_token_ids=(EOS,),
+            ),
             drafter=DRAFTERS[drafts],
         )
 
@@ -143,7 +146,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def pages_are_accounted_for(self) -> None:
-        self.scheduler.pool.check_invariants()
+        self.scheduler.kv_cache_manager.block_pool.check_invariants()
         stats = self.scheduler.make_stats()
         assert stats.running <= SLOTS
         if not self.scheduler.has_requests:
@@ -238,6 +241,7 @@ TestLargePagesAndWindows.settings = settings(max_examples=examples(100), statefu
 
 
 def scheduler(**options: Any) -> Scheduler:
+    collaborators = {name: options.pop(name) for name in ("drafter", "waiting") if name in options}
     defaults: dict[str, Any] = {
         "num_blocks": NUM_BLOCKS,
         "block_size": BLOCK,
@@ -245,7 +249,7 @@ def scheduler(**options: Any) -> Scheduler:
         "max_num_seqs": SLOTS,
         "max_num_batched_tokens": 10,
     }
-    return Scheduler(**defaults | options)
+    return Scheduler(SchedulerConfig(**defaults | options), **collaborators)
 
 
 def request(name: str, prompt_length: int, **params: int) -> EngineCoreRequest:
@@ -499,12 +503,14 @@ def test_the_last_free_page_goes_on_where_it_is() -> None:
 def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
     def first_step_of(threshold: int | None) -> int:
         scheduler = Scheduler(
-            num_blocks=64,
-            block_size=BLOCK,
-            max_model_len=128,
-            max_num_seqs=4,
-            max_num_batched_tokens=10,
-            long_prefill_token_threshold=threshold,
+            SchedulerConfig(
+                num_blocks=64,
+                block_size=BLOCK,
+                max_model_len=128,
+                max_num_seqs=4,
+                max_num_batched_tokens=10,
+                long_prefill_token_threshold=threshold,
+            )
         )
         scheduler.add_request(
             EngineCoreRequest(id="long", prompt_ids=[1] * 100, params=SamplingParams(max_tokens=1), seed=0)

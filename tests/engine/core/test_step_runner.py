@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from quire.engine.config import EngineConfig
 from quire.engine.core.scheduler import Scheduler
+from quire.engine.core.scheduler_config import SchedulerConfig
 from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from quire.engine.core.step_runner import StepRunner
 from quire.engine.engine_core import EngineCore
@@ -151,14 +152,16 @@ def serve(
 ) -> dict[str, list[EngineCoreOutput]]:
     """Step until all has ended; arrivals and aborts come at the given steps."""
     scheduler = Scheduler(
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK,
-        max_model_len=CONTEXT,
-        max_num_seqs=SLOTS,
-        max_num_batched_tokens=10,
-        eos_token_ids=(EOS,),
+        SchedulerConfig(
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK,
+            max_model_len=CONTEXT,
+            max_num_seqs=SLOTS,
+            max_num_batched_tokens=10,
+            eos_token_ids=(EOS,),
+            micro_batches=micro_batches,
+        ),
         drafter=DRAFTERS[drafts],
-        micro_batches=micro_batches,
     )
     steps = StepRunner(scheduler, launch_on, ahead, NullHeartbeat())
     outputs: dict[str, list[EngineCoreOutput]] = {}
@@ -182,7 +185,7 @@ def serve(
             outputs[output.id].append(output)
         step += 1
         assert step < 3000, "it never came to an end"
-    scheduler.pool.check_invariants()
+    scheduler.kv_cache_manager.block_pool.check_invariants()
     assert scheduler.make_stats().used_blocks == 0
     return outputs
 
@@ -254,7 +257,9 @@ def test_the_next_step_is_under_way_before_the_last_one_ends() -> None:
             return Held(inner.execute(batch))
 
     scheduler = Scheduler(
-        num_blocks=NUM_BLOCKS, block_size=BLOCK, max_model_len=CONTEXT, max_num_seqs=1, max_num_batched_tokens=10
+        SchedulerConfig(
+            num_blocks=NUM_BLOCKS, block_size=BLOCK, max_model_len=CONTEXT, max_num_seqs=1, max_num_batched_tokens=10
+        )
     )
     steps = StepRunner(scheduler, Device(), 1, NullHeartbeat())
     scheduler.add_request(request("only", [0, 1, 2], max_tokens=5))
@@ -281,7 +286,9 @@ def test_a_grammar_goes_as_fast_as_what_runs_beside_it(ahead: int) -> None:
             return Done(inner.execute(batch))
 
     scheduler = Scheduler(
-        num_blocks=NUM_BLOCKS, block_size=BLOCK, max_model_len=CONTEXT, max_num_seqs=2, max_num_batched_tokens=10
+        SchedulerConfig(
+            num_blocks=NUM_BLOCKS, block_size=BLOCK, max_model_len=CONTEXT, max_num_seqs=2, max_num_batched_tokens=10
+        )
     )
     steps = StepRunner(scheduler, Device(), ahead, NullHeartbeat())
     scheduler.add_request(request("free", [0, 1, 2], max_tokens=9))

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.core.scheduler import Scheduler
+from quire.engine.core.scheduler_config import SchedulerConfig
 from quire.engine.core.scheduler_output import SchedulerOutput
 from quire.engine.lora.adapter_queue import AdapterQueue
 from quire.engine.types import Adapter, EngineCoreRequest, SamplingParams
@@ -60,11 +61,9 @@ class Rig:
     def __init__(self, slots: int, seqs: int = 4) -> None:
         self.loader, self.device = FakeLoader(), FakeDevice()
         self.scheduler = Scheduler(
-            num_blocks=NUM_BLOCKS,
-            block_size=BLOCK,
-            max_model_len=40,
-            max_num_seqs=seqs,
-            max_num_batched_tokens=16,
+            SchedulerConfig(
+                num_blocks=NUM_BLOCKS, block_size=BLOCK, max_model_len=40, max_num_seqs=seqs, max_num_batched_tokens=16
+            ),
             waiting=AdapterQueue(self.loader, slots),
         )
         self.requests: dict[str, EngineCoreRequest] = {}
@@ -187,4 +186,4 @@ def test_everything_ends(slots: int, moves: list[tuple[object, ...]]) -> None:
     for output in rig.scheduler.take_outputs():
         rig.ended[output.id] = output.finish_reason
     assert set(rig.ended) == set(rig.requests)
-    rig.scheduler.pool.check_invariants()
+    rig.scheduler.kv_cache_manager.block_pool.check_invariants()

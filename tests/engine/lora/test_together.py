@@ -98,10 +98,10 @@ def test_a_prefix_in_a_tier_is_its_adapter_s_alone(model: Path, adapters: list[A
     made, ids = engine(model, make_tiers=of_tiers, kv_offload_memory=0.1), list(range(3, 60))
     wanted = run(made, [asked("a", ids, adapters[1], prompt_logprobs=None)])["a"]
     for index in (0, 2):
-        made.scheduler.pool.clear_hashes()
+        made.scheduler.kv_cache_manager.block_pool.clear_hashes()
         probe = asked("probe", ids, adapters[index], prompt_logprobs=None)
         assert run(made, [probe])["probe"].cached_tokens == 0
-    made.scheduler.pool.clear_hashes()
+    made.scheduler.kv_cache_manager.block_pool.clear_hashes()
     again = run(made, [asked("again", ids, adapters[1], prompt_logprobs=None)])["again"]
     assert (again.cached_tokens, again.ids, again.logprobs) == (48, wanted.ids, wanted.logprobs)
 

@@ -189,14 +189,14 @@ def test_one_key_s_probe_misses_another_s_prefix_in_every_tier(where: str, tmp_p
     tiers = HOST if where == "host" else disk(tmp_path)
     made = engine(path, **tiers)
     run(made, [salted("a", "aa/")])
-    made.scheduler.pool.clear_hashes()
+    made.scheduler.kv_cache_manager.block_pool.clear_hashes()
     if where == "disk":
         made.shut_down()
         made = engine(path, **tiers)
     assert run(made, [salted("probe", "bb/")])["probe"].cached_tokens == 0
     assert run(made, [salted("probe", "")])["probe"].cached_tokens == 0
     assert made.engine_stats.tiers[0].fetched_pages == 0
-    made.scheduler.pool.clear_hashes()
+    made.scheduler.kv_cache_manager.block_pool.clear_hashes()
     assert run(made, [salted("own", "aa/")])["own"].cached_tokens == 80
     assert made.engine_stats.tiers[0].fetched_pages == 5
     made.shut_down()
@@ -269,7 +269,7 @@ def test_whatever_becomes_of_the_files_no_token_is_wrong(rounds: int, tmp_path: 
     wanted = results(run(made, asked))
     for _ in range(rounds):
         corrupt(tmp_path / "pages", chance)
-        made.scheduler.pool.clear_hashes()
+        made.scheduler.kv_cache_manager.block_pool.clear_hashes()
         assert results(run(made, asked)) == wanted
     assert 0 < made.engine_stats.tiers[0].fetched_pages < rounds * 8
     made.shut_down()
@@ -315,7 +315,7 @@ def test_a_tier_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     answers = run(two, [first])
     assert (results(answers), answers[first.id].cached_tokens) == (wanted, 112)
     assert {tier.name: tier.fetched_pages for tier in two.engine_stats.tiers} == {"host": 0, "shared": 7}
-    two.scheduler.pool.clear_hashes()
+    two.scheduler.kv_cache_manager.block_pool.clear_hashes()
     assert run(two, [first])[first.id].cached_tokens == 112
     assert two.engine_stats.tiers[0].fetched_pages == 7, "what was fetched is at hand in the host's memory"
     two.shut_down()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from quire.engine.core.scheduler import Scheduler
+from quire.engine.core.scheduler_config import SchedulerConfig
 from quire.engine.tiers.external_tier import ExternalTier
 from quire.engine.tiers.host_tier import HostTier
 from quire.engine.tiers.tier import Tier
@@ -33,20 +34,22 @@ class WithTiers(SchedulerMachine):
         made = {"host": HostTier(8 * 1000), "small": HostTier(8 * 6), "unreliable": Unreliable()}
         made["small"].name = "small"
         self.scheduler = Scheduler(
-            num_blocks=self.num_blocks,
-            block_size=self.block,
-            hash_block_size=self.piece,
-            max_model_len=CONTEXT,
-            max_num_seqs=SLOTS,
-            max_num_batched_tokens=10,
-            eos_token_ids=(EOS,),
+            SchedulerConfig(
+                num_blocks=self.num_blocks,
+                block_size=self.block,
+                hash_block_size=self.piece,
+                max_model_len=CONTEXT,
+                max_num_seqs=SLOTS,
+                max_num_batched_tokens=10,
+                eos_token_ids=(EOS,),
+            ),
             drafter=DRAFTERS[drafts],
             tiers=tiers_of(self.device, [made[kind] for kind in kinds]),
         )
 
     @rule()
     def reset(self) -> None:
-        self.scheduler.pool.clear_hashes()
+        self.scheduler.kv_cache_manager.block_pool.clear_hashes()
         self.scheduler.kv_offloader.clear_tiers()
 
     @rule()
@@ -110,7 +113,10 @@ TestLargePages.settings = settings(max_examples=examples(25), stateful_step_coun
 
 def scheduler(device: FakeDevice, tier: Tier, tier_options: dict[str, Any] | None = None, **options: int) -> Scheduler:
     defaults = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK, "max_num_seqs": SLOTS, "max_num_batched_tokens": 100}
-    return Scheduler(max_model_len=CONTEXT, tiers=tiers_of(device, [tier], **tier_options or {}), **defaults | options)
+    return Scheduler(
+        SchedulerConfig(max_model_len=CONTEXT, **defaults | options),
+        tiers=tiers_of(device, [tier], **tier_options or {}),
+    )
 
 
 def request(name: str, prompt: list[int], **params: object) -> EngineCoreRequest:
@@ -169,7 +175,7 @@ def test_only_those_wait_whose_pages_are_on_their_way() -> None:
     device.pages |= {page: [None] * BLOCK for page in range(24)}
     run(some, device, request("a", A, max_tokens=1))
     settle(some)
-    some.pool.clear_hashes()
+    some.kv_cache_manager.block_pool.clear_hashes()
     tier.open.clear()
     some.add_request(request("slow", [*A, 9], max_tokens=2))
     some.add_request(request("same", [*A, 10], max_tokens=2))
@@ -192,7 +198,7 @@ def test_an_abort_waits_for_nothing_and_its_pages_wait_for_the_copy(together: in
     some = scheduler(device, tier)
     run(some, device, request("a", A, max_tokens=1))
     settle(some)
-    some.pool.clear_hashes()
+    some.kv_cache_manager.block_pool.clear_hashes()
     tier.open.clear()
     names = ["one", "two"][:together]
     for name in names:
@@ -218,7 +224,7 @@ def test_a_tier_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
             tier.open.clear()
         run(some, device, request("a", A, max_tokens=1))
         settle(some)
-        some.pool.clear_hashes()
+        some.kv_cache_manager.block_pool.clear_hashes()
         tier.open.clear()
         run(some, device, request("again", [*A, 9], max_tokens=1))
         settle(some)
@@ -239,7 +245,7 @@ def test_what_takes_too_long_is_computed() -> None:
     device.pages |= {page: [None] * BLOCK for page in range(24)}
     run(some, device, request("a", A, max_tokens=1))
     settle(some)
-    some.pool.clear_hashes()
+    some.kv_cache_manager.block_pool.clear_hashes()
     tier.open.clear()
     assert run(some, device, request("late", [*A, 9], max_tokens=1)) == {"late": 0}
     assert some.make_stats().used_blocks == 8, "the pages that may yet be written to are nobody's"
@@ -264,16 +270,16 @@ def test_a_reset_forgets_what_is_on_its_way_too() -> None:
     some = scheduler(device, tier)
     run(some, device, request("a", A, max_tokens=1))
     settle(some)
-    some.pool.clear_hashes()
+    some.kv_cache_manager.block_pool.clear_hashes()
     tier.open.clear()
     some.add_request(request("before", [*A, 9], max_tokens=1))
     assert some.schedule() is None
-    some.pool.clear_hashes()
+    some.kv_cache_manager.block_pool.clear_hashes()
     some.kv_offloader.clear_tiers()
     tier.open.set()
     run(some, device)
     settle(some)
-    some.pool.clear_hashes()
+    some.kv_cache_manager.block_pool.clear_hashes()
     tier.pages.clear()
     assert run(some, device, request("after", [*A, 9], max_tokens=1)) == {"after": 0}
 
@@ -285,7 +291,7 @@ def test_what_a_step_copies_from_is_not_filled_by_a_load_before() -> None:
         device, Dictionary(), PUT_INLINE | {"load_threads": Inline}, num_blocks=3, block_size=12, hash_block_size=2
     )
     run(some, device, request("loaded", A[:13], max_tokens=1))
-    some.pool.clear_hashes()
+    some.kv_cache_manager.block_pool.clear_hashes()
     run(some, device, request("short", B[:7], max_tokens=1))
     run(some, device, request("other", C[:13], max_tokens=1))
     some.add_request(request("forks", [*B[:6], 9], max_tokens=1))

@@ -188,7 +188,7 @@ def _ending_within(asked: EngineCoreRequest) -> EngineCoreRequest:
 def test_graphs_with_steps_under_way_and_preemptions(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = run(start(monkeypatch, None), traffic())
     engine = start(monkeypatch, FakeCapture(), ahead=1, enable_prefix_caching=False)
-    engine.scheduler.pool.allocate(36)  # four pages are left
+    engine.scheduler.kv_cache_manager.block_pool.allocate(36)  # four pages are left
     got: dict[str, Answer] = {each.id: Answer() for each in traffic()}
     for each in traffic():
         engine.add_request(each)

@@ -61,5 +61,5 @@ def answers_of(engine: EngineCore, requests: list[EngineCoreRequest]) -> tuple[d
             found[output.id] += output.new_ids
             if output.error is not None:
                 errors[output.id] = output.error
-    engine.scheduler.pool.check_invariants()
+    engine.scheduler.kv_cache_manager.block_pool.check_invariants()
     return {name: ids for name, ids in found.items() if name not in errors}, errors

@@ -43,7 +43,7 @@ def outputs(engine: EngineCore, requests: list[EngineCoreRequest]) -> tuple[dict
             tokens[output.id] += output.new_ids
             if output.finish_reason == "error":
                 causes[output.id] = output.cause
-    engine.scheduler.pool.check_invariants()
+    engine.scheduler.kv_cache_manager.block_pool.check_invariants()
     return tokens, causes
 
 

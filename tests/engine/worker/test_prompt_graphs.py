@@ -93,7 +93,7 @@ def test_launched_ahead_and_preempted(monkeypatch: pytest.MonkeyPatch, pages: in
     asked = traffic((250, 3, 252)) if pages < 40 else traffic()
     wanted = picked(run(graphed(monkeypatch, None), asked))
     engine = graphed(monkeypatch, FakeCapture(), ahead=1, enable_prefix_caching=False)
-    engine.scheduler.pool.allocate(40 - pages)
+    engine.scheduler.kv_cache_manager.block_pool.allocate(40 - pages)
     for _ in range(2):
         found = {each.id: Answer() for each in asked}
         for each in asked:

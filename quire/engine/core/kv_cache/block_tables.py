@@ -34,11 +34,6 @@ class BlockTables:
         """Blocks that a request lacks for its first `tokens` tokens; negative if it has more."""
         return self.num_groups * -(-tokens // self._block_size) - len(request.block_ids)
 
-    def allocate_slots(self, request: Request, tokens: int) -> None:
-        """Allocate blocks for a request's first `tokens` tokens. The caller has checked that there are enough."""
-        if (count := self.num_missing_blocks(request, tokens)) > 0:
-            request.block_ids += self.pool.allocate(count)
-
     def num_needed_blocks(self, request: Request, cached: Sequence[int]) -> int:
         """How many free blocks a waiting request needs until all its tokens are computed, starting with the `cached`
         ones from `find_cached_blocks`. It frees some of these on its way."""
@@ -51,10 +46,6 @@ class BlockTables:
     def num_tokens_with_room(self, request: Request) -> int:
         """Tokens for which the request's blocks and the free ones suffice."""
         return (len(request.block_ids) + self.pool.num_free) // self.num_groups * self._block_size
-
-    def num_exclusive_blocks(self, request: Request) -> int:
-        """Blocks that become free when this request alone frees its blocks."""
-        return sum(self.pool.ref_counts[block] == 1 for block in without_null_blocks(request.block_ids))
 
     def free_behind_window(self, request: Request) -> None:
         """Free the blocks that neither the request's next token nor any later one attends to.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.engine.core.block_pool import NULL_BLOCK, block_hash_with_group_id
-from quire.engine.core.block_tables import BlockTables, without_null_blocks
+from quire.engine.core.kv_cache.block_tables import BlockTables, without_null_blocks
 from quire.engine.core.pinned_sessions import PinnedSessions
 from quire.engine.core.request import Request
 from quire.engine.core.scheduler_output import BlockCopy
@@ -23,17 +23,16 @@ class PrefixCache:
         counts: LiveCounters,
         *,
         enabled: bool,
-        snapshots: StateSnapshots | None = None,
+        snapshots: StateSnapshots,
     ) -> None:
         """`hash_block_size`: tokens per hash; a divisor of the block size. If not `enabled`, nothing is found.
-        `snapshots`: the state snapshots that a request needs in addition to blocks; by default none."""
+        `snapshots`: the state snapshots that a request needs in addition to blocks."""
         self.block_size = block_size = tables.needs.block_size
         assert block_size % hash_block_size == 0
         self.is_enabled = enabled
-        self.snapshots = snapshots or NullStateSnapshots()
+        self.snapshots = snapshots
         self._sessions = PinnedSessions(tables.pool, snapshots=self.snapshots, counts=counts)
         self._counts = counts
-        self._block_tables = tables
         self._pool = tables.pool
         self._num_groups = tables.num_groups
         self._hash_block_size = hash_block_size
@@ -49,7 +48,6 @@ class PrefixCache:
     def begin_step(self) -> None:
         self._first_written.clear()
         self._sessions.unpin_expired()
-        self.snapshots.publish_snapshots()
 
     def block_hashes(self, request: Request) -> list[Sequence[bytes]]:
         """For each full block of the request's tokens but the last, which must be computed: the hashes of its
@@ -62,22 +60,9 @@ class PrefixCache:
             for end in range(self._hashes_per_block, len(digests) + 1, self._hashes_per_block)
         ]
 
-    def get_computed_blocks(self, request: Request) -> list[int]:
-        """Cached blocks for a waiting request's tokens but the last, as BlockTables.find_cached_blocks gives them."""
-        digests = [hashes[-1] for hashes in self.block_hashes(request)]
-        blocks = self._block_tables.find_cached_blocks(digests)
-        num_usable = self.snapshots.num_usable_blocks(digests[: len(blocks) // self._num_groups])
-        return (
-            blocks
-            if num_usable * self._num_groups == len(blocks)
-            else self._block_tables.find_cached_blocks(digests[:num_usable])
-        )
-
-    def use_computed_blocks(self, request: Request, cached: list[int]) -> None:
-        """Let a request that has a slot and no blocks start with these."""
-        self._block_tables.set_cached_blocks(request, cached)
-        request.num_cached_hashes = len(cached) // self._num_groups * self._hashes_per_block
-        self.snapshots.restore_state(request)
+    def set_cached_hashes(self, request: Request, num_blocks: int) -> None:
+        """Note that a request starts with this many cached blocks of each group."""
+        request.num_cached_hashes = num_blocks * self._hashes_per_block
 
     def count_hits(self, request: Request) -> None:
         """Count the hits of a request that starts, the first time that it does."""
@@ -91,8 +76,8 @@ class PrefixCache:
                     request.block_hashes(len(request.token_ids) // self._hash_block_size, self._hash_block_size),
                 )
 
-    def free_request(self, request: Request) -> None:
-        """Free all blocks of a request; some are pinned for the next turn of its conversation."""
+    def pause_session(self, request: Request) -> None:
+        """Pin blocks of a request that is about to be freed for the next turn of its conversation."""
         if self.is_enabled and request.engine_request.sampling_params is not None:
             blocks = without_null_blocks(
                 request.block_ids[: request.num_cached_hashes // self._hashes_per_block * self._num_groups]
@@ -101,13 +86,10 @@ class PrefixCache:
             self._sessions.pause_session(
                 request, [block for block in blocks if block in self._pool.cached_blocks], digests
             )
-        self._block_tables.free_blocks(request)
 
-    def clear_prefixes(self) -> None:
-        """Forget everything that was computed so far."""
+    def clear_sessions(self) -> None:
+        """Unpin all blocks."""
         self._sessions.clear_sessions()
-        self._pool.clear_hashes()
-        self.snapshots.clear_snapshots()
 
     def copy_partial_blocks(self, request: Request) -> list[BlockCopy]:
         """If each group has a cached block that begins as the request's next block does, allocate blocks for the
@@ -147,12 +129,9 @@ class PrefixCache:
             if block is not None and tokens <= self._first_written.get(block, self.block_size)
         ]
 
-    def cache_blocks(self, request: Request, start: int, num_known: int) -> None:
+    def cache_blocks(self, request: Request, start: int) -> None:
         """Register the hashes of the blocks that are full now, and note what the step writes: it computes the tokens
-        from `start` on, of which the first `num_known` tokens are known and the rest are drafts."""
-        if not self.is_enabled or request.num_computed_tokens == start:
-            return
-        self.snapshots.save_state(request, num_known)
+        from `start` on."""
         full = min(request.num_computed_tokens, len(request.token_ids)) // self._hash_block_size
         if full > request.num_cached_hashes:
             for index, digest in enumerate(

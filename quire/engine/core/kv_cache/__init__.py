@@ -1,0 +1,1 @@
+"""The KV cache of requests: who has which blocks, and which prefixes are cached."""
