@@ -13,10 +13,10 @@ from benchmarks.gpu import times
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata, Backend
 from quire.kernels.backend_selection import select_backend
-from quire.kernels.latents.mla_probe import MLAProbe
+from quire.kernels.probes.mla_probe import MLAProbe
+from quire.kernels.probes.recurrence_probe import RecurrenceProbe
 from quire.kernels.recurrent.delta_rule import DeltaRule
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
-from quire.kernels.recurrent.recurrence_probe import RecurrenceProbe
 from quire.kernels.recurrent.selective_scan import SelectiveScan
 from quire.kernels.recurrent.state_space import StateSpace
 

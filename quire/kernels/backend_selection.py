@@ -20,8 +20,8 @@ from quire.kernels.gpu.libraries.flash3 import Flash3Backend
 from quire.kernels.gpu.libraries.flash4 import Flash4Backend
 from quire.kernels.gpu.libraries.sdpa import SdpaBackend
 from quire.kernels.gpu.libraries.torch_varlen import TorchVarlenBackend
+from quire.kernels.gpu.torch_backend import TorchBackend
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
-from quire.kernels.reference import ReferenceBackend
 from quire.kernels.streaming.layer_streamer import LayerSelector, LayerStreamer
 
 _GPU_BACKENDS = ("flash", "torch_varlen", "triton", "sdpa")
@@ -50,7 +50,7 @@ _BACKEND_FACTORIES = {
     "triton": _make_triton,
     "sdpa": SdpaBackend,
     "cpu": CpuBackend,
-    "reference": ReferenceBackend,
+    "reference": TorchBackend,
 }
 BACKENDS = tuple(_BACKEND_FACTORIES)
 
@@ -66,7 +66,7 @@ def _preferred_backends(device: device) -> tuple[str, ...]:
 
 _NO_CONTEXT_PARALLEL = "does not tell what of attention a part of the keys gives, which ranks that divide tokens merge"
 BackendTrial = Callable[[Backend], str | None]
-"""Tries a backend on the device (kernels/backend_probe.py): None, or why it cannot compute there."""
+"""Tries a backend on the device (kernels/probes/backend_probe.py): None, or why it cannot compute there."""
 
 
 def select_backend(

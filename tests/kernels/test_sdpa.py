@@ -10,10 +10,10 @@ import torch
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.kernels.backend import Backend
-from quire.kernels.backend_probe import PagedAttentionProbe
 from quire.kernels.backend_selection import select_backend
 from quire.kernels.gpu.libraries import flash2
 from quire.kernels.gpu.libraries.sdpa import SdpaBackend
+from quire.kernels.probes.backend_probe import PagedAttentionProbe
 from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import request, run
 from tests.kernels.fake_flash import FakeFlashAttn

@@ -33,10 +33,10 @@ from quire.engine.worker.backend_trials import choose_trials, find_eager_prefill
 from quire.engine.worker.graphs.graph_capture import CudaGraphCapture
 from quire.engine.worker.loading.transformers_support import check_transformers_config
 from quire.kernels.backend import Backend
-from quire.kernels.backend_probe import GraphCapture
 from quire.kernels.backend_selection import BackendTrial, select_backend
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.gpu.other_devices import OTHER_DEVICES, find_other_device, is_other_device, preferred_dtype
+from quire.kernels.probes.backend_probe import GraphCapture
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KV_DTYPES = {

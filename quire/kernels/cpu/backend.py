@@ -33,8 +33,8 @@ from quire.kernels.cpu.latents import per_head_linear as latents
 from quire.kernels.cpu.quantization import float8_linear
 from quire.kernels.cpu.ranks import shared_collective
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, UNIT_KV_SCALES, KVScales, num_scale_elements
-from quire.kernels.latents.mla_latent import LatentParams
-from quire.kernels.latents.per_head_linear import ReferencePerHeadLinear
+from quire.kernels.latent_params import LatentParams
+from quire.kernels.mla.per_head_linear import ReferencePerHeadLinear
 from quire.kernels.qk_norm_rope import Rope
 from quire.kernels.quantized_tensors import QuantizedWeight
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates

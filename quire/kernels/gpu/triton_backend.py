@@ -43,7 +43,7 @@ from quire.kernels.gpu.triton_launch_sizes import (
 )
 from quire.kernels.gpu.triton_linear import DenseLinear
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, UNIT_KV_SCALES, KVScales
-from quire.kernels.latents.mla_latent import LatentParams
+from quire.kernels.latent_params import LatentParams
 from quire.kernels.qk_norm_rope import Rope
 from quire.kernels.quantized_tensors import QuantizedWeight
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates

@@ -21,7 +21,7 @@ from quire.kernels.gpu.quantization.activation_rounding import EightBitRounding
 from quire.kernels.gpu.quantization.quantized_linear import TritonQuantizedLinear
 from quire.kernels.gpu.quantization.weight_packing import PackedWeight
 from quire.kernels.gpu.triton_backend import TritonBackend
-from quire.kernels.latents.mla_latent import LatentParams
+from quire.kernels.latent_params import LatentParams
 from quire.kernels.qk_norm_rope import Rope
 from quire.kernels.quantized_tensors import GroupedWeight, RoundedActivations
 from quire.kernels.reference import ReferenceBackend

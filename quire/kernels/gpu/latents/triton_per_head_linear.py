@@ -1,4 +1,4 @@
-"""Linears of single heads, of all heads at once, in Triton: kernels/latents/per_head_linear.py says what they are."""
+"""Linears of single heads, of all heads at once, in Triton: kernels/mla/per_head_linear.py says what they are."""
 
 from __future__ import annotations
 

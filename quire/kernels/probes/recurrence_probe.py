@@ -1,4 +1,4 @@
-"""Tries a rule with matrices on the device, as kernels/backend_probe.py tries attention."""
+"""Tries a rule with matrices on the device, as kernels/probes/backend_probe.py tries attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata, Backend
-from quire.kernels.backend_probe import BackendProbe, check_graph_replay, is_close
+from quire.kernels.probes.backend_probe import BackendProbe, check_graph_replay, is_close
 from quire.kernels.recurrent.recurrence import DraftStateLengths, RecurrentStates
 from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
 from quire.kernels.reference import ReferenceBackend
