@@ -18,7 +18,7 @@ class TorchBackend(ReferenceBackend):
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
         if not self.deterministic:
             return super().pack_linear(weight, bias, wide=wide)
-        from quire.kernels.gpu.triton_linear import pack_linear
+        from quire.kernels.gpu.linears.triton_linear import pack_linear
 
         return pack_linear(weight, bias, wide=wide)
 
@@ -26,7 +26,7 @@ class TorchBackend(ReferenceBackend):
         if slots.device.type == "cpu":
             return super().add_adapter_slots(linear, slots)
         try:
-            from quire.kernels.gpu.triton_lora import TritonLinearWithLora
+            from quire.kernels.gpu.linears.triton_lora import TritonLinearWithLora
         except ModuleNotFoundError:  # there is no Triton for this platform
             raise ValueError("on a GPU adapters need Triton (pip install triton)") from None
         return TritonLinearWithLora(linear, slots)

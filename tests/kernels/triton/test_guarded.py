@@ -16,7 +16,7 @@ from quire.engine.layers.online_quantization import quantize_int4, quantize_int8
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS
 from quire.kernels.gpu.experts.grouped_moe import GroupedMoE
-from quire.kernels.gpu.latents.expanded_attention import run_expanded_attention
+from quire.kernels.gpu.mla.expanded_attention import run_expanded_attention
 from quire.kernels.gpu.quantization.activation_rounding import EightBitRounding
 from quire.kernels.gpu.quantization.quantized_linear import TritonQuantizedLinear
 from quire.kernels.gpu.quantization.weight_packing import PackedWeight

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend
 from quire.kernels.gpu import triton_launch_sizes
-from quire.kernels.gpu.latents import absorbed_attention
+from quire.kernels.gpu.mla import absorbed_attention
 from quire.kernels.gpu.triton_backend import TritonBackend
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
 from quire.kernels.latent_params import LatentParams

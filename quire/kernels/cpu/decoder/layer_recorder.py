@@ -19,9 +19,9 @@ from quire.kernels.collective import RankEnded
 from quire.kernels.cpu import native_library
 from quire.kernels.cpu.decoder.compiled_moe import CompiledMoE
 from quire.kernels.cpu.decoder.kernel_calls import KernelCalls, StepInputs
-from quire.kernels.cpu.latents.per_head_linear import CompiledPerHeadLinear
 from quire.kernels.cpu.linear import CompiledLinear
 from quire.kernels.cpu.lora import CompiledLinearWithLora
+from quire.kernels.cpu.mla.per_head_linear import CompiledPerHeadLinear
 from quire.kernels.cpu.ranks.shared_collective import SharedCollective
 
 _FIXED, _PER_TOKEN, _BUFFER, _STEP_VALUE, _PAGES_FETCH = range(5)

@@ -13,11 +13,11 @@ from quire.kernels.backend import NO_ADAPTERS, Linear
 from quire.kernels.experts import apply_expert_activation, route_tokens
 from quire.kernels.gpu import triton_launch_sizes
 from quire.kernels.gpu.experts import triton_experts as kernels
+from quire.kernels.gpu.linears.triton_linear import DenseLinear
 from quire.kernels.gpu.quantization import triton_quantized
 from quire.kernels.gpu.quantization.quantized_linear import MatmulTiles, TritonQuantizedLinear, choose_matmul_tiles
 from quire.kernels.gpu.quantization.weight_packing import PackedWeight
 from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
-from quire.kernels.gpu.triton_linear import DenseLinear
 from quire.kernels.routing import Experts
 
 if TYPE_CHECKING:

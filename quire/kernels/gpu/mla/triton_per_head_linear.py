@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata, Linear, LinearContext
-from quire.kernels.gpu.latents.expanded_attention import run_expanded_attention
+from quire.kernels.gpu.mla.expanded_attention import run_expanded_attention
 from quire.kernels.gpu.triton_launch_sizes import cdiv
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
 
