@@ -88,7 +88,10 @@ class _ProbeLayer:
     """What a layer keeps of three slots, and its two operations."""
 
     def __init__(self, backend: Backend, rule: Any, value: int, device: torch.device, dtype: torch.dtype) -> None:
-        self._backend, self._rule, self._device, self._dtype = backend, rule, device, dtype
+        self._backend = backend
+        self._rule = rule
+        self._device = device
+        self._dtype = dtype
         recent = torch.zeros((3, _CONV_WIDTH - 1 + _NUM_DRAFTS, rule.input_dim), dtype=dtype, device=device)
         matrices = torch.zeros((3, rule.num_heads, rule.key_dim, value), device=device)
         guesses = torch.zeros((3, _NUM_DRAFTS, rule.draft_dim), dtype=dtype, device=device)

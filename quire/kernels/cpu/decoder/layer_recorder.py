@@ -80,7 +80,9 @@ class _LayerRecorder(KernelCalls, Operations):
     """Takes buffers for tensors. Raises _UnsupportedOperation."""
 
     def __init__(self, library: native_library.NativeLibrary, hidden: int, dtype: torch.dtype, groups: int) -> None:
-        self._library, self._hidden, self._dtype = library, hidden, dtype
+        self._library = library
+        self._hidden = hidden
+        self._dtype = dtype
         # Kernels, and what they are called with, which lives on here.
         self._recorded_calls: list[tuple[str, tuple[Any, ...]]] = []
         self._attention_dtype = dtype

@@ -101,7 +101,10 @@ class GroupedMoE:
     its bits too."""
 
     def __init__(self, backend: Backend, experts: Experts, gate_up: ExpertStack, down: ExpertStack) -> None:
-        self._backend, self._experts, self._gate_up, self._down = backend, experts, gate_up, down
+        self._backend = backend
+        self._experts = experts
+        self._gate_up = gate_up
+        self._down = down
 
     def __call__(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
         """routed: what the router reads; None: x."""
