@@ -28,7 +28,7 @@ from quire.kernels.cpu import lora, native_library
 from quire.kernels.cpu.decoder.compiled_moe import compile_moe
 from quire.kernels.cpu.decoder.kernel_calls import ImmediateCalls, check_caches
 from quire.kernels.cpu.decoder.layer_recorder import record_layers
-from quire.kernels.cpu.linear_backend import CpuLinearBackend
+from quire.kernels.cpu.linears.linear_backend import CpuLinearBackend
 from quire.kernels.cpu.ranks import shared_collective
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, UNIT_KV_SCALES, KVScales, num_scale_elements
 from quire.kernels.latent_params import LatentParams
