@@ -1,7 +1,7 @@
 """The design, enforced: who may import whom, what stays light, how large things may grow.
 
 server > engine's control half > nothing; engine_core, engine_builder > worker > models > layers > kernels > nothing.
-Inside server and engine the rooms have an order too.
+Inside server, engine and kernels the rooms have an order too.
 """
 
 from __future__ import annotations
@@ -167,6 +167,33 @@ ROOMS = {
         "worker_node",
         "offline",
         "main",
+    ),
+    "kernels": (
+        "activation",
+        "kv_quantization",
+        "attention_params",
+        "qk_norm_rope",
+        "latent_params",
+        "quantized_tensors",
+        "int4_fit",
+        "routing",
+        "recurrent",
+        "collective",
+        "socket_group",
+        "backend",
+        "streaming",
+        "lora",
+        "experts",
+        "attention",
+        "mla",
+        "reference",
+        "device",
+        "probes",
+        "cpu",
+        "gpu",
+        "distributed",
+        "backend_selection",
+        "rates",
     ),
 }
 """The rooms (folders, and modules that stand beside them), each of which may import those before it and no other."""

@@ -10,15 +10,15 @@ from unittest.mock import patch
 
 import torch
 
-import quire.kernels.backend_probe
-import quire.kernels.latents.mla_probe
-import quire.kernels.recurrent.recurrence_probe
+import quire.kernels.probes.backend_probe
+import quire.kernels.probes.mla_probe
+import quire.kernels.probes.recurrence_probe
 from benchmarks.flight import experts, kernels, layers
 from benchmarks.flight.finding import Finding, Say
 from quire.engine.worker.compiling.kernel_compiler import compile_variants
 from quire.kernels.gpu.quantization import activation_rounding, torch_matmul, weight_trial
 
-_PROBES = (quire.kernels.backend_probe, quire.kernels.latents.mla_probe, quire.kernels.recurrent.recurrence_probe)
+_PROBES = (quire.kernels.probes.backend_probe, quire.kernels.probes.mla_probe, quire.kernels.probes.recurrence_probe)
 _TIMING = (kernels, experts, layers)
 
 

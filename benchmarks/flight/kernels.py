@@ -15,8 +15,8 @@ from benchmarks.flight.layers import layers
 from benchmarks.gpu import times
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Linear
-from quire.kernels.backend_probe import PagedAttentionProbe
 from quire.kernels.backend_selection import BACKENDS, select_backend
+from quire.kernels.probes.backend_probe import PagedAttentionProbe
 from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, QuantizedWeight
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import page, random_part, to_device

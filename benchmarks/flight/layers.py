@@ -12,11 +12,11 @@ from benchmarks.flight.finding import Finding, Say, tried
 from benchmarks.gpu import times
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata, Backend
-from quire.kernels.backend_selection import select_backend
-from quire.kernels.latents.mla_probe import MLAProbe
+from quire.kernels.backend_selection import AttentionRequirements, select_backend
+from quire.kernels.probes.mla_probe import MLAProbe
+from quire.kernels.probes.recurrence_probe import RecurrenceProbe
 from quire.kernels.recurrent.delta_rule import DeltaRule
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
-from quire.kernels.recurrent.recurrence_probe import RecurrenceProbe
 from quire.kernels.recurrent.selective_scan import SelectiveScan
 from quire.kernels.recurrent.state_space import StateSpace
 
@@ -30,7 +30,7 @@ _DTYPES = (torch.bfloat16, torch.float32)
 def layers(device: torch.device, say: Say, backend: Backend, timed: bool) -> None:
     """timed: how fast; else what they compute. backend: of rules."""
     small = device.type == "cpu"
-    of_latents, why = select_backend(device, torch.bfloat16, 192, latents=True)
+    of_latents, why = select_backend(device, torch.bfloat16, 192, attention=AttentionRequirements(latents=True))
     if not timed:
         say(Finding("latents by", why))
     for at, (name, (heads, sizes)) in enumerate((_SMALL_LATENTS if small else _LATENTS).items()):

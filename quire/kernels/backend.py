@@ -16,7 +16,7 @@ from quire.kernels.activation import Activation, ClampedSwiGLU
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.collective import Collective
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
-from quire.kernels.latents.mla_latent import LatentParams
+from quire.kernels.latent_params import LatentParams
 from quire.kernels.qk_norm_rope import Rope
 from quire.kernels.quantized_tensors import Activations, QuantizedWeight
 from quire.kernels.recurrent.recurrence import DraftStateLengths, Recurrence, RecurrentStates, StateSequences
@@ -266,7 +266,7 @@ class Operations(ABC):
     def store_latent_kv(
         self, q: Tensor, kv: Tensor, latent: LatentParams, cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Norm, rotate, store kv [T, L + R]: kernels/latents/mla_latent.py. Returns q [T, H, any + R], turned in
+        """Norm, rotate, store kv [T, L + R]: kernels/latent_params.py. Returns q [T, H, any + R], turned in
         place."""
 
     @abstractmethod
@@ -369,7 +369,7 @@ class Backend(Operations):
     @abstractmethod
     def pack_per_head_linear(self, weights: Sequence[Tensor], passed: int) -> Linear:
         """[T, B * (in + passed)] to [T, B * (out + passed)] by B weights [out, in]:
-        kernels/latents/per_head_linear.py."""
+        kernels/mla/per_head_linear.py."""
 
     @abstractmethod
     def pack_quantized(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -20,8 +20,8 @@ from quire.kernels.gpu.libraries.flash3 import Flash3Backend
 from quire.kernels.gpu.libraries.flash4 import Flash4Backend
 from quire.kernels.gpu.libraries.sdpa import SdpaBackend
 from quire.kernels.gpu.libraries.torch_varlen import TorchVarlenBackend
+from quire.kernels.gpu.torch_backend import TorchBackend
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
-from quire.kernels.reference import ReferenceBackend
 from quire.kernels.streaming.layer_streamer import LayerSelector, LayerStreamer
 
 _GPU_BACKENDS = ("flash", "torch_varlen", "triton", "sdpa")
@@ -42,7 +42,7 @@ def _make_triton(*, deterministic: bool = False) -> Backend:
     return TritonBackend(deterministic=deterministic)
 
 
-_BACKEND_FACTORIES = {
+_BACKEND_FACTORIES: dict[str, Callable[..., Backend]] = {
     "flash3": Flash3Backend,
     "flash4": Flash4Backend,
     "flash": Flash2Backend,
@@ -50,7 +50,7 @@ _BACKEND_FACTORIES = {
     "triton": _make_triton,
     "sdpa": SdpaBackend,
     "cpu": CpuBackend,
-    "reference": ReferenceBackend,
+    "reference": TorchBackend,
 }
 BACKENDS = tuple(_BACKEND_FACTORIES)
 
@@ -66,7 +66,62 @@ def _preferred_backends(device: device) -> tuple[str, ...]:
 
 _NO_CONTEXT_PARALLEL = "does not tell what of attention a part of the keys gives, which ranks that divide tokens merge"
 BackendTrial = Callable[[Backend], str | None]
-"""Tries a backend on the device (kernels/backend_probe.py): None, or why it cannot compute there."""
+"""Tries a backend on the device (kernels/probes/backend_probe.py): None, or why it cannot compute there."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRequirements:
+    """What a model's attention, and its pages, ask of a backend."""
+
+    softcap: bool = False
+    sinks: bool = False
+    latents: bool = False
+    chunks: bool = False
+    kv_dtype: dtype | None = None
+    """What pages hold; None: the model's type."""
+    ranks: int = 1
+    """That divide every sequence's tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """The backends by name, each made when it is tried."""
+
+    device: device
+    dtype: dtype
+    head_dim: int
+    attention: AttentionRequirements
+    deterministic: bool
+    activation_bits: str
+
+    def try_backend(self, name: str, trial: BackendTrial | None) -> tuple[Backend | None, str]:
+        """The backend, or None and why it cannot serve."""
+        try:
+            backend = self._make_backend(name)
+        except ModuleNotFoundError as error:
+            return None, f"the Python package {error.name} is not installed"
+        reason = self._unsupported_reason(backend)
+        if reason is None and trial is not None:
+            reason = trial(backend)
+        return (backend, "") if reason is None else (None, reason)
+
+    def _make_backend(self, name: str) -> Backend:
+        if name == "cpu":
+            return CpuBackend(deterministic=self.deterministic, activation_bits=self.activation_bits)
+        return _BACKEND_FACTORIES[name](deterministic=self.deterministic)
+
+    def _unsupported_reason(self, backend: Backend) -> str | None:
+        attention = self.attention
+        reason = backend.unsupported_reason(self.device, self.dtype, self.head_dim, attention.softcap)
+        if reason is None and attention.kv_dtype in QUANTIZED_KV_DTYPES:
+            reason = backend.unsupported_kv_dtype_reason(attention.kv_dtype)
+        if reason is None:
+            reason = backend.unsupported_attention_reason(
+                sinks=attention.sinks, latents=attention.latents, chunks=attention.chunks
+            )
+        if reason is None and attention.ranks > 1 and backend.make_context_parallel(attention.ranks) is None:
+            reason = _NO_CONTEXT_PARALLEL
+        return reason
 
 
 def select_backend(
@@ -74,61 +129,34 @@ def select_backend(
     dtype: dtype,
     head_dim: int,
     name: str = "auto",
-    softcap: bool = False,
+    attention: AttentionRequirements = AttentionRequirements(),
     *,
-    sinks: bool = False,
-    latents: bool = False,
-    chunks: bool = False,
     deterministic: bool = False,
-    kv_dtype: dtype | None = None,
     activation_bits: str = "auto",
-    ranks: int = 1,
     trials: Sequence[BackendTrial] = (),
 ) -> tuple[Backend, str]:
     """A backend for a model on a device, and one line on why it is this one. deterministic: see `ReferenceBackend`.
-    sinks, latents, chunks: of attention. kv_dtype: what pages hold; None: the model's type. activation_bits: see
-    kernels/cpu/quantized_linear.py. ranks: that divide every sequence's tokens. trials: what it must pass, if anything;
-    where no fast backend passes the first trial, the next one decides.
+    activation_bits: see kernels/cpu/quantized_linear.py. trials: what it must pass, if anything; where no fast backend
+    passes the first trial, the next one decides.
 
     Raises ValueError for a name that is not in BACKENDS, for a backend that cannot serve the model or fails the first
     trial, and where none passes any; it says why."""
-    factories: dict[str, Callable[..., Backend]] = {
-        **_BACKEND_FACTORIES,
-        "cpu": partial(CpuBackend, activation_bits=activation_bits),
-    }
-
-    def try_backend(name: str, trial: BackendTrial | None) -> tuple[Backend | None, str]:
-        """The backend, or None and why it cannot serve."""
-        try:
-            backend = factories[name](deterministic=deterministic)
-        except ModuleNotFoundError as error:
-            return None, f"the Python package {error.name} is not installed"
-        reason = backend.unsupported_reason(device, dtype, head_dim, softcap)
-        if reason is None and kv_dtype in QUANTIZED_KV_DTYPES:
-            reason = backend.unsupported_kv_dtype_reason(kv_dtype)
-        if reason is None:
-            reason = backend.unsupported_attention_reason(sinks=sinks, latents=latents, chunks=chunks)
-        if reason is None and ranks > 1 and backend.make_context_parallel(ranks) is None:
-            reason = _NO_CONTEXT_PARALLEL
-        if reason is None and trial is not None:
-            reason = trial(backend)
-        return (backend, "") if reason is None else (None, reason)
-
-    tried: Sequence[BackendTrial | None] = trials or (None,)
+    candidates = _Candidates(device, dtype, head_dim, attention, deterministic, activation_bits)
+    attempts: Sequence[BackendTrial | None] = trials or (None,)
     if name != "auto":
         if name not in BACKENDS:
             raise ValueError(f"unknown attention backend {name!r}; one of auto, {', '.join(BACKENDS)}")
-        backend, reason = try_backend(name, tried[0])
+        backend, reason = candidates.try_backend(name, attempts[0])
         if backend is None:
             raise ValueError(f"{name}: {reason}")
         return backend, f"{backend.description()}; asked for"
     passed_over: dict[str, str] = {}
-    for trial, name in product(tried, _preferred_backends(device)):
-        backend, reason = try_backend(name, trial)
+    for trial, name in product(attempts, _preferred_backends(device)):
+        backend, reason = candidates.try_backend(name, trial)
         if backend is not None:
             return backend, "; ".join([backend.description(), *passed_over.values()])
         passed_over.setdefault(name, f"{name}: {reason}")
-    backend, reason = try_backend("reference", tried[-1])
+    backend, reason = candidates.try_backend("reference", attempts[-1])
     if backend is None:
         raise ValueError("; ".join(["nothing computes here", *passed_over.values(), f"reference: {reason}"]))
     return backend, "; ".join([backend.description(), *passed_over.values()])
@@ -139,7 +167,8 @@ def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExpert
     used most. None where the backend has no such way. Raises OSError where no file can be made there."""
     if not isinstance(backend, CpuBackend):
         return None
-    experts = MappedDiskExperts(arena := MappedWeightArena(folder), memory)
+    arena = MappedWeightArena(folder)
+    experts = MappedDiskExperts(arena, memory)
     experts.backend = _packing_backend(arena, backend)
     return experts
 
@@ -148,7 +177,8 @@ def make_disk_layers(backend: Backend, folder: Path, choice: LayerSelector, slot
     """What packs layers into a file of the folder, and reads them from there. Likewise."""
     if not isinstance(backend, CpuBackend):
         return None
-    layers = DiskLayerStreamer(arena := MappedWeightArena(folder), choice, slots)
+    arena = MappedWeightArena(folder)
+    layers = DiskLayerStreamer(arena, choice, slots)
     layers.backend = _packing_backend(arena, backend)
     return layers
 

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels import lora
 from quire.kernels.activation import Activation, ClampedSwiGLU, apply_activation, gelu_tanh, sigmoid, silu
 from quire.kernels.attention.context_shard import ContextShard, single_shard
 from quire.kernels.attention.reference_attention import compute_partial_softmax, merge_partial_softmax
@@ -39,8 +38,9 @@ from quire.kernels.kv_quantization import (
     num_scale_elements,
     store_quantized_kv,
 )
-from quire.kernels.latents.mla_latent import LatentParams, compute_latent_key, rotate_queries
-from quire.kernels.latents.per_head_linear import ReferencePerHeadLinear
+from quire.kernels.latent_params import LatentParams, compute_latent_key, rotate_queries
+from quire.kernels.lora import ReferenceLinearWithLora
+from quire.kernels.mla.per_head_linear import ReferencePerHeadLinear
 from quire.kernels.qk_norm_rope import Rope, norm_and_rotate, rms_norm
 from quire.kernels.quantized_tensors import Activations, QuantizedWeight, linear_input
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates, StateSequences, run_recurrence
@@ -60,8 +60,8 @@ class ReferenceBackend(Backend):
     """That divide the tokens of a page among them."""
 
     def __init__(self, *, deterministic: bool = False) -> None:
-        """deterministic: on a GPU, no row's bits depend on the batch; it costs speed and needs Triton. What holds on
-        the CPU, `is_batch_invariant` says."""
+        """deterministic: on a GPU, no row's bits depend on the batch; it costs speed and needs Triton, so the backends
+        of kernels/gpu do it. What holds on the CPU, `is_batch_invariant` says."""
         self.deterministic = deterministic
 
     def description(self) -> str:
@@ -73,7 +73,7 @@ class ReferenceBackend(Backend):
         return None
 
     def is_batch_invariant(self, device: torch.device, dtype: torch.dtype) -> bool:
-        return self.deterministic if device.type == "cuda" else _can_pack_onednn(device, dtype)
+        return _can_pack_onednn(device, dtype)
 
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
         """[pages, tokens, K, D]; of codes as kernels/kv_quantization.py says. Of tokens those that a rank keeps."""
@@ -226,10 +226,6 @@ class ReferenceBackend(Backend):
         return (x.unflatten(1, (gate.shape[1], -1)) * sigmoid(gate)[:, :, None]).flatten(1)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
-        if self.deterministic:
-            from quire.kernels.gpu.triton_linear import pack_linear
-
-            return pack_linear(weight, bias, wide=wide)
         return _pack_linear(weight, bias, wide=wide)
 
     def pack_per_head_linear(self, weights: Sequence[Tensor], passed: int) -> Linear:
@@ -251,13 +247,7 @@ class ReferenceBackend(Backend):
         return ReferenceMoE(self, experts)
 
     def add_adapter_slots(self, linear: Linear, slots: AdapterSlots) -> LinearWithLora:
-        if slots.device.type == "cpu":
-            return lora.ReferenceLinearWithLora(linear)
-        try:
-            from quire.kernels.gpu.triton_lora import TritonLinearWithLora
-        except ModuleNotFoundError:  # there is no Triton for this platform
-            raise ValueError("on a GPU adapters need Triton (pip install triton)") from None
-        return TritonLinearWithLora(linear, slots)
+        return ReferenceLinearWithLora(linear)
 
     def fit_int4(self, groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
         return fit_int4(groups, zero_points=zero_points)

@@ -35,7 +35,10 @@ class SocketGroup:
 
     def __init__(self, store: dist.Store, rank: int, count: int, address: str) -> None:
         """`address`: this machine's, at which the others reach it; their places are told in the `store`."""
-        self._store, self._rank, self._count, self._address = store, rank, count, address
+        self._store = store
+        self._rank = rank
+        self._count = count
+        self._address = address
         self._peers: dict[int, socket.socket] = {}
         self._aborted = threading.Event()
 

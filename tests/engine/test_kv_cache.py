@@ -14,7 +14,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.worker.loading.kv_scales import read_kv_scales
-from quire.kernels.backend_selection import select_backend
+from quire.kernels.backend_selection import AttentionRequirements, select_backend
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.gpu.libraries.flash2 import Flash2Backend
 from quire.kernels.kv_quantization import KVScales
@@ -178,8 +178,11 @@ def test_what_cannot_hold_codes_is_passed_over_or_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     gpu = torch.device("cuda")
     with pytest.raises(ValueError, match=r"flash: keeps keys and values .*; --attention-backend triton"):
-        select_backend(gpu, torch.bfloat16, 64, "flash", kv_dtype=torch.int8)
-    assert select_backend(gpu, torch.bfloat16, 64, "flash", kv_dtype=torch.bfloat16)[0].name == "flash"
-    backend, why = select_backend(gpu, torch.bfloat16, 64, kv_dtype=torch.int8)
+        select_backend(gpu, torch.bfloat16, 64, "flash", AttentionRequirements(kv_dtype=torch.int8))
+    assert (
+        select_backend(gpu, torch.bfloat16, 64, "flash", AttentionRequirements(kv_dtype=torch.bfloat16))[0].name
+        == "flash"
+    )
+    backend, why = select_backend(gpu, torch.bfloat16, 64, attention=AttentionRequirements(kv_dtype=torch.int8))
     assert backend.name == "triton"
     assert "flash: keeps keys and values" in why

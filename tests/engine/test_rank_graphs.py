@@ -22,8 +22,8 @@ from quire.engine.worker.graphs.graph_capture import GraphSet
 from quire.engine.worker.loading import kv_allocation
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.ranks import rank_processes, rendezvous
-from quire.kernels.backend_probe import GraphCapture
 from quire.kernels.distributed import DistributedCollective, join_ranks
+from quire.kernels.probes.backend_probe import GraphCapture
 from tests.engine.harness import run
 from tests.engine.ranks import thread_ranks
 from tests.engine.test_ranks import one_thread

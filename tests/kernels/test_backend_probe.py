@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import Backend
-from quire.kernels.backend_probe import PagedAttentionProbe
 from quire.kernels.backend_selection import select_backend
-from quire.kernels.gpu import error_messages
-from quire.kernels.gpu.error_messages import describe_kernel_error
+from quire.kernels.device import error_messages
+from quire.kernels.device.error_messages import describe_kernel_error
 from quire.kernels.gpu.libraries.flash2 import Flash2Backend
 from quire.kernels.gpu.libraries.torch_varlen import TorchVarlenBackend
-from quire.kernels.recurrent.recurrence_probe import RecurrenceProbe
+from quire.kernels.probes.backend_probe import PagedAttentionProbe
+from quire.kernels.probes.recurrence_probe import RecurrenceProbe
 from quire.kernels.recurrent.state_space import StateSpace
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.fake_capture import FakeCapture

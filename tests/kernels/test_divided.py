@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.kernels.attention.context_shard import ContextShard
-from quire.kernels.attention.serial_context_parallel import SerialContextParallel
+from quire.kernels.probes.serial_context_parallel import SerialContextParallel
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import attend, error, random_part
 

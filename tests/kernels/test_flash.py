@@ -14,7 +14,7 @@ import torch
 
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import Backend
-from quire.kernels.backend_selection import select_backend
+from quire.kernels.backend_selection import AttentionRequirements, select_backend
 from quire.kernels.gpu.libraries import flash2
 from quire.kernels.gpu.libraries.flash2 import Flash2Backend
 from quire.kernels.gpu.libraries.flash_backend import FlashPagedBackend, has_code_for
@@ -211,12 +211,15 @@ def test_the_choice_says_why(library: FakeFlashAttn, monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError, match=r"flash: flash-attn is not installed \(pip install --no-build-isolation"):
         select_backend(device, torch.bfloat16, 128, "flash")
     assert select_backend(device, torch.bfloat16, 128, "torch_varlen")[1].endswith("asked for")
-    assert select_backend(device, torch.bfloat16, 128, softcap=True)[0].name not in ("flash", "torch_varlen")
-    divided, why = select_backend(device, torch.bfloat16, 128, ranks=2)
+    assert select_backend(device, torch.bfloat16, 128, attention=AttentionRequirements(softcap=True))[0].name not in (
+        "flash",
+        "torch_varlen",
+    )
+    divided, why = select_backend(device, torch.bfloat16, 128, attention=AttentionRequirements(ranks=2))
     assert divided.name not in ("flash", "torch_varlen")
     assert "merge" in why
     with pytest.raises(ValueError, match="no softcap"):
-        select_backend(device, torch.bfloat16, 128, "torch_varlen", softcap=True)
+        select_backend(device, torch.bfloat16, 128, "torch_varlen", AttentionRequirements(softcap=True))
 
 
 @pytest.mark.parametrize(

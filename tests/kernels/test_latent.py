@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
-from quire.kernels.latents.mla_latent import LatentParams
+from quire.kernels.latent_params import LatentParams
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import Part, attend, empty_cache, error, random_part
 

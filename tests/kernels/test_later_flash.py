@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from quire.kernels.backend import Backend
-from quire.kernels.backend_probe import PagedAttentionProbe
 from quire.kernels.backend_selection import select_backend
 from quire.kernels.gpu.libraries import flash3, flash4
 from quire.kernels.gpu.libraries.flash3 import Flash3Backend
 from quire.kernels.gpu.libraries.flash4 import Flash4Backend
 from quire.kernels.gpu.libraries.flash_backend import import_library
+from quire.kernels.probes.backend_probe import PagedAttentionProbe
 from tests.kernels.fake_capture import FakeCapture
 from tests.kernels.fake_flash import FakeFlashAttn, fake_varlen_attn
 from tests.kernels.fake_later_flash import FakeFlash3, FakeFlash4

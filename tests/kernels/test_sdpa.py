@@ -10,10 +10,10 @@ import torch
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.kernels.backend import Backend
-from quire.kernels.backend_probe import PagedAttentionProbe
-from quire.kernels.backend_selection import select_backend
+from quire.kernels.backend_selection import AttentionRequirements, select_backend
 from quire.kernels.gpu.libraries import flash2
 from quire.kernels.gpu.libraries.sdpa import SdpaBackend
+from quire.kernels.probes.backend_probe import PagedAttentionProbe
 from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import request, run
 from tests.kernels.fake_flash import FakeFlashAttn
@@ -88,9 +88,9 @@ def test_it_says_what_it_lacks() -> None:
     backend, why = select_backend(torch.device("cpu"), torch.float32, 64, "sdpa")
     assert (backend.name, why.endswith("; asked for")) == ("sdpa", True)
     with pytest.raises(ValueError, match="sdpa: has no softcap"):
-        select_backend(torch.device("cpu"), torch.float32, 64, "sdpa", softcap=True)
+        select_backend(torch.device("cpu"), torch.float32, 64, "sdpa", AttentionRequirements(softcap=True))
     with pytest.raises(ValueError, match="sdpa: keeps keys and values in the model's type"):
-        select_backend(torch.device("cpu"), torch.float32, 64, "sdpa", kv_dtype=torch.int8)
+        select_backend(torch.device("cpu"), torch.float32, 64, "sdpa", AttentionRequirements(kv_dtype=torch.int8))
 
 
 def test_cards_before_ampere_have_it(monkeypatch: pytest.MonkeyPatch) -> None:

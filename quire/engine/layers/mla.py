@@ -31,8 +31,8 @@ from quire.engine.layers.sublayer import (
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Linear, Operations
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, num_scale_elements
-from quire.kernels.latents.mla_latent import LatentParams
-from quire.kernels.latents.per_head_linear import ExpandablePerHeadLinear, as_expandable
+from quire.kernels.latent_params import LatentParams
+from quire.kernels.mla.per_head_linear import ExpandablePerHeadLinear, as_expandable
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,14 @@ from quire.engine.layers.mla import MLALayerSpec
 from quire.engine.models.requirements import distinct_attention, has_chunked_attention, has_sinks, sample_recurrences
 from quire.engine.models.spec import DecoderSpec
 from quire.engine.worker.graphs.graph_capture import CudaGraphCapture
-from quire.kernels.attention.serial_context_parallel import SerialContextParallel
 from quire.kernels.backend import Backend
-from quire.kernels.backend_probe import GraphCapture, PagedAttentionProbe
 from quire.kernels.backend_selection import BackendTrial
 from quire.kernels.gpu.other_devices import is_other_device
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
-from quire.kernels.latents.mla_probe import MLAProbe
-from quire.kernels.recurrent.recurrence_probe import RecurrenceProbe
+from quire.kernels.probes.backend_probe import GraphCapture, PagedAttentionProbe
+from quire.kernels.probes.mla_probe import MLAProbe
+from quire.kernels.probes.recurrence_probe import RecurrenceProbe
+from quire.kernels.probes.serial_context_parallel import SerialContextParallel
 from quire.kernels.reference import ReferenceBackend
 
 

@@ -39,7 +39,7 @@ from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.sampling.sampling_rules import SamplingRow, make_sampling_rules
 from quire.kernels.attention.context_shard import ContextShard, single_shard
 from quire.kernels.backend import AttentionMetadata, Backend, LayerCache, LinearContext
-from quire.kernels.gpu.error_messages import describe_compiler_error, describe_kernel_error, is_triton_error
+from quire.kernels.device.error_messages import describe_compiler_error, describe_kernel_error, is_triton_error
 from quire.kernels.gpu.other_devices import MPS_OUT_OF_MEMORY, empty_device_caches, free_device_bytes
 
 _PREFAULT_FRACTION = 1 / 8

@@ -33,10 +33,10 @@ from quire.engine.worker.backend_trials import choose_trials, find_eager_prefill
 from quire.engine.worker.graphs.graph_capture import CudaGraphCapture
 from quire.engine.worker.loading.transformers_support import check_transformers_config
 from quire.kernels.backend import Backend
-from quire.kernels.backend_probe import GraphCapture
-from quire.kernels.backend_selection import BackendTrial, select_backend
+from quire.kernels.backend_selection import AttentionRequirements, BackendTrial, select_backend
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.gpu.other_devices import OTHER_DEVICES, find_other_device, is_other_device, preferred_dtype
+from quire.kernels.probes.backend_probe import GraphCapture
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KV_DTYPES = {
@@ -355,12 +355,15 @@ def choose_backend(
     if deterministic and find_spec("triton") is None:
         raise ConfigError("deterministic: needs Triton (pip install triton)", param="deterministic")
     dtype, kv_dtype = types
-    wanted = (
-        dtype,
-        attention_head_dim(spec, device),
-        config.attention_backend,
-        widest_attention(spec).softcap is not None,
+    attention = AttentionRequirements(
+        softcap=widest_attention(spec).softcap is not None,
+        sinks=has_sinks(spec),
+        latents=has_mla(spec),
+        chunks=has_chunked_attention(spec),
+        kv_dtype=kv_dtype,
+        ranks=config.decode_context_parallel_size,
     )
+    head_dim = attention_head_dim(spec, device)
     try:
         trials = [] if backend_tried else choose_trials(config, device, types, spec)
         if config.block_size is not None:
@@ -368,14 +371,12 @@ def choose_backend(
             trials = [partial(_try_block_size, config.block_size, each) for each in otherwise]
         backend, why = select_backend(
             device,
-            *wanted,
-            sinks=has_sinks(spec),
-            latents=has_mla(spec),
-            chunks=has_chunked_attention(spec),
+            dtype,
+            head_dim,
+            config.attention_backend,
+            attention,
             deterministic=deterministic,
-            kv_dtype=kv_dtype,
             activation_bits=config.activation_bits,
-            ranks=config.decode_context_parallel_size,
             trials=trials,
         )
     except ConfigError:

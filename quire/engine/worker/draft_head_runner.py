@@ -23,8 +23,8 @@ from quire.engine.worker.loading.drafts.spare_blocks import SpareBlocks
 from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.step_costs import MEASURED_CONTEXT_TOKENS, measure_best_times
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.backend_probe import GraphCapture
 from quire.kernels.gpu.host_transfer import HostDownload, upload_arrays
+from quire.kernels.probes.backend_probe import GraphCapture
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.sampling.sampling_rules import make_sampling_rules
 from quire.engine.worker.step_costs import MEASURED_CONTEXT_TOKENS, MEASURED_TOKEN_COUNTS, measure_best_times
 from quire.kernels.backend import NO_ADAPTERS
-from quire.kernels.backend_probe import GraphCapture
 from quire.kernels.gpu.host_transfer import HostDownload, upload_arrays
+from quire.kernels.probes.backend_probe import GraphCapture
 
 _MAX_GRAPH_TOKENS_PER_SEQUENCE = 8
 """Tokens of a sequence that are rows of a graph: each row reads the whole context."""

@@ -36,9 +36,9 @@ from quire.engine.worker.sampling.sampler import logprob_tensors
 from quire.engine.worker.sampling.sampling_rules import SamplingRow, make_sampling_rules, pad_logprob_token_ids
 from quire.engine.worker.sampling.slot_grammars import SlotGrammars
 from quire.kernels.backend import NO_ADAPTERS, LinearContext
-from quire.kernels.backend_probe import GraphCapture
 from quire.kernels.gpu.host_transfer import HostDownload, upload_arrays
 from quire.kernels.gpu.other_devices import is_other_device
+from quire.kernels.probes.backend_probe import GraphCapture
 
 if TYPE_CHECKING:
     from quire.kernels.gpu.kernel_variant import KernelVariant

@@ -12,7 +12,7 @@ from quire.engine.core.executor import Executor
 from quire.engine.errors import QuireError
 from quire.engine.worker.loading.drafts.device_drafter import DeviceDrafter
 from quire.engine.worker.model_runner import ModelRunner
-from quire.kernels.gpu.error_messages import describe_kernel_error
+from quire.kernels.device.error_messages import describe_kernel_error
 
 
 def warm_up_runner(

@@ -21,42 +21,33 @@ from quire.kernels.backend import (
     LayerFunction,
     Linear,
     LinearWithLora,
-    QuantizedEmbedding,
     RecordedLayers,
 )
 from quire.kernels.collective import Collective
-from quire.kernels.cpu import linear, lora, native_library, quantized_linear
+from quire.kernels.cpu import lora, native_library
 from quire.kernels.cpu.decoder.compiled_moe import compile_moe
 from quire.kernels.cpu.decoder.kernel_calls import ImmediateCalls, check_caches
 from quire.kernels.cpu.decoder.layer_recorder import record_layers
-from quire.kernels.cpu.latents import per_head_linear as latents
-from quire.kernels.cpu.quantization import float8_linear
+from quire.kernels.cpu.linears.linear_backend import CpuLinearBackend
 from quire.kernels.cpu.ranks import shared_collective
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, UNIT_KV_SCALES, KVScales, num_scale_elements
-from quire.kernels.latents.mla_latent import LatentParams
-from quire.kernels.latents.per_head_linear import ReferencePerHeadLinear
+from quire.kernels.latent_params import LatentParams
 from quire.kernels.qk_norm_rope import Rope
-from quire.kernels.quantized_tensors import QuantizedWeight
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
 from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
-from quire.kernels.reference import ReferenceBackend
 from quire.kernels.routing import Experts, MoE
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 _PIECE_TOKENS, _TILE_TOKENS = 16, 256
 """Tokens of a block, and of what attention merges in order (attention_tile.h)."""
-_MAX_EXPERTS = 1024
 _MAX_VOCAB = 2**19
 """From this size of a vocabulary on, the reference draws."""
 
 
-class CpuBackend(ReferenceBackend):
+class CpuBackend(CpuLinearBackend):
     name = "cpu"
     block_size = _PIECE_TOKENS
-    keeps_weights_quantized = True
     skips_negative_slots = True
-    library: native_library.NativeLibrary
-    """The compiled kernels; there are none where something is `missing_reason`."""
 
     def __init__(
         self,
@@ -66,13 +57,9 @@ class CpuBackend(ReferenceBackend):
         activation_bits: str = "auto",
     ) -> None:
         """library: other kernels than the best that this CPU can run. activation_bits: see quantized_linear.py."""
-        super().__init__(deterministic=deterministic)
-        self.activation_bits = activation_bits
-        loaded_library = native_library.load_library() if library is None else library
-        self.missing_reason = loaded_library if isinstance(loaded_library, str) else None
-        """Why there are no compiled kernels, in one line; None where there are."""
-        if not isinstance(loaded_library, str):
-            self.library, self._calls = loaded_library, ImmediateCalls(loaded_library)
+        super().__init__(library, deterministic=deterministic, activation_bits=activation_bits)
+        if self.missing_reason is None:
+            self._calls = ImmediateCalls(self.library)
 
     def make_context_parallel(self, ranks: int) -> CpuBackend:
         backend = CpuBackend(self.library, deterministic=self.deterministic, activation_bits=self.activation_bits)
@@ -233,53 +220,6 @@ class CpuBackend(ReferenceBackend):
         if x.dtype not in KERNEL_DTYPES or not x.is_contiguous():
             return super().sigmoid_mul(x, gate)
         return self._calls.sigmoid_mul(x, gate.contiguous())
-
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
-        """Our own kernel (linear.cpp), which gives a row the same bits in every batch.
-
-        Against oneDNN with packed weights, on one Zen 4 core: 1.5 to 3 times as fast for one row, 1.1 for 32, level
-        from 128 up, in both dtypes. Held to AVX-512 without bf16, oneDNN takes 3 times as long for bfloat16, and on
-        AVX2 it refuses to pack it; in float32 on AVX2 it is the faster for more than a few rows, so it stays there,
-        but for routers of experts, which a compiled mixture calls.
-        """
-        router = wide and weight.dtype in self.library.linear and len(weight) <= _MAX_EXPERTS
-        if not (router or self.has_linear_kernel(weight.dtype)) or weight.shape[1] * weight.element_size() % 4:
-            return super().pack_linear(weight, bias, wide=wide)
-        return linear.PackedLinear(self.library, weight, bias, wide=wide)
-
-    def pack_per_head_linear(self, weights: Sequence[Tensor], passed: int) -> Linear:
-        linears = [self.pack_linear(each, None) for each in weights]
-        return latents.compile_per_head_linear(self.library, linears, passed) or ReferencePerHeadLinear(linears, passed)
-
-    def has_linear_kernel(self, dtype: torch.dtype) -> bool:
-        """Whether unquantized linears of this type are our own kernel's, which layers run in one call need."""
-        narrow = dtype == torch.float32 and self.library.isa in ("plain", "avx2")
-        return dtype in self.library.linear and not (narrow and torch.backends.mkldnn.is_available())
-
-    def pack_quantized(
-        self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
-    ) -> Linear:
-        """With integer products (quantized_linear.cpp), or of bfloat16 for 8-bit floats (quantization/float8.cpp).
-        Groups of other than 16 n inputs, parts that order their inputs differently, and such of both kinds are
-        dequantized."""
-        if dtype not in self.library.linear:
-            return super().pack_quantized(weights, bias, dtype=dtype, wide=wide)
-        if (floats := float8_linear.float8_weights(weights)) is not None:
-            return float8_linear.Float8Linear(self.library, floats, bias, dtype=dtype, wide=wide)
-        if (grouped := quantized_linear.integer_weights(weights)) is None:
-            return super().pack_quantized(weights, bias, dtype=dtype, wide=wide)
-        return quantized_linear.CompiledQuantizedLinear(
-            self.library, grouped, bias, dtype=dtype, wide=wide, activation_bits=self.activation_bits
-        )
-
-    def pack_embedding(self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool) -> QuantizedEmbedding:
-        grouped = quantized_linear.integer_weights([weight])
-        if grouped is None or dtype not in self.library.linear:
-            return super().pack_embedding(weight, dtype=dtype, tied=tied)
-        linear = quantized_linear.CompiledQuantizedLinear(
-            self.library, grouped, None, dtype=dtype, wide=True, activation_bits=self.activation_bits
-        )
-        return QuantizedEmbedding(linear.look_up_rows, linear if tied else None)
 
     def make_moe(self, experts: Experts) -> MoE:
         return compile_moe(self.library, experts) or super().make_moe(experts)

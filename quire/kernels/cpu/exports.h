@@ -52,7 +52,7 @@ struct PackedLinear {
   const Float8Linear* float8;        // or this, likewise
 };
 
-// Linears of which each has inputs and outputs of its own, side by side (latents/linear_blocks.cpp).
+// Linears of which each has inputs and outputs of its own, side by side (mla/linear_blocks.cpp).
 struct LinearBlocks {
   const PackedLinear* linears;  // [count], all of as many inputs and outputs
   int count;

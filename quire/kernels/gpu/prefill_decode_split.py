@@ -14,8 +14,8 @@ from torch import Tensor
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext
 from quire.kernels.gpu.images.bidirectional_attention import attend_bidirectional, can_attend_bidirectional
+from quire.kernels.gpu.torch_backend import TorchBackend
 from quire.kernels.recurrent.recurrence import DraftStateLengths, StateSequences
-from quire.kernels.reference import ReferenceBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class PrefillDecodeSplit:
         return replace(metadata, decode_prefill_parts=(decodes, prompts), other_groups=others)
 
 
-class PagedAttentionBackend(ReferenceBackend):
+class PagedAttentionBackend(TorchBackend):
     """On pages of [token, KV head, head_dim]: a step of decodes and prompts is two calls, and torch's own attention
     computes what sees ahead of itself."""
 

@@ -1,4 +1,4 @@
-"""Triton kernels of paged attention; kernels/gpu/triton_backend.py launches them.
+"""Triton kernels of paged attention; kernels/gpu/triton_paged_attention.py launches them.
 
 FlashAttention's tiling (Dao, 2023) over a paged KV cache, with the query heads of one key-value head packed into a
 tile's rows: row r is token r // GROUP, head r % GROUP. The online softmax runs in base 2.

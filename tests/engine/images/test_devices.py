@@ -18,8 +18,8 @@ from quire.engine.types import EngineCoreRequest, PoolingParams, Span
 from quire.engine.worker.images import tower_loader
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.images.encoder_probe import EncoderProbe
 from quire.kernels.gpu.libraries.sdpa import SdpaBackend
+from quire.kernels.probes.encoder_probe import EncoderProbe
 from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import run
 from tests.engine.images.test_families import about

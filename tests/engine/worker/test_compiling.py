@@ -27,9 +27,9 @@ from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.sampling import device_sampler, sampling_rules
 from quire.engine.worker.sampling.device_sampler import sample_on_device
 from quire.kernels.attention_params import AttentionParams
-from quire.kernels.backend_probe import last_tokens_metadata
-from quire.kernels.gpu.error_messages import describe_kernel_error
+from quire.kernels.device.error_messages import describe_kernel_error
 from quire.kernels.gpu.quantization import torch_matmul
+from quire.kernels.probes.backend_probe import last_tokens_metadata
 from tests.engine.harness import request, run
 from tests.engine.test_heads import made_head
 from tests.engine.test_speculation import always

@@ -34,8 +34,8 @@ from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.sampling.sampling_rules import SamplingRow
 from quire.engine.worker.warmup import warm_up_runner
 from quire.kernels.backend import AdapterSlots, Linear, LinearContext, LinearWithLora, LoraDelta
-from quire.kernels.backend_probe import GraphCapture
 from quire.kernels.gpu.libraries import flash2
+from quire.kernels.probes.backend_probe import GraphCapture
 from tests.adapters import save_adapter
 from tests.engine.harness import Answer, request, run
 from tests.engine.images.test_families import about

@@ -31,19 +31,19 @@ from quire.kernels.gpu import (
     triton_backend,
     triton_fused,
     triton_launch_sizes,
-    triton_linear,
     triton_logits,
-    triton_lora,
+    triton_paged_attention,
     triton_sampling,
     triton_short_conv,
 )
 from quire.kernels.gpu.experts.grouped_moe import ExpertStack, GroupedMoE
+from quire.kernels.gpu.linears import triton_linear, triton_lora
+from quire.kernels.gpu.linears.triton_linear import DenseLinear
 from quire.kernels.gpu.quantization import quantized_linear, torch_matmul, triton_quantized, weight_packing
 from quire.kernels.gpu.quantization.activation_rounding import EightBitRounding
 from quire.kernels.gpu.quantization.weight_packing import interleave_for_decode
 from quire.kernels.gpu.ranks.context_parallel import merge_rank_outputs
 from quire.kernels.gpu.ranks.one_shot_all_reduce import OneShotAllReduce
-from quire.kernels.gpu.triton_linear import DenseLinear
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, num_scale_elements
 from quire.kernels.qk_norm_rope import Rope
 from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, QuantizedWeight
@@ -155,7 +155,7 @@ def attention(
     held = dtype if kv_dtype is None else kv_dtype
     k_cache, v_cache = torch.empty((2, 4, page, 8, dim + num_scale_elements(held)), dtype=held)
     q = torch.empty((tokens, 32, dim), dtype=dtype)
-    triton_backend.paged_attention(q, k_cache, v_cache, metadata, softmax, fixed=fixed, shard=own)
+    triton_paged_attention.paged_attention(q, k_cache, v_cache, metadata, softmax, fixed=fixed, shard=own)
 
 
 def divided() -> None:

@@ -10,11 +10,11 @@ from quire.kernels.attention.context_shard import ContextShard
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata
 from quire.kernels.gpu import triton_short_conv
-from quire.kernels.gpu.latents.expanded_attention import run_expanded_attention
+from quire.kernels.gpu.mla.expanded_attention import run_expanded_attention
 from quire.kernels.gpu.recurrent.triton_recurrence import run_recurrence
 from quire.kernels.gpu.triton_backend import TritonBackend
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, num_scale_elements
-from quire.kernels.latents.mla_latent import LatentParams
+from quire.kernels.latent_params import LatentParams
 from quire.kernels.recurrent.delta_rule import DeltaRule
 from quire.kernels.recurrent.recurrence import DraftStateLengths, RecurrentStates
 from quire.kernels.recurrent.selective_scan import SelectiveScan

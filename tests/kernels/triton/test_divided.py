@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention.context_shard import ContextShard
-from quire.kernels.attention.serial_context_parallel import SerialContextParallel
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu import triton_launch_sizes
 from quire.kernels.gpu.triton_backend import TritonBackend
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
+from quire.kernels.probes.serial_context_parallel import SerialContextParallel
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import attend, attended_on, empty_cache, error, random_part, to_device
 from tests.kernels.triton.test_attention import DECODE, MIXED, TOLERANCE

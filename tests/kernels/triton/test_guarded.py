@@ -16,12 +16,12 @@ from quire.engine.layers.online_quantization import quantize_int4, quantize_int8
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS
 from quire.kernels.gpu.experts.grouped_moe import GroupedMoE
-from quire.kernels.gpu.latents.expanded_attention import run_expanded_attention
+from quire.kernels.gpu.mla.expanded_attention import run_expanded_attention
 from quire.kernels.gpu.quantization.activation_rounding import EightBitRounding
 from quire.kernels.gpu.quantization.quantized_linear import TritonQuantizedLinear
 from quire.kernels.gpu.quantization.weight_packing import PackedWeight
 from quire.kernels.gpu.triton_backend import TritonBackend
-from quire.kernels.latents.mla_latent import LatentParams
+from quire.kernels.latent_params import LatentParams
 from quire.kernels.qk_norm_rope import Rope
 from quire.kernels.quantized_tensors import GroupedWeight, RoundedActivations
 from quire.kernels.reference import ReferenceBackend

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.triton_backend import TritonBackend
-from quire.kernels.latents.mla_latent import LatentParams
+from quire.kernels.latent_params import LatentParams
 from quire.kernels.qk_norm_rope import Rope
 from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
 from quire.kernels.reference import ReferenceBackend

@@ -12,11 +12,11 @@ from torch import Tensor
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend
 from quire.kernels.gpu import triton_launch_sizes
-from quire.kernels.gpu.latents import absorbed_attention
+from quire.kernels.gpu.mla import absorbed_attention
 from quire.kernels.gpu.triton_backend import TritonBackend
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
-from quire.kernels.latents.mla_latent import LatentParams
-from quire.kernels.latents.per_head_linear import as_expandable
+from quire.kernels.latent_params import LatentParams
+from quire.kernels.mla.per_head_linear import as_expandable
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import Part, empty_cache, error, page, random_part, to_device
 from tests.kernels.test_latent import MIX, TOLERANCE, expected

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.backend import NO_ADAPTERS
-from quire.kernels.gpu.triton_linear import pack_linear
+from quire.kernels.gpu.linears.triton_linear import pack_linear
 from tests.kernels.ragged import error
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.backend import NO_ADAPTERS, AdapterSlots, LinearContext, LoraDelta
-from quire.kernels.gpu.triton_linear import pack_linear
-from quire.kernels.gpu.triton_lora import TritonLinearWithLora
+from quire.kernels.gpu.linears.triton_linear import pack_linear
+from quire.kernels.gpu.linears.triton_lora import TritonLinearWithLora
 from tests.kernels.ragged import error
 
 PARTS = (48, 16, 130)

@@ -12,11 +12,11 @@ import torch
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.models import decoder_spec
 from quire.engine.models.requirements import sample_recurrences
-from quire.kernels.backend_probe import PagedAttentionProbe
 from quire.kernels.gpu.triton_backend import TritonBackend
-from quire.kernels.latents.mla_probe import MLAProbe
+from quire.kernels.probes.backend_probe import PagedAttentionProbe
+from quire.kernels.probes.mla_probe import MLAProbe
+from quire.kernels.probes.recurrence_probe import RecurrenceProbe
 from quire.kernels.recurrent.delta_rule import DeltaRule
-from quire.kernels.recurrent.recurrence_probe import RecurrenceProbe
 from tests.tiny_models import FAMILIES, SHAPE
 
 SHAPES = [(4, 2, 64), (3, 3, 96), (8, 1, 128)]

@@ -20,10 +20,10 @@ from quire.engine.worker import model_runner
 from quire.engine.worker.sampling.device_sampler import sample_on_device
 from quire.kernels.backend import NO_ADAPTERS, AdapterSlots, Linear, LinearContext, LoraDelta
 from quire.kernels.gpu import triton_backend, triton_fused
+from quire.kernels.gpu.linears.triton_lora import TritonLinearWithLora
 from quire.kernels.gpu.quantization import activation_rounding, quantized_linear, torch_matmul
 from quire.kernels.gpu.quantization.activation_rounding import EightBitRounding
 from quire.kernels.gpu.triton_backend import TritonBackend
-from quire.kernels.gpu.triton_lora import TritonLinearWithLora
 from quire.kernels.quantized_tensors import RoundedActivations, shared_rounding
 from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import request, run

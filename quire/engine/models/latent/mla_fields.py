@@ -11,7 +11,7 @@ from quire.engine.layers.norm import NormSpec
 from quire.engine.layers.rope import yarn_softmax_scale
 from quire.engine.layers.sublayer import SublayerSpec
 from quire.engine.models.config_fields import ConfigReader
-from quire.kernels.latents.mla_latent import MAX_ROPE_DIM
+from quire.kernels.latent_params import MAX_ROPE_DIM
 
 LATENT_EPS = 1e-6
 """Of latents' norms in all families, whatever rms_norm_eps is."""

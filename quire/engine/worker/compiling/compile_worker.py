@@ -7,7 +7,7 @@ import json
 import sys
 
 from quire.engine.processes.child import end_with_parent, read_configuration
-from quire.kernels.gpu.error_messages import describe_kernel_error
+from quire.kernels.device.error_messages import describe_kernel_error
 from quire.kernels.gpu.kernel_variant import KernelVariant, set_compile_target
 
 

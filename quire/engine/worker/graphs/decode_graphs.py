@@ -25,9 +25,9 @@ from torch import Tensor
 from quire.engine.core.scheduler_output import SchedulerOutput
 from quire.engine.worker.graphs.graph_capture import CapturedGraph, GraphOutputs, GraphSet
 from quire.engine.worker.input_batch import InputBatch
-from quire.kernels.backend_probe import GraphCapture
 from quire.kernels.collective import Collective
 from quire.kernels.gpu.host_transfer import copy_into
+from quire.kernels.probes.backend_probe import GraphCapture
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Rows; those up to max_num_seqs are captured."""

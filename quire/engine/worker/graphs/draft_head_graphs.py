@@ -19,8 +19,8 @@ from torch import Tensor
 from quire.engine.worker.graphs.decode_graphs import MAX_SAMPLE_ROWS, block_counts, graph_sizes
 from quire.engine.worker.graphs.graph_capture import CapturedGraph, GraphSet
 from quire.engine.worker.input_batch import InputBatch
-from quire.kernels.backend_probe import GraphCapture
 from quire.kernels.gpu.host_transfer import copy_into
+from quire.kernels.probes.backend_probe import GraphCapture
 
 DraftSampleFunction = Callable[[Tensor, int], Tensor]
 """(Rows [4, B] int64: slots; positions of the last tokens that are known or guessed; how many pages the slot's table

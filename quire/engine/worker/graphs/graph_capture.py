@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from quire.engine.errors import ConfigError
-from quire.kernels.backend_probe import GraphCapture
 from quire.kernels.collective import Collective, RankEnded
-from quire.kernels.gpu.error_messages import describe_kernel_error
+from quire.kernels.device.error_messages import describe_kernel_error
+from quire.kernels.probes.backend_probe import GraphCapture
 
 log = logging.getLogger("quire.engine")
 

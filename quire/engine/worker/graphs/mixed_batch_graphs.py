@@ -31,9 +31,9 @@ from quire.engine.core.scheduler_output import SchedulerOutput
 from quire.engine.worker.graphs.decode_graphs import block_counts
 from quire.engine.worker.graphs.graph_capture import CapturedGraph, GraphOutputs, GraphSet
 from quire.engine.worker.input_batch import InputBatch, expand_to_samples
-from quire.kernels.backend_probe import GraphCapture
 from quire.kernels.collective import Collective
 from quire.kernels.gpu.host_transfer import copy_into, upload_arrays
+from quire.kernels.probes.backend_probe import GraphCapture
 
 NUM_PREFILL_ROWS = 8
 """Of prompts, at least one of which fills up."""

@@ -24,8 +24,8 @@ from quire.engine.worker.device_plan import DevicePlan
 from quire.engine.worker.images.encoder_cache import ImageEncoderCache, largest_image
 from quire.engine.worker.loading.weight_loader import dummy_stream, image_stream, load_weights
 from quire.kernels.backend import Backend
-from quire.kernels.gpu.images.encoder_probe import EncoderProbe
 from quire.kernels.gpu.libraries.sdpa import SdpaBackend
+from quire.kernels.probes.encoder_probe import EncoderProbe
 
 _MAX_SIDE_PIXELS = 5000
 """By each side, in pixels: what is decoded has no more in all."""

@@ -13,7 +13,7 @@ from quire.engine.worker.device_memory import allocate_kv_blocks_checked, alloca
 from quire.engine.worker.device_plan import DevicePlan, choose_capture
 from quire.engine.worker.input_batch import InputBatch, SlotStates
 from quire.engine.worker.loading.model.loaded_model import LoadedModel
-from quire.kernels.backend_probe import GraphCapture
+from quire.kernels.probes.backend_probe import GraphCapture
 
 
 @dataclass(frozen=True, slots=True)

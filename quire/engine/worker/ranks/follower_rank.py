@@ -62,8 +62,8 @@ from quire.engine.worker.ranks.rank_rpc import RankWorker, run_rank_call
 from quire.engine.worker.ranks.remote_ranks import RankAssignment
 from quire.engine.worker.ranks.rendezvous import check_connection, join_group
 from quire.engine.worker.sampling.slot_grammars import SlotGrammars
+from quire.kernels.device.error_messages import describe_kernel_error
 from quire.kernels.distributed import DistributedCollective
-from quire.kernels.gpu.error_messages import describe_kernel_error
 
 
 class FollowerRank(ABC):

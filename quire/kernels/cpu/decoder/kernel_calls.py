@@ -17,9 +17,9 @@ from quire.kernels.collective import RankEnded
 from quire.kernels.cpu import native_library
 from quire.kernels.cpu.decoder import recurrence
 from quire.kernels.cpu.decoder.short_conv import check_columns
-from quire.kernels.cpu.latents.per_head_linear import check_latent_params
+from quire.kernels.cpu.mla.per_head_linear import check_latent_params
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, KVScales
-from quire.kernels.latents.mla_latent import LatentParams
+from quire.kernels.latent_params import LatentParams
 from quire.kernels.qk_norm_rope import NORM_KINDS, Rope
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
 from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv

@@ -19,9 +19,9 @@ from quire.kernels.collective import RankEnded
 from quire.kernels.cpu import native_library
 from quire.kernels.cpu.decoder.compiled_moe import CompiledMoE
 from quire.kernels.cpu.decoder.kernel_calls import KernelCalls, StepInputs
-from quire.kernels.cpu.latents.per_head_linear import CompiledPerHeadLinear
 from quire.kernels.cpu.linear import CompiledLinear
 from quire.kernels.cpu.lora import CompiledLinearWithLora
+from quire.kernels.cpu.mla.per_head_linear import CompiledPerHeadLinear
 from quire.kernels.cpu.ranks.shared_collective import SharedCollective
 
 _FIXED, _PER_TOKEN, _BUFFER, _STEP_VALUE, _PAGES_FETCH = range(5)
@@ -80,7 +80,9 @@ class _LayerRecorder(KernelCalls, Operations):
     """Takes buffers for tensors. Raises _UnsupportedOperation."""
 
     def __init__(self, library: native_library.NativeLibrary, hidden: int, dtype: torch.dtype, groups: int) -> None:
-        self._library, self._hidden, self._dtype = library, hidden, dtype
+        self._library = library
+        self._hidden = hidden
+        self._dtype = dtype
         # Kernels, and what they are called with, which lives on here.
         self._recorded_calls: list[tuple[str, tuple[Any, ...]]] = []
         self._attention_dtype = dtype

@@ -13,11 +13,11 @@ from quire.kernels.backend import NO_ADAPTERS, Linear
 from quire.kernels.experts import apply_expert_activation, route_tokens
 from quire.kernels.gpu import triton_launch_sizes
 from quire.kernels.gpu.experts import triton_experts as kernels
+from quire.kernels.gpu.linears.triton_linear import DenseLinear
 from quire.kernels.gpu.quantization import triton_quantized
 from quire.kernels.gpu.quantization.quantized_linear import MatmulTiles, TritonQuantizedLinear, choose_matmul_tiles
 from quire.kernels.gpu.quantization.weight_packing import PackedWeight
 from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
-from quire.kernels.gpu.triton_linear import DenseLinear
 from quire.kernels.routing import Experts
 
 if TYPE_CHECKING:
@@ -101,7 +101,10 @@ class GroupedMoE:
     its bits too."""
 
     def __init__(self, backend: Backend, experts: Experts, gate_up: ExpertStack, down: ExpertStack) -> None:
-        self._backend, self._experts, self._gate_up, self._down = backend, experts, gate_up, down
+        self._backend = backend
+        self._experts = experts
+        self._gate_up = gate_up
+        self._down = down
 
     def __call__(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
         """routed: what the router reads; None: x."""

@@ -1,1 +1,1 @@
-"""What images need of a GPU beside text: attention that looks ahead, and its trial."""
+"""What images need of a GPU beside text: attention that looks ahead."""

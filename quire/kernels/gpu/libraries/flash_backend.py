@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata, Backend, Linear, QuantizedEmbedding
 from quire.kernels.gpu.prefill_decode_split import PagedAttentionBackend
+from quire.kernels.gpu.torch_backend import TorchBackend
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
 from quire.kernels.qk_norm_rope import Rope
 from quire.kernels.quantized_tensors import QuantizedWeight
@@ -210,5 +211,5 @@ def _make_fused_backend(*, deterministic: bool) -> Backend:
     try:
         from quire.kernels.gpu.triton_backend import TritonBackend
     except ModuleNotFoundError:  # there is no Triton for this platform
-        return ReferenceBackend(deterministic=deterministic)
+        return TorchBackend(deterministic=deterministic)
     return TritonBackend(deterministic=deterministic)

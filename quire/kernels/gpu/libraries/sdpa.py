@@ -16,11 +16,11 @@ from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.images.bidirectional_attention import attend_bidirectional, can_attend_bidirectional
 from quire.kernels.gpu.prefill_decode_split import attend_by_parts
+from quire.kernels.gpu.torch_backend import TorchBackend
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
-from quire.kernels.reference import ReferenceBackend
 
 
-class SdpaBackend(ReferenceBackend):
+class SdpaBackend(TorchBackend):
     """Pages are [page, token, KV head, head_dim]."""
 
     name = "sdpa"

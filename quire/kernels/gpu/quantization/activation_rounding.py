@@ -10,8 +10,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from quire.kernels.device.error_messages import describe_kernel_error
 from quire.kernels.gpu import triton_fused
-from quire.kernels.gpu.error_messages import describe_kernel_error
 from quire.kernels.gpu.quantization import triton_rounded as kernels
 from quire.kernels.gpu.quantization.weight_packing import SCALE_BLOCK
 from quire.kernels.gpu.triton_launch_sizes import cdiv

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.gpu.error_messages import describe_kernel_error
+from quire.kernels.device.error_messages import describe_kernel_error
 from quire.kernels.gpu.quantization import triton_quantized as kernels
 from quire.kernels.gpu.quantization.activation_rounding import EightBitRounding
 from quire.kernels.gpu.quantization.weight_packing import INTERLEAVED_OUTPUTS, SCALE_BLOCK, PackedWeight

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from quire.kernels.backend import NO_ADAPTERS, Linear
-from quire.kernels.gpu.error_messages import describe_kernel_error
+from quire.kernels.device.error_messages import describe_kernel_error
 from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, QuantizedWeight
 
 _ROW_COUNTS = (3, 40, 300)

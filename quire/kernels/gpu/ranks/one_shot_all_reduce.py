@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.kernels.collective import RankEnded
-from quire.kernels.gpu.error_messages import describe_kernel_error
+from quire.kernels.device.error_messages import describe_kernel_error
 from quire.kernels.gpu.ranks.triton_sum import sum_over_ranks
 from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
 

@@ -33,7 +33,7 @@ from quire.engine.worker.loading.kv_allocation import KVAllocation
 from quire.engine.worker.loading.transformers_support import decoder_class
 from quire.engine.worker.loading.weight_loader import load_weights
 from quire.kernels.backend import Backend
-from quire.kernels.backend_selection import select_backend
+from quire.kernels.backend_selection import AttentionRequirements, select_backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +101,19 @@ def load_draft_model(
             raise ConfigError(
                 f"a {model.model_type}, whose large states cannot take back a guess of their own, does not draft"
             )
-        backend_arguments = (
-            target_model.dtype,
-            attention_head_dim(spec, target_model.device),
-            backend.name,
-            widest_attention(spec).softcap is not None,
+        attention = AttentionRequirements(
+            softcap=widest_attention(spec).softcap is not None,
+            sinks=has_sinks(spec),
+            latents=has_mla(spec),
+            chunks=has_chunked_attention(spec),
+            kv_dtype=target_model.kv_dtype,
         )
         draft_backend, _ = select_backend(
             target_model.device,
-            *backend_arguments,
-            sinks=has_sinks(spec),
-            chunks=has_chunked_attention(spec),
-            latents=has_mla(spec),
-            kv_dtype=target_model.kv_dtype,
+            target_model.dtype,
+            attention_head_dim(spec, target_model.device),
+            backend.name,
+            attention,
             activation_bits=config.activation_bits,
         )
         length = min(target_model.max_model_len, model.max_position)

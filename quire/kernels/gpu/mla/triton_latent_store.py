@@ -1,5 +1,5 @@
 """What happens to latents, and to the rotated numbers of keys and queries, as one Triton kernel: what that is,
-kernels/latents/mla_latent.py says, and is the judge."""
+kernels/latent_params.py says, and is the judge."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.triton_kv_quantization import integer_scale, kernel_cache_view, to_float8, to_integer
 from quire.kernels.gpu.triton_launch_sizes import next_power_of_2
-from quire.kernels.latents.mla_latent import LatentParams
+from quire.kernels.latent_params import LatentParams
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])

@@ -11,7 +11,7 @@ from quire.kernels.attention.context_shard import ContextShard
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
-from quire.kernels.latents.mla_latent import LatentParams
+from quire.kernels.latent_params import LatentParams
 from quire.kernels.qk_norm_rope import Rope
 from quire.kernels.reference import ReferenceBackend
 

@@ -1,4 +1,4 @@
-"""The Triton kernel of attention over expanded latents; kernels/gpu/latents/expanded_attention.py launches it.
+"""The Triton kernel of attention over expanded latents; kernels/gpu/mla/expanded_attention.py launches it.
 
 As triton_attention.py's, but keys and values are a step's own, in a row for each head, and of a key R numbers, which
 are the same for all heads, lie where its latent does. Nothing of it is promised to have the same bits in every batch.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.latents.triton_latents import locate
+from quire.kernels.gpu.mla.triton_latents import locate
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 

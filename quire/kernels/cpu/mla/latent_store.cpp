@@ -1,4 +1,4 @@
-// Latent attention (kernels/latents/mla_latent.py): normalizes the latent of each token, applies the rotary embedding to
+// Latent attention (kernels/latent_params.py): normalizes the latent of each token, applies the rotary embedding to
 // the ends of its queries and of its key, and stores latent and key, side by side as one key of one head, in its page.
 #include "../kernels.h"
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.latents.triton_expanded import attend_expanded
+from quire.kernels.gpu.mla.triton_expanded import attend_expanded
 from quire.kernels.gpu.triton_launch_sizes import AttentionTiles, is_hopper, next_power_of_2
 
 

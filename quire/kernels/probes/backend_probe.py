@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata, Backend
-from quire.kernels.gpu.error_messages import describe_kernel_error
+from quire.kernels.device.error_messages import describe_kernel_error
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, num_scale_elements
 from quire.kernels.qk_norm_rope import Rope
 from quire.kernels.reference import ReferenceBackend

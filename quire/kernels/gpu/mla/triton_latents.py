@@ -1,4 +1,4 @@
-"""Triton kernels of attention over pages of latents; kernels/gpu/latents/absorbed_attention.py launches them.
+"""Triton kernels of attention over pages of latents; kernels/gpu/mla/absorbed_attention.py launches them.
 
 As triton_attention.py's, but a page has one key for all heads, of L numbers, which are the value too, and R rotated
 ones: a tile of keys is read once and serves both products. A tile's rows are queries and heads as they lie in q, so a

@@ -1,4 +1,4 @@
-"""Tries attention over latents on the device, as kernels/backend_probe.py tries that of keys and values."""
+"""Tries attention over latents on the device, as kernels/probes/backend_probe.py tries that of keys and values."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS, Backend, Linear
-from quire.kernels.backend_probe import (
+from quire.kernels.latent_params import LatentParams
+from quire.kernels.mla.per_head_linear import as_expandable
+from quire.kernels.probes.backend_probe import (
     BackendProbe,
     check_graph_replay,
     is_close,
     last_tokens_metadata,
     make_mixed_step,
 )
-from quire.kernels.latents.mla_latent import LatentParams
-from quire.kernels.latents.per_head_linear import as_expandable
 from quire.kernels.reference import ReferenceBackend
 
 _NUM_PAGES = 5
 _EPS = 1e-6
 _QUERY_SCALE = 2.0
-"""As kernels/backend_probe.py has it; keys of latents are long, so scores are."""
+"""As kernels/probes/backend_probe.py has it; keys of latents are long, so scores are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Linears of single heads, of all heads at once, in Triton: kernels/latents/per_head_linear.py says what they are."""
+"""Linears of single heads, of all heads at once, in Triton: kernels/mla/per_head_linear.py says what they are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata, Linear, LinearContext
-from quire.kernels.gpu.latents.expanded_attention import run_expanded_attention
+from quire.kernels.gpu.mla.expanded_attention import run_expanded_attention
 from quire.kernels.gpu.triton_launch_sizes import cdiv
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES
 

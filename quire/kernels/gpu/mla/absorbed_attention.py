@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.kernels.attention.context_shard import ContextShard
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.latents.triton_latents import attend_latent_splits, attend_latents
+from quire.kernels.gpu.mla.triton_latents import attend_latent_splits, attend_latents
 from quire.kernels.gpu.ranks.context_parallel import allocate_output
 from quire.kernels.gpu.triton_attention import reduce_even, reduce_fixed
 from quire.kernels.gpu.triton_kv_quantization import kernel_cache_view

@@ -1,4 +1,4 @@
-"""Tries a rule with matrices on the device, as kernels/backend_probe.py tries attention."""
+"""Tries a rule with matrices on the device, as kernels/probes/backend_probe.py tries attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata, Backend
-from quire.kernels.backend_probe import BackendProbe, check_graph_replay, is_close
+from quire.kernels.probes.backend_probe import BackendProbe, check_graph_replay, is_close
 from quire.kernels.recurrent.recurrence import DraftStateLengths, RecurrentStates
 from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
 from quire.kernels.reference import ReferenceBackend
@@ -88,7 +88,10 @@ class _ProbeLayer:
     """What a layer keeps of three slots, and its two operations."""
 
     def __init__(self, backend: Backend, rule: Any, value: int, device: torch.device, dtype: torch.dtype) -> None:
-        self._backend, self._rule, self._device, self._dtype = backend, rule, device, dtype
+        self._backend = backend
+        self._rule = rule
+        self._device = device
+        self._dtype = dtype
         recent = torch.zeros((3, _CONV_WIDTH - 1 + _NUM_DRAFTS, rule.input_dim), dtype=dtype, device=device)
         matrices = torch.zeros((3, rule.num_heads, rule.key_dim, value), device=device)
         guesses = torch.zeros((3, _NUM_DRAFTS, rule.draft_dim), dtype=dtype, device=device)

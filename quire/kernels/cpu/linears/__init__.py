@@ -1,0 +1,1 @@
+"""Which kernel of the CPU backend multiplies which weight."""

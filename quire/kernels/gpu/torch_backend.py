@@ -1,0 +1,32 @@
+"""The reference backend as a GPU needs it: Triton's kernels where PyTorch's operations do not do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import AdapterSlots, Linear, LinearWithLora
+from quire.kernels.reference import ReferenceBackend
+
+
+class TorchBackend(ReferenceBackend):
+    """Importing Triton takes a second, and not every platform has it: only what needs it imports it."""
+
+    def is_batch_invariant(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return self.deterministic if device.type == "cuda" else super().is_batch_invariant(device, dtype)
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
+        if not self.deterministic:
+            return super().pack_linear(weight, bias, wide=wide)
+        from quire.kernels.gpu.linears.triton_linear import pack_linear
+
+        return pack_linear(weight, bias, wide=wide)
+
+    def add_adapter_slots(self, linear: Linear, slots: AdapterSlots) -> LinearWithLora:
+        if slots.device.type == "cpu":
+            return super().add_adapter_slots(linear, slots)
+        try:
+            from quire.kernels.gpu.linears.triton_lora import TritonLinearWithLora
+        except ModuleNotFoundError:  # there is no Triton for this platform
+            raise ValueError("on a GPU adapters need Triton (pip install triton)") from None
+        return TritonLinearWithLora(linear, slots)

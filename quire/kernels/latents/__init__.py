@@ -1,1 +1,0 @@
-"""Latent attention: what a token keeps, and linears of single heads."""

@@ -1,0 +1,1 @@
+"""Latent attention in plain PyTorch: linears of single heads."""
