@@ -663,21 +663,33 @@ def test_no_room_outgrows_a_glance() -> None:
 
 
 MAX_IMPORTS = 20
+KNOWS_MANY = {
+    "quire/engine/worker/model_runner.py",
+    "quire/engine/worker/ranks/follower_rank.py",
+    "quire/server/cli/http_server.py",
+    "quire/server/routes/bodies.py",
+    "quire/server/routes/reply.py",
+}
+"""Files that still import more of ours: this set may only shrink."""
 
 
 def test_no_file_knows_too_many_others() -> None:
     wrong = []
     for path in our_files():
         modules = {found.module for found in imports(path) if part_of(found.module) is not None}
-        if len(modules) > MAX_IMPORTS and path not in KNOWS_MANY:
+        if len(modules) > MAX_IMPORTS and str(path) not in KNOWS_MANY:
             wrong.append(f"{path} imports {len(modules)} modules of ours, at most {MAX_IMPORTS}")
+    fewer = [path for path in KNOWS_MANY if len({each.module for each in imports(Path(path))}) <= MAX_IMPORTS]
+    assert not fewer, f"{fewer} need not stand in KNOWS_MANY any more"
     assert not wrong, "\n".join([*wrong, "Let a builder or a room's own module put some of them together."])
 
 
 def joined(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Lines that save lines: a display that is written within another one by a star, and an assignment of more than two
-    values to as many targets."""
-    for node in ast.walk(tree):
+    values to as many targets. Triton's kernels may."""
+    nodes = [tree]
+    for node in nodes:
+        nodes += [each for each in ast.iter_child_nodes(node) if not is_triton_kernel(each)]
         if isinstance(node, ast.Starred) and isinstance(node.value, ast.Tuple | ast.List | ast.Set):
             yield node.lineno, "a starred literal: write its items one a line"
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and len(node.value.elts) > MAX_TARGETS:
@@ -687,6 +699,10 @@ def joined(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 MAX_TARGETS = 2
+
+
+def is_triton_kernel(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in node.decorator_list)
 
 
 def test_no_line_is_saved_by_joining() -> None:

@@ -102,7 +102,7 @@ class Gateway:
             body.chunks.clear()
             yield make_call(scope, scope["headers"], whole, seeds=not self._keeps)
 
-    async def _parts(self, call: Call) -> AsyncGenerator[Head | bytes]:
+    async def _parts(self, call: Call) -> AsyncGenerator[Head | bytes]:  # noqa: PLR0912 (a call that goes on with another replica: one state machine)
         """The head of an answer and its body. A call whose replica ends is sent to another one, unless the client has
         some of an answer that cannot be continued."""
         stream = ResumableStream() if call.resumable else None

@@ -82,7 +82,7 @@ def _run_until_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> Sleep | 
             _send_message(socket, Stepped(outputs, engine.engine_stats, engine.last_step))
 
 
-def _handle_messages(engine: EngineCore, socket: zmq.Socket[bytes]) -> Sleep | EngineConfig | None:
+def _handle_messages(engine: EngineCore, socket: zmq.Socket[bytes]) -> Sleep | EngineConfig | None:  # noqa: PLR0912 (one case per message)
     """Handle all messages that have arrived. With nothing to compute, warm up, or wait for a message. Returns what the
     engine is to be let go for."""
     is_idle = not engine.has_work

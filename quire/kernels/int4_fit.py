@@ -71,7 +71,9 @@ def _fit_offsets(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _fit_zero_points(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The same with zero points in the offsets' place."""
     low, high = groups.amin(1, keepdim=True).clamp(max=0), groups.amax(1, keepdim=True).clamp(min=0)
-    least, scale, zero = torch.full_like(low, torch.inf), torch.ones_like(low), torch.zeros_like(low)
+    least = torch.full_like(low, torch.inf)
+    scale = torch.ones_like(low)
+    zero = torch.zeros_like(low)
     for factor in _RANGE_FACTORS:
         step = _round_mantissa((high - low) * (factor / 15), 8).clamp_min(_MIN_SCALE)
         nearest = (-(low + (high - low) * ((1 - factor) / 2)) / step).round()

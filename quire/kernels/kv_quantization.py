@@ -58,7 +58,9 @@ def dequantize_kv(codes: Tensor, scales: Tensor | None, scale: float, dtype: tor
 def store_quantized_kv(x: Tensor, cache: Tensor, slots: Tensor, scale: float) -> None:
     """Write x [T, K, D] to the slots [T] of a cache of codes [pages, tokens, K, D and bytes of a scale]."""
     tokens, kv_heads = cache.shape[1:3]
-    flat, page, within = cache.view(torch.uint8).view(len(cache), -1), slots // tokens, slots % tokens
+    flat = cache.view(torch.uint8).view(len(cache), -1)
+    page = slots // tokens
+    within = slots % tokens
     codes, scales = quantize_kv(x, cache.dtype, scale)
     width = codes[0].numel()
     _write_page_bytes(flat, page, within * width, codes.contiguous())

@@ -121,7 +121,9 @@ def _mask_to_best_groups(wanted: Tensor, routing: Routing) -> Tensor:
 
 
 def _route_sparse_mixer(scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    left, chosen, weights = scores, list[Tensor](), list[Tensor]()
+    left = scores
+    chosen = list[Tensor]()
+    weights = list[Tensor]()
     for _ in range(routing.top_k):
         chosen.append(_top_indices(left, 1))
         largest = left.gather(1, chosen[-1])

@@ -111,11 +111,26 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
 
 _GAUGES = ("running", "waiting", "used_blocks", "cached_blocks", "saved_blocks", "kept_blocks", "kept_sessions")
 _COUNTERS = (
-    *("preemptions", "prefix_queries", "prefix_hits", "prompt_tokens", "generation_tokens", "steps"),
-    *("captured_steps", "captured_prompt_steps"),
-    *("drafts", "draft_tokens", "load_seconds", "pages_lost"),
-    *("session_returns", "session_return_tokens", "sessions_given_up"),
-    *("experts_read", "experts_kept", "experts_guessed", "experts_guessed_right", "disk_bytes"),
+    "preemptions",
+    "prefix_queries",
+    "prefix_hits",
+    "prompt_tokens",
+    "generation_tokens",
+    "steps",
+    "captured_steps",
+    "captured_prompt_steps",
+    "drafts",
+    "draft_tokens",
+    "load_seconds",
+    "pages_lost",
+    "session_returns",
+    "session_return_tokens",
+    "sessions_given_up",
+    "experts_read",
+    "experts_kept",
+    "experts_guessed",
+    "experts_guessed_right",
+    "disk_bytes",
 )
 """Fields of EngineStats that only ever grow; accepted_drafts holds more of them."""
 

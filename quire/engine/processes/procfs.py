@@ -43,7 +43,10 @@ class RunnableClock:
         """
         if not inspect:
             self._before_inspection = self.seconds + elapsed
-            self._inspected, self._initial_cpu_wait, self._waited, self._disk_wait = 0.0, {}, {}, {}
+            self._inspected = 0.0
+            self._initial_cpu_wait = {}
+            self._waited = {}
+            self._disk_wait = {}
             return
         self._inspected += elapsed
         for task in self._threads():

@@ -37,7 +37,9 @@ class LoadCosts:
         if self.token_seconds is None:
             return len(tiers)
         compute_seconds = self.token_seconds * self._block_tokens
-        best_count, most_saved, saved_seconds = 0, 0.0, 0.0
+        best_count = 0
+        most_saved = 0.0
+        saved_seconds = 0.0
         for count, tier in enumerate(tiers, 1):
             saved_seconds += compute_seconds - self.block_seconds.get(tier, 0.0)
             if saved_seconds > most_saved:

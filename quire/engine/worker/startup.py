@@ -17,9 +17,9 @@ from quire.engine.worker.loading.adapter_loader import make_adapter_loader
 from quire.engine.worker.loading.kv_allocation import KVAllocation, allocate_kv
 from quire.engine.worker.loading.pooler import make_pooler
 from quire.engine.worker.loading.weight_loader import NamedTensors
+from quire.engine.worker.ranks.rank_group import RankGroup
 from quire.engine.worker.ranks.rank_messages import AllocateCommand, BeginCommand
 from quire.engine.worker.ranks.rank_startup import start_ranks
-from quire.engine.worker.ranks.rank_group import RankGroup
 from quire.engine.worker.sampling.slot_grammars import SlotGrammars
 from quire.engine.worker.startup_steps.kv_cache_sizing import KVCacheSizer
 from quire.engine.worker.startup_steps.started_worker import StartedWorker, make_grammar_compiler

@@ -45,7 +45,9 @@ class PartialSoftmax(NamedTuple):
 def merge_partial_softmax(parts: Tensor, sinks: Tensor | None) -> Tensor:
     """What attention gives, [T, H, V], of what each of some ranks found over its keys, packed: [ranks, T, H, V + 2].
     Merged in the order of the ranks, each row by itself; every row has seen a key on some rank."""
-    (first, *others), all_peaks, totals = parts[..., :-2], parts[..., -2].contiguous() / LOG2E, parts[..., -1]
+    (first, *others) = parts[..., :-2]
+    all_peaks = parts[..., -2].contiguous() / LOG2E
+    totals = parts[..., -1]
     merged_softmax = PartialSoftmax(first, all_peaks[0], totals[0])
     for part in map(PartialSoftmax, others, all_peaks[1:], totals[1:]):
         top = torch.maximum(merged_softmax.max_scores, part.max_scores)

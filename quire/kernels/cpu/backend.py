@@ -265,7 +265,9 @@ class CpuBackend(CpuLinearBackend):
     def sample_tokens(self, logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
         if logits.dtype != torch.float32 or logits.shape[1] >= _MAX_VOCAB:
             return super().sample_tokens(logits, filters, u)
-        logits, filters, u = logits.contiguous(), filters.contiguous(), u.contiguous()
+        logits = logits.contiguous()
+        filters = filters.contiguous()
+        u = u.contiguous()
         rows, size = logits.shape
         out = logits.new_empty(rows, dtype=torch.int64)
         pointers = [tensor.data_ptr() for tensor in (logits, filters, u, out)]

@@ -29,7 +29,10 @@ ISAS = {
 }
 """The best last; in the order of isa.cpp's bits."""
 
-_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+_POINTER = ctypes.c_void_p
+_LONG = ctypes.c_long
+_INT = ctypes.c_int
+_FLOAT = ctypes.c_float
 
 
 class QuantizedPart(ctypes.Structure):
@@ -217,12 +220,33 @@ def _map_huge_pages(size: int) -> Tensor:
 
 SIGNATURES = {
     "paged_attention": [
-        *[*[_POINTER] * 8, *[_LONG] * 4, *[_INT] * 4, _FLOAT, _INT, _FLOAT],
-        *[_INT, _POINTER, _LONG, _LONG, _POINTER, _INT, _INT],
+        *[_POINTER] * 8,
+        *[_LONG] * 4,
+        *[_INT] * 4,
+        _FLOAT,
+        _INT,
+        _FLOAT,
+        _INT,
+        _POINTER,
+        _LONG,
+        _LONG,
+        _POINTER,
+        _INT,
+        _INT,
     ],
     "ranks_attention": [
-        *[*[_POINTER] * 9, *[_LONG] * 4, *[_INT] * 4, _FLOAT, _INT, _FLOAT],
-        *[_POINTER, _LONG, _LONG, _POINTER, _INT, _INT],
+        *[_POINTER] * 9,
+        *[_LONG] * 4,
+        *[_INT] * 4,
+        _FLOAT,
+        _INT,
+        _FLOAT,
+        _POINTER,
+        _LONG,
+        _LONG,
+        _POINTER,
+        _INT,
+        _INT,
     ],
     "latent_store": [*[_POINTER] * 4, _INT, *[_POINTER] * 4, *[_LONG] * 3, *[_INT] * 3, _FLOAT, _INT],
     "linear_blocks": [*[_POINTER] * 3, _LONG, _INT],

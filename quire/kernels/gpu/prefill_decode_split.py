@@ -103,7 +103,9 @@ def join_metadata(
 ) -> AttentionMetadata:
     """The metadata of a step of these two, which are its parts; linear: of all its tokens. It is made on the device
     alone, so that a CUDA graph can hold it."""
-    first, keys, turns = len(decodes.context_lens), decodes.key_start, None
+    first = len(decodes.context_lens)
+    keys = decodes.key_start
+    turns = None
     if decodes.rope_position_override is not None and prompts.rope_position_override is not None:
         turns = torch.cat((decodes.rope_position_override, prompts.rope_position_override))
     slots = None

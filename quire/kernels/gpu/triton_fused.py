@@ -227,7 +227,10 @@ def _rope_kernel(
 def rope_and_store_kv(qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
     qkv = qkv.contiguous()
     page, kv_heads = k_cache.shape[1:3]
-    dim, cos_sin, q_norm, k_norm = rope.head_dim, rope.cos_sin, rope.q_norm, rope.k_norm
+    dim = rope.head_dim
+    cos_sin = rope.cos_sin
+    q_norm = rope.q_norm
+    k_norm = rope.k_norm
     tokens, total = len(qkv), qkv.shape[1] // dim
     heads = total - 2 * kv_heads
     q = qkv.new_empty((tokens, heads, dim))

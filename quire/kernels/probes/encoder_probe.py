@@ -16,7 +16,9 @@ from quire.kernels.probes.backend_probe import BackendProbe, is_close, last_toke
 from quire.kernels.qk_norm_rope import Rope
 from quire.kernels.reference import ReferenceBackend
 
-_NUM_PAGES, _WINDOW, _QUERY_SCALE = 5, 7, 2.0
+_NUM_PAGES = 5
+_WINDOW = 7
+_QUERY_SCALE = 2.0
 
 
 class _ProbeInputs(NamedTuple):

@@ -97,11 +97,9 @@ class MLAProbe(BackendProbe):
     ) -> Tensor:
         """[T, H * value] float32 on the CPU, by the reference; what is stored, and queries, in the model's type."""
         latent, rotated, plain, _ = self.dims
-        judge, cpu, size = (
-            ReferenceBackend(),
-            torch.device("cpu"),
-            -(-max(lengths) // 3),
-        )  # three pages hold the longest
+        judge = ReferenceBackend()
+        cpu = torch.device("cpu")
+        size = -(-max(lengths) // 3)  # three pages hold the longest
         held = self.dtype if self.kv_dtype is None else self.kv_dtype
         judge.block_size = size
         cache = torch.zeros(judge.kv_cache_shape(_NUM_PAGES, 1, latent + rotated, held), dtype=held)

@@ -14,7 +14,9 @@ from quire.kernels.backend import NO_ADAPTERS
 from quire.kernels.cpu.backend import CpuBackend
 
 _NUM_TRIES = 5
-_NUM_INPUTS, _NUM_OUTPUTS, _NUM_ROWS = 4096, 16_384, 512
+_NUM_INPUTS = 4096
+_NUM_OUTPUTS = 16_384
+_NUM_ROWS = 512
 
 
 def _best_seconds(weight: torch.Tensor, x: torch.Tensor) -> float:

@@ -92,7 +92,9 @@ def _set_local_engines(known: Container[str], argv: Sequence[str]) -> list[str]:
     if "--data-parallel-size" not in known:
         return list(argv)
     positionals: list[str] = []
-    arguments, engines, rest = [], None, list(argv)
+    arguments = []
+    engines = None
+    rest = list(argv)
     while rest:
         argument = rest.pop(0)
         flag, equals, value = argument.partition("=")

@@ -81,7 +81,7 @@ def measured(
     return made, len(pickle.dumps(kept, pickle.HIGHEST_PROTOCOL)) + BYTES_OF_ID * ids + pixels
 
 
-def resolved(
+def resolved(  # noqa: PLR0913 (dissolves into the pipeline of requests)
     body: GenerationBody,
     *,
     writer: WriterFactory,

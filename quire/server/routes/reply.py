@@ -121,7 +121,10 @@ def _streamed(
     else:
         events = events_of(generation, writer, spec, runtime, ended, transport)
     return EventStream(
-        *(events, close, headers, runtime.config),
+        events,
+        close,
+        headers,
+        runtime.config,
         content_type=writer.MEDIA_TYPE,
         ping=writer.ping_event,
         encode_error=writer.error_event,

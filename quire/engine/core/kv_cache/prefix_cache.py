@@ -9,7 +9,7 @@ from quire.engine.core.kv_cache.block_tables import BlockTables, without_null_bl
 from quire.engine.core.pinned_sessions import PinnedSessions
 from quire.engine.core.request import Request
 from quire.engine.core.scheduler_output import BlockCopy
-from quire.engine.core.state_snapshots import NullStateSnapshots, StateSnapshots
+from quire.engine.core.state_snapshots import StateSnapshots
 from quire.engine.core.stats import LiveCounters
 
 

@@ -242,7 +242,9 @@ class KernelCalls(ABC):
         self, inputs: Any, z: Any, head_inputs: Any, rule: Recurrence, states: RecurrentStates, metadata: Any
     ) -> Any:
         recurrence.check_recurrence(rule, states, inputs.dtype)
-        out, native_rule, step = self.empty_like(z), recurrence.native_rule(rule), self.step_inputs(metadata)
+        out = self.empty_like(z)
+        native_rule = recurrence.native_rule(rule)
+        step = self.step_inputs(metadata)
         assert step.state_slots is not None
         where = (
             step.query_start,

@@ -228,12 +228,10 @@ class _LayerRecorder(KernelCalls, Operations):
         optional_tensors = (metadata.linear_context.adapter_slots, metadata.state_slots, *bounds, per_layer_inputs)
         values = [
             *(0 if each is None else each.data_ptr() for each in (*where, *optional_tensors)),
-            *(
-                0 if per_layer_inputs is None else per_layer_inputs.shape[1],
-                table.shape[1],
-                len(table),
-                torch.get_num_threads(),
-            ),
+            0 if per_layer_inputs is None else per_layer_inputs.shape[1],
+            table.shape[1],
+            len(table),
+            torch.get_num_threads(),
             *(each.data_ptr() for step in groups for each in (step.block_table, step.slot_mapping)),
         ]
         begin, end = self._layer_ends[layers.start], self._layer_ends[layers.stop]

@@ -255,7 +255,10 @@ def _build_expert_tables(arena: MappedWeightArena) -> _ExpertTables:
     total = sum(len(experts) for _, experts in mixtures)
     pinned, prefetched = torch.zeros(total, dtype=torch.uint8), torch.zeros(total, dtype=torch.uint8)
     uses, counts = torch.zeros(total, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
-    structs, lists, all_starts, first = list[native_library.MappedExperts](), list[object](), list[Tensor](), 0
+    structs = list[native_library.MappedExperts]()
+    lists = list[object]()
+    all_starts = list[Tensor]()
+    first = 0
     for mixture, experts in mixtures:
         pieces = [arena.file_extent(each.weights) for expert in experts for each in expert]
         listed = (native_library.MappedPiece * len(pieces))(

@@ -37,11 +37,9 @@ class CompiledPerHeadLinear:
     def __init__(self, library: native_library.NativeLibrary, linears: Sequence[CompiledLinear], passed: int) -> None:
         self._linear_refs = linears  # alive: what the pointers below point to
         first, count = linears[0], len(linears)
-        self.dtype, self.in_features, self.out_features = (
-            first.dtype,
-            count * (first.in_features + passed),
-            count * (first.out_features + passed),
-        )
+        self.dtype = first.dtype
+        self.in_features = count * (first.in_features + passed)
+        self.out_features = count * (first.out_features + passed)
         self._linears = (native_library.PackedLinear * count)(*(each.native for each in linears))
         self.native = native_library.LinearBlocks(self._linears, count, passed)
         self._kernel = library.linear_blocks[self.dtype]

@@ -80,7 +80,9 @@ class ExpertStack:
         self, x: Tensor, order: Tensor, starts: Tensor, per_token: int, count: int, *, of_tokens: bool
     ) -> Tensor:
         """[rows, outs], as `multiply_experts` says it. count: of all experts, those of other ranks too."""
-        part, rows, experts = self.parts[0], len(order), len(self.parts)
+        part = self.parts[0]
+        rows = len(order)
+        experts = len(self.parts)
         outs, numbers = part.out_features, part.kernel_form[0] == triton_quantized.NUMBERS
         tiles = _choose_expert_tiles(cdiv(rows, count), x.dtype, part, fixed=self.has_fixed_tiles)
         out = x.new_empty((rows, outs))
@@ -108,7 +110,9 @@ class GroupedMoE:
 
     def __call__(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
         """routed: what the router reads; None: x."""
-        experts, router_input, x = self._experts, x if router_input is None else router_input, x.contiguous()
+        experts = self._experts
+        router_input = x if router_input is None else router_input
+        x = x.contiguous()
         out = torch.empty_like(x)
         if not len(x):
             return out

@@ -31,7 +31,10 @@ def attend_bidirectional(
     """As `Operations.paged_attention`, of queries that see all keys of their sequence; with a window, which counts from
     a query's own position back, they are the last ones of their sequence. Sequences of one shape that stand side by
     side are one call. Nothing waits for the device where the metadata knows its shapes."""
-    out, row, first, page = torch.empty_like(q), 0, 0, k_cache.shape[1]
+    out = torch.empty_like(q)
+    row = 0
+    first = 0
+    page = k_cache.shape[1]
     grouped = q.shape[1] != k_cache.shape[2]
     for (queries, keys), alike in groupby(metadata.query_key_lens or _query_key_lens(metadata)):
         count = len(list(alike))

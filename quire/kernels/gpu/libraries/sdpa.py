@@ -69,7 +69,9 @@ def _attend_batch(
 ) -> Tensor:
     if metadata.max_query_len == 1:  # without a look at the host, so that a CUDA graph holds it
         return _attend_decodes(q, k_cache, v_cache, metadata.block_table, metadata.context_lens, softmax)
-    out, starts, contexts = torch.empty_like(q), metadata.query_start.tolist(), metadata.context_lens.tolist()
+    out = torch.empty_like(q)
+    starts = metadata.query_start.tolist()
+    contexts = metadata.context_lens.tolist()
     for s, context in enumerate(contexts):
         rows = slice(starts[s], starts[s + 1])
         pages = metadata.block_table[s, : -(-context // k_cache.shape[1])].long()

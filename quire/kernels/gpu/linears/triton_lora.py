@@ -125,8 +125,12 @@ class PinnedLoraDeltas:
 class TritonLinearWithLora(LinearWithLora, RoundingLinear):
     def __init__(self, linear: Linear, slots: AdapterSlots, split: int = _SPLIT_INPUTS) -> None:
         """split: inputs of one sum."""
-        count, parts, ranks = slots.num_slots, slots.output_sizes, slots.max_rank
-        outs, inner, device = sum(parts), slots.in_features, slots.device
+        count = slots.num_slots
+        parts = slots.output_sizes
+        ranks = slots.max_rank
+        outs = sum(parts)
+        inner = slots.in_features
+        device = slots.device
         self._linear = linear
         self._num_slots = count
         self._split = split
@@ -155,9 +159,13 @@ class TritonLinearWithLora(LinearWithLora, RoundingLinear):
         assert out.is_contiguous()
         whole = x.unrounded if isinstance(x, RoundedActivations) else x
         assert whole is not None
-        (rows, inner), x, order = whole.shape, whole.contiguous(), context.row_order
+        (rows, inner) = whole.shape
+        x = whole.contiguous()
+        order = context.row_order
         assert order is not None
-        parts, ranks, splits = len(self._first_outputs), self._max_rank, cdiv(inner, self._split)
+        parts = len(self._first_outputs)
+        ranks = self._max_rank
+        splits = cdiv(inner, self._split)
         most = min(_ROWS_PER_TILE, self._num_slots + 1)
         programs, blocks = cdiv(rows, _ROWS_PER_TILE) * most, parts * cdiv(ranks, self._block_r)
         middle = torch.empty((splits, rows, parts * ranks), dtype=torch.float32, device=x.device)

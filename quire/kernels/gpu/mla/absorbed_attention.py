@@ -47,9 +47,14 @@ def attend_absorbed(
     """`Operations.paged_attention` with AttentionParams.value_dim, of a step that has no parts: q [T, H, L + R], pages
     [P, page size, 1, L + R] of any power-of-two size. fixed, own: as paged_attention of triton_paged.py has them."""
     assert softmax.value_dim is not None
-    q, (tokens, heads, dim), values, page = q.contiguous(), q.shape, softmax.value_dim, cache.shape[1]
+    q = q.contiguous()
+    tokens, heads, dim = q.shape
+    values = softmax.value_dim
+    page = cache.shape[1]
     rank, ranks = (0, 1) if shard is None else (shard.rank, shard.world_size)
-    out, seqs, device = allocate_output(q, values, shard), len(metadata.context_lens), q.device.index
+    out = allocate_output(q, values, shard)
+    seqs = len(metadata.context_lens)
+    device = q.device.index
     one_token, longest = metadata.max_query_len == 1, metadata.max_context_len
     longest = longest if shard is None else shard.max_tokens_per_rank(longest)
     rows = heads if fixed else heads * metadata.max_query_len

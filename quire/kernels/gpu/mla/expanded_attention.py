@@ -18,7 +18,9 @@ def run_expanded_attention(
     """What attention gives, [T, H * V], for the turned queries [T, H, P + R] of whole prompts. halves: of kv_b_proj,
     [H, L, P], which brings queries into the space of latents, and [H, V, L], which makes values. cache [P, page size,
     1, L + R] has all latents of these tokens."""
-    q, (tokens, heads, width), (absorb, expand) = q.contiguous(), q.shape, halves
+    q = q.contiguous()
+    tokens, heads, width = q.shape
+    absorb, expand = halves
     (values, size), plain = expand.shape[1:], absorb.shape[2]
     rotated, stored_latents = width - plain, cache.view(-1, cache.shape[-1])[metadata.slot_mapping]
     low, turned = stored_latents.split((size, rotated), dim=1)
@@ -26,7 +28,9 @@ def run_expanded_attention(
     v = torch.matmul(low, expand.transpose(1, 2))
     if next_power_of_2(plain) != plain or next_power_of_2(rotated) != rotated or min(plain, rotated) < 16:
         # A tile's sizes are powers of two, and both parts together fill one better.
-        k, plain, rotated = torch.cat((k, turned[None].expand(heads, -1, -1)), dim=2), width, 0
+        k = torch.cat((k, turned[None].expand(heads, -1, -1)), dim=2)
+        plain = width
+        rotated = 0
     out, seqs = q.new_empty((tokens, heads * values)), len(metadata.context_lens)
     padded = max(16, next_power_of_2(plain)), max(16, next_power_of_2(values))
     tiles = choose_expanded_tiles(max(padded), q.dtype, hopper=is_hopper(q.device.index))

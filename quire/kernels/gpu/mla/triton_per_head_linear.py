@@ -72,7 +72,9 @@ class TritonPerHeadLinear:
         return run_expanded_attention(q, (self.weight, expand.weight), cache, metadata, softmax)
 
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
-        x, (blocks, outs, inner), passed = x.contiguous(), self.weight.shape, self._passed
+        x = x.contiguous()
+        (blocks, outs, inner) = self.weight.shape
+        passed = self._passed
         rows = len(x)
         out = x.new_empty((rows, blocks * (outs + passed)))
         if not rows:

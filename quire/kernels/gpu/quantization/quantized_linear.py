@@ -228,7 +228,9 @@ def choose_matmul_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: Pac
     part: of weights that are not multiplied in their codes. The figures of an H100 chose them."""
     if dtype == torch.float32:  # in full precision, so without tensor cores
         return MatmulTiles(32, 64, 4, 2)
-    nibbles, long, device = False, False, None
+    nibbles = False
+    long = False
+    device = None
     if part is not None:
         nibbles, device = part.codes_per_word == 4, part.codes.device.index
         long = nibbles and part.inputs_per_step >= _LONG_STEP

@@ -28,7 +28,9 @@ DEQUANTIZED_BYTES = 128 * 2**20
 _MIN_TRITON_ROWS, _MIN_PROGRAM_SHARE = 64, 3
 """Rows above which integers are multiplied by Triton, whose product scales its sums by itself, where programs are for
 one in so many of the GPU's processors at least."""
-_INT8_TILES, _INT8_STEP, _TILES_TOGETHER = AttentionTiles(128, 128, 8, 3), 128, 8
+_INT8_TILES = AttentionTiles(128, 128, 8, 3)
+_INT8_STEP = 128
+_TILES_TOGETHER = 8
 _DIM_MULTIPLE = 16
 """_scaled_mm takes inputs and outputs in multiples of it; _int_mm of half as many."""
 _ROW_MULTIPLE = 4
@@ -155,11 +157,9 @@ def multiply_rounded(part: PackedWeight, product: TorchMatmul, x: RoundedActivat
             part.out_features, bias is not None, _SCALE_BLOCK, num_warps=4,
         )  # fmt: skip
         return out
-    codes, scales, more = (
-        x.codes,
-        x.scales,
-        -len(x) % _ROW_MULTIPLE if product == TorchMatmul.FLOAT8_BLOCK_SCALED else 0,
-    )
+    codes = x.codes
+    scales = x.scales
+    more = -len(x) % _ROW_MULTIPLE if product == TorchMatmul.FLOAT8_BLOCK_SCALED else 0
     if more:
         codes, scales = F.pad(codes, (0, 0, 0, more)), F.pad(scales, (0, more))
     eights, weight = codes.view(torch.float8_e4m3fn), part.codes.view(torch.float8_e4m3fn).t()

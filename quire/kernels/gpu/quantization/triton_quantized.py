@@ -125,7 +125,7 @@ def _scale_at(scales, at, n, n_inside, outs, inner, group):
 
 
 @triton.jit
-def sum_whole(
+def sum_whole(  # noqa: PLR0912
     x_rows, m_inside, lines, n, n_inside, scales, offsets, outs, inner, first, end, stride, group,
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,

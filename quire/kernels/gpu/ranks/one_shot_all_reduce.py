@@ -54,7 +54,9 @@ class OneShotAllReduce:
     def __init__(self, rank: int, rank_memories: Sequence[Tensor], words: Tensor, most_looks: int = _MAX_POLLS) -> None:
         """memory: of each rank, `rank_memory_bytes` of zeros, as this one reaches it. words: [2] int32 of zeros in the
         host's memory, which the GPU reaches. most_looks: after so many at another's count a sum is given up."""
-        self._rank, self.rank_memories, self.host_flags = rank, tuple(rank_memories), words
+        self._rank = rank
+        self.rank_memories = tuple(rank_memories)
+        self.host_flags = words
         self.max_polls = most_looks
         device = rank_memories[rank].device
         addresses = torch.tensor([each.data_ptr() for each in rank_memories], dtype=torch.int64)

@@ -51,7 +51,9 @@ def advance_chunked(
 ) -> None:
     """numbers: what tokens give, and beside it. where: query_start, context_lens, seen, known and slots of sequences.
     asked: whether there are guesses, and LONG. decodes: so many sequences, the first ones, are not long."""
-    inputs, (heads, key, value), seqs = step_inputs[0], states.matrices.shape[1:], len(sequence_tensors[1]) - decodes
+    inputs = step_inputs[0]
+    (heads, key, value) = states.matrices.shape[1:]
+    seqs = len(sequence_tensors[1]) - decodes
     pieces, delta = len(inputs) // RECURRENCE_CHUNK + seqs, isinstance(rule, DeltaRule)
     tiles = torch.empty(
         (pieces, heads, 4 if delta else 2, RECURRENCE_CHUNK, RECURRENCE_CHUNK),
@@ -65,14 +67,18 @@ def advance_chunked(
     )
     pad, block = max(next_power_of_2(key), 16), max(min(next_power_of_2(value), _COLUMN_BLOCK), 16)
     if isinstance(rule, DeltaRule):
-        groups, skip, at = rule.num_key_heads, rule.dt_bias, (0, rule.num_key_heads * key, 2 * rule.num_key_heads * key)
+        groups = rule.num_key_heads
+        skip = rule.dt_bias
+        at = (0, rule.num_key_heads * key, 2 * rule.num_key_heads * key)
         systems = torch.empty(
             (pieces, heads, RECURRENCE_CHUNK, RECURRENCE_CHUNK), dtype=torch.float32, device=inputs.device
         )
         weigh_delta[pieces, heads](systems, *prepared, *bounds, groups, heads, key, pad, value, num_warps=4)
         solve_delta[pieces, heads](tiles, systems, *bounds, heads, num_warps=1)
     else:
-        groups, skip, at = rule.num_groups, rule.skip, (heads * value + rule.num_groups * key, heads * value, 0)
+        groups = rule.num_groups
+        skip = rule.skip
+        at = (heads * value + rule.num_groups * key, heads * value, 0)
         weigh_space[pieces, heads](*prepared, *bounds, *rule.dt_limits, groups, heads, key, pad, value, num_warps=4)
     shape = (rule.input_dim, *at, heads // groups, heads, key, pad, value, block, _PIPELINE_STAGES)
     tensors = (read, states.matrices, tiles, factors, inputs, skip)

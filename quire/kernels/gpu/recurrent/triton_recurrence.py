@@ -47,7 +47,9 @@ def run_recurrence(
 ) -> Tensor:
     """fixed: bits do not depend on how sequences were cut into steps."""
     assert isinstance(rule, SupportedRule), f"no kernel for {type(rule).__name__}"
-    inputs, z, head_inputs = inputs.contiguous(), z.contiguous(), head_inputs.contiguous()
+    inputs = inputs.contiguous()
+    z = z.contiguous()
+    head_inputs = head_inputs.contiguous()
     out = torch.empty_like(z)
     if not len(inputs):
         return out

@@ -20,7 +20,9 @@ _REFRESHES_PER_SECOND = 12
 def split_blocks(text: str) -> tuple[list[str], str]:
     """The blocks that nothing that follows can change, and the rest. A block ends at a blank line outside of a fence,
     when the line behind it shows that it does not go on."""
-    blocks, lines, blank = [], list[str](), False
+    blocks = []
+    lines = list[str]()
+    blank = False
     for line, before, after in _track_fences(text.split("\n")[:-1]):
         if not before and blank and lines and line.strip() and not _CONTINUATION.match(line):
             blocks.append("\n".join(lines))
