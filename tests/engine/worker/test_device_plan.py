@@ -15,7 +15,7 @@ from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.models import decoder_spec
-from quire.engine.worker import backend_trials, startup
+from quire.engine.worker import backend_trials
 from quire.engine.worker import device_plan as devices
 from quire.engine.worker.compiling.kernel_cache import prepare_kernel_cache
 from quire.engine.worker.device_memory import explain_out_of_memory
@@ -25,6 +25,7 @@ from quire.engine.worker.device_plan import (
     choose_device,
     nvidia_driver_version,
 )
+from quire.engine.worker.ranks import rank_startup
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.installed import install_flash
 from tests.tiny_models import FAMILIES, SHAPE
@@ -271,9 +272,9 @@ def test_a_backend_that_graphs_do_not_hold_runs_without(
     assert "triton: computes something else than the reference in a CUDA graph" in chosen.backend_reason.split("; ")
     assert devices.choose_capture(config, chosen.backend, chosen.device, chosen.spec) is None
     if ranks > 1:
-        monkeypatch.setattr(startup, "check_tensor_parallel", lambda *_, **__: None)
-        monkeypatch.setattr(startup, "SpmdRanks", lambda local, *_: local)
-        told = startup.start_ranks(config, tmp_path, chosen, lambda: None, None, weights_are_tensors=False)
+        monkeypatch.setattr(rank_startup, "check_tensor_parallel", lambda *_, **__: None)
+        monkeypatch.setattr(rank_startup, "SpmdRanks", lambda local, *_: local)
+        told = rank_startup.start_ranks(config, tmp_path, chosen, lambda: None, None, weights_are_tensors=False)
         assert told.enforce_eager  # type: ignore[attr-defined]
 
 
