@@ -78,11 +78,11 @@ class StepwiseDrafter(ABC):
     """Drafts one token after the other, so that the caller can decide after each whether one more pays."""
 
     @abstractmethod
-    def begin_drafts(self, draft_requests: RequestsToDraft) -> list[Draft]:
-        """The first draft token of each request, or none. `extend_drafts` appends to these drafts."""
+    def draft_first_tokens(self, draft_requests: RequestsToDraft) -> list[Draft]:
+        """The first draft token of each request, or none. `draft_next_tokens` appends to these drafts."""
 
     @abstractmethod
-    def extend_drafts(self, indices: Sequence[int]) -> None:
+    def draft_next_tokens(self, indices: Sequence[int]) -> None:
         """One more token for the drafts at these indices, ascending, all of which got one in the last call."""
 
     def forget_request(self, request: Request) -> None:  # noqa: B027

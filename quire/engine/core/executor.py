@@ -97,7 +97,7 @@ class Executor(Protocol):
     def make_block_mover(self) -> BlockMover | None:
         """What copies its KV pages, for tiers of them; None: it keeps none."""
 
-    def make_state_mover(self) -> BlockMover | None:
+    def make_state_offload_mover(self) -> BlockMover | None:
         """The same of slots (Sublayer.slot_tensors), by their numbers."""
 
     def load_grammars(self) -> None:

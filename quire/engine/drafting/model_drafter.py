@@ -90,7 +90,7 @@ class ModelDrafter(StepwiseDrafter):
         self._open_drafts: list[_OpenDraft] = []
         """The sequences of the last call."""
 
-    def begin_drafts(self, draft_requests: RequestsToDraft) -> list[Draft]:
+    def draft_first_tokens(self, draft_requests: RequestsToDraft) -> list[Draft]:
         budget = self._max_tokens
         rows, self._open_drafts = list[DrafterCatchUp](), []
         for index, (request, max_drafts) in enumerate(draft_requests):
@@ -106,7 +106,7 @@ class ModelDrafter(StepwiseDrafter):
         drafts = {each.index: Draft(each.token_ids, probabilities=each.probabilities) for each in self._open_drafts}
         return [drafts.get(index, Draft([])) for index in range(len(draft_requests))]
 
-    def extend_drafts(self, indices: Sequence[int]) -> None:
+    def draft_next_tokens(self, indices: Sequence[int]) -> None:
         wanted_indices = set(indices)
         keep = [index for index, each in enumerate(self._open_drafts) if each.index in wanted_indices]
         self._open_drafts = [self._open_drafts[index] for index in keep]

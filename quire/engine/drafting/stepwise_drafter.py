@@ -34,7 +34,7 @@ class AdaptiveStepwiseDrafter(TrackingDrafter):
             drafts = [Draft([]) for _ in draft_requests]
         else:
             counts = [max_drafts if index in chosen_indices else 0 for index, max_drafts in enumerate(max_lengths)]
-            drafts = self._drafter.begin_drafts(list(zip(requests, counts, strict=True)))
+            drafts = self._drafter.draft_first_tokens(list(zip(requests, counts, strict=True)))
             self._extend_drafts(drafts, requests, max_lengths, num_step_tokens)
         for request, draft in zip(requests, drafts, strict=True):
             self._pending_kinds[request.engine_request.id] = token_kinds(draft)
@@ -69,7 +69,7 @@ class AdaptiveStepwiseDrafter(TrackingDrafter):
             )
             if not open_indices:
                 return
-            self._drafter.extend_drafts(open_indices)
+            self._drafter.draft_next_tokens(open_indices)
             spent_seconds += self._draft_costs.estimate_seconds(len(open_indices))
 
     def _choose_extensions(

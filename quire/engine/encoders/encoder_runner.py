@@ -104,7 +104,7 @@ class EncoderRunner:
     def make_block_mover(self) -> None:
         """It keeps no pages."""
 
-    def make_state_mover(self) -> None:
+    def make_state_offload_mover(self) -> None:
         """Nor slots."""
 
     def load_grammars(self) -> None:

@@ -64,7 +64,7 @@ class EngineCoreBuilder:
             self.worker.executor.make_block_mover,
             self._weight_files,
             plan.block_size,
-            self.worker.executor.make_state_mover if plan.snapshots else None,
+            self.worker.executor.make_state_offload_mover if plan.snapshots else None,
             make_tiers,
         )
         self._notes += tier_notes

@@ -28,7 +28,7 @@ from quire.engine.text.tokenizer_files import (
     read_chat_templates,
     read_config_object,
     read_eos_token_ids,
-    read_special_tokens,
+    special_tokens_from_config,
 )
 from quire.engine.text.tokenizer_safety import check_normalizer_growth, check_regexes, is_rust_panic
 
@@ -120,7 +120,7 @@ class Tokenizer:
         # Some models have an empty one, which transformers does not mind.
         empty = files.read_file_bytes("special_tokens_map.json", MAX_CONFIG_BYTES, may_be_empty=True) == b""
         special_map = {} if empty else read_config_object(files, "special_tokens_map.json")
-        special_tokens = read_special_tokens(special_map) | read_special_tokens(config)
+        special_tokens = special_tokens_from_config(special_map) | special_tokens_from_config(config)
         content = files.read_file_bytes("tokenizer.json", MAX_TOKENIZER_BYTES)
         with _wrap_library_errors(path.name if content is None else files.file_label("tokenizer.json")):
             if content is None:

@@ -60,7 +60,7 @@ def read_config_object(files: ModelFiles, name: str) -> dict[str, Any]:
     return {**content, **validate_json(content, _TokenizerConfigFields, files.file_label(name))}
 
 
-def read_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def special_tokens_from_config(config: Mapping[str, Any]) -> dict[str, str]:
     """The entries named `…_token`, by name. Each is a string, or an object with the string as its `content`."""
     special_tokens = {}
     for name, value in config.items():
@@ -171,7 +171,7 @@ class _SpecialTokenReader:
         config = read_config_object(files, "tokenizer_config.json")
         empty = files.read_file_bytes("special_tokens_map.json", MAX_CONFIG_BYTES, may_be_empty=True) in (b"", None)
         special_map = {} if empty else read_config_object(files, "special_tokens_map.json")
-        self._special_tokens = read_special_tokens(special_map) | read_special_tokens(config)
+        self._special_tokens = special_tokens_from_config(special_map) | special_tokens_from_config(config)
         added = files.read_json_file("added_tokens.json", MAX_CONFIG_BYTES) or {}
         self._token_ids: dict[str, int] = {name: each for name, each in added.items() if type(each) is int}
         self._token_ids |= {

@@ -54,17 +54,17 @@ def choose_tiers(
     make_block_mover: Callable[[], BlockMover | None],
     weight_files: WeightFiles | None,
     block_tokens: int,
-    make_state_mover: Callable[[], BlockMover | None] | None = None,
+    make_state_offload_mover: Callable[[], BlockMover | None] | None = None,
     make_tiers: Callable[..., TieredKVOffloader] = TieredKVOffloader,
 ) -> tuple[KVOffloader, list[str]]:
     """The tiers, and notes on them. `weight_files`: those of the weights that were loaded; None: they are in no file,
-    so no later engine could know whether they are the same. `make_state_mover`: what copies slots, where prefixes need
-    snapshots. `make_tiers`: makes a TieredKVOffloader."""
+    so no later engine could know whether they are the same. `make_state_offload_mover`: what copies slots, where
+    prefixes need snapshots. `make_tiers`: makes a TieredKVOffloader."""
     if not (settings := tier_settings(config)):
         return NullKVOffloader(), []
     if (mover := make_block_mover()) is None:
         raise ConfigError(f"{settings[0]}: what computes here has no pages that can be copied", param=settings[0])
-    state_mover = None if make_state_mover is None else make_state_mover()
+    state_mover = None if make_state_offload_mover is None else make_state_offload_mover()
     layout = mover.layout if state_mover is None else f"{mover.layout}; {state_mover.layout}"
     tiers: list[Tier] = []
     sizes: dict[str, TierUsage] = {}

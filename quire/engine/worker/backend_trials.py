@@ -34,10 +34,10 @@ def choose_trials(
     )
     ranks = config.decode_context_parallel_size
     first, *others = (_make_trial(types, device, spec, capture, ranks=ranks) for capture in captures)
-    return [first, *(partial(_try_without_graphs, trial) for trial in others)]
+    return [first, *(partial(_try_and_disable_graphs, trial) for trial in others)]
 
 
-def _try_without_graphs(trial: BackendTrial, backend: Backend) -> str | None:
+def _try_and_disable_graphs(trial: BackendTrial, backend: Backend) -> str | None:
     """Of one that a graph does not hold, or computes something else in one."""
     if (why := trial(backend)) is None:
         backend.cuda_graph_support = "nothing"

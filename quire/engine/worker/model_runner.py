@@ -304,7 +304,7 @@ class ModelRunner:
             pages, self._model.compute_identity, None if self._prefaulter is None else self._prefaulter.mark_used
         )
 
-    def make_state_mover(self) -> BlockMover | None:
+    def make_state_offload_mover(self) -> BlockMover | None:
         state_tensors = [each[None] for layer in self._input_batch.recurrent_states for each in layer if each.numel()]
         return choose_block_mover(state_tensors, self._model.compute_identity) if state_tensors else None
 

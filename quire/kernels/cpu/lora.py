@@ -15,7 +15,7 @@ from quire.kernels.cpu import native_library
 
 
 @dataclass(frozen=True, slots=True)
-class PackedLoraDeltas:
+class PackedLinearAdapter:
     """What one adapter adds to one linear."""
 
     native: native_library.LoraAdapter
@@ -29,7 +29,7 @@ class CompiledLinearWithLora(LinearWithLora):
         self._dtype = slots.dtype
         self._kernel = library.add_adapters[slots.dtype]
         self._adapters = (native_library.LoraAdapter * slots.num_slots)()
-        self._packed: list[PackedLoraDeltas | None] = [None] * slots.num_slots
+        self._packed: list[PackedLinearAdapter | None] = [None] * slots.num_slots
         shape = (slots.in_features, sum(slots.output_sizes), slots.has_float32_output)
         self.native = native_library.LoraLinear(self._adapters, slots.num_slots, *shape)
         self._pointer = ctypes.addressof(self.native)
@@ -44,7 +44,7 @@ class CompiledLinearWithLora(LinearWithLora):
             self._kernel(self._pointer, *pointers, len(x), torch.get_num_threads())
         return out
 
-    def pack_deltas(self, deltas: Sequence[LoraDelta]) -> PackedLoraDeltas:
+    def pack_deltas(self, deltas: Sequence[LoraDelta]) -> PackedLinearAdapter:
         down = torch.cat([each.down for each in deltas])
         panels = _pack_panels(down, 4 // down.itemsize)
         parts = (native_library.LoraPart * len(deltas))()
@@ -57,9 +57,9 @@ class CompiledLinearWithLora(LinearWithLora):
             keeps.append(up)
             rank += own
         adapter = native_library.LoraAdapter(panels.data_ptr(), parts, len(deltas), len(panels))
-        return PackedLoraDeltas(adapter, tuple(keeps))
+        return PackedLinearAdapter(adapter, tuple(keeps))
 
-    def put_adapter(self, slot: int, packed: PackedLoraDeltas | None) -> None:
+    def put_adapter(self, slot: int, packed: PackedLinearAdapter | None) -> None:
         self._adapters[slot - 1] = native_library.LoraAdapter() if packed is None else packed.native
         self._packed[slot - 1] = packed
 

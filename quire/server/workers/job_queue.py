@@ -18,7 +18,7 @@ _BYTES_PER_SECOND = 1e6
 
 
 @dataclass(eq=False, slots=True)
-class QueuedJob:
+class WorkerTurn:
     """A job that waits for a worker, or has one."""
 
     tenant: Tenant
@@ -54,8 +54,8 @@ class JobQueue:
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
-        self._waiting: list[QueuedJob] = []
-        self._running: set[QueuedJob] = set()
+        self._waiting: list[WorkerTurn] = []
+        self._running: set[WorkerTurn] = set()
         self._seconds_by_tenant: dict[str, float] = {}
         """Seconds of workers by tenant, divided by its weight; only of tenants that have a job here."""
         self._seconds_by_class: dict[tuple[str, int], float] = {}
@@ -72,7 +72,7 @@ class JobQueue:
             if not turn.grant_future.done():
                 turn.grant_future.set_exception(error)
 
-    def add_job(self, turn: QueuedJob) -> None:
+    def add_job(self, turn: WorkerTurn) -> None:
         # A newcomer begins where the least served one is: it has no claim to the time when it was away.
         tenant, kind = turn.share_keys
         self._seconds_by_tenant.setdefault(tenant, min(self._seconds_by_tenant.values(), default=0.0))
@@ -82,7 +82,7 @@ class JobQueue:
         self._waiting.append(turn)
         self._grant_slots()
 
-    def end_job(self, turn: QueuedJob) -> None:
+    def end_job(self, turn: WorkerTurn) -> None:
         """The job has ended, or is given up."""
         tenant, kind = turn.share_keys
         if turn in self._running:
@@ -111,7 +111,7 @@ class JobQueue:
             turn.started_at = clock.monotonic()
             turn.grant_future.set_result(None)
 
-    def _sort_key(self, now: float) -> Callable[[QueuedJob], tuple[float, float, float]]:
+    def _sort_key(self, now: float) -> Callable[[WorkerTurn], tuple[float, float, float]]:
         """What the tenant has had, its running jobs included, and the kind; when the job is due."""
         tenants, kinds = self._seconds_by_tenant.copy(), self._seconds_by_class.copy()
         for running in self._running:

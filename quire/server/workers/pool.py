@@ -21,7 +21,7 @@ from quire.server.config import ServerConfig
 from quire.server.owner_budget import OwnerBudget
 from quire.server.served_model import ModelSource, ServedModel
 from quire.server.workers.frames import encode_frame, receive_frame
-from quire.server.workers.job_queue import JobQueue, QueuedJob
+from quire.server.workers.job_queue import JobQueue, WorkerTurn
 from quire.server.workers.worker import JobLimits, WorkerJob
 
 Result = TypeVar("Result")
@@ -130,7 +130,7 @@ class WorkerPool:
             raise self._shutdown_error
         if not self._waiting_budget.has_room(tenant.name, 1):
             raise Overloaded("Too many requests wait to be prepared. Please try again later")
-        turn = QueuedJob(
+        turn = WorkerTurn(
             tenant, sum(map(len, pieces)) + extra_bytes, asyncio.get_running_loop().create_future(), is_slow
         )
         self._queue.add_job(turn)
@@ -143,7 +143,7 @@ class WorkerPool:
         finally:
             self._queue.end_job(turn)
 
-    async def _wait_for_turn(self, turn: QueuedJob) -> None:
+    async def _wait_for_turn(self, turn: WorkerTurn) -> None:
         if not turn.grant_future.done():
             self._waiting_budget.take_room(turn.tenant.name, 1)
             try:

@@ -24,13 +24,13 @@ class Says(StepwiseDrafter):
         self._guesses: list[Draft] = []
         self._may_go_on: set[int] = set()
 
-    def begin_drafts(self, asked: RequestsToDraft) -> list[Draft]:
+    def draft_first_tokens(self, asked: RequestsToDraft) -> list[Draft]:
         self._guesses = [Draft([], probabilities=[]) for _ in asked]
         self._may_go_on = {place for place, (_, most) in enumerate(asked) if most > 0}
-        self.extend_drafts(sorted(self._may_go_on))
+        self.draft_next_tokens(sorted(self._may_go_on))
         return self._guesses
 
-    def extend_drafts(self, places: Sequence[int]) -> None:
+    def draft_next_tokens(self, places: Sequence[int]) -> None:
         assert list(places) == sorted(self._may_go_on.intersection(places)), "a guess that had ended"
         self._may_go_on = set(places)
         for place in places:

@@ -1,5 +1,5 @@
-// Weights in 4 bits: for each group of 32, a scale and an offset (or a whole zero point), found as kernels/int4_fit.py says.
-// Sixteen groups are searched at once, one in each lane.
+// Weights in 4 bits: for each group of 32, a scale and an offset (or a whole zero point), found as kernels/int4_fit.py
+// says. Sixteen groups are searched at once, one in each lane.
 #include "../kernels.h"
 
 namespace {

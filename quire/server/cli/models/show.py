@@ -14,7 +14,7 @@ from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.errors import ModelError, QuireError
 from quire.engine.gguf.model_files import ModelFiles, part_paths
 from quire.engine.text.chat_template import ChatRenderer
-from quire.engine.text.tokenizer_files import read_chat_templates, read_config_object, read_special_tokens
+from quire.engine.text.tokenizer_files import read_chat_templates, read_config_object, special_tokens_from_config
 from quire.server.cli.flags import ExclusiveFlags, build_parser
 from quire.server.cli.models.downloaded import format_size
 from quire.server.cli.models.model_names import equivalent_names
@@ -129,7 +129,7 @@ def _read_chat_template(path: Path) -> tuple[ChatRenderer, str]:
     files = ModelFiles(path)
     config = read_config_object(files, "tokenizer_config.json")
     templates = read_chat_templates(files, config)
-    return ChatRenderer(templates, read_special_tokens(config)), "\n".join(templates.values())
+    return ChatRenderer(templates, special_tokens_from_config(config)), "\n".join(templates.values())
 
 
 def _total_bytes(path: Path) -> int:

@@ -40,7 +40,7 @@ def read_samples(file: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list
     try:
         with file.open(encoding="utf-8") as opened:
             if file.suffix == ".jsonl":
-                pieces = _read_line_pieces(opened, tokenizer, max_tokens)
+                pieces = _tokenize_samples(opened, tokenizer, max_tokens)
             else:
                 pieces = _split_pieces(tokenizer.encode(opened.read(_MAX_CHARACTERS)), max_tokens)
             samples = _take_pieces(pieces)
@@ -55,7 +55,7 @@ def read_samples(file: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list
     return samples
 
 
-def _read_line_pieces(lines: Iterator[str], tokenizer: Tokenizer, longest: int) -> Iterator[list[int]]:
+def _tokenize_samples(lines: Iterator[str], tokenizer: Tokenizer, longest: int) -> Iterator[list[int]]:
     renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens)
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -84,7 +84,7 @@ def _infer_form(prober: TemplateProber, turn: AssistantTurnForm) -> CallForm:
     if not wrapping.allows_many and turn.repeats_generation_prompt:
         head, prompt_head = turn.generation_prompt.lstrip() + head, turn.generation_prompt.lstrip()
     return CallForm(
-        inner_heads=_inner_heads(wrapping.begin, head),
+        inner_heads=_heads_without_outer_tag(wrapping.begin, head),
         begin=wrapping.begin,
         head=head,
         arguments=arguments,
@@ -105,7 +105,7 @@ def _infer_form(prober: TemplateProber, turn: AssistantTurnForm) -> CallForm:
     )
 
 
-def _inner_heads(begin: str, head: str) -> tuple[str, ...]:
+def _heads_without_outer_tag(begin: str, head: str) -> tuple[str, ...]:
     """The head of a call without the tag around it, or around all calls, if it still has one."""
     outer = TAG.match(head.lstrip())
     inner = head.lstrip()[outer.end() :].lstrip() if outer is not None else head if TAG.search(begin) else ""

@@ -140,8 +140,8 @@ class CallFormReader:
         form, source = self._form, self._source
         follows = re.findall(rf"{TAG.pattern}|\S+", next_piece)[:1]
         if not follows and next_piece:  # names have no white space, but may have what begins arguments
-            follows = [next_piece[0], *(one for one in form.possible_followers if len(one) > 1)]
-        follows = follows or form.possible_followers
+            follows = [next_piece[0], *(one for one in form.texts_after_head_slot if len(one) > 1)]
+        follows = follows or form.texts_after_head_slot
         yield from source.peek_character()
         source.take_text(len(source.text) - len(source.text.lstrip()))
         read = yield from source.take_until((*follows, "{"))  # no name has a brace

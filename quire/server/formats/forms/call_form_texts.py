@@ -64,7 +64,7 @@ class CallFormTexts:
         return SLOT_PATTERN.split(self.head)[0]
 
     @cached_property
-    def possible_followers(self) -> list[str]:
+    def texts_after_head_slot(self) -> list[str]:
         """What may follow a head that ends with a slot."""
         first_atoms = [
             split_into_atoms(one.strip())[:1] for one in (self.arguments.before_key, self.tail, self.end, self.turn_end)
