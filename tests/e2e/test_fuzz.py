@@ -24,8 +24,6 @@ from tests.tiers import examples
 
 pytestmark = pytest.mark.slow
 
-MAX_BLOCK = 0.3
-"""Seconds of processor time that the event loop may spend without a turn."""
 MOST_BYTES = 15_900_000
 """A little less than --max-body-size."""
 ALLOWED = (200, *range(400, 430), 503)
@@ -184,4 +182,4 @@ def test_no_body_is_noticed_by_others(watched: Watched, place: Place, kind: str,
     body = place.body(value_of(kind, size))
     attack = Attack(f"{place.route} {place.path}: {kind} of {size}", place.route, lambda: body, ALLOWED)
     sent = TENANTS[:callers]
-    unnoticed(watched, lambda: asyncio.run(attacked(watched, attack, sent)), {*ALLOWED, 408}, MAX_BLOCK)
+    unnoticed(watched, lambda: asyncio.run(attacked(watched, attack, sent)), {*ALLOWED, 408})

@@ -7,10 +7,13 @@ import asyncio
 import zmq
 import zmq.asyncio
 
+from quire.engine import clock
 from quire.engine.errors import EngineError
 
 MOST_IN_TURN = 16
 """Messages that are received before others get a turn."""
+LONGEST_TURN = 0.01
+"""Seconds after which others get a turn even if fewer messages have been received."""
 
 
 class Wire:
@@ -27,6 +30,7 @@ class Wire:
             self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a process that cannot start says so over another connection
         self._in_turn = 0
         """Messages received in this turn of the event loop."""
+        self._turn_began = 0.0
         self.close = self._socket.close
         self.connect = self._socket.connect
 
@@ -41,11 +45,15 @@ class Wire:
         self._socket.send_multipart(frames)  # as it never blocks, the future that this returns is done already
 
     async def receive(self) -> list[bytes]:
-        """The frames of the next message. Messages that are there together are taken in one turn of the loop, some at
-        most: so a server that is behind its engine sends the tokens of several steps together."""
-        self._in_turn += 1
-        if self._in_turn == MOST_IN_TURN or not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        """Returns the frames of the next message. Several waiting messages are received in one turn of the event loop,
+        so that a server that is behind its engine sends the tokens of several steps together. MOST_IN_TURN and
+        LONGEST_TURN limit the turn, because the caller handles each message before it asks for the next one."""
+        is_turn_over = self._in_turn == MOST_IN_TURN or clock.monotonic() - self._turn_began > LONGEST_TURN
+        if is_turn_over or not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._in_turn = 0
-            await asyncio.sleep(0)  # receiving what is there already would give nobody else a turn
-        found: list[bytes] = await self._socket.recv_multipart()
-        return found
+            await asyncio.sleep(0)  # a message that has already arrived is received without a turn for anybody else
+        frames: list[bytes] = await self._socket.recv_multipart()
+        if not self._in_turn:
+            self._turn_began = clock.monotonic()
+        self._in_turn += 1
+        return frames
