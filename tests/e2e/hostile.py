@@ -19,8 +19,8 @@ from tests.tree import ROOT
 MAX_GROWTH = 400 * 2**20
 """Bytes that the server's process may take more than before, at most."""
 MAX_BLOCK = 0.3
-"""Seconds of processor time that the event loop may spend without a turn. On a quiet machine it is 0.05 or less; what is
-not bounded at all takes far longer than this."""
+"""Seconds of processor time that the event loop may spend without a turn. On a quiet machine it is 0.05 or less; what
+is not bounded at all takes far longer than this."""
 TENANTS = [f"key-{i}" for i in range(10)]
 """The last one is honest."""
 FLAGS = ("--trust-request-chat-template", "--num-kv-blocks", "4096", "--max-num-seqs", "64", "--pooling-type", "last")

@@ -1,4 +1,4 @@
-"""Bodies that could stop all others, sent by many callers: right statuses, little memory, a loop that is not held for long.
+"""Bodies that could stop all others, sent by many callers: right statuses, little memory, a responsive loop.
 
 `make bench-hostile` measures how long; here is only what no slow machine explains."""
 
