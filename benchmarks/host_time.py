@@ -20,17 +20,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.options import options
+from quire.engine.architecture.attention import AttentionLayerSpec
+from quire.engine.architecture.decoder import DecoderSpec
+from quire.engine.architecture.mlp import MLPSpec
+from quire.engine.architecture.norm import NormSpec
 from quire.engine.config import EngineConfig
 from quire.engine.core.step_runner import StepRunner
 from quire.engine.engine_core import EngineCore
-from quire.engine.layers.attention import AttentionLayerSpec
-from quire.engine.layers.mlp import MLPSpec
-from quire.engine.layers.norm import NormSpec
 from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.layers.sublayer import BuildContext
 from quire.engine.link.engine_messages import Stepped, encode
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.spec import DecoderSpec
 from quire.engine.processes.heartbeat import NullHeartbeat
 from quire.engine.types import EngineCoreRequest, SamplingParams
 from quire.engine.worker import input_batch, model_runner

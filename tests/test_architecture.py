@@ -1,6 +1,7 @@
 """The design, enforced: who may import whom, what stays light, how large things may grow.
 
-server > engine's control half > nothing; engine_core, engine_builder > worker > models > layers > kernels > nothing.
+server > engine's control half > architecture > kernels/parameters > nothing;
+engine_core, engine_builder > worker > models > layers > kernels > kernels/parameters.
 Inside server, engine and kernels the rooms have an order too.
 """
 
@@ -28,17 +29,19 @@ ADAPTED = "engine.models.adapted"
 
 ALLOWED = {
     "quire": {"server", "control"},
-    "server": {"server", "control"},
-    "control": {"control"},
-    "engine_builder": {"engine_builder", "control", "worker"},
+    "server": {"server", "control", "architecture"},
+    "control": {"control", "architecture", "parameters"},
+    "architecture": {"architecture", "parameters", "shared"},
+    "engine_builder": {"engine_builder", "control", "worker", "architecture"},
     "engine_core": {"engine_builder", "control", "worker"},
     "engine_core_process": {"engine_core", "control"},
     "worker_node": {"control", "worker"},
-    "worker": {"worker", "models", "encoders", "layers", "kernels", "shared"},
-    "models": {"models", "layers", "kernels", "shared"},
-    "encoders": {"encoders", "layers", "kernels", "shared"},
-    "layers": {"layers", "kernels", "shared"},
-    "kernels": {"kernels"},
+    "worker": {"worker", "models", "encoders", "layers", "kernels", "shared", "architecture", "parameters"},
+    "models": {"models", "layers", "kernels", "shared", "architecture", "parameters"},
+    "encoders": {"encoders", "layers", "kernels", "shared", "architecture", "parameters"},
+    "layers": {"layers", "kernels", "shared", "architecture", "parameters"},
+    "kernels": {"kernels", "parameters"},
+    "parameters": {"parameters"},
 }
 """Parts, and the parts that each may import from. `control` is all of engine/ that has no part of its own."""
 SHARED = {
@@ -54,7 +57,6 @@ SHARED = {
     "quire.engine.checkpoint.layouts",
     "quire.engine.checkpoint.overrides",
     "quire.engine.checkpoint.page_groups",
-    "quire.engine.checkpoint.parts.states",
     "quire.engine.checkpoint.parts.shared_blocks",
     "quire.engine.checkpoint.parts.unequal",
     "quire.engine.checkpoint.pooling",
@@ -137,6 +139,7 @@ ROOMS = {
         "random_source",
         "errors",
         "types",
+        "architecture",
         "unsupported_options",
         "config_types",
         "config",
@@ -169,6 +172,7 @@ ROOMS = {
         "main",
     ),
     "kernels": (
+        "parameters",
         "activation",
         "kv_quantization",
         "attention_params",
@@ -273,6 +277,8 @@ def part_of(module: str) -> str | None:
         return names[2] if len(names) > 2 and names[2] in ALLOWED else "control"
     if names[1:2] == ["configs"]:
         return None
+    if names[1:3] == ["kernels", "parameters"]:
+        return "parameters"
     return names[1] if names[1:2] in (["server"], ["kernels"]) else "quire"
 
 
@@ -435,7 +441,7 @@ def _heavy_imports(path: Path) -> list[str]:
             found.lazy or path.parent == Path("quire", *ADAPTED.split("."))
         ):
             wrong.append(f"{found}: it imports transformers; `import_module` does so where a model needs it")
-        elif top in HEAVY and part in ("quire", "server", "control"):
+        elif top in HEAVY and part in ("quire", "server", "control", "architecture", "parameters"):
             wrong.append(f"{found}: tensors belong to engine/worker and below; hand over plain lists or bytes")
     return wrong
 

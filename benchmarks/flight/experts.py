@@ -10,8 +10,9 @@ import torch
 from benchmarks.flight.finding import Finding, Say, tried
 from benchmarks.gpu import times
 from quire.kernels.backend import Backend, Experts
+from quire.kernels.parameters.routing import Routing
 from quire.kernels.reference import ReferenceBackend
-from quire.kernels.routing import MoE, Routing
+from quire.kernels.routing import MoE
 
 _SHAPES = {"Qwen3-30B-A3B": (2048, 768, 128, 8), "Mixtral": (4096, 14336, 8, 2)}
 """Hidden size, width of an expert, experts, those of a token."""

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from quire.kernels.activation import Activation, ClampedSwiGLU
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.collective import Collective
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
 from quire.kernels.latent_params import LatentParams
+from quire.kernels.parameters.activation import Activation, ClampedSwiGLU
 from quire.kernels.qk_norm_rope import Rope
 from quire.kernels.quantized_tensors import Activations, QuantizedWeight
 from quire.kernels.recurrent.recurrence import DraftStateLengths, Recurrence, RecurrentStates, StateSequences

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.activation import Activation, ClampedSwiGLU, apply_activation, gelu_tanh, sigmoid, silu
+from quire.kernels.activation import apply_activation, gelu_tanh, sigmoid, silu
 from quire.kernels.attention.context_shard import ContextShard, single_shard
 from quire.kernels.attention.reference_attention import compute_partial_softmax, merge_partial_softmax
 from quire.kernels.attention_params import AttentionParams
@@ -41,6 +41,7 @@ from quire.kernels.kv_quantization import (
 from quire.kernels.latent_params import LatentParams, compute_latent_key, rotate_queries
 from quire.kernels.lora import ReferenceLinearWithLora
 from quire.kernels.mla.per_head_linear import ReferencePerHeadLinear
+from quire.kernels.parameters.activation import Activation, ClampedSwiGLU
 from quire.kernels.qk_norm_rope import Rope, norm_and_rotate, rms_norm
 from quire.kernels.quantized_tensors import Activations, QuantizedWeight, linear_input
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates, StateSequences, run_recurrence

@@ -14,9 +14,10 @@ import torch
 from msgspec.structs import replace as replace_struct
 from safetensors.torch import load_file, save_file
 
+from quire.engine.architecture.attention import AttentionLayerSpec
+from quire.engine.architecture.kv_cache_spec import PagedState
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.page_groups import PageGroups, page_groups
-from quire.engine.checkpoint.parts.states import PagedState
 from quire.engine.checkpoint.stages import groups_of_stage, places_of_stages, stage_layers
 from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
 from quire.engine.core.drafter import Drafter
@@ -24,7 +25,6 @@ from quire.engine.core.scheduler_output import SchedulerOutput
 from quire.engine.drafting.drafter_factory import choose_drafter
 from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.errors import ConfigError
-from quire.engine.layers.attention import AttentionLayerSpec
 from quire.engine.processes.heartbeat import NullHeartbeat
 from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.types import EngineCoreRequest, PoolingParams

@@ -16,8 +16,8 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from quire.engine.architecture.kv_cache_spec import MatrixState
 from quire.engine.checkpoint.kv_plan import GIB
-from quire.engine.checkpoint.parts.states import MatrixState
 from quire.engine.config import EngineConfig
 from quire.engine.core.drafter import NullDrafter
 from quire.engine.drafting.draft_length import AdaptiveLengthDrafter

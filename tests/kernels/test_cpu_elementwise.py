@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.activation import ACTIVATION_KINDS, Activation
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.parameters.activation import ACTIVATION_KINDS, Activation
 from quire.kernels.qk_norm_rope import Rope
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import attend, error, page, random_part

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from quire.engine.layers.online_quantization import quantize_int4, quantize_int8
-from quire.kernels.activation import ClampedSwiGLU
 from quire.kernels.backend import NO_ADAPTERS, Backend, Linear
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.cpu.decoder.compiled_moe import CompiledMoE
+from quire.kernels.parameters.activation import ClampedSwiGLU
+from quire.kernels.parameters.routing import Routing
 from quire.kernels.quantized_tensors import GroupedWeight
 from quire.kernels.reference import ReferenceBackend
-from quire.kernels.routing import Experts, Routing
+from quire.kernels.routing import Experts
 from tests.kernels.ragged import error
 
 HIDDEN, INNER, COUNT, CHOSEN = 64, 96, 7, 3

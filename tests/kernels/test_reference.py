@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.activation import Activation, ClampedSwiGLU
 from quire.kernels.backend import NO_ADAPTERS
+from quire.kernels.parameters.activation import Activation, ClampedSwiGLU
+from quire.kernels.parameters.routing import Routing
 from quire.kernels.reference import ReferenceBackend
-from quire.kernels.routing import Routing, choose_experts
+from quire.kernels.routing import choose_experts
 from tests.kernels.ragged import Part, attend, error, random_part
 
 reference = ReferenceBackend()

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.cpu.decoder.compiled_moe import CompiledMoE
+from quire.kernels.parameters.routing import Routing
 from quire.kernels.reference import ReferenceBackend
-from quire.kernels.routing import Experts, Routing, choose_experts
+from quire.kernels.routing import Experts, choose_experts
 from tests.kernels.ragged import error
 
 COUNT, HIDDEN, INNER = 12, 64, 32

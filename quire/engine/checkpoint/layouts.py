@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.engine.architecture.rope import rotated_size
 from quire.engine.checkpoint.fields import OneRope
 from quire.engine.checkpoint.parts.shared_blocks import MOST_USES
-from quire.engine.errors import ModelError
 
 LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
 """A module of a layer in any family's checkpoint: the layer's number, and what it is there."""
@@ -278,15 +278,6 @@ def rope_of_layers(said: OneRope | None, theta: float, positions: int | None) ->
     if rope["rope_type"] in ("llama3", "yarn") and positions is not None:
         rope.setdefault("original_max_position_embeddings", positions)
     return rope
-
-
-def rotated_size(rope: Mapping[str, Any], head_dim: int) -> int:
-    """Numbers of a head that are rotated, the first ones. Raises ModelError."""
-    part = 1.0 if rope.get("rope_type") == "proportional" else rope.get("partial_rotary_factor") or 1.0
-    size = rope.get("rotary_dim") or int(head_dim * part)
-    if not 2 <= size <= head_dim or size % 2:
-        raise ModelError(f"model: config.json: {size} of a head's {head_dim} numbers cannot be rotated")
-    return int(size)
 
 
 def head_order(rope: Mapping[str, Any], head_dim: int, *, neighbours: bool) -> list[int] | None:

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quire.engine.architecture.kv_cache_spec import LayerStates, SharedState
 from quire.engine.checkpoint.alike.rope import chosen_by_context
 from quire.engine.checkpoint.families import PHI, layer_windows
 from quire.engine.checkpoint.fields import LONGROPE
 from quire.engine.checkpoint.files import ModelConfig, text_config
-from quire.engine.checkpoint.parts.states import LayerStates, SharedState
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.errors import refuse_setting
 

@@ -13,6 +13,14 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+from quire.engine.architecture.kv_cache_spec import (
+    ColumnState,
+    LayerStates,
+    MatrixState,
+    PagedState,
+    SharedState,
+    State,
+)
 from quire.engine.checkpoint.adapted import class_not_served
 from quire.engine.checkpoint.alike.told import told_by_file
 from quire.engine.checkpoint.families import (
@@ -43,16 +51,7 @@ from quire.engine.checkpoint.parts.parameters import (
     optional_size,
     state_formula,
 )
-from quire.engine.checkpoint.parts.states import (
-    ColumnState,
-    LayerStates,
-    MatrixState,
-    PagedState,
-    SharedState,
-    State,
-    in_layers,
-    state_of,
-)
+from quire.engine.checkpoint.parts.states import in_layers, state_of
 from quire.engine.errors import ModelError
 from quire.engine.images.vision_config import count_vision_parameters
 

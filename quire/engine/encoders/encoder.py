@@ -34,11 +34,12 @@ from quire.engine.layers.parameters import Parameter, ParameterTable, make_param
 from quire.engine.layers.pooler_head import HeadLayerSpec
 from quire.engine.layers.rope import rope_table
 from quire.engine.layers.schemes import QuantizationScheme
-from quire.kernels.activation import GELU, sigmoid, silu
-from quire.kernels.activation import Activation as Elementwise
+from quire.kernels.activation import sigmoid, silu
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS, Backend
 from quire.kernels.gpu.host_transfer import upload_arrays
+from quire.kernels.parameters.activation import GELU
+from quire.kernels.parameters.activation import Activation as Elementwise
 from quire.kernels.qk_norm_rope import Rope
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]

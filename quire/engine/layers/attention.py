@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.parts.states import PagedState, SharedState
+from quire.engine.architecture.attention import AttentionLayerSpec
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.rope import parse_query_scaling
 from quire.engine.layers.linear import FusedLinear, Projection
-from quire.engine.layers.norm import NormSpec, NormWeights
+from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, make_parameter, make_row_slicer, merge_parameters
-from quire.engine.layers.rope import QueryScaling, parse_query_scaling
 from quire.engine.layers.sublayer import (
     BuildContext,
     CacheTensorSpec,
     FoldableNorm,
     ForwardContext,
     Sublayer,
-    SublayerSpec,
     compute_attention,
-    divisibility_error,
     scale_tensor,
 )
 from quire.kernels.attention_params import AttentionParams
@@ -30,77 +29,6 @@ from quire.kernels.backend import Operations
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, num_scale_elements
 from quire.kernels.qk_norm_rope import Rope
 from quire.kernels.quantized_tensors import Activations
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionLayerSpec(SublayerSpec):
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    """Of scores."""
-    rope: dict[str, Any] | None
-    """How positions are rotated in, as ModelConfig.rope says it; None: not at all (NoPE)."""
-    norm: NormSpec
-    window: int | None = None
-    """Keys a query sees, itself included; None: all."""
-    chunked: bool = False
-    """As AttentionParams.has_chunked_window."""
-    softcap: float | None = None
-    """Scores s become c * tanh(s / c)."""
-    sinks: bool = False
-    """Every query head has a score beside those of its keys, which takes a part of the weights
-    (AttentionParams.sinks)."""
-    qkv_bias: bool = False
-    out_bias: bool = False
-    qk_norm: Literal["heads", "whole", "centred", "after", "unit"] | None = None
-    """Norm of queries and keys, as Rope.norm_kind says it; unit: as after, without weights; None: there is none."""
-    query_scaling: QueryScaling | None = None
-    """How queries grow with their position; None: as `rope` says it."""
-    alibi: float | None = None
-    """Scores fall with the distance, for each head by a slope of its own, times this (ALiBi, Press et al., 2022)."""
-    input_norm: bool = True
-    """Norm of what is projected."""
-    has_output_gate: bool = False
-    """What each query head gives is multiplied with the sigmoid of a gate, which is projected as queries are."""
-    head_gates: bool = False
-    """The same by one number for each head."""
-    output_norm: bool = False
-    """Norm of what attention gives, before it joins the residual stream."""
-    mrope_axes: tuple[int, ...] | None = None
-    """For each frequency of the rotation, which of AttentionMetadata.mrope_positions turns it; None: none of them."""
-    output_scale: float = 1.0
-    """What it gives is multiplied with it."""
-    input_size: int | None = None
-    """Of what is projected, where it is not the residual stream; None: it is that."""
-    v_norm: bool = False
-    """Norm of each value head, without weights."""
-    keys_are_values: bool = False
-    """Values are what keys are before their norm and rotation."""
-    lookahead: int | None = 0
-    """Keys behind its own that a query sees; None: all."""
-    uses_bidirectional_spans: bool = True
-    """Tokens of an image see each other, where a step says so."""
-    kv_source_layer: int | None = None
-    """The layer whose keys and values it reads; None: it has its own."""
-
-    @property
-    def kv_cache_spec(self) -> PagedState | SharedState:
-        if self.kv_source_layer is not None:
-            return SharedState(self.kv_source_layer, self.window)
-        return PagedState(2 * self.num_kv_heads * self.head_dim, self.window, self.head_dim)
-
-    def build_sublayer(self, build_context: BuildContext, layer: str) -> PagedKVSublayer:
-        return Attention(self, build_context, layer)
-
-    def tensor_parallel_error(self, ranks: int) -> str | None:
-        if (heads := divisibility_error(self.num_heads, f"{self.num_heads} heads", ranks)) is not None:
-            return heads
-        if self.num_kv_heads % ranks and ranks % self.num_kv_heads:
-            return f"{ranks} ranks can neither divide the model's {self.num_kv_heads} key-value heads nor share them"
-        if self.qk_norm in ("whole", "centred"):
-            return "the norm of all heads' queries and keys cannot be divided among ranks"
-        return None
 
 
 class PagedKVSublayer(Sublayer):

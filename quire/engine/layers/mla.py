@@ -7,16 +7,15 @@ prompt's latents instead (`ExpandablePerHeadLinear`), which rounds differently."
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.parts.states import PagedState
+from quire.engine.architecture.mla import MLALayerSpec
+from quire.engine.architecture.norm import NormSpec
 from quire.engine.layers.linear import DenseWeightLoader, FusedLinear
-from quire.engine.layers.norm import NormSpec, NormWeights
+from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, merge_parameters
 from quire.engine.layers.sublayer import (
     BuildContext,
@@ -24,65 +23,13 @@ from quire.engine.layers.sublayer import (
     FoldableNorm,
     ForwardContext,
     Sublayer,
-    SublayerSpec,
     compute_attention,
-    divisibility_error,
 )
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Linear, Operations
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, num_scale_elements
 from quire.kernels.latent_params import LatentParams
 from quire.kernels.mla.per_head_linear import ExpandablePerHeadLinear, as_expandable
-
-
-@dataclass(frozen=True, slots=True)
-class MLALayerSpec(SublayerSpec):
-    num_heads: int
-    kv_lora_rank: int
-    """Numbers of a latent (kv_lora_rank),"""
-    qk_rope_head_dim: int
-    """of the rotated part of a key, and of a query (qk_rope_head_dim),"""
-    qk_nope_head_dim: int
-    """of the other part of a head's query and key (qk_nope_head_dim),"""
-    v_head_dim: int
-    """and of a head's value (v_head_dim)."""
-    q_lora_rank: int | None
-    """Of queries, where they are made of latents of their own (q_lora_rank); None: they are not."""
-    scale: float
-    """Of scores."""
-    rope: dict[str, Any]
-    """As AttentionLayerSpec has it, for `qk_rope_head_dim` numbers."""
-    norm: NormSpec
-    """Of what is projected."""
-    latent_eps: float
-    """Of the norms of latents."""
-    is_interleaved: bool = True
-    """As Latent says it."""
-    bias: bool = False
-    """Of what makes latents, and of the last linear."""
-
-    @property
-    def head_dim(self) -> int:
-        """Numbers of a key as pages have it."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
-
-    @property
-    def num_kv_heads(self) -> int:
-        return 1
-
-    @property
-    def softcap(self) -> None:
-        return None
-
-    @property
-    def kv_cache_spec(self) -> PagedState:
-        return PagedState(self.head_dim, None, self.head_dim)
-
-    def build_sublayer(self, build_context: BuildContext, layer: str) -> MLAttention:
-        return MLAttention(self, build_context, layer)
-
-    def tensor_parallel_error(self, ranks: int) -> str | None:
-        return divisibility_error(self.num_heads, f"{self.num_heads} heads", ranks)
 
 
 class MLAttention(Sublayer):

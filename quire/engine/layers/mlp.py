@@ -2,60 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.layers.linear import FusedLinear
-from quire.engine.layers.norm import NormSpec, NormWeights
+from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, identity, make_parameter, merge_parameters
 from quire.engine.layers.sublayer import (
     BuildContext,
     FoldableNorm,
     ForwardContext,
     Sublayer,
-    SublayerSpec,
     activate_gate_up,
-    divisibility_error,
     scale_tensor,
 )
-from quire.kernels.activation import Activation
 from quire.kernels.backend import Operations
+from quire.kernels.parameters.activation import Activation
 from quire.kernels.quantized_tensors import Activations
-
-
-@dataclass(frozen=True, slots=True)
-class MLPSpec(SublayerSpec):
-    intermediate_size: int
-    norm: NormSpec
-    bias: bool = False
-    gated: bool = True
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"] = "silu"
-    """Gates are silu or gelu_tanh; without one it is any but silu."""
-    input_norm: bool = True
-    """Norm of what is read."""
-    output_norm: bool = False
-    """Norm of what the MLP gives, before it joins the residual stream."""
-    parallel: bool = False
-    """It reads the residual stream as attention has read it, before what attention gives is added."""
-    shares_norm: bool = False
-    """The norm of what is read is attention's."""
-    multipliers: tuple[float, float] = (1.0, 1.0)
-    """Of what the gate's function takes, and of what the MLP gives."""
-    name: str = "mlp"
-    """In a checkpoint, behind the layer's; and what is called so there too,"""
-    output_norm_name: str = "post_feedforward_layernorm"
-    """the norm of what it gives."""
-
-    def build_sublayer(self, build_context: BuildContext, layer: str) -> MLP:
-        return MLP(self, build_context, layer)
-
-    def tensor_parallel_error(self, ranks: int) -> str | None:
-        return divisibility_error(self.intermediate_size, f"intermediate_size {self.intermediate_size}", ranks)
 
 
 class MLP(Sublayer):

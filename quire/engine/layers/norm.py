@@ -4,29 +4,16 @@ of a layer gives them; and those of a single LayerNorm."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from quire.engine.architecture.norm import NormSpec
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.parameters import Parameter, ParameterTable, make_parameter
 from quire.kernels.backend import Operations
 from quire.kernels.quantized_tensors import Activations, shared_rounding
-
-
-@dataclass(frozen=True, slots=True)
-class NormSpec:
-    """Norms of one part."""
-
-    eps: float
-    weight_offset: float = 0.0
-    """Added to each weight (1 for Gemma's)."""
-    is_layer_norm: bool = False
-    """They are LayerNorms, not RMSNorms."""
-    bias: bool = False
-    """Of LayerNorms."""
 
 
 class NormWeights:

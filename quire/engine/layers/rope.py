@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.engine.architecture.rope import QueryScaling, rotated_size, yarn_mscale
 from quire.engine.checkpoint.families import ROPE_TYPES
-from quire.engine.checkpoint.layouts import rotated_size
 from quire.engine.errors import ModelError
 
 _LLAMA3_FIELDS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -71,50 +70,11 @@ def _attention_factor(rope: dict[str, Any]) -> float:
     return 1.0
 
 
-def parse_mrope_axes(rope: dict[str, Any], head_dim: int, interleaved: tuple[int, ...]) -> tuple[int, ...]:
-    """For each frequency, which coordinate turns it: 0 time, 1 rows, 2 columns (Wang et al., 2024), in three parts one
-    after the other; or in turns, where a family has parts that are `interleaved` by default. Raises ModelError."""
-    count = rotated_size(rope, head_dim) // 2
-    sections = rope.get("mrope_section") or interleaved
-    if len(sections) != 3 or (not interleaved and sum(sections) != count):
-        problem = f"mrope_section: {list(sections)} are not three parts of {count} frequencies"
-        raise ModelError(f"model: config.json: rope_parameters: {problem}")
-    if not interleaved:
-        return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
-    axes = [0] * count
-    for axis in (1, 2):
-        for index in range(axis, min(3 * sections[axis], count), 3):
-            axes[index] = axis
-    return tuple(axes)
-
-
-@dataclass(frozen=True, slots=True)
-class QueryScaling:
-    """Queries grow with the logarithm of their position (Llama 4, 2025; Nakanishi, 2025), counted in whole contexts."""
-
-    log_factor: float
-    """Of the logarithm."""
-    context_len: int
-    """Tokens."""
-    first_position: int = 0
-    """The number of the first position."""
-
-    def scales(self, length: int) -> Tensor:
-        """[length], by position."""
-        positions = torch.arange(self.first_position, self.first_position + length, dtype=torch.float32)
-        return 1 + self.log_factor * torch.log(1 + torch.floor(positions / self.context_len))
-
-
-def parse_query_scaling(rope: dict[str, Any]) -> QueryScaling | None:
-    """How queries grow that are rotated so; None: they do not. Raises ModelError."""
-    if not (beta := rope.get("llama_4_scaling_beta")):
-        return None
-    if (original_max_position := rope.get("original_max_position_embeddings")) is None:
-        raise ModelError(
-            "model: config.json: rope_parameters: lacks original_max_position_embeddings, which llama_4_scaling_beta "
-            "needs"
-        )
-    return QueryScaling(beta, original_max_position)
+def query_scales(query_scaling: QueryScaling, length: int) -> Tensor:
+    """What queries are multiplied by, [length], by position."""
+    first = query_scaling.first_position
+    positions = torch.arange(first, first + length, dtype=torch.float32)
+    return 1 + query_scaling.log_factor * torch.log(1 + torch.floor(positions / query_scaling.context_len))
 
 
 def alibi_bias(heads: int, length: int) -> Tensor:
@@ -181,25 +141,15 @@ def _yarn_frequencies(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
     return frequencies * (1 - stretch) + frequencies / rope["factor"] * stretch
 
 
-def yarn_softmax_scale(rope: dict[str, Any]) -> float:
-    """What DeepSeek multiplies scores by where contexts are stretched: its mscale, squared."""
-    weight = rope.get("mscale_all_dim")
-    return 1.0 if rope["rope_type"] == "default" or not weight else _yarn_mscale(rope, weight) ** 2
-
-
-def _yarn_mscale(rope: dict[str, Any], weight: float) -> float:
-    return float(0.1 * weight * math.log(max(rope.get("factor", 1.0), 1.0)) + 1.0)
-
-
 def _yarn_attention_factor(rope: dict[str, Any]) -> float:
     """What YaRN multiplies queries and keys by: attention_factor, or what follows from `factor`."""
     if (attention_factor := rope.get("attention_factor")) is not None:
         return float(attention_factor)
     mscales = rope.get("mscale"), rope.get("mscale_all_dim")
     return (
-        _yarn_mscale(rope, mscales[0]) / _yarn_mscale(rope, mscales[1])
+        yarn_mscale(rope, mscales[0]) / yarn_mscale(rope, mscales[1])
         if mscales[0] and mscales[1]
-        else _yarn_mscale(rope, 1.0)
+        else yarn_mscale(rope, 1.0)
     )
 
 

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.parts.states import State
+from quire.engine.architecture.rope import QueryScaling
 from quire.engine.layers.adapters import AdapterManager
 from quire.engine.layers.linear import FusedLinear, Projection
 from quire.engine.layers.parameters import ParameterTable
-from quire.engine.layers.rope import QueryScaling, alibi_bias, rope_table
+from quire.engine.layers.rope import alibi_bias, query_scales, rope_table
 from quire.engine.layers.schemes import QuantizationScheme
 from quire.engine.layers.shard import UNSHARDED, ModelShard
-from quire.kernels.activation import Activation
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata, Backend, LayerCache, LinearContext, Operations
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, KVScales
+from quire.kernels.parameters.activation import Activation
 from quire.kernels.quantized_tensors import Activations, shared_rounding
 
 
@@ -80,7 +80,7 @@ class BuildContext:
         """What queries are multiplied by, by position."""
         key = f"scales {query_scaling}"
         if key not in self.position_tables:
-            self.position_tables[key] = query_scaling.scales(self.max_model_len).to(self.device)
+            self.position_tables[key] = query_scales(query_scaling, self.max_model_len).to(self.device)
         return self.position_tables[key]
 
     def alibi_table(self, factor: float, heads: int, rank_heads: range) -> Tensor:
@@ -172,31 +172,6 @@ class Sublayer(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Returns (output, residual stream), not yet added, for x [T, hidden] and the stream to add it to (None: x is
         the embeddings). Keeps the state of all T tokens."""
-
-
-class SublayerSpec(ABC):
-    """The shape of a part, and the switches by which families differ. Frozen."""
-
-    __slots__ = ()
-
-    @property
-    def kv_cache_spec(self) -> State | None:
-        """What it keeps of a sequence; None: nothing."""
-        return None
-
-    @abstractmethod
-    def build_sublayer(self, build_context: BuildContext, layer: str) -> Sublayer:
-        """`layer`: the layer's name in the checkpoint."""
-
-    def tensor_parallel_error(self, ranks: int) -> str | None:
-        """What of it cannot be divided among so many ranks; None: all can."""
-        return None
-
-
-def divisibility_error(size: int, description: str, ranks: int) -> str | None:
-    """What SublayerSpec.tensor_parallel_error says where so many, which messages call `description`, are no equal
-    parts."""
-    return f"the model's {description} cannot be divided among {ranks} ranks" if size % ranks else None
 
 
 def compute_attention(

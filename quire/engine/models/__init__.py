@@ -6,17 +6,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from quire.engine.architecture.mlp import MLPSpec
+from quire.engine.architecture.moe import MoELayerSpec
+from quire.engine.architecture.shared_transformer import SharedTransformerSpec
 from quire.engine.checkpoint.alike.told import told_as_in_file
 from quire.engine.checkpoint.families import FAMILIES
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.layers.mlp import MLPSpec
-from quire.engine.layers.moe import MoELayerSpec
-from quire.engine.layers.stream.shared_transformer import SharedTransformerSpec
 from quire.engine.models.activations import hidden_activation
 
 if TYPE_CHECKING:
-    from quire.engine.models.spec import DecoderSpec
+    from quire.engine.architecture.decoder import DecoderSpec
 
 
 def decoder_spec(config: ModelConfig) -> DecoderSpec:

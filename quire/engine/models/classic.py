@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from quire.engine.architecture.decoder import DecoderSpec
+from quire.engine.architecture.norm import NormSpec
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.layers.norm import NormSpec
 from quire.engine.models.activations import hidden_activation
 from quire.engine.models.config_fields import (
     SpecFields,
@@ -17,7 +18,6 @@ from quire.engine.models.config_fields import (
     flag_reader,
 )
 from quire.engine.models.family import Family, FamilyEntry, FamilySpecBuilder, sliding_windows, windowed_layer_ropes
-from quire.engine.models.spec import DecoderSpec
 
 _PARALLEL_MLP: SpecFields = {"parallel": True, "shares_norm": True}
 """The MLP reads what attention reads, behind the same norm."""

@@ -14,8 +14,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.checkpoint.page_groups import PageGroups, one_group
 from quire.engine.layers.adapters import EMBED_TOKENS, LM_HEAD
+from quire.engine.layers.builders import build_sublayer
 from quire.engine.layers.embedding import EMBED_POSITIONS, Embedding, PositionEmbedding
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import NormWeights
@@ -24,7 +26,6 @@ from quire.engine.layers.schemes import QuantizationScheme
 from quire.engine.layers.schemes.streamed import StreamedLayerScheme
 from quire.engine.layers.stream.per_layer_inputs import PerLayerInputs
 from quire.engine.layers.sublayer import BuildContext, CacheTensorSpec, ForwardContext, Sublayer, scale_tensor
-from quire.engine.models.spec import DecoderSpec
 from quire.kernels.backend import (
     NO_ADAPTERS,
     AttentionMetadata,
@@ -140,7 +141,7 @@ class Decoder:
         adapters, shard = build_context.adapters, build_context.shard
         self._layers = [
             [
-                each.build_sublayer(self._layer_build_context(position, build_context), f"model.layers.{index}")
+                build_sublayer(each, self._layer_build_context(position, build_context), f"model.layers.{index}")
                 for each in spec.layers[index]
             ]
             for position, index in enumerate(self.layers)
@@ -252,7 +253,7 @@ class Decoder:
             return self._layers
         layers = enumerate(self.spec.layers)
         return [
-            [each.build_sublayer(self._build_context, f"model.layers.{index}") for each in layer]
+            [build_sublayer(each, self._build_context, f"model.layers.{index}") for each in layer]
             for index, layer in layers
         ]
 

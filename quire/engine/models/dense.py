@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
+from quire.engine.architecture.decoder import DecoderSpec
+from quire.engine.architecture.norm import NormSpec
 from quire.engine.checkpoint.fields import LONGROPE, OneRope
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.layouts import rope_of_layers
 from quire.engine.errors import ModelError
-from quire.engine.layers.norm import NormSpec
 from quire.engine.models.config_fields import ConfigReader, attention_bias_readers, field_reader, flag_reader
 from quire.engine.models.family import Family, FamilyEntry, FamilySpecBuilder, sliding_windows, windowed_layer_ropes
-from quire.engine.models.spec import DecoderSpec
 
 POST_NORMS = {"input_norm": False, "output_norm": True}
 """Norms stand behind attention and the MLP instead of before them."""

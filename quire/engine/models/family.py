@@ -6,17 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from quire.engine.architecture.attention import AttentionLayerSpec
+from quire.engine.architecture.decoder import DecoderSpec
+from quire.engine.architecture.mlp import MLPSpec
+from quire.engine.architecture.moe import MoELayerSpec
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.sublayer import SublayerSpec
 from quire.engine.checkpoint.families import layer_windows
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.layers.attention import AttentionLayerSpec
-from quire.engine.layers.mlp import MLPSpec
-from quire.engine.layers.moe import MoELayerSpec
-from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.sublayer import SublayerSpec
 from quire.engine.models.config_fields import SpecFields, read_fields
 from quire.engine.models.moe_fields import with_moe_layers
-from quire.engine.models.spec import DecoderSpec, base_decoder_spec
+from quire.engine.models.spec import base_decoder_spec
 
 FamilySpecBuilder = Callable[[str, ModelConfig], DecoderSpec]
 """The spec that a family, by its model_type, makes of a config.json, which may be of a family that is like it. Raises

@@ -7,17 +7,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from quire.engine.architecture.attention import AttentionLayerSpec
+from quire.engine.architecture.decoder import DecoderSpec, LayerSpec
+from quire.engine.architecture.mlp import MLPSpec
+from quire.engine.architecture.moe import MoELayerSpec
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.stream import LayerScalarSpec, OutputNormSpec, PerLayerInputGateSpec, PerLayerInputsSpec
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.parts.unequal import UnequalLayer, unequal_layers
 from quire.engine.errors import ModelError
-from quire.engine.layers.attention import AttentionLayerSpec
-from quire.engine.layers.mlp import MLPSpec
-from quire.engine.layers.moe import MoELayerSpec
-from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.stream.layer_output import LayerScalarSpec, OutputNormSpec
-from quire.engine.layers.stream.per_layer_inputs import PerLayerInputGateSpec, PerLayerInputsSpec
 from quire.engine.models.moe_fields import expert_intermediate_size, read_routing
-from quire.engine.models.spec import DecoderSpec, LayerSpec, base_decoder_spec
+from quire.engine.models.spec import base_decoder_spec
 
 _DEFAULT_ROPES = {
     True: {"rope_type": "default", "rope_theta": 10_000.0},

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from quire.engine.architecture.decoder import DecoderSpec
+from quire.engine.architecture.moe import MoELayerSpec, SharedExpertSpec
+from quire.engine.architecture.norm import NormSpec
 from quire.engine.checkpoint.families import shared_experts, sparse_layers
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.layers.moe import MoELayerSpec, SharedExpertSpec
-from quire.engine.layers.norm import NormSpec
 from quire.engine.models.config_fields import ConfigReader, SpecFields, field_reader, flag_reader, read_fields
-from quire.engine.models.spec import DecoderSpec
-from quire.kernels.routing import Routing
+from quire.kernels.parameters.routing import Routing
 
 _MAX_TOTAL_EXPERTS = 2**16
 """Experts of all layers together: far more than any real model's, and few enough to be made without their weights."""

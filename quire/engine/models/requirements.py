@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from quire.engine.architecture.attention import AttentionLayerSpec
+from quire.engine.architecture.decoder import DecoderSpec
+from quire.engine.architecture.mla import MLALayerSpec
+from quire.engine.architecture.recurrent import DeltaNetSpec, Mamba2LayerSpec, MambaLayerSpec
 from quire.engine.errors import ModelError
-from quire.engine.layers.attention import AttentionLayerSpec
-from quire.engine.layers.mla import MLALayerSpec
-from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
-from quire.engine.layers.recurrent.mamba import MambaLayerSpec
-from quire.engine.layers.recurrent.mamba2 import Mamba2LayerSpec
-from quire.engine.models.spec import DecoderSpec
 from quire.kernels.recurrent.delta_rule import DeltaRule
 from quire.kernels.recurrent.recurrence import Recurrence
 from quire.kernels.recurrent.selective_scan import SelectiveScan

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from quire.engine.architecture.moe import MoELayerSpec
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.rope import QueryScaling
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.layers.moe import MoELayerSpec
-from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.rope import QueryScaling
 from quire.engine.models.config_fields import (
     SpecFields,
     attention_bias_readers,
@@ -30,7 +30,7 @@ from quire.engine.models.moe_fields import (
     optional_moe_reader,
     shared_expert_reader,
 )
-from quire.kernels.activation import ClampedSwiGLU
+from quire.kernels.parameters.activation import ClampedSwiGLU
 
 _W123_NAMES: SpecFields = {"gate": "w1", "up": "w3", "down": "w2"}
 """What Mixtral, and others after it, call an expert's linears,"""

@@ -6,10 +6,10 @@ from functools import partial
 
 import torch
 
+from quire.engine.architecture.decoder import DecoderSpec
+from quire.engine.architecture.mla import MLALayerSpec
 from quire.engine.config import EngineConfig
-from quire.engine.layers.mla import MLALayerSpec
 from quire.engine.models.requirements import distinct_attention, has_chunked_attention, has_sinks, sample_recurrences
-from quire.engine.models.spec import DecoderSpec
 from quire.engine.worker.graphs.graph_capture import CudaGraphCapture
 from quire.kernels.backend import Backend
 from quire.kernels.backend_selection import BackendTrial

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import torch
 
+from quire.engine.architecture.attention import AttentionLayerSpec
+from quire.engine.architecture.decoder import DecoderSpec
+from quire.engine.architecture.moe import MoELayerSpec
 from quire.engine.checkpoint.families import wide_activations
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, refuse_setting
-from quire.engine.layers.attention import AttentionLayerSpec
-from quire.engine.layers.moe import MoELayerSpec
 from quire.engine.models import decoder_spec
 from quire.engine.models.requirements import (
     attention_head_dim,
@@ -27,7 +28,6 @@ from quire.engine.models.requirements import (
     has_sinks,
     widest_attention,
 )
-from quire.engine.models.spec import DecoderSpec
 from quire.engine.replicas.cores import usable_cpus
 from quire.engine.worker.backend_trials import choose_trials, find_eager_prefill_reason
 from quire.engine.worker.graphs.graph_capture import CudaGraphCapture

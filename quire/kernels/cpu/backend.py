@@ -12,7 +12,6 @@ from dataclasses import astuple
 import torch
 from torch import Tensor
 
-from quire.kernels.activation import Activation, ClampedSwiGLU
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import (
     AdapterSlots,
@@ -32,6 +31,7 @@ from quire.kernels.cpu.linears.linear_backend import CpuLinearBackend
 from quire.kernels.cpu.ranks import shared_collective
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, UNIT_KV_SCALES, KVScales, num_scale_elements
 from quire.kernels.latent_params import LatentParams
+from quire.kernels.parameters.activation import Activation, ClampedSwiGLU
 from quire.kernels.qk_norm_rope import Rope
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
 from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv

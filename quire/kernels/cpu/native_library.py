@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quire.kernels.activation import ACTIVATION_KINDS, Activation
 from quire.kernels.kv_quantization import KVScales
+from quire.kernels.parameters.activation import ACTIVATION_KINDS, Activation
 
 HERE = Path(__file__).parent
 ISAS = {

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.kernels.activation import Activation
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata, Backend
+from quire.kernels.parameters.activation import Activation
 from quire.kernels.probes.backend_probe import BackendProbe, is_close, last_tokens_metadata
 from quire.kernels.qk_norm_rope import Rope
 from quire.kernels.reference import ReferenceBackend

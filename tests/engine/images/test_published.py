@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.images.vision_config import read_vision_spec
-from quire.engine.layers.attention import AttentionLayerSpec
 from quire.engine.models import decoder_spec
 
 _QWEN_VISION = {"in_chans": 3, "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14}

@@ -11,15 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.engine.architecture.attention import AttentionLayerSpec
+from quire.engine.architecture.decoder import DecoderSpec
+from quire.engine.architecture.mlp import MLPSpec
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.sublayer import SublayerSpec
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
-from quire.engine.layers.attention import AttentionLayerSpec
+from quire.engine.layers.builders import build_sublayer
 from quire.engine.layers.linear import FusedLinear
-from quire.engine.layers.mlp import MLPSpec
-from quire.engine.layers.norm import NormSpec, NormWeights
+from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable
-from quire.engine.layers.sublayer import BuildContext, ForwardContext, Sublayer, SublayerSpec
-from quire.engine.models.spec import DecoderSpec
+from quire.engine.layers.sublayer import BuildContext, ForwardContext, Sublayer
 from quire.engine.worker import device_plan
 from quire.kernels.backend import Operations
 from quire.kernels.cpu.backend import CpuBackend
@@ -58,9 +61,6 @@ class GateSpec(SublayerSpec):
 
     norm: NormSpec
 
-    def build_sublayer(self, making: BuildContext, layer: str) -> Gate:
-        return Gate(self, making, layer)
-
     def tensor_parallel_error(self, ranks: int) -> str | None:
         return None
 
@@ -79,6 +79,9 @@ class Gate(Sublayer):
     ) -> tuple[Tensor, Tensor]:
         x, residual = self._norms.add_and_norm(run, f"{self._name}.norm", x, residual)
         return run.silu_mul(run.apply_linear(self._linear.packed_linear, x, step.linear_context)), residual
+
+
+build_sublayer.register(GateSpec, Gate)
 
 
 def gated(spec: DecoderSpec) -> DecoderSpec:

@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from quire.engine.architecture.moe import MoELayerSpec
 from quire.engine.checkpoint.families import FAMILIES, WITH_EXPERTS
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import AdapterError, ModelError
-from quire.engine.layers.moe import MoELayerSpec
 from quire.engine.lora.adapter_files import read_adapter
 from quire.engine.lora.adapter_store import AdapterStore
 from quire.engine.lora.target_modules import adaptable_modules

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from quire.engine.architecture.moe import MoELayerSpec
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
-from quire.engine.layers.moe import MoELayerSpec
 from quire.engine.lora.adapter_store import AdapterStore
 from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.models import decoder_spec

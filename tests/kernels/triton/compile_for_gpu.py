@@ -45,10 +45,10 @@ from quire.kernels.gpu.quantization.weight_packing import interleave_for_decode
 from quire.kernels.gpu.ranks.context_parallel import merge_rank_outputs
 from quire.kernels.gpu.ranks.one_shot_all_reduce import OneShotAllReduce
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, num_scale_elements
+from quire.kernels.parameters.routing import Routing
 from quire.kernels.qk_norm_rope import Rope
 from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, QuantizedWeight
 from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
-from quire.kernels.routing import Routing
 from tests.kernels.triton.compile_layers import latent, latents, recurrences
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

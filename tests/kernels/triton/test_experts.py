@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from quire.engine.layers.online_quantization import quantize_int4, quantize_int8
-from quire.kernels.activation import Activation
 from quire.kernels.backend import Experts
 from quire.kernels.gpu.experts.grouped_moe import GroupedMoE, route_on_device, sort_rows_by_expert
 from quire.kernels.gpu.triton_backend import TritonBackend
+from quire.kernels.parameters.activation import Activation
+from quire.kernels.parameters.routing import Routing
 from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, QuantizedWeight
 from quire.kernels.reference import ReferenceBackend
-from quire.kernels.routing import Routing, choose_experts
+from quire.kernels.routing import choose_experts
 from tests.kernels.ragged import error
 from tests.kernels.test_experts import CHOSEN, CLAMP, COUNT, HIDDEN, INNER, TOLERANCE, experts, wanted, weights
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.engine.architecture.norm import NormSpec
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
-from quire.engine.layers.norm import NormSpec, NormWeights
+from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.sublayer import activate_gate_up
 from quire.engine.worker import model_runner
 from quire.engine.worker.sampling.device_sampler import sample_on_device

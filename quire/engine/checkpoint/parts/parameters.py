@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.engine.architecture.kv_cache_spec import PIECE, ColumnState, MatrixState
 from quire.engine.checkpoint.families import (
     ALONE,
     ENCODERS,
@@ -20,7 +21,6 @@ from quire.engine.checkpoint.families import (
 )
 from quire.engine.checkpoint.fields import ALIASES
 from quire.engine.checkpoint.parts import shared_blocks
-from quire.engine.checkpoint.parts.states import PIECE, ColumnState, MatrixState
 from quire.engine.errors import ModelError
 
 _BERTS = {"bert", "camembert", "distilbert", "mpnet", "roberta", "xlm-roberta"}

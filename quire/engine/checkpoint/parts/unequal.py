@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.engine.checkpoint.parts.states import LayerStates, PagedState, SharedState
+from quire.engine.architecture.kv_cache_spec import LayerStates, PagedState, SharedState
 from quire.engine.errors import ModelError
 
 KINDS = ("gemma4_text",)

@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.engine.architecture.attention import AttentionLayerSpec
+from quire.engine.architecture.mlp import MLPSpec
+from quire.engine.architecture.norm import NormSpec
 from quire.engine.encoders.encoder_chunks import chunk_cost, count_blocks, split_step
 from quire.engine.encoders.vision.tower import (
     ChannelLastPatchEmbedding,
@@ -20,9 +23,7 @@ from quire.engine.encoders.vision.tower import (
     normalize_pixels,
 )
 from quire.engine.images.gemma4 import Gemma4Vision
-from quire.engine.layers.attention import AttentionLayerSpec
-from quire.engine.layers.mlp import MLPSpec
-from quire.engine.layers.norm import NormSpec
+from quire.engine.layers.builders import build_sublayer
 from quire.engine.layers.parameters import Parameter, ParameterTable, make_parameter, merge_parameters
 from quire.engine.layers.schemes.clipped import ClippedScheme
 from quire.engine.layers.sublayer import BuildContext, ForwardContext
@@ -66,7 +67,7 @@ class Gemma4Tower(Tower):
         layer_context = BuildContext(build_context.backend, scheme, shape.hidden_size, *dtypes_and_sizes, {})
         names = (f"{_TOWER}.encoder.layers.{index}" for index in range(shape.num_layers))
         self._layers = [
-            (attention.build_sublayer(layer_context, name), mlp.build_sublayer(layer_context, name)) for name in names
+            (build_sublayer(attention, layer_context, name), build_sublayer(mlp, layer_context, name)) for name in names
         ]
         hidden = shape.hidden_size
         self._patch_embedding = ChannelLastPatchEmbedding(

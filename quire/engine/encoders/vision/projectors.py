@@ -15,8 +15,8 @@ from quire.engine.errors import ModelError
 from quire.engine.images.vision_spec import TowerShape
 from quire.engine.layers.norm import LayerNormWeights
 from quire.engine.layers.parameters import ParameterTable, make_parameter, merge_parameters
-from quire.kernels.activation import Activation
 from quire.kernels.backend import NO_ADAPTERS, Linear
+from quire.kernels.parameters.activation import Activation
 
 
 class Projector(ABC):

@@ -29,9 +29,9 @@ from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import LayerNormWeights
 from quire.engine.layers.parameters import ParameterTable, make_parameter, merge_parameters
 from quire.engine.types import Image
-from quire.kernels.activation import GELU
 from quire.kernels.backend import NO_ADAPTERS
 from quire.kernels.gpu.host_transfer import upload_arrays
+from quire.kernels.parameters.activation import GELU
 
 _PLAIN_MLP = ("mlp.fc1",), "mlp.fc2"
 _GATED_MLP = ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj"

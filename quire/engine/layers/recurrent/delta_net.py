@@ -4,39 +4,18 @@ before it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
 
-from quire.engine.layers.norm import NormSpec, NormWeights
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.recurrent import DeltaNetSpec
+from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, make_row_slicer, merge_parameters
-from quire.engine.layers.recurrent.mixer import CONV_WEIGHT, MatrixStateMixer, MatrixStateSpec
-from quire.engine.layers.sublayer import BuildContext, FoldableNorm, ForwardContext, divisibility_error
+from quire.engine.layers.recurrent.mixer import CONV_WEIGHT, MatrixStateMixer
+from quire.engine.layers.sublayer import BuildContext, FoldableNorm, ForwardContext
 from quire.kernels.backend import Operations
 from quire.kernels.recurrent.delta_rule import DeltaRule
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaNetSpec(MatrixStateSpec):
-    """Its heads are value heads. Results are normed without the norm's offset."""
-
-    num_key_heads: int
-    """Each of them is read by as many value heads."""
-
-    @property
-    def conv_inputs(self) -> tuple[tuple[int, int], ...]:
-        """Queries, keys and values."""
-        return (self.num_key_heads, self.key_dim), (self.num_key_heads, self.key_dim), (self.num_heads, self.value_dim)
-
-    def draft_extra_size(self, heads: int) -> int:
-        return 2 * heads
-
-    def build_sublayer(self, build_context: BuildContext, layer: str) -> DeltaNet:
-        return DeltaNet(self, build_context, layer)
-
-    def tensor_parallel_error(self, ranks: int) -> str | None:
-        return divisibility_error(self.num_key_heads, f"{self.num_key_heads} key heads of delta nets", ranks)
 
 
 class DeltaNet(MatrixStateMixer):

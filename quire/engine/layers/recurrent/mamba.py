@@ -4,58 +4,20 @@ stands before it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from quire.engine.architecture.recurrent import MambaLayerSpec
 from quire.engine.layers.parameters import ParameterTable, make_row_slicer, merge_parameters
-from quire.engine.layers.recurrent.mixer import CONV_BIAS, CONV_WEIGHT, MatrixStateMixer, MatrixStateSpec
+from quire.engine.layers.recurrent.mixer import CONV_BIAS, CONV_WEIGHT, MatrixStateMixer
 from quire.engine.layers.shard import LinearSlice
-from quire.engine.layers.sublayer import BuildContext, ForwardContext, divisibility_error
+from quire.engine.layers.sublayer import BuildContext, ForwardContext
 from quire.kernels.backend import Operations
 from quire.kernels.recurrent.selective_scan import SelectiveScan
 
 _NORM_WEIGHTS = ("dt_layernorm.weight", "b_layernorm.weight", "c_layernorm.weight")
-
-
-@dataclass(frozen=True, slots=True)
-class MambaLayerSpec(MatrixStateSpec):
-    """Its heads are `value_dim` channels each, which are computed together; `key_dim`: numbers of a channel's state, of
-    b and of c."""
-
-    dt_rank: int
-    """Numbers that a token's steps are projected from."""
-    bias: bool = False
-    """Of the first linear and of the last one."""
-    conv_bias: bool = True
-    inner_norm: Literal["learned", "plain"] | None = None
-    """Norms of what steps are projected from, of b and of c: with weights, or without; None: there are none."""
-    inner_eps: float = 1e-6
-    """Of these."""
-
-    @property
-    def conv_inputs(self) -> tuple[tuple[int, int], ...]:
-        return ((self.num_heads, self.value_dim),)
-
-    def draft_extra_size(self, heads: int) -> int:
-        return heads * self.value_dim + 2 * self.key_dim
-
-    @property
-    def projection_sizes(self) -> Mapping[str, int]:
-        """Of the linears that a checkpoint has joined, by what they are called here."""
-        projected = {"x_proj_dt": self.dt_rank, "x_proj_b": self.key_dim, "x_proj_c": self.key_dim}
-        return {"in_proj_x": self.num_channels, "in_proj_z": self.num_channels} | projected
-
-    def build_sublayer(self, build_context: BuildContext, layer: str) -> MambaMixer:
-        return MambaMixer(self, build_context, layer)
-
-    def tensor_parallel_error(self, ranks: int) -> str | None:
-        channels = f"{self.num_channels} channels of selective scans, {self.value_dim} of which are computed together,"
-        return divisibility_error(self.num_heads, channels, ranks)
 
 
 class MambaMixer(MatrixStateMixer):

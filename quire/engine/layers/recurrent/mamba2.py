@@ -4,81 +4,18 @@ kernels/recurrent/short_conv.py what stands before it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from quire.engine.architecture.recurrent import Mamba2LayerSpec
 from quire.engine.layers.parameters import ParameterTable, make_row_slicer, merge_parameters
-from quire.engine.layers.recurrent.mixer import CONV_BIAS, CONV_WEIGHT, MatrixStateMixer, MatrixStateSpec
-from quire.engine.layers.sublayer import BuildContext, FoldableNorm, ForwardContext, divisibility_error, scale_tensor
+from quire.engine.layers.recurrent.mixer import CONV_BIAS, CONV_WEIGHT, MatrixStateMixer
+from quire.engine.layers.sublayer import BuildContext, FoldableNorm, ForwardContext, scale_tensor
 from quire.kernels.backend import Operations
 from quire.kernels.recurrent.short_conv import ShortConv
 from quire.kernels.recurrent.state_space import StateSpace
-
-
-class ProjectionMultipliers(NamedTuple):
-    """What numbers are multiplied with: those that are projected, by their kinds, and what is projected at the end."""
-
-    z: float = 1.0
-    x: float = 1.0
-    b: float = 1.0
-    c: float = 1.0
-    dt: float = 1.0
-    out: float = 1.0
-
-
-_UNIT_MULTIPLIERS = ProjectionMultipliers()
-
-
-@dataclass(frozen=True, slots=True)
-class Mamba2LayerSpec(MatrixStateSpec):
-    """`key_dim`: numbers of b and of c; `value_dim`: of a head's x."""
-
-    num_groups: int
-    """Each group's b and c are read by as many heads."""
-    result_eps: float
-    """Of the norm of results."""
-    bias: bool = False
-    """Of the first linear,"""
-    out_bias: bool = False
-    """and of the last one."""
-    conv_bias: bool = True
-    result_norm: Literal["behind", "before"] | None = "behind"
-    """A group's norm stands behind the gate, or before it; None: there is none."""
-    dt_limits: tuple[float, float] = (0.0, float("inf"))
-    """Of steps."""
-    multipliers: ProjectionMultipliers = _UNIT_MULTIPLIERS
-    parallel: bool = False
-    """It reads the residual stream as attention has read it, by the same norm, before what attention gives is added."""
-    joins_input_only: bool = False
-    """What the part before it gives is added to what it reads alone, not to the stream."""
-    parent_module: str = ""
-    """In a checkpoint, behind the layer's name and before the part's."""
-
-    @property
-    def conv_inputs(self) -> tuple[tuple[int, int], ...]:
-        """x, b and c."""
-        return (self.num_heads, self.value_dim), (self.num_groups, self.key_dim), (self.num_groups, self.key_dim)
-
-    def draft_extra_size(self, heads: int) -> int:
-        return heads
-
-    @property
-    def projection_sizes(self) -> Mapping[str, int]:
-        """Of the linears that a checkpoint has joined, by what they are called here."""
-        values, keys = self.num_heads * self.value_dim, self.num_groups * self.key_dim
-        sizes = {"z": values, "x": values, "b": keys, "c": keys, "dt": self.num_heads}
-        return {f"in_proj_{name}": size for name, size in sizes.items()}
-
-    def build_sublayer(self, build_context: BuildContext, layer: str) -> Mamba2Mixer:
-        return Mamba2Mixer(self, build_context, layer)
-
-    def tensor_parallel_error(self, ranks: int) -> str | None:
-        return divisibility_error(self.num_groups, f"{self.num_groups} groups of a state space's heads", ranks)
 
 
 class Mamba2Mixer(MatrixStateMixer):

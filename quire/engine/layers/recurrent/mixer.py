@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.parts.states import MatrixState
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.recurrent import MatrixStateSpec
 from quire.engine.layers.linear import FusedLinear
-from quire.engine.layers.norm import NormSpec, NormWeights
+from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, identity, make_parameter
 from quire.engine.layers.shard import LinearSlice
-from quire.engine.layers.sublayer import BuildContext, CacheTensorSpec, ForwardContext, Sublayer, SublayerSpec
+from quire.engine.layers.sublayer import BuildContext, CacheTensorSpec, ForwardContext, Sublayer
 from quire.kernels.backend import Operations
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
 from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
@@ -72,39 +72,6 @@ class RecurrentMixer(Sublayer):
             context = context.select_rows(step.selected_rows)
         x = ops.all_reduce(ops.apply_linear(self._out.packed_linear, mixed, context), self._build_context.shard.group)
         return self._norms.apply_norm(ops, self._output_norm, x), residual
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixStateSpec(SublayerSpec):
-    """The shape of a part that keeps a matrix [key, value] for each head and the last columns of a convolution."""
-
-    num_heads: int
-    key_dim: int
-    value_dim: int
-    conv_width: int
-    """How many tokens a token sees through the convolution, itself included."""
-    norm: NormSpec
-    """The norm of the part's input."""
-
-    @property
-    @abstractmethod
-    def conv_inputs(self) -> tuple[tuple[int, int], ...]:
-        """(heads, channels of each head) of each input of the convolution. Ranks divide the heads."""
-
-    @abstractmethod
-    def draft_extra_size(self, heads: int) -> int:
-        """How many numbers these heads keep of a guess beside its column."""
-
-    @property
-    def num_channels(self) -> int:
-        return sum(heads * size for heads, size in self.conv_inputs)
-
-    @property
-    def kv_cache_spec(self) -> MatrixState:
-        draft_extra_size = self.draft_extra_size(self.num_heads)
-        return MatrixState(
-            self.num_channels, self.conv_width - 1, self.num_heads, self.key_dim, self.value_dim, draft_extra_size
-        )
 
 
 class MatrixStateMixer(RecurrentMixer):

@@ -3,48 +3,17 @@ sequence keeps of these, its columns, kernels/recurrent/short_conv.py explains."
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
 
-from quire.engine.checkpoint.parts.states import PIECE, ColumnState
-from quire.engine.layers.norm import NormSpec
+from quire.engine.architecture.kv_cache_spec import PIECE
+from quire.engine.architecture.recurrent import ShortConvSpec
 from quire.engine.layers.parameters import ParameterTable, make_row_slicer, merge_parameters
 from quire.engine.layers.recurrent.mixer import RecurrentMixer
-from quire.engine.layers.sublayer import (
-    BuildContext,
-    CacheTensorSpec,
-    FoldableNorm,
-    ForwardContext,
-    SublayerSpec,
-    divisibility_error,
-)
+from quire.engine.layers.sublayer import BuildContext, CacheTensorSpec, FoldableNorm, ForwardContext
 from quire.kernels.backend import Operations
 from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
-
-
-@dataclass(frozen=True, slots=True)
-class ShortConvSpec(SublayerSpec):
-    num_channels: int
-    conv_width: int
-    """Tokens that a token sees, itself included."""
-    norm: NormSpec
-    """Of what is read."""
-    bias: bool = False
-    """Of both linears and of the sum."""
-    output_norm: bool = False
-    """Norm of what it gives, before it joins the residual stream."""
-
-    @property
-    def kv_cache_spec(self) -> ColumnState:
-        return ColumnState(self.num_channels, self.conv_width - 1)
-
-    def build_sublayer(self, build_context: BuildContext, layer: str) -> ShortConvolution:
-        return ShortConvolution(self, build_context, layer)
-
-    def tensor_parallel_error(self, ranks: int) -> str | None:
-        return divisibility_error(self.num_channels, f"{self.num_channels} channels of convolutions", ranks)
 
 
 class ShortConvolution(RecurrentMixer):

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from quire.engine.layers.norm import NormSpec, NormWeights
+from quire.engine.architecture.stream import LayerScalarSpec, OutputNormSpec
+from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, make_parameter
-from quire.engine.layers.sublayer import BuildContext, ForwardContext, Sublayer, SublayerSpec, scale_tensor
+from quire.engine.layers.sublayer import BuildContext, ForwardContext, Sublayer, scale_tensor
 from quire.kernels.backend import Operations
-
-
-@dataclass(frozen=True, slots=True)
-class OutputNormSpec(SublayerSpec):
-    """Norm of what the parts before give, before it joins the residual stream."""
-
-    norm: NormSpec
-    norm_name: str
-    """In a checkpoint, behind the layer's."""
-
-    def build_sublayer(self, build_context: BuildContext, layer: str) -> OutputNorm:
-        return OutputNorm(self, build_context, layer)
 
 
 class OutputNorm(Sublayer):
@@ -41,19 +29,8 @@ class OutputNorm(Sublayer):
         return self._norms.apply_norm(ops, self._norm_name, x), residual
 
 
-@dataclass(frozen=True, slots=True)
-class LayerScalarSpec(SublayerSpec):
-    """The residual stream, and what is to be added to it, times a learned number."""
-
-    scalar_name: str
-    """In a checkpoint, behind the layer's."""
-
-    def build_sublayer(self, build_context: BuildContext, layer: str) -> LayerScalar:
-        return LayerScalar(self, layer)
-
-
 class LayerScalar(Sublayer):
-    def __init__(self, spec: LayerScalarSpec, layer: str) -> None:
+    def __init__(self, spec: LayerScalarSpec, build_context: BuildContext, layer: str) -> None:
         self._scalar_name, self._weights = f"{layer}.{spec.scalar_name}", dict[str, Tensor]()
 
     def parameters(self) -> ParameterTable:

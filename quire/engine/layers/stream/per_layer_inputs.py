@@ -3,35 +3,22 @@ from a table of its own and from a projection of the embedding, which a gate let
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from quire.engine.architecture.stream import PerLayerInputGateSpec, PerLayerInputsSpec
 from quire.engine.layers.linear import FusedLinear
-from quire.engine.layers.norm import NormSpec, NormWeights
+from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, make_parameter, merge_parameters
-from quire.engine.layers.sublayer import BuildContext, ForwardContext, Sublayer, SublayerSpec
-from quire.kernels.activation import Activation
+from quire.engine.layers.sublayer import BuildContext, ForwardContext, Sublayer
 from quire.kernels.backend import LinearContext, Operations, QuantizedEmbedding
+from quire.kernels.parameters.activation import Activation
 
 EMBED_TOKENS_PER_LAYER, PER_LAYER_MODEL_PROJECTION = "model.embed_tokens_per_layer", "model.per_layer_model_projection"
 PER_LAYER_PROJECTION_NORM = "model.per_layer_projection_norm"
 _GELU = Activation("gelu_tanh")
-
-
-@dataclass(frozen=True, slots=True)
-class PerLayerInputsSpec:
-    """What tokens have for all layers."""
-
-    vocab_size: int
-    size_per_layer: int
-    """Numbers of a token for each layer."""
-    num_layers: int
-    norm: NormSpec
-    image_token_id: int
-    """Whose numbers the tokens have that stand for a part of an image."""
 
 
 class PerLayerInputs:
@@ -71,18 +58,6 @@ class PerLayerInputs:
             self._backend, PER_LAYER_PROJECTION_NORM, projected.view(-1, self._spec.size_per_layer)
         )
         return (normed.view_as(embedded) + embedded) * 2.0**-0.5
-
-
-@dataclass(frozen=True, slots=True)
-class PerLayerInputGateSpec(SublayerSpec):
-    """What lets a layer's own of these numbers into the stream."""
-
-    size_per_layer: int
-    layer_index: int
-    norm: NormSpec
-
-    def build_sublayer(self, build_context: BuildContext, layer: str) -> PerLayerInputGate:
-        return PerLayerInputGate(self, build_context, layer)
 
 
 class PerLayerInputGate(Sublayer):

@@ -10,63 +10,20 @@ from functools import partial, reduce
 
 from torch import Tensor
 
-from quire.engine.checkpoint.parts.states import PagedState
+from quire.engine.architecture.shared_transformer import SharedTransformerSpec
 from quire.engine.layers.adapters import AdapterManager
-from quire.engine.layers.attention import Attention, AttentionLayerSpec
+from quire.engine.layers.attention import Attention
 from quire.engine.layers.linear import FusedLinear, Projection
-from quire.engine.layers.norm import NormSpec, NormWeights
+from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, merge_parameters
 from quire.engine.layers.schemes import QuantizationScheme
 from quire.engine.layers.shard import LinearSlice
-from quire.engine.layers.sublayer import (
-    BuildContext,
-    CacheTensorSpec,
-    ForwardContext,
-    Sublayer,
-    SublayerSpec,
-    divisibility_error,
-)
-from quire.kernels.activation import Activation
+from quire.engine.layers.sublayer import BuildContext, CacheTensorSpec, ForwardContext, Sublayer
 from quire.kernels.backend import LinearContext, Operations
 from quire.kernels.quantized_tensors import Activations
 
 SHARED_TRANSFORMER = "shared_transformer"
 """What a checkpoint calls it, behind the layer's name."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedTransformerSpec(SublayerSpec):
-    attention: AttentionLayerSpec
-    """Its input is twice as wide as the stream."""
-    intermediate_size: int
-    """Of the MLP,"""
-    bias: bool
-    """whose linears may have one,"""
-    activation: Activation
-    """and the function of its gates."""
-    norm: NormSpec
-    weights_layer: int
-    """The layer that has the weights in a checkpoint."""
-    use_index: int
-    """Which of the uses of all blocks this is: its low-rank linears are called by it."""
-    adapter_rank: int
-    """Of these."""
-    adapts_attention: bool
-    """Queries, keys and values have some too, not only the MLP."""
-
-    @property
-    def kv_cache_spec(self) -> PagedState:
-        state = self.attention.kv_cache_spec
-        assert isinstance(state, PagedState)
-        return state
-
-    def build_sublayer(self, build_context: BuildContext, layer: str) -> SharedTransformer:
-        return SharedTransformer(self, build_context, layer)
-
-    def tensor_parallel_error(self, ranks: int) -> str | None:
-        return divisibility_error(
-            self.intermediate_size, f"intermediate_size {self.intermediate_size}", ranks
-        ) or self.attention.tensor_parallel_error(ranks)
 
 
 class SharedTransformer(Sublayer):

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from quire.kernels.activation import GELU, Activation
 from quire.kernels.backend import Backend
+from quire.kernels.parameters.activation import GELU, Activation
 
 _VECTOR_SIZE = 64
 """Numbers that are whole vectors of every type on every CPU."""

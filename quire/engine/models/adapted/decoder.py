@@ -36,7 +36,7 @@ from quire.engine.models.adapted.modules import (
     transpose_parameter,
 )
 from quire.engine.models.adapted.positions import CachedRotary, StepPositions, counts_positions, is_rotary
-from quire.engine.models.adapted.probe import body_inputs
+from quire.engine.models.adapted.probe import body_inputs, build_transformers_attention
 from quire.engine.models.adapted.spec import ROUTERS, TransformersSpec
 from quire.engine.models.adapted.tensor_parallel import REPLICATED_PLAN, make_tensor_parallel_plan
 from quire.engine.models.adapted.weight_conversion import TensorStream, WeightConversion
@@ -75,7 +75,7 @@ class TransformersDecoder(Decoder):
         self._first_position = first_position(spec.config_fields)
         self._module_context = build_context
         attention, self.transformers_class = spec.attention_of_rank(build_context.shard), spec.transformers_class
-        self._layers = [[each.build_sublayer(build_context, "")] for each in attention]
+        self._layers = [[build_transformers_attention(each, build_context, "")] for each in attention]
         self._linear_context = NO_ADAPTERS
         self._model = model = build_model(spec.config_fields, build_context.dtype)
         self._tensor_parallel_plan = (

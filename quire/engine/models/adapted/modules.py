@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
+from quire.engine.architecture.norm import NormSpec
 from quire.engine.layers.linear import FusedLinear
-from quire.engine.layers.norm import NormSpec, NormWeights
+from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import Parameter
 from quire.engine.layers.shard import FULL_LINEAR, LinearSlice
 from quire.engine.layers.sublayer import BuildContext

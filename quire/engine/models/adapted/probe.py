@@ -17,9 +17,11 @@ from torch.fx.experimental import _config as fx_config
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from quire.engine.architecture.attention import AttentionLayerSpec
+from quire.engine.architecture.norm import NormSpec
 from quire.engine.errors import ModelError
-from quire.engine.layers.attention import AttentionLayerSpec, PagedKVSublayer
-from quire.engine.layers.norm import NormSpec
+from quire.engine.layers.attention import PagedKVSublayer
+from quire.engine.layers.builders import build_sublayer
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.sublayer import BuildContext, ForwardContext
 from quire.engine.models.adapted.interface import AttentionCall, MaskFunction, mask_function_of, set_attention
@@ -69,9 +71,6 @@ class TransformersAttentionSpec(AttentionLayerSpec):
     value_dim: int = 0
     """Numbers of a head's value; the rest of `head_dim` is zeros."""
 
-    def build_sublayer(self, build_context: BuildContext, layer: str) -> PagedKVSublayer:
-        return _TransformersAttention(self, build_context, self.num_kv_heads)
-
 
 class _TransformersAttention(PagedKVSublayer):
     """What it keeps in pages; all else is the class's."""
@@ -83,6 +82,13 @@ class _TransformersAttention(PagedKVSublayer):
         self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         raise ModelError("model: transformers' class computes it, which does not go here")
+
+
+@build_sublayer.register(TransformersAttentionSpec)
+def build_transformers_attention(
+    spec: TransformersAttentionSpec, build_context: BuildContext, layer: str
+) -> _TransformersAttention:
+    return _TransformersAttention(spec, build_context, spec.num_kv_heads)
 
 
 @dataclass(slots=True)

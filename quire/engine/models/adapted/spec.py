@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.shard import ModelShard
@@ -23,7 +24,6 @@ from quire.engine.models.adapted.probe import (
     record_calls,
 )
 from quire.engine.models.adapted.tensor_parallel import probe_sharded_attention
-from quire.engine.models.spec import DecoderSpec
 
 ROUTERS = (".gate", ".router", ".shared_expert_gate")
 """What the names of linears end with that choose experts."""

@@ -14,14 +14,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quire.engine.architecture.decoder import LayerSpec
+from quire.engine.architecture.norm import NormSpec
 from quire.engine.errors import ModelError
 from quire.engine.layers.linear import FusedLinear
-from quire.engine.layers.norm import NormSpec, NormWeights
+from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.schemes import QuantizationScheme
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.heads.transformer_head import TransformerHead
-from quire.engine.models.spec import LayerSpec
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LayerCache
 
 _IMPOSSIBLE_LOGIT = -1e30

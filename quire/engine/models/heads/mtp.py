@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quire.engine.architecture.decoder import LayerSpec
 from quire.engine.checkpoint.alike.mtp import EMBEDDING_NORM, END, HIDDEN_NORM, JOIN
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import NormWeights
@@ -23,7 +24,6 @@ from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.schemes import QuantizationScheme
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.heads.transformer_head import TransformerHead
-from quire.engine.models.spec import LayerSpec
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LayerCache
 
 

@@ -10,12 +10,13 @@ from itertools import chain
 
 from torch import Tensor
 
+from quire.engine.architecture.decoder import LayerSpec
+from quire.engine.layers.builders import build_sublayer
 from quire.engine.layers.parameters import ParameterTable, merge_parameters
 from quire.engine.layers.schemes import QuantizationScheme
 from quire.engine.layers.sublayer import BuildContext, CacheTensorSpec, ForwardContext
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.heads.draft_head import DraftHead
-from quire.engine.models.spec import LayerSpec
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LayerCache, Operations, RecordedLayers
 
 
@@ -30,7 +31,7 @@ class TransformerHead(DraftHead):
         self.device = decoder.device
         shape = (decoder.spec.hidden_size, decoder.dtype, decoder.kv_dtype, decoder.device, decoder.max_model_len)
         build_context = BuildContext(backend, scheme, *shape, kv_scales={})
-        self._layers = [[each.build_sublayer(build_context, name) for each in spec] for name, spec in specs.items()]
+        self._layers = [[build_sublayer(each, build_context, name) for each in spec] for name, spec in specs.items()]
         self._decoder, self._backend = decoder, backend
         self._recorded_layers: tuple[Sequence[LayerCache] | None, RecordedLayers | None] = None, None
         kinds = Counter(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from quire.engine.architecture.norm import NormSpec
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.layers.norm import NormSpec
 from quire.engine.models.config_fields import SpecFields, default_true_reader, field_reader
 from quire.engine.models.family import Family, FamilyEntry
 from quire.engine.models.latent.mla_fields import mla_mixers

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from quire.engine.architecture.mla import MLALayerSpec
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.rope import yarn_softmax_scale
+from quire.engine.architecture.sublayer import SublayerSpec
 from quire.engine.checkpoint.families import LATENT_SIZES
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.layers.mla import MLALayerSpec
-from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.rope import yarn_softmax_scale
-from quire.engine.layers.sublayer import SublayerSpec
 from quire.engine.models.config_fields import ConfigReader
 from quire.kernels.latent_params import MAX_ROPE_DIM
 

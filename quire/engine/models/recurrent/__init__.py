@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from quire.engine.architecture.decoder import DecoderSpec
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.recurrent import DeltaNetSpec, ShortConvSpec
+from quire.engine.architecture.sublayer import SublayerSpec
 from quire.engine.checkpoint.families import STATES, shared_experts
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
-from quire.engine.layers.recurrent.short_conv import ShortConvSpec
-from quire.engine.layers.sublayer import SublayerSpec
 from quire.engine.models.config_fields import ConfigReader, attention_bias_readers, default_true_reader
 from quire.engine.models.dense import ropes_by_window
 from quire.engine.models.family import Family, FamilyEntry, FamilySpecBuilder, sliding_windows
@@ -21,7 +21,6 @@ from quire.engine.models.moe_fields import moe_reader, optional_moe_reader
 from quire.engine.models.recurrent.falcon_h1 import falcon_h1
 from quire.engine.models.recurrent.mamba2_fields import mamba2_spec
 from quire.engine.models.recurrent.mamba_fields import mamba_spec
-from quire.engine.models.spec import DecoderSpec
 
 SublayerReader = Callable[[ModelConfig, NormSpec], SublayerSpec]
 

@@ -3,15 +3,15 @@ everywhere."""
 
 from dataclasses import replace
 
+from quire.engine.architecture.attention import AttentionLayerSpec
+from quire.engine.architecture.decoder import DecoderSpec
+from quire.engine.architecture.mlp import MLPSpec
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.recurrent import Mamba2LayerSpec, ProjectionMultipliers
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.layers.attention import AttentionLayerSpec
-from quire.engine.layers.mlp import MLPSpec
-from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.recurrent.mamba2 import Mamba2LayerSpec, ProjectionMultipliers
 from quire.engine.models.family import FamilySpecBuilder
 from quire.engine.models.recurrent.mamba2_fields import mamba2_spec
-from quire.engine.models.spec import DecoderSpec
 
 
 def falcon_h1(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:

@@ -3,10 +3,10 @@ engine/checkpoint/alike/state_spaces.py."""
 
 from typing import Any
 
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.recurrent import Mamba2LayerSpec
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.recurrent.mamba2 import Mamba2LayerSpec
 from quire.engine.models.config_fields import require_sizes
 
 _SIZE_FIELDS = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv")

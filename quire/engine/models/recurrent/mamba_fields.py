@@ -3,10 +3,10 @@ engine/checkpoint/alike/selective_scans.py."""
 
 from typing import Any
 
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.recurrent import MambaLayerSpec
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.recurrent.mamba import MambaLayerSpec
 from quire.engine.models.config_fields import require_sizes
 
 _SIZE_FIELDS = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_dt_rank", "mamba_d_conv")

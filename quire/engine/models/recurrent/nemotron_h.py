@@ -2,17 +2,17 @@
 an MLP, or experts, these also of smaller vectors; all without gates. Of limits of steps it has time_step_min alone, as
 transformers reads it."""
 
+from quire.engine.architecture.attention import AttentionLayerSpec
+from quire.engine.architecture.decoder import DecoderSpec
+from quire.engine.architecture.mlp import MLPSpec
+from quire.engine.architecture.moe import LatentMoESpec
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.sublayer import SublayerSpec
 from quire.engine.checkpoint.families import NARROW
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.layers.attention import AttentionLayerSpec
-from quire.engine.layers.mlp import MLPSpec
-from quire.engine.layers.moe import LatentMoESpec
-from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.sublayer import SublayerSpec
 from quire.engine.models.config_fields import flag_reader
 from quire.engine.models.moe_fields import GROUPED_ROUTING, expert_intermediate_size, moe_reader, shared_expert_reader
 from quire.engine.models.recurrent.mamba2_fields import mamba2_spec
-from quire.engine.models.spec import DecoderSpec
 
 
 def _latent_moe(config: ModelConfig) -> LatentMoESpec | None:

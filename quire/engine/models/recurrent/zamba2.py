@@ -3,16 +3,16 @@ attention and MLP whose weights these layers share."""
 
 from dataclasses import replace
 
+from quire.engine.architecture.attention import AttentionLayerSpec
+from quire.engine.architecture.decoder import DecoderSpec
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.shared_transformer import SharedTransformerSpec
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.parts.shared_blocks import MOST_USES, Use, uses_of
 from quire.engine.errors import ModelError
-from quire.engine.layers.attention import AttentionLayerSpec
-from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.stream.shared_transformer import SharedTransformerSpec
 from quire.engine.models.activations import hidden_activation
 from quire.engine.models.recurrent.mamba2_fields import mamba2_spec
-from quire.engine.models.spec import DecoderSpec
-from quire.kernels.activation import GELU, Activation
+from quire.kernels.parameters.activation import GELU, Activation
 
 _GATE_ACTIVATIONS: dict[str, Activation] = {
     each.kind: each for each in (GELU, Activation("gelu_tanh"), Activation("relu"), Activation("relu2"))

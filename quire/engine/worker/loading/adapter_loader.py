@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.config import EngineConfig
 from quire.engine.errors import QuireError, refuse_setting
 from quire.engine.layers.adapters import AdapterManager, LoRALayerWeights, PackedAdapter
 from quire.engine.lora.adapter_files import WEIGHTS_FILE, read_adapter
 from quire.engine.lora.target_modules import ModuleShapes, adaptable_modules, max_cached_adapters
-from quire.engine.models.spec import DecoderSpec
 from quire.engine.types import Adapter
 from quire.engine.worker.loading.weight_mapper import WeightMapper
 from quire.kernels.backend import Backend

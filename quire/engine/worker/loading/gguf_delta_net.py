@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from quire.engine.architecture.recurrent import DeltaNetSpec
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.gguf.delta_net_config import TILED_VALUE_HEAD_TYPES
-from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
 from quire.engine.models import decoder_spec
 
 _LINEAR = ".linear_attn."

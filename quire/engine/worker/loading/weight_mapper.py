@@ -9,13 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.engine.architecture.recurrent import DeltaNetSpec, Mamba2LayerSpec, MambaLayerSpec
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.layouts import LAYER, Layout, head_order, layout_of, own_modules, stored_module
 from quire.engine.checkpoint.safetensors import TensorHeader, text_tensor
 from quire.engine.errors import ModelError
-from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
-from quire.engine.layers.recurrent.mamba import MambaLayerSpec
-from quire.engine.layers.recurrent.mamba2 import Mamba2LayerSpec
 from quire.engine.models import decoder_spec
 from quire.engine.worker.loading.weight_loader import TensorStream
 

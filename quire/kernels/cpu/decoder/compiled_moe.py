@@ -7,11 +7,12 @@ import ctypes
 import torch
 from torch import Tensor
 
-from quire.kernels.activation import ACTIVATION_KINDS
 from quire.kernels.cpu import native_library
 from quire.kernels.cpu.decoder.mapped_experts import MappedWeightArena, PackedBuffer
 from quire.kernels.cpu.linear import CompiledLinear
-from quire.kernels.routing import SCORE_FUNCTIONS, Experts, MoE, Routing
+from quire.kernels.parameters.activation import ACTIVATION_KINDS
+from quire.kernels.parameters.routing import SCORE_FUNCTIONS, Routing
+from quire.kernels.routing import Experts, MoE
 
 
 def compile_moe(library: native_library.NativeLibrary, experts: Experts) -> MoE | None:

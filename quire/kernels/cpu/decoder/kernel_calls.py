@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, get_num_threads
 
-from quire.kernels.activation import Activation
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata, CachePair
 from quire.kernels.collective import RankEnded
@@ -20,6 +19,7 @@ from quire.kernels.cpu.decoder.short_conv import check_columns
 from quire.kernels.cpu.mla.per_head_linear import check_latent_params
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, KVScales
 from quire.kernels.latent_params import LatentParams
+from quire.kernels.parameters.activation import Activation
 from quire.kernels.qk_norm_rope import NORM_KINDS, Rope
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
 from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.checkpoint.files import HEAD_FILES, read_model_config, resolve_model
 from quire.engine.checkpoint.safetensors import weight_files
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.errors import ModelError
-from quire.engine.layers.attention import AttentionLayerSpec
 from quire.engine.layers.online_quantization import OnlineQuantizedScheme
 from quire.engine.layers.schemes import QuantizationScheme, UnquantizedScheme
 from quire.engine.models.decoder import Decoder

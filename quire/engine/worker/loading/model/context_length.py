@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from quire.engine.architecture.kv_cache_spec import ColumnState, PagedState
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_plan import check_positions
-from quire.engine.checkpoint.parts.states import ColumnState, PagedState
 from quire.engine.config import EngineConfig
 from quire.engine.worker.device_memory import check_context_length, max_kv_tokens
 from quire.engine.worker.device_plan import DevicePlan

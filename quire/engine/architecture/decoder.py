@@ -1,0 +1,127 @@
+"""What a decoder consists of: layers, each a tuple of sublayers' specs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, TypeVar
+
+from quire.engine.architecture.attention import AttentionLayerSpec
+from quire.engine.architecture.kv_cache_spec import LayerStates, MatrixState, PagedState, SharedState, State
+from quire.engine.architecture.mlp import MLPSpec
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.stream import PerLayerInputsSpec
+from quire.engine.architecture.sublayer import SublayerSpec
+
+LayerSpec = tuple[SublayerSpec, ...]
+SpecT = TypeVar("SpecT", bound=SublayerSpec)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec
+    """Of the last one, behind all layers."""
+    tie_embeddings: bool
+    embedding_scale: float = 1.0
+    positions: int | None = None
+    """Rows of a learned table, which is added to the embeddings; None: there is none."""
+    embedding_norm: bool = False
+    """Norm of the embeddings, as `norm` says it."""
+    residual_multiplier: float = 1.0
+    """What a 1 in the residual stream stands for."""
+    per_layer_inputs: PerLayerInputsSpec | None = None
+    """What tokens have for each layer beside their embedding; None: nothing."""
+    reads_embeddings: bool = False
+    """Layers read tokens' embeddings beside the stream."""
+    head_bias: bool = False
+    logit_scale: float = 1.0
+    """Factor of the logits,"""
+    logit_softcap: float | None = None
+    """which then become c * tanh(l / c)."""
+    lora_target_sizes: Mapping[str, tuple[int, int]] | None = field(default=None, compare=False)
+    """(in, out) of those that may have adapters, by name, where a class of transformers has them; None: as
+    engine/lora/target_modules.py says it."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def layer_cache_specs(self) -> list[LayerStates]:
+        """What the layers keep, in their order."""
+        return [tuple(each.kv_cache_spec for each in layer if each.kv_cache_spec is not None) for layer in self.layers]
+
+    @property
+    def kv_cache_specs(self) -> list[State]:
+        """The same of all together."""
+        return list(chain.from_iterable(self.layer_cache_specs))
+
+    @property
+    def needs_state_snapshots(self) -> bool:
+        """Whether a sequence can begin behind a cached page only where a snapshot of its states was kept."""
+        return any(isinstance(each, MatrixState) for each in self.kv_cache_specs)
+
+    @property
+    def pipeline_parallel_error(self) -> str | None:
+        """Why its layers cannot be divided among processes; None: they can."""
+        if self.per_layer_inputs is not None:
+            return "the model's layers read embeddings of their own, which the first process alone would have"
+        if self.reads_embeddings:
+            return "the model's layers read the tokens' embeddings, which the first process alone would have"
+        if any(isinstance(each, SharedState) for each in self.kv_cache_specs):
+            return "some of the model's layers read keys and values of others, which must be in the same process"
+        return None
+
+    def tensor_parallel_error(self, ranks: int) -> str | None:
+        """What of it cannot be divided among so many ranks; None: all can."""
+        parts = (sublayer for layer in self.layers for sublayer in layer)
+        return next((error for sublayer in parts if (error := sublayer.tensor_parallel_error(ranks)) is not None), None)
+
+    def context_parallel_error(self) -> str | None:
+        """Why ranks cannot divide each sequence's tokens; None: they can."""
+        if all(isinstance(each, PagedState | SharedState) for each in self.kv_cache_specs):
+            return None
+        return "layers that keep a state of a whole sequence cannot divide its tokens"
+
+    def sublayers_of_kind(self, kind: type[SpecT]) -> list[SpecT]:
+        """All parts of a kind, in the order of the layers."""
+        return [each for layer in self.layers for each in layer if isinstance(each, kind)]
+
+    def with_norm(self, norm: NormSpec) -> DecoderSpec:
+        """With other norms everywhere."""
+        return (
+            replace(self, norm=norm)
+            .replace_sublayers(AttentionLayerSpec, norm=norm)
+            .replace_sublayers(MLPSpec, norm=norm)
+        )
+
+    def with_mixers(self, mixers: Sequence[SublayerSpec | None]) -> DecoderSpec:
+        """With other parts in attention's place, by layer; None: it stays."""
+        layers = zip(self.layers, mixers, strict=True)
+        return replace(
+            self,
+            layers=tuple(
+                layer
+                if mixer is None
+                else tuple(mixer if isinstance(each, AttentionLayerSpec) else each for each in layer)
+                for layer, mixer in layers
+            ),
+        )
+
+    def replace_sublayers(self, kind: type[SublayerSpec], **fields: Any) -> DecoderSpec:
+        """With other values in all parts of a kind; a list or tuple has one for each layer."""
+
+        def replace_fields(each: SublayerSpec, layer: int) -> SublayerSpec:
+            own_fields = {
+                name: value[layer] if isinstance(value, list | tuple) else value for name, value in fields.items()
+            }
+            return replace(each, **own_fields) if isinstance(each, kind) else each  # type: ignore[type-var]
+
+        layers = enumerate(self.layers)
+        return replace(
+            self, layers=tuple(tuple(replace_fields(each, layer) for each in parts) for layer, parts in layers)
+        )

@@ -1,0 +1,57 @@
+"""Multi-head latent attention (MLA: DeepSeek-V2, 2024)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from quire.engine.architecture.kv_cache_spec import PagedState
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.sublayer import SublayerSpec, divisibility_error
+
+
+@dataclass(frozen=True, slots=True)
+class MLALayerSpec(SublayerSpec):
+    num_heads: int
+    kv_lora_rank: int
+    """Numbers of a latent (kv_lora_rank),"""
+    qk_rope_head_dim: int
+    """of the rotated part of a key, and of a query (qk_rope_head_dim),"""
+    qk_nope_head_dim: int
+    """of the other part of a head's query and key (qk_nope_head_dim),"""
+    v_head_dim: int
+    """and of a head's value (v_head_dim)."""
+    q_lora_rank: int | None
+    """Of queries, where they are made of latents of their own (q_lora_rank); None: they are not."""
+    scale: float
+    """Of scores."""
+    rope: dict[str, Any]
+    """As AttentionLayerSpec has it, for `qk_rope_head_dim` numbers."""
+    norm: NormSpec
+    """Of what is projected."""
+    latent_eps: float
+    """Of the norms of latents."""
+    is_interleaved: bool = True
+    """As Latent says it."""
+    bias: bool = False
+    """Of what makes latents, and of the last linear."""
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a key as pages have it."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def num_kv_heads(self) -> int:
+        return 1
+
+    @property
+    def softcap(self) -> None:
+        return None
+
+    @property
+    def kv_cache_spec(self) -> PagedState:
+        return PagedState(self.head_dim, None, self.head_dim)
+
+    def tensor_parallel_error(self, ranks: int) -> str | None:
+        return divisibility_error(self.num_heads, f"{self.num_heads} heads", ranks)

@@ -1,0 +1,176 @@
+"""Layers that keep a state of one size of a sequence, however long it is: delta nets, state spaces, selective scans and
+short convolutions."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from quire.engine.architecture.kv_cache_spec import ColumnState, MatrixState
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.sublayer import SublayerSpec, divisibility_error
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixStateSpec(SublayerSpec):
+    """The shape of a part that keeps a matrix [key, value] for each head and the last columns of a convolution."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    """How many tokens a token sees through the convolution, itself included."""
+    norm: NormSpec
+    """The norm of the part's input."""
+
+    @property
+    @abstractmethod
+    def conv_inputs(self) -> tuple[tuple[int, int], ...]:
+        """(heads, channels of each head) of each input of the convolution. Ranks divide the heads."""
+
+    @abstractmethod
+    def draft_extra_size(self, heads: int) -> int:
+        """How many numbers these heads keep of a guess beside its column."""
+
+    @property
+    def num_channels(self) -> int:
+        return sum(heads * size for heads, size in self.conv_inputs)
+
+    @property
+    def kv_cache_spec(self) -> MatrixState:
+        draft_extra_size = self.draft_extra_size(self.num_heads)
+        return MatrixState(
+            self.num_channels, self.conv_width - 1, self.num_heads, self.key_dim, self.value_dim, draft_extra_size
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetSpec(MatrixStateSpec):
+    """Its heads are value heads. Results are normed without the norm's offset."""
+
+    num_key_heads: int
+    """Each of them is read by as many value heads."""
+
+    @property
+    def conv_inputs(self) -> tuple[tuple[int, int], ...]:
+        """Queries, keys and values."""
+        return (self.num_key_heads, self.key_dim), (self.num_key_heads, self.key_dim), (self.num_heads, self.value_dim)
+
+    def draft_extra_size(self, heads: int) -> int:
+        return 2 * heads
+
+    def tensor_parallel_error(self, ranks: int) -> str | None:
+        return divisibility_error(self.num_key_heads, f"{self.num_key_heads} key heads of delta nets", ranks)
+
+
+class ProjectionMultipliers(NamedTuple):
+    """What numbers are multiplied with: those that are projected, by their kinds, and what is projected at the end."""
+
+    z: float = 1.0
+    x: float = 1.0
+    b: float = 1.0
+    c: float = 1.0
+    dt: float = 1.0
+    out: float = 1.0
+
+
+_UNIT_MULTIPLIERS = ProjectionMultipliers()
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2LayerSpec(MatrixStateSpec):
+    """`key_dim`: numbers of b and of c; `value_dim`: of a head's x."""
+
+    num_groups: int
+    """Each group's b and c are read by as many heads."""
+    result_eps: float
+    """Of the norm of results."""
+    bias: bool = False
+    """Of the first linear,"""
+    out_bias: bool = False
+    """and of the last one."""
+    conv_bias: bool = True
+    result_norm: Literal["behind", "before"] | None = "behind"
+    """A group's norm stands behind the gate, or before it; None: there is none."""
+    dt_limits: tuple[float, float] = (0.0, float("inf"))
+    """Of steps."""
+    multipliers: ProjectionMultipliers = _UNIT_MULTIPLIERS
+    parallel: bool = False
+    """It reads the residual stream as attention has read it, by the same norm, before what attention gives is added."""
+    joins_input_only: bool = False
+    """What the part before it gives is added to what it reads alone, not to the stream."""
+    parent_module: str = ""
+    """In a checkpoint, behind the layer's name and before the part's."""
+
+    @property
+    def conv_inputs(self) -> tuple[tuple[int, int], ...]:
+        """x, b and c."""
+        return (self.num_heads, self.value_dim), (self.num_groups, self.key_dim), (self.num_groups, self.key_dim)
+
+    def draft_extra_size(self, heads: int) -> int:
+        return heads
+
+    @property
+    def projection_sizes(self) -> Mapping[str, int]:
+        """Of the linears that a checkpoint has joined, by what they are called here."""
+        values, keys = self.num_heads * self.value_dim, self.num_groups * self.key_dim
+        sizes = {"z": values, "x": values, "b": keys, "c": keys, "dt": self.num_heads}
+        return {f"in_proj_{name}": size for name, size in sizes.items()}
+
+    def tensor_parallel_error(self, ranks: int) -> str | None:
+        return divisibility_error(self.num_groups, f"{self.num_groups} groups of a state space's heads", ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class MambaLayerSpec(MatrixStateSpec):
+    """Its heads are `value_dim` channels each, which are computed together; `key_dim`: numbers of a channel's state, of
+    b and of c."""
+
+    dt_rank: int
+    """Numbers that a token's steps are projected from."""
+    bias: bool = False
+    """Of the first linear and of the last one."""
+    conv_bias: bool = True
+    inner_norm: Literal["learned", "plain"] | None = None
+    """Norms of what steps are projected from, of b and of c: with weights, or without; None: there are none."""
+    inner_eps: float = 1e-6
+    """Of these."""
+
+    @property
+    def conv_inputs(self) -> tuple[tuple[int, int], ...]:
+        return ((self.num_heads, self.value_dim),)
+
+    def draft_extra_size(self, heads: int) -> int:
+        return heads * self.value_dim + 2 * self.key_dim
+
+    @property
+    def projection_sizes(self) -> Mapping[str, int]:
+        """Of the linears that a checkpoint has joined, by what they are called here."""
+        projected = {"x_proj_dt": self.dt_rank, "x_proj_b": self.key_dim, "x_proj_c": self.key_dim}
+        return {"in_proj_x": self.num_channels, "in_proj_z": self.num_channels} | projected
+
+    def tensor_parallel_error(self, ranks: int) -> str | None:
+        channels = f"{self.num_channels} channels of selective scans, {self.value_dim} of which are computed together,"
+        return divisibility_error(self.num_heads, channels, ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvSpec(SublayerSpec):
+    num_channels: int
+    conv_width: int
+    """Tokens that a token sees, itself included."""
+    norm: NormSpec
+    """Of what is read."""
+    bias: bool = False
+    """Of both linears and of the sum."""
+    output_norm: bool = False
+    """Norm of what it gives, before it joins the residual stream."""
+
+    @property
+    def kv_cache_spec(self) -> ColumnState:
+        return ColumnState(self.num_channels, self.conv_width - 1)
+
+    def tensor_parallel_error(self, ranks: int) -> str | None:
+        return divisibility_error(self.num_channels, f"{self.num_channels} channels of convolutions", ranks)

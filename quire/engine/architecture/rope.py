@@ -1,0 +1,70 @@
+"""What of rotary position embeddings (Su et al., 2021) follows from their parameters alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quire.engine.errors import ModelError
+
+
+def rotated_size(rope: Mapping[str, Any], head_dim: int) -> int:
+    """Numbers of a head that are rotated, the first ones. Raises ModelError."""
+    part = 1.0 if rope.get("rope_type") == "proportional" else rope.get("partial_rotary_factor") or 1.0
+    size = rope.get("rotary_dim") or int(head_dim * part)
+    if not 2 <= size <= head_dim or size % 2:
+        raise ModelError(f"model: config.json: {size} of a head's {head_dim} numbers cannot be rotated")
+    return int(size)
+
+
+def parse_mrope_axes(rope: dict[str, Any], head_dim: int, interleaved: tuple[int, ...]) -> tuple[int, ...]:
+    """For each frequency, which coordinate turns it: 0 time, 1 rows, 2 columns (Wang et al., 2024), in three parts one
+    after the other; or in turns, where a family has parts that are `interleaved` by default. Raises ModelError."""
+    count = rotated_size(rope, head_dim) // 2
+    sections = rope.get("mrope_section") or interleaved
+    if len(sections) != 3 or (not interleaved and sum(sections) != count):
+        problem = f"mrope_section: {list(sections)} are not three parts of {count} frequencies"
+        raise ModelError(f"model: config.json: rope_parameters: {problem}")
+    if not interleaved:
+        return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
+    axes = [0] * count
+    for axis in (1, 2):
+        for index in range(axis, min(3 * sections[axis], count), 3):
+            axes[index] = axis
+    return tuple(axes)
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """Queries grow with the logarithm of their position (Llama 4, 2025; Nakanishi, 2025), counted in whole contexts."""
+
+    log_factor: float
+    """Of the logarithm."""
+    context_len: int
+    """Tokens."""
+    first_position: int = 0
+    """The number of the first position."""
+
+
+def parse_query_scaling(rope: dict[str, Any]) -> QueryScaling | None:
+    """How queries grow that are rotated so; None: they do not. Raises ModelError."""
+    if not (beta := rope.get("llama_4_scaling_beta")):
+        return None
+    if (original_max_position := rope.get("original_max_position_embeddings")) is None:
+        raise ModelError(
+            "model: config.json: rope_parameters: lacks original_max_position_embeddings, which llama_4_scaling_beta "
+            "needs"
+        )
+    return QueryScaling(beta, original_max_position)
+
+
+def yarn_softmax_scale(rope: dict[str, Any]) -> float:
+    """What DeepSeek multiplies scores by where contexts are stretched: its mscale, squared."""
+    weight = rope.get("mscale_all_dim")
+    return 1.0 if rope["rope_type"] == "default" or not weight else yarn_mscale(rope, weight) ** 2
+
+
+def yarn_mscale(rope: dict[str, Any], weight: float) -> float:
+    return float(0.1 * weight * math.log(max(rope.get("factor", 1.0), 1.0)) + 1.0)

@@ -1,0 +1,26 @@
+"""What every sublayer's spec says."""
+
+from __future__ import annotations
+
+from quire.engine.architecture.kv_cache_spec import State
+
+
+class SublayerSpec:
+    """The shape of a part, and the switches by which families differ. Frozen."""
+
+    __slots__ = ()
+
+    @property
+    def kv_cache_spec(self) -> State | None:
+        """What it keeps of a sequence; None: nothing."""
+        return None
+
+    def tensor_parallel_error(self, ranks: int) -> str | None:
+        """What of it cannot be divided among so many ranks; None: all can."""
+        return None
+
+
+def divisibility_error(size: int, description: str, ranks: int) -> str | None:
+    """What SublayerSpec.tensor_parallel_error says where so many, which messages call `description`, are no equal
+    parts."""
+    return f"the model's {description} cannot be divided among {ranks} ranks" if size % ranks else None
