@@ -356,9 +356,9 @@ async def ray(folder: Path) -> dict[str, list[str]]:
         "Ray: the journal's file": [LIFE],
         "Ray: topics of questions": topics,
         "Ray: methods of the journal, with the number of their arguments": [
-            f"{each.__qualname__} {len(inspect.signature(each).parameters) - 1}" for each in RPC_METHODS
+            f"{name} {len(inspect.signature(each).parameters) - 1}" for name, each in RPC_METHODS.items()
         ],
-        "Ray: objects in these": sorted({each for method in RPC_METHODS for each in objects_in(method)}),
+        "Ray: objects in these": sorted({each for method in RPC_METHODS.values() for each in objects_in(method)}),
     }
 
 

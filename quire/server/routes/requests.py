@@ -50,7 +50,7 @@ async def explain(name: str, request: Request) -> Response:
     return Response(explanation, media_type="application/json")
 
 
-@router.get("/v1/requests/{name:path}/conversation", response_model=None)
+@router.get("/v1/requests/{name:path}/conversation", name="conversation", response_model=None)
 async def conversation(name: str, request: Request) -> dict[str, Any]:
     """The turns of the conversation that a request belongs to, as far as they are remembered (--request-history): for
     each prompt, the numbers of tokens that were cached, that could have been cached, and that were new. Prompts belong

@@ -30,53 +30,54 @@ from quire.server.store.response_store import Store
 log = logging.getLogger("quire.server")
 DATA_DIR_TOPIC = "data"
 """Of the questions to the process that has the data."""
-RPC_METHODS: tuple[Callable[..., Any], ...] = (
-    Store.get,
-    Store.known,
-    Store.put,
-    Store.append,
-    Store.describe,
-    Store.page,
-    Store.item,
-    Store.delete_item,
-    Store.delete,
-    Store.lose,
-    Files.reserve,
-    Files.release,
-    Files.add,
-    Files.find,
-    Files.page,
-    Files.delete,
-    Files.expired,
-    Batches.add,
-    Batches.cancel,
-    Batches.finalize,
-    Batches.end,
-    Batches.find,
-    Batches.page,
-    Batches.open,
-    Batches.set_lines,
-    Batches.reads,
-    Batches.left,
-    Batches.put_result,
-    Batches.results,
-    Calls.put,
-    Calls.note,
-    Calls.claim,
-    Calls.give_up,
-    Calls.holder,
-    Calls.find,
-    Calls.of_key,
-    Calls.delete,
-    Processes.look,
-    Processes.left,
-    Processes.sweep,
-)
-"""What may be asked for, by parts of Data."""
+RPC_METHODS: dict[str, Callable[..., Any]] = {
+    "Store.get": Store.get,
+    "Store.known": Store.known,
+    "Store.put": Store.put,
+    "Store.append": Store.append,
+    "Store.describe": Store.describe,
+    "Store.page": Store.page,
+    "Store.item": Store.item,
+    "Store.delete_item": Store.delete_item,
+    "Store.delete": Store.delete,
+    "Store.lose": Store.lose,
+    "Files.reserve": Files.reserve,
+    "Files.release": Files.release,
+    "Files.add": Files.add,
+    "Files.find": Files.find,
+    "Files.page": Files.page,
+    "Files.delete": Files.delete,
+    "Files.expired": Files.expired,
+    "Batches.add": Batches.add,
+    "Batches.cancel": Batches.cancel,
+    "Batches.finalize": Batches.finalize,
+    "Batches.end": Batches.end,
+    "Batches.find": Batches.find,
+    "Batches.page": Batches.page,
+    "Batches.open": Batches.open,
+    "Batches.set_lines": Batches.set_lines,
+    "Batches.reads": Batches.reads,
+    "Batches.left": Batches.left,
+    "Batches.put_result": Batches.put_result,
+    "Batches.results": Batches.results,
+    "Calls.put": Calls.put,
+    "Calls.note": Calls.note,
+    "Calls.claim": Calls.claim,
+    "Calls.give_up": Calls.give_up,
+    "Calls.holder": Calls.holder,
+    "Calls.find": Calls.find,
+    "Calls.of_key": Calls.of_key,
+    "Calls.delete": Calls.delete,
+    "Processes.look": Processes.look,
+    "Processes.left": Processes.left,
+    "Processes.sweep": Processes.sweep,
+}
+"""What may be asked for, by its name on the wire, which stays when a method is renamed: Ray replaces the replicas of an
+application one by one, and an old one asks a new one. The part of DataDir comes before the dot."""
 _SLOW_METHODS = (b"Store.put", b"Store.append", b"Store.delete")
 _NAME_PREFIX_BYTES = 32
 """Bytes of a question among which the method's name is."""
-_METHODS_BY_NAME = {each.__qualname__: each for each in RPC_METHODS}
+_WIRE_NAMES = {method: name for name, method in RPC_METHODS.items()}
 
 
 class _RPCRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -96,7 +97,7 @@ class _Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     fault: Fault
 
 
-class _NoDisk(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class _NoDisk(msgspec.Struct, frozen=True, tag="_NoDisk", array_like=True):
     """By the disk, or by SQLite."""
 
     message: str
@@ -129,10 +130,11 @@ def serve_data_dir_call(data: DataDir, encoded_request: bytes) -> bytes:
     """What a process is told that asks for something. In a thread, please."""
     try:
         request = _decode_request(encoded_request)
-        form = method_codec(_METHODS_BY_NAME[request.method])
-        store_name, _, method = request.method.partition(".")
+        method = RPC_METHODS[request.method]
+        form = method_codec(method)
+        store = getattr(data, request.method.partition(".")[0].lower())
         arguments = dict(zip(form.signature.parameters, form.arguments_decoder.decode(request.arguments), strict=True))
-        result = getattr(getattr(data, store_name.lower()), method)(**arguments)
+        result = getattr(store, method.__name__)(**arguments)
         return encode_msgpack(_Done(msgspec.Raw(encode_msgpack(result))))
     except QuireError as error:
         return encode_msgpack(_Refused(Fault.of(error)))
@@ -153,10 +155,10 @@ class _RemoteStore:
         self._send_request = send_request
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        return partial(self._call_method, f"{self._store_class.__name__}.{method}")
+        return partial(self._call_method, _WIRE_NAMES[getattr(self._store_class, method)])
 
     def _call_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        form = method_codec(_METHODS_BY_NAME[method])
+        form = method_codec(RPC_METHODS[method])
         bound = form.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         request = _RPCRequest(method, msgspec.Raw(encode_msgpack(tuple(bound.arguments.values()))))
