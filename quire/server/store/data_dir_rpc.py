@@ -77,7 +77,7 @@ application one by one, and an old one asks a new one. The part of DataDir comes
 _SLOW_METHODS = (b"Store.put", b"Store.append", b"Store.delete")
 _NAME_PREFIX_BYTES = 32
 """Bytes of a question among which the method's name is."""
-_WIRE_NAMES = {method: name for name, method in RPC_METHODS.items()}
+_WIRE_NAMES = {method.__qualname__: name for name, method in RPC_METHODS.items()}
 
 
 class _RPCRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -155,7 +155,7 @@ class _RemoteStore:
         self._send_request = send_request
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        return partial(self._call_method, _WIRE_NAMES[getattr(self._store_class, method)])
+        return partial(self._call_method, _WIRE_NAMES[f"{self._store_class.__name__}.{method}"])
 
     def _call_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
         form = method_codec(RPC_METHODS[method])
