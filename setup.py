@@ -33,7 +33,7 @@ class BuildKernels(build_ext):
         if cxx is None:
             self.warn("no C++ compiler found: Quire will serve on PyTorch's ops, several times slower")
             return
-        isas = kernels.best_isas(cxx) if self.inplace or self.editable_mode else kernels.ISAS
+        isas = kernels.isas_to_build(cxx) if self.inplace or self.editable_mode else kernels.ISAS
         for isa, failure in kernels.build_libraries(cxx, isas, self.target()).items():
             self.warn(f"kernels for {isa} were not built: {failure.splitlines()[0]}")
 

@@ -162,7 +162,7 @@ def measure(path: Path, args: argparse.Namespace, copy: float, matmul: float, ro
     print(f"  {engine.info.backend}\n  {engine.info.arithmetic}")
     print(f"  engine up after {load:.1f} s, first token after {first_token:.1f} s")
     began = time.perf_counter()
-    while engine.warm_up_once():
+    while engine.run_next_warmup():
         pass
     print(f"  graphs captured in {time.perf_counter() - began:.1f} s")
     results: dict[str, Any] = {"backend": engine.info.backend, "load_s": load, "first_token_s": first_token}

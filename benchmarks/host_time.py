@@ -41,7 +41,7 @@ from quire.engine.worker.sampling import device_sampler, sampling_rules
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata, Linear
 from quire.kernels.gpu import host_transfer, triton_sampling
-from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.reference import ReferenceBackend
 
 ROWS = (1, 8, 32, 64, 128, 256, 512)
@@ -79,7 +79,7 @@ def free_device() -> Iterator[None]:
         for name in ("add_biases", "ban_words", "apply_penalties"):
             stack.enter_context(patch.object(device_sampler.DeviceLogitsProcessor, name, lambda *_: None))
         stack.enter_context(patch.object(triton_sampling, "sample_tokens", pick))
-        stack.enter_context(patch.object(kv_allocation, "choose_capture", lambda *_: capture))
+        stack.enter_context(patch.object(kv_allocation, "make_graph_capture", lambda *_: capture))
         stack.enter_context(patch.object(model_runner, "choose_sampler", lambda *_: device_sampler.sample_on_device))
         yield
 
@@ -146,7 +146,7 @@ def measure(rows: int, params: SamplingParams, steps: int) -> dict[str, float]:
             clock.spent = dict.fromkeys(PARTS, 0.0)
             began = time.thread_time()
             outputs = engine.step()
-            encoded(Stepped(outputs, engine.engine_stats, engine.last_step))
+            encoded(Stepped(outputs, engine.engine_stats, engine.last_step_record))
             taken.append(time.thread_time() - began)
             for part, spent in clock.spent.items():
                 parts[part].append(spent)
@@ -178,7 +178,7 @@ class FreeBackend(ReferenceBackend):
         return self.ready(gate_up.shape[0], gate_up.shape[1] // 2)
 
     def rope_and_store_kv(
-        self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
+        self, qkv: Tensor, rope: QKNormRopeParams, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         return self.ready(len(qkv), qkv.shape[1] // rope.head_dim - 2 * k_cache.shape[2], rope.head_dim)
 

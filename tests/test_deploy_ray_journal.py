@@ -79,21 +79,23 @@ async def test_the_next_one_knows_what_replicas_answer_and_who_leads(tmp_path: P
         one = await cluster.replica("one", ProcessStatus([(A, "s")], leads=True))
         two = await cluster.replica("two", ProcessStatus())
         tail = WriteAheadLog(tmp_path, "one")
-        assert (await do(one.processes.look, "one", {})).leads
-        assert not (await do(two.processes.look, "two", {})).leads
+        assert (await do(one.processes.exchange_status, "one", {})).leads
+        assert not (await do(two.processes.exchange_status, "two", {})).leads
         assert await do(one.calls.put, A, CALL, 9e9, "one")
         tail.log_tokens(tail.log_call(A, "s"), 0, 0, [1, 2, 3], None)
         await cluster.members.close()
         cluster.replace()
-        assert await do(two.calls.holder, A, "s") == "one", "nobody is answered before all have joined"
-        assert not (await do(two.processes.look, "two", {})).leads
+        assert await do(two.calls.answering_process, A, "s") == "one", "nobody is answered before all have joined"
+        assert not (await do(two.processes.exchange_status, "two", {})).leads
         assert (tmp_path / "tail-one").exists(), "it goes on"
-        await do(one.calls.note, [ProgressUpdate(A, "s", CallProgress([[1, 2]], [], [None]), 9e9, False)], "one")
+        await do(
+            one.calls.update_progress, [ProgressUpdate(A, "s", CallProgress([[1, 2]], [], [None]), 9e9, False)], "one"
+        )
         cluster.living.remove("one")
-        while await do(two.calls.holder, A, "s") is not None:  # noqa: ASYNC110
+        while await do(two.calls.answering_process, A, "s") is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         assert (await do(two.calls.find, A, "s")).progress.ids == [[1, 2, 3]]
-        assert (await do(two.processes.look, "two", {})).leads
+        assert (await do(two.processes.exchange_status, "two", {})).leads
     finally:
         await cluster.end()
 

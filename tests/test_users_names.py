@@ -38,11 +38,17 @@ from quire.engine.receipts.receipt import Receipt
 from quire.engine.receipts.receipt_replay import ReplayVerdict
 from quire.engine.settings.settings_reader import load_settings
 from quire.engine.tiers.disk_tier import DiskTier
-from quire.engine.tiers.external_tier import ExternalTier
+from quire.engine.tiers.guarded_tier import GuardedTier
 from quire.engine.tiers.kv_identity import WeightFiles
 from quire.engine.tiers.tier import Tier
-from quire.engine.types import Image, Span
-from quire.engine.worker.ranks.remote_ranks import JOIN_QUEUE, JoinReply, JoinRequest, answer_queue, order_queue
+from quire.engine.types import Image, MediaSpan
+from quire.engine.worker.ranks.remote_ranks import (
+    JOIN_QUEUE,
+    JoinReply,
+    JoinRequest,
+    answer_queue_name,
+    order_queue_name,
+)
 from quire.engine.worker.ranks.single_process import SingleProcess
 from quire.engine.worker.writing.quantized_formats import make_quantized_format
 from quire.kernels.reference import ReferenceBackend
@@ -51,7 +57,7 @@ from quire.server.adapter_registry import open_adapter_registry
 from quire.server.cli.bench import latency_stats, serve, vllm_result
 from quire.server.cli.chat.chat_session import ChatSession
 from quire.server.cli.plan.cpu_rates import read_or_measure_rates
-from quire.server.cli.verify import VerificationCheck
+from quire.server.cli.verify import CheckResult
 from quire.server.config import ServerConfig
 from quire.server.error_responses import error_info
 from quire.server.fleet.added_models import AddedModels
@@ -102,7 +108,7 @@ TYPES: dict[str, Any] = {
     "machines: what it is answered": JoinReply,
     "Ray: what a replica says when it joins": ProcessStatus,
     "phases of a request": TimelinePhase,
-    "quire verify --json: a check": VerificationCheck,
+    "quire verify --json: a check": CheckResult,
     "quire replay --json": ReplayVerdict,
     "quire bench --json: figures": latency_stats.BenchSummary,
 }
@@ -193,7 +199,7 @@ def data_folder(folder: Path, caplog: pytest.LogCaptureFixture) -> dict[str, lis
 def kv_tier(folder: Path) -> dict[str, list[str]]:
     """Files of pages, with a header before each page; and what pages are found by."""
     identity, root = b"i" * 16, root_hash("salt")
-    outside = ExternalTier(DiskTier(str(folder / "kv"), 2**20, identity), identity)
+    outside = GuardedTier(DiskTier(str(folder / "kv"), 2**20, identity), identity)
     outside.put(b"d" * 16, b"page")
     outside.shut_down()
     (path,) = (folder / "kv").rglob("6464*")
@@ -233,7 +239,7 @@ def commands(folder: Path) -> dict[str, list[str]]:
         for each in formats
     ]
     bench, answer = (
-        serve.serve_bench_parser().parse_args(["--save-detailed"]),
+        serve.build_serve_bench_parser().parse_args(["--save-detailed"]),
         latency_stats.BenchAnswer([0.1, 0.2], 3, 2),
     )
     sockets = SocketFolder()
@@ -303,7 +309,7 @@ def errors() -> dict[str, list[str]]:
         for path in ("/v1/completions", "/v1/messages", "/api/chat", "/v1/systemone")
         for told in (
             error_info(QuireError("message")),
-            error_info(InvalidRequest("message", param="field")).adjust_status(path),
+            error_info(InvalidRequest("message", param="field")).with_api_status(path),
         )
         for line in lines_of_value(json.loads(told.encode_body(path)))
     }
@@ -315,11 +321,11 @@ def errors() -> dict[str, list[str]]:
 
 
 def others() -> dict[str, list[str]]:
-    spans = [Span(3, 2, b"digest", is_bidirectional=True, offset=1)]
+    spans = [MediaSpan(3, 2, b"digest", is_bidirectional=True, offset=1)]
     spec: Any = SimpleNamespace(prompts=[SimpleNamespace(ids=[1, 2, 3], spans=spans)])
     return {
         "journal: pins.given": [input_digest(spec, ComputeIdentity("fingerprint", True, "weights"))],
-        "machines: queues of the store": [JOIN_QUEUE, order_queue(3), answer_queue(3)],
+        "machines: queues of the store": [JOIN_QUEUE, order_queue_name(3), answer_queue_name(3)],
         "GET /v1/engine/events: a tier": fields_of(TierStats),
     }
 

@@ -139,7 +139,7 @@ def measure(data: DataDir, held: Held, rounds: int) -> None:
 
     def sweep() -> None:
         held.of.name = "sweeps"
-        step = getattr(data.processes, "sweep", lambda: False)
+        step = getattr(data.processes, "delete_due_data", lambda: False)
         while not done.is_set():
             time.sleep(0.02 if step() else 0.5)
 
@@ -184,7 +184,7 @@ def writes(data: DataDir) -> dict[str, Callable[[int], object]]:
 
     def append(number: int) -> None:
         items = [StoredItem(f"more_{n:032x}", b"x" * 390) for n in range(1000)]
-        data.store.append(OWNER, f"many{number}", items)
+        data.store.append_items(OWNER, f"many{number}", items)
 
     return {
         "conversation, empty": put("empty", 0, 0),

@@ -22,7 +22,7 @@ from quire.engine.images.vision_spec import VisionSpec
 from quire.engine.offline.llm import LLM
 from quire.engine.offline.outputs import RequestOutput
 from quire.engine.offline.params import SamplingParams
-from quire.engine.types import EngineCoreRequest, Span
+from quire.engine.types import EngineCoreRequest, MediaSpan
 from tests.engine.harness import run
 from tests.vision_families import expected, save_family
 
@@ -164,8 +164,8 @@ def _timed(device: torch.device) -> str:
 def _shown(vision: VisionSpec, seed: int, side: int) -> EngineCoreRequest:
     pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
     layout = vision.make_layout(side, side)
-    (content,) = layout.prepare_contents(Pillow.fromarray(pixels))
+    (content,) = layout.make_tower_inputs(Pillow.fromarray(pixels))
     content = msgspec.structs.replace(content, encoder_cost=vision.encoder_cost(content))
     ids = [5, *[vision.image_token_id] * layout.num_tokens, 6]
     asked = request(str(seed), ids, 1)
-    return msgspec.structs.replace(asked, spans=(Span(1, layout.num_tokens, content.digest),), images=(content,))
+    return msgspec.structs.replace(asked, spans=(MediaSpan(1, layout.num_tokens, content.digest),), images=(content,))

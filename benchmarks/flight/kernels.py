@@ -116,10 +116,10 @@ def _quantized(device: torch.device, say: Say, backend: Backend, timed: bool) ->
 def by_pytorch(device: torch.device, say: Say) -> None:
     """Which of PyTorch's products of 8 bits pass their trial here."""
     try:
-        from quire.kernels.gpu.quantization.torch_matmul import TorchMatmul, trial_failure_reason
+        from quire.kernels.gpu.quantization.torch_matmul import TorchMatmulKind, trial_failure_reason
     except ModuleNotFoundError:  # there is no Triton
         return
-    for product, dtype in product_of(TorchMatmul, (torch.bfloat16, torch.float16)):
+    for product, dtype in product_of(TorchMatmulKind, (torch.bfloat16, torch.float16)):
         where = torch.device(device.type, torch.cuda.current_device())
         said = trial_failure_reason(product, dtype, where) or "passes its trial"
         say(Finding(f"PyTorch's {product} for {str(dtype).removeprefix('torch.')}", said))

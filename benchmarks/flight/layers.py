@@ -102,8 +102,8 @@ def _timed_rule(
     table = torch.zeros((seqs, 1), dtype=torch.int32, device=device)
     step = AttentionMetadata(starts, lens, starts, table, at, at, count, count + 1, state_slots=slots)
     matrices = torch.zeros((seqs, rule.num_heads, rule.key_dim, value), device=device)
-    guesses = torch.zeros((seqs, 8, kept.draft_dim), device=device).bfloat16()
-    sizes = (kept.input_dim, rule.num_heads * value, kept.head_input_dim)
+    guesses = torch.zeros((seqs, 8, kept.draft_inputs_dim), device=device).bfloat16()
+    sizes = (kept.input_dim, rule.num_heads * value, kept.head_inputs_dim)
     given = [torch.randn((seqs * count, size), device=device).bfloat16() for size in sizes]
     states = RecurrentStates(matrices, guesses)
     seconds = statistics.median(times(lambda: backend.run_recurrence(*given, rule, states, step), device, 10))

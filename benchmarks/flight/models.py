@@ -230,8 +230,8 @@ def _guesses(folder: Path, device: torch.device) -> str:
         given: dict[str, Any] = asked | {"enforce_eager": eager, "speculative_config": draft}
         config = EngineConfig(model=str(folder), device=device.type, **given)
         worker = start_worker(config, folder, read_model_config(folder), lambda: None)
-        assert worker.draft_worker is not None
-        costs = dict(worker.draft_worker.step_costs)
+        assert worker.started_drafter is not None
+        costs = dict(worker.started_drafter.step_costs)
         told = [f"{1000 * costs[count]:.2f} ms for {count}" for count in (1, 32)]
         said.append(f"{'without graphs' if eager else 'with graphs'} {', '.join(told)} at once")
         free_engine_memory()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.flight.finding import Finding, Say, tried
-from quire.engine.worker.ranks.rank_processes import visible_gpus
+from quire.engine.worker.ranks.rank_processes import visible_gpus_for_rank
 from quire.kernels.collective import RankEnded
 from quire.kernels.distributed import DistributedCollective, join_ranks
 
@@ -56,7 +56,7 @@ def _of_processes(count: int) -> str:
 
 
 def _rank(rank: int, count: int, port: int, visible: str | None, out: Connection) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(rank, visible, count)
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus_for_rank(rank, visible, count)
     device = torch.device("cuda", 0)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     ways = {

@@ -16,7 +16,7 @@ from benchmarks.common.servers import post_all, served
 from benchmarks.flight.finding import Finding, Say, tried
 from benchmarks.gpu import asked, limits, measure, model_directory, start
 from quire.engine.engine_core import EngineCore, free_engine_memory
-from quire.server.cli.bench.latency_stats import arrival_times, distribution
+from quire.server.cli.bench.latency_stats import arrival_times, latency_distribution
 
 _BIRDS = ["hen", "cock", "chick"]
 
@@ -73,7 +73,10 @@ def _arrivals(engine: EngineCore, streams: int) -> str:
 
 def _told(found: list[Answered], seconds: float) -> str:
     made = sum(len(each.tokens) for each in found)
-    first, gaps = distribution(each.first for each in found), distribution(gap for each in found for gap in each.gaps)
+    first, gaps = (
+        latency_distribution(each.first for each in found),
+        latency_distribution(gap for each in found for gap in each.gaps),
+    )
     assert first is not None
     assert gaps is not None
     return (

@@ -24,8 +24,8 @@ from deploy.ray.resume import KeptStream, ResumableStream
 from quire.engine.errors import EngineError, Overloaded, QuireError
 from quire.server.access.authentication import AuthenticationMiddleware
 from quire.server.access.body_reader import BodyReader
-from quire.server.access.cors import add_cors
-from quire.server.access.gateway_headers import Gateways
+from quire.server.access.cors import wrap_in_cors
+from quire.server.access.gateway_headers import TrustedGateways
 from quire.server.access.path_rules import ADMIN_PATHS, ADMIN_PREFIX, PUBLIC_PATHS
 from quire.server.access.tenants import Tenants
 from quire.server.config import ServerConfig
@@ -63,9 +63,9 @@ class Gateway:
         self._replica = replica.options(stream=True)
         self._keeps = config.data_dir is not None
         self._bodies = BodyReader(int(config.max_body_size * 2**20), BODIES_BYTES)
-        app: ASGIApp = AuthenticationMiddleware(self._answer, Tenants(config), Gateways(config))
+        app: ASGIApp = AuthenticationMiddleware(self._answer, Tenants(config), TrustedGateways(config))
         app = UnexpectedErrorMiddleware(app)
-        self._app = add_cors(app, config) if config.allowed_origins else app
+        self._app = wrap_in_cors(app, config) if config.allowed_origins else app
 
     async def __call__(self, request: Request) -> Response:
         return _FromApp(self._app)

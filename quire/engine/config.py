@@ -36,7 +36,7 @@ _BYTE_UNITS = {"g": 10**9, "G": 2**30, "m": 10**6, "M": 2**20, "t": 10**12, "T":
 _TOKEN_UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
 
 
-def capacity_settings(info: EngineInfo) -> dict[str, int]:
+def capacity_settings_from_info(info: EngineInfo) -> dict[str, int]:
     """What an engine that is built anew is to have as this one, whatever memory is free then, by setting."""
     settings = {"max_model_len": info.max_model_len, "num_kv_blocks": info.num_blocks}
     return settings if info.rope_context is None else settings | {"rope_context": info.rope_context}
@@ -326,7 +326,9 @@ class EngineConfig(BaseModel):
 
     @field_validator("speculative_config")
     @classmethod
-    def drop_served_model(cls, value: SpeculativeConfig | None, info: ValidationInfo) -> SpeculativeConfig | None:
+    def drop_redundant_mtp_model(
+        cls, value: SpeculativeConfig | None, info: ValidationInfo
+    ) -> SpeculativeConfig | None:
         """vLLM's recipes name the served model as the one that has the layer for mtp."""
         if value is None or value.method != "mtp" or value.model is None:
             return value

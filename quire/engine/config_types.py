@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 
-def _parse_object(value: object) -> object:
+def _parse_json_object(value: object) -> object:
     """The object in JSON text. Raises ValueError."""
     if not isinstance(value, str):
         return value
@@ -21,7 +21,7 @@ def _parse_object(value: object) -> object:
     return parsed
 
 
-JsonObject = Annotated[dict[str, Any], BeforeValidator(_parse_object)]
+JsonObject = Annotated[dict[str, Any], BeforeValidator(_parse_json_object)]
 """An object, or JSON text of one."""
 
 
@@ -155,7 +155,7 @@ class SpeculativeConfig(BaseModel):
         return self
 
 
-def ignored_keys_reason(value: object) -> str:
+def ignored_speculative_keys_reason(value: object) -> str:
     """What of a speculative_config changes nothing here, and why; "" where all of it counts."""
     if isinstance(value, str):
         try:

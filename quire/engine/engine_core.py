@@ -20,7 +20,7 @@ from quire.engine.core.engine_view import take_engine_view
 from quire.engine.core.executor import Executor
 from quire.engine.core.stats import EngineStats, EngineView, StepRecord
 from quire.engine.core.step_runner import StepRunner
-from quire.engine.engine_builder.drafter_builder import make_default_drafter
+from quire.engine.engine_builder.drafter_builder import make_configured_drafter
 from quire.engine.engine_builder.engine_core_builder import EngineCoreBuilder
 from quire.engine.errors import EngineError, InvalidRequest
 from quire.engine.processes.heartbeat import Heartbeat, NullHeartbeat
@@ -48,20 +48,20 @@ class EngineCore:
         make_tiers: Callable[..., TieredKVOffloader] = TieredKVOffloader,
     ) -> None:
         """`tensors`: weights under their names in the checkpoint, instead of those in files. `make_drafter`: by default
-        make_default_drafter. `steps_ahead`: see StepRunner; by default what pays on the device. `make_tiers`: see
-        choose_tiers."""
+        make_configured_drafter. `steps_ahead`: see StepRunner; by default what pays on the device. `make_tiers`: see
+        make_kv_offloader."""
         began = time.perf_counter()
         heartbeat = heartbeat or NullHeartbeat()
         builder = EngineCoreBuilder(config, heartbeat, tensors)
         worker = builder.worker
         kv_offloader = builder.build_kv_offloader(make_tiers)
-        drafter = (make_drafter or make_default_drafter)(worker, builder.config)
+        drafter = (make_drafter or make_configured_drafter)(worker, builder.config)
         self.executor: Executor = worker.executor
         self.scheduler = builder.build_scheduler(drafter, kv_offloader)
         self._config = builder.config
         self._model = builder.model
-        self._checkpoint = worker.expected_weights
-        self._draft_source = builder.device_drafter
+        self._expected_weights = worker.expected_weights
+        self._device_drafter = builder.device_drafter
         self._heartbeat = heartbeat
         self._collective_rpc = worker.collective_rpc
         self._expert_counts = worker.get_offload_counts
@@ -94,13 +94,15 @@ class EngineCore:
             stats, experts_read=num_read, experts_kept=num_kept, disk_bytes=read_bytes, **guess_counts
         )
 
-    def take_view(self) -> EngineView:
+    def make_engine_view(self) -> EngineView:
         return take_engine_view(self.scheduler)
 
-    def warm_up_once(self) -> bool:
+    def run_next_warmup(self) -> bool:
         """Do one unit of idle warm-up; False when none is left."""
         self._heartbeat.begin_step([])  # so that a warm-up that hangs is noticed as a step is
-        more = self.executor.warm_up() or (self._draft_source is not None and self._draft_source.capture_next_graph())
+        more = self.executor.warm_up_next() or (
+            self._device_drafter is not None and self._device_drafter.capture_next_graph()
+        )
         self._heartbeat.end_step()
         return more
 
@@ -129,15 +131,15 @@ class EngineCore:
         """Before it is let go: end what runs beside it."""
         self.scheduler.kv_offloader.close_tiers()
 
-    def check_weights(self, config: EngineConfig) -> None:
+    def check_replacement_weights(self, config: EngineConfig) -> None:
         """Raise ConfigError where an engine of `config` could not load its weights."""
         if config.weights is not None:
             # Against the model's own: the files of the weights before this may be gone by now.
             model_files = model_path(config)
-            check_weights(self._checkpoint, self._model, stored_at(config), model_files)
+            check_weights(self._expected_weights, self._model, stored_at(config), model_files)
 
     @property
-    def last_step(self) -> StepRecord | None:
+    def last_step_record(self) -> StepRecord | None:
         """The record of the step that the last call of step() learnt from, if it learnt from one."""
         return self._step_runner.last_record
 

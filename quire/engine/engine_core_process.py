@@ -7,7 +7,7 @@ import gc
 import zmq
 
 from quire.engine.checkpoint.kv_folder import forget_pages
-from quire.engine.config import EngineConfig, capacity_settings
+from quire.engine.config import EngineConfig, capacity_settings_from_info
 from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.errors import InvalidRequest, QuireError
 from quire.engine.link.engine_messages import (
@@ -50,10 +50,10 @@ def run_engine_core(config: EngineConfig, address: str, heartbeat: Heartbeat) ->
     try:
         engine, failure = EngineCore(config, heartbeat), None
         # One that is built anew has the same context and pages, whatever memory is free then.
-        config = config.model_copy(update=capacity_settings(engine.info))
+        config = config.model_copy(update=capacity_settings_from_info(engine.info))
         while True:
             _send_message(socket, Ready(engine.info, failure))
-            engine.executor.load_grammars()
+            engine.executor.preload_grammar_compiler()
             gc.freeze()  # exempts what lives as long as the engine from garbage collection
             change = _run_until_change(engine, socket)
             engine.shut_down()
@@ -78,8 +78,8 @@ def _run_until_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> Sleep | 
         if (change := _handle_messages(engine, socket)) is not None:
             return change
         outputs = engine.step()
-        if outputs or engine.last_step is not None:
-            _send_message(socket, Stepped(outputs, engine.engine_stats, engine.last_step))
+        if outputs or engine.last_step_record is not None:
+            _send_message(socket, Stepped(outputs, engine.engine_stats, engine.last_step_record))
 
 
 def _handle_messages(engine: EngineCore, socket: zmq.Socket[bytes]) -> Sleep | EngineConfig | None:  # noqa: PLR0912 (one case per message)
@@ -87,7 +87,7 @@ def _handle_messages(engine: EngineCore, socket: zmq.Socket[bytes]) -> Sleep | E
     engine is to be let go for."""
     is_idle = not engine.has_work
     while is_idle or socket.poll(0):
-        if is_idle and not socket.poll(0) and engine.warm_up_once():
+        if is_idle and not socket.poll(0) and engine.run_next_warmup():
             continue
         match decode_to_engine(socket.recv()):
             case Submit(requests, images):
@@ -101,10 +101,10 @@ def _handle_messages(engine: EngineCore, socket: zmq.Socket[bytes]) -> Sleep | E
             case Sleep() as sleep:
                 return sleep
             case Load(text):
-                if (config := _read_loadable_config(engine, socket, text)) is not None:
+                if (config := _parse_config_or_refuse(engine, socket, text)) is not None:
                     return config
             case Check(text):
-                if _read_loadable_config(engine, socket, text) is not None:
+                if _parse_config_or_refuse(engine, socket, text) is not None:
                     _send_message(socket, Checked())
             case (SnapshotRequest() | ResetPrefixCache() | Call()) as utility_call:
                 _run_utility_call(engine, socket, utility_call)
@@ -117,7 +117,7 @@ def _run_utility_call(
     """Run a call that leaves the engine idle if it was."""
     match utility_call:
         case SnapshotRequest():
-            _send_message(socket, SnapshotTaken(engine.take_view()))
+            _send_message(socket, SnapshotTaken(engine.make_engine_view()))
         case ResetPrefixCache():
             engine.reset_prefix_cache()
         case Call(content):
@@ -127,11 +127,11 @@ def _run_utility_call(
                 _send_message(socket, Called([], error.message))
 
 
-def _read_loadable_config(engine: EngineCore, socket: zmq.Socket[bytes], text: str) -> EngineConfig | None:
+def _parse_config_or_refuse(engine: EngineCore, socket: zmq.Socket[bytes], text: str) -> EngineConfig | None:
     """The configuration in `text` if an engine could load its weights; else tell the parent why not."""
     config = EngineConfig.model_validate_json(text)
     try:
-        engine.check_weights(config)
+        engine.check_replacement_weights(config)
     except QuireError as error:
         _send_message(socket, Refused(error.message, error.param))
         return None

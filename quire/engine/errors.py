@@ -74,7 +74,7 @@ class Overloaded(QuireError):
     code = "overloaded"
 
 
-class ModelUnloadable(Overloaded):
+class ModelNotLoadable(Overloaded):
     """A model's files are wrong: to ask again soon does not help."""
 
     code = "model_unloadable"
@@ -116,10 +116,10 @@ class ModelError(ConfigError):
 
 def may_succeed_later(error: Exception) -> bool:
     """Whether what failed was not the request's fault: the same request may be answered at another time."""
-    return isinstance(error, EngineGone | Overloaded) and not isinstance(error, QueueTimeout | ModelUnloadable)
+    return isinstance(error, EngineGone | Overloaded) and not isinstance(error, QueueTimeout | ModelNotLoadable)
 
 
-def refuse_setting(param: str, *reasons: str | bool | None) -> None:
+def refuse_setting_if(param: str, *reasons: str | bool | None) -> None:
     """Raise ConfigError for a setting with the first of the reasons that is one; each is a text, or the condition that
     does not hold under which it would be one."""
     for why in reasons:

@@ -30,7 +30,7 @@ _MAX_VALUE_LENGTH = 60
 Validated = TypeVar("Validated")
 
 
-def open_file(path: Path) -> BinaryIO | None:
+def open_if_present(path: Path) -> BinaryIO | None:
     """None if there is no such file. Raises ModelError for anything that cannot be read or is no regular file."""
     try:
         # Without O_NONBLOCK, opening a FIFO would wait for a writer.
@@ -49,7 +49,7 @@ def open_file(path: Path) -> BinaryIO | None:
 
 def open_required(path: Path) -> BinaryIO:
     """The same, where there must be such a file."""
-    file = open_file(path)
+    file = open_if_present(path)
     if file is None:
         raise ModelError(f"model: there is no {path.name}")
     return file
@@ -57,7 +57,7 @@ def open_required(path: Path) -> BinaryIO:
 
 def read_bytes(path: Path, max_bytes: int, *, may_be_empty: bool = False) -> bytes | None:
     """The content of a file of up to `max_bytes` bytes; None if there is no such file. Raises ModelError."""
-    file = open_file(path)
+    file = open_if_present(path)
     if file is None:
         return None
     with file:
@@ -106,7 +106,7 @@ def validate_json(content: dict[str, Any], kind: type[Validated], file: str) -> 
     try:
         return msgspec.convert(content, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise ModelError(f"model: {file}: {describe_error(error, content)}") from None
+        raise ModelError(f"model: {file}: {describe_validation_error(error, content)}") from None
 
 
 def decode_json(content: bytes, kind: type[Validated], where: str) -> Validated:
@@ -114,12 +114,12 @@ def decode_json(content: bytes, kind: type[Validated], where: str) -> Validated:
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
-        raise ModelError(f"model: {where}: {describe_error(error)}") from None
+        raise ModelError(f"model: {where}: {describe_validation_error(error)}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"model: {where} cannot be read: {error}") from None
 
 
-def describe_error(error: msgspec.ValidationError, content: Any = None) -> str:
+def describe_validation_error(error: msgspec.ValidationError, content: Any = None) -> str:
     """A validation error as `field: message is expected, got value`."""
     text = str(error)
     field_match = _FIELD_PATTERN.search(text)
@@ -127,13 +127,13 @@ def describe_error(error: msgspec.ValidationError, content: Any = None) -> str:
     message = text[: field_match.start()] if field_match else text
     expected = message.partition(", got ")[0].replace("`", "")
     if content is not None:
-        expected += f", got {_short_repr(_value_at(content, field))}"
+        expected += f", got {_short_repr(_value_at_path(content, field))}"
     elif ", got " in message:
         expected = message.replace("`", "")
     return f"{field}: {expected[0].lower()}{expected[1:]}" if field else f"{expected[0].lower()}{expected[1:]}"
 
 
-def _value_at(content: Any, field: str) -> Any:
+def _value_at_path(content: Any, field: str) -> Any:
     """The value at a path such as `rope_parameters.factor` or `layer_types[3]`; as deep as the path can be followed."""
     for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", field):
         try:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def block_fault_signals() -> None:
-    """Block FAULT_SIGNALS, so that those sent by other processes wait for `report_fault_signals`.
+    """Block FAULT_SIGNALS, so that those sent by other processes wait for `start_fault_signal_reporter`.
 
     Call it before any other thread starts: threads inherit the signal mask. A fault of this process itself still ends
     it at once, because the kernel does not let a process block signals that its own instructions raise.
@@ -32,7 +32,7 @@ def block_fault_signals() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, FAULT_SIGNALS)
 
 
-def report_fault_signals(heartbeat: PipeHeartbeat) -> None:
+def start_fault_signal_reporter(heartbeat: PipeHeartbeat) -> None:
     """Start a thread that waits for one of FAULT_SIGNALS, reports its sender to the parent, and lets it end us."""
 
     def report_signal() -> None:
@@ -61,7 +61,7 @@ def main() -> None:
     block_fault_signals()
     line = read_configuration()
     heartbeat = PipeHeartbeat(descriptor)
-    report_fault_signals(heartbeat)
+    start_fault_signal_reporter(heartbeat)
     end_with_parent()
 
     from quire.engine.config import EngineConfig

@@ -130,7 +130,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequest("bad_words must not contain an empty word", param="bad_words")
 
     @property
-    def greedy(self) -> bool:
+    def is_greedy(self) -> bool:
         return self.temperature < _MIN_TEMPERATURE
 
     def choice_seed(self, choice: int) -> int:
@@ -189,7 +189,7 @@ class Adapter(msgspec.Struct, frozen=True, array_like=True, weakref=True):
     """Where its files are; they stay as they are as long as a request needs them."""
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class MediaSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens of a prompt in whose place the model reads features: of an image, or of a part of one."""
 
     start: int
@@ -249,13 +249,13 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     weight: float = 1.0
     """The tenant's share, above 0."""
     adapter: Adapter | None = None
-    spans: tuple[Span, ...] = ()
+    spans: tuple[MediaSpan, ...] = ()
     """In the order of their places; they do not overlap."""
     images: tuple[Image, ...] = ()
     """The content of each span, once."""
 
     @property
-    def encoder_inputs(self) -> tuple[tuple[Span, ...], tuple[Image, ...], str]:
+    def encoder_inputs(self) -> tuple[tuple[MediaSpan, ...], tuple[Image, ...], str]:
         """What the device needs to make its spans' features; those of other salts are made anew."""
         return self.spans, self.images, self.cache_salt
 
@@ -311,7 +311,7 @@ class PrefixDivergence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The prompt's."""
 
 
-class PrefixReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class PrefixMissReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a prompt could have found in the prefix cache, and did not."""
 
     tokens_by_reason: list[tuple[MissReason, int]]
@@ -350,7 +350,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What PoolingParams ask for, with the finish_reason "stop": float32, little-endian."""
     cause: ErrorCause = "engine"
     """Of the error."""
-    prefix: PrefixReport | None = None
+    prefix: PrefixMissReport | None = None
     """With the first output, where the prefix cache was asked."""
 
 
@@ -396,7 +396,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Most tokens in one step."""
     content: str = ""
     code: str = ""
-    """Digests of the model's files, wherever they lie (see content_digest), and of the code that computes."""
+    """Digests of the model's files, wherever they lie (see model_content_digest), and of the code that computes."""
     adaptable: dict[str, tuple[int, int]] = {}
     """(in, out) of linears that may have adapters, where transformers' class has them; {}: as lora/target_modules.py
     says."""

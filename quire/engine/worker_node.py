@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from quire.engine import clock, random_source
 from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, refuse_setting
+from quire.engine.errors import ConfigError, refuse_setting_if
 from quire.engine.processes.child import Child
 from quire.engine.processes.procfs import Stopped, oom_kills
 from quire.engine.replicas.cores import allowed_cores, node_cores
@@ -34,7 +34,7 @@ from quire.engine.worker.ranks.remote_ranks import (
     JoinReply,
     JoinRequest,
     RankAssignment,
-    answer_queue,
+    answer_queue_name,
     make_join_request,
 )
 from quire.engine.worker.ranks.rendezvous import connect_store
@@ -62,7 +62,8 @@ def run_worker_node(config: EngineConfig) -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, request_stop)
     ranks = [
-        threading.Thread(target=node.keep_rank, args=(place,), daemon=True) for place in range(config.local_world_size)
+        threading.Thread(target=node.keep_rank_running, args=(place,), daemon=True)
+        for place in range(config.local_world_size)
     ]
     for rank in ranks:
         rank.start()
@@ -84,7 +85,7 @@ class WorkerNode:
         self.failure: ConfigError | None = None
         self._has_joined = False
 
-    def keep_rank(self, local_rank: int) -> None:
+    def keep_rank_running(self, local_rank: int) -> None:
         """Keep a rank there, until all shall end or one cannot join."""
         try:
             while not self.stop_event.is_set():
@@ -132,7 +133,7 @@ class WorkerNode:
                 raise ConfigError(f"node_rank: a rank's process ended with code {process.returncode} before it joined")
             try:
                 joined = self._request_join(local_rank, process.pid, copies)
-                self._print_once(
+                self._print_for_first_rank(
                     local_rank, f"{node_name} has joined {address} with {self._config.local_world_size} rank(s)"
                 )
                 self._has_joined = True
@@ -141,7 +142,7 @@ class WorkerNode:
                 why = str(error).partition("\n")[0] or "it was closed"
             if not has_printed:
                 has_printed = True
-                self._print_once(local_rank, f"{node_name} waits for machine 0 at {address}: {why}")
+                self._print_for_first_rank(local_rank, f"{node_name} waits for machine 0 at {address}: {why}")
             if clock.monotonic() > deadline and not self._has_joined:
                 message = (
                     f"nobody let this machine join {address} in {self._config.nodes_timeout:g} s (nodes_timeout): {why}"
@@ -165,7 +166,7 @@ class WorkerNode:
         store.queue_push(JOIN_QUEUE, encode_message(join))
         answer = msgspec.msgpack.decode(store.queue_pop(reply), type=JoinReply)
         refused = f"{config.master_addr}:{config.master_port} refused: {answer.refused}"
-        refuse_setting("node_rank", bool(answer.refused) and answer.final and refused)
+        refuse_setting_if("node_rank", bool(answer.refused) and answer.final and refused)
         if answer.refused:
             raise ConnectionError(answer.refused)
         rank, cores = (
@@ -188,7 +189,7 @@ class WorkerNode:
             if heartbeat.is_engine_gone:
                 return
 
-    def _print_once(self, local_rank: int, text: str) -> None:
+    def _print_for_first_rank(self, local_rank: int, text: str) -> None:
         """Once for all ranks."""
         if local_rank == 0:
             print(f"quire serve: {text}", file=sys.stderr, flush=True)
@@ -204,8 +205,8 @@ class NodeHeartbeat:
         self._has_failed = False
         self._exit_code: int | None = None
         self._ended_event = threading.Event()
-        sender_args = (connect_store(joined.store), answer_queue(joined.rank))
-        self._thread = threading.Thread(target=self._send_progress, args=sender_args, name="life", daemon=True)
+        sender_args = (connect_store(joined.store), answer_queue_name(joined.rank))
+        self._thread = threading.Thread(target=self._send_until_exit, args=sender_args, name="life", daemon=True)
         self._thread.start()
 
     @property
@@ -220,7 +221,7 @@ class NodeHeartbeat:
         self._ended_event.set()
         self._thread.join(_POLL_SECONDS * 5)
 
-    def _send_progress(self, store: dist.TCPStore, queue: str) -> None:
+    def _send_until_exit(self, store: dist.TCPStore, queue: str) -> None:
         with suppress(RuntimeError):
             while not self._ended_event.wait(self._silence.total_seconds() / 5):
                 store.queue_push(queue, encode_message(ProgressReply()))

@@ -17,10 +17,10 @@ from quire.kernels.collective import Collective
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
 from quire.kernels.latent_params import LatentParams
 from quire.kernels.parameters.activation import Activation, ClampedSwiGLU
-from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.quantized_tensors import Activations, QuantizedWeight
-from quire.kernels.recurrent.recurrence import DraftStateLengths, Recurrence, RecurrentStates, StateSequences
-from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
+from quire.kernels.recurrent.recurrence import DraftStateLengths, Recurrence, RecurrenceMetadata, RecurrentStates
+from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 from quire.kernels.routing import Experts, MoE
 
 CachePair = tuple[Tensor, Tensor]
@@ -64,7 +64,7 @@ class LoraDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterSlots:
+class AdapterSlotSpec:
     """How many adapters a linear has room for at once, the linear's shape, and a Delta's largest rank."""
 
     num_slots: int
@@ -136,7 +136,7 @@ class AttentionMetadata:
     )
     bidirectional_spans: BidirectionalSpans | None = None  # None: every token sees what is before it, and no more
     per_layer_inputs: Tensor | None = None  # [T, W], what layers read of tokens beside the stream; None: no layer does
-    state_sequences: StateSequences | None = None  # None: of matrices too a sequence is what it is of attention
+    recurrence_metadata: RecurrenceMetadata | None = None  # None: of matrices too a sequence is what it is of attention
     decode_prefill_parts: tuple[
         AttentionMetadata, ...
     ] = ()  # of decodes and prompts, these two for attention: kernels/gpu/prefill_decode_split.py
@@ -232,15 +232,15 @@ class Operations(ABC):
         """The same with GELU in the tanh approximation (Hendrycks and Gimpel, 2016)."""
 
     @abstractmethod
-    def mul_columns(self, x: Tensor, per_layer_inputs: Tensor, first: int) -> Tensor:
+    def mul_by_column_slice(self, x: Tensor, per_layer_inputs: Tensor, first: int) -> Tensor:
         """x [T, F] times the columns of `per_layer_inputs` [T, W] from `first` on. May overwrite x."""
 
     @abstractmethod
     def rope_and_store_kv(
-        self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
+        self, qkv: Tensor, rope: QKNormRopeParams, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v. Returns q [T, H, D]. K follows from the
-        caches' shape. With `Rope.projections` K or 2K heads are not there. May overwrite qkv."""
+        caches' shape. With `QKNormRopeParams.projections` K or 2K heads are not there. May overwrite qkv."""
 
     @abstractmethod
     def paged_attention(
@@ -270,7 +270,7 @@ class Operations(ABC):
         place."""
 
     @abstractmethod
-    def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvColumns, metadata: AttentionMetadata) -> Tensor:
+    def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvStates, metadata: AttentionMetadata) -> Tensor:
         """What kernels/recurrent/short_conv.py says of bcx [T, 3 * channels], b, c and x side by side, or of x alone:
         [T, channels]. Keeps the columns of all T tokens. A row may begin with what an earlier one stores in a page."""
 
@@ -367,7 +367,7 @@ class Backend(Operations):
         """x @ weight.T + bias, weight [out, in]; `weight` may be dropped afterwards. wide: the result is float32."""
 
     @abstractmethod
-    def pack_per_head_linear(self, weights: Sequence[Tensor], passed: int) -> Linear:
+    def pack_per_head_linear(self, weights: Sequence[Tensor], passthrough_dim: int) -> Linear:
         """[T, B * (in + passed)] to [T, B * (out + passed)] by B weights [out, in]:
         kernels/mla/per_head_linear.py."""
 
@@ -379,7 +379,9 @@ class Backend(Operations):
         dropped afterwards. How x is rounded to integers, if it is, depends on its row alone. wide: as above."""
 
     @abstractmethod
-    def pack_embedding(self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool) -> QuantizedEmbedding:
+    def pack_quantized_embedding(
+        self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool
+    ) -> QuantizedEmbedding:
         """An embedding [vocab, hidden], which may be dropped afterwards; tied: it is the head as well."""
 
     @abstractmethod
@@ -387,7 +389,7 @@ class Backend(Operations):
         """The experts as one call: the weighed sum of what each token's experts give."""
 
     @abstractmethod
-    def add_adapter_slots(self, linear: Linear, slots: AdapterSlots) -> LinearWithLora:
+    def make_linear_with_lora(self, linear: Linear, slots: AdapterSlotSpec) -> LinearWithLora:
         """The linear with room for adapters. Raises ValueError where this backend cannot serve any; it says why."""
 
     @abstractmethod

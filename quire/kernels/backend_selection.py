@@ -169,20 +169,20 @@ def make_disk_experts(backend: Backend, folder: Path, memory: int) -> DiskExpert
         return None
     arena = MappedWeightArena(folder)
     experts = MappedDiskExperts(arena, memory)
-    experts.backend = _packing_backend(arena, backend)
+    experts.backend = _make_arena_backend(arena, backend)
     return experts
 
 
-def make_disk_layers(backend: Backend, folder: Path, choice: LayerSelector, slots: int) -> LayerStreamer | None:
+def make_disk_layer_streamer(backend: Backend, folder: Path, choice: LayerSelector, slots: int) -> LayerStreamer | None:
     """What packs layers into a file of the folder, and reads them from there. Likewise."""
     if not isinstance(backend, CpuBackend):
         return None
     arena = MappedWeightArena(folder)
     layers = DiskLayerStreamer(arena, choice, slots)
-    layers.backend = _packing_backend(arena, backend)
+    layers.backend = _make_arena_backend(arena, backend)
     return layers
 
 
-def _packing_backend(arena: MappedWeightArena, backend: CpuBackend) -> CpuBackend:
+def _make_arena_backend(arena: MappedWeightArena, backend: CpuBackend) -> CpuBackend:
     library = native_library.NativeLibrary(backend.library.isa, arena)
     return CpuBackend(library, deterministic=backend.deterministic, activation_bits=backend.activation_bits)

@@ -34,7 +34,7 @@ def fit_int4(groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tens
     @torch.inference_mode()  # each thread has its own
     def fit_piece(begin: int) -> None:
         piece = slice(begin, begin + size)
-        fitted = (_fit_zero_points if zero_points else _fit_offsets)(groups[piece].float())
+        fitted = (_fit_with_zero_points if zero_points else _fit_with_offsets)(groups[piece].float())
         codes[piece], scales[piece], offsets[piece] = fitted
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
@@ -42,7 +42,7 @@ def fit_int4(groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tens
     return codes[:, ::2] | codes[:, 1::2] << 4, scales, offsets
 
 
-def _fit_offsets(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _fit_with_offsets(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Codes [n, 32] from 0 to 15, scales and offsets [n]."""
     low, high = groups.aminmax(dim=1, keepdim=True)
     tiny = torch.finfo(torch.float32).tiny
@@ -51,24 +51,24 @@ def _fit_offsets(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for factor in _RANGE_FACTORS:
         tried = (high - low) * (factor / 15)
         start = low + (high - low) * ((1 - factor) / 2) + 8 * tried
-        steps = _nearest_steps(groups, tried, start)
+        steps = _nearest_signed_codes(groups, tried, start)
         centred = steps - steps.mean(1, keepdim=True)
         square = centred.square().sum(1, keepdim=True)
         fitted = _round_mantissa((centred * groups).sum(1, keepdim=True) / square.clamp_min(tiny), 11)
         fitted_offset = _round_mantissa(middle - fitted * steps.mean(1, keepdim=True), 11)
         error = (
-            (_nearest_steps(groups, fitted, fitted_offset) * fitted + fitted_offset - groups)
+            (_nearest_signed_codes(groups, fitted, fitted_offset) * fitted + fitted_offset - groups)
             .square()
             .sum(1, keepdim=True)
         )
         better = error < least
         scale, offset = torch.where(better, fitted, scale), torch.where(better, fitted_offset, offset)
         least = torch.where(better, error, least)
-    codes = (_nearest_steps(groups, scale, offset) + 8).to(torch.uint8)
+    codes = (_nearest_signed_codes(groups, scale, offset) + 8).to(torch.uint8)
     return codes, scale.squeeze(1), offset.squeeze(1)
 
 
-def _fit_zero_points(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _fit_with_zero_points(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The same with zero points in the offsets' place."""
     low, high = groups.amin(1, keepdim=True).clamp(max=0), groups.amax(1, keepdim=True).clamp(min=0)
     least = torch.full_like(low, torch.inf)
@@ -97,7 +97,7 @@ def _round_mantissa(numbers: Tensor, bits: int) -> Tensor:
     return torch.ldexp((mantissas * 2**bits).round_(), exponents - bits)
 
 
-def _nearest_steps(groups: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+def _nearest_signed_codes(groups: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     """The nearest codes less 8, from -8 to 7."""
     return torch.where(scale == 0, 0.0, (groups - offset) / scale).round_().clamp_(-8, 7)
 

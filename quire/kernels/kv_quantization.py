@@ -75,7 +75,7 @@ def _write_page_bytes(flat: Tensor, page: Tensor, begin: Tensor, rows: Tensor) -
     flat[page[:, None], begin[:, None] + torch.arange(values.shape[1], device=flat.device)] = values
 
 
-def load_quantized_kv(pages: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def dequantize_kv_pages(pages: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """Keys or values [pages * tokens, K, D] of pages of codes, in a wider type."""
     count, tokens, kv_heads, size = pages.shape
     dim = size - num_scale_elements(pages.dtype)

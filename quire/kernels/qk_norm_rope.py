@@ -18,7 +18,7 @@ PROJECTION_KINDS = ("queries", "keys", "all")
 
 
 @dataclass(frozen=True, slots=True)
-class Rope:
+class QKNormRopeParams:
     """A norm where there are weights, float32, and the rotation (Su et al., 2021)."""
 
     head_dim: int
@@ -49,16 +49,16 @@ class Rope:
         return whole and (self.norm_kind == "heads" or (self.q_norm is None and self.k_norm is None))
 
     @property
-    def num_projected_kv(self) -> int:
+    def num_kv_projections(self) -> int:
         """Heads of keys and values that are projected for each that is stored."""
         return PROJECTION_KINDS.index(self.projections)
 
     def num_query_heads(self, width: int, kv_heads: int) -> int:
         """Query heads of a projection so wide."""
-        return width // self.head_dim - self.num_projected_kv * kv_heads
+        return width // self.head_dim - self.num_kv_projections * kv_heads
 
 
-def norm_and_rotate(x: Tensor, weight: Tensor | None, rope: Rope, positions: Tensor) -> Tensor:
+def norm_and_rotate(x: Tensor, weight: Tensor | None, rope: QKNormRopeParams, positions: Tensor) -> Tensor:
     """Of queries or keys [T, heads, D]."""
     if weight is not None and rope.norm_kind != "after":
         x = norm_heads(x, weight, rope)
@@ -68,7 +68,7 @@ def norm_and_rotate(x: Tensor, weight: Tensor | None, rope: Rope, positions: Ten
     return norm_heads(x, weight, rope) if weight is not None and rope.norm_kind == "after" else x
 
 
-def norm_heads(x: Tensor, weight: Tensor, rope: Rope) -> Tensor:
+def norm_heads(x: Tensor, weight: Tensor, rope: QKNormRopeParams) -> Tensor:
     match rope.norm_kind:
         case "whole":
             return rms_norm(x.flatten(1), weight, rope.eps).view_as(x)

@@ -1,9 +1,8 @@
 """Weights in few bits: the forms that backends compute with. Every format of a checkpoint (GGUF, GPTQ, FP8 ...) is
 turned into one of them when it is loaded, so a kernel knows forms and no formats.
 
-Some linears multiply x in 8 bits, too. Such a linear says how (`Rounding`), so that a norm or a gate before it gives x
-as it is multiplied, instead of numbers that are rounded afterwards.
-"""
+Some linears multiply x in 8 bits, too. Such a linear says how (`ActivationRounding`), so that a norm or a gate before
+it gives x as it is multiplied, instead of numbers that are rounded afterwards."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ class GroupedWeight:
         """Inputs that share a scale."""
         return self.shape[1] // self.scales.shape[1]
 
-    def to_half_scales(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def to_factors_and_half_scales(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Factors [out] float32, and scales and offsets [out, groups] in float16, which are to be multiplied by these.
         An output with one scale and no offset has that as its factor and no others."""
         scales, offsets = self.scales.float(), self.offsets
@@ -121,7 +120,7 @@ class Float8Weight:
 QuantizedWeight = GroupedWeight | Float8Weight
 
 
-def has_same_order(a: Tensor | None, b: Tensor | None) -> bool:
+def has_same_input_order(a: Tensor | None, b: Tensor | None) -> bool:
     """Of two weights' inputs."""
     return a is b if a is None or b is None else torch.equal(a, b)
 
@@ -134,7 +133,7 @@ class RoundedActivations:
     """[rows, in], integers or the bits of 8-bit floats."""
     scales: Tensor
     """float32, as the form has them."""
-    rounding: Rounding
+    rounding: ActivationRounding
     dtype: torch.dtype
     """Of the numbers before, and of what linears give."""
     unrounded: Tensor | None
@@ -152,44 +151,44 @@ Activations = Tensor | RoundedActivations
 """What linears read."""
 
 
-class Rounding(ABC):
+class ActivationRounding(ABC):
     """A way to have rows in 8 bits. What is rounded are always numbers of the model's type, as if the norm or the gate
     had given these first: the bits are those of rounding them afterwards. Two that are equal give the same."""
 
     @abstractmethod
-    def round_norm(
+    def norm_and_round(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, *, whole: bool
     ) -> tuple[RoundedActivations, Tensor]:
         """(the norm of x + residual, x + residual), all [T, hidden]; without a residual of x. An RMSNorm where there is
         no bias, else a LayerNorm. whole: linears read it unrounded as well. May overwrite x and residual."""
 
     @abstractmethod
-    def round_gate(self, gate_up: Tensor, *, gelu: bool, whole: bool) -> RoundedActivations:
+    def gate_and_round(self, gate_up: Tensor, *, gelu: bool, whole: bool) -> RoundedActivations:
         """silu(gate) * up for gate_up [T, 2 * F], gate in the first half, or the same with GELU: [T, F]."""
 
 
-class RoundingLinear:
+class RoundedInputLinear:
     """A linear that reads Rounded, too, where one of its parts takes x so."""
 
-    def input_roundings(self, rows: int) -> tuple[Rounding | None, ...]:
+    def input_roundings(self, rows: int) -> tuple[ActivationRounding | None, ...]:
         """How its parts take so many rows of x; None: unrounded."""
         raise NotImplementedError
 
 
-def shared_rounding(readers: Sequence[object], x: Any) -> tuple[Rounding, bool] | None:
+def choose_shared_rounding(readers: Sequence[object], x: Any) -> tuple[ActivationRounding, bool] | None:
     """How what these linears read is to be rounded, of as many rows as x has, and whether one of them reads it
     unrounded as well, or rounded otherwise; None: it is not. What several read alike is rounded once."""
-    if not any(isinstance(each, RoundingLinear) for each in readers):
+    if not any(isinstance(each, RoundedInputLinear) for each in readers):
         return None
     roundings = [
         form
         for each in readers
-        for form in (each.input_roundings(len(x)) if isinstance(each, RoundingLinear) else (None,))
+        for form in (each.input_roundings(len(x)) if isinstance(each, RoundedInputLinear) else (None,))
     ]
     first = next((form for form in roundings if form is not None), None)
     return None if first is None else (first, any(form != first for form in roundings))
 
 
-def linear_input(linear: object, x: Any) -> Any:
+def select_linear_input(linear: object, x: Any) -> Any:
     """x, which may be Rounded, as this linear reads it."""
-    return x.unrounded if isinstance(x, RoundedActivations) and not isinstance(linear, RoundingLinear) else x
+    return x.unrounded if isinstance(x, RoundedActivations) and not isinstance(linear, RoundedInputLinear) else x

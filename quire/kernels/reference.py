@@ -15,10 +15,10 @@ from torch import Tensor
 
 from quire.kernels.activation import apply_activation, gelu_tanh, sigmoid, silu
 from quire.kernels.attention.context_shard import ContextShard, single_shard
-from quire.kernels.attention.reference_attention import compute_partial_softmax, merge_partial_softmax
+from quire.kernels.attention.reference_attention import compute_partial_softmax, merge_shard_attention
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import (
-    AdapterSlots,
+    AdapterSlotSpec,
     AttentionMetadata,
     Backend,
     CachePair,
@@ -42,10 +42,10 @@ from quire.kernels.latent_params import LatentParams, compute_latent_key, rotate
 from quire.kernels.lora import ReferenceLinearWithLora
 from quire.kernels.mla.per_head_linear import ReferencePerHeadLinear
 from quire.kernels.parameters.activation import Activation, ClampedSwiGLU
-from quire.kernels.qk_norm_rope import Rope, norm_and_rotate, rms_norm
-from quire.kernels.quantized_tensors import Activations, QuantizedWeight, linear_input
-from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates, StateSequences, run_recurrence
-from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv, short_conv
+from quire.kernels.qk_norm_rope import QKNormRopeParams, norm_and_rotate, rms_norm
+from quire.kernels.quantized_tensors import Activations, QuantizedWeight, select_linear_input
+from quire.kernels.recurrent.recurrence import Recurrence, RecurrenceMetadata, RecurrentStates, run_recurrence
+from quire.kernels.recurrent.short_conv import ConvStates, ShortConv, short_conv
 from quire.kernels.routing import Experts, MoE
 
 _INITIAL_CANDIDATES = 1024
@@ -92,7 +92,7 @@ class ReferenceBackend(Backend):
         _store_cache(v, v_cache, slots, scales.value)
 
     def apply_linear(self, linear: Linear, x: Activations, context: LinearContext) -> Tensor:
-        return linear(linear_input(linear, x), context)
+        return linear(select_linear_input(linear, x), context)
 
     def run_moe(self, moe: MoE, x: Tensor, router_input: Tensor) -> Tensor:
         return moe(x, router_input)
@@ -118,19 +118,19 @@ class ReferenceBackend(Backend):
     ) -> Tensor:
         shard = ContextShard(group.rank, group.world_size, caches[0].shape[1])
         all_queries = group.all_gather(q).transpose(0, 1).flatten(1, 2)
-        packed = self.compute_packed_softmax(all_queries, caches, metadata, replace(softmax, sinks=None), shard)
+        packed = self.attend_context_shard(all_queries, caches, metadata, replace(softmax, sinks=None), shard)
         parts = group.all_to_all(packed.unflatten(1, (group.world_size, -1)).transpose(0, 1))
-        return self.merge_packed_softmax(parts, softmax.sinks, q.dtype)
+        return self.merge_shard_attention(parts, softmax.sinks, q.dtype)
 
-    def compute_packed_softmax(
+    def attend_context_shard(
         self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, shard: ContextShard
     ) -> Tensor:
         """What attention of q [T, H, D] finds over this rank's tokens, as `PartialSoftmax.to_packed_tensor` has it."""
         return compute_partial_softmax(q, caches, metadata, softmax, shard).to_packed_tensor()
 
-    def merge_packed_softmax(self, parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """As `merge_partial_softmax`, in this type."""
-        return merge_partial_softmax(parts, sinks).to(dtype)
+    def merge_shard_attention(self, parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """As `merge_shard_attention`, in this type."""
+        return merge_shard_attention(parts, sinks).to(dtype)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         wide = x.float() if x.dtype != torch.float64 else x
@@ -166,7 +166,7 @@ class ReferenceBackend(Backend):
         gate, up = gate_up.chunk(2, dim=-1)
         return gelu_tanh(gate) * up
 
-    def mul_columns(self, x: Tensor, per_layer_inputs: Tensor, first: int) -> Tensor:
+    def mul_by_column_slice(self, x: Tensor, per_layer_inputs: Tensor, first: int) -> Tensor:
         return x * per_layer_inputs[:, first : first + x.shape[1]]
 
     def clamp_silu_mul(self, gate_up: Tensor, clamp: ClampedSwiGLU) -> Tensor:
@@ -175,10 +175,10 @@ class ReferenceBackend(Backend):
         return gate * sigmoid(clamp.alpha * gate) * (up.clamp(-clamp.limit, clamp.limit) + 1)
 
     def rope_and_store_kv(
-        self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
+        self, qkv: Tensor, rope: QKNormRopeParams, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         kv_heads = k_cache.shape[2]
-        sizes = (rope.num_query_heads(qkv.shape[1], kv_heads), *[kv_heads] * rope.num_projected_kv)
+        sizes = (rope.num_query_heads(qkv.shape[1], kv_heads), *[kv_heads] * rope.num_kv_projections)
         q, *kv = qkv.view(len(qkv), -1, rope.head_dim).split(sizes, dim=1)
         q = norm_and_rotate(q, rope.q_norm, rope, metadata.rope_positions)
         if rope.q_scale is not None:
@@ -197,7 +197,7 @@ class ReferenceBackend(Backend):
         heads = q.view(len(q), -1, key.shape[2]) if q.ndim == 2 else q
         return rotate_queries(heads, latent, metadata.positions)
 
-    def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvColumns, metadata: AttentionMetadata) -> Tensor:
+    def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvStates, metadata: AttentionMetadata) -> Tensor:
         assert metadata.state_slots is not None
         where = (metadata.query_start, metadata.context_lens, metadata.state_slots)
         return short_conv(bcx, conv, columns, where, metadata.block_table)
@@ -212,9 +212,9 @@ class ReferenceBackend(Backend):
         metadata: AttentionMetadata,
     ) -> Tensor:
         assert metadata.state_slots is not None
-        sequences = StateSequences(metadata.query_start, metadata.context_lens, metadata.draft_state_lengths)
+        sequences = RecurrenceMetadata(metadata.query_start, metadata.context_lens, metadata.draft_state_lengths)
         return run_recurrence(
-            inputs, z, head_inputs, rule, states, metadata.state_sequences or sequences, metadata.state_slots
+            inputs, z, head_inputs, rule, states, metadata.recurrence_metadata or sequences, metadata.state_slots
         )
 
     def concat_columns(self, x: Tensor, y: Tensor) -> Tensor:
@@ -229,8 +229,8 @@ class ReferenceBackend(Backend):
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
         return _pack_linear(weight, bias, wide=wide)
 
-    def pack_per_head_linear(self, weights: Sequence[Tensor], passed: int) -> Linear:
-        return ReferencePerHeadLinear([self.pack_linear(each, None) for each in weights], passed)
+    def pack_per_head_linear(self, weights: Sequence[Tensor], passthrough_dim: int) -> Linear:
+        return ReferencePerHeadLinear([self.pack_linear(each, None) for each in weights], passthrough_dim)
 
     def pack_quantized(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
@@ -238,7 +238,9 @@ class ReferenceBackend(Backend):
         whole = torch.cat([each.dequantize() for each in weights])
         return self.pack_linear(whole.to(dtype), bias, wide=wide)
 
-    def pack_embedding(self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool) -> QuantizedEmbedding:
+    def pack_quantized_embedding(
+        self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool
+    ) -> QuantizedEmbedding:
         whole = weight.dequantize().to(dtype)
         return QuantizedEmbedding(
             lambda ids: F.embedding(ids, whole), self.pack_linear(whole, None, wide=True) if tied else None
@@ -247,7 +249,7 @@ class ReferenceBackend(Backend):
     def make_moe(self, experts: Experts) -> MoE:
         return ReferenceMoE(self, experts)
 
-    def add_adapter_slots(self, linear: Linear, slots: AdapterSlots) -> LinearWithLora:
+    def make_linear_with_lora(self, linear: Linear, slots: AdapterSlotSpec) -> LinearWithLora:
         return ReferenceLinearWithLora(linear)
 
     def fit_int4(self, groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ from typing import Any
 from quire.engine import clock
 from quire.engine.checkpoint.files import adapter_folder, stored_at
 from quire.engine.errors import AdapterError, ConfigError, InvalidRequest, ModelError, ModelNotFound
-from quire.engine.lora.adapter_files import read_adapter
+from quire.engine.lora.adapter_files import read_adapter_specs
 from quire.engine.lora.adapter_store import AdapterStore
 from quire.engine.lora.target_modules import ModuleShapes
 from quire.engine.types import Adapter
@@ -37,13 +37,13 @@ class AdapterRegistry:
     def __init__(
         self,
         config: ServerConfig,
-        spool: AdapterStore,
+        adapter_store: AdapterStore,
         digests_in_use: Callable[[], Collection[str]],
         names_file: Path | None,
     ) -> None:
         """`digests_in_use`: digests of the adapters that open requests need. `names_file`: where the names that are
         loaded at run time are kept for the next start."""
-        self._spool = spool
+        self._adapter_store = adapter_store
         self._digests_in_use = digests_in_use
         self._model_names = config.model_names
         self._allowed_paths = tuple(config.allowed_lora_paths)
@@ -59,23 +59,23 @@ class AdapterRegistry:
     def adapters_by_name(self) -> Mapping[str, Adapter]:
         return MappingProxyType(self._adapters)
 
-    def restore_adapters(self, modules: Sequence[str]) -> None:
+    def load_initial_adapters(self, modules: Sequence[str]) -> None:
         """Take in what was loaded before this server's start, and `modules` of --lora-modules. Raises ConfigError."""
-        for name, digest in self._read_saved_names().items():
+        for name, digest in self._read_saved_digests().items():
             try:
-                self._adapters[name] = self._spool.find_adapter(name, digest)
+                self._adapters[name] = self._adapter_store.find_adapter(name, digest)
             except (AdapterError, OSError) as error:
                 log.warning("the adapter %s, loaded before, is not served: %s", name, error)
         for text in modules:
             name, path = parse_adapter_option(text)
             try:
                 self._check_name(name)
-                self._adapters[name] = self._spool.add_adapter(name, path)
+                self._adapters[name] = self._adapter_store.add_adapter(name, path)
             except InvalidRequest as error:
                 raise ConfigError(f"lora_modules: {name}: {error}", param="lora_modules") from None
             self._configured_names.add(name)
-        for digest in self._spool.digests:
-            self._note_unnamed(digest)
+        for digest in self._adapter_store.digests:
+            self._mark_if_unnamed(digest)
         self._delete_unused_files()
 
     async def load_lora_adapter(self, name: str, path: str, *, replace: bool) -> None:
@@ -87,20 +87,20 @@ class AdapterRegistry:
                 raise InvalidRequest(f"{MAX_ADAPTERS} adapters are served already", param="lora_name")
             try:
                 adapter = await asyncio.to_thread(
-                    self._spool.add_adapter, name, path, allowed_folders=self._allowed_paths
+                    self._adapter_store.add_adapter, name, path, allowed_folders=self._allowed_paths
                 )
             except AdapterError as error:
                 raise AdapterError(f"lora_path: {error}", param="lora_path") from None
             before = self._adapters.get(name)
             if before is not None and before.digest != adapter.digest and not replace:
-                self._note_unnamed(adapter.digest)
+                self._mark_if_unnamed(adapter.digest)
                 raise InvalidRequest(
                     f"lora_name: the adapter {name} is served with other content; load_inplace replaces it",
                     param="lora_name",
                 )
             self._adapters[name] = adapter
             self._unnamed_since.pop(adapter.digest, None)
-            self._save_change(before)
+            self._save_and_clean_up(before)
 
     async def unload_lora_adapter(self, name: str) -> None:
         """Requests under way finish. Raises ModelNotFound."""
@@ -108,7 +108,7 @@ class AdapterRegistry:
             if name not in self._adapters:
                 raise ModelNotFound(f"There is no adapter `{name[:100]}`", param="lora_name")
             self._configured_names.discard(name)
-            self._save_change(self._adapters.pop(name))
+            self._save_and_clean_up(self._adapters.pop(name))
 
     def find_adapter(self, name: str) -> Adapter | None:
         return self._adapters.get(name)
@@ -119,16 +119,16 @@ class AdapterRegistry:
         if name in self._model_names:
             raise InvalidRequest(f"lora_name: {name} is the model's own name", param="lora_name")
 
-    def _save_change(self, before: Adapter | None) -> None:
+    def _save_and_clean_up(self, before: Adapter | None) -> None:
         if before is not None:
-            self._note_unnamed(before.digest)
+            self._mark_if_unnamed(before.digest)
         self._delete_unused_files()
         digests_by_name = {
             name: each.digest for name, each in self._adapters.items() if name not in self._configured_names
         }
         write_json_file(self._names_file, digests_by_name, "the adapters' names")
 
-    def _note_unnamed(self, digest: str) -> None:
+    def _mark_if_unnamed(self, digest: str) -> None:
         if all(each.digest != digest for each in self._adapters.values()):
             self._unnamed_since.setdefault(digest, clock.monotonic())
 
@@ -138,9 +138,9 @@ class AdapterRegistry:
         for digest, since in list(self._unnamed_since.items()):
             if now - since > _UNNAMED_SECONDS and digest not in used:
                 del self._unnamed_since[digest]
-                self._spool.remove_adapter(digest)
+                self._adapter_store.remove_adapter(digest)
 
-    def _read_saved_names(self) -> dict[str, str]:
+    def _read_saved_digests(self) -> dict[str, str]:
         if self._names_file is None or not self._names_file.exists():
             return {}
         try:
@@ -197,7 +197,7 @@ def check_local_adapters(config: ServerConfig, modules: ModuleShapes | None) -> 
         try:
             folder = adapter_folder(path)
             if isinstance(folder, Path) and modules:
-                read_adapter(folder, modules, config.max_lora_rank)
+                read_adapter_specs(folder, modules, config.max_lora_rank)
         except (AdapterError, ModelError) as error:
             why = error.message.removeprefix("model: ")
             raise ConfigError(f"lora_modules: {name}: {why}", param="lora_modules") from None
@@ -228,7 +228,7 @@ def open_adapter_registry(
             except OSError as error:
                 raise ConfigError(f"data_dir: {folder}: {error.strerror}", param="data_dir") from None
         weights = stored_at(config)
-        spool = AdapterStore(folder, modules, config.max_lora_rank, embedding=device == "cpu", weights=weights)
-        adapters = AdapterRegistry(config, spool, digests_in_use, file)
-        adapters.restore_adapters(config.lora_modules)
+        adapter_store = AdapterStore(folder, modules, config.max_lora_rank, embedding=device == "cpu", weights=weights)
+        adapters = AdapterRegistry(config, adapter_store, digests_in_use, file)
+        adapters.load_initial_adapters(config.lora_modules)
         yield adapters

@@ -19,7 +19,7 @@ from quire.server.peers import PeerLink
 from quire.server.runtime.model_runtime import ModelRuntime
 from quire.server.runtime.model_startup import open_runtime
 from quire.server.runtime.server_context import ModelDispatcher
-from quire.server.served_model import ModelSource
+from quire.server.served_model import ServedModelSpec
 from quire.server.workers.pool import LaunchProcess
 
 
@@ -38,7 +38,7 @@ class SingleModelDispatcher:
 
 def create_app(
     client: EngineClient,
-    source: ModelSource,
+    source: ServedModelSpec,
     modules: ModuleShapes | None = None,
     link: PeerLink | None = None,
     launch_process: LaunchProcess = Child,

@@ -9,11 +9,11 @@ from fastapi import APIRouter, FastAPI
 
 from quire.engine import VERSION
 from quire.engine.core.request_history import RequestHistory
-from quire.server.access.gateway_headers import Gateways
+from quire.server.access.gateway_headers import TrustedGateways
 from quire.server.access.memory_lease import MAX_LEASED_BYTES, MAX_LEASED_IMAGE_BYTES
 from quire.server.access.tenants import Tenants
 from quire.server.config import ServerConfig
-from quire.server.observe.request_spans import OpenTelemetrySpans, create_otlp_exporter
+from quire.server.observe.request_spans import RequestSpanExporter, create_otlp_exporter
 from quire.server.peers import PeerLink
 from quire.server.persistence import open_configured_data_dir
 from quire.server.routes.error_handlers import install_error_handlers
@@ -36,14 +36,14 @@ def build_app(
     before its own. Raises ConfigError for API keys, gateways and hosts that cannot be used; the lifespan what
     `open_models` and `open_stored_data` raise. `budget_bytes`: bytes that all requests may hold. `link`: to the process
     that has what is kept, where others share it. `open_stored_data`: gives what is kept."""
-    gateways = Gateways(config)
+    gateways = TrustedGateways(config)
 
     def histories() -> list[RequestHistory]:
         return [each.client.history for each in app.state.server.models.loaded_runtimes]
 
     span_exporter = None
     if config.otlp_traces_endpoint is not None:
-        span_exporter = OpenTelemetrySpans(create_otlp_exporter(config.otlp_traces_endpoint), histories)
+        span_exporter = RequestSpanExporter(create_otlp_exporter(config.otlp_traces_endpoint), histories)
     startup = ServerStartup(config, tenants, gateways, open_models, open_stored_data, link, span_exporter)
 
     @asynccontextmanager

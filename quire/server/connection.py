@@ -77,7 +77,7 @@ class RequestParser(httptools.HttpRequestParser):
                 parser = self._connection.parser = RequestParser(self._connection)
 
 
-class UnchunkedResponse:
+class UnchunkedSender:
     """Sends an answer to a client of HTTP/1.0 (nginx by default, `ab`), which knows no chunks: one whose length is not
     known ends with the connection.
 
@@ -194,7 +194,7 @@ class HttpConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
             self._abort_parsing(*_HEAD_TOO_LARGE)
-        if self._is_upgrading:
+        if self._will_reparse_head:
             return
         if len(self.pipeline) >= MAX_PIPELINED_REQUESTS:
             self._abort_parsing(400, f"More than {MAX_PIPELINED_REQUESTS} requests wait in this connection")
@@ -204,7 +204,7 @@ class HttpConnection(HttpToolsProtocol):
             self.headers[:] = [(b"host", authority), *(each for each in self.headers if each[0] != b"host")]
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
-            self.cycle.send = UnchunkedResponse(self.cycle)  # type: ignore[assignment]
+            self.cycle.send = UnchunkedSender(self.cycle)  # type: ignore[assignment]
         else:
             cast(dict[str, Any], self.scope)[TRANSPORT_SCOPE_KEY] = self.transport
         self._in_head = False
@@ -224,7 +224,7 @@ class HttpConnection(HttpToolsProtocol):
             self._body_chunks.clear()
 
     def on_message_complete(self) -> None:
-        if self._is_upgrading:
+        if self._will_reparse_head:
             return
         self._flush_body_chunks()
         super().on_message_complete()
@@ -233,7 +233,7 @@ class HttpConnection(HttpToolsProtocol):
         self._stop_read_timer()
 
     @property
-    def _is_upgrading(self) -> bool:
+    def _will_reparse_head(self) -> bool:
         """Whether the parser has met a head that it will meet once more."""
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 

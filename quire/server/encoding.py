@@ -24,22 +24,22 @@ PING_EVENT = b": ping\n\n"
 """Keeps a silent stream alive; clients skip it."""
 
 
-def encode_event(kind: str, data: Mapping[str, object], **encoded: bytes) -> bytes:
-    """An event with a name of its own; `encoded`: as below."""
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_object(data, **encoded))
+def encode_event(kind: str, data: Mapping[str, object], **raw_fields: bytes) -> bytes:
+    """An event with a name of its own; `raw_fields`: as below."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_with_raw_fields(data, **raw_fields))
 
 
-def encode_object(fields: Mapping[str, object], **encoded: bytes) -> bytes:
+def encode_with_raw_fields(fields: Mapping[str, object], **raw_fields: bytes) -> bytes:
     """A JSON object of at least one field, and behind it others whose values are JSON already."""
-    more = [b',"%b":%b' % (name.encode(), value) for name, value in encoded.items()]
+    more = [b',"%b":%b' % (name.encode(), value) for name, value in raw_fields.items()]
     return b"%b%b}" % (encode_json(fields)[:-1], b"".join(more))
 
 
-def encode_list(encoded: Iterable[bytes]) -> bytes:
+def join_json_array(encoded: Iterable[bytes]) -> bytes:
     return b"[%b]" % b",".join(encoded)
 
 
-def encode_ascii(value: object) -> bytes:
+def encode_ascii_json(value: object) -> bytes:
     """JSON in ASCII, for text that a client may have given half of a surrogate pair: UTF-8 cannot write that."""
     return json.dumps(value).encode()
 

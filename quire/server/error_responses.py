@@ -25,7 +25,7 @@ from quire.engine.errors import (
     RequestNotFound,
     Timeout,
 )
-from quire.server.encoding import EVENT_END, EVENT_PREFIX, encode_ascii, escape_log_text
+from quire.server.encoding import EVENT_END, EVENT_PREFIX, encode_ascii_json, escape_log_text
 
 logger = logging.getLogger("quire.server")
 
@@ -80,25 +80,25 @@ class ErrorInfo:
         """The JSON body in the form of the API that the path belongs to."""
         return next((form for paths, form in ERROR_ENCODERS if paths.fullmatch(path)), ErrorInfo.encode_openai)(self)
 
-    def adjust_status(self, path: str) -> ErrorInfo:
+    def with_api_status(self, path: str) -> ErrorInfo:
         """As the API that the path belongs to numbers it."""
         return replace(self, status=422) if path == SYSTEM_ONE_PATH and self.status == HTTPStatus.BAD_REQUEST else self
 
     def encode_openai(self) -> bytes:
         # ASCII, because a message may quote half a surrogate pair from the request, which UTF-8 cannot encode.
         fields = {"message": self.message, "type": self.error_type, "param": self.param, "code": self.code}
-        return encode_ascii({"error": fields})
+        return encode_ascii_json({"error": fields})
 
     def encode_ollama(self) -> bytes:
         """A message alone."""
-        return encode_ascii({"error": self.message})
+        return encode_ascii_json({"error": self.message})
 
     def encode_system_one(self) -> bytes:
         """FastAPI's form: a `detail` that says what is wrong with the body, or has the type of any other error."""
         if self.status == HTTPStatus.UNPROCESSABLE_ENTITY:
             place = ["body"] if self.param is None else ["body", self.param]
-            return encode_ascii({"detail": [{"loc": place, "msg": self.message, "type": "value_error"}]})
-        return encode_ascii({"detail": {"error_type": self._anthropic_type, "message": self.message}})
+            return encode_ascii_json({"detail": [{"loc": place, "msg": self.message, "type": "value_error"}]})
+        return encode_ascii_json({"detail": {"error_type": self._anthropic_type, "message": self.message}})
 
     def encode_anthropic(self) -> bytes:
         """It has no field for the parameter, so the message names it."""
@@ -107,7 +107,7 @@ class ErrorInfo:
             token_counts = _TOKEN_COUNTS.search(message)
             sizes = f"{token_counts[2]} tokens > {token_counts[1]} maximum. " if token_counts else ""
             message = f"prompt is too long: {sizes}{message}"
-        return encode_ascii({"type": "error", "error": {"type": self._anthropic_type, "message": message}})
+        return encode_ascii_json({"type": "error", "error": {"type": self._anthropic_type, "message": message}})
 
     @property
     def _anthropic_type(self) -> str:
@@ -149,7 +149,7 @@ def encode_stream_error(error: Exception) -> bytes:
 
 def error_response(path: str, info: ErrorInfo, headers: dict[str, str] | None = None) -> Response:
     """The response to a request for `path` that failed."""
-    info = info.adjust_status(path)
+    info = info.with_api_status(path)
     return Response(info.encode_body(path), info.status, headers, "application/json")
 
 

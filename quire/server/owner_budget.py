@@ -74,9 +74,9 @@ class OwnerBudget:
 
     def has_room(self, owner: str, amount: int) -> bool:
         """Whether `amount` bytes are left."""
-        return amount <= self.available_room(owner)
+        return amount <= self.available_to_owner(owner)
 
-    def available_room(self, owner: str) -> int:
+    def available_to_owner(self, owner: str) -> int:
         """Bytes that are left. Where keys are asked for, a tenant that holds some gets more only while as much is left
         to others."""
         free, mine = self._size - self.total_used, self._usage[owner]
@@ -86,6 +86,6 @@ class OwnerBudget:
         """Bytes that an owner has taken."""
         return self._usage[owner]
 
-    def take_room(self, owner: str, amount: int) -> None:
+    def add_usage(self, owner: str, amount: int) -> None:
         """A negative number gives back."""
         self._usage.add_bytes(owner, amount)

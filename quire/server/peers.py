@@ -55,11 +55,11 @@ class Peers:
     def is_alone(self) -> bool:
         return self._link is None
 
-    async def find_holder(self, owner: str, id: str) -> str | None:
+    async def find_answering_process(self, owner: str, id: str) -> str | None:
         """The other process that answers a call; None: none of them does."""
         if self._link is None or self._calls is None:
             return None
-        process = await asyncio.to_thread(self._calls.holder, owner, id)
+        process = await asyncio.to_thread(self._calls.answering_process, owner, id)
         return None if process == self.process_name else process
 
     async def ask_peer(self, process: str, topic: str, body: bytes) -> bytes | None:

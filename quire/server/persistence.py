@@ -26,7 +26,7 @@ from quire.server.batches.runner import BatchRunner
 from quire.server.config import ServerConfig
 from quire.server.peers import PeerLink, Peers, RunFromThread, make_blocking_ask
 from quire.server.resumable_calls import RESUMED_SCOPE_KEY, Claim, ResumableCalls
-from quire.server.store.data_dir import OPEN_BATCHES_KEY, DataDir, ProcessStatus, SharedView, open_data_dir
+from quire.server.store.data_dir import OPEN_BATCHES_KEY, DataDir, DataDirStatus, ProcessStatus, open_data_dir
 from quire.server.store.data_dir_rpc import remote_data_dir
 from quire.server.store.database import SQLiteConnect
 from quire.server.store.response_store import Store
@@ -59,7 +59,7 @@ class Persistence:
     batch_runner: BatchRunner
     resumable_calls: ResumableCalls
     peers: Peers
-    data_dir_status: SharedView = field(init=False)
+    data_dir_status: DataDirStatus = field(init=False)
     """By the last `refresh_status`."""
     unfinished_responses: set[tuple[str, str]] = field(default_factory=set)
     """Owners and ids of the responses in the background that this process is to begin again."""
@@ -69,14 +69,16 @@ class Persistence:
         its engine is gone, or its model was unloaded. If this process ends, another one begins it."""
         self.unfinished_responses.add((owner, id))
 
-    async def refresh_status(self) -> SharedView:
+    async def refresh_status(self) -> DataDirStatus:
         """What all processes have together."""
         counts = {
             **self.batch_runner.result_counts,
             OPEN_BATCHES_KEY: self.batch_runner.num_running_batches,
             "resumed": self.resumable_calls.num_resumed,
         }
-        self.data_dir_status = await asyncio.to_thread(self.data_dir.processes.look, self.peers.process_name, counts)
+        self.data_dir_status = await asyncio.to_thread(
+            self.data_dir.processes.exchange_status, self.peers.process_name, counts
+        )
         return self.data_dir_status
 
     @property
@@ -118,7 +120,7 @@ async def open_persistence(
     persistence = Persistence(data, batches, streams, peers)
 
     async def report_status(_: bytes) -> bytes:
-        return msgspec.msgpack.encode(ProcessStatus(streams.running_calls, batches.is_leader))
+        return msgspec.msgpack.encode(ProcessStatus(streams.running_call_keys, batches.is_leader))
 
     peers.register_handler(STATUS_TOPIC, report_status)
     try:
@@ -137,7 +139,7 @@ def _open_write_ahead_log(data: DataDir, process: str) -> WriteAheadLog | None:
         return None
 
 
-async def recover_unfinished(persistence: Persistence, app: ASGIApp, tenants: Tenants) -> None:
+async def run_recovery_loop(persistence: Persistence, app: ASGIApp, tenants: Tenants) -> None:
     """Take up what the last process left: batches, and responses in the background. The application answers already.
     Of several processes, the one that leads does so again and again, for each that ends."""
     restart_slots, restarted = asyncio.Semaphore(_MAX_CONCURRENT_RESTARTS), set[tuple[str, str]]()
@@ -160,7 +162,7 @@ async def recover_unfinished(persistence: Persistence, app: ASGIApp, tenants: Te
         while True:
             try:
                 if (await persistence.refresh_status()).leads and not (has_recovered and persistence.peers.is_alone):
-                    unfinished = await asyncio.to_thread(persistence.data_dir.processes.left)
+                    unfinished = await asyncio.to_thread(persistence.data_dir.processes.list_abandoned_responses)
                     persistence.unfinished_responses |= set(unfinished) - restarted
                     await persistence.batch_runner.start_open_batches()
                     has_recovered = True
@@ -179,7 +181,7 @@ async def _sweep_forever(persistence: Persistence) -> None:
         more = False
         try:
             if persistence.data_dir_status.leads:
-                more = await asyncio.to_thread(persistence.data_dir.processes.sweep)
+                more = await asyncio.to_thread(persistence.data_dir.processes.delete_due_data)
         except (sqlite3.OperationalError, OSError, QuireError) as error:
             log.error("nothing is deleted from data_dir now: %s", error)
             await asyncio.sleep(RETRY_SECONDS)
@@ -198,7 +200,7 @@ async def _restart_response(persistence: Persistence, app: ASGIApp, tenants: Ten
         try:
             scope_entries = {
                 "tenant": tenant,
-                RESUMED_SCOPE_KEY: await persistence.resumable_calls.resume_call(owner, call, (), claims),
+                RESUMED_SCOPE_KEY: await persistence.resumable_calls.prepare_resume(owner, call, (), claims),
             }
             path = f"{call.path}?{urlencode({'model': call.pins.model})}"
             answer = await ASGIClient(app, scope_entries, asyncio.Event()).post_with_retries(path, call.body)
@@ -210,4 +212,4 @@ async def _restart_response(persistence: Persistence, app: ASGIApp, tenants: Ten
         if answer.status in _RETRYABLE_STATUSES:
             raise Overloaded(f"it was answered {answer.status}")
         log.error("the response %s cannot be made again: %s", id, answer.body.decode(errors="replace")[:500])
-    await asyncio.to_thread(persistence.store.lose, owner, id)
+    await asyncio.to_thread(persistence.store.mark_response_failed, owner, id)

@@ -29,7 +29,7 @@ class ReceiptLog:
         """Raises ConfigError where it cannot be written."""
         self._path = path
         self._max_bytes = max_bytes
-        self._lines: list[bytes] = []
+        self._queued_lines: list[bytes] = []
         self._pending_bytes = 0
         self._write_task: asyncio.Task[None] | None = None
         try:
@@ -37,23 +37,23 @@ class ReceiptLog:
         except OSError as error:
             raise ConfigError(f"receipt_log: {path}: {error.strerror}", param="receipt_log") from None
 
-    def append_line(self, line: bytes) -> bool:
+    def queue_line(self, line: bytes) -> bool:
         """Have a line written soon; False where there is no room for it."""
         if self._pending_bytes + len(line) > _MAX_PENDING_BYTES:
             return False
-        self._lines.append(line)
+        self._queued_lines.append(line)
         self._pending_bytes += len(line)
         if self._write_task is None or self._write_task.done():
-            self._write_task = asyncio.create_task(self._write_all())
+            self._write_task = asyncio.create_task(self._write_queued_lines())
         return True
 
     async def close(self) -> None:
         if self._write_task is not None:
             await self._write_task
 
-    async def _write_all(self) -> None:
-        while self._lines:
-            lines, self._lines = self._lines, []
+    async def _write_queued_lines(self) -> None:
+        while self._queued_lines:
+            lines, self._queued_lines = self._queued_lines, []
             try:
                 await asyncio.to_thread(self._append_bytes, b"".join([line + b"\n" for line in lines]))
             except OSError as error:
@@ -94,7 +94,7 @@ class ReceiptWriter:
 
     async def encode_answer_receipt(self, spec: GenerationSpec, generation: Generation) -> bytes:
         """The receipt that an answer gives, as JSON."""
-        self._metrics.receipts["answer"].inc()
+        self._metrics.receipt_counters["answer"].inc()
         return encode_receipt(await self._build_receipt(spec, generation))
 
     def log_answer(self, spec: GenerationSpec, generation: Generation) -> None:
@@ -113,8 +113,8 @@ class ReceiptWriter:
 
     async def _write_receipt(self, spec: GenerationSpec, generation: Generation) -> None:
         assert self.receipt_log is not None
-        was_accepted = self.receipt_log.append_line(encode_receipt(await self._build_receipt(spec, generation)))
-        self._metrics.receipts["log" if was_accepted else "lost"].inc()
+        was_accepted = self.receipt_log.queue_line(encode_receipt(await self._build_receipt(spec, generation)))
+        self._metrics.receipt_counters["log" if was_accepted else "lost"].inc()
 
     async def _build_receipt(self, spec: GenerationSpec, generation: Generation) -> Receipt:
         choices = generation.choice_receipts()
@@ -123,7 +123,7 @@ class ReceiptWriter:
             id=spec.answer_id,
             created=spec.created,
             model=spec.model,
-            hashes=await self.hashes.hash_versions(versions or [generation.weights_version]),
+            hashes=await self.hashes.get_receipt_hashes(versions or [generation.weights_version]),
             computed=await self.hashes.describe_compute(self._info),
             adapter=AdapterReceipt.from_adapter(spec.adapter),
             params=spec.params,

@@ -25,7 +25,7 @@ from quire.engine.errors import InvalidRequest
 from quire.server.generation.generation import Generation
 from quire.server.generation.request_specs import GenerationSpec
 from quire.server.peers import Peers, StoreUnreachable
-from quire.server.resumption import ComputeIdentity, ResumedCall, compute_fingerprints, input_digest
+from quire.server.resumption import ComputeIdentity, ResumedCall, fingerprint_history, input_digest
 from quire.server.store.journal import CLAIM_SECONDS, Calls, JournaledCall, ProgressUpdate, ReplayInputs
 from quire.server.store.progress import CallProgress
 from quire.server.store.write_ahead_log import WriteAheadLog
@@ -49,9 +49,9 @@ _MAX_RUNNING_SECONDS = 86_400.0
 """So long a call may run; then its row ends."""
 _CLAIM_POLL_SECONDS = 0.05
 """Between two looks whether another attempt has begun to answer a call, and can be taken over."""
-_NOTE_INTERVAL_SECONDS = 1.0
+_SAVE_INTERVAL_SECONDS = 1.0
 """Between two notes of what calls have: what they lack is computed again."""
-_NOTES_PER_LOGGED_CALL = 5
+_SAVES_PER_LOGGED_CALL = 5
 """A call with its tokens in a tail is part of each fifth note until it ends: only a power cut takes what it lacks."""
 _PUT_TRIES, _PUT_RETRY_SECONDS = 20, 0.5
 """To put a call into the journal, where nobody answers."""
@@ -78,9 +78,9 @@ class RunningCall:
     retention_seconds: float
     """Seconds for which it is kept once it has ended."""
     close_generation: Callable[[], None] = lambda: None
-    num_noted_tokens: int = 0
+    num_saved_tokens: int = 0
     """Tokens in the journal."""
-    num_skipped_notes: int = 0
+    num_skipped_saves: int = 0
     """Notes of other calls since the last one of this."""
     log_number: int = 0
     """Of its first choice in its tail."""
@@ -110,9 +110,9 @@ class ResumableCalls:
         self._abandon_tasks: set[asyncio.Task[None]] = set()
         self.num_resumed = 0
         """Calls that were made again."""
-        self._note_future: asyncio.Future[None] | None = None
+        self._save_future: asyncio.Future[None] | None = None
         """What is written into the journal."""
-        self._note_task = asyncio.create_task(self._note_forever())
+        self._save_task = asyncio.create_task(self._save_progress_forever())
 
     @property
     def has_write_ahead_log(self) -> bool:
@@ -120,7 +120,7 @@ class ResumableCalls:
         return self._write_ahead_log is not None
 
     @property
-    def running_calls(self) -> list[tuple[str, str]]:
+    def running_call_keys(self) -> list[tuple[str, str]]:
         """Owners and ids of the calls that this process answers."""
         return list(self._running)
 
@@ -130,10 +130,10 @@ class ResumableCalls:
         return len(self._running)
 
     async def close(self) -> None:
-        self._note_task.cancel()
-        await asyncio.gather(self._note_task, *self._abandon_tasks, return_exceptions=True)
+        self._save_task.cancel()
+        await asyncio.gather(self._save_task, *self._abandon_tasks, return_exceptions=True)
         try:
-            await self._note_progress(last=True)
+            await self._save_progress(last=True)
             if self._write_ahead_log is not None:
                 self._write_ahead_log.close_and_delete()
         except (sqlite3.OperationalError, OSError) as error:  # what was not noted is computed again
@@ -142,7 +142,7 @@ class ResumableCalls:
     async def find_call(self, owner: str, id: str) -> JournaledCall | None:
         return await asyncio.to_thread(self._calls.find, owner, id)
 
-    async def resume_call(
+    async def prepare_resume(
         self, owner: str, call: JournaledCall, seen: Sequence[int], claims: list[Claim]
     ) -> ResumedCall:
         """A call to be made again, which nobody else answers any more; with the tokens that it has by now. `claims`:
@@ -167,8 +167,8 @@ class ResumableCalls:
     async def _take_over_call(self, owner: str, call: JournaledCall) -> JournaledCall:
         """A call that nobody answers any more, with the tokens that it has by now."""
         if (running := self._running.get((owner, call.pins.id))) is not None:
-            return msgspec.structs.replace(call, progress=await _stop_call(running))
-        if (holder := await self._peers.find_holder(owner, call.pins.id)) is not None:
+            return msgspec.structs.replace(call, progress=await _stop_and_get_progress(running))
+        if (holder := await self._peers.find_answering_process(owner, call.pins.id)) is not None:
             call_key = msgspec.msgpack.encode((owner, call.pins.id))
             if (encoded_progress := await self._peers.ask_peer(holder, _TAKE_OVER_TOPIC, call_key)) is not None:
                 return msgspec.structs.replace(
@@ -182,13 +182,13 @@ class ResumableCalls:
         owner, id = msgspec.msgpack.decode(body, type=tuple[str, str])
         if (running := self._running.get((owner, id))) is None:
             return None
-        progress = await _stop_call(running)
+        progress = await _stop_and_get_progress(running)
         if self._running.pop((owner, id), None) is running:  # a later note could come behind the other's last one
-            if self._note_future is not None:
-                await asyncio.wait({self._note_future})
+            if self._save_future is not None:
+                await asyncio.wait({self._save_future})
             note = ProgressUpdate(owner, id, progress, clock.time() + running.retention_seconds, is_complete=True)
             with suppress(sqlite3.OperationalError, OSError):  # it is in the tail
-                await asyncio.to_thread(self._calls.note, [note], self._peers.process_name)
+                await asyncio.to_thread(self._calls.update_progress, [note], self._peers.process_name)
         return msgspec.msgpack.encode(progress)
 
     async def _handle_is_answering(self, body: bytes) -> bytes | None:
@@ -198,7 +198,9 @@ class ResumableCalls:
         running = self._running.get((owner, id))
         return running is not None and not running.ended_event.is_set()
 
-    async def claim_key(self, request: Request, owner: str, body: bytes, *, stream: bool) -> ResumedCall | None:
+    async def claim_key_or_resume(
+        self, request: Request, owner: str, body: bytes, *, stream: bool
+    ) -> ResumedCall | None:
         """The call that had the request's Idempotency-Key before; None where it is new, or there is none.
 
         Raises HTTPException for a key that cannot be, that another request had, or whose request is being answered.
@@ -213,7 +215,7 @@ class ResumableCalls:
             raise still_answering_error()
         claim = self._claims[owner, key] = Claim(owner, key, now + CLAIM_SECONDS)
         request.scope[CLAIMS_SCOPE_KEY].append(claim)
-        call = await asyncio.to_thread(self._calls.of_key, owner, key)
+        call = await asyncio.to_thread(self._calls.find_by_idempotency_key, owner, key)
         if call is None:
             return None  # `begin_journal` takes the claim away, or the request's end
         if (call.path, call.body) != (request.scope["path"], body):
@@ -223,13 +225,13 @@ class ResumableCalls:
         self.release_claims([claim])
         if not stream:
             await self.check_not_answering(owner, call.pins.id)
-        return await self.resume_call(owner, call, (), request.scope[CLAIMS_SCOPE_KEY])
+        return await self.prepare_resume(owner, call, (), request.scope[CLAIMS_SCOPE_KEY])
 
     async def check_not_answering(self, owner: str, id: str) -> None:
         """Raises HTTPException while a call is answered."""
         if self._is_answering(owner, id):
             raise still_answering_error()
-        if (owner, id) in self._running or (holder := await self._peers.find_holder(owner, id)) is None:
+        if (owner, id) in self._running or (holder := await self._peers.find_answering_process(owner, id)) is None:
             return
         # It holds an answer until the end is noted, some time after the caller has it.
         if await self._peers.ask_peer(holder, _IS_ANSWERING_TOPIC, msgspec.msgpack.encode((owner, id))) is not None:
@@ -247,7 +249,7 @@ class ResumableCalls:
 
     async def _abandon_claim(self, claim: Claim) -> None:
         with suppress(sqlite3.OperationalError):  # the process that has the calls does not answer, or is gone
-            await asyncio.to_thread(self._calls.give_up, claim.owner, claim.name, claim.attempt)
+            await asyncio.to_thread(self._calls.release_claim, claim.owner, claim.name, claim.attempt)
 
     async def begin_journal(
         self,
@@ -272,7 +274,7 @@ class ResumableCalls:
             kernels=identity.fingerprint,
             background=spec.responses_fields is not None and spec.responses_fields.background,
             model=spec.model,
-            before=() if resumed is None else compute_fingerprints(resumed, identity)[:-1],
+            before=() if resumed is None else fingerprint_history(resumed, identity)[:-1],
             given=input_digest(spec, identity),
         )
         call = JournaledCall(path=request.scope["path"], body=body, pins=pins, key=key, progress=progress.copy())
@@ -281,7 +283,7 @@ class ResumableCalls:
         self._running[owner, spec.id] = running
         try:
             ends = clock.time() + _MAX_RUNNING_SECONDS
-            if not await self._put_call(owner, call, ends):
+            if not await self._put_call_with_retries(owner, call, ends):
                 raise still_answering_error()  # another process was asked at the same time
         except sqlite3.OperationalError as error:
             if key is not None and resumed is None:  # else it would be answered twice
@@ -299,7 +301,7 @@ class ResumableCalls:
             generation.attach_journal(self._write_ahead_log, running.log_number, [*map(len, call.progress.ids)])
         return running.close_generation
 
-    async def _put_call(self, owner: str, call: JournaledCall, ends: float) -> bool:
+    async def _put_call_with_retries(self, owner: str, call: JournaledCall, ends: float) -> bool:
         """As Calls.put, which may be done twice. While who has the calls is replaced, a stream waits to begin."""
         for _ in range(_PUT_TRIES):
             with suppress(StoreUnreachable):
@@ -307,7 +309,7 @@ class ResumableCalls:
             await asyncio.sleep(_PUT_RETRY_SECONDS)
         return await asyncio.to_thread(self._calls.put, owner, call, ends, self._peers.process_name)
 
-    def mark_stored(self, owner: str, id: str) -> None:
+    def mark_response_stored(self, owner: str, id: str) -> None:
         """A response is stored as one that has not ended: until `forget_call`, when its end is stored, no other process
         takes it for one that nobody works on."""
         if (running := self._running.get((owner, id))) is not None:
@@ -319,54 +321,54 @@ class ResumableCalls:
             running.ended_event.set()
             if with_key or running.retention_seconds != KEY_RETENTION_SECONDS:
                 del self._running[owner, id]
-        await asyncio.to_thread(self._calls.delete, owner, id, named=with_key)
+        await asyncio.to_thread(self._calls.delete, owner, id, include_keyed=with_key)
 
-    async def _note_forever(self) -> None:
+    async def _save_progress_forever(self) -> None:
         while True:
-            await asyncio.sleep(_NOTE_INTERVAL_SECONDS)
+            await asyncio.sleep(_SAVE_INTERVAL_SECONDS)
             try:
-                await self._note_progress()
+                await self._save_progress()
             except (sqlite3.OperationalError, OSError) as error:
                 log.error("streams: data_dir cannot be written: %s", error)
 
-    async def _note_progress(self, *, last: bool = False) -> None:
+    async def _save_progress(self, *, last: bool = False) -> None:
         """Write down what has come since the last time, and forget those that have ended. `last`: leave nothing out."""
-        if self._note_future is not None:  # of one that was cancelled: what it writes must not come behind this
-            await asyncio.wait({self._note_future})
+        if self._save_future is not None:  # of one that was cancelled: what it writes must not come behind this
+            await asyncio.wait({self._save_future})
         now = clock.time()
         notes: list[ProgressUpdate] = []
         ended_calls: list[tuple[str, str, RunningCall]] = []
-        is_compacting = self._write_ahead_log is not None and self._write_ahead_log.start_compaction(
+        is_compacting = self._write_ahead_log is not None and self._write_ahead_log.maybe_start_compaction(
             (running.log_number, *key, len(running.progress.ids)) for key, running in self._running.items()
         )
         for (owner, id), running in list(self._running.items()):
             ended = running.ended_event.is_set()
-            running.num_skipped_notes += 1
+            running.num_skipped_saves += 1
             if not (
                 ended
                 or is_compacting
                 or last
                 or self._write_ahead_log is None
-                or running.num_skipped_notes >= _NOTES_PER_LOGGED_CALL
+                or running.num_skipped_saves >= _SAVES_PER_LOGGED_CALL
             ):
                 continue
-            count, running.num_skipped_notes = running.progress.num_tokens, 0
+            count, running.num_skipped_saves = running.progress.num_tokens, 0
             if (
-                count - running.num_noted_tokens > running.num_noted_tokens // 8
+                count - running.num_saved_tokens > running.num_saved_tokens // 8
                 or ended
-                or ((is_compacting or last) and count > running.num_noted_tokens)
+                or ((is_compacting or last) and count > running.num_saved_tokens)
             ):  # else a long answer is written over and over
                 ends = now + (running.retention_seconds if ended else _MAX_RUNNING_SECONDS)
                 answered = ended and not running.is_stored_response
                 notes.append(ProgressUpdate(owner, id, running.progress.copy(), ends, answered))
-                running.num_noted_tokens = count
+                running.num_saved_tokens = count
             if ended:
                 ended_calls.append((owner, id, running))
         if notes:
-            self._note_future = asyncio.ensure_future(
-                asyncio.to_thread(self._calls.note, notes, self._peers.process_name)
+            self._save_future = asyncio.ensure_future(
+                asyncio.to_thread(self._calls.update_progress, notes, self._peers.process_name)
             )
-            await asyncio.shield(self._note_future)
+            await asyncio.shield(self._save_future)
         for owner, id, running in ended_calls:  # until now it is asked here what they have, for it is nowhere else
             if self._running.get((owner, id)) is running:
                 del self._running[owner, id]
@@ -383,7 +385,7 @@ def _noop() -> None:
     pass
 
 
-async def _stop_call(running: RunningCall) -> CallProgress:
+async def _stop_and_get_progress(running: RunningCall) -> CallProgress:
     """What a call has whose answer is ended here."""
     running.close_generation()
     await running.ended_event.wait()
@@ -396,7 +398,7 @@ def _end_call(running: RunningCall, close_generation: Callable[[], None]) -> Non
     running.close_generation = _noop  # no circle: the spec goes with its last reference, not at a collection
 
 
-def parse_keep_alive(request: Request, max_seconds: float) -> float:
+def parse_keep_alive_seconds(request: Request, max_seconds: float) -> float:
     """Seconds for which a stream goes on without its reader; 0: it does not. `max_seconds`: --stream-grace, or 0 where
     nothing is kept. Raises InvalidRequest."""
     header_value = request.headers.get(KEEP_ALIVE_HEADER)

@@ -11,7 +11,7 @@ from dataclasses import replace as replaced
 import msgspec
 
 from quire.engine import random_source
-from quire.engine.types import Span
+from quire.engine.types import MediaSpan
 from quire.server.generation.request_specs import GenerationSpec
 from quire.server.store.journal import JournaledCall
 
@@ -83,19 +83,19 @@ def input_digest(spec: GenerationSpec, identity: ComputeIdentity) -> str:
     return digest.hexdigest()
 
 
-def _span_digest_text(span: Span) -> str:
+def _span_digest_text(span: MediaSpan) -> str:
     """What the journal's digests have of an image's tokens; it stays as it is, whatever our names become."""
     position_text = f"start={span.start!r}, count={span.count!r}, digest={span.digest!r}"
     return f"Span({position_text}, kind={span.kind!r}, whole={span.is_bidirectional!r}, offset={span.offset!r})"
 
 
-def compute_fingerprints(resumed: ResumedCall, identity: ComputeIdentity) -> tuple[str, ...]:
+def fingerprint_history(resumed: ResumedCall, identity: ComputeIdentity) -> tuple[str, ...]:
     """The fingerprints of all that compute a call, in their order."""
     pins = resumed.call.pins
     return (*pins.before, pins.kernels) + ((identity.fingerprint,) if pins.kernels != identity.fingerprint else ())
 
 
-def has_identity_changed(resumed: ResumedCall, identity: ComputeIdentity) -> bool:
+def may_compute_other_tokens(resumed: ResumedCall, identity: ComputeIdentity) -> bool:
     """Whether this process might compute other tokens than the one where the call began: its kernels or weights differ,
     or it is not deterministic. Then the call keeps the tokens that it has, and goes on behind them."""
     return resumed.call.pins.kernels != identity.fingerprint or not identity.deterministic
@@ -106,7 +106,7 @@ def resume_conflict(resumed: ResumedCall, spec: GenerationSpec, identity: Comput
     pins = resumed.call.pins
     if pins.adapter != ("" if spec.adapter is None else spec.adapter.digest):
         return "The adapter of this answer has been changed since"
-    if has_identity_changed(resumed, identity):
+    if may_compute_other_tokens(resumed, identity):
         if pins.given != input_digest(spec, identity):
             return "The model of this answer has been changed since: ask for a new one"
         recomputes_logprobs = spec.logprobs or spec.prompt_logprobs is not None

@@ -40,7 +40,7 @@ _MAX_LISTED_NAMES, _MAX_COMPARED_NAMES = 20, 200
 
 
 @dataclass(frozen=True)
-class ModelSource:
+class ServedModelSpec:
     """The part of a ServedModel that is sent to another process, which makes the rest of it."""
 
     config: ServerConfig
@@ -61,7 +61,7 @@ class ModelSource:
     no_images_reason: str = NO_IMAGES_REASON
     """Why they may not."""
 
-    def with_engine_limits(self, model: ServedModel) -> ModelSource:
+    def with_engine_limits(self, model: ServedModel) -> ServedModelSpec:
         """With what the engine says of the model."""
         return replace(
             self,
@@ -74,7 +74,7 @@ class ModelSource:
     def build_served_model(self, *, expendable: bool = False, adapters: Collection[str] = ()) -> ServedModel:
         """Raises ModelError for a chat template that is not valid Jinja."""
         return ServedModel(
-            **{each.name: getattr(self, each.name) for each in fields(ModelSource)},
+            **{each.name: getattr(self, each.name) for each in fields(ServedModelSpec)},
             names=self.config.model_names,
             chat_formats=ChatFormats.from_config(self.config, self.tokenizer),
             media_domains=tuple(self.config.allowed_media_domains),
@@ -84,7 +84,7 @@ class ModelSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedModel(ModelSource):
+class ServedModel(ServedModelSpec):
     names: tuple[str, ...]
     """Names that requests may use, at least one; the first is the model's own."""
     chat_formats: ChatFormats
@@ -146,7 +146,7 @@ class ServedModel(ModelSource):
         if requested_name is None:
             return self.names[0]
         if requested_name not in self.names and requested_name not in self.adapters:
-            raise model_not_found(requested_name, [*self.names, *sorted(self.adapters)])
+            raise model_not_found_error(requested_name, [*self.names, *sorted(self.adapters)])
         return requested_name
 
     def check_task(self, task: Task) -> None:
@@ -181,7 +181,7 @@ def system_fingerprint(info: EngineInfo, weights_version: str, config: EngineCon
     return f"fp_{digest}_{'deterministic' if info.deterministic else 'batch-dependent'}"
 
 
-def model_not_found(requested_name: str, served_names: Sequence[str]) -> ModelNotFound:
+def model_not_found_error(requested_name: str, served_names: Sequence[str]) -> ModelNotFound:
     """The error for a name that is none of those `served_names`."""
     shown = requested_name if len(requested_name) <= 100 else f"{requested_name[:100]}…"
     more = f" and {len(served_names) - _MAX_LISTED_NAMES} more" if len(served_names) > _MAX_LISTED_NAMES else ""

@@ -79,7 +79,7 @@ class EventStream(EventSourceResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tasks = [
             asyncio.create_task(self._send_chunks(send)),
-            asyncio.create_task(_wait_for_disconnect(receive, self._close)),
+            asyncio.create_task(_close_when_disconnected(receive, self._close)),
         ]
         if self.ping_interval:
             tasks.append(asyncio.create_task(self._ping(send)))
@@ -135,7 +135,7 @@ class EventStream(EventSourceResponse):
 @asynccontextmanager
 async def closing_on_disconnect(receive: Receive, close: Callable[[], None]) -> AsyncIterator[None]:
     """Calls `close` as soon as the client is gone, and in any case at the end."""
-    watcher = asyncio.create_task(_wait_for_disconnect(receive, close))
+    watcher = asyncio.create_task(_close_when_disconnected(receive, close))
     try:
         yield
     finally:
@@ -157,7 +157,7 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Resul
     return task.result()
 
 
-async def _wait_for_disconnect(receive: Receive, close: Callable[[], None]) -> None:
+async def _close_when_disconnected(receive: Receive, close: Callable[[], None]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     close()

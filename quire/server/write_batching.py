@@ -23,7 +23,7 @@ TRANSPORT_SCOPE_KEY = "quire.transport"
 """Names the BatchingTransport of a connection of ours in the scope."""
 
 
-def _is_never_sending() -> bool:
+def _always_false() -> bool:
     return False
 
 
@@ -63,7 +63,7 @@ class BatchingTransport(asyncio.Transport):
         transport: asyncio.Transport,
         loop: asyncio.AbstractEventLoop,
         write_batcher: WriteBatcher,
-        is_client_sending: Callable[[], bool] = _is_never_sending,
+        is_client_sending: Callable[[], bool] = _always_false,
     ) -> None:
         """`is_client_sending`: whether the client is in the middle of a request."""
         super().__init__()
@@ -125,4 +125,4 @@ class BatchingTransport(asyncio.Transport):
         """The connection is lost. Gives up what it refers to, which refers to this."""
         self.writable = False
         self._buffer = b""
-        self._is_client_sending = _is_never_sending
+        self._is_client_sending = _always_false

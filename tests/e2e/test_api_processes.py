@@ -18,7 +18,7 @@ import pytest
 
 from quire.engine.config import DEMO_MODEL
 from quire.engine.errors import ConfigError
-from quire.server.cli.api_process_manager import check_shareable
+from quire.server.cli.api_process_manager import check_multi_process_settings
 from quire.server.config import ServerConfig
 from tests.e2e.server import Server
 from tests.e2e.streams import COMPLETIONS, KINDS, answer, ask_until
@@ -245,17 +245,17 @@ async def test_all_api_processes_drain(tmp_path: Path, expected: dict[str, Any])
 )
 def test_what_each_would_know_a_part_of_is_refused(options: dict[str, Any], models: Path | None, flag: str) -> None:
     with pytest.raises(ConfigError, match=f"{flag} needs --api-server-count 1, not 2"):
-        check_shareable(ServerConfig(api_server_count=2, **options), models)
+        check_multi_process_settings(ServerConfig(api_server_count=2, **options), models)
 
 
 def test_keys_with_limits_of_their_own_are_refused(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     config = ServerConfig(api_server_count=2, api_key_file=keys)
     keys.write_text('[alice]\nkey = "a"\n[bob]\nkey = "b"\nweight = 2.0\n')
-    check_shareable(config, None)
+    check_multi_process_settings(config, None)
     keys.write_text('[alice]\nkey = "a"\n[bob]\nkey = "b"\ntokens_per_minute = 5\n')
     with pytest.raises(ConfigError, match="--api-key-file with limits a minute needs --api-server-count 1"):
-        check_shareable(config, None)
+        check_multi_process_settings(config, None)
 
 
 def test_why_an_api_process_cannot_start_is_said_once() -> None:

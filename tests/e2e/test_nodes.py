@@ -236,7 +236,7 @@ def test_a_rank_for_want_of_memory_is_not_taken_for_one_that_somebody_has_killed
     monkeypatch.setattr("quire.engine.worker_node.oom_kills", lambda: next(kills) if kernel_kills else 3)
     settings = told()
     member = WorkerNode(member_config(settings))
-    keeping = threading.Thread(target=member.keep_rank, args=(0,), daemon=True)
+    keeping = threading.Thread(target=member.keep_rank_running, args=(0,), daemon=True)
     keeping.start()
     pids = set()
     for _ in range(2):  # the next one may be killed as well while it waits, and another waits then

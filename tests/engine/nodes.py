@@ -53,7 +53,7 @@ def nodes() -> Iterator[Nodes]:
             config = EngineConfig(model=model, **told | {"node_rank": node} | settings)
             members.append(ThreadMember(config))
             for place in range(config.local_world_size):
-                threads.append(threading.Thread(target=members[-1].keep_rank, args=(place,), daemon=True))
+                threads.append(threading.Thread(target=members[-1].keep_rank_running, args=(place,), daemon=True))
                 threads[-1].start()
         return told
 

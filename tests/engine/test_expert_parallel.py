@@ -81,7 +81,7 @@ def test_weights_in_few_bits(way: str, tmp_path: Path, monkeypatch: pytest.Monke
     """Seen without integer products: see the same of tests/engine/test_ranks.py. The experts' groups are torn apart
     where each is divided, and are not where each is whole."""
     monkeypatch.setattr(CpuBackend, "pack_quantized", ReferenceBackend.pack_quantized)
-    monkeypatch.setattr(CpuBackend, "pack_embedding", ReferenceBackend.pack_embedding)
+    monkeypatch.setattr(CpuBackend, "pack_quantized_embedding", ReferenceBackend.pack_quantized_embedding)
     if way == "mxfp4":
         path, settings = stack_mxfp4(save_tiny_model(tmp_path / "model", "gpt_oss"), tmp_path / "few"), {}
     else:

@@ -20,7 +20,7 @@ from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.core.scheduler_output import HeadDraftRequest
 from quire.engine.drafting.draft_length import AdaptiveLengthDrafter, StepCosts
 from quire.engine.drafting.head_drafter import HeadDrafter
-from quire.engine.engine_builder.drafter_builder import make_model_drafter
+from quire.engine.engine_builder.drafter_builder import make_model_or_head_drafter
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
 from quire.engine.text.grammar_compiler import json_grammar
@@ -76,7 +76,7 @@ def started(
 
 def heads_of(worker: StartedWorker, config: EngineConfig) -> HeadDrafter:
     """What asks the heads, without what decides which of their guesses pay."""
-    found = make_model_drafter(worker, config)
+    found = make_model_or_head_drafter(worker, config)
     assert found is not None
     assert isinstance(found[0], HeadDrafter)
     return found[0]

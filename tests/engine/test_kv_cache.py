@@ -141,7 +141,7 @@ def test_a_checkpoint_s_scales_are_those_of_its_pages(tmp_path: Path) -> None:
     }
     path = scaled(tmp_path, scales)
     made = engine(path, "fp8")
-    found = [layer[0].rope.kv_scales for layer in made.executor._model._layers]
+    found = [layer[0].rope_params.kv_scales for layer in made.executor._model._layers]
     assert found == [KVScales(0.5, 0.25), KVScales(), KVScales(2.0, 1.0)]
     prompt = request("a", prompts()[3], max_tokens=8, logprobs=0)
     # A power of two moves no 8-bit float of ordinary size, so that the numbers say whether both ends use it.
@@ -160,7 +160,7 @@ def test_a_checkpoint_may_scale_keys_and_values_alone(tmp_path: Path) -> None:
     given = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": kv}
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": given}))
     made = engine(path, "fp8")
-    assert made.executor._model._layers[1][0].rope.kv_scales == KVScales(0.5, 1.0)
+    assert made.executor._model._layers[1][0].rope_params.kv_scales == KVScales(0.5, 1.0)
     assert run(made, [request("a", prompts()[3], max_tokens=8)])["a"].ids
 
 

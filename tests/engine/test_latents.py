@@ -22,7 +22,7 @@ from quire.engine.core.drafter import NullDrafter
 from quire.engine.drafting.draft_length import AdaptiveLengthDrafter
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import AdapterError, ConfigError
-from quire.engine.lora.adapter_files import read_adapter
+from quire.engine.lora.adapter_files import read_adapter_specs
 from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.models import decoder_spec
 from quire.engine.worker.device_plan import check_attention_support
@@ -116,7 +116,7 @@ def test_an_adapter_of_what_expands_latents_is_refused(folder: Path, tmp_path: P
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     adapter = save_adapter(tmp_path / "a", base, 4, targets=("kv_b_proj",), seed=4)
     with pytest.raises(AdapterError, match=r"kv_b_proj.*adapters of what expands latents are not served"):
-        read_adapter(adapter, adaptable_modules(read_model_config(path)), 8)
+        read_adapter_specs(adapter, adaptable_modules(read_model_config(path)), 8)
 
 
 @pytest.mark.parametrize(("kv", "beside"), [("auto", 0), ("int8", 2), ("fp8", 0)])

@@ -22,12 +22,12 @@ class Idle:
         self.left = left
         self.done: list[str] = []
 
-    def warm_up_once(self) -> bool:
+    def run_next_warmup(self) -> bool:
         self.done.append("prepare")
         self.left = max(0, self.left - 1)
         return self.left > 0
 
-    def take_view(self) -> EngineView:
+    def make_engine_view(self) -> EngineView:
         self.done.append("view")
         return EngineView(EngineStats(), [], b"", 0, 0.0)
 

@@ -15,7 +15,7 @@ from quire.engine.link.client import EngineClient
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.offline.in_process import InProcessLink
 from quire.engine.replicas.replicas import processes
-from quire.engine.types import PrefixReport
+from quire.engine.types import PrefixMissReport
 from tests.engine.harness import request
 from tests.tiny_models import save_tiny_model
 
@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"), "llama")
 
 
-async def ask(client: EngineClient, name: str, prompt: list[int], **more: object) -> tuple[int, PrefixReport]:
+async def ask(client: EngineClient, name: str, prompt: list[int], **more: object) -> tuple[int, PrefixMissReport]:
     """Tokens that were cached, and what is said of the others."""
     found = None
     async for outputs in client.submit([request(name, prompt, max_tokens=4, **more)]):

@@ -88,7 +88,7 @@ def test_families_say_what_one_process_says(family: str, ranks: int, count: int,
 def test_weights_in_few_bits(way: str, nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen without integer products: see test_ranks.py."""
     monkeypatch.setattr(CpuBackend, "pack_quantized", ReferenceBackend.pack_quantized)
-    monkeypatch.setattr(CpuBackend, "pack_embedding", ReferenceBackend.pack_embedding)
+    monkeypatch.setattr(CpuBackend, "pack_quantized_embedding", ReferenceBackend.pack_quantized_embedding)
     path, settings = save_tiny_model(tmp_path / "model", "llama", **WIDE), {}
     if way in QUANTIZED:
         path = quantize_checkpoint(path, tmp_path / "few", *QUANTIZED[way])
@@ -155,9 +155,9 @@ def test_each_machine_has_a_path_and_an_engine_after_another(nodes: Nodes, tmp_p
 
 def test_the_machine_with_the_least_room_decides(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    monkeypatch.setattr("quire.engine.worker.ranks.follower_rank.available_bytes", lambda *_: 300_000)
+    monkeypatch.setattr("quire.engine.worker.ranks.follower_rank.available_kv_bytes", lambda *_: 300_000)
     made = engine(path, **nodes(str(path), 4), max_model_len=64)
-    each = sum(tensor.nbytes for layer in made.executor._model.block_tensors(1) for tensor in layer)
+    each = sum(tensor.nbytes for layer in made.executor._model.block_tensor_specs(1) for tensor in layer)
     assert made.info.num_blocks == 300_000 // (2 * each)
     given = engine(path, **nodes(str(path), 2), max_model_len=64, kv_cache_memory=0.01)
     assert given.info.num_blocks > made.info.num_blocks
@@ -240,7 +240,7 @@ def test_a_machine_whose_kernels_are_others_is_refused_in_a_line_that_names_both
     _, thread, found = gathering(settings)
     own = make_join_request(member_config(settings), 1, 0)
     member, ours = ThreadMember(member_config(settings), replace(own, kernels="NEON, PyTorch 9")), own.kernels
-    member.keep_rank(0)
+    member.keep_rank_running(0)
     wrong = f"machine 1 cannot join: what computes is {ours} on machine 0 and NEON, PyTorch 9 there"
     assert str(member.failure) == f"node_rank: 127.0.0.1:{settings['master_port']} refused: {wrong}"
     assert f"quire: {wrong}\n" in capfd.readouterr().err

@@ -128,7 +128,7 @@ def forgetful(monkeypatch: pytest.MonkeyPatch, failing: int | None, every: int =
         made[number] = Forgetful(every if number == failing else None)
         return made[number]
 
-    monkeypatch.setattr(kv_allocation, "choose_capture", capture)
+    monkeypatch.setattr(kv_allocation, "make_graph_capture", capture)
     return made
 
 
@@ -137,7 +137,7 @@ def test_a_graph_that_cannot_be_captured_ends_no_engine(tmp_path: Path, monkeypa
     def capture(*_: object) -> GraphCapture:
         return captured if threading.current_thread() is threading.main_thread() else refused
 
-    monkeypatch.setattr(kv_allocation, "choose_capture", capture)
+    monkeypatch.setattr(kv_allocation, "make_graph_capture", capture)
     started = engine(save_tiny_model(tmp_path, "llama"), 2, warmup_seconds=60.0, max_num_seqs=1, max_model_len=64)
     told = [each for each in started.info.notes if "graphs" in each][-2:]
     assert told[0].startswith("0 of 2 decode graphs captured in ")
@@ -156,14 +156,14 @@ def test_small_steps_with_prompts_hold_the_sums(
         monkeypatch.setattr(module, "needs_ordered_sums", lambda *_: ordered)
     settings: dict[str, Any] = {"attention_backend": "flash", "dtype": "bfloat16", "num_kv_blocks": 40}
     settings |= {"max_num_seqs": 6, "max_model_len": 1024, "max_num_batched_tokens": 48, "warmup_seconds": 0.0}
-    monkeypatch.setattr(kv_allocation, "choose_capture", lambda *_: None)
+    monkeypatch.setattr(kv_allocation, "make_graph_capture", lambda *_: None)
     expected = picked(run(engine(DEMO_MODEL, 2, **settings), traffic()))
     made = forgetful(monkeypatch, failing)
     graphed = engine(DEMO_MODEL, 2, **settings)
     for _ in range(2):
         assert picked(run(graphed, traffic())) == expected
-        assert graphed.warm_up_once()
-    while graphed.warm_up_once():
+        assert graphed.run_next_warmup()
+    while graphed.run_next_warmup():
         pass
     assert picked(run(graphed, traffic())) == expected
     assert graphed.engine_stats.captured_prompt_steps > 5

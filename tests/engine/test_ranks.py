@@ -169,7 +169,7 @@ def test_weights_in_few_bits(way: str, ranks: int, tmp_path: Path, monkeypatch: 
     """The ranks' parts are those of the weights that one process has. Seen without integer products, which round x to
     8 bits: there the last bit of a sum can change a code."""
     monkeypatch.setattr(CpuBackend, "pack_quantized", ReferenceBackend.pack_quantized)
-    monkeypatch.setattr(CpuBackend, "pack_embedding", ReferenceBackend.pack_embedding)
+    monkeypatch.setattr(CpuBackend, "pack_quantized_embedding", ReferenceBackend.pack_quantized_embedding)
     wide = WIDE | ({"hidden_size": 256, "intermediate_size": 1024} if "_K" in way else {})
     path, settings = save_tiny_model(tmp_path / "model", "llama", **wide), {}
     if way in QUANTIZED:
@@ -303,7 +303,8 @@ def test_each_rank_holds_its_part(tmp_path: Path) -> None:
     assert sum(each.read_bytes for each in parts) == whole.read_bytes + 3 * norms + twice
     assert max(each.read_bytes for each in parts) < 0.3 * whole.read_bytes
     pages = [
-        sum(tensor.nbytes for layer in each.model.block_tensors(1) for tensor in layer) for each in (whole, parts[0])
+        sum(tensor.nbytes for layer in each.model.block_tensor_specs(1) for tensor in layer)
+        for each in (whole, parts[0])
     ]
     assert pages[0] == 2 * pages[1]
 

@@ -27,7 +27,7 @@ from quire.engine.receipts.receipt import (
     Receipt,
     decode_receipt,
     encode_receipt,
-    truncate_versions,
+    truncate_weight_versions,
 )
 from quire.engine.types import EngineCoreRequest
 from quire.engine.types import SamplingParams as Sent
@@ -164,7 +164,7 @@ async def test_each_version_of_the_weights_answers_for_its_own_tokens(
             updated = True
             assert await Weights(client).update(str(second)) == "2"
     await client.link.stop()
-    record.versions = truncate_versions(stream.versions["a"], len(record.token_ids))
+    record.versions = truncate_weight_versions(stream.versions["a"], len(record.token_ids))
     (one, before), (two, behind) = record.versions
     assert (one, two, before + behind) == ("1", "2", 40)
     assert min(before, behind) > 5

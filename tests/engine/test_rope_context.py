@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config import EngineConfig, capacity_settings
+from quire.engine.config import EngineConfig, capacity_settings_from_info
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
 from quire.server.served_model import system_fingerprint
@@ -42,7 +42,7 @@ def test_tokens_do_not_depend_on_the_context_that_fits(impl: str, path: Path) ->
     first = EngineCore(small)
     assert (first.info.max_model_len, first.info.rope_context) == (OLD, MOST)
     assert answer(first) == long == answer(engine(path, model_impl=impl))
-    anew = small.model_copy(update=capacity_settings(first.info))
+    anew = small.model_copy(update=capacity_settings_from_info(first.info))
     assert answer(EngineCore(anew)) == long, "in the place of one that has died"
     assert answer(engine(path, model_impl=impl, max_model_len=OLD, rope_context=MOST)) == long
     by_short = engine(path, model_impl=impl, rope_context=OLD)

@@ -13,7 +13,7 @@ from quire.engine.core.drafter import Draft, Drafter, NullDrafter, RequestsToDra
 from quire.engine.core.request import Request
 from quire.engine.drafting.draft_length import AdaptiveLengthDrafter, StepCosts
 from quire.engine.drafting.ngram_drafter import NgramDrafter, SuffixDrafter
-from quire.engine.engine_builder.drafter_builder import make_default_drafter
+from quire.engine.engine_builder.drafter_builder import make_configured_drafter
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
 from quire.engine.text.grammar_compiler import json_grammar
@@ -70,8 +70,10 @@ class Replaceable(Drafter):
 
 def always(worker: StartedWorker, config: EngineConfig) -> Drafter | None:
     """Makes the drafter that the configuration asks for, without regard to what its guesses cost."""
-    draft = None if worker.draft_worker is None else replace(worker.draft_worker, step_costs=[(1, 1e-6), (64, 1e-6)])
-    return make_default_drafter(replace(worker, step_costs=[(1, 1.0), (64, 1.001)], draft_worker=draft), config)
+    draft = (
+        None if worker.started_drafter is None else replace(worker.started_drafter, step_costs=[(1, 1e-6), (64, 1e-6)])
+    )
+    return make_configured_drafter(replace(worker, step_costs=[(1, 1.0), (64, 1.001)], started_drafter=draft), config)
 
 
 def traffic(prompts: list[str], params: list[dict[str, object]]) -> list[EngineCoreRequest]:

@@ -38,7 +38,7 @@ from quire.engine.worker.loading import kv_allocation
 from quire.engine.worker.ranks import follower_rank, rank_processes, rank_startup, rendezvous
 from quire.engine.worker.ranks.follower import make_pipe_sender, run_follower
 from quire.engine.worker.ranks.rank_messages import FailureReply, StartCommand, decode_reply, encode_frame, read_frame
-from quire.engine.worker.ranks.rank_processes import STOP_SECONDS, end_processes, visible_gpus
+from quire.engine.worker.ranks.rank_processes import STOP_SECONDS, end_processes, visible_gpus_for_rank
 from quire.engine.worker.ranks.rendezvous import check_connection, needs_ordered_sums
 from quire.engine.worker.ranks.spmd import SpmdRunner, redact_for_followers
 from quire.kernels import backend_selection
@@ -202,11 +202,11 @@ def test_ranks_that_divide_tokens_say_what_one_process_says(family: str, ranks: 
 class Dense(ReferenceBackend):
     """The reference, whose decodes a graph can hold."""
 
-    def compute_packed_softmax(
+    def attend_context_shard(
         self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, shard: ContextShard
     ) -> Tensor:
         if metadata.max_query_len > 1:
-            return super().compute_packed_softmax(q, caches, metadata, softmax, shard)
+            return super().attend_context_shard(q, caches, metadata, softmax, shard)
         k, v = (each[metadata.block_table.long()].flatten(1, 2).float() for each in caches)
         unseen = shard.global_positions(torch.arange(k.shape[1])) > metadata.positions[:, None]
         k, v = (each.masked_fill(unseen[:, :, None, None], 0).repeat_interleave(2, 2) for each in (k, v))
@@ -295,21 +295,21 @@ def test_decode_graphs_hold_the_sums(ranks: int, ordered: bool, monkeypatch: pyt
             made.append(FakeCapture())
             return made[-1]
 
-    monkeypatch.setattr(kv_allocation, "choose_capture", lambda *_: None)
+    monkeypatch.setattr(kv_allocation, "make_graph_capture", lambda *_: None)
     expected, greedy = (
         picked(run(engine(DEMO_MODEL, ranks, **settings), each)) for each in (requests, all_greedy(requests))
     )
-    monkeypatch.setattr(kv_allocation, "choose_capture", capture)
+    monkeypatch.setattr(kv_allocation, "make_graph_capture", capture)
     graphed = engine(DEMO_MODEL, ranks, **settings)
     graphed.executor.warm_sampler()
     graphed.executor.warm_prompts()
-    assert graphed.warm_up_once()
+    assert graphed.run_next_warmup()
     assert picked(run(graphed, requests)) == expected
     assert len(made) == ranks
     assert {len(each.recordings) for each in made} == {len(graphed.executor.decode_graphs.graph_set.graphs)}
     assert {each.replays for each in made} == {made[0].replays}
     assert made[0].replays > 10
-    while graphed.warm_up_once():
+    while graphed.run_next_warmup():
         pass
     assert picked(run(graphed, requests)) == expected
     assert picked(run(graphed, all_greedy(requests))) == greedy
@@ -330,11 +330,11 @@ def test_decode_graphs_hold_what_ranks_merge(monkeypatch: pytest.MonkeyPatch) ->
         made.append(FakeCapture())
         return made[-1]
 
-    monkeypatch.setattr(kv_allocation, "choose_capture", capture)
+    monkeypatch.setattr(kv_allocation, "make_graph_capture", capture)
     graphed = engine(DEMO_MODEL, 2, **settings)
     graphed.executor.warm_sampler()
     graphed.executor.warm_prompts()
-    assert graphed.warm_up_once()
+    assert graphed.run_next_warmup()
     assert picked(run(graphed, requests)) == expected
     assert {each.replays for each in made} == {made[0].replays}
     assert made[0].replays > 10
@@ -345,8 +345,8 @@ def test_all_ranks_have_as_many_pages_as_the_smallest_has_room_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    monkeypatch.setattr(startup, "available_bytes", lambda *_: 2**30)
-    monkeypatch.setattr(follower_rank, "available_bytes", lambda *_: 2**20)
+    monkeypatch.setattr(startup, "available_kv_bytes", lambda *_: 2**30)
+    monkeypatch.setattr(follower_rank, "available_kv_bytes", lambda *_: 2**20)
     made = engine(path, 2, max_model_len=128)
     assert made.info.kv_bytes <= 2**20 < made.info.kv_bytes + 4 * made.info.kv_bytes // made.info.num_blocks
     assert "x 2 ranks" in made.info.arithmetic
@@ -354,7 +354,7 @@ def test_all_ranks_have_as_many_pages_as_the_smallest_has_room_for(
     def nothing(*_: object) -> int:
         raise ConfigError("gpu_memory_utilization: leaves nothing", param="gpu_memory_utilization")
 
-    monkeypatch.setattr(follower_rank, "available_bytes", nothing)
+    monkeypatch.setattr(follower_rank, "available_kv_bytes", nothing)
     with pytest.raises(ConfigError, match="gpu_memory_utilization: leaves nothing"):
         engine(path, 2)
 
@@ -549,9 +549,9 @@ def test_gpus_and_nccl_that_are_not_there_are_refused(monkeypatch: pytest.Monkey
 
 
 def test_each_rank_sees_its_own_gpu() -> None:
-    assert [visible_gpus(rank, None, 4) for rank in (0, 3)] == ["0,1,2,3", "3,0,1,2"]
-    assert visible_gpus(1, "4, 6", 2) == "6,4"
-    assert visible_gpus(1, "GPU-aa,GPU-bb", 2) == "GPU-bb,GPU-aa"
+    assert [visible_gpus_for_rank(rank, None, 4) for rank in (0, 3)] == ["0,1,2,3", "3,0,1,2"]
+    assert visible_gpus_for_rank(1, "4, 6", 2) == "6,4"
+    assert visible_gpus_for_rank(1, "GPU-aa,GPU-bb", 2) == "GPU-bb,GPU-aa"
 
 
 def test_sums_have_an_order_where_tokens_must_not_depend_on_the_batch() -> None:

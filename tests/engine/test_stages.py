@@ -136,7 +136,9 @@ def test_windows(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """Each stage has layers of some groups of pages alone."""
     plain = device_plan.decoder_spec
     monkeypatch.setattr(
-        device_plan, "decoder_spec", lambda config: plain(config).replace_sublayers(AttentionLayerSpec, window=[*FOUR])
+        device_plan,
+        "decoder_spec",
+        lambda config: plain(config).replace_sublayer_fields(AttentionLayerSpec, window=[*FOUR]),
     )
     path = save_tiny_model(tmp_path, "gemma2")
     settings: dict[str, Any] = {"kv_cache_dtype": kv, "num_kv_blocks": 20, "max_model_len": 280}
@@ -273,7 +275,7 @@ def test_each_stage_holds_its_part(tmp_path: Path) -> None:
     assert ["model.embed_tokens.weight" in each for each in names] == [True, False, False]
     assert ["lm_head.weight" in each for each in names] == [False, False, True]
     pages = [
-        sum(tensor.nbytes for layer in each.model.block_tensors(1) for tensor in layer) for each in (whole, *parts)
+        sum(tensor.nbytes for layer in each.model.block_tensor_specs(1) for tensor in layer) for each in (whole, *parts)
     ]
     assert [7 * each // pages[0] for each in pages] == [7, 3, 2, 2]
 
@@ -331,7 +333,7 @@ def test_other_weights_are_checked_for_all_stages(tmp_path: Path) -> None:
     path, other = (save_tiny_model(tmp_path / name, "llama") for name in ("one", "other"))
     rewrite(other, lambda weights: {name: tensor * 0.9 for name, tensor in weights.items()})
     made = engine(path, 2)
-    made.check_weights(EngineConfig(model=str(path), weights=str(other)))
+    made.check_replacement_weights(EngineConfig(model=str(path), weights=str(other)))
     expected = said(run(engine(path, 1, weights=str(other)), asked()))
     assert expected != said(run(made, asked()))
     assert expected == said(run(engine(path, 2, weights=str(other)), asked()))
@@ -339,7 +341,7 @@ def test_other_weights_are_checked_for_all_stages(tmp_path: Path) -> None:
         lacking = save_tiny_model(tmp_path / name, "llama")
         rewrite(lacking, lambda weights, name=name: {each: weights[each] for each in weights if each != name})
         with pytest.raises(ConfigError, match=f"the weights lack {name}"):
-            made.check_weights(EngineConfig(model=str(path), weights=str(lacking)))
+            made.check_replacement_weights(EngineConfig(model=str(path), weights=str(lacking)))
 
 
 def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:

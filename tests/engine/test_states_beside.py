@@ -21,7 +21,7 @@ from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.core.block_pool import BlockPool
 from quire.engine.core.scheduler_output import SlotCopy
-from quire.engine.core.state_snapshots import PooledStateSnapshots, SnapshotPlan
+from quire.engine.core.state_snapshots import PooledStateSnapshots, SnapshotConfig
 from quire.engine.drafting.draft_length import AdaptiveLengthDrafter
 from quire.engine.engine_core import EngineCore
 from quire.engine.link.client import EngineClient
@@ -116,7 +116,7 @@ def test_a_snapshot_that_is_about_to_be_used_makes_no_room() -> None:
     pages, digest = BlockPool(2), b"page"
     (page,) = pages.allocate(1)
     pages.cache_block(page, digest)
-    snapshots = PooledStateSnapshots(pages, 16, SnapshotPlan(1, 16), first_slot=3)
+    snapshots = PooledStateSnapshots(pages, 16, SnapshotConfig(1, 16), first_slot=3)
     slot = snapshots.reserve_slot()
     assert slot == 3
     snapshots.finish_load(slot, digest, is_complete=True)

@@ -370,7 +370,7 @@ async def test_a_load_that_fails_all_the_same_brings_the_old_weights_back(
     client = EngineClient(InProcessLink(config_of(folders[0])))
     async with running(client) as weights:
         ids = (await ask(client, "first")).ids
-        monkeypatch.setattr(EngineCore, "check_weights", lambda self, config: None)
+        monkeypatch.setattr(EngineCore, "check_replacement_weights", lambda self, config: None)
         tasks = await some(client, 2, 300)
         with pytest.raises(ModelError, match=r"lacks model\.safetensors"):
             await weights.update(str(tmp_path))

@@ -33,7 +33,9 @@ def four_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer of a model of four has a window of its own, or none."""
     plain = device_plan.decoder_spec
     monkeypatch.setattr(
-        device_plan, "decoder_spec", lambda config: plain(config).replace_sublayers(AttentionLayerSpec, window=[*FOUR])
+        device_plan,
+        "decoder_spec",
+        lambda config: plain(config).replace_sublayer_fields(AttentionLayerSpec, window=[*FOUR]),
     )
 
 

@@ -74,11 +74,11 @@ def test_no_transaction_takes_more_than_a_batch_of_rows(full: DataDir) -> None:
     full.store.delete("attacker", "many")
     for number in range(300):
         full.calls.put("attacker", call(f"new {number}", body=b"x" * 2_000), LATER, "0")
-    while full.processes.sweep():
+    while full.processes.delete_due_data():
         pass
     assert 0 < Transactions.most < MOST
-    assert full.store.known("attacker", "conversation", "0") is None, "the oldest made room"
-    assert full.store.known("attacker", "conversation", "large") is not None
+    assert full.store.get_summary("attacker", "conversation", "0") is None, "the oldest made room"
+    assert full.store.get_summary("attacker", "conversation", "large") is not None
     assert full.store.stored_bytes <= 0.95 * size, "room is made ahead of need"
 
 
@@ -89,21 +89,21 @@ def test_an_object_that_is_deleted_is_not_seen_while_its_rows_still_are(tmp_path
     size = data.store.stored_bytes
     assert data.store.delete("a", "long")
     assert data.store.stored_bytes > size - 2 * ROW_OVERHEAD_BYTES, "its rows are still there"
-    assert data.store.known("a", "conversation", "long") is None
-    assert data.store.item("a", "long", "1") is None
-    page = data.store.page("a", "long", 9, newest_first=False, after=None)
+    assert data.store.get_summary("a", "conversation", "long") is None
+    assert data.store.get_item("a", "long", "1") is None
+    page = data.store.read_item_page("a", "long", 9, newest_first=False, after=None)
     assert page is not None
     assert not page.items
     data.store.put("a", conversation("long", "1", "2"))
-    page = data.store.page("a", "long", 9, newest_first=False, after=None)
+    page = data.store.read_item_page("a", "long", 9, newest_first=False, after=None)
     assert page is not None
     assert [each.id for each in page.items] == ["1", "2"], "another one of this id has its own items"
     data.close()
     data = open_data_dir(tmp_path, BIG)  # the server ended meanwhile
     assert data.store.stored_bytes > size - 2 * ROW_OVERHEAD_BYTES
-    while data.processes.sweep():
+    while data.processes.delete_due_data():
         pass
-    page = data.store.page("a", "long", 9, newest_first=False, after=None)
+    page = data.store.read_item_page("a", "long", 9, newest_first=False, after=None)
     assert page is not None
     assert [each.id for each in page.items] == ["1", "2"]
     assert data.store.stored_bytes < 10 * ROW_OVERHEAD_BYTES
@@ -131,12 +131,12 @@ def test_an_object_of_many_rows_is_there_whole_or_not_at_all(tmp_path: Path) -> 
         data.store.put("a", response("r", *map(str, range(4 * MAX_TRANSACTION_ROWS))))
     assert data.store.stored_bytes > before, "what was put of it counts until it is deleted"
     Full.room = BIG
-    page = data.store.page("a", "r", 9, newest_first=False, after=None)
+    page = data.store.read_item_page("a", "r", 9, newest_first=False, after=None)
     assert page is not None
     assert [each.id for each in page.items] == ["i"]
     data.close()
     data = open_data_dir(tmp_path, BIG)
-    while data.processes.sweep():
+    while data.processes.delete_due_data():
         pass
     assert data.store.stored_bytes == before
     data.close()
@@ -149,9 +149,9 @@ def test_the_key_with_most_gives_first_in_each_batch(tmp_path: Path) -> None:
         store.put("large", conversation(f"l{number}"))
         store.put("small", conversation(f"s{number}") if number < 5 else conversation("s0"))
     store.put("third", conversation("new", *map(str, range(20))))
-    kept = [number for number in range(5) if store.known("small", "conversation", f"s{number}") is not None]
+    kept = [number for number in range(5) if store.get_summary("small", "conversation", f"s{number}") is not None]
     assert kept == [0, 1, 2, 3, 4], "a key with less loses nothing"
-    assert store.known("large", "conversation", "l0") is None
-    assert store.known("large", "conversation", "l19") is not None
+    assert store.get_summary("large", "conversation", "l0") is None
+    assert store.get_summary("large", "conversation", "l19") is not None
     assert store.stored_bytes <= most
     database.close()

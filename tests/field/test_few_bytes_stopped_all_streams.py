@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from quire.engine.schemas.object_closing import close_objects
-from quire.server.access.content_encoding import BodyDecoder, decode_in_thread
+from quire.server.access.content_encoding import BodyDecoder, iter_parts_in_thread
 
 EMPTY_BLOCK = b"\x00\x00\x00\xff\xff"
 HEAD = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03"
@@ -38,7 +38,7 @@ async def test_the_event_loop_goes_on_while_a_body_is_decoded() -> None:
         yield b"b"
 
     asyncio.get_running_loop().call_soon(turn.set)
-    assert [part async for part in decode_in_thread(parts())] == [b"a", b"b"]
+    assert [part async for part in iter_parts_in_thread(parts())] == [b"a", b"b"]
 
 
 async def test_what_a_thread_raises_is_the_sender_s() -> None:
@@ -47,7 +47,7 @@ async def test_what_a_thread_raises_is_the_sender_s() -> None:
         raise ValueError("wrong")
 
     with pytest.raises(ValueError, match="wrong"):
-        [part async for part in decode_in_thread(parts())]
+        [part async for part in iter_parts_in_thread(parts())]
 
 
 def test_members_that_hold_for_each_other_s_properties_count() -> None:

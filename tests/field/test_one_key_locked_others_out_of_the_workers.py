@@ -99,7 +99,7 @@ async def test_turns_go_to_who_has_the_fewest() -> None:
 
 
 async def test_turns_that_take_long_are_left_to_others() -> None:
-    turns = FairSemaphore(8, leaves_room=True)
+    turns = FairSemaphore(8, reserves_for_others=True)
     crowd = [asyncio.create_task(turns.acquire_slot("a")) for _ in range(20)]
     await asyncio.sleep(0)
     assert sum(each.done() for each in crowd) == 4
@@ -109,7 +109,7 @@ async def test_turns_that_take_long_are_left_to_others() -> None:
     await asyncio.gather(*crowd, return_exceptions=True)
     for _ in range(4):
         turns.release_slot("a")
-    everybody = FairSemaphore(8, leaves_room=True)
+    everybody = FairSemaphore(8, reserves_for_others=True)
     await asyncio.wait_for(asyncio.gather(*(everybody.acquire_slot("") for _ in range(8))), 1)
 
 

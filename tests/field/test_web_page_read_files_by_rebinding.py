@@ -13,7 +13,7 @@ import pytest
 
 from quire.engine.errors import ConfigError
 from quire.server.access.allowed_hosts import AllowedHosts
-from quire.server.access.host_addresses import is_local_host
+from quire.server.access.host_addresses import is_local_or_private_host
 from quire.server.cli.serve import bind_socket, warn_if_unprotected
 from quire.server.config import ServerConfig
 from tests.server.fake import FakeEngine, hashed
@@ -56,12 +56,12 @@ OTHERS = (
 
 @pytest.mark.parametrize("host", OWN)
 def test_this_machines_names(host: str) -> None:
-    assert is_local_host(host)
+    assert is_local_or_private_host(host)
 
 
 @pytest.mark.parametrize("host", OTHERS)
 def test_names_of_others(host: str) -> None:
-    assert not is_local_host(host)
+    assert not is_local_or_private_host(host)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from tests.kernels import trapped
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cpu" in metafunc.fixturenames:
         missing = pytest.param("", marks=pytest.mark.skip(reason=str(native_library.load_library())))
-        isas = native_library.runnable_isas()
+        isas = native_library.loadable_isas()
         slow = dict.fromkeys([*isas[1:-1], TILES], pytest.mark.slow)
         isas += [TILES] if trapped.can_trap() else []
         metafunc.parametrize(

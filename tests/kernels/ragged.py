@@ -85,7 +85,7 @@ def page(
     counts = (torch.tensor(lengths).numpy(), torch.tensor(contexts).numpy(), metadata.key_start.numpy())
     if (division := PrefillDecodeSplit.from_lengths(*counts)) is not None:
         begins = [torch.from_numpy(each.copy()) for each in (division.query_start, division.key_start)]
-        metadata = division.split_metadata(metadata, *begins, size)
+        metadata = division.metadata_with_parts(metadata, *begins, size)
     return k_cache, v_cache, metadata
 
 

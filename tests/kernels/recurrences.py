@@ -37,13 +37,13 @@ class Shape(NamedTuple):
 def given(shape: Shape, tokens: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
     """What tokens give side by side: to the matrices, their gates, and beside."""
     rule = shape.rule
-    width = rule.input_dim + shape.heads * shape.value + rule.head_input_dim
+    width = rule.input_dim + shape.heads * shape.value + rule.head_inputs_dim
     return torch.randn((tokens, width), generator=generator).to(dtype)
 
 
 def parts(shape: Shape, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rule = shape.rule
-    inputs, z, beside = numbers.split([rule.input_dim, shape.heads * shape.value, rule.head_input_dim], dim=1)
+    inputs, z, beside = numbers.split([rule.input_dim, shape.heads * shape.value, rule.head_inputs_dim], dim=1)
     return inputs, z, beside
 
 
@@ -60,7 +60,7 @@ class Kept:
     def __post_init__(self) -> None:
         rule, wide = self.shape.rule, torch.float64 if self.dtype == torch.float64 else torch.float32
         matrices = torch.full((SLOTS, *self.shape[1:]), torch.nan, dtype=wide, device=self.device)
-        kept = torch.full((SLOTS, self.drafts, rule.draft_dim), torch.nan, dtype=self.dtype, device=self.device)
+        kept = torch.full((SLOTS, self.drafts, rule.draft_inputs_dim), torch.nan, dtype=self.dtype, device=self.device)
         self.states = RecurrentStates(matrices, kept)
 
     def step(self, rows: list[Row]) -> list[Tensor]:

@@ -125,7 +125,7 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
         "avx512_vnni": ["-march=cascadelake"],
         "avx512_bf16": ["-march=cooperlake"],
         "avx512_amx": ["-march=sapphirerapids"],
-    }[(native_library.runnable_isas() or ["plain"])[-1]]
+    }[(native_library.loadable_isas() or ["plain"])[-1]]
     sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     sources = [Path(__file__).with_name("sanitize.cpp"), *sorted((ROOT / "quire/kernels/cpu").rglob("*.cpp"))]
     objects = [tmp_path / f"{source.stem}.o" for source in sources]
@@ -217,7 +217,7 @@ def test_a_system_without_room_for_threads_is_served_by_those_there_are() -> Non
 @needs_kernels
 def test_a_set_that_is_not_built_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a checkout came from another machine."""
-    cpu, best = CpuBackend(), native_library.runnable_isas()[-1]
+    cpu, best = CpuBackend(), native_library.loadable_isas()[-1]
     assert native_library.best_unbuilt_isa() is None
     shutil.copy(ROOT / "quire/kernels/cpu/plain.so", tmp_path)
     monkeypatch.setattr(native_library, "HERE", tmp_path)

@@ -12,7 +12,7 @@ from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.parameters.activation import ACTIVATION_KINDS, Activation
-from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import attend, error, page, random_part
 
@@ -160,7 +160,7 @@ def test_rope_store(
     tokens = len(metadata.slot_mapping)
     qkv = torch.randn((tokens, (heads + 2 * kv_heads) * dim), generator=generator).to(dtype)
     norms = [1 + torch.randn(dim, generator=generator) / 4 if normed else None for _ in range(2)]
-    rope = Rope(dim, tables(300, dim).float() if rotate else None, *norms, 1e-5)
+    rope = QKNormRopeParams(dim, tables(300, dim).float() if rotate else None, *norms, 1e-5)
     expected = reference.rope_and_store_kv(qkv.double(), rope, k_wide, v_wide, metadata)
     got = cpu.rope_and_store_kv(qkv, rope, k_cache, v_cache, metadata)
     assert got.shape == (tokens, heads, dim)
@@ -186,7 +186,7 @@ def test_norms_of_heads_and_scales_of_queries(
     sizes = (heads, kv_heads) if norm in ("whole", "centred") else (1, 1)
     norms = [1 + torch.randn(count * dim, generator=generator) / 4 for count in sizes]
     scales = 1 + torch.rand(300, generator=generator) if norm == "heads" else None
-    rope = Rope(dim, tables(300, dim).float(), *norms, 1e-5, norm_kind=norm, q_scale=scales)
+    rope = QKNormRopeParams(dim, tables(300, dim).float(), *norms, 1e-5, norm_kind=norm, q_scale=scales)
     expected = reference.rope_and_store_kv(qkv.double(), rope, k_wide, v_wide, metadata)
     got = cpu.rope_and_store_kv(qkv, rope, k_cache, v_cache, metadata)
     assert error(got, expected) < TOLERANCE[dtype]
@@ -209,7 +209,9 @@ def test_what_is_not_projected_is_a_key_or_another_layers(
     q_norm, k_norm = (1 + torch.randn(dim, generator=generator) / 4 for _ in range(2))
     projected = {"all": 2, "keys": 1, "queries": 0}[given]
     qkv = torch.randn((70, (heads + projected * kv_heads) * dim), generator=generator).to(dtype)
-    rope = Rope(dim, tables(70, dim).float(), q_norm, k_norm, 1e-5, v_norm=torch.ones(dim), projections=given)
+    rope = QKNormRopeParams(
+        dim, tables(70, dim).float(), q_norm, k_norm, 1e-5, v_norm=torch.ones(dim), projections=given
+    )
     got = cpu.rope_and_store_kv(qkv.clone(), rope, k_cache, v_cache, metadata)
     if given == "queries":
         pairs = zip((k_cache, v_cache), before, strict=True)
@@ -234,7 +236,7 @@ def test_columns_of_another_tensor_multiply(cpu: CpuBackend, dtype: torch.dtype,
     x, beside = (torch.randn((33, width), generator=generator).to(dtype) for width in (37, 90))
     expected = x.double() * beside[:, 21:58].double()
     for backend in (cpu, reference):
-        assert error(backend.mul_columns(x.clone(), beside, 21), expected) < TOLERANCE[dtype]
+        assert error(backend.mul_by_column_slice(x.clone(), beside, 21), expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -261,5 +263,5 @@ def test_slots_outside_the_cache_are_refused(cpu: CpuBackend, generator: torch.G
         cpu.store_kv(part.k, part.v, k_cache, v_cache, metadata.slot_mapping)
     qkv = torch.ones(20, 6 * 16)
     with pytest.raises(IndexError, match="slots"):
-        cpu.rope_and_store_kv(qkv, Rope(16, tables(20, 16).float()), k_cache, v_cache, metadata)
+        cpu.rope_and_store_kv(qkv, QKNormRopeParams(16, tables(20, 16).float()), k_cache, v_cache, metadata)
     assert torch.equal(before.nan_to_num(7), k_cache.nan_to_num(7))

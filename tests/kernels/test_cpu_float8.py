@@ -19,7 +19,7 @@ from tests.tiers import examples
 _LIBRARIES = (
     []
     if isinstance(native_library.load_library(), str)
-    else [CpuBackend(native_library.NativeLibrary(isa)) for isa in native_library.runnable_isas()]
+    else [CpuBackend(native_library.NativeLibrary(isa)) for isa in native_library.loadable_isas()]
 )
 compiled = pytest.mark.skipif(not _LIBRARIES, reason=str(native_library.load_library()))
 

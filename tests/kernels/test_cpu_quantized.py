@@ -78,7 +78,7 @@ def test_integer_products(
     linear = packed(cpu, [weight], bias)
     for rows in (0, 1, 2, 5, 6, 7, 33, 200):
         x = torch.randn((rows, inner), generator=generator).bfloat16()
-        got, wanted = linear(x, NO_ADAPTERS), expected(x, weight, linear.scale_block) + bias.double()
+        got, wanted = linear(x, NO_ADAPTERS), expected(x, weight, linear.activation_block_size) + bias.double()
         assert got.shape == (rows, outs)
         assert rows == 0 or error(got, wanted) < 2e-5
         assert rows == 0 or error(got, F.linear(x.double(), weight.dequantize().double(), bias.double())) < 2e-2
@@ -95,7 +95,7 @@ def test_table_and_order(cpu: CpuBackend, group: int, dtype: torch.dtype, genera
     assert isinstance(linear, CompiledQuantizedLinear)
     x = torch.randn((9, 192), generator=generator).to(dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 5e-3
-    assert error(linear(x, NO_ADAPTERS), expected(x, weight, linear.scale_block)) < tolerance
+    assert error(linear(x, NO_ADAPTERS), expected(x, weight, linear.activation_block_size)) < tolerance
 
 
 def test_parts_of_different_forms_are_one_linear(cpu: CpuBackend, generator: torch.Generator) -> None:
@@ -133,7 +133,7 @@ def test_a_row_has_the_same_bits_in_every_batch(
 _LIBRARIES = (
     []
     if isinstance(native_library.load_library(), str)
-    else [CpuBackend(native_library.NativeLibrary(isa)) for isa in native_library.runnable_isas()]
+    else [CpuBackend(native_library.NativeLibrary(isa)) for isa in native_library.loadable_isas()]
 )
 
 
@@ -160,7 +160,7 @@ def test_any_shape_on_every_instruction_set(
     for cpu in _LIBRARIES:
         linear = packed(CpuBackend(cpu.library, activation_bits=activation_bits), [weight])
         got = linear(x, NO_ADAPTERS)
-        wanted = expected(x, weight, linear.scale_block, activation_bits)
+        wanted = expected(x, weight, linear.activation_block_size, activation_bits)
         size = x.double().abs() @ weight.dequantize().double().abs().T
         assert ((got.double() - wanted).abs() <= 1e-5 * size + 1e-9).all(), cpu.isa
         row = seed % rows
@@ -177,7 +177,7 @@ def test_a_table_gives_its_rows_as_they_are(
         made(150, 64, 16, bits=4, generator=generator, offsets=True),
         replace(made(150, 64, 32, bits=4, generator=generator), input_order=torch.randperm(64, generator=generator)),
     ):
-        table = cpu.pack_embedding(weight, dtype=dtype, tied=tied)
+        table = cpu.pack_quantized_embedding(weight, dtype=dtype, tied=tied)
         ids = torch.tensor([149, 0, 64, 63, 64], dtype=torch.int32)
         assert torch.equal(table.embed_tokens(ids), weight.dequantize()[ids].to(dtype))
         assert (table.lm_head is not None) == tied

@@ -25,15 +25,17 @@ def test_own_tokens_are_counted_placed_and_stored(ranks: int) -> None:
         own = ContextShard(rank, ranks, 4, remote_slot=99)
         mine = [position for position in at.tolist() if position // 4 % ranks == rank]
         assert own.global_positions(torch.arange(len(mine))).tolist() == mine
-        assert [own.num_tokens_before(end) for end in range(3 * page + 1)] == [
+        assert [own.num_local_tokens_before(end) for end in range(3 * page + 1)] == [
             sum(each < end for each in mine) for end in range(3 * page + 1)
         ]
-        assert all(own.num_tokens_before(end) <= own.max_tokens_per_rank(end) for end in range(3 * page))
+        assert all(own.num_local_tokens_before(end) <= own.max_tokens_per_rank(end) for end in range(3 * page))
         slots = own.slot_mapping(pages[at // page], at)
         assert (slots[[each not in mine for each in at.tolist()]] == 99).all()
         kept = slots[mine].tolist()
         assert kept == [int(pages[each // page]) * 4 + each % 4 for each in mine]
-        assert [each % page in own.page_range for each in at.tolist()] == [each in mine for each in at.tolist()]
+        assert [each % page in own.token_range_in_page for each in at.tolist()] == [
+            each in mine for each in at.tolist()
+        ]
         stored |= {(rank, each) for each in kept}
     assert len(stored) == 3 * page
 

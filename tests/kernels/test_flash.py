@@ -19,7 +19,7 @@ from quire.kernels.gpu.libraries import flash2
 from quire.kernels.gpu.libraries.flash2 import Flash2Backend
 from quire.kernels.gpu.libraries.flash_backend import FlashPagedBackend, has_code_for
 from quire.kernels.gpu.libraries.torch_varlen import TorchVarlenBackend
-from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.fake_flash import FakeFlashAttn, fake_varlen_attn
 from tests.kernels.installed import PAGED, install_flash, install_varlen
@@ -190,7 +190,7 @@ def test_store_and_rope_on_large_pages(library: FakeFlashAttn) -> None:
     k_cache, v_cache, metadata = page(backend, [part])
     empty = [torch.full_like(cache, torch.nan) for cache in (k_cache, v_cache)]
     qkv = torch.cat([part.q.flatten(1), part.k.flatten(1), part.v.flatten(1)], dim=1)
-    q = backend.rope_and_store_kv(qkv, Rope(64, None), *empty, metadata)
+    q = backend.rope_and_store_kv(qkv, QKNormRopeParams(64, None), *empty, metadata)
     assert torch.equal(q, part.q)
     assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(empty, (k_cache, v_cache), strict=True))
 

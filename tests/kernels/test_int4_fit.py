@@ -16,7 +16,7 @@ _BACKENDS = [
     *(
         []
         if isinstance(native_library.load_library(), str)
-        else [CpuBackend(native_library.NativeLibrary(i)) for i in native_library.runnable_isas()]
+        else [CpuBackend(native_library.NativeLibrary(i)) for i in native_library.loadable_isas()]
     ),
 ]
 

@@ -19,7 +19,7 @@ from quire.kernels.kv_quantization import (
     num_scale_elements,
     quantize_kv,
 )
-from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import Part, attend, empty_cache, error, page, random_part
 from tests.tiers import examples
@@ -134,7 +134,7 @@ def test_codes_are_the_reference_s(
     for backend in (cpu, ReferenceBackend()):
         stored = page(backend, [part], kv_dtype=kv_dtype, scales=scales)
         by_rope = [empty_cache(tuple(cache.shape), kv_dtype) for cache in stored[:2]]
-        backend.rope_and_store_kv(qkv.clone(), Rope(dim, None, kv_scales=scales), *by_rope, stored[2])
+        backend.rope_and_store_kv(qkv.clone(), QKNormRopeParams(dim, None, kv_scales=scales), *by_rope, stored[2])
         for whole, again in zip(stored[:2], by_rope, strict=True):
             assert torch.equal(whole.view(torch.uint8), again.view(torch.uint8))
         found.append([cache.view(torch.uint8) for cache in stored[:2]])

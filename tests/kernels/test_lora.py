@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import NO_ADAPTERS, AdapterSlots, Backend, LinearContext, LinearWithLora, LoraDelta
+from quire.kernels.backend import NO_ADAPTERS, AdapterSlotSpec, Backend, LinearContext, LinearWithLora, LoraDelta
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.cpu.lora import CompiledLinearWithLora
 from quire.kernels.reference import ReferenceBackend
@@ -33,8 +33,8 @@ def made(
     backend: Backend, dtype: torch.dtype, generator: torch.Generator, *, wide: bool = False
 ) -> tuple[LinearWithLora, Tensor, list[list[LoraDelta]]]:
     weight = torch.randn((sum(PARTS), IN), generator=generator).to(dtype)
-    slots = AdapterSlots(SLOTS, IN, PARTS, max(RANKS), dtype, wide, CPU)
-    linear = backend.add_adapter_slots(backend.pack_linear(weight, None, wide=wide), slots)
+    slots = AdapterSlotSpec(SLOTS, IN, PARTS, max(RANKS), dtype, wide, CPU)
+    linear = backend.make_linear_with_lora(backend.pack_linear(weight, None, wide=wide), slots)
     each = [deltas(rank, dtype, generator) for rank in RANKS]
     for slot, own in enumerate(each, 1):
         linear.put_adapter(slot, linear.pack_deltas(own))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata, Backend
 from quire.kernels.cpu.backend import CpuBackend
-from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
+from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import error
 from tests.tiers import slow
@@ -58,7 +58,7 @@ class Kept:
         kind = {"dtype": self.dtype, "device": self.device}
         ends = torch.full((PAGES, self.pieces, width - 1, channels), torch.nan, **kind)
         recent = torch.full((SLOTS, width - 1 + self.drafts, channels), torch.nan, **kind)
-        self.columns = ConvColumns(ends if self.paged else None, PIECE, recent)
+        self.columns = ConvStates(ends if self.paged else None, PIECE, recent)
 
     def pages(self, tokens: int) -> list[int]:
         return [self.free.pop() for _ in range(-(-tokens // (PIECE * self.pieces)))]

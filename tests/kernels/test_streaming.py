@@ -112,11 +112,11 @@ def loaded(layers: int, streamed: int) -> tuple[HostLayerStreamer, list[Tensor]]
     """Layers of two tensors each, all numbers of which are the layer's own; and the first tensor of each."""
     choice = lambda sizes: spread(len(sizes), streamed)  # noqa: E731
     made = HostLayerStreamer(ReferenceBackend(), torch.device("cuda", 0), choice, STREAM_SLOTS)
-    made.expect_sizes([1] * layers)
+    made.set_expected_layer_bytes([1] * layers)
     weights = [torch.full((_SIZE, 3), float(layer)) for layer in range(layers)]
     for layer, weight in enumerate(weights):
-        made.note_packed_linear(layer, Whole(weight))
-        made.note_packed_linear(layer, Whole(torch.full((layer + 1,), layer, dtype=torch.int8)))
+        made.register_packed_linear(layer, Whole(weight))
+        made.register_packed_linear(layer, Whole(torch.full((layer + 1,), layer, dtype=torch.int8)))
     made.finish_loading()
     return made, weights
 
@@ -163,8 +163,8 @@ def test_linears_that_cannot_be_moved_are_named(monkeypatch: pytest.MonkeyPatch)
     made = HostLayerStreamer(
         ReferenceBackend(), torch.device("cuda", 0), lambda sizes: spread(len(sizes), 3), STREAM_SLOTS
     )
-    made.expect_sizes([1] * 4)
+    made.set_expected_layer_bytes([1] * 4)
     for layer in range(4):
-        made.note_packed_linear(layer, lambda x, context: x)
+        made.register_packed_linear(layer, lambda x, context: x)
     with pytest.raises(ValueError, match="the linears of backend 'reference' cannot be moved"):
         made.finish_loading()

@@ -124,7 +124,7 @@ def test_few_bits_have_the_bits_of_vectors(
             some = x[:rows].to(dtype)
             assert torch.equal(made(some, NO_ADAPTERS), wanted(some, NO_ADAPTERS)), (activation_bits, rows)
         found, expected = (
-            each.pack_embedding(weight, dtype=dtype, tied=False).embed_tokens(ids) for each in (ours, vectors)
+            each.pack_quantized_embedding(weight, dtype=dtype, tied=False).embed_tokens(ids) for each in (ours, vectors)
         )
         assert torch.equal(found, expected)
 

@@ -35,12 +35,12 @@ COPIED = ("quire", "benchmarks", "tests")
 
 
 def has_tiles() -> bool:
-    return AMX in native_library.runnable_isas()
+    return AMX in native_library.loadable_isas()
 
 
 def can_trap() -> bool:
     """Whether all but the tiles is there."""
-    there = sys.platform == "linux" and BASE in native_library.runnable_isas() and build.find_compiler() is not None
+    there = sys.platform == "linux" and BASE in native_library.loadable_isas() and build.find_compiler() is not None
     return there and not has_tiles()
 
 

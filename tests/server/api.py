@@ -17,7 +17,7 @@ from quire.engine.link.link import Link
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.runtime.model_runtime import ModelRuntime
-from quire.server.served_model import ModelSource
+from quire.server.served_model import ServedModelSpec
 from tests.server.fake import FakeEngine
 from tests.server.forked import FORKED
 from tests.texts import CHATML, byte_level_tokenizer
@@ -67,7 +67,7 @@ def make_app(
 ) -> FastAPI:
     config = ServerConfig(**{"served_model_name": [NAME, "second"], **options})
     client, tokenizer = EngineClient(engine), byte_level_tokenizer(chat_template).tokenizer
-    return create_app(client, ModelSource(config, tokenizer, VOCAB_SIZE, defaults or {}), launch_process=FORKED)
+    return create_app(client, ServedModelSpec(config, tokenizer, VOCAB_SIZE, defaults or {}), launch_process=FORKED)
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.server.workers.worker import fork_workers
+from quire.server.workers.worker import run_fork_server
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([__name__])
@@ -41,4 +41,4 @@ FORKED: Any = ForkedChild
 def _run(control: socket.socket, environment: dict[str, str]) -> None:
     os.setsid()
     os.environ.update(environment, TOKENIZERS_PARALLELISM="false")
-    fork_workers(control)
+    run_fork_server(control)

@@ -143,11 +143,11 @@ async def test_a_full_log_is_renamed_whoever_writes(tmp_path: Path) -> None:
     logs = [ReceiptLog(path, 100) for _ in range(3)]
     lines = [b"%039d" % number for number in range(9)]
     for number, line in enumerate(lines):
-        assert logs[number % 3].append_line(line)
+        assert logs[number % 3].queue_line(line)
         await logs[number % 3].close()
     assert path.read_bytes().split() == lines[8:]
     assert (tmp_path / "log.1").read_bytes().split() == lines[6:8]
-    assert not logs[0].append_line(bytes(65 << 20))
+    assert not logs[0].queue_line(bytes(65 << 20))
     with pytest.raises(ConfigError, match=r"receipt_log: .*: No such file"):
         ReceiptLog(tmp_path / "nowhere" / "log", 100)
 

@@ -27,7 +27,7 @@ from quire.server.persistence import open_configured_data_dir
 from quire.server.runtime.model_runtime import ModelRuntime
 from quire.server.runtime.model_startup import open_runtime
 from quire.server.runtime.server_context import ModelDispatcher, ServerContext
-from quire.server.served_model import ModelSource
+from quire.server.served_model import ServedModelSpec
 from tests.server.api import NAME, VOCAB_SIZE
 from tests.simulation.clock import PROCESS, Awaited, Owned
 from tests.simulation.disk import Disk, WithDisk, connect
@@ -51,7 +51,7 @@ class Program:
         self.link = link
         config = ServerConfig(served_model_name=[NAME], data_dir=self.data_dir, **options)
         tokenizer = byte_level_tokenizer(CHATML).tokenizer
-        self._source = ModelSource(config, tokenizer, VOCAB_SIZE, {})
+        self._source = ServedModelSpec(config, tokenizer, VOCAB_SIZE, {})
         from_thread: Any = Awaited
         open_kept = partial(open_configured_data_dir, connect=connect, from_thread=from_thread)
         self.app = build_app(config, Tenants(config), self._opened, link=link, open_stored_data=open_kept)

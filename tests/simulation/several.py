@@ -25,7 +25,7 @@ from quire.engine.link.client import EngineClient
 from quire.engine.link.hub_link import HubLink
 from quire.engine.link.process import Launcher
 from quire.engine.link.supervisor import ProcessLink
-from quire.server.cli.api_process_manager import ApiProcessManager, ApiProcessSetup, OperatingSystem
+from quire.server.cli.api_process_manager import ApiProcessManager, ApiProcessSetup, ManagerDependencies
 from quire.server.config import ServerConfig
 from quire.server.store.write_ahead_log import LOG_FILE_PREFIX
 from tests.server.api import NAME
@@ -258,11 +258,11 @@ def wires(network: Network) -> Any:
     return partial(SimulatedWire, network)
 
 
-def simulated(network: Network, client: EngineClient) -> OperatingSystem:
+def simulated(network: Network, client: EngineClient) -> ManagerDependencies:
     """What stands for the machine's processes and sockets. `client`: of the engine."""
     child: Any = _Child
     sockets: Any = _Sockets
-    return OperatingSystem(lambda config: client, child, sockets, wires(network), _signals_told, connect)
+    return ManagerDependencies(lambda config: client, child, sockets, wires(network), _signals_told, connect)
 
 
 @contextmanager

@@ -175,7 +175,7 @@ def streams_that_begin_without_the_journal(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_joins_with_what_it_has(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Calls, "register_holder", lambda self, process, calls: None)
+    patch.setattr(Calls, "register_answering_process", lambda self, process, calls: None)
 
 
 def files_without_their_contents(patch: pytest.MonkeyPatch) -> None:

@@ -250,9 +250,9 @@ class World:
         counted = self._counted
         kept = open_data_dir(self._path, GIGABYTE)
         try:
-            assert counted == kept.processes.look("", {}).sizes
+            assert counted == kept.processes.exchange_status("", {}).sizes
             assert not kept.store.unfinished_responses()
-            assert not kept.batches.open()
+            assert not kept.batches.list_open_batches()
             for owner in kept.files.sizes:
                 page = kept.files.page(owner, 10_000, newest_first=True, after=None, purpose=None)
                 assert page is not None

@@ -33,7 +33,8 @@ class AttentionLayerSpec(SublayerSpec):
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["heads", "whole", "centred", "after", "unit"] | None = None
-    """Norm of queries and keys, as Rope.norm_kind says it; unit: as after, without weights; None: there is none."""
+    """Norm of queries and keys, as QKNormRopeParams.norm_kind says it; unit: as after, without weights; None: there is
+    none."""
     query_scaling: QueryScaling | None = None
     """How queries grow with their position; None: as `rope` says it."""
     alibi: float | None = None

@@ -95,8 +95,8 @@ class DecoderSpec:
         """With other norms everywhere."""
         return (
             replace(self, norm=norm)
-            .replace_sublayers(AttentionLayerSpec, norm=norm)
-            .replace_sublayers(MLPSpec, norm=norm)
+            .replace_sublayer_fields(AttentionLayerSpec, norm=norm)
+            .replace_sublayer_fields(MLPSpec, norm=norm)
         )
 
     def with_mixers(self, mixers: Sequence[SublayerSpec | None]) -> DecoderSpec:
@@ -112,7 +112,7 @@ class DecoderSpec:
             ),
         )
 
-    def replace_sublayers(self, kind: type[SublayerSpec], **fields: Any) -> DecoderSpec:
+    def replace_sublayer_fields(self, kind: type[SublayerSpec], **fields: Any) -> DecoderSpec:
         """With other values in all parts of a kind; a list or tuple has one for each layer."""
 
         def replace_fields(each: SublayerSpec, layer: int) -> SublayerSpec:

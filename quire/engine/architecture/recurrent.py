@@ -27,22 +27,22 @@ class MatrixStateSpec(SublayerSpec):
 
     @property
     @abstractmethod
-    def conv_inputs(self) -> tuple[tuple[int, int], ...]:
+    def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
         """(heads, channels of each head) of each input of the convolution. Ranks divide the heads."""
 
     @abstractmethod
-    def draft_extra_size(self, heads: int) -> int:
+    def extra_values_per_draft(self, heads: int) -> int:
         """How many numbers these heads keep of a guess beside its column."""
 
     @property
     def num_channels(self) -> int:
-        return sum(heads * size for heads, size in self.conv_inputs)
+        return sum(heads * size for heads, size in self.conv_input_shapes)
 
     @property
     def kv_cache_spec(self) -> MatrixState:
-        draft_extra_size = self.draft_extra_size(self.num_heads)
+        num_extra_values = self.extra_values_per_draft(self.num_heads)
         return MatrixState(
-            self.num_channels, self.conv_width - 1, self.num_heads, self.key_dim, self.value_dim, draft_extra_size
+            self.num_channels, self.conv_width - 1, self.num_heads, self.key_dim, self.value_dim, num_extra_values
         )
 
 
@@ -54,11 +54,11 @@ class DeltaNetSpec(MatrixStateSpec):
     """Each of them is read by as many value heads."""
 
     @property
-    def conv_inputs(self) -> tuple[tuple[int, int], ...]:
+    def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
         """Queries, keys and values."""
         return (self.num_key_heads, self.key_dim), (self.num_key_heads, self.key_dim), (self.num_heads, self.value_dim)
 
-    def draft_extra_size(self, heads: int) -> int:
+    def extra_values_per_draft(self, heads: int) -> int:
         return 2 * heads
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
@@ -105,11 +105,11 @@ class Mamba2LayerSpec(MatrixStateSpec):
     """In a checkpoint, behind the layer's name and before the part's."""
 
     @property
-    def conv_inputs(self) -> tuple[tuple[int, int], ...]:
+    def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
         """x, b and c."""
         return (self.num_heads, self.value_dim), (self.num_groups, self.key_dim), (self.num_groups, self.key_dim)
 
-    def draft_extra_size(self, heads: int) -> int:
+    def extra_values_per_draft(self, heads: int) -> int:
         return heads
 
     @property
@@ -139,10 +139,10 @@ class MambaLayerSpec(MatrixStateSpec):
     """Of these."""
 
     @property
-    def conv_inputs(self) -> tuple[tuple[int, int], ...]:
+    def conv_input_shapes(self) -> tuple[tuple[int, int], ...]:
         return ((self.num_heads, self.value_dim),)
 
-    def draft_extra_size(self, heads: int) -> int:
+    def extra_values_per_draft(self, heads: int) -> int:
         return heads * self.value_dim + 2 * self.key_dim
 
     @property

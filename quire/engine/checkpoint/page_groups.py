@@ -19,7 +19,7 @@ from quire.engine.checkpoint.families import PHI, layer_windows
 from quire.engine.checkpoint.fields import LONGROPE
 from quire.engine.checkpoint.files import ModelConfig, text_config
 from quire.engine.config import EngineConfig, SpeculativeConfig
-from quire.engine.errors import refuse_setting
+from quire.engine.errors import refuse_setting_if
 
 _MOST_GROUPS = 8
 """Each has a page table, which every step carries."""
@@ -78,7 +78,9 @@ def rope_context(config: EngineConfig, max_position: int, *, decides: bool) -> i
     """The context by which a model of so many positions rotates; None where none `decides`. Raises ConfigError for one
     that is asked for then."""
     if not decides:
-        refuse_setting("rope_context", config.rope_context is not None and "the model's rotations depend on no context")
+        refuse_setting_if(
+            "rope_context", config.rope_context is not None and "the model's rotations depend on no context"
+        )
         return None
     # Not the context that the memory allows: tokens would depend on it, and change when an engine is built anew.
     return config.rope_context or config.max_model_len or max_position

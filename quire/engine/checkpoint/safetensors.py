@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from quire.engine.checkpoint import pickled
 from quire.engine.errors import ModelError
-from quire.engine.folder_reader import MIB, decode_json, open_file, read_bytes
+from quire.engine.folder_reader import MIB, decode_json, open_if_present, read_bytes
 from quire.engine.gguf.hf_config import EMBEDDING_TENSOR
 from quire.engine.gguf.model_files import read_gguf_header
 from quire.engine.gguf.tensor_types import FLOAT_TYPES
@@ -223,7 +223,7 @@ def _read_header(shard: Path) -> dict[str, _Tensor] | None:
         if read is None:
             return None
         return {name: _Tensor(each.dtype, [*each.shape], (0, each.nbytes)) for name, each in read.items()}
-    file = open_file(shard)
+    file = open_if_present(shard)
     if file is None:
         return None
     with file:

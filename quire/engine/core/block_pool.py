@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from hashlib import blake2b
 
-from quire.engine.types import Span
+from quire.engine.types import MediaSpan
 
 NULL_BLOCK = -1
 """In a block table: a block that was freed because it has left the attention window."""
@@ -26,11 +26,11 @@ def root_hash(salt: str, adapter: str = "") -> bytes:
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> bytes:
-    """16 bytes for these tokens and all before them. `extra`: their `extra_keys`."""
+    """16 bytes for these tokens and all before them. `extra`: their `media_extra_keys`."""
     return blake2b(parent + array("q", token_ids).tobytes() + extra, digest_size=16).digest()
 
 
-def extra_keys(spans: Sequence[Span], begin: int, end: int) -> bytes:
+def media_extra_keys(spans: Sequence[MediaSpan], begin: int, end: int) -> bytes:
     """Extra hash input for tokens [begin, end): the digests of the media spans that overlap them, each with the offset
     into the span."""
     overlapping_spans = [span for span in spans if span.start < end and begin < span.start + span.count]
@@ -124,7 +124,7 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def count_unreferenced(self, blocks: Iterable[int]) -> int:
+    def count_unreferenced_among(self, blocks: Iterable[int]) -> int:
         """How many of these blocks have no references: `ref` lowers num_free by this."""
         return sum(self.ref_counts[block] == 0 for block in blocks)
 

@@ -43,7 +43,7 @@ class Draft(NamedTuple):
         return Draft(self.token_ids[:count], self.kinds[:count], self.probabilities[:count])
 
 
-def token_kinds(draft: Draft) -> list[int]:
+def draft_acceptance_kinds(draft: Draft) -> list[int]:
     """The kind of each token; if the drafter gives probabilities, their buckets."""
     if draft.probabilities:
         return [

@@ -14,7 +14,7 @@ from quire.engine.core.request import Request, RequestStatus
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.stats import EngineView, Phase, RequestView, sum_stats
 from quire.engine.processes.procfs import resident_bytes
-from quire.engine.types import Span
+from quire.engine.types import MediaSpan
 
 MAX_LISTED_REQUESTS = 512
 """Further sequences are only counted: nobody reads so many, and a snapshot should stay small."""
@@ -38,14 +38,14 @@ def take_engine_view(scheduler: Scheduler) -> EngineView:
         stats=scheduler.make_stats(),
         requests=[_request_view(request, ref_counts) for request in listed],
         block_codes=zlib.compress(
-            encode_blocks(scheduler.kv_cache_manager.block_pool, ref_counts, listed).astype("<u2").tobytes(), 1
+            block_usage_codes(scheduler.kv_cache_manager.block_pool, ref_counts, listed).astype("<u2").tobytes(), 1
         ),
         resident_bytes=resident_bytes(),
         seconds=time.perf_counter() - began,
     )
 
 
-def encode_blocks(pool: BlockPool, ref_counts: np.ndarray, listed: list[Request]) -> np.ndarray:
+def block_usage_codes(pool: BlockPool, ref_counts: np.ndarray, listed: list[Request]) -> np.ndarray:
     """[pages] uint16, as EngineView.block_codes says."""
     codes = np.where(ref_counts > 0, UNLISTED_OWNER, EMPTY_BLOCK).astype(np.uint16)
     cached = np.fromiter(pool.cached_blocks, dtype=np.int32, count=len(pool.cached_blocks))
@@ -70,11 +70,11 @@ def _request_view(request: Request, ref_counts: np.ndarray) -> RequestView:
         blocks=len(blocks),
         shared_blocks=int(np.count_nonzero(ref_counts[blocks] > 1)),
         priority=request.engine_request.priority,
-        images=merge_spans(request.engine_request.spans)[:MAX_LISTED_IMAGES],
+        images=merge_image_spans(request.engine_request.spans)[:MAX_LISTED_IMAGES],
     )
 
 
-def merge_spans(spans: Iterable[Span]) -> list[tuple[int, int]]:
+def merge_image_spans(spans: Iterable[MediaSpan]) -> list[tuple[int, int]]:
     """(first token, tokens) of spans, those of one image as one."""
     merged: list[tuple[int, int]] = []
     for span in spans:

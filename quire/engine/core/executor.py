@@ -42,7 +42,7 @@ class BlockMover(Protocol):
     layout: str
     """What the bytes of a page are: their shapes, types and order, and what computes them."""
 
-    def claim_blocks(self, blocks: Sequence[int]) -> None:
+    def announce_block_writes(self, blocks: Sequence[int]) -> None:
         """These pages are going to be written; called by the engine's loop before they are."""
 
     def read_block(self, block: int) -> memoryview:
@@ -91,14 +91,14 @@ class Executor(Protocol):
     def launch(self, batch: SchedulerOutput) -> PendingOutput:
         """Start computing a batch. A later batch may be launched before this one's result is asked for."""
 
-    def warm_up(self) -> bool:
+    def warm_up_next(self) -> bool:
         """Prepare one thing that a later step will need, in less than a second or so; False when all is ready."""
 
     def make_block_mover(self) -> BlockMover | None:
         """What copies its KV pages, for tiers of them; None: it keeps none."""
 
     def make_state_offload_mover(self) -> BlockMover | None:
-        """The same of slots (Sublayer.slot_tensors), by their numbers."""
+        """The same of slots (Sublayer.slot_tensor_specs), by their numbers."""
 
-    def load_grammars(self) -> None:
+    def preload_grammar_compiler(self) -> None:
         """Begin to load what grammars need, in the background; without this call it is loaded for the first one."""

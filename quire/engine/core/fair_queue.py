@@ -158,7 +158,7 @@ class FairQueue:
     def release_adapter(self, request: Request) -> None:
         """The sequence has ended; it does not wait."""
 
-    def take_adapter_loads(self) -> list[tuple[str, float]]:
+    def take_adapter_load_times(self) -> list[tuple[str, float]]:
         """See SchedulerOutput.adapter_loads; since the last call."""
         return []
 

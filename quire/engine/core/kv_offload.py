@@ -27,7 +27,7 @@ class KVOffloader(ABC):
 
     @property
     @abstractmethod
-    def num_blocks_lost(self) -> int:
+    def num_blocks_not_stored(self) -> int:
         """Number of blocks that no tier stored, because they came too fast."""
 
     @abstractmethod
@@ -39,7 +39,7 @@ class KVOffloader(ABC):
         """Store a request's blocks, which it is about to free."""
 
     @abstractmethod
-    def load_blocks(self, request: Request, cached: list[int]) -> bool:
+    def try_begin_load(self, request: Request, cached: list[int]) -> bool:
         """True if a request, whose prefix has the blocks `cached` on the device, must wait for more of it. It is then
         in no queue until `take_loaded_requests` returns it. The pool has free blocks for all its tokens."""
 
@@ -86,7 +86,7 @@ class NullKVOffloader(KVOffloader):
         return False
 
     @property
-    def num_blocks_lost(self) -> int:
+    def num_blocks_not_stored(self) -> int:
         return 0
 
     def attach_cache(self, pool: BlockPool, prefixes: PrefixCache) -> None:
@@ -95,7 +95,7 @@ class NullKVOffloader(KVOffloader):
     def offload_blocks(self, request: Request) -> None:
         pass
 
-    def load_blocks(self, request: Request, cached: list[int]) -> bool:
+    def try_begin_load(self, request: Request, cached: list[int]) -> bool:
         return False
 
     def take_loaded_requests(self) -> Sequence[Request]:

@@ -140,7 +140,7 @@ class PinnedSessions:
         session.num_turns += engine_request.id != session.last_request_id  # a preempted request repeats its turn
         session.last_request_id, session.paused_at = engine_request.id, self._clock()
         session.keep_seconds = engine_request.keep_seconds or DEFAULT_KEEP_SECONDS
-        self._forget_tail(session)
+        self._forget_tail_hash(session)
         session.tail_hash = digests[-1]
         self._by_tail[session.tenant, session.tail_hash] = session
         if session.key is not None:
@@ -270,11 +270,11 @@ class PinnedSessions:
     def _forget_session(self, session: Session) -> None:
         self._unpin_blocks(session, len(session.blocks))
         del self._sessions[session]
-        self._forget_tail(session)
+        self._forget_tail_hash(session)
         if session.key is not None and self._by_key.get(session.key) is session:
             del self._by_key[session.key]
 
-    def _forget_tail(self, session: Session) -> None:
+    def _forget_tail_hash(self, session: Session) -> None:
         if self._by_tail.get((session.tenant, session.tail_hash)) is session:
             del self._by_tail[session.tenant, session.tail_hash]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from quire.engine.core.block_pool import block_hash, extra_keys, root_hash
+from quire.engine.core.block_pool import block_hash, media_extra_keys, root_hash
 from quire.engine.core.scheduler_output import EncoderChunk
-from quire.engine.types import EngineCoreRequest, FinishReason, SamplingParams, Span, TokenLogprob
+from quire.engine.types import EngineCoreRequest, FinishReason, MediaSpan, SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class Request:
         limit: int,
         *,
         drafting: bool = False,
-        pools_all: bool = False,
+        pools_all_tokens: bool = False,
         needs_host_tokens: bool = False,
     ) -> None:
         """`drafting`: the drafter may propose tokens. `needs_host_tokens`: set it whatever the request asks for.
-        `pools_all`: an embedding needs the hidden states of all tokens, so the prefix cache cannot be used."""
+        `pools_all_tokens`: an embedding needs the hidden states of all tokens, so the prefix cache cannot be used."""
         assert engine_request.prompt_ids, "an empty prompt is refused before it comes here"
         self.engine_request = engine_request
         self.arrival = arrival
@@ -89,7 +89,7 @@ class Request:
         sampling = engine_request.sampling_params
         wants_prompt_logprobs = sampling is not None and sampling.prompt_logprobs is not None
         self.prompt_logprobs_pending = wants_prompt_logprobs and not engine_request.emitted_ids
-        self._pools_all = pools_all and sampling is None
+        self._pools_all_tokens = pools_all_tokens and sampling is None
         self.prompt_logprobs: list[TokenLogprob | None] = []
         has_grammar = sampling is not None and sampling.grammar is not None
         self.can_draft = drafting and sampling is not None
@@ -105,7 +105,7 @@ class Request:
             engine_request.cache_salt, "" if engine_request.adapter is None else engine_request.adapter.digest
         )
 
-    def set_sort_key(self, place: Callable[[EngineCoreRequest], float]) -> str | None:
+    def try_set_custom_sort_key(self, place: Callable[[EngineCoreRequest], float]) -> str | None:
         """Set the sort key before the request waits. `place`: Scheduler.place, which a user's class may override.
         Returns an error message if it gave something other than a number."""
         try:
@@ -124,9 +124,9 @@ class Request:
         return None
 
     @property
-    def needs_every_token(self) -> bool:
+    def skips_prefix_cache_reads(self) -> bool:
         """Whether every token must be computed even if it is cached."""
-        return self.prompt_logprobs_pending or self._pools_all
+        return self.prompt_logprobs_pending or self._pools_all_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -152,7 +152,7 @@ class Request:
         end = self.num_computed_tokens + min(max_tokens, budget)
         encoder_cost = 0
         chunks: list[EncoderChunk] = []
-        last: Span | None = None
+        last: MediaSpan | None = None
         for span in self.engine_request.spans:
             if span.start >= end:
                 break
@@ -196,7 +196,7 @@ class Request:
         while len(self._block_hashes) < count:
             begin = len(self._block_hashes) * size
             parent = self._block_hashes[-1] if self._block_hashes else self._root_hash
-            contents = extra_keys(self.engine_request.spans, begin, begin + size)
+            contents = media_extra_keys(self.engine_request.spans, begin, begin + size)
             self._block_hashes.append(block_hash(parent, self.token_ids[begin : begin + size], contents))
         return self._block_hashes[:count]
 

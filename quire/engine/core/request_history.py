@@ -17,7 +17,7 @@ import msgspec
 from quire.engine import clock
 from quire.engine.core.scheduler_output import SchedulerOutput
 from quire.engine.core.stats import Phase, StepRecord
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest, PrefixReport
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, PrefixMissReport
 
 TimelinePhase = Phase | Literal["recompute", "recovering", "delivery"]
 """The scheduler's phases, and three that only the client knows: prefill again after a preemption or a new engine,
@@ -97,7 +97,7 @@ class Timeline:
     image_tokens: int = 0
     """Those of the prompt's tokens that stand for images."""
     cached_tokens: int | None = None
-    prefix_report: PrefixReport | None = None
+    prefix_report: PrefixMissReport | None = None
     """What else of its prompt could have been cached; None where nothing is known."""
     output_tokens: int = 0
     draft_tokens: int = 0
@@ -137,7 +137,7 @@ class Timeline:
         else:
             self.num_dropped_steps += 1
 
-    def count_tokens(self, num_new: int, num_drafts: int) -> None:
+    def record_tokens(self, num_new: int, num_drafts: int) -> None:
         """Count the new tokens of a step; of those the last one is never a draft."""
         self.output_tokens += num_new
         if num_drafts:
@@ -198,12 +198,12 @@ class RequestHistory:
         """How many engines work beside each other."""
         return len(self._engine_numbers)
 
-    def job_timelines(self, job: str) -> list[Timeline]:
-        """The timelines of one answer's sequences, whose ids begin with the answer's id `job`."""
+    def response_timelines(self, response_id: str) -> list[Timeline]:
+        """The timelines of one answer's sequences, whose ids begin with the answer's id `response_id`."""
         return [
             each
             for each in [*self._open_timelines.values(), *self._ended_timelines.values()]
-            if each.id.startswith(f"{job}-")
+            if each.id.startswith(f"{response_id}-")
         ]
 
     def find_timeline(self, request_id: str) -> Timeline | None:
@@ -289,7 +289,7 @@ class RequestHistory:
             timeline.enter_phase("delivery", applied_at)
         if not output.new_ids:
             return
-        timeline.count_tokens(len(output.new_ids), num_drafts)
+        timeline.record_tokens(len(output.new_ids), num_drafts)
         if timeline.cached_tokens is None:
             timeline.cached_tokens = output.cached_tokens
             timeline.prefix_report = output.prefix

@@ -73,7 +73,7 @@ class Scheduler:
             **self._counts.as_dict(),
             tiers=self.kv_offloader.tier_stats(),
             load_seconds=self.kv_offloader.load_seconds,
-            pages_lost=self.kv_offloader.num_blocks_lost,
+            pages_lost=self.kv_offloader.num_blocks_not_stored,
         )
 
     def list_requests(self) -> tuple[list[Request], list[Request]]:
@@ -110,13 +110,13 @@ class Scheduler:
             self._num_arrivals,
             limit,
             drafting=drafting,
-            pools_all=self._config.pools_all,
+            pools_all_tokens=self._config.pools_all_tokens,
             needs_host_tokens=is_pipelined,
         )
         self._num_arrivals += 1
         max_total_tokens = num_prompt + limit
         num_fitting_tokens = self.kv_cache_manager.num_fitting_tokens(max_total_tokens)
-        if (problem := request.set_sort_key(self.place)) is not None:
+        if (problem := request.try_set_custom_sort_key(self.place)) is not None:
             self._output_error(engine_request, problem)
         elif num_fitting_tokens < max_total_tokens:
             self._output_error(
@@ -175,7 +175,7 @@ class Scheduler:
             copies,
             preempted_ids,
             self.kv_offloader.take_loaded_blocks(),
-            self._waiting.take_adapter_loads(),
+            self._waiting.take_adapter_load_times(),
             freed_slots,
             self.kv_cache_manager.take_slot_copies(),
         )
@@ -240,8 +240,8 @@ class Scheduler:
         )
         max_decoding = -(-num_decoding // self._config.micro_batches)
         for running_request in sorted(self._running, key=lambda request: (pending[request] > 1, request.priority_key)):
-            max_tokens = min(budget.max_tokens(running_request), self._config.max_tokens_per_request)
-            limit = self.kv_cache_manager.limit_step_tokens(running_request, max_tokens)
+            max_tokens = min(budget.max_tokens(running_request), self._config.max_chunk_tokens)
+            limit = self.kv_cache_manager.limit_tokens_to_snapshot(running_request, max_tokens)
             chunk = running_request.next_chunk(min(pending[running_request], limit), max_tokens)
             if (
                 not chunk
@@ -281,11 +281,11 @@ class Scheduler:
             ):
                 break
             self._waiting.remove_request(request)
-            if self.kv_offloader.load_blocks(request, cached):
+            if self.kv_offloader.try_begin_load(request, cached):
                 continue  # its blocks are being loaded
             partial_copies = self._start_request(request, cached)
-            max_chunk = min(max_tokens, self._config.max_tokens_per_request)
-            limit = self.kv_cache_manager.limit_step_tokens(request, max_chunk)
+            max_chunk = min(max_tokens, self._config.max_chunk_tokens)
+            limit = self.kv_cache_manager.limit_tokens_to_snapshot(request, max_chunk)
             chunk = request.next_chunk(min(request.num_pending_tokens, limit), max_chunk)
             has_blocks = self.kv_cache_manager.allocate_slots(request, request.num_computed_tokens + chunk.num_tokens)
             assert has_blocks, "allocation beyond the pool"
@@ -355,7 +355,7 @@ class Scheduler:
         request.num_tokens_in_flight += sample + len(drafts)
         request.num_sent_blocks = len(request.block_ids)
         if start < request.num_prompt_tokens or request.num_charged_tokens < request.num_prompt_tokens:
-            self._count_prompt(request, start)
+            self._charge_prompt_tokens(request, start)
         self.kv_cache_manager.cache_blocks(request, start, start + count)
         return ScheduledRequest(
             request.engine_request.id,
@@ -368,7 +368,7 @@ class Scheduler:
             list(chunk.encoder_chunks),
         )
 
-    def _count_prompt(self, request: Request, start: int) -> None:
+    def _charge_prompt_tokens(self, request: Request, start: int) -> None:
         """Count the prompt tokens from `start` on that are computed now, and charge them to the tenant."""
         done = min(request.num_computed_tokens, request.num_prompt_tokens)
         self._counts.prompt_tokens += max(0, done - start)
@@ -417,7 +417,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Free its blocks and let it wait. Later it is recomputed from what is still cached then."""
-        self._free_slot(request)
+        self._free_slot_and_blocks(request)
         request.reset_to_waiting()
         self._waiting.push_request(request)
         self._preempted_ids.append(request.engine_request.id)
@@ -427,14 +427,14 @@ class Scheduler:
         del self._requests[request.engine_request.id]
         self._drafter.forget_request(request)
         if request.status is RequestStatus.RUNNING:
-            self._free_slot(request)
+            self._free_slot_and_blocks(request)
         elif request.status is RequestStatus.WAITING:
             self._waiting.remove_request(request)
         self.kv_offloader.cancel_load(request)
         self._waiting.release_adapter(request)
         request.status = RequestStatus.FINISHED
 
-    def _free_slot(self, request: Request) -> None:
+    def _free_slot_and_blocks(self, request: Request) -> None:
         assert request.slot is not None
         self._running.remove(request)
         self._free_slots.append(request.slot)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from quire.engine.core.state_snapshots import SnapshotPlan
+from quire.engine.core.state_snapshots import SnapshotConfig
 from quire.engine.types import Task
 
 
@@ -27,16 +27,16 @@ class SchedulerConfig:
     whole_prompts: bool = False
     """A step computes a prompt whole or not at all, as an encoder must; no prompt may be longer than
     max_num_batched_tokens."""
-    pools_all: bool = False
+    pools_all_tokens: bool = False
     """See Request."""
     tasks: Collection[Task] = ("generate", "embed", "classify")
     """What requests may ask of the model."""
     micro_batches: int = 1
     """Pipeline depth; steps in flight hold disjoint requests, except chunks of one prompt."""
-    snapshots: SnapshotPlan | None = None
+    snapshots: SnapshotConfig | None = None
     """Budget of recurrent-state snapshots."""
 
     @property
-    def max_tokens_per_request(self) -> int:
+    def max_chunk_tokens(self) -> int:
         """Tokens of one request in a step at most."""
         return self.long_prefill_token_threshold or self.max_num_batched_tokens

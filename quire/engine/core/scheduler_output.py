@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from quire.engine.types import ErrorCause, Image, PoolingParams, SamplingParams, Span, TokenLogprob
+from quire.engine.types import ErrorCause, Image, MediaSpan, PoolingParams, SamplingParams, TokenLogprob
 
 
 class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -19,7 +19,7 @@ class NewRequestData(msgspec.Struct, frozen=True, array_like=True, gc=False):
     seed: int
     adapter_slot: int = 0
     """The slot of its LoRA adapter; 0 for the base model."""
-    spans: tuple[Span, ...] = ()
+    spans: tuple[MediaSpan, ...] = ()
     images: tuple[Image, ...] = ()
     """The content of the spans, each image once."""
     cache_salt: str = ""

@@ -16,7 +16,7 @@ _MIN_SNAPSHOT_TOKENS = 64
 """Tokens computed since a sequence's last snapshot that make one at its prompt's end worth a step of its own."""
 
 
-class SnapshotPlan(NamedTuple):
+class SnapshotConfig(NamedTuple):
     num_slots: int
     interval_tokens: int
     """Tokens, a multiple of a page's."""
@@ -89,7 +89,7 @@ class StateSnapshots(ABC):
         """True if a request can begin at the end of the block with this hash."""
 
     @abstractmethod
-    def saved_slots(self, request: Request) -> list[tuple[int, bytes]]:
+    def request_snapshot_slots(self, request: Request) -> list[tuple[int, bytes]]:
         """The snapshots at the ends of a request's blocks: their slots, as ~slot, and the blocks' hashes."""
 
     @abstractmethod
@@ -143,7 +143,7 @@ class NullStateSnapshots(StateSnapshots):
     def has_snapshot(self, digest: bytes) -> bool:
         return True
 
-    def saved_slots(self, request: Request) -> list[tuple[int, bytes]]:
+    def request_snapshot_slots(self, request: Request) -> list[tuple[int, bytes]]:
         return []
 
     def resume_positions(self, request: Request, num_blocks: int) -> list[SnapshotPosition]:
@@ -163,7 +163,7 @@ class PooledStateSnapshots(StateSnapshots):
 
     is_required = True
 
-    def __init__(self, block_pool: BlockPool, block_size: int, plan: SnapshotPlan, first_slot: int) -> None:
+    def __init__(self, block_pool: BlockPool, block_size: int, plan: SnapshotConfig, first_slot: int) -> None:
         """The snapshots are the slots from `first_slot` on."""
         assert plan.interval_tokens % block_size == 0
         self._block_pool = block_pool
@@ -205,7 +205,7 @@ class PooledStateSnapshots(StateSnapshots):
             self._slot_copies.append(SlotCopy(self._first_slot + snapshot, request.slot))
 
     def save_state(self, request: Request, num_known: int) -> None:
-        is_snapshot_end = num_known % self.interval_tokens == 0 or num_known == self._prompt_end(request)
+        is_snapshot_end = num_known % self.interval_tokens == 0 or num_known == self._prompt_snapshot_end(request)
         if not is_snapshot_end or num_known > len(request.token_ids):
             return
         assert request.slot is not None
@@ -234,7 +234,7 @@ class PooledStateSnapshots(StateSnapshots):
     def has_snapshot(self, digest: bytes) -> bool:
         return self._pool.has_hash(digest)
 
-    def saved_slots(self, request: Request) -> list[tuple[int, bytes]]:
+    def request_snapshot_slots(self, request: Request) -> list[tuple[int, bytes]]:
         """Those that a copy fills only when the next step begins are left out: they are kept with the next sequence."""
         filling, slots = {copy.target for copy in self._slot_copies}, []
         for digest in request.block_hashes(
@@ -278,13 +278,13 @@ class PooledStateSnapshots(StateSnapshots):
 
     def _next_snapshot_end(self, request: Request) -> int:
         """The first place behind a sequence's computed tokens."""
-        regular, end = self._next_interval_end(request.num_computed_tokens), self._prompt_end(request)
+        regular, end = self._next_interval_end(request.num_computed_tokens), self._prompt_snapshot_end(request)
         return end if end is not None and request.num_computed_tokens < end < regular else regular
 
     def _next_interval_end(self, tokens: int) -> int:
         return (tokens // self.interval_tokens + 1) * self.interval_tokens
 
-    def _prompt_end(self, request: Request) -> int | None:
+    def _prompt_snapshot_end(self, request: Request) -> int | None:
         """The last page's end within the prompt, whose last token must be computed in any case; None where too little
         is computed up to there."""
         end = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
@@ -303,7 +303,7 @@ class PooledStateSnapshots(StateSnapshots):
 
 
 def make_state_snapshots(
-    block_pool: BlockPool, block_size: int, plan: SnapshotPlan | None, first_slot: int
+    block_pool: BlockPool, block_size: int, plan: SnapshotConfig | None, first_slot: int
 ) -> StateSnapshots:
     if plan is None:
         return NullStateSnapshots()

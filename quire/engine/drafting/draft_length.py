@@ -18,7 +18,7 @@ from quire.engine.core.drafter import (
     Drafter,
     RequestsToDraft,
     StepwiseDrafter,
-    token_kinds,
+    draft_acceptance_kinds,
 )
 from quire.engine.core.request import Request
 from quire.engine.types import EngineCoreRequest
@@ -164,7 +164,7 @@ class AdaptiveLengthDrafter(TrackingDrafter):
         drafts = self._drafter.propose(list(zip(requests, max_lengths, strict=True)), num_step_tokens)
         if self._draft_costs is None and not any(draft.token_ids for draft in drafts):
             return drafts
-        kinds = [token_kinds(draft) for draft in drafts]
+        kinds = [draft_acceptance_kinds(draft) for draft in drafts]
         lengths = [len(each) for each in kinds]
         if self._draft_costs is None:
             lengths = self._choose_lengths(requests, kinds, num_step_tokens)

@@ -13,8 +13,8 @@ from quire.engine.core.drafter import (
     Draft,
     Drafter,
     RequestsToDraft,
+    draft_acceptance_kinds,
     request_grammar,
-    token_kinds,
 )
 from quire.engine.core.request import Request
 from quire.engine.errors import QuireError
@@ -99,7 +99,7 @@ class GrammarDrafter(Drafter):
         state = self._advance_grammar(request)
         if state is None or state.matcher is None:
             return draft
-        completed_draft = complete_draft(
+        completed_draft = merge_draft_with_forced_tokens(
             state.matcher, state.next_forced_tokens(max_drafts), draft, max_drafts, self._compiler()
         )
         state.num_from_source = 0
@@ -125,7 +125,7 @@ class GrammarDrafter(Drafter):
         return state
 
 
-def complete_draft(
+def merge_draft_with_forced_tokens(
     matcher: LLMatcher, forced_tokens: list[int], draft: Draft, max_drafts: int, compiler: GrammarCompiler
 ) -> Draft:
     """Up to so many tokens: the forced ones, then of the guess what agrees with these and is allowed, and what is
@@ -133,7 +133,7 @@ def complete_draft(
     lookahead = matcher.deep_copy()
     token_ids = list[int]()
     kinds = list[int]()
-    draft_kinds = token_kinds(draft)
+    draft_kinds = draft_acceptance_kinds(draft)
     next_tokens, kind = forced_tokens, KIND_FORCED
     while len(token_ids) < max_drafts and not lookahead.is_stopped():
         if not next_tokens:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.core.scheduler_output import HeadDraftRequest
-from quire.engine.drafting.model_drafter import DraftBlocks
+from quire.engine.drafting.model_drafter import DraftBlockLayout
 
 
 class DraftHeads(Protocol):
@@ -19,7 +19,7 @@ class DraftHeads(Protocol):
 
 
 class HeadDrafter(Drafter):
-    def __init__(self, heads: DraftHeads, blocks: DraftBlocks) -> None:
+    def __init__(self, heads: DraftHeads, blocks: DraftBlockLayout) -> None:
         self._heads = heads
         self._blocks = blocks
 

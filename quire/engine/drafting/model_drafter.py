@@ -29,7 +29,7 @@ class DraftModel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class DraftBlocks:
+class DraftBlockLayout:
     """The KV cache of the model, or the heads, that draft."""
 
     block_size: int
@@ -76,7 +76,7 @@ class _OpenDraft:
 
 
 class ModelDrafter(StepwiseDrafter):
-    def __init__(self, model: DraftModel, blocks: DraftBlocks, max_tokens: int) -> None:
+    def __init__(self, model: DraftModel, blocks: DraftBlockLayout, max_tokens: int) -> None:
         """`max_tokens`: the most that the model computes in a step."""
         self._model = model
         self._blocks = blocks
@@ -133,7 +133,9 @@ class ModelDrafter(StepwiseDrafter):
         state = self._states.get(request_id)
         if state is not None and state.block_ids is not request.block_ids:
             state = None
-        num_computed = self._num_tokens_in_blocks(request) if state is None else _num_reusable_tokens(state, request)
+        num_computed = (
+            self._num_tokens_with_draft_kv(request) if state is None else _num_reusable_tokens(state, request)
+        )
         if (
             state is None and num_computed == num_known
         ):  # a slot that is new to it begins behind whole pages, which hold states
@@ -162,7 +164,7 @@ class ModelDrafter(StepwiseDrafter):
             request.slot, start, count, new_tokens, first_block, block_ids, new_request, start + count == num_known
         )
 
-    def _num_tokens_in_blocks(self, request: Request) -> int:
+    def _num_tokens_with_draft_kv(self, request: Request) -> int:
         """How many of the sequence's first tokens have their keys and values in its pages."""
         count = 0
         for block, digest in zip(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from quire.engine.core.drafter import KIND_DEFAULT, Draft, RequestsToDraft, StepwiseDrafter, token_kinds
+from quire.engine.core.drafter import KIND_DEFAULT, Draft, RequestsToDraft, StepwiseDrafter, draft_acceptance_kinds
 from quire.engine.core.request import Request
 from quire.engine.drafting.draft_length import StepCosts, TrackingDrafter
 
@@ -37,7 +37,7 @@ class AdaptiveStepwiseDrafter(TrackingDrafter):
             drafts = self._drafter.draft_first_tokens(list(zip(requests, counts, strict=True)))
             self._extend_drafts(drafts, requests, max_lengths, num_step_tokens)
         for request, draft in zip(requests, drafts, strict=True):
-            self._pending_kinds[request.engine_request.id] = token_kinds(draft)
+            self._pending_kinds[request.engine_request.id] = draft_acceptance_kinds(draft)
         return drafts
 
     def record_acceptance(self, request: Request, drafts: int, accepted: int) -> None:
@@ -56,7 +56,7 @@ class AdaptiveStepwiseDrafter(TrackingDrafter):
         while True:
             num_drafted = sum(len(draft.token_ids) for draft in drafts)
             probabilities = [
-                self._acceptance.cumulative_rates(request, token_kinds(each))
+                self._acceptance.cumulative_rates(request, draft_acceptance_kinds(each))
                 for request, each in zip(requests, drafts, strict=True)
             ]
             expected_tokens = len(drafts) + sum(map(sum, probabilities))

@@ -23,14 +23,14 @@ from quire.engine.encoders.encoder_chunks import (
     QKV_COST_SHARE,
     chunk_cost,
     count_blocks,
+    make_chunk_metadata,
     ragged_positions,
     run_all_chunks,
-    split_step,
 )
 from quire.engine.errors import ModelError
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import LayerNormWeights
-from quire.engine.layers.parameters import Parameter, ParameterTable, make_parameter, merge_parameters
+from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_parameter, merge_parameters
 from quire.engine.layers.pooler_head import HeadLayerSpec
 from quire.engine.layers.rope import rope_table
 from quire.engine.layers.schemes import QuantizationScheme
@@ -40,7 +40,7 @@ from quire.kernels.backend import NO_ADAPTERS, Backend
 from quire.kernels.gpu.host_transfer import upload_arrays
 from quire.kernels.parameters.activation import GELU
 from quire.kernels.parameters.activation import Activation as Elementwise
-from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.qk_norm_rope import QKNormRopeParams
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
 _ACTIVATIONS: dict[str, Activation] = {
@@ -164,7 +164,7 @@ def base_encoder_spec(config: ModelConfig, **fields: Any) -> EncoderSpec:
     return spec
 
 
-def two_layer_classifier(first: str, activation: str, last: str) -> Callable[[int, int], list[HeadLayerSpec]]:
+def two_layer_classifier_specs(first: str, activation: str, last: str) -> Callable[[int, int], list[HeadLayerSpec]]:
     """A classifier of two linears of these names, with an activation between them."""
     return lambda hidden, labels: [
         HeadLayerSpec(first, hidden, hidden, activation=activation),
@@ -178,7 +178,7 @@ def parse_activation(name: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
-class _EncoderLayer:
+class _EncoderLayerWeights:
     """Weights of one layer."""
 
     def __init__(self, spec: EncoderSpec, scheme: QuantizationScheme, index: int, cos_sin: Tensor | None) -> None:
@@ -205,13 +205,13 @@ class _EncoderLayer:
         self._scale_names = () if names.layer_scales is None else tuple(f"{name}.{each}" for each in names.layer_scales)
         norms = names.qk_norms or ()
         self._head_norms = [LayerNormWeights(f"{name}.{norm}", attention_size, bias=False) for norm in norms]
-        self._rope = Rope(spec.head_dim, cos_sin, eps=spec.eps, norm_kind="whole")
+        self._rope = QKNormRopeParams(spec.head_dim, cos_sin, eps=spec.eps, norm_kind="whole")
         window = spec.windows[index]
         self.window = None if window is None else window + 1
         self.lookahead = 0 if spec.causal else window
 
     @property
-    def rope(self) -> Rope:
+    def rope(self) -> QKNormRopeParams:
         if not self._head_norms:
             return self._rope
         q_norm, k_norm = self._head_norms
@@ -223,10 +223,10 @@ class _EncoderLayer:
         for place, name in enumerate(self._scale_names):
             table[name] = make_parameter(self.scales, place, (self.hidden_size,), torch.float32)
         up = self.up.parameters()
-        return table | ({name: _swap_halves(each) for name, each in up.items()} if self.gate_last else up)
+        return table | ({name: _swap_halves_on_load(each) for name, each in up.items()} if self.gate_last else up)
 
 
-def _swap_halves(parameter: Parameter) -> Parameter:
+def _swap_halves_on_load(parameter: LoadableParameter) -> LoadableParameter:
     """One whose tensor's second half of rows comes first in the checkpoint."""
 
     def load_swapped(tensor: Tensor) -> None:
@@ -259,7 +259,9 @@ class Encoder:
         self._report_progress = report_progress
         ropes = {str(rope): rope for rope in spec.ropes if rope is not None}
         tables = {key: rope_table(rope, spec.head_dim, max_model_len).to(device) for key, rope in ropes.items()}
-        self._layers = [_EncoderLayer(spec, scheme, i, tables.get(str(rope))) for i, rope in enumerate(spec.ropes)]
+        self._layers = [
+            _EncoderLayerWeights(spec, scheme, i, tables.get(str(rope))) for i, rope in enumerate(spec.ropes)
+        ]
         self._embedding_tables: dict[str, Tensor] = {}
         """Embeddings of words, positions and segments, and of relative positions, by their names."""
         names = spec.names
@@ -295,10 +297,10 @@ class Encoder:
         a token is of; None: all are of the first."""
         (positions,) = upload_arrays([ragged_positions(lengths)], self.device)
         return run_all_chunks(
-            self.forward_chunks(self._embed_tokens(token_ids, segments, positions), [lengths], splits_tokens=False)
+            self.forward_in_chunks(self._embed_tokens(token_ids, segments, positions), [lengths], splits_tokens=False)
         )[0]
 
-    def forward_chunks(
+    def forward_in_chunks(
         self,
         x: Tensor,
         lengths: Sequence[np.ndarray],
@@ -309,8 +311,8 @@ class Encoder:
     ) -> Generator[float, None, tuple[Tensor, list[Tensor]]]:
         """The same of images' patches, in pieces (engine/encoders/encoder_chunks.py); and what the layers `aux_layers`
         give, ascending. lengths: for each group of layers, of the sequences whose tokens see each other. turns [T,
-        head_dim] float32: of each patch, as Rope.cos_sin has it for a position. All pieces together weigh what
-        `chunk_cost` says of the patches. cut: a piece may be some of the tokens, all of which see each other then,
+        head_dim] float32: of each patch, as QKNormRopeParams.cos_sin has it for a position. All pieces together weigh
+        what `chunk_cost` says of the patches. cut: a piece may be some of the tokens, all of which see each other then,
         wherever they stand."""
         backend = self._backend
         spec = self.spec
@@ -321,7 +323,7 @@ class Encoder:
         keys, values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
         max_rows, has_rope = MAX_CHUNK_TOKENS if splits_tokens else None, cos_sin is not None
         groups = [
-            (split_step(each, size, self.device, max_rows, has_rope_table=has_rope), int(each.max()))
+            (make_chunk_metadata(each, size, self.device, max_rows, has_rope_table=has_rope), int(each.max()))
             for each in lengths
         ]
         for index, layer in enumerate(self._layers):
@@ -344,14 +346,14 @@ class Encoder:
             self._report_progress()
         return x if self._final_norm is None else self._apply_norm(x, self._final_norm), aux_hidden_states
 
-    def _project_qkv(self, layer: _EncoderLayer, x: Tensor) -> Tensor:
+    def _project_qkv(self, layer: _EncoderLayerWeights, x: Tensor) -> Tensor:
         """Queries, keys and values."""
         normed = (
             x if layer.attention_norm is None or not self.spec.pre_norm else self._apply_norm(x, layer.attention_norm)
         )
         return layer.qkv.packed_linear(normed, NO_ADAPTERS)
 
-    def _finish_layer(self, layer: _EncoderLayer, attended: Tensor, x: Tensor) -> Tensor:
+    def _finish_layer(self, layer: _EncoderLayerWeights, attended: Tensor, x: Tensor) -> Tensor:
         """The layer's output, for what its attention gives and the stream x that this is added to."""
         if self.spec.pre_norm:
             attention_scale, mlp_scale = layer.scales
@@ -361,7 +363,7 @@ class Encoder:
         x, _ = self._add_and_norm(attended, x, layer.attention_norm)
         return self._add_and_norm(self._feed_forward(layer, x), x, layer.mlp_norm)[0]
 
-    def _feed_forward(self, layer: _EncoderLayer, x: Tensor) -> Tensor:
+    def _feed_forward(self, layer: _EncoderLayerWeights, x: Tensor) -> Tensor:
         wide, backend = layer.up.packed_linear(x, NO_ADAPTERS), self._backend
         match self.spec.activation, self.spec.gated:
             case "silu", True:

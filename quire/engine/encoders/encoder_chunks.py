@@ -48,7 +48,7 @@ def count_blocks(lengths: np.ndarray, block_size: int) -> int:
     return int((-(-lengths // block_size)).sum())
 
 
-def split_step(
+def make_chunk_metadata(
     lengths: np.ndarray,
     block_size: int,
     device: torch.device,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.engine.core.scheduler_output import ModelRunnerOutput, NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.engine.encoders.encoder import Encoder
-from quire.engine.layers.pooling import PooledRequest, Pooler, vectors_by_request
+from quire.engine.layers.pooling import Pooler, PoolingChunk, postprocess_request_vectors
 from quire.engine.types import PoolingParams
 
 
@@ -63,9 +63,9 @@ class EncoderRunner:
         answers = dict[str, bytes]()
         if image_requests:
             assert self._images is not None
-            pooled = [PooledRequest(row, 0, 1, self._params(row)) for row in image_requests]
+            pooled = [PoolingChunk(row, 0, 1, self._pooling_params(row)) for row in image_requests]
             vectors = self._images.image_vectors(image_requests, self._request_data).float().cpu()
-            answers |= vectors_by_request(pooled, vectors, self._pooler.pooling)
+            answers |= postprocess_request_vectors(pooled, vectors, self._pooler.pooling)
         return CompletedStep(
             ModelRunnerOutput({}, vectors=answers | (self._embed_texts(text_requests) if text_requests else {}))
         )
@@ -79,26 +79,26 @@ class EncoderRunner:
             assert row.num_tokens == request.num_prompt_tokens, "an encoder computes whole prompts"
             ids.append(np.array(request.token_ids, dtype=np.int32))
             if self._padding_token is not None:
-                room = self._model.max_model_len - row.num_tokens
-                ids[-1] = np.pad(ids[-1], (0, room), constant_values=self._padding_token)
+                num_padding_tokens = self._model.max_model_len - row.num_tokens
+                ids[-1] = np.pad(ids[-1], (0, num_padding_tokens), constant_values=self._padding_token)
             padded = msgspec.structs.replace(row, num_tokens=len(ids[-1]))
-            pooled.append(PooledRequest(padded, begin, padded.num_tokens, self._params(row)))
+            pooled.append(PoolingChunk(padded, begin, padded.num_tokens, self._pooling_params(row)))
             begin += padded.num_tokens
         lengths = np.array([len(each) for each in ids], dtype=np.int64)
         token_ids = torch.from_numpy(np.concatenate(ids)).to(self._model.device)
-        hidden = self._model.forward(token_ids, self._segments(pooled), lengths)
+        hidden = self._model.forward(token_ids, self._token_type_ids(pooled), lengths)
         vectors = self._pooler.pool(pooled, hidden).cpu()
-        return vectors_by_request(pooled, vectors, self._pooler.pooling)
+        return postprocess_request_vectors(pooled, vectors, self._pooler.pooling)
 
     def _request_data(self, row: ScheduledRequest) -> NewRequestData:
         return self._requests[row.slot]
 
-    def _params(self, row: ScheduledRequest) -> PoolingParams:
+    def _pooling_params(self, row: ScheduledRequest) -> PoolingParams:
         params = self._request_data(row).params
         assert isinstance(params, PoolingParams)
         return params
 
-    def warm_up(self) -> bool:
+    def warm_up_next(self) -> bool:
         return False
 
     def make_block_mover(self) -> None:
@@ -107,10 +107,10 @@ class EncoderRunner:
     def make_state_offload_mover(self) -> None:
         """Nor slots."""
 
-    def load_grammars(self) -> None:
+    def preload_grammar_compiler(self) -> None:
         pass
 
-    def _segments(self, rows: list[PooledRequest]) -> Tensor | None:
+    def _token_type_ids(self, rows: list[PoolingChunk]) -> Tensor | None:
         """Which of two texts each token is of; None where there are no second ones."""
         if all(each.params.second_segment is None for each in rows):
             return None

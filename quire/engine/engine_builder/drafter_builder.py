@@ -7,29 +7,29 @@ from quire.engine.config import EngineConfig
 from quire.engine.core.drafter import Drafter, StepwiseDrafter
 from quire.engine.drafting.drafter_factory import choose_drafter
 from quire.engine.drafting.head_drafter import HeadDrafter
-from quire.engine.drafting.model_drafter import DraftBlocks, ModelDrafter
+from quire.engine.drafting.model_drafter import DraftBlockLayout, ModelDrafter
 from quire.engine.worker.startup_steps.started_worker import StartedWorker
 
 
-def make_default_drafter(worker: StartedWorker, config: EngineConfig) -> Drafter | None:
+def make_configured_drafter(worker: StartedWorker, config: EngineConfig) -> Drafter | None:
     """What guesses tokens, if somebody does: by default what grammars force, though not on a GPU, where nothing was
     measured."""
     speculative = config.speculative_config
     if "generate" not in worker.engine_info.tasks or (speculative is None and worker.engine_info.device != "cpu"):
         return None
     return choose_drafter(
-        speculative, worker.step_costs, make_model_drafter(worker, config), worker.get_grammar_compiler
+        speculative, worker.step_costs, make_model_or_head_drafter(worker, config), worker.get_grammar_compiler
     )
 
 
-def make_model_drafter(
+def make_model_or_head_drafter(
     worker: StartedWorker, config: EngineConfig
 ) -> tuple[Drafter | StepwiseDrafter, list[tuple[int, float]]] | None:
     """What asks the model or the heads that draft, if there are some, and what one guess more costs them."""
-    if (draft := worker.draft_worker) is None:
+    if (draft := worker.started_drafter) is None:
         return None
     size = worker.kv_plan.block_size
-    pages = DraftBlocks(size, min(size, PIECE), *draft.spare_blocks)
+    pages = DraftBlockLayout(size, min(size, PIECE), *draft.spare_blocks)
     if draft.head_runner is not None:
         return HeadDrafter(draft.head_runner, pages), draft.step_costs
     assert draft.model_runner is not None

@@ -16,8 +16,8 @@ from quire.engine.core.kv_offload import KVOffloader
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.engine_builder.scheduler_builder import make_scheduler
 from quire.engine.processes.heartbeat import Heartbeat
-from quire.engine.tiers.kv_identity import WeightFiles, code_hash, content_digest
-from quire.engine.tiers.tier_factory import check_tiers, choose_tiers
+from quire.engine.tiers.kv_identity import WeightFiles, code_hash, model_content_digest
+from quire.engine.tiers.tier_factory import check_tiers, make_kv_offloader
 from quire.engine.tiers.tiered_offloader import TieredKVOffloader
 from quire.engine.types import EngineInfo
 from quire.engine.worker.device_plan import apply_gpu_defaults
@@ -48,24 +48,24 @@ class EngineCoreBuilder:
         self._weight_files = WeightFiles(config) if tensors is None else None
         start = start_encoder if is_encoder else start_worker
         self.worker = start(config, path, model, heartbeat.progress, tensors, heartbeat.rank_ended)
-        draft_worker = self.worker.draft_worker
+        draft_worker = self.worker.started_drafter
         self.device_drafter = None if draft_worker is None else draft_worker.drafter
         warmup_notes = warm_up_runner(
             self.worker.executor, config.warmup_seconds, config.max_step_tokens, self.device_drafter
         )
         self._notes = [*self.worker.engine_info.notes, *warmup_notes]
 
-    def build_kv_offloader(self, make_tiers: Callable[..., TieredKVOffloader]) -> KVOffloader:
-        """`make_tiers`: see choose_tiers. Raises ConfigError."""
+    def build_kv_offloader(self, make_tiered_offloader: Callable[..., TieredKVOffloader]) -> KVOffloader:
+        """`make_tiered_offloader`: see make_kv_offloader. Raises ConfigError."""
         plan = self.worker.kv_plan
-        kv_offloader, tier_notes = choose_tiers(
+        kv_offloader, tier_notes = make_kv_offloader(
             self.config,
             self.model,
             self.worker.executor.make_block_mover,
             self._weight_files,
             plan.block_size,
             self.worker.executor.make_state_offload_mover if plan.snapshots else None,
-            make_tiers,
+            make_tiered_offloader,
         )
         self._notes += tier_notes
         return kv_offloader
@@ -80,7 +80,7 @@ class EngineCoreBuilder:
         return msgspec.structs.replace(
             info,
             load_seconds=load_seconds,
-            content=content_digest(self.model, self._weight_files),
+            content=model_content_digest(self.model, self._weight_files),
             code=code_hash().hex(),
             arithmetic=info.arithmetic + kv_offloader.capacity_text,
             notes=self._notes,

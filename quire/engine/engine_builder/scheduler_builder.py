@@ -8,7 +8,7 @@ from quire.engine.core.drafter import Drafter
 from quire.engine.core.kv_offload import KVOffloader
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.scheduler_config import SchedulerConfig
-from quire.engine.core.state_snapshots import SnapshotPlan
+from quire.engine.core.state_snapshots import SnapshotConfig
 from quire.engine.lora.adapter_queue import AdapterQueue
 from quire.engine.settings.class_import import import_class
 from quire.engine.worker.startup_steps.started_worker import StartedWorker
@@ -19,7 +19,7 @@ def make_scheduler(
     worker: StartedWorker,
     eos_token_ids: tuple[int, ...],
     drafter: Drafter | None,
-    tiers: KVOffloader,
+    kv_offloader: KVOffloader,
 ) -> Scheduler:
     """For what the worker has allocated. Raises ConfigError."""
     plan = worker.kv_plan
@@ -36,14 +36,14 @@ def make_scheduler(
             enable_prefix_caching=worker.caches_prefixes,
             hash_block_size=None if worker.needs_whole_prompts else min(plan.block_size, PIECE),
             whole_prompts=worker.needs_whole_prompts,
-            pools_all=worker.pooling.kind != "last",
+            pools_all_tokens=worker.pooling.kind != "last",
             tasks=worker.engine_info.tasks,
             micro_batches=worker.micro_batches,
-            snapshots=SnapshotPlan(plan.snapshots, config.snapshot_tokens) if plan.snapshots else None,
+            snapshots=SnapshotConfig(plan.snapshots, config.snapshot_tokens) if plan.snapshots else None,
         ),
         waiting=None if worker.adapter_loader is None else AdapterQueue(worker.adapter_loader, config.max_loras),
         drafter=drafter,
-        tiers=tiers,
+        tiers=kv_offloader,
     )
 
 

@@ -84,7 +84,7 @@ def select_files(models: Mapping[str, list[list[str]]], tag: str | None, repo: s
     """The files of the model with this tag, or of the nearest to Q4_K_M. Raises ModelError, naming the tags."""
     if not models:
         raise ModelError(f"model: {repo} has no GGUF files")
-    key = _find_tag(models, tag) if tag is not None else _nearest_tag(models)
+    key = _find_tag(models, tag) if tag is not None else _preferred_tag(models)
     if key is None:
         raise ModelError(f"model: {repo} has no GGUF file {tag}; it has {', '.join(models)}")
     if len(models[key]) > 1:
@@ -99,6 +99,6 @@ def _find_tag(models: Mapping[str, list[list[str]]], tag: str) -> str | None:
     return next((key for form in (wanted, f"UD-{wanted}") for key in models if key.upper() == form), None)
 
 
-def _nearest_tag(models: Mapping[str, list[list[str]]]) -> str:
+def _preferred_tag(models: Mapping[str, list[list[str]]]) -> str:
     near = (_find_tag(models, tag) for tag in _TAG_PREFERENCE)
     return next((key for key in near if key is not None), next(iter(models)))

@@ -7,7 +7,7 @@ import struct
 from typing import Any
 
 from quire.engine.errors import ModelError
-from quire.engine.folder_reader import open_file
+from quire.engine.folder_reader import open_if_present
 from quire.engine.gguf import deepseek_config, delta_net_config, mamba_config
 from quire.engine.gguf.header import GGUFHeader, GGUFTensor
 from quire.engine.gguf.hf_tokenizer import eos_token_ids, tokenizer_vocab_size
@@ -440,7 +440,7 @@ def _read_floats(header: GGUFHeader, name: str, tensor: GGUFTensor) -> list[floa
     """The numbers of a small float32 tensor."""
     if tensor.type.name != "F32" or tensor.num_elements > _MAX_ROPE_FACTORS:
         raise ModelError(f"model: {header.name}: {name}: expected up to {_MAX_ROPE_FACTORS} numbers of type F32")
-    file = open_file(tensor.file)
+    file = open_if_present(tensor.file)
     content = b"" if file is None else os.pread(file.fileno(), tensor.nbytes, tensor.offset)
     if file is not None:
         file.close()

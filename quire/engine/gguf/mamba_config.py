@@ -44,7 +44,7 @@ _ASSUMED_CONTEXT = 131_072
 _UNLIMITED_CONTEXT = 2**20
 
 
-def unsuffixed_layer_tensors(model_type: str) -> Mapping[str, str]:
+def unsuffixed_tensor_names(model_type: str) -> Mapping[str, str]:
     """Whole names of a layer's tensors, with their endings, as delta_nets.BARE has them."""
     if model_type in _SELECTIVE_SCAN_TYPES:
         return _MAMBA1_UNSUFFIXED_TENSORS

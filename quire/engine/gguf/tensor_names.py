@@ -158,7 +158,7 @@ def checkpoint_name(name: str, model_type: str, num_experts: int) -> str | list[
     its first axis, has a name for each expert. None for a tensor that holds no weights; a name that is not known
     stays."""
     stem, _, suffix = name.rpartition(".")
-    unsuffixed = mamba_config.unsuffixed_layer_tensors(model_type) or delta_net_config.UNSUFFIXED_LAYER_TENSORS
+    unsuffixed = mamba_config.unsuffixed_tensor_names(model_type) or delta_net_config.UNSUFFIXED_LAYER_TENSORS
     if (unsuffixed_match := _LAYER_PATTERN.fullmatch(name)) is not None and unsuffixed_match[2] in unsuffixed:
         return f"model.layers.{unsuffixed_match[1]}.{unsuffixed[unsuffixed_match[2]]}"
     if stem in ("rope_freqs", "rope_factors_long", "rope_factors_short"):

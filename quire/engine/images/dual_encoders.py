@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.engine.images.llava import LlavaVision, SquaresLayout, TowerKind, check_square_size
+from quire.engine.images.llava import LlavaVisionSpec, SquaresLayout, TowerKind, check_square_size
 from quire.engine.images.vision_spec import CLIP_MEAN, CLIP_STD, HALF_RGB, VisionConfig
 
 _BICUBIC = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DualEncoderVision(LlavaVision):
+class DualEncoderVisionSpec(LlavaVisionSpec):
     """A tower over one square, whose features are one vector."""
 
     embedding_size: int
@@ -22,8 +22,10 @@ class DualEncoderVision(LlavaVision):
     def is_dual_encoder(self) -> bool:
         return True
 
-    def make_layout(self, width: int, height: int, *, low: bool = False, several: bool = False) -> DualEncoderLayout:
-        LlavaVision.make_layout(self, width, height)
+    def make_layout(
+        self, width: int, height: int, *, low_detail: bool = False, has_other_images: bool = False
+    ) -> DualEncoderLayout:
+        LlavaVisionSpec.make_layout(self, width, height)
         return DualEncoderLayout(self, (width, height), None)
 
     def num_parameters(self, text_size: int) -> int:
@@ -34,14 +36,14 @@ class DualEncoderVision(LlavaVision):
         first = (3 * patch**2 + self.patches_per_side**2) * hidden
         if self.tower_kind == "clip":
             return (
-                self.tower_shape.num_layer_parameters()
+                self.tower_shape.total_layer_parameters()
                 + first
                 + (1 + 1 + 2 + 2) * hidden
                 + hidden * self.embedding_size
             )
         attention = 4 * hidden * hidden + 4 * hidden
         head = hidden + attention + 2 * hidden + 2 * hidden * inner + inner + hidden
-        return self.tower_shape.num_layer_parameters() + first + (1 + 2) * hidden + head
+        return self.tower_shape.total_layer_parameters() + first + (1 + 2) * hidden + head
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,9 @@ class DualEncoderLayout(SquaresLayout):
         return ((1,),)
 
 
-def read_clip(config: VisionConfig) -> DualEncoderVision:
+def clip_vision_spec(config: VisionConfig) -> DualEncoderVisionSpec:
     """Raises ModelError."""
-    return _read_dual_encoder(
+    return _dual_encoder_vision_spec(
         config,
         "clip",
         patch=32,
@@ -63,14 +65,14 @@ def read_clip(config: VisionConfig) -> DualEncoderVision:
     )
 
 
-def read_siglip(config: VisionConfig) -> DualEncoderVision:
+def siglip_vision_spec(config: VisionConfig) -> DualEncoderVisionSpec:
     """Raises ModelError."""
-    return _read_dual_encoder(config, "siglip", patch=16, act="gelu_pytorch_tanh", eps=1e-6, embedding_size=None)
+    return _dual_encoder_vision_spec(config, "siglip", patch=16, act="gelu_pytorch_tanh", eps=1e-6, embedding_size=None)
 
 
-def _read_dual_encoder(
+def _dual_encoder_vision_spec(
     config: VisionConfig, kind: TowerKind, *, patch: int, act: str, eps: float, embedding_size: int | None
-) -> DualEncoderVision:
+) -> DualEncoderVisionSpec:
     if config.tower.get("vision_use_head") is False:
         raise config.config_error("vision_config: vision_use_head: false is not served")
     shape = config.tower_shape(hidden=768, inner=3072, layers=12, heads=12, patch=patch, act=act, eps=eps)
@@ -81,7 +83,7 @@ def _read_dual_encoder(
     config.check_patches(side, shape)
     check_square_size(config, side, center_crops=center_crops)
     mean, std = (CLIP_MEAN, CLIP_STD) if kind == "clip" else (HALF_RGB, HALF_RGB)
-    return DualEncoderVision(
+    return DualEncoderVisionSpec(
         tower_shape=shape,
         normalization=config.pixel_normalization(mean, std),
         resample_filter=config.resample_filter(_BICUBIC),

@@ -19,7 +19,7 @@ _BILINEAR = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gemma3Vision(VisionSpec):
+class Gemma3VisionSpec(VisionSpec):
     """Average pooling, and a projection without a bias, make the tokens; they see each other."""
 
     square_side: int
@@ -37,16 +37,18 @@ class Gemma3Vision(VisionSpec):
     def is_bidirectional(self) -> bool:
         return True
 
-    def make_layout(self, width: int, height: int, *, low: bool = False, several: bool = False) -> Gemma3Layout:
+    def make_layout(
+        self, width: int, height: int, *, low_detail: bool = False, has_other_images: bool = False
+    ) -> Gemma3Layout:
         return Gemma3Layout(self)
 
     def num_parameters(self, text_size: int) -> int:
         hidden, patch = self.tower_shape.hidden_size, self.tower_shape.patch_size
         ends = (3 * patch**2 + 1 + (self.square_side // patch) ** 2 + 2) * hidden
-        return self.tower_shape.num_layer_parameters() + ends + hidden + hidden * text_size
+        return self.tower_shape.total_layer_parameters() + ends + hidden + hidden * text_size
 
 
-def read_gemma3(config: VisionConfig) -> Gemma3Vision:
+def gemma3_vision_spec(config: VisionConfig) -> Gemma3VisionSpec:
     """Raises ModelError."""
     shape = config.tower_shape(hidden=768, inner=3072, layers=12, heads=12, patch=16, act="gelu_pytorch_tanh", eps=1e-6)
     side, outer = config.image_size(224), config.model_fields
@@ -62,7 +64,7 @@ def read_gemma3(config: VisionConfig) -> Gemma3Vision:
         raise ModelError(f"model: preprocessor_config.json: size: the tower reads {side} x {side} pixels")
     if config.preprocessor.get("do_pan_and_scan"):
         raise ModelError("model: preprocessor_config.json: do_pan_and_scan: true is not served")
-    return Gemma3Vision(
+    return Gemma3VisionSpec(
         tower_shape=shape,
         normalization=config.pixel_normalization(),
         resample_filter=config.resample_filter(_BILINEAR),
@@ -76,7 +78,7 @@ def read_gemma3(config: VisionConfig) -> Gemma3Vision:
 
 @dataclass(frozen=True, slots=True)
 class Gemma3Layout(ImageLayout):
-    vision: Gemma3Vision
+    vision: Gemma3VisionSpec
 
     @property
     def token_runs(self) -> tuple[tuple[int, ...], ...]:
@@ -87,7 +89,7 @@ class Gemma3Layout(ImageLayout):
         tokens = spell(vision.image_token_id) * vision.tokens_per_image
         return f"\n\n{spell(vision.begin_token_id)}{tokens}{spell(vision.end_token_id)}\n\n"
 
-    def prepare_contents(self, image: Image.Image) -> Iterator[Content]:
+    def make_tower_inputs(self, image: Image.Image) -> Iterator[Content]:
         from PIL import Image
 
         side = self.vision.square_side

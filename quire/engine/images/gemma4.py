@@ -23,7 +23,7 @@ _ZERO_MEAN, _UNIT_STD = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gemma4Vision(VisionSpec):
+class Gemma4VisionSpec(VisionSpec):
     head_dim: int
     num_kv_heads: int
     pooling_size: int
@@ -53,13 +53,15 @@ class Gemma4Vision(VisionSpec):
         return self.max_tokens
 
     @property
-    def token_side(self) -> int:
+    def pooled_patch_size(self) -> int:
         """The side of what becomes a token, in pixels."""
         return self.tower_shape.patch_size * self.pooling_size
 
-    def make_layout(self, width: int, height: int, *, low: bool = False, several: bool = False) -> PooledLayout:
-        most = min(self.max_tokens, _LOW_DETAIL_TOKENS) if low else self.max_tokens
-        return PooledLayout(self, *fit_squares(width, height, self.token_side, most))
+    def make_layout(
+        self, width: int, height: int, *, low_detail: bool = False, has_other_images: bool = False
+    ) -> PooledLayout:
+        most = min(self.max_tokens, _LOW_DETAIL_TOKENS) if low_detail else self.max_tokens
+        return PooledLayout(self, *largest_square_grid(width, height, self.pooled_patch_size, most))
 
     @property
     def num_linear_parameters(self) -> int:
@@ -79,7 +81,7 @@ class Gemma4Vision(VisionSpec):
         )
 
 
-def read_gemma4(config: VisionConfig) -> Gemma4Vision:
+def gemma4_vision_spec(config: VisionConfig) -> Gemma4VisionSpec:
     """Raises ModelError."""
     tower, preprocessor = config.tower, config.preprocessor
     shape = config.tower_shape(hidden=768, inner=3072, layers=16, heads=12, patch=16, act="gelu_pytorch_tanh", eps=1e-6)
@@ -99,7 +101,7 @@ def read_gemma4(config: VisionConfig) -> Gemma4Vision:
         raise config.config_error(f"vision_config: position_embedding_size: {table} for images of {most} tokens")
     rope, normalized = tower.get("rope_parameters") or {}, bool(preprocessor.get("do_normalize"))
     theta, eps = rope.get("rope_theta"), tower.get("rms_norm_eps")
-    return Gemma4Vision(
+    return Gemma4VisionSpec(
         tower_shape=shape if eps is None else replace(shape, eps=eps),
         normalization=config.pixel_normalization(_ZERO_MEAN, _UNIT_STD, use_file_values=normalized),
         resample_filter=config.resample_filter(_BICUBIC),
@@ -120,7 +122,7 @@ def read_gemma4(config: VisionConfig) -> Gemma4Vision:
 
 @dataclass(frozen=True, slots=True)
 class PooledLayout(ImageLayout):
-    vision: Gemma4Vision
+    vision: Gemma4VisionSpec
     columns: int
     """Of tokens."""
     rows: int
@@ -136,16 +138,16 @@ class PooledLayout(ImageLayout):
             f"{spell(vision.image_token_id) * self.num_tokens}{spell(vision.end_token_id)}"
         )
 
-    def prepare_contents(self, image: Image.Image) -> Iterator[Content]:
+    def make_tower_inputs(self, image: Image.Image) -> Iterator[Content]:
         from PIL import Image
 
-        width, height = self.columns * self.vision.token_side, self.rows * self.vision.token_side
+        width, height = self.columns * self.vision.pooled_patch_size, self.rows * self.vision.pooled_patch_size
         if image.size != (width, height):
             image = image.resize((width, height), resample=Image.Resampling(self.vision.resample_filter))
         yield Content.from_pixels(height, width, image.tobytes())
 
 
-def fit_squares(width: int, height: int, square_side: int, max_squares: int) -> tuple[int, int]:
+def largest_square_grid(width: int, height: int, square_side: int, max_squares: int) -> tuple[int, int]:
     """Columns and rows of the most squares of unit x unit pixels, `max_squares` at most, into which an image of about
     this shape fits. Raises InvalidImage."""
     factor = math.sqrt(max_squares * square_side**2 / (height * width))

@@ -23,7 +23,7 @@ TILE_FRAME_TOKEN, GLOBAL_IMAGE_TOKEN = "<fake_token_around_image>", "<global-img
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Idefics3Vision(VisionSpec):
+class Idefics3VisionSpec(VisionSpec):
     image_size: int
     """The side that positions were trained for, in pixels."""
     scale_factor: int
@@ -40,21 +40,23 @@ class Idefics3Vision(VisionSpec):
         """Tokens that stand for a tile."""
         return (self.tile_side // self.tower_shape.patch_size // self.scale_factor) ** 2
 
-    def make_layout(self, width: int, height: int, *, low: bool = False, several: bool = False) -> Idefics3Layout:
-        return make_tile_layout(width, height, self, may_split=self.splits_images and not low)
+    def make_layout(
+        self, width: int, height: int, *, low_detail: bool = False, has_other_images: bool = False
+    ) -> Idefics3Layout:
+        return make_tile_layout(width, height, self, may_split=self.splits_images and not low_detail)
 
     def num_parameters(self, text_size: int) -> int:
         hidden, patch = self.tower_shape.hidden_size, self.tower_shape.patch_size
         ends = (3 * patch**2 + 1 + (self.image_size // patch) ** 2 + 2) * hidden
-        return self.tower_shape.num_layer_parameters() + ends + self.scale_factor**2 * hidden * text_size
+        return self.tower_shape.total_layer_parameters() + ends + self.scale_factor**2 * hidden * text_size
 
 
-def read_idefics3(config: VisionConfig) -> Idefics3Vision:
+def idefics3_vision_spec(config: VisionConfig) -> Idefics3VisionSpec:
     """Raises ModelError."""
     shape = config.tower_shape(
         hidden=1152, inner=3072, layers=12, heads=16, patch=32, act="gelu_pytorch_tanh", eps=1e-6
     )
-    vision = Idefics3Vision(
+    vision = Idefics3VisionSpec(
         tower_shape=shape,
         normalization=config.pixel_normalization(),
         resample_filter=config.resample_filter(_LANCZOS),
@@ -71,7 +73,7 @@ def read_idefics3(config: VisionConfig) -> Idefics3Vision:
 
 @dataclass(frozen=True, slots=True)
 class Idefics3Layout(ImageLayout):
-    vision: Idefics3Vision
+    vision: Idefics3VisionSpec
     resized_size: tuple[int, int]
     """Width and height that it is resized to first."""
     tiled_size: tuple[int, int]
@@ -93,7 +95,7 @@ class Idefics3Layout(ImageLayout):
             )
         return f"{text}{text and chr(10)}{TILE_FRAME_TOKEN}{GLOBAL_IMAGE_TOKEN}{marks}{TILE_FRAME_TOKEN}"
 
-    def prepare_contents(self, image: Image.Image) -> Iterator[Content]:
+    def make_tower_inputs(self, image: Image.Image) -> Iterator[Content]:
         """The tiles by rows, and the one that shows all."""
         from PIL import Image
 
@@ -105,7 +107,7 @@ class Idefics3Layout(ImageLayout):
         yield Content.from_pixels(tile, tile, image.tobytes())
 
 
-def make_tile_layout(width: int, height: int, vision: Idefics3Vision, *, may_split: bool) -> Idefics3Layout:
+def make_tile_layout(width: int, height: int, vision: Idefics3VisionSpec, *, may_split: bool) -> Idefics3Layout:
     """`may_split`: whether it may be cut."""
     resized_size, tile = _limit_sides(_scale_to_longest_edge(width, height, vision.longest_edge)), vision.tile_side
     if not may_split:

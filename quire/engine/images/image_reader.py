@@ -14,7 +14,7 @@ from quire.engine.images.image_decoding import decode_upright, image_error, open
 from quire.engine.images.vision_config import read_vision_spec
 from quire.engine.images.vision_spec import ImageLayout, InvalidImage, VisionSpec
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import Image, Span
+from quire.engine.types import Image, MediaSpan
 
 if TYPE_CHECKING:
     from PIL import Image as Pillow
@@ -31,7 +31,7 @@ class RequestImage:
 
     field_path: str
     """The field, for errors."""
-    content: bytes | Pillow.Image
+    file_or_image: bytes | Pillow.Image
     """A file, or what Pillow has read already."""
     low_detail: bool = False
     """It is to take few tokens: it is not cut into tiles."""
@@ -42,7 +42,7 @@ class MultimodalPrompt:
     """A prompt's tokens, and what some of them stand for."""
 
     token_ids: list[int]
-    spans: tuple[Span, ...]
+    spans: tuple[MediaSpan, ...]
     images: tuple[Image, ...]
 
 
@@ -71,7 +71,7 @@ class ImageReader:
             text, self._make_layouts([self._open_image(each) for each in request_images], request_images)
         )
 
-    def read_prompt(
+    def make_multimodal_prompt(
         self, text: str, request_images: Sequence[RequestImage], encode: Callable[[str], list[int]]
     ) -> MultimodalPrompt:
         """The prompt of a rendered conversation. encode: its token ids, checked for their number, which is known before
@@ -81,25 +81,25 @@ class ImageReader:
         ids = encode(self._expand_placeholders(text, layouts))
         contents: list[Image] = []
         for layout, each in zip(layouts, request_images, strict=True):  # one at a time has its pixels in memory
-            contents += self._prepare_contents(layout, files.pop(0), each)
+            contents += self._make_tower_inputs(layout, files.pop(0), each)
         spans = self._locate_spans(ids, [runs for layout in layouts for runs in layout.token_runs], contents)
         return MultimodalPrompt(ids, spans, tuple({each.digest: each for each in contents}.values()))
 
-    def read_single_image(self, request_image: RequestImage) -> MultimodalPrompt:
+    def make_image_only_prompt(self, request_image: RequestImage) -> MultimodalPrompt:
         """The prompt of an image whose vector is its own: a token that stands for it. Raises InvalidRequest as
         above."""
         (content,) = self.prepare_image(request_image)
         token = self.vision.image_token_id
-        return MultimodalPrompt([token], (Span(0, 1, content.digest),), (content,))
+        return MultimodalPrompt([token], (MediaSpan(0, 1, content.digest),), (content,))
 
     def prepare_image(self, request_image: RequestImage) -> list[Image]:
         """What becomes of one image. Raises InvalidRequest as above."""
         file = self._open_image(request_image)
         (layout,) = self._make_layouts([file], [request_image])
-        return self._prepare_contents(layout, file, request_image)
+        return self._make_tower_inputs(layout, file, request_image)
 
-    def _prepare_contents(self, layout: ImageLayout, file: Pillow.Image, request_image: RequestImage) -> list[Image]:
-        contents = layout.prepare_contents(decode_upright(file, request_image.field_path))
+    def _make_tower_inputs(self, layout: ImageLayout, file: Pillow.Image, request_image: RequestImage) -> list[Image]:
+        contents = layout.make_tower_inputs(decode_upright(file, request_image.field_path))
         return [msgspec.structs.replace(each, encoder_cost=self.vision.encoder_cost(each)) for each in contents]
 
     def _expand_placeholders(self, text: str, layouts: Sequence[ImageLayout]) -> str:
@@ -118,20 +118,23 @@ class ImageReader:
 
     def _open_image(self, request_image: RequestImage) -> Pillow.Image:
         return (
-            open_image(request_image.content, request_image.field_path)
-            if isinstance(request_image.content, bytes)
-            else request_image.content
+            open_image(request_image.file_or_image, request_image.field_path)
+            if isinstance(request_image.file_or_image, bytes)
+            else request_image.file_or_image
         )
 
     def _make_layouts(self, files: Sequence[Pillow.Image], request_images: Sequence[RequestImage]) -> list[ImageLayout]:
-        several = len(files) > 1
+        has_other_images = len(files) > 1
         return [
-            self._make_layout(file, each, several=several) for file, each in zip(files, request_images, strict=True)
+            self._make_layout(file, each, has_other_images=has_other_images)
+            for file, each in zip(files, request_images, strict=True)
         ]
 
-    def _make_layout(self, file: Pillow.Image, request_image: RequestImage, *, several: bool) -> ImageLayout:
+    def _make_layout(self, file: Pillow.Image, request_image: RequestImage, *, has_other_images: bool) -> ImageLayout:
         try:
-            return self.vision.make_layout(*upright_size(file), low=request_image.low_detail, several=several)
+            return self.vision.make_layout(
+                *upright_size(file), low_detail=request_image.low_detail, has_other_images=has_other_images
+            )
         except InvalidImage as error:
             raise image_error(request_image.field_path, str(error)) from None
 
@@ -143,19 +146,19 @@ class ImageReader:
 
     def _locate_spans(
         self, ids: Sequence[int], runs: Sequence[Sequence[int]], contents: Sequence[Image]
-    ) -> tuple[Span, ...]:
+    ) -> tuple[MediaSpan, ...]:
         """Where the contents stand, whose tokens stand side by side in such runs."""
-        places = [place for place, token in enumerate(ids) if token == self.vision.image_token_id]
-        spans, begin = list[Span](), 0
+        positions = [position for position, token in enumerate(ids) if token == self.vision.image_token_id]
+        spans, begin = list[MediaSpan](), 0
         for content, counts in zip(contents, runs, strict=True):
             offset = 0
             for count in counts:
-                run_places = places[begin : begin + count]
-                if len(run_places) < count or run_places[-1] - run_places[0] != count - 1:
-                    raise _placeholder_mismatch()
+                run_positions = positions[begin : begin + count]
+                if len(run_positions) < count or run_positions[-1] - run_positions[0] != count - 1:
+                    raise _placeholder_mismatch_error()
                 spans.append(
-                    Span(
-                        run_places[0],
+                    MediaSpan(
+                        run_positions[0],
                         count,
                         content.digest,
                         is_bidirectional=self.vision.is_bidirectional,
@@ -163,8 +166,8 @@ class ImageReader:
                     )
                 )
                 begin, offset = begin + count, offset + count
-        if begin != len(places):
-            raise _placeholder_mismatch()
+        if begin != len(positions):
+            raise _placeholder_mismatch_error()
         return tuple(spans)
 
 
@@ -178,5 +181,5 @@ def images_by_digest(reader: ImageReader, request_images: Iterable[RequestImage]
     return images
 
 
-def _placeholder_mismatch() -> InvalidRequest:
+def _placeholder_mismatch_error() -> InvalidRequest:
     return image_error("messages", "the model's tokenizer does not write images as its config.json says")

@@ -1,4 +1,4 @@
-"""InternVLVision (Chen et al., 2024): an image is cut into squares, as many as come nearest to its shape, and one more
+"""InternVL (Chen et al., 2024): an image is cut into squares, as many as come nearest to its shape, and one more
 shows all of it. Sizes and pixels are those of transformers' image_processing_pil_got_ocr2.py, which tests compare
 with."""
 
@@ -29,7 +29,7 @@ _IMAGE_BEGIN_TOKEN, _IMAGE_END_TOKEN = "<img>", "</img>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InternVLVision(VisionSpec):
+class InternVLVisionSpec(VisionSpec):
     square_side: int
     """Of a square, in pixels."""
     merge_size: int
@@ -50,8 +50,10 @@ class InternVLVision(VisionSpec):
     def tokens_per_square(self) -> int:
         return (self.square_side // self.tower_shape.patch_size // self.merge_size) ** 2
 
-    def make_layout(self, width: int, height: int, *, low: bool = False, several: bool = False) -> InternVLLayout:
-        most = 1 if low else self.max_squares
+    def make_layout(
+        self, width: int, height: int, *, low_detail: bool = False, has_other_images: bool = False
+    ) -> InternVLLayout:
+        most = 1 if low_detail else self.max_squares
         return InternVLLayout(
             self, *choose_square_grid(width, height, self.square_side, min(self.min_squares, most), most)
         )
@@ -60,12 +62,12 @@ class InternVLVision(VisionSpec):
         shape, wide = self.tower_shape, self.tower_shape.hidden_size * self.merge_size**2
         hidden, patches = shape.hidden_size, (self.square_side // shape.patch_size) ** 2
         each = hidden * (2 + 2 * self.has_qk_norm - 3 * (not self.has_qkv_bias))
-        layers = shape.num_layer_parameters(norm_bias=not self.uses_rms_norm) + shape.num_layers * each
+        layers = shape.total_layer_parameters(norm_bias=not self.uses_rms_norm) + shape.num_layers * each
         first = (3 * shape.patch_size**2 + 1 + 1 + patches + 1 + 2 * self.has_final_norm) * hidden
         return layers + first + 2 * wide + (wide + 1 + text_size + 1) * text_size
 
 
-def read_internvl(config: VisionConfig) -> InternVLVision:
+def internvl_vision_spec(config: VisionConfig) -> InternVLVisionSpec:
     """Raises ModelError."""
     tower = config.tower
     outer = config.model_fields
@@ -83,7 +85,7 @@ def read_internvl(config: VisionConfig) -> InternVLVision:
     norm = tower.get("norm_type") or "layer_norm"
     if norm not in ("layer_norm", "rms_norm"):
         raise config.config_error(f"vision_config: norm_type: {norm!r} is not served")
-    return InternVLVision(
+    return InternVLVisionSpec(
         tower_shape=shape,
         normalization=config.pixel_normalization(CLIP_MEAN, CLIP_STD),
         resample_filter=config.resample_filter(_BICUBIC),
@@ -102,7 +104,7 @@ def read_internvl(config: VisionConfig) -> InternVLVision:
 
 @dataclass(frozen=True, slots=True)
 class InternVLLayout(ImageLayout):
-    vision: InternVLVision
+    vision: InternVLVisionSpec
     columns: int
     rows: int
 
@@ -114,7 +116,7 @@ class InternVLLayout(ImageLayout):
     def placeholder_text(self, spell: TokenText) -> str:
         return f"{_IMAGE_BEGIN_TOKEN}{spell(self.vision.image_token_id) * self.num_tokens}{_IMAGE_END_TOKEN}"
 
-    def prepare_contents(self, image: Image.Image) -> Iterator[Content]:
+    def make_tower_inputs(self, image: Image.Image) -> Iterator[Content]:
         """The squares by rows, and the one that shows all."""
         from PIL import Image
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from quire.engine.errors import ModelError
 from quire.engine.images.vision_spec import (
     ImageLayout,
-    PatchMergingVision,
+    PatchMergingVisionSpec,
     TokenText,
     VisionConfig,
     cut_into_squares,
@@ -31,7 +31,7 @@ _MAX_TILES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lfm2Vision(PatchMergingVision):
+class Lfm2VisionSpec(PatchMergingVisionSpec):
     tile_side: int
     """The side of what a large image is cut into, in pixels."""
     tile_count_range: tuple[int, int]
@@ -53,11 +53,13 @@ class Lfm2Vision(PatchMergingVision):
     has_projector_norm: bool
     """Whether a norm stands before them."""
 
-    def make_layout(self, width: int, height: int, *, low: bool = False, several: bool = False) -> Lfm2Layout:
-        unit, (fewest, most) = self.token_side, self.token_count_range
+    def make_layout(
+        self, width: int, height: int, *, low_detail: bool = False, has_other_images: bool = False
+    ) -> Lfm2Layout:
+        unit, (fewest, most) = self.merged_patch_size, self.token_count_range
         high, wide = (max(self.tower_shape.patch_size, round(each / unit) * unit) for each in (height, width))
         overview_size = fit_token_range(width, height, unit, fewest, most)
-        if low or not self.splits_images or high * wide <= most * unit * unit * self.pixel_tolerance:
+        if low_detail or not self.splits_images or high * wide <= most * unit * unit * self.pixel_tolerance:
             return Lfm2Layout(self, overview_size, 1, 1)
         return Lfm2Layout(self, overview_size, *choose_tile_grid(width, height, self.tile_side, *self.tile_count_range))
 
@@ -69,10 +71,10 @@ class Lfm2Vision(PatchMergingVision):
             + self.projector_hidden_size * text_size
             + self.has_projector_bias * (self.projector_hidden_size + text_size)
         )
-        return shape.num_layer_parameters() + ends + 2 * wide * self.has_projector_norm + linears
+        return shape.total_layer_parameters() + ends + 2 * wide * self.has_projector_norm + linears
 
 
-def read_lfm2_vl(config: VisionConfig) -> Lfm2Vision:
+def lfm2_vl_vision_spec(config: VisionConfig) -> Lfm2VisionSpec:
     """Raises ModelError."""
     outer, preprocessor = config.model_fields, config.preprocessor
     shape = config.tower_shape(hidden=768, inner=3072, layers=12, heads=12, patch=16, act="gelu_pytorch_tanh", eps=1e-6)
@@ -86,7 +88,7 @@ def read_lfm2_vl(config: VisionConfig) -> Lfm2Vision:
     tokens = preprocessor.get("min_image_tokens") or 64, preprocessor.get("max_image_tokens") or 256
     if not tiles[0] <= tiles[1] <= _MAX_TILES or tokens[0] > tokens[1]:
         raise ModelError(f"model: preprocessor_config.json: max_tiles: {tiles} tiles, {tokens} tokens")
-    return Lfm2Vision(
+    return Lfm2VisionSpec(
         tower_shape=shape,
         normalization=config.pixel_normalization(),
         resample_filter=config.resample_filter(_BILINEAR),
@@ -108,7 +110,7 @@ def read_lfm2_vl(config: VisionConfig) -> Lfm2Vision:
 
 @dataclass(frozen=True, slots=True)
 class Lfm2Layout(ImageLayout):
-    vision: Lfm2Vision
+    vision: Lfm2VisionSpec
     overview_size: tuple[int, int]
     """Width and height of what shows all of it."""
     columns: int
@@ -117,10 +119,12 @@ class Lfm2Layout(ImageLayout):
     @property
     def token_runs(self) -> tuple[tuple[int, ...], ...]:
         vision, tiles = self.vision, self.columns * self.rows
-        overview_tokens = math.prod(each // vision.token_side for each in self.overview_size)
+        overview_tokens = math.prod(each // vision.merged_patch_size for each in self.overview_size)
         if tiles == 1:
             return ((overview_tokens,),)
-        return (((vision.tile_side // vision.token_side) ** 2,),) * tiles + ((overview_tokens,),) * vision.has_thumbnail
+        return (((vision.tile_side // vision.merged_patch_size) ** 2,),) * tiles + (
+            (overview_tokens,),
+        ) * vision.has_thumbnail
 
     def placeholder_text(self, spell: TokenText) -> str:
         mark, runs = spell(self.vision.image_token_id), self.token_runs
@@ -136,7 +140,7 @@ class Lfm2Layout(ImageLayout):
             f"{_THUMBNAIL_TOKEN + mark * runs[-1][0] if self.vision.has_thumbnail else ''}{_IMAGE_END_TOKEN}"
         )
 
-    def prepare_contents(self, image: Image.Image) -> Iterator[Content]:
+    def make_tower_inputs(self, image: Image.Image) -> Iterator[Content]:
         """The tiles by rows, and what shows all."""
         from PIL import Image
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from quire.engine.errors import ModelError
-from quire.engine.images.pixtral import PixtralVision, read_pixtral
+from quire.engine.images.pixtral import PixtralVisionSpec, pixtral_vision_spec
 from quire.engine.images.vision_spec import (
     CLIP_MEAN,
     CLIP_STD,
@@ -41,7 +41,7 @@ _TOWER_KINDS: dict[str, TowerKind] = {"clip_vision_model": "clip", "siglip_visio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LlavaVision(VisionSpec):
+class LlavaVisionSpec(VisionSpec):
     tower_kind: TowerKind
     square_side: int
     """Of the square, in pixels."""
@@ -73,8 +73,10 @@ class LlavaVision(VisionSpec):
     def tokens_per_square(self) -> int:
         return self.patches_per_side**2 + self.uses_class_token
 
-    def make_layout(self, width: int, height: int, *, low: bool = False, several: bool = False) -> SquaresLayout:
-        if self.grid_pinpoints and not low and not (several and self.cuts_only_single_images):
+    def make_layout(
+        self, width: int, height: int, *, low_detail: bool = False, has_other_images: bool = False
+    ) -> SquaresLayout:
+        if self.grid_pinpoints and not low_detail and not (has_other_images and self.cuts_only_single_images):
             return SquaresLayout(self, (width, height), choose_pinpoint(self.grid_pinpoints, width, height))
         if self.center_crops and max(width, height) > _MAX_ASPECT_RATIO * min(width, height):
             raise InvalidImage(
@@ -89,7 +91,7 @@ class LlavaVision(VisionSpec):
     def mean_attended_patches(self, content: Content) -> float:
         return self.patches_per_side**2
 
-    def unpadded_patches(self, original: tuple[int, int], pinpoint: tuple[int, int]) -> UnpaddedPatches:
+    def unpadded_patch_region(self, original: tuple[int, int], pinpoint: tuple[int, int]) -> UnpaddedPatchRegion:
         """Which patches of the squares of an image of this height and width are kept."""
         rows, columns = (each // self.square_side * self.patches_per_side for each in pinpoint)
         height, width = original
@@ -104,9 +106,9 @@ class LlavaVision(VisionSpec):
         if self.max_squares is not None:
             ratio = math.sqrt(rows * columns / (self.max_squares * self.patches_per_side**2))
             interpolated_shape = (int(rows // ratio), int(columns // ratio)) if ratio > 1.1 else None
-        return UnpaddedPatches(top, left, rows, columns, interpolated_shape)
+        return UnpaddedPatchRegion(top, left, rows, columns, interpolated_shape)
 
-    def content_pinpoint(self, content: Content) -> tuple[int, int] | None:
+    def image_pinpoint(self, content: Content) -> tuple[int, int] | None:
         """The height and width that were cut into the squares of a content."""
         if content.height == self.square_side or content.original is None:
             return None
@@ -119,11 +121,11 @@ class LlavaVision(VisionSpec):
         clip = self.tower_kind == "clip"
         first = 3 * patch**2 * hidden + (3 * hidden if clip else hidden) + (self.patches_per_side**2 + clip) * hidden
         linears = hidden * text_size + text_size * text_size + 2 * text_size * self.has_projector_bias
-        return self.tower_shape.num_layer_parameters() + first + linears + self.has_newline_token * text_size
+        return self.tower_shape.total_layer_parameters() + first + linears + self.has_newline_token * text_size
 
 
 @dataclass(frozen=True, slots=True)
-class UnpaddedPatches:
+class UnpaddedPatchRegion:
     """Of the patches of all squares together, those of the image itself, without what it was padded with."""
 
     top: int
@@ -138,11 +140,11 @@ class UnpaddedPatches:
         return self.interpolated_shape or (self.rows, self.columns)
 
 
-def read_llava(config: VisionConfig) -> LlavaVision | PixtralVision:
+def llava_vision_spec(config: VisionConfig) -> LlavaVisionSpec | PixtralVisionSpec:
     """Raises ModelError."""
     if config.tower.get("model_type") == "pixtral":
-        return read_pixtral(config)
-    vision = _read_llava_base(
+        return pixtral_vision_spec(config)
+    vision = _base_llava_vision_spec(
         config,
         center_crops=config.preprocessor.get("do_center_crop") is not False
         and not config.preprocessor_size().get("height"),
@@ -152,14 +154,14 @@ def read_llava(config: VisionConfig) -> LlavaVision | PixtralVision:
     return vision
 
 
-def read_llava_next(config: VisionConfig) -> LlavaVision:
+def llava_next_vision_spec(config: VisionConfig) -> LlavaVisionSpec:
     """Raises ModelError."""
     pinpoints = (
         config.model_fields.get("image_grid_pinpoints")
         or config.preprocessor.get("image_grid_pinpoints")
         or _DEFAULT_PINPOINTS
     )
-    vision = _read_llava_base(config, center_crops=False)
+    vision = _base_llava_vision_spec(config, center_crops=False)
     if vision.uses_class_token:
         raise config.config_error("vision_feature_select_strategy: 'full' is not served for this family with CLIP")
     return replace(
@@ -167,9 +169,9 @@ def read_llava_next(config: VisionConfig) -> LlavaVision:
     )
 
 
-def read_llava_onevision(config: VisionConfig) -> LlavaVision:
+def llava_onevision_vision_spec(config: VisionConfig) -> LlavaVisionSpec:
     """Raises ModelError."""
-    vision = _read_llava_base(config, center_crops=False)
+    vision = _base_llava_vision_spec(config, center_crops=False)
     default = [
         [rows * vision.square_side, columns * vision.square_side] for rows in range(1, 7) for columns in range(1, 7)
     ]
@@ -187,7 +189,7 @@ def read_llava_onevision(config: VisionConfig) -> LlavaVision:
     return replace(vision, normalization=config.pixel_normalization(CLIP_MEAN, CLIP_STD))
 
 
-def _read_llava_base(config: VisionConfig, *, center_crops: bool) -> LlavaVision:
+def _base_llava_vision_spec(config: VisionConfig, *, center_crops: bool) -> LlavaVisionSpec:
     """What all of them have. Raises ModelError."""
     name = str(config.tower.get("model_type") or "clip_vision_model")
     if (kind := _TOWER_KINDS.get(name)) is None:
@@ -204,7 +206,7 @@ def _read_llava_base(config: VisionConfig, *, center_crops: bool) -> LlavaVision
         raise config.config_error(f"vision_feature_select_strategy: {strategy!r} is not served for {name}")
     check_square_size(config, side, center_crops=center_crops)
     mean, std = (CLIP_MEAN, CLIP_STD) if clip else (HALF_RGB, HALF_RGB)
-    return LlavaVision(
+    return LlavaVisionSpec(
         tower_shape=(shape_up_to_layer := _tower_up_to_feature_layer(config, shape)),
         normalization=config.pixel_normalization(mean, std),
         resample_filter=config.resample_filter(_BICUBIC),
@@ -254,7 +256,7 @@ def _check_pinpoints(
 
 @dataclass(frozen=True, slots=True)
 class SquaresLayout(ImageLayout):
-    vision: LlavaVision
+    vision: LlavaVisionSpec
     image_size: tuple[int, int]
     """The image's own width and height."""
     pinpoint: tuple[int, int] | None
@@ -265,13 +267,13 @@ class SquaresLayout(ImageLayout):
         vision = self.vision
         if self.pinpoint is None:
             return ((vision.tokens_per_square + vision.has_newline_token,),)
-        rows, columns = vision.unpadded_patches(self.image_size[::-1], self.pinpoint).output_shape
+        rows, columns = vision.unpadded_patch_region(self.image_size[::-1], self.pinpoint).output_shape
         return ((vision.tokens_per_square + rows * (columns + 1),),)
 
     def placeholder_text(self, spell: TokenText) -> str:
         return spell(self.vision.image_token_id) * self.num_tokens
 
-    def prepare_contents(self, image: Image.Image) -> Iterator[Content]:
+    def make_tower_inputs(self, image: Image.Image) -> Iterator[Content]:
         """All squares, one below the other: first the one that shows the whole image."""
         from PIL import Image
 

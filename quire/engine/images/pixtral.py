@@ -13,7 +13,7 @@ from quire.engine.images.vision_spec import (
     CLIP_MEAN,
     CLIP_STD,
     ImageLayout,
-    PatchMergingVision,
+    PatchMergingVisionSpec,
     TokenText,
     VisionConfig,
 )
@@ -31,7 +31,7 @@ _ROW_BREAK_TOKEN, _IMAGE_END_TOKEN = "[IMG_BREAK]", "[IMG_END]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PixtralVision(PatchMergingVision):
+class PixtralVisionSpec(PatchMergingVisionSpec):
     has_patch_merger: bool
     """Whether these go through a norm and a linear of their own first."""
     longest_edge: int
@@ -45,12 +45,14 @@ class PixtralVision(PatchMergingVision):
     merger_norm_eps: float
     """Of the norm before patches are merged."""
 
-    def make_layout(self, width: int, height: int, *, low: bool = False, several: bool = False) -> PixtralLayout:
-        longest = min(self.longest_edge, _LOW_DETAIL_EDGE) if low else self.longest_edge
+    def make_layout(
+        self, width: int, height: int, *, low_detail: bool = False, has_other_images: bool = False
+    ) -> PixtralLayout:
+        longest = min(self.longest_edge, _LOW_DETAIL_EDGE) if low_detail else self.longest_edge
         ratio = max(width, height) / longest
         if ratio > 1:
             width, height = (max(math.floor(each / ratio), 1) for each in (width, height))
-        columns, rows = (-(-each // self.token_side) for each in (width, height))
+        columns, rows = (-(-each // self.merged_patch_size) for each in (width, height))
         return PixtralLayout(self, rows, columns)
 
     @property
@@ -63,16 +65,16 @@ class PixtralVision(PatchMergingVision):
         merger = hidden + self.merge_size**2 * hidden * hidden if self.has_patch_merger else 0
         linears = hidden * text_size + text_size * text_size + 2 * text_size * self.has_projector_bias
         return (
-            self.tower_shape.num_layer_parameters(gated=self.has_gated_mlp, bias=False, norm_bias=False)
+            self.tower_shape.total_layer_parameters(gated=self.has_gated_mlp, bias=False, norm_bias=False)
             + first
             + merger
             + linears
         )
 
 
-def read_mistral3(config: VisionConfig) -> PixtralVision:
+def mistral3_vision_spec(config: VisionConfig) -> PixtralVisionSpec:
     """Raises ModelError."""
-    return _read_pixtral_base(
+    return _base_pixtral_vision_spec(
         config,
         merge=config.model_fields.get("spatial_merge_size") or 2,
         has_patch_merger=True,
@@ -81,14 +83,14 @@ def read_mistral3(config: VisionConfig) -> PixtralVision:
     )
 
 
-def read_pixtral(config: VisionConfig) -> PixtralVision:
+def pixtral_vision_spec(config: VisionConfig) -> PixtralVisionSpec:
     """As a tower of LLaVA's. Raises ModelError."""
-    return _read_pixtral_base(config, merge=1, has_patch_merger=False, patch=16, longest_edge=1024)
+    return _base_pixtral_vision_spec(config, merge=1, has_patch_merger=False, patch=16, longest_edge=1024)
 
 
-def _read_pixtral_base(
+def _base_pixtral_vision_spec(
     config: VisionConfig, *, merge: int, has_patch_merger: bool, patch: int, longest_edge: int
-) -> PixtralVision:
+) -> PixtralVisionSpec:
     shape = config.tower_shape(hidden=1024, inner=4096, layers=24, heads=16, patch=patch, act="gelu", eps=1e-5)
     if (size := shape.hidden_size // shape.num_heads) % 4:
         raise config.config_error(
@@ -107,7 +109,7 @@ def _read_pixtral_base(
         )
     rope, bias = config.tower.get("rope_parameters") or {}, config.model_fields.get("multimodal_projector_bias")
     theta, eps = rope.get("rope_theta") or config.tower.get("rope_theta"), config.text_config.get("rms_norm_eps")
-    return PixtralVision(
+    return PixtralVisionSpec(
         tower_shape=shape,
         normalization=config.pixel_normalization(CLIP_MEAN, CLIP_STD),
         resample_filter=config.resample_filter(_BICUBIC),
@@ -124,7 +126,7 @@ def _read_pixtral_base(
 
 @dataclass(frozen=True, slots=True)
 class PixtralLayout(ImageLayout):
-    vision: PixtralVision
+    vision: PixtralVisionSpec
     rows: int
     """Of tokens."""
     columns: int
@@ -137,10 +139,10 @@ class PixtralLayout(ImageLayout):
         row = spell(self.vision.image_token_id) * self.columns
         return _ROW_BREAK_TOKEN.join([row] * self.rows) + _IMAGE_END_TOKEN
 
-    def prepare_contents(self, image: Image.Image) -> Iterator[Content]:
+    def make_tower_inputs(self, image: Image.Image) -> Iterator[Content]:
         from PIL import Image
 
-        unit = self.vision.token_side
+        unit = self.vision.merged_patch_size
         width, height = self.columns * unit, self.rows * unit
         image = image.resize((width, height), resample=Image.Resampling(self.vision.resample_filter))
         yield Content.from_pixels(height, width, image.tobytes())

@@ -15,7 +15,7 @@ from quire.engine.images.vision_spec import (
     CLIP_STD,
     ImageLayout,
     InvalidImage,
-    PatchMergingVision,
+    PatchMergingVisionSpec,
     TokenText,
     TowerShape,
     VisionConfig,
@@ -34,7 +34,7 @@ _LOW_DETAIL_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QwenVision(PatchMergingVision):
+class QwenVisionSpec(PatchMergingVisionSpec):
     temporal_patch_size: int
     """A patch is of so many frames of a video; of an image these are alike."""
     min_pixels: int
@@ -77,11 +77,13 @@ class QwenVision(PatchMergingVision):
         return True
 
     def token_grid(self, content: Content) -> tuple[int, int]:
-        return content.height // self.token_side, content.width // self.token_side
+        return content.height // self.merged_patch_size, content.width // self.merged_patch_size
 
-    def make_layout(self, width: int, height: int, *, low: bool = False, several: bool = False) -> QwenLayout:
-        most = min(self.max_pixels, _LOW_DETAIL_TOKENS * self.token_side**2) if low else self.max_pixels
-        return QwenLayout(self, smart_resize(width, height, self.token_side, min(self.min_pixels, most), most))
+    def make_layout(
+        self, width: int, height: int, *, low_detail: bool = False, has_other_images: bool = False
+    ) -> QwenLayout:
+        most = min(self.max_pixels, _LOW_DETAIL_TOKENS * self.merged_patch_size**2) if low_detail else self.max_pixels
+        return QwenLayout(self, smart_resize(width, height, self.merged_patch_size, min(self.min_pixels, most), most))
 
     @property
     def has_gated_mlp(self) -> bool:
@@ -90,7 +92,7 @@ class QwenVision(PatchMergingVision):
     def num_parameters(self, text_size: int) -> int:
         hidden, modern = self.tower_shape.hidden_size, self.has_llama_style_layers
         wide = hidden * self.merge_size**2
-        layers = self.tower_shape.num_layer_parameters(gated=self.has_gated_mlp, norm_bias=not modern)
+        layers = self.tower_shape.total_layer_parameters(gated=self.has_gated_mlp, norm_bias=not modern)
         first = (
             3 * self.temporal_patch_size * self.tower_shape.patch_size**2
             + bool(self.position_table_size)
@@ -101,25 +103,25 @@ class QwenVision(PatchMergingVision):
         return layers + first + linears * (1 + len(self.deepstack_layers)) + norms
 
 
-def read_qwen2_vl(config: VisionConfig) -> QwenVision:
+def qwen2_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
     """Raises ModelError. Its config.json calls the tower's width embed_dim, and the text part's hidden_size."""
     width = config.tower.get("embed_dim") or 1280
     out = config.tower.get("hidden_size") or 3584
     shape = config.tower_shape(hidden=width, inner=0, layers=32, heads=16, patch=14, act="quick_gelu", eps=1e-6)
     ratio = config.tower.get("mlp_ratio") or 4
     shape = replace(shape, hidden_size=width, intermediate_size=int(width * ratio), eps=1e-6)
-    return _read_qwen_base(config, shape, out)
+    return _base_qwen_vision_spec(config, shape, out)
 
 
-def read_qwen2_5_vl(config: VisionConfig) -> QwenVision:
+def qwen2_5_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
     """Raises ModelError."""
     shape = config.tower_shape(hidden=3584, inner=3420, layers=32, heads=16, patch=14, act="silu", eps=1e-6)
     full = config.tower.get("fullatt_block_indexes")
-    vision = _read_qwen_base(config, shape, config.tower.get("out_hidden_size") or 3584)
+    vision = _base_qwen_vision_spec(config, shape, config.tower.get("out_hidden_size") or 3584)
     window = config.tower.get("window_size") or 112
-    if window < vision.token_side:
+    if window < vision.merged_patch_size:
         raise config.config_error(
-            f"vision_config: window_size: a window of {window} pixels holds no token of {vision.token_side}"
+            f"vision_config: window_size: a window of {window} pixels holds no token of {vision.merged_patch_size}"
         )
     full_layers = (7, 15, 23, 31) if full is None else tuple(full)
     return replace(
@@ -131,12 +133,12 @@ def read_qwen2_5_vl(config: VisionConfig) -> QwenVision:
     )
 
 
-def read_qwen3_vl(config: VisionConfig) -> QwenVision:
+def qwen3_vl_vision_spec(config: VisionConfig) -> QwenVisionSpec:
     """Raises ModelError. Qwen3.5's tower is the same, with no features behind layers by default."""
     shape = config.tower_shape(
         hidden=1152, inner=4304, layers=27, heads=16, patch=16, act="gelu_pytorch_tanh", eps=1e-6
     )
-    vision = _read_qwen_base(config, replace(shape, eps=1e-6), config.tower.get("out_hidden_size") or 3584)
+    vision = _base_qwen_vision_spec(config, replace(shape, eps=1e-6), config.tower.get("out_hidden_size") or 3584)
     table, deepstack_indexes = (
         config.tower.get("num_position_embeddings") or 2304,
         config.tower.get("deepstack_visual_indexes"),
@@ -164,7 +166,7 @@ def read_qwen3_vl(config: VisionConfig) -> QwenVision:
     return replace(vision, position_table_size=table, deepstack_layers=deepstack_layers)
 
 
-def _read_qwen_base(config: VisionConfig, shape: TowerShape, out: int) -> QwenVision:
+def _base_qwen_vision_spec(config: VisionConfig, shape: TowerShape, out: int) -> QwenVisionSpec:
     """What all of them have. Raises ModelError."""
     config.check_heads(shape)
     if (size := shape.hidden_size // shape.num_heads) % 4:
@@ -176,7 +178,7 @@ def _read_qwen_base(config: VisionConfig, shape: TowerShape, out: int) -> QwenVi
     config.check_preprocessor_sizes({"patch_size": shape.patch_size, "merge_size": merge})
     if max_pixels < (shape.patch_size * merge) ** 2 or min_pixels > max_pixels:
         raise config.config_error(f"size (of preprocessor_config.json): from {min_pixels} to {max_pixels} pixels")
-    return QwenVision(
+    return QwenVisionSpec(
         tower_shape=shape,
         normalization=config.pixel_normalization(CLIP_MEAN, CLIP_STD),
         resample_filter=config.resample_filter(_BICUBIC),
@@ -191,19 +193,19 @@ def _read_qwen_base(config: VisionConfig, shape: TowerShape, out: int) -> QwenVi
 
 @dataclass(frozen=True, slots=True)
 class QwenLayout(ImageLayout):
-    vision: QwenVision
+    vision: QwenVisionSpec
     resized_size: tuple[int, int]
     """Width and height that it is resized to."""
 
     @property
     def token_runs(self) -> tuple[tuple[int, ...], ...]:
-        unit = self.vision.token_side
+        unit = self.vision.merged_patch_size
         return ((self.resized_size[0] // unit * (self.resized_size[1] // unit),),)
 
     def placeholder_text(self, spell: TokenText) -> str:
         return spell(self.vision.image_token_id) * self.num_tokens
 
-    def prepare_contents(self, image: Image.Image) -> Iterator[Content]:
+    def make_tower_inputs(self, image: Image.Image) -> Iterator[Content]:
         from PIL import Image
 
         width, height = self.resized_size

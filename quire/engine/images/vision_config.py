@@ -21,25 +21,25 @@ from quire.engine.images.vision_config_fields import (
 )
 from quire.engine.images.vision_spec import VisionConfig, VisionSpec
 
-VISION_READERS: dict[str, Callable[[VisionConfig], VisionSpec]] = {
-    "clip": dual_encoders.read_clip,
-    "gemma3": gemma3.read_gemma3,
-    "gemma4": gemma4.read_gemma4,
-    "idefics3": idefics3.read_idefics3,
-    "internvl": internvl.read_internvl,
-    "lfm2_vl": lfm2.read_lfm2_vl,
-    "llava": llava.read_llava,
-    "llava_next": llava.read_llava_next,
-    "llava_onevision": llava.read_llava_onevision,
-    "mistral3": pixtral.read_mistral3,
-    "qwen2_5_vl": qwen_vl.read_qwen2_5_vl,
-    "qwen2_vl": qwen_vl.read_qwen2_vl,
-    "qwen3_5": qwen_vl.read_qwen3_vl,
-    "qwen3_5_moe": qwen_vl.read_qwen3_vl,
-    "qwen3_vl": qwen_vl.read_qwen3_vl,
-    "qwen3_vl_moe": qwen_vl.read_qwen3_vl,
-    "siglip": dual_encoders.read_siglip,
-    "smolvlm": idefics3.read_idefics3,
+VISION_SPEC_BUILDERS: dict[str, Callable[[VisionConfig], VisionSpec]] = {
+    "clip": dual_encoders.clip_vision_spec,
+    "gemma3": gemma3.gemma3_vision_spec,
+    "gemma4": gemma4.gemma4_vision_spec,
+    "idefics3": idefics3.idefics3_vision_spec,
+    "internvl": internvl.internvl_vision_spec,
+    "lfm2_vl": lfm2.lfm2_vl_vision_spec,
+    "llava": llava.llava_vision_spec,
+    "llava_next": llava.llava_next_vision_spec,
+    "llava_onevision": llava.llava_onevision_vision_spec,
+    "mistral3": pixtral.mistral3_vision_spec,
+    "qwen2_5_vl": qwen_vl.qwen2_5_vl_vision_spec,
+    "qwen2_vl": qwen_vl.qwen2_vl_vision_spec,
+    "qwen3_5": qwen_vl.qwen3_vl_vision_spec,
+    "qwen3_5_moe": qwen_vl.qwen3_vl_vision_spec,
+    "qwen3_vl": qwen_vl.qwen3_vl_vision_spec,
+    "qwen3_vl_moe": qwen_vl.qwen3_vl_vision_spec,
+    "siglip": dual_encoders.siglip_vision_spec,
+    "smolvlm": idefics3.idefics3_vision_spec,
 }
 """By the model_type of those whose images are read."""
 _UNNORMALIZED_MODEL_TYPES = ("gemma4",)
@@ -50,7 +50,7 @@ ENCODER_CACHE_BYTES = 256 << 20
 
 def can_read_images(raw: Mapping[str, Any]) -> bool:
     """Whether images are read for a config.json of this kind."""
-    return str(raw.get("model_type")) in VISION_READERS and raw.get("vision_config") is not None
+    return str(raw.get("model_type")) in VISION_SPEC_BUILDERS and raw.get("vision_config") is not None
 
 
 def read_vision_spec(path: Path, raw: Mapping[str, Any] | None = None) -> VisionSpec | None:
@@ -84,7 +84,7 @@ def _make_vision_spec(
     tower = validate_json(vision_config, VisionConfigFields, f"{label}: vision_config")
     outer = validate_json(dict(content), ModelConfigFields, label)
     text = {**content, **(text if isinstance(text, dict) else {})}
-    return VISION_READERS[str(content.get("model_type"))](
+    return VISION_SPEC_BUILDERS[str(content.get("model_type"))](
         VisionConfig(tower, outer, preprocessor, text, label, parameters_only)
     )
 

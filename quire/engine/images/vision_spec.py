@@ -42,7 +42,7 @@ class TowerShape:
     activation: str
     eps: float
 
-    def num_layer_parameters(self, *, gated: bool = False, bias: bool = True, norm_bias: bool = True) -> int:
+    def total_layer_parameters(self, *, gated: bool = False, bias: bool = True, norm_bias: bool = True) -> int:
         """Parameters of all layers."""
         hidden, inner = self.hidden_size, self.intermediate_size
         ups = 2 if gated else 1
@@ -79,7 +79,7 @@ class ImageLayout(ABC):
         """The text that stands for it."""
 
     @abstractmethod
-    def prepare_contents(self, image: Image.Image) -> Iterator[Content]:
+    def make_tower_inputs(self, image: Image.Image) -> Iterator[Content]:
         """What the tower reads of it."""
 
 
@@ -144,7 +144,9 @@ class VisionSpec(ABC):
         return None
 
     @abstractmethod
-    def make_layout(self, width: int, height: int, *, low: bool = False, several: bool = False) -> ImageLayout:
+    def make_layout(
+        self, width: int, height: int, *, low_detail: bool = False, has_other_images: bool = False
+    ) -> ImageLayout:
         """Of an image of this size. low: it is to take few tokens; several: it is not the prompt's only one. Raises
         InvalidImage for what cannot be prepared."""
 
@@ -165,12 +167,12 @@ class VisionSpec(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PatchMergingVision(VisionSpec):
+class PatchMergingVisionSpec(VisionSpec):
     merge_size: int
     """By each side, the patches that become a token."""
 
     @property
-    def token_side(self) -> int:
+    def merged_patch_size(self) -> int:
         """The side of what becomes a token, in pixels."""
         return self.tower_shape.patch_size * self.merge_size
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.engine.errors import AdapterError
 from quire.engine.layers.shard import LinearSlice
-from quire.kernels.backend import AdapterSlots, Backend, Linear, LinearContext, LinearWithLora, LoraDelta
+from quire.kernels.backend import AdapterSlotSpec, Backend, Linear, LinearContext, LinearWithLora, LoraDelta
 
 EMBED_TOKENS = "model.embed_tokens"
 LM_HEAD = "lm_head"
@@ -55,7 +55,7 @@ class AdapterManager:
         self, backend: Backend, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """`num_slots`: slots, from 1 on."""
-        self.missing_prefixes: tuple[str, ...] = ()
+        self.absent_module_prefixes: tuple[str, ...] = ()
         """What the names begin with of modules that other processes have."""
         self._backend = backend
         self._num_slots = num_slots
@@ -66,7 +66,7 @@ class AdapterManager:
         self._targets: dict[str, _TargetModule] = {}
         self._embeddings: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def add_adapter_slots(
+    def add_slots_to_linear(
         self, linear: Linear, parts: Mapping[str, int], in_features: int, cuts: Mapping[str, LinearSlice], *, wide: bool
     ) -> Linear:
         """The linear with room for adapters. `parts`: the modules that are joined in it, with their out_features; it
@@ -75,8 +75,8 @@ class AdapterManager:
         output_sizes, inner = tuple(own for own, _ in sizes), sizes[0][1]
         for name, first in zip(parts, accumulate(output_sizes, initial=0), strict=False):
             self._targets[name] = _TargetModule(len(self._linears), first, cuts[name])
-        slots = AdapterSlots(self._num_slots, inner, output_sizes, self._max_rank, self._dtype, wide, self._device)
-        adapted_linear = self._backend.add_adapter_slots(linear, slots)
+        slots = AdapterSlotSpec(self._num_slots, inner, output_sizes, self._max_rank, self._dtype, wide, self._device)
+        adapted_linear = self._backend.make_linear_with_lora(linear, slots)
         self._linears.append(adapted_linear)
         return adapted_linear
 
@@ -90,7 +90,7 @@ class AdapterManager:
         deltas: dict[int, list[LoraDelta]] = {}
         embedding = None
         for name, weights in sorted(modules.items(), key=lambda item: self._target_sort_key(item[0])):
-            if f"{name}.".startswith(self.missing_prefixes):
+            if f"{name}.".startswith(self.absent_module_prefixes):
                 continue
             down, up = weights.down.to(self._dtype), weights.up.to(self._dtype)
             if name == EMBED_TOKENS:

@@ -18,8 +18,8 @@ from quire.engine.layers.parameters import ParameterTable, make_parameter, make_
 from quire.engine.layers.sublayer import (
     BuildContext,
     CacheTensorSpec,
-    FoldableNorm,
     ForwardContext,
+    SmoothableNorm,
     Sublayer,
     compute_attention,
     scale_tensor,
@@ -27,7 +27,7 @@ from quire.engine.layers.sublayer import (
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import Operations
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, num_scale_elements
-from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.quantized_tensors import Activations
 
 
@@ -40,7 +40,7 @@ class PagedKVSublayer(Sublayer):
         self._build_context = build_context
         self._kv_heads = kv_heads
 
-    def block_tensors(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
+    def block_tensor_specs(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
         """A key cache and a value cache."""
         if self._spec.kv_source_layer is not None:
             return ()
@@ -103,9 +103,7 @@ class Attention(PagedKVSublayer):
             norms |= {self._output_norm: hidden}
         self._norms = NormWeights(norms, build_context.dtype, spec.norm)
         input_linears = (self._qkv,) if self._gate is None else (self._qkv, self._gate)
-        self._input_linears = tuple(
-            norms_all_heads for norms_all_heads in input_linears if isinstance(norms_all_heads, FusedLinear)
-        )
+        self._input_linears = tuple(linear for linear in input_linears if isinstance(linear, FusedLinear))
         norms_all_heads = spec.qk_norm in ("whole", "centred")
         head_norms = {f"{prefix}.q_norm": q_size if norms_all_heads else dim}
         head_norms |= {f"{prefix}.k_norm": kv_size if norms_all_heads else dim} if spec.kv_source_layer is None else {}
@@ -129,10 +127,10 @@ class Attention(PagedKVSublayer):
             )
         return table
 
-    def foldable_norms(self) -> tuple[FoldableNorm, ...]:
+    def smoothable_norms(self) -> tuple[SmoothableNorm, ...]:
         if not self._spec.input_norm or self._spec.input_size is not None:
             return ()
-        return (FoldableNorm(self._input_norm, self._spec.norm.weight_offset, self._input_linears),)
+        return (SmoothableNorm(self._input_norm, self._spec.norm.weight_offset, self._input_linears),)
 
     def forward(
         self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
@@ -145,10 +143,10 @@ class Attention(PagedKVSublayer):
         context = step.linear_context
         k_cache, v_cache = step.cache
         gate = None if self._gate is None else self._gate.project(ops, normed, context)
-        rope, rope_metadata = self.rope, metadata
+        rope, rope_metadata = self.rope_params, metadata
         if metadata.mrope_positions is not None and self._spec.mrope_axes is not None:
             rope, rope_metadata = (
-                self._rope_for_axes(metadata.mrope_positions),
+                self._mrope_params(metadata.mrope_positions),
                 replace(metadata, rope_position_override=torch.arange(len(x), device=x.device)),
             )
         qkv = ops.cast(self._qkv.project(ops, normed, context), self._build_context.attention_dtype)
@@ -173,7 +171,7 @@ class Attention(PagedKVSublayer):
         return self._norms.apply_norm(ops, self._output_norm, scale_tensor(ops, x, self._spec.output_scale)), residual
 
     @cached_property
-    def rope(self) -> Rope:
+    def rope_params(self) -> QKNormRopeParams:
         """How heads are rotated and stored, once its weights are there."""
         spec, (q_norm, k_norm) = (
             self._spec,
@@ -191,13 +189,13 @@ class Attention(PagedKVSublayer):
             q_norm = k_norm = ones
         kind = "after" if spec.qk_norm == "unit" else spec.qk_norm or "heads"
         extras = (self._kv_scales, kind, scale, ones if spec.v_norm else None, self._projections)
-        return Rope(spec.head_dim, self._cos_sin, q_norm, k_norm, spec.norm.eps, *extras)
+        return QKNormRopeParams(spec.head_dim, self._cos_sin, q_norm, k_norm, spec.norm.eps, *extras)
 
-    def _rope_for_axes(self, axes: Tensor) -> Rope:
+    def _mrope_params(self, axes: Tensor) -> QKNormRopeParams:
         """With a row for each token of a step: frequencies are turned by that one of its coordinates [T, 3] which they
         are of. The numbers are the table's, so that a token has the same bits with three equal coordinates."""
         assert self._cos_sin is not None
-        return replace(self.rope, cos_sin=self._cos_sin.gather(0, axes[:, self._axis_indices]))
+        return replace(self.rope_params, cos_sin=self._cos_sin.gather(0, axes[:, self._axis_indices]))
 
     @cached_property
     def _attention_params(self) -> AttentionParams:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.layers.adapters import EMBED_TOKENS, LM_HEAD
-from quire.engine.layers.parameters import Parameter, ParameterTable, make_parameter
+from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_parameter
 from quire.engine.layers.sublayer import BuildContext
 from quire.kernels.backend import Linear, LinearContext, QuantizedEmbedding
 
@@ -49,7 +49,7 @@ class Embedding:
     def parameters(self) -> ParameterTable:
         stored = self._table_spec
         return {
-            _EMBED_WEIGHT: Parameter(
+            _EMBED_WEIGHT: LoadableParameter(
                 stored.shape,
                 stored.dtype,
                 self._load_table,
@@ -86,7 +86,7 @@ class Embedding:
         self._table, self._lm_head = table if self._embeds_tokens else None, table.lm_head
         if self._lm_head is not None and self._adapters is not None:
             sizes = {LM_HEAD: self._vocab_size}, self._hidden_size
-            self._lm_head = self._adapters.add_adapter_slots(self._lm_head, *sizes, {LM_HEAD: self._cut}, wide=True)
+            self._lm_head = self._adapters.add_slots_to_linear(self._lm_head, *sizes, {LM_HEAD: self._cut}, wide=True)
 
 
 class PositionEmbedding:

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from quire.engine.layers.adapters import AdapterManager
-from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.parameters import LoadableParameter, ParameterTable
 from quire.engine.layers.schemes import QuantizationScheme
 from quire.engine.layers.shard import FULL_LINEAR, LinearSlice
 from quire.kernels.backend import Linear, LinearContext, Operations
@@ -88,7 +88,7 @@ class FusedLinear:
 
     def parameters(self) -> ParameterTable:
         return {
-            f"{part}.{name}": Parameter(
+            f"{part}.{name}": LoadableParameter(
                 each.shape,
                 each.dtype,
                 self._make_weight_loader(part, name),
@@ -106,7 +106,7 @@ class FusedLinear:
                 for use in self._shared_uses:
                     use.set_weights(packed)
                 if self._adapters is not None:
-                    packed = self._adapters.add_adapter_slots(packed, *self._part_sizes, self._cuts, wide=self._wide)
+                    packed = self._adapters.add_slots_to_linear(packed, *self._part_sizes, self._cuts, wide=self._wide)
                 self._packed_linear = packed
                 self._loaded_tensors = {each: {} for each in self._tensor_specs}
 
@@ -129,7 +129,7 @@ class SharedLinear:
         """The weights, once they are there."""
         self._packed_linear = packed
         if self._adapters is not None:
-            self._packed_linear = self._adapters.add_adapter_slots(packed, *self._part_sizes, self._cuts, wide=False)
+            self._packed_linear = self._adapters.add_slots_to_linear(packed, *self._part_sizes, self._cuts, wide=False)
 
     def parameters(self) -> ParameterTable:
         """None but those of the use that has the weights."""
@@ -164,7 +164,7 @@ class DenseWeightLoader:
 
     def parameters(self) -> ParameterTable:
         return {
-            f"{self._name}.{name}": Parameter(
+            f"{self._name}.{name}": LoadableParameter(
                 spec.shape,
                 spec.dtype,
                 partial(self._load_tensor, name),

@@ -20,8 +20,8 @@ from quire.engine.layers.parameters import ParameterTable, merge_parameters
 from quire.engine.layers.sublayer import (
     BuildContext,
     CacheTensorSpec,
-    FoldableNorm,
     ForwardContext,
+    SmoothableNorm,
     Sublayer,
     compute_attention,
 )
@@ -29,7 +29,7 @@ from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Linear, Operations
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, num_scale_elements
 from quire.kernels.latent_params import LatentParams
-from quire.kernels.mla.per_head_linear import ExpandablePerHeadLinear, as_expandable
+from quire.kernels.mla.per_head_linear import ExpandablePerHeadLinear, as_expandable_if_worthwhile
 
 
 class MLAttention(Sublayer):
@@ -75,14 +75,14 @@ class MLAttention(Sublayer):
         linears = (self._q_a, self._q, self._kv_a, self._kv_b, self._out)
         return merge_parameters(self._norms, self._latent_norms, *linears)
 
-    def foldable_norms(self) -> tuple[FoldableNorm, ...]:
+    def smoothable_norms(self) -> tuple[SmoothableNorm, ...]:
         offset = self._spec.norm.weight_offset
         if self._q_a is None:
-            return (FoldableNorm(self._input_norm, offset, (self._q, self._kv_a)),)
-        low = FoldableNorm(self._q_a_norm, 0.0, (self._q,))
-        return FoldableNorm(self._input_norm, offset, (self._q_a, self._kv_a)), low
+            return (SmoothableNorm(self._input_norm, offset, (self._q, self._kv_a)),)
+        low = SmoothableNorm(self._q_a_norm, 0.0, (self._q,))
+        return SmoothableNorm(self._input_norm, offset, (self._q_a, self._kv_a)), low
 
-    def block_tensors(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
+    def block_tensor_specs(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
         """Latents with their rotated keys, as keys of one head; values are their beginnings."""
         kind = self._build_context.kv_dtype
         shape = self._build_context.backend.kv_cache_shape(num_blocks, 1, self._spec.head_dim, kind)
@@ -118,9 +118,9 @@ class MLAttention(Sublayer):
             ops.apply_linear(self._kv_a.packed_linear, normed, context),
         )
         parts = metadata.decode_prefill_parts or (metadata,)
-        expanded = any(self._as_expandable(cache, part) is not None for part in parts)
+        expanded = any(self._find_expandable_linear(cache, part) is not None for part in parts)
         if expanded:
-            attended = self._attend_by_parts(ops, q, kv, cache, parts)
+            attended = self._attend_decode_and_prefill(ops, q, kv, cache, parts)
         else:
             q, kv = (
                 ops.cast(each, self._build_context.attention_dtype)
@@ -140,13 +140,13 @@ class MLAttention(Sublayer):
             ops.apply_linear(self._out.packed_linear, values, context), self._build_context.shard.group
         ), residual
 
-    def _as_expandable(self, cache: Tensor, part: AttentionMetadata) -> ExpandablePerHeadLinear | None:
+    def _find_expandable_linear(self, cache: Tensor, part: AttentionMetadata) -> ExpandablePerHeadLinear | None:
         assert self._absorb_queries is not None
         if self._build_context.shard.is_context_parallel:  # this step's latents are on several ranks
             return None
-        return as_expandable(self._absorb_queries, cache, part)
+        return as_expandable_if_worthwhile(self._absorb_queries, cache, part)
 
-    def _attend_by_parts(
+    def _attend_decode_and_prefill(
         self, ops: Operations, q: Tensor, kv: Tensor, cache: Tensor, parts: Sequence[AttentionMetadata]
     ) -> Tensor:
         """What attention gives, [T, heads * value]; of parts whose latents are expanded without absorbing their
@@ -155,7 +155,7 @@ class MLAttention(Sublayer):
         assert self._expand_values is not None
         sizes, outputs = [len(part.positions) for part in parts], list[Tensor]()
         for part, part_q, part_kv in zip(parts, q.split(sizes), kv.split(sizes), strict=True):
-            if (expandable_absorb := self._as_expandable(cache, part)) is not None:
+            if (expandable_absorb := self._find_expandable_linear(cache, part)) is not None:
                 heads = ops.store_latent_kv(
                     part_q.unflatten(1, (self._num_heads, -1)), part_kv, self._latent_params, cache, part
                 )

@@ -14,8 +14,8 @@ from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, identity, make_parameter, merge_parameters
 from quire.engine.layers.sublayer import (
     BuildContext,
-    FoldableNorm,
     ForwardContext,
+    SmoothableNorm,
     Sublayer,
     activate_gate_up,
     scale_tensor,
@@ -67,8 +67,8 @@ class MLP(Sublayer):
                 )
         return table
 
-    def foldable_norms(self) -> tuple[FoldableNorm, ...]:
-        input_norm = FoldableNorm(self._input_norm, self._spec.norm.weight_offset, (self._up,))
+    def smoothable_norms(self) -> tuple[SmoothableNorm, ...]:
+        input_norm = SmoothableNorm(self._input_norm, self._spec.norm.weight_offset, (self._up,))
         return (input_norm,) if self._spec.input_norm else ()
 
     @cached_property

@@ -20,7 +20,7 @@ from quire.engine.layers.shard import UNSHARDED, LinearSlice, ModelShard
 from quire.engine.layers.sublayer import BuildContext, ForwardContext, Sublayer, activate_gate_up
 from quire.kernels.backend import Operations
 from quire.kernels.parameters.activation import Activation
-from quire.kernels.quantized_tensors import Activations, linear_input
+from quire.kernels.quantized_tensors import Activations, select_linear_input
 from quire.kernels.routing import Experts, MoE
 
 _RELU_SQUARED = Activation("relu2")
@@ -76,9 +76,7 @@ class SparseMoE(Sublayer):
             else _SharedExpert(spec.shared_expert, build_context, layer, gated=spec.gated)
         )
         self._extra_input_linears = tuple(
-            expert_names.input_linear
-            for expert_names in (self._shared_expert, self._latent)
-            if expert_names is not None
+            module.input_linear for module in (self._shared_expert, self._latent) if module is not None
         )
 
     def parameters(self) -> ParameterTable:
@@ -87,7 +85,7 @@ class SparseMoE(Sublayer):
         table = merge_parameters(self._norms, self._shared_expert, self._latent, *linears)
         remote_parameters = merge_parameters(*chain.from_iterable(self._remote_linears))
         table |= {
-            name: replace(each, weight_loader=_discard_tensor, slice_tensor=_empty_tensor)
+            name: replace(each, weight_loader=_discard_tensor, slice_tensor=_slice_nothing)
             for name, each in remote_parameters.items()
         }
         learned: tuple[tuple[str | None, tuple[int, ...], Callable[[Tensor], Tensor]], ...] = (
@@ -115,7 +113,7 @@ class SparseMoE(Sublayer):
         normed, residual = self._norms.norm_for_linears(
             input_linears, ops, self._input_norm, x, residual, parallel=parallel
         )
-        x = linear_input(self._packed_experts, normed)
+        x = select_linear_input(self._packed_experts, normed)
         scale = self._weights.get(self._spec.router_scale)
         routed = x if scale is None else ops.rms_norm(residual, scale, self._spec.norm.eps)
         shared_output = (
@@ -257,7 +255,7 @@ def _make_mlp_linears(
     return input_linear, FusedLinear(build_context.scheme, size, {down: hidden}, bias=bias, adapters=adapters, cuts=ins)
 
 
-def _empty_tensor(tensor: Tensor) -> Tensor:
+def _slice_nothing(tensor: Tensor) -> Tensor:
     """Of another rank's expert: its bytes are not read."""
     return tensor.new_empty(0)
 

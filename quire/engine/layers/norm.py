@@ -11,9 +11,9 @@ from torch import Tensor
 
 from quire.engine.architecture.norm import NormSpec
 from quire.engine.layers.linear import FusedLinear
-from quire.engine.layers.parameters import Parameter, ParameterTable, make_parameter
+from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_parameter
 from quire.kernels.backend import Operations
-from quire.kernels.quantized_tensors import Activations, shared_rounding
+from quire.kernels.quantized_tensors import Activations, choose_shared_rounding
 
 
 class NormWeights:
@@ -59,11 +59,13 @@ class NormWeights:
         if parallel:
             assert residual is not None
             x, residual = residual, None
-        rounding = shared_rounding([each.packed_linear for each in linears], x) if name in self._sizes_by_name else None
+        rounding = (
+            choose_shared_rounding([each.packed_linear for each in linears], x) if name in self._sizes_by_name else None
+        )
         if rounding is None:
             return self.add_and_norm(ops, name, x, residual)
         (form, whole), bias = rounding, self._biases[name] if self._spec.is_layer_norm else None
-        return form.round_norm(x, residual, self._weights[name], bias, self._spec.eps, whole=whole)
+        return form.norm_and_round(x, residual, self._weights[name], bias, self._spec.eps, whole=whole)
 
     def apply_norm(self, ops: Operations, name: str, x: Tensor) -> Tensor:
         """x itself for a norm that the model does not have."""
@@ -113,7 +115,7 @@ class LayerNormWeights:
         def load_bias(tensor: Tensor) -> None:
             self.bias = tensor
 
-        table = {f"{self._name}.weight": Parameter((self._size,), torch.float32, load_weight)}
+        table = {f"{self._name}.weight": LoadableParameter((self._size,), torch.float32, load_weight)}
         if self._has_bias:
-            table[f"{self._name}.bias"] = Parameter((self._size,), torch.float32, load_bias)
+            table[f"{self._name}.bias"] = LoadableParameter((self._size,), torch.float32, load_bias)
         return table

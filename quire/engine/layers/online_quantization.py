@@ -77,7 +77,7 @@ class Int8EmbeddingScheme(WrappedScheme):
         return self._backend.pack_quantized(weights, None, dtype=self._dtype, wide=wide)
 
     def pack_embedding(self, weight: Tensor, cut: LinearSlice = FULL_LINEAR, *, tied: bool) -> QuantizedEmbedding:
-        return self._backend.pack_embedding(quantize_int8(weight), dtype=self._dtype, tied=tied)
+        return self._backend.pack_quantized_embedding(quantize_int8(weight), dtype=self._dtype, tied=tied)
 
 
 def quantize_int8(weight: Tensor) -> GroupedWeight:

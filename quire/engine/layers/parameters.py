@@ -20,7 +20,7 @@ def identity(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class LoadableParameter:
     """One tensor of the checkpoint, still to come."""
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Parameter:
     slice_tensor: Callable[[Tensor], Tensor] = identity
     """What is read of it; `weight_loader` takes that."""
 
-    def tie_with(self, other: Parameter) -> Parameter:
+    def tie_with(self, other: LoadableParameter) -> LoadableParameter:
         """Of two parts, to which the same goes."""
         assert (self.shape, self.dtype) == (other.shape, other.dtype)
 
@@ -42,7 +42,7 @@ class Parameter:
         return replace(self, weight_loader=load_both)
 
 
-ParameterTable = dict[str, Parameter]
+ParameterTable = dict[str, LoadableParameter]
 
 
 def make_parameter(
@@ -52,14 +52,14 @@ def make_parameter(
     dtype: torch.dtype,
     transform: Callable[[Tensor], Any] = identity,
     slice_tensor: Callable[[Tensor], Tensor] = identity,
-) -> Parameter:
+) -> LoadableParameter:
     """A tensor of the checkpoint, of which `weights[key]` becomes what `transform` returns. `slice_tensor`: as
     Parameter has it."""
 
     def store_tensor(tensor: Tensor) -> None:
         weights[key] = transform(tensor)
 
-    return Parameter(shape, dtype, store_tensor, slice_tensor)
+    return LoadableParameter(shape, dtype, store_tensor, slice_tensor)
 
 
 def make_row_slicer(rows: range) -> Callable[[Tensor], Tensor]:

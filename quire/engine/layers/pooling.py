@@ -22,7 +22,7 @@ PoolerHeadFunction = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class PooledRequest:
+class PoolingChunk:
     """A step's part of a prompt whose vector is wanted."""
 
     scheduled: ScheduledRequest
@@ -53,7 +53,7 @@ class Pooler:
         if pooling.kind in ("mean", "cls"):
             self._accumulated = torch.zeros((num_slots, hidden_size), dtype=accumulation_dtype(device), device=device)
 
-    def pool(self, rows: Sequence[PooledRequest], hidden: Tensor) -> Tensor:
+    def pool(self, rows: Sequence[PoolingChunk], hidden: Tensor) -> Tensor:
         """The vectors [R, size] float32 of those rows that end their prompts, or of all tokens of these prompts. hidden
         [T, hidden]: of all of the step's tokens."""
         if self.pooling.kind == "none":
@@ -72,7 +72,7 @@ class Pooler:
             )
         return self._head(pooled)
 
-    def _pool_each_token(self, rows: Sequence[PooledRequest], hidden: Tensor) -> Tensor:
+    def _pool_each_token(self, rows: Sequence[PoolingChunk], hidden: Tensor) -> Tensor:
         finished_vectors = [hidden.new_empty((0, self.pooling.size), dtype=torch.float32)]
         for each in rows:
             if each.scheduled.start == 0:
@@ -83,7 +83,7 @@ class Pooler:
                 finished_vectors += self._token_vectors.pop(each.scheduled.slot)
         return torch.cat(finished_vectors)
 
-    def _accumulate(self, rows: Sequence[PooledRequest], hidden: Tensor) -> None:
+    def _accumulate(self, rows: Sequence[PoolingChunk], hidden: Tensor) -> None:
         """Add the rows' tokens to their prompts' sums, or keep their prompts' first tokens."""
         accumulated = self._accumulated
         starting = [each for each in rows if each.scheduled.start == 0]
@@ -114,7 +114,7 @@ def make_pooler_head(
     return PoolerHead(classifier(hidden, pooling.size) if is_classifier else dense, backend)
 
 
-def vectors_by_request(rows: Sequence[PooledRequest], vectors: Tensor, pooling: Pooling) -> dict[str, bytes]:
+def postprocess_request_vectors(rows: Sequence[PoolingChunk], vectors: Tensor, pooling: Pooling) -> dict[str, bytes]:
     """By request: the answers of the rows that end, whose vectors float32 `Pooler.pool` made."""
     last_chunks = [each for each in rows if each.is_last_chunk]
     row_vectors = list(vectors.numpy())

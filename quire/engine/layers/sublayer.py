@@ -22,7 +22,7 @@ from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata, Backend, LayerCache, LinearContext, Operations
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, KVScales
 from quire.kernels.parameters.activation import Activation
-from quire.kernels.quantized_tensors import Activations, shared_rounding
+from quire.kernels.quantized_tensors import Activations, choose_shared_rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class ForwardContext:
 
 
 @dataclass(frozen=True, slots=True)
-class FoldableNorm:
+class SmoothableNorm:
     """A norm and the linears of a part that read what it gives."""
 
     norm_name: str
@@ -142,21 +142,21 @@ class Sublayer(ABC):
         """All tensors were put."""
         return None
 
-    def foldable_norms(self) -> tuple[FoldableNorm, ...]:
+    def smoothable_norms(self) -> tuple[SmoothableNorm, ...]:
         """Norms that nothing of this part reads but the linears named beside each; norms of which that cannot be said
         are left out."""
         return ()
 
-    def block_tensors(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
+    def block_tensor_specs(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
         """What keeps its state, for so many pages; (): it keeps none."""
         return ()
 
     @property
     def num_cache_tensors(self) -> int:
         """How many tensors of pages its layer has for it: those that it keeps, or another layer's."""
-        return len(self.block_tensors(1))
+        return len(self.block_tensor_specs(1))
 
-    def slot_tensors(self, num_slots: int, num_drafts: int) -> tuple[CacheTensorSpec, ...]:
+    def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> tuple[CacheTensorSpec, ...]:
         """The same for so many slots, each of which keeps what is not in pages of one sequence; a step computes up to
         so many drafts of it, which may turn out wrong."""
         return ()
@@ -191,9 +191,9 @@ def compute_attention(
 
 def activate_gate_up(ops: Operations, gate_up: Tensor, down: FusedLinear, *, gelu: bool = False) -> Activations:
     """Operations.silu_mul, or gelu_mul, as the linear that alone reads it takes it."""
-    if (rounding := shared_rounding((down.packed_linear,), gate_up)) is not None:
+    if (rounding := choose_shared_rounding((down.packed_linear,), gate_up)) is not None:
         form, whole = rounding
-        return form.round_gate(gate_up, gelu=gelu, whole=whole)
+        return form.gate_and_round(gate_up, gelu=gelu, whole=whole)
     return ops.gelu_mul(gate_up) if gelu else ops.silu_mul(gate_up)
 
 

@@ -85,7 +85,7 @@ class Link(ABC):
     number = 0
     """Of the engine among those of its model."""
     explains_prefixes = False
-    """Whether outputs come with a PrefixReport already."""
+    """Whether outputs come with a PrefixMissReport already."""
 
     def __init__(self) -> None:
         self.stats = EngineStats()

@@ -12,7 +12,7 @@ from collections.abc import Sequence, Set
 from contextlib import suppress
 
 from quire.engine import clock
-from quire.engine.config import EngineConfig, capacity_settings
+from quire.engine.config import EngineConfig, capacity_settings_from_info
 from quire.engine.core.stats import EngineStats, EngineView
 from quire.engine.errors import ConfigError, EngineError, Overloaded, QuireError, RequestQuarantined
 from quire.engine.link import engine_messages as messages
@@ -151,7 +151,7 @@ class ProcessLink(EngineLink):
             await self.stop()
             raise
         # An engine that is built anew gets the same context and pages, whatever memory is free then.
-        self._fitted, self._content = capacity_settings(info), info.content
+        self._fitted, self._content = capacity_settings_from_info(info), info.content
         self._supervisor = asyncio.create_task(self._supervise_or_fail())
         return info
 

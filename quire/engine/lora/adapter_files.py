@@ -76,7 +76,7 @@ _UNSUPPORTED_FIELDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class LoRATensors:
+class AdapterModuleSpec:
     """The two tensors of one module."""
 
     lora_a: str
@@ -88,9 +88,9 @@ class LoRATensors:
     """The factor of their product: lora_alpha / r, or with use_rslora lora_alpha / sqrt(r)."""
 
 
-def read_adapter(
+def read_adapter_specs(
     folder: Path, modules: ModuleShapes, max_rank: int, *, embedding: bool = True
-) -> dict[str, LoRATensors]:
+) -> dict[str, AdapterModuleSpec]:
     """The parts of the adapter in `folder`, by module. `embedding`: whether an embedding may have a part.
 
     Raises AdapterError.
@@ -102,14 +102,16 @@ def read_adapter(
         raise AdapterError(error.message.removeprefix("model: ")) from None
     if headers is None:
         raise AdapterError(f"there is no {WEIGHTS_FILE} in {folder.name}; pickled files (.bin) are not read")
-    tensor_names = _find_tensors(headers, modules)
+    tensor_names = _find_tensor_names(headers, modules)
     if not tensor_names:
         raise AdapterError(f"{WEIGHTS_FILE} holds no adapter's tensors")
     if EMBED_TOKENS in tensor_names and not embedding:
         raise AdapterError(
             f"{WEIGHTS_FILE}: {tensor_names[EMBED_TOKENS].get('down')}: adapters of embeddings are served on CPUs alone"
         )
-    return {name: _parse_module(name, each, headers, config, modules, max_rank) for name, each in tensor_names.items()}
+    return {
+        name: _make_module_spec(name, each, headers, config, modules, max_rank) for name, each in tensor_names.items()
+    }
 
 
 def _read_config(folder: Path) -> _AdapterConfig:
@@ -143,7 +145,7 @@ def _read_config(folder: Path) -> _AdapterConfig:
     return config
 
 
-def _find_tensors(headers: Mapping[str, TensorHeader], modules: ModuleShapes) -> dict[str, dict[str, str]]:
+def _find_tensor_names(headers: Mapping[str, TensorHeader], modules: ModuleShapes) -> dict[str, dict[str, str]]:
     """The tensors' names, by module and by half (down or up)."""
     tensor_names: dict[str, dict[str, str]] = {}
     for tensor_name in headers:
@@ -167,7 +169,7 @@ def _find_tensors(headers: Mapping[str, TensorHeader], modules: ModuleShapes) ->
     return tensor_names
 
 
-def find_base_weights(folder: Path, modules: ModuleShapes) -> dict[str, str]:
+def find_base_weights_in_adapter(folder: Path, modules: ModuleShapes) -> dict[str, str]:
     """The model's own weights in an adapter's file: their names there, and the modules that they are of."""
     headers = read_file_headers(folder / WEIGHTS_FILE) or {}
     module_of_tensor = {
@@ -186,19 +188,19 @@ def _find_module(name: str, modules: ModuleShapes) -> str | None:
     return next((each for each in (plain, inner, f"model.{inner}", text) if each in modules), None)
 
 
-def _parse_module(
+def _make_module_spec(
     module: str,
     tensor_names: Mapping[str, str],
     headers: Mapping[str, TensorHeader],
     config: _AdapterConfig,
     modules: ModuleShapes,
     max_rank: int,
-) -> LoRATensors:
+) -> AdapterModuleSpec:
     for half, letter in (("down", "A"), ("up", "B")):
         if half not in tensor_names:
             raise AdapterError(f"{WEIGHTS_FILE}: {module}: lora_{letter} is missing")
     ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
-    rank = _match_pattern(ranks, module, config["r"])
+    rank = _value_for_module(ranks, module, config["r"])
     if rank > min(max_rank, MAX_RANK):
         where = "rank_pattern" if ranks else "r"
         raise AdapterError(f"{CONFIG_FILE}: {where}: {module} has rank {rank}, --max-lora-rank is {max_rank}")
@@ -211,15 +213,15 @@ def _parse_module(
         if header.shape != expected:
             raise AdapterError(f"{where}: has shape {list(header.shape)[:4]}, this model and r need {list(expected)}")
     alpha = config.get("lora_alpha")
-    alpha = float(_match_pattern(alphas, module, 8.0 if alpha is None else alpha))
+    alpha = float(_value_for_module(alphas, module, 8.0 if alpha is None else alpha))
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     if abs(scale) > MAX_SCALE:
         where = "alpha_pattern" if alphas else "lora_alpha"
         raise AdapterError(f"{CONFIG_FILE}: {where}: {module} is scaled by {scale:g}; at most {MAX_SCALE:g} is served")
-    return LoRATensors(tensor_names["down"], tensor_names["up"], rank, scale)
+    return AdapterModuleSpec(tensor_names["down"], tensor_names["up"], rank, scale)
 
 
-def _match_pattern(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
+def _value_for_module(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
     """The value of the first pattern that equals the module's name or its end. PEFT matches in the same way."""
     for key, value in pattern.items():
         plain = key.removeprefix("^").removesuffix("$").replace("\\", "")

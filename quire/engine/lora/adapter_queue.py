@@ -52,7 +52,7 @@ class AdapterQueue(FairQueue):
         adapter = request.engine_request.adapter
         if adapter is None:
             return super().push_request(request)
-        slot = self._slot_of(adapter)
+        slot = self._find_slot(adapter)
         if slot is not None and request.engine_request.id in slot.request_ids:  # it was preempted
             return super().push_request(request)
         self._waiting_by_adapter.setdefault(adapter.digest, []).append(request)
@@ -72,14 +72,14 @@ class AdapterQueue(FairQueue):
             del self._waiting_by_adapter[request.engine_request.adapter.digest]
 
     def adapter_slot(self, request: Request) -> int:
-        slot = None if request.engine_request.adapter is None else self._slot_of(request.engine_request.adapter)
+        slot = None if request.engine_request.adapter is None else self._find_slot(request.engine_request.adapter)
         assert request.engine_request.adapter is None or (slot is not None and slot.is_ready)
         return 0 if slot is None else slot.number
 
     def release_adapter(self, request: Request) -> None:
         if (
             request.engine_request.adapter is not None
-            and (slot := self._slot_of(request.engine_request.adapter)) is not None
+            and (slot := self._find_slot(request.engine_request.adapter)) is not None
         ):
             slot.request_ids.discard(request.engine_request.id)
 
@@ -106,15 +106,15 @@ class AdapterQueue(FairQueue):
         }
         missing = [digest for digest in self._missing_adapters() if digest not in refused]
         for digest in list(missing):
-            free = self._free_slot()
+            free = self._find_free_slot()
             if free is None:
                 break
             missing.remove(digest)
             self._load_adapter(free, digest)
-        self._close_slots(len(missing))
+        self._update_closed_slots(len(missing))
         return failed
 
-    def take_adapter_loads(self) -> list[tuple[str, float]]:
+    def take_adapter_load_times(self) -> list[tuple[str, float]]:
         loads, self._loads = self._loads, []
         return loads
 
@@ -122,7 +122,7 @@ class AdapterQueue(FairQueue):
         if self._waiting_by_adapter:
             self._loader.wait_for_load(_LOAD_POLL_SECONDS)
 
-    def _slot_of(self, adapter: Adapter) -> _AdapterSlot | None:
+    def _find_slot(self, adapter: Adapter) -> _AdapterSlot | None:
         return next((slot for slot in self._slots if slot.digest == adapter.digest), None)
 
     def _missing_adapters(self) -> list[str]:
@@ -135,7 +135,7 @@ class AdapterQueue(FairQueue):
         }
         return sorted(waiting, key=lambda digest: waiting[digest])
 
-    def _free_slot(self) -> _AdapterSlot | None:
+    def _find_free_slot(self) -> _AdapterSlot | None:
         """An empty slot; otherwise the least recently used slot without users."""
         free = [slot for slot in self._slots if not slot.digest or (slot.is_ready and not slot.request_ids)]
         return min(free, key=lambda slot: (bool(slot.digest), slot.last_used), default=None)
@@ -150,7 +150,7 @@ class AdapterQueue(FairQueue):
         slot.request_ids = set()
         self._loader.load_adapter(slot.number, adapter)
 
-    def _close_slots(self, count: int) -> None:
+    def _update_closed_slots(self, count: int) -> None:
         """Close `count` slots and open the others. Slots that are closed already come first, then those with the fewest
         users."""
         ready = [slot for slot in self._slots if slot.is_ready]

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from quire.engine.checkpoint.files import resolve_adapter
 from quire.engine.errors import AdapterError, ModelError
-from quire.engine.folder_reader import open_file
-from quire.engine.lora.adapter_files import CONFIG_FILE, WEIGHTS_FILE, find_base_weights, read_adapter
+from quire.engine.folder_reader import open_if_present
+from quire.engine.lora.adapter_files import CONFIG_FILE, WEIGHTS_FILE, find_base_weights_in_adapter, read_adapter_specs
 from quire.engine.lora.target_modules import ModuleShapes
 from quire.engine.lora.weight_checks import check_base_weights, check_finite
 from quire.engine.types import Adapter
@@ -57,9 +57,11 @@ class AdapterStore:
             digest = blake2b(digest_size=16)
             for file in (CONFIG_FILE, WEIGHTS_FILE):
                 self._copy_file(folder / file, temporary / file, digest, allowed_folders)
-            read_adapter(temporary, self._modules, self._max_rank, embedding=self._embedding)
+            read_adapter_specs(temporary, self._modules, self._max_rank, embedding=self._embedding)
             check_finite(temporary / WEIGHTS_FILE)
-            check_base_weights(temporary / WEIGHTS_FILE, find_base_weights(temporary, self._modules), self._weights)
+            check_base_weights(
+                temporary / WEIGHTS_FILE, find_base_weights_in_adapter(temporary, self._modules), self._weights
+            )
             target = self._root / digest.hexdigest()
             if not target.is_dir():
                 os.rename(temporary, target)
@@ -72,7 +74,7 @@ class AdapterStore:
     def find_adapter(self, name: str, digest: str) -> Adapter:
         """An adapter that an earlier process added."""
         folder = self._root / digest
-        read_adapter(folder, self._modules, self._max_rank, embedding=self._embedding)
+        read_adapter_specs(folder, self._modules, self._max_rank, embedding=self._embedding)
         return Adapter(name, digest, str(folder))
 
     def remove_adapter(self, digest: str) -> None:
@@ -88,7 +90,7 @@ class AdapterStore:
     def _copy_file(self, source: Path, target: Path, digest: blake2b, allowed_folders: tuple[Path, ...]) -> None:
         _check_inside(source, allowed_folders)
         try:
-            file = open_file(source)
+            file = open_if_present(source)
         except ModelError as error:
             raise AdapterError(error.message.removeprefix("model: ")) from None
         if file is None:

@@ -67,7 +67,7 @@ class LocalAdapters:
             raise InvalidRequest(f"lora_request: {len(requests)} for {count} prompts", param="lora_request")
         with self._lock:
             reread = {
-                each: self._read_adapter(each)
+                each: self._add_adapter(each)
                 for each in dict.fromkeys(requests)
                 if each is not None and each.load_inplace
             }
@@ -76,11 +76,11 @@ class LocalAdapters:
     def _get_adapter(self, request: LoRARequest) -> Adapter:
         adapter = self._recent_adapters.pop(key := _adapter_key(request), None)
         if adapter is None:
-            return self._read_adapter(request)
+            return self._add_adapter(request)
         self._recent_adapters[key] = adapter
         return adapter
 
-    def _read_adapter(self, request: LoRARequest) -> Adapter:
+    def _add_adapter(self, request: LoRARequest) -> Adapter:
         """Raises AdapterError."""
         root = Path(self._folder.name)
         store = AdapterStore(root, self._modules, self._max_rank, weights=stored_at(self._config))

@@ -17,13 +17,13 @@ from quire.engine.models.config_fields import (
     field_reader,
     flag_reader,
 )
-from quire.engine.models.family import Family, FamilyEntry, FamilySpecBuilder, sliding_windows, windowed_layer_ropes
+from quire.engine.models.family import Family, FamilyEntry, FamilySpecBuilder, sliding_windows, window_only_ropes
 
 _PARALLEL_MLP: SpecFields = {"parallel": True, "shares_norm": True}
 """The MLP reads what attention reads, behind the same norm."""
 
 
-def _layer_norm(*, offset: float = 0.0, bias: bool = True) -> Callable[[ModelConfig], NormSpec]:
+def _layer_norm_reader(*, offset: float = 0.0, bias: bool = True) -> Callable[[ModelConfig], NormSpec]:
     return lambda config: NormSpec(config.norm_eps, offset, is_layer_norm=True, bias=bias)
 
 
@@ -40,7 +40,7 @@ def _layer_norm_family(
 ) -> Family:
     """A family with LayerNorms and MLPs without gates. bias: of all linears of the layers, as a value of Family's."""
     return Family(
-        **{"norm": _layer_norm(), **others},
+        **{"norm": _layer_norm_reader(), **others},
         attention={"qkv_bias": bias, "out_bias": bias, **(attention or {})},
         mlp={"gated": False, "activation": _ungated_activation, "bias": bias, **(mlp or {})},
     )
@@ -54,13 +54,13 @@ def _has_untied_head(config: ModelConfig) -> bool:
     return not config.tie_embeddings
 
 
-def _gpt2_scales(config: ModelConfig) -> list[float]:
+def _gpt2_attention_scales(config: ModelConfig) -> list[float]:
     scale = 1.0 if config.raw.get("scale_attn_weights") is False else config.head_dim**-0.5
     by_layer = config.raw.get("scale_attn_by_inverse_layer_idx")
     return [scale / (layer + 1 if by_layer else 1) for layer in range(config.num_layers)]
 
 
-def _cohere_scale(config: ModelConfig) -> float:
+def _cohere_logit_scale(config: ModelConfig) -> float:
     if isinstance(scale := config.raw.get("logit_scale"), str):
         raise ModelError(f"model: config.json: logit_scale: expected float, got {scale!r}")
     return 1.0 if scale is None else scale
@@ -75,7 +75,7 @@ def _falcon_shares_norm(config: ModelConfig) -> bool:
     return _falcon_is_parallel(config) and norms == 1
 
 
-def _mpt(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:
+def _mpt_spec(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:
     raw, attention = config.raw, config.raw.get("attn_config") or {}
     if raw.get("no_bias") is False or raw.get("logit_scale") is not None:
         raise ModelError("model: config.json: no_bias: false and logit_scale of an 'mpt' are not supported")
@@ -85,12 +85,12 @@ def _mpt(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:
         )
     scale = attention.get("softmax_scale") or config.head_dim**-0.5
     family = _layer_norm_family(
-        bias=False, norm=_layer_norm(bias=False), attention={"rope": None, "alibi": 1.0, "scale": scale}
+        bias=False, norm=_layer_norm_reader(bias=False), attention={"rope": None, "alibi": 1.0, "scale": scale}
     )
     return family(config, build_spec)
 
 
-def _opt(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:
+def _opt_spec(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:
     for name in ("do_layer_norm_before", "layer_norm_elementwise_affine"):
         if config.raw.get(name) is False:
             raise ModelError(f"model: config.json: {name}: false is not supported")
@@ -111,16 +111,16 @@ TABLE: Mapping[str, FamilyEntry] = {
     ),
     # Command R (Cohere, 2024): LayerNorms without a bias, rotations of neighbours, scaled logits.
     "cohere": Family(
-        norm=_layer_norm(bias=False),
+        norm=_layer_norm_reader(bias=False),
         attention={
             "qk_norm": lambda config: "centred" if config.raw.get("use_qk_norm") else None,
             **attention_bias_readers("attention_bias"),
         },
         mlp=_PARALLEL_MLP,
-        decoder={"logit_scale": _cohere_scale},
+        decoder={"logit_scale": _cohere_logit_scale},
     ),
     # Command R7B and A (Cohere, 2025): sliding windows in three of four layers; the others leave positions out.
-    "cohere2": Family(base="cohere", attention={"window": sliding_windows, "rope": windowed_layer_ropes}),
+    "cohere2": Family(base="cohere", attention={"window": sliding_windows, "rope": window_only_ropes}),
     # Falcon (Almazrouei et al., 2023): attention and the MLP side by side, on one norm or on two; some models have
     # ALiBi instead of rotations, which is added to the scores before these are scaled.
     "falcon": _layer_norm_family(
@@ -137,7 +137,7 @@ TABLE: Mapping[str, FamilyEntry] = {
         ("gpt2", "gpt_bigcode"),
         _layer_norm_family(
             unsupported_fields={"add_cross_attention": "is not supported: it makes a part of another model"},
-            attention={"rope": None, "scale": _gpt2_scales},
+            attention={"rope": None, "scale": _gpt2_attention_scales},
             decoder={"positions": _max_position},
         ),
     ),
@@ -154,13 +154,15 @@ TABLE: Mapping[str, FamilyEntry] = {
         attention={"qkv_bias": False, "out_bias": False}, mlp=_PARALLEL_MLP, decoder={"head_bias": _has_untied_head}
     ),
     # MPT (MosaicML, 2023): ALiBi, and no biases at all.
-    "mpt": _mpt,
+    "mpt": _mpt_spec,
     # Nemotron-4 and Minitron (Nvidia, 2024): the norms' weights are offsets from 1; squared ReLUs.
     "nemotron": _layer_norm_family(
-        bias=flag_reader("mlp_bias"), norm=_layer_norm(offset=1.0), attention=attention_bias_readers("attention_bias")
+        bias=flag_reader("mlp_bias"),
+        norm=_layer_norm_reader(offset=1.0),
+        attention=attention_bias_readers("attention_bias"),
     ),
     # OPT (Zhang et al., 2022): GPT-2 with ReLUs.
-    "opt": _opt,
+    "opt": _opt_spec,
     # Phi-1 to Phi-2 (Gunasekar et al., 2023).
     "phi": _layer_norm_family(
         unsupported_fields={"qk_layernorm": "of a 'phi' is not supported"},
@@ -170,7 +172,7 @@ TABLE: Mapping[str, FamilyEntry] = {
     # StableLM (Stability AI, 2023): a Llama with LayerNorms, and rotations in a quarter of each head.
     "stablelm": Family(
         unsupported_fields={"qk_layernorm": "of a 'stablelm' is not supported"},
-        norm=_layer_norm(),
+        norm=_layer_norm_reader(),
         attention={"qkv_bias": flag_reader("use_qkv_bias")},
         mlp={"parallel": flag_reader("use_parallel_residual"), "shares_norm": flag_reader("use_parallel_residual")},
     ),

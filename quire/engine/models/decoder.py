@@ -39,7 +39,8 @@ from quire.kernels.streaming.layer_streamer import LayerHooks, LayerStreamer
 from quire.kernels.streaming.weight_offloader import WeightOffloader
 
 KVCache = list[LayerCache]
-"""By place (engine/checkpoint/page_groups.py), as `Decoder.block_tensors` and `Decoder.slot_tensors` asked for them."""
+"""By place (engine/checkpoint/page_groups.py), as `Decoder.block_tensor_specs` and `Decoder.slot_tensor_specs` asked
+for them."""
 _MAX_SINGLE_CALL_TOKENS = 64
 """Steps of up to this many tokens run all recorded layers in one call; longer ones report progress after each layer."""
 _FINAL_NORM, _EMBEDDING_NORM = "model.norm", "model.embed_norm"
@@ -59,7 +60,7 @@ def _bind_sublayers(layer: Sequence[Sublayer]) -> list[_BoundSublayer]:
     """Pages lie before slots, both in the parts' order."""
     num_block_tensors, num_slot_tensors = (
         [sublayer.num_cache_tensors for sublayer in layer],
-        [len(sublayer.slot_tensors(1, 0)) for sublayer in layer],
+        [len(sublayer.slot_tensor_specs(1, 0)) for sublayer in layer],
     )
     bound, last_stateful = (
         [],
@@ -206,7 +207,7 @@ class Decoder:
             sublayer.process_weights_after_loading()
 
     @property
-    def missing_prefixes(self) -> tuple[str, ...]:
+    def absent_module_prefixes(self) -> tuple[str, ...]:
         """Prefixes of the names of tensors that other stages have, or that a model without logits does not need."""
         other_layers = [index for index in range(self.spec.num_layers) if index not in self.layers]
         end_modules = [
@@ -216,17 +217,19 @@ class Decoder:
         ]
         return tuple(f"{name}." for name in (*(f"model.layers.{index}" for index in other_layers), *end_modules))
 
-    def block_tensors(self, num_blocks: int) -> list[tuple[CacheTensorSpec, ...]]:
+    def block_tensor_specs(self, num_blocks: int) -> list[tuple[CacheTensorSpec, ...]]:
         """By place, the tensors that hold so many pages. Layers of one place, which are of different groups, share
         them."""
         layers = [self._layers[self.groups.place_of.index(place)] for place in range(self.groups.places)]
-        return [tuple(each for sublayer in layer for each in sublayer.block_tensors(num_blocks)) for layer in layers]
+        return [
+            tuple(each for sublayer in layer for each in sublayer.block_tensor_specs(num_blocks)) for layer in layers
+        ]
 
-    def slot_tensors(self, num_slots: int, num_drafts: int) -> list[tuple[CacheTensorSpec, ...]]:
-        """By place, the tensors of so many slots, as Sublayer.slot_tensors says it."""
+    def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> list[tuple[CacheTensorSpec, ...]]:
+        """By place, the tensors of so many slots, as Sublayer.slot_tensor_specs says it."""
         layers = [self._layers[self.groups.place_of.index(place)] for place in range(self.groups.places)]
         return [
-            tuple(each for sublayer in layer for each in sublayer.slot_tensors(num_slots, num_drafts))
+            tuple(each for sublayer in layer for each in sublayer.slot_tensor_specs(num_slots, num_drafts))
             for layer in layers
         ]
 
@@ -234,16 +237,19 @@ class Decoder:
     def block_bytes(self) -> int:
         """Bytes of a page in all layers of the model, those of other stages too."""
         return sum(
-            tensor.nbytes for layer in self.all_layers for sublayer in layer for tensor in sublayer.block_tensors(1)
+            tensor.nbytes
+            for layer in self.all_layers
+            for sublayer in layer
+            for tensor in sublayer.block_tensor_specs(1)
         )
 
     def slot_bytes(self, num_slots: int, num_drafts: int) -> int:
-        """Of so many slots in all layers: see Sublayer.slot_tensors."""
+        """Of so many slots in all layers: see Sublayer.slot_tensor_specs."""
         return sum(
             tensor.nbytes
             for layer in self.all_layers
             for sublayer in layer
-            for tensor in sublayer.slot_tensors(num_slots, num_drafts)
+            for tensor in sublayer.slot_tensor_specs(num_slots, num_drafts)
         )
 
     @cached_property
@@ -260,15 +266,15 @@ class Decoder:
     @property
     def block_bytes_formula(self) -> str:
         """The bytes of a page of every group, as a product."""
-        return self.bytes_formula(self.groups.places)
+        return self.total_block_bytes_formula(self.groups.places)
 
-    def bytes_formula(self, places: int) -> str:
+    def total_block_bytes_formula(self, places: int) -> str:
         """The same where a page has so many places for layers, in all processes together."""
         slots = places * self.groups.count
         unused = f" ({slots - self.spec.num_layers} of them unused)" if slots > self.spec.num_layers else ""
         layers = self.all_layers if self.groups.count == 1 else self._layers
-        kinds = Counter(each.block_bytes_formula for layer in layers for each in layer if each.block_tensors(1))
-        is_uniform = len(kinds) == 1 and all(any(each.block_tensors(1) for each in layer) for layer in layers)
+        kinds = Counter(each.block_bytes_formula for layer in layers for each in layer if each.block_tensor_specs(1))
+        is_uniform = len(kinds) == 1 and all(any(each.block_tensor_specs(1) for each in layer) for layer in layers)
         counts = [slots] if is_uniform else kinds.values()
         return " + ".join(f"{each} x {count} layers" for each, count in zip(kinds, counts, strict=True)) + unused
 

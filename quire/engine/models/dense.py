@@ -12,13 +12,13 @@ from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.layouts import rope_of_layers
 from quire.engine.errors import ModelError
 from quire.engine.models.config_fields import ConfigReader, attention_bias_readers, field_reader, flag_reader
-from quire.engine.models.family import Family, FamilyEntry, FamilySpecBuilder, sliding_windows, windowed_layer_ropes
+from quire.engine.models.family import Family, FamilyEntry, FamilySpecBuilder, sliding_windows, window_only_ropes
 
 POST_NORMS = {"input_norm": False, "output_norm": True}
 """Norms stand behind attention and the MLP instead of before them."""
 
 
-def ropes_by_window(full: ConfigReader, sliding: ConfigReader) -> ConfigReader:
+def ropes_by_window_reader(full: ConfigReader, sliding: ConfigReader) -> ConfigReader:
     """Reads rotations of layers that attend: of those with a window, and of those without one, which alone may be
     scaled. full, sliding: read rope_theta where a rotation does not say it."""
 
@@ -45,10 +45,10 @@ def interleaved_nope_ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
 def _exaone_ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
     """In models with windows, layers without one leave positions out."""
     slides = config.raw.get("sliding_window", 4096) is not None
-    return windowed_layer_ropes(config) if slides else [config.rope] * config.num_layers
+    return window_only_ropes(config) if slides else [config.rope] * config.num_layers
 
 
-def _gemma3(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:
+def _gemma3_spec(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:
     raw = config.raw
     if raw.get("use_bidirectional_attention"):
         raise ModelError("model: use_bidirectional_attention is not supported: it makes an encoder")
@@ -62,7 +62,7 @@ _GEMMA3 = Family(
     attention={
         "qk_norm": "heads",
         "softcap": None,
-        "rope": ropes_by_window(
+        "rope": ropes_by_window_reader(
             field_reader("rope_theta", 1_000_000.0), field_reader("rope_local_base_freq", 10_000.0)
         ),
     },
@@ -74,7 +74,7 @@ def residual_multiplier(config: ModelConfig) -> float:
     return config.raw.get("residual_multiplier") or 1.0
 
 
-def _granite_swa(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:
+def _granite_swa_spec(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:
     raw, layers = config.raw, config.num_layers
     thetas = raw.get("layer_rope_theta") or [config.rope["rope_theta"]] * layers
     if not raw.get("layer_types"):
@@ -144,7 +144,7 @@ TABLE: Mapping[str, FamilyEntry] = {
     ),
     # Gemma 3's text models (Gemma Team, 2025): norms of queries and keys instead of capped scores; layers without a
     # window, by default every sixth, have a rotation of their own.
-    "gemma3_text": _gemma3,
+    "gemma3_text": _gemma3_spec,
     # Apertus (Swiss AI, 2025): an MLP without a gate but with xIELU, whose numbers each layer has learned.
     "apertus": Family(
         attention={"qk_norm": "heads", **attention_bias_readers("attention_bias")},
@@ -179,7 +179,7 @@ TABLE: Mapping[str, FamilyEntry] = {
     ),
     # Granite with sliding windows (IBM, 2026): each layer may have a rotation of its own, or none, and every head has a
     # sink.
-    "granite_swa": _granite_swa,
+    "granite_swa": _granite_swa_spec,
     # Helium 1 (Kyutai, 2025): rotations of neighbours.
     "helium": Family(base="llama", attention={"out_bias": False}),
     # Hunyuan's dense models (Tencent, 2025): norms of queries and keys behind their rotation.
@@ -193,7 +193,9 @@ TABLE: Mapping[str, FamilyEntry] = {
         base="olmo2",
         attention={
             "window": sliding_windows,
-            "rope": ropes_by_window(field_reader("rope_theta", 500_000.0), field_reader("rope_theta", 500_000.0)),
+            "rope": ropes_by_window_reader(
+                field_reader("rope_theta", 500_000.0), field_reader("rope_theta", 500_000.0)
+            ),
         },
     ),
     # Phi-3 and Phi-4 (Abdin et al., 2024): LongRoPE for long contexts, in a part of each head.

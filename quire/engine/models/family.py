@@ -52,8 +52,8 @@ class Family:
         spec = build_spec(self.base, config) if self.base else base_decoder_spec(config)
         if self.norm is not None:
             spec = spec.with_norm(self.norm(config))
-        spec = spec.replace_sublayers(AttentionLayerSpec, **read_fields(self.attention, config))
-        spec = spec.replace_sublayers(MLPSpec, **read_fields(self.mlp, config))
+        spec = spec.replace_sublayer_fields(AttentionLayerSpec, **read_fields(self.attention, config))
+        spec = spec.replace_sublayer_fields(MLPSpec, **read_fields(self.mlp, config))
         if self.mixers is not None:
             spec = spec.with_mixers(self.mixers(config, spec.norm))
         if self.experts is not None and (experts := self.experts(config, spec.norm)) is not None:
@@ -66,6 +66,6 @@ def sliding_windows(config: ModelConfig) -> tuple[int | None, ...]:
     return layer_windows(config.raw, config.num_layers)
 
 
-def windowed_layer_ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
+def window_only_ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
     """By layer: those without a window leave positions out."""
     return [None if window is None else config.rope for window in sliding_windows(config)]

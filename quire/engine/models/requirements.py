@@ -17,7 +17,7 @@ from quire.kernels.recurrent.state_space import StateSpace
 _RecurrentSpec = DeltaNetSpec | Mamba2LayerSpec | MambaLayerSpec
 
 
-def widest_attention(spec: DecoderSpec) -> AttentionLayerSpec | MLALayerSpec:
+def widest_attention_spec(spec: DecoderSpec) -> AttentionLayerSpec | MLALayerSpec:
     """The attention that asks most of a backend; of a model that has none, one that any backend computes. Raises
     ModelError where layers keep nothing at all."""
     attention_specs: list[AttentionLayerSpec | MLALayerSpec] = [
@@ -31,9 +31,9 @@ def widest_attention(spec: DecoderSpec) -> AttentionLayerSpec | MLALayerSpec:
     )
 
 
-def distinct_attention(spec: DecoderSpec) -> list[AttentionLayerSpec] | list[MLALayerSpec]:
+def distinct_attention_specs(spec: DecoderSpec) -> list[AttentionLayerSpec] | list[MLALayerSpec]:
     """One of each shape that layers have, or of latents the widest, where a model has both or some of these alone."""
-    widest_spec = widest_attention(spec)
+    widest_spec = widest_attention_spec(spec)
     if isinstance(widest_spec, MLALayerSpec):
         return [widest_spec]
     parts = spec.sublayers_of_kind(AttentionLayerSpec)
@@ -58,13 +58,13 @@ def has_mla(spec: DecoderSpec) -> bool:
 def attention_head_dim(spec: DecoderSpec, device: torch.device) -> int:
     """Of the attention that asks most. On a CPU latents are heads of its attention; elsewhere they have kernels of
     their own, and heads are those that may be made of them."""
-    widest_spec = widest_attention(spec)
+    widest_spec = widest_attention_spec(spec)
     if isinstance(widest_spec, MLALayerSpec) and device.type != "cpu":
         return widest_spec.qk_nope_head_dim + widest_spec.qk_rope_head_dim
     return widest_spec.head_dim
 
 
-def sample_recurrences(spec: DecoderSpec, device: torch.device) -> list[tuple[Recurrence, int]]:
+def make_dummy_recurrences(spec: DecoderSpec, device: torch.device) -> list[tuple[Recurrence, int]]:
     """A rule of each kind and size that layers compute states by, with some weights, and the numbers of a value."""
     parts: list[_RecurrentSpec] = [
         *spec.sublayers_of_kind(DeltaNetSpec),
@@ -74,10 +74,10 @@ def sample_recurrences(spec: DecoderSpec, device: torch.device) -> list[tuple[Re
     first: dict[tuple[type[_RecurrentSpec], int, int, int], _RecurrentSpec] = {}
     for each in parts:
         first.setdefault((type(each), each.num_heads, each.key_dim, each.value_dim), each)
-    return [(_sample_recurrence(each, device), each.value_dim) for each in first.values()]
+    return [(_make_dummy_recurrence(each, device), each.value_dim) for each in first.values()]
 
 
-def _sample_recurrence(part: _RecurrentSpec, device: torch.device) -> Recurrence:
+def _make_dummy_recurrence(part: _RecurrentSpec, device: torch.device) -> Recurrence:
     def sample_tensor(*shape: int) -> torch.Tensor:
         return torch.linspace(0.1, 1.0, torch.Size(shape).numel(), device=device).view(shape)
 

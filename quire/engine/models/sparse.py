@@ -18,7 +18,7 @@ from quire.engine.models.config_fields import (
     field_reader,
     flag_reader,
 )
-from quire.engine.models.dense import interleaved_nope_ropes, phi3_rope, ropes_by_window
+from quire.engine.models.dense import interleaved_nope_ropes, phi3_rope, ropes_by_window_reader
 from quire.engine.models.family import Family, FamilyEntry, sliding_windows
 from quire.engine.models.moe_fields import (
     GATED_SHARED_MOE,
@@ -72,13 +72,13 @@ def _phimoe_rope(config: ModelConfig) -> dict[str, Any]:
     return phi3_rope(replace(config, rope=rope if short is None else rope | {"attention_factor": short}))
 
 
-def _attention_chunks(config: ModelConfig) -> tuple[int | None, ...]:
+def _attention_chunk_sizes(config: ModelConfig) -> tuple[int | None, ...]:
     """By layer, where contexts are longer than a chunk."""
     longest = config.context or config.max_position
     return tuple(None if size is None or size >= longest else size for size in sliding_windows(config))
 
 
-def _unit_norms(config: ModelConfig) -> list[str | None]:
+def _llama4_qk_norms(config: ModelConfig) -> list[str | None]:
     wanted = config.raw.get("use_qk_norm") is not False
     return ["unit" if wanted and rope is not None else None for rope in interleaved_nope_ropes(config)]
 
@@ -112,7 +112,7 @@ TABLE: Mapping[str, FamilyEntry] = {
         base="qwen3_moe",
         attention={
             "window": sliding_windows,
-            "rope": ropes_by_window(lambda config: 500_000.0, lambda config: 10_000.0),
+            "rope": ropes_by_window_reader(lambda config: 500_000.0, lambda config: 10_000.0),
         },
     ),
     # ERNIE 4.5 (Baidu, 2025): experts behind dense layers, chosen by weights that a bias corrects.
@@ -174,9 +174,9 @@ TABLE: Mapping[str, FamilyEntry] = {
     "llama4_text": Family(
         attention={
             "rope": interleaved_nope_ropes,
-            "window": _attention_chunks,
-            "chunked": lambda config: [size is not None for size in _attention_chunks(config)],
-            "qk_norm": _unit_norms,
+            "window": _attention_chunk_sizes,
+            "chunked": lambda config: [size is not None for size in _attention_chunk_sizes(config)],
+            "qk_norm": _llama4_qk_norms,
             "query_scaling": _query_scalings,
             **attention_bias_readers("attention_bias"),
         },

@@ -15,7 +15,7 @@ from quire.engine.errors import EngineError, InvalidRequest
 from quire.engine.link.weights import Mode
 from quire.engine.lora.local_adapters import LoRARequest, resolve_lora_requests
 from quire.engine.offline.offline_model import EncodedPrompt, LLMBase, Message, OfflineModel, Prompt, check_request_id
-from quire.engine.offline.options import EngineOptions, ModelWithOptions, make_engine_config, with_config_docs
+from quire.engine.offline.options import EngineArgsLike, EngineOptions, make_engine_config, with_config_docs
 from quire.engine.offline.outputs import RequestOutput
 from quire.engine.offline.params import SamplingParams
 from quire.engine.offline.pooling_outputs import PoolingRequestOutput, check_pooling_params, pool_prompts
@@ -46,7 +46,7 @@ class AsyncLLM(LLMBase):
         self._client.link.launch()
 
     @classmethod
-    def from_engine_args(cls, args: ModelWithOptions) -> AsyncLLM:
+    def from_engine_args(cls, args: EngineArgsLike) -> AsyncLLM:
         return cls(args.model, **args.options)
 
     async def start(self) -> EngineInfo:
@@ -57,7 +57,7 @@ class AsyncLLM(LLMBase):
         if self._start_future is None:
             self._start_future = asyncio.ensure_future(self._client.link.start())
         info = await asyncio.shield(self._start_future)  # one of several that wait may be cancelled
-        self._model.set_engine_info(info)
+        self._input_processor.set_engine_info(info)
         return info
 
     def generate(
@@ -75,7 +75,7 @@ class AsyncLLM(LLMBase):
         fails it.
         """
         return self._stream_request(
-            partial(self._model.encode_prompt, prompt), sampling_params, request_id, lora_request
+            partial(self._input_processor.encode_prompt, prompt), sampling_params, request_id, lora_request
         )
 
     def chat(
@@ -93,7 +93,7 @@ class AsyncLLM(LLMBase):
     ) -> AsyncGenerator[RequestOutput]:
         """Answer one conversation, rendered as by `LLM.chat`; yields and raises as `generate`."""
         rendered = partial(
-            self._model.render_chats,
+            self._input_processor.encode_chats,
             [messages],
             chat_template=chat_template,
             tools=tools,
@@ -112,12 +112,12 @@ class AsyncLLM(LLMBase):
     ) -> PoolingRequestOutput:
         """The vector that the model makes of a prompt: `.outputs.data`. Raises as `generate`."""
         info, params = await self.start(), pooling_params or PoolingParams()
-        encoded = self._model.truncate_prompt(self._model.encode_prompt(prompt), None, info)
-        self._model.check_prompt(encoded.token_ids, info, min_free_tokens=0)
-        check_pooling_params([params], info, self._model.pooling)
-        adapters = resolve_lora_requests(self._model.adapters, lora_request, 1)
+        encoded = self._input_processor.truncate_prompt(self._input_processor.encode_prompt(prompt), None, info)
+        self._input_processor.check_prompt(encoded.token_ids, info, min_free_tokens=0)
+        check_pooling_params([params], info, self._input_processor.pooling)
+        adapters = resolve_lora_requests(self._input_processor.adapters, lora_request, 1)
         (pooling_output,) = await pool_prompts(
-            self._client, [encoded[:2]], [params], adapters, lambda: None, self._model.pooling
+            self._client, [encoded[:2]], [params], adapters, lambda: None, self._input_processor.pooling
         )
         return pooling_output
 
@@ -200,9 +200,11 @@ class AsyncLLM(LLMBase):
         check_request_id(name, self._open_request_ids)
         if params is not None and not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, got {params!r}", param="sampling_params")
-        (adapter,) = resolve_lora_requests(self._model.adapters, lora_request, 1)
-        task = self._model.make_task(name, prompt, params or self.get_default_sampling_params(), info, adapter=adapter)
-        self._model.check_prompt(task.prompt.token_ids, info)
+        (adapter,) = resolve_lora_requests(self._input_processor.adapters, lora_request, 1)
+        task = self._input_processor.make_generation_task(
+            name, prompt, params or self.get_default_sampling_params(), info, adapter=adapter
+        )
+        self._input_processor.check_prompt(task.prompt.token_ids, info)
         self._open_request_ids.add(name)
         try:
             async with aclosing(stream_outputs(self._client, self.tokenizer, task)) as outputs:

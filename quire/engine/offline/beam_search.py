@@ -30,13 +30,13 @@ async def beam_search(
     search = BeamSearchState(beam_width, beam_width, stop_token_ids, params.length_penalty, max_tokens)
     for step in range(max_tokens):
         if not search.advance_beams(
-            await _extend_beams(client, f"{id}-{step}", prompt, adapter, search.running_beams, 2 * beam_width)
+            await _generate_next_tokens(client, f"{id}-{step}", prompt, adapter, search.running_beams, 2 * beam_width)
         ):
             break
-    return BeamSearchOutput([_to_sequence(tokenizer, prompt, beam) for beam in search.best_beams])
+    return BeamSearchOutput([_beam_to_sequence(tokenizer, prompt, beam) for beam in search.best_beams])
 
 
-async def _extend_beams(
+async def _generate_next_tokens(
     client: EngineClient,
     name: str,
     prompt: EncodedPrompt,
@@ -71,7 +71,7 @@ async def _extend_beams(
     return [outputs_by_id[request.id] for request in requests]
 
 
-def _to_sequence(tokenizer: Tokenizer, prompt: EncodedPrompt, beam: Beam) -> BeamSearchSequence:
+def _beam_to_sequence(tokenizer: Tokenizer, prompt: EncodedPrompt, beam: Beam) -> BeamSearchSequence:
     prompt_ids = prompt.token_ids
     text = (
         without_partial_character(tokenizer, prompt_ids, tokenizer.decode(prompt_ids))

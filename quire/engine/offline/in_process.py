@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from quire.engine.checkpoint.kv_folder import forget_pages
-from quire.engine.config import EngineConfig, capacity_settings
+from quire.engine.config import EngineConfig, capacity_settings_from_info
 from quire.engine.core.stats import EngineStats, EngineView
 from quire.engine.errors import ConfigError, EngineError, QuireError
 from quire.engine.link.link import EngineLink
@@ -32,7 +32,7 @@ class InProcessLink(EngineLink):
         self._engine: EngineCore | None = None
         self._open_requests: dict[str, None] = {}
         """The ids of the requests that have not ended, in their order."""
-        self._has_work = asyncio.Event()
+        self._work_event = asyncio.Event()
         """Set when there may be something to compute."""
         self._task: asyncio.Task[None] | None = None
         self._memory_plan: dict[str, int] = {}
@@ -47,11 +47,11 @@ class InProcessLink(EngineLink):
         from quire.engine.engine_core import EngineCore
 
         engine = EngineCore(self._config)
-        self._memory_plan = capacity_settings(engine.info)
-        self._start_engine(engine)
+        self._memory_plan = capacity_settings_from_info(engine.info)
+        self._adopt_engine(engine)
         return engine.info
 
-    async def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
+    async def compute_logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool) -> Logprobs:
         """As Engine.logprobs. Raises EngineError without weights."""
         if self._engine is None:
             raise EngineError("the model sleeps: wake_up() or load_weights() comes first")
@@ -69,7 +69,7 @@ class InProcessLink(EngineLink):
 
     async def check(self, weights: str) -> None:
         if self._engine is not None:
-            self._engine.check_weights(self._config_with_weights(weights))
+            self._engine.check_replacement_weights(self._config_with_weights(weights))
 
     async def load(self, weights: str | None, version: str) -> None:
         if weights is None and self._has_given_tensors:
@@ -104,14 +104,14 @@ class InProcessLink(EngineLink):
             free_engine_memory()
             if before is not None:
                 with suppress(QuireError):  # where their files are gone it sleeps, and what was wrong is raised
-                    self._start_engine(EngineCore(before.model_copy(update=self._memory_plan)))
+                    self._adopt_engine(EngineCore(before.model_copy(update=self._memory_plan)))
             raise
         self._config = config
         self._has_given_tensors = tensors is not None
         self.weights_version = version
-        self._start_engine(engine)
+        self._adopt_engine(engine)
 
-    def _start_engine(self, engine: EngineCore) -> None:
+    def _adopt_engine(self, engine: EngineCore) -> None:
         """Compute with this engine, and go on with what is open."""
         self._engine, self.asleep = engine, False
         self.stats = engine.engine_stats.add_earlier(self._earlier_stats)
@@ -142,16 +142,16 @@ class InProcessLink(EngineLink):
             self._open_requests[request.id] = None
             if self._engine is not None:
                 self._engine.add_request(request)
-        self._has_work.set()
+        self._work_event.set()
 
     def abort(self, request_id: str) -> None:
         self._open_requests.pop(request_id, None)
         if self._engine is not None:
             self._engine.abort_request(request_id)
-        self._has_work.set()
+        self._work_event.set()
 
     async def snapshot(self) -> EngineView | None:
-        return None if self._engine is None else self._engine.take_view()
+        return None if self._engine is None else self._engine.make_engine_view()
 
     async def call(self, content: bytes) -> list[bytes] | None:
         return None if self._engine is None else self._engine.run_collective_rpc(content)
@@ -172,7 +172,7 @@ class InProcessLink(EngineLink):
 
     async def _run_steps(self, engine: EngineCore) -> None:
         while True:
-            self._has_work.clear()
+            self._work_event.clear()
             try:
                 outputs = engine.step()
             except Exception as error:
@@ -182,8 +182,8 @@ class InProcessLink(EngineLink):
                 if output.finish_reason is not None:
                     self._open_requests.pop(output.id, None)
             self.stats = engine.engine_stats.add_earlier(self._earlier_stats)
-            self.owner.deliver(outputs, engine.last_step)
+            self.owner.deliver(outputs, engine.last_step_record)
             if engine.has_work:
                 await asyncio.sleep(0)
             else:
-                await self._has_work.wait()
+                await self._work_event.wait()

@@ -67,7 +67,7 @@ class LLM(LLMBase):
 
         Options:"""
         self._running_engine = RunningEngine(make_engine_config(model, options), multiprocessing=multiprocessing)
-        super().__init__(self._running_engine.model, self._running_engine.client)
+        super().__init__(self._running_engine.input_processor, self._running_engine.client)
         self._run_coroutine = self._running_engine.run_coroutine
         self.info = self._running_engine.info
         self.close = self._running_engine.close
@@ -95,7 +95,7 @@ class LLM(LLMBase):
         `receipt`, by which `replay`, or the command `quire replay`, computes it again.
         Raises InvalidRequest for a prompt that cannot be served, before anything is generated.
         """
-        encoded = self._model.encode_prompts(prompts)
+        encoded = self._input_processor.encode_prompts(prompts)
         return self._generate_all(encoded, sampling_params, use_tqdm, lora_request, priority, receipts=receipts)
 
     def chat(
@@ -117,7 +117,7 @@ class LLM(LLMBase):
         Tools are shown by the template, or described in the system message where it knows none. Calls are not parsed
         out of the answers' text.
         """
-        prompts = self._model.render_chats(
+        prompts = self._input_processor.encode_chats(
             messages,
             chat_template=chat_template,
             tools=tools,
@@ -136,7 +136,7 @@ class LLM(LLMBase):
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
         """The most likely answers to each prompt: `[0].sequences`, the best first. Raises InvalidRequest as above."""
-        encoded = self._model.encode_prompts(prompts)
+        encoded = self._input_processor.encode_prompts(prompts)
         self._check_prompts(encoded)
         max_model_len = self.info.max_model_len
         check_task("generate", self.info.tasks)
@@ -145,13 +145,13 @@ class LLM(LLMBase):
             prompt_and_adapter: tuple[EncodedPrompt, Adapter | None], done: Callable[[], None]
         ) -> BeamSearchOutput:
             output = await beam_search(
-                self._client, self.tokenizer, self._next_id(), *prompt_and_adapter, params, max_model_len
+                self._client, self.tokenizer, self._next_request_id(), *prompt_and_adapter, params, max_model_len
             )
             done()
             return output
 
-        adapters = resolve_lora_requests(self._model.adapters, lora_request, len(encoded))
-        return self._run_all(list(zip(encoded, adapters, strict=True)), search_one, "searching", use_tqdm)
+        adapters = resolve_lora_requests(self._input_processor.adapters, lora_request, len(encoded))
+        return self._run_concurrently(list(zip(encoded, adapters, strict=True)), search_one, "searching", use_tqdm)
 
     def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool = False) -> Logprobs:
         """Log probabilities of given tokens by the model's own weights: see `quire.Forward.logprobs`."""
@@ -159,7 +159,7 @@ class LLM(LLMBase):
         if not isinstance(link, InProcessLink):
             message = "logprobs are computed by an engine in this process: not with multiprocessing or replicas"
             raise InvalidRequest(message, param="multiprocessing")
-        return self._run_coroutine(link.logprobs(token_ids, full_vocabulary=full_vocabulary))
+        return self._run_coroutine(link.compute_logprobs(token_ids, full_vocabulary=full_vocabulary))
 
     def replay(
         self,
@@ -175,7 +175,7 @@ class LLM(LLMBase):
         self._running_engine.check_awake()
         return self._run_coroutine(
             self._receipts.replay_receipt(
-                parsed_receipt, resolve_lora_requests(self._model.adapters, lora_request, 1), images
+                parsed_receipt, resolve_lora_requests(self._input_processor.adapters, lora_request, 1), images
             )
         )
 
@@ -241,16 +241,18 @@ class LLM(LLMBase):
             message = "load_weights gives tensors to an engine in this process: not with multiprocessing or replicas"
             raise InvalidRequest(f"{message}, but update_weights takes a folder", param="multiprocessing")
         stream = tensors.items() if isinstance(tensors, Mapping) else tensors
-        return self._record_version(
+        return self._register_weights_version(
             self._run_coroutine(self._weights.change(partial(link.load_tensors, stream), version=version))
         )
 
     def update_weights(self, path: str | os.PathLike[str], *, version: str | None = None) -> str:
         """The same with a folder of safetensors files, or a GGUF file. What is wrong by the files' headers raises
         InvalidRequest or ModelError before the weights are let go."""
-        return self._record_version(self._run_coroutine(self._weights.update(os.fspath(path), version=version)))
+        return self._register_weights_version(
+            self._run_coroutine(self._weights.update(os.fspath(path), version=version))
+        )
 
-    def _record_version(self, version: str) -> str:
+    def _register_weights_version(self, version: str) -> str:
         self._running_engine.hashes.register_version(version)
         return version
 
@@ -329,9 +331,11 @@ class LLM(LLMBase):
         pairs = [(firsts[0] if len(firsts) == 1 else firsts[i], second) for i, second in enumerate(seconds)]
         limit = self.info.max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
         if "classify" in self.info.tasks:
-            prompts, params = encode_pair_prompts(self.tokenizer, self._model.pooling, pairs, instruction, limit)
+            prompts, params = encode_pair_prompts(
+                self.tokenizer, self._input_processor.pooling, pairs, instruction, limit
+            )
             return self._pool_prompts([EncodedPrompt(None, ids) for ids in prompts], params, use_tqdm, lora_request)
-        if self._model.pooling.kind == "none":
+        if self._input_processor.pooling.kind == "none":
             raise InvalidRequest("score needs one vector of each text, not of each token (pooling_type)", param="model")
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         vectors = self.embed(texts, truncate_prompt_tokens=limit, use_tqdm=use_tqdm, lora_request=lora_request)
@@ -343,7 +347,8 @@ class LLM(LLMBase):
 
     def _encode_truncated(self, prompts: Prompt | Sequence[Prompt], truncate: int | None) -> list[EncodedPrompt]:
         return [
-            self._model.truncate_prompt(prompt, truncate, self.info) for prompt in self._model.encode_prompts(prompts)
+            self._input_processor.truncate_prompt(prompt, truncate, self.info)
+            for prompt in self._input_processor.encode_prompts(prompts)
         ]
 
     def _pool_prompts(
@@ -354,13 +359,13 @@ class LLM(LLMBase):
         lora_request: LoRARequests,
     ) -> list[PoolingRequestOutput]:
         each = [params] * len(prompts) if isinstance(params, PoolingParams) else params
-        self._check_prompts(prompts, room=0)
-        check_pooling_params(each, self.info, self._model.pooling)
-        adapters = resolve_lora_requests(self._model.adapters, lora_request, len(prompts))
+        self._check_prompts(prompts, min_free_tokens=0)
+        check_pooling_params(each, self.info, self._input_processor.pooling)
+        adapters = resolve_lora_requests(self._input_processor.adapters, lora_request, len(prompts))
         with progress_bar("reading", len(prompts), show_progress) as done:
             texts_and_ids = [prompt[:2] for prompt in prompts]
             return self._run_coroutine(
-                pool_prompts(self._client, texts_and_ids, each, adapters, done, self._model.pooling)
+                pool_prompts(self._client, texts_and_ids, each, adapters, done, self._input_processor.pooling)
             )
 
     def _generate_all(
@@ -378,15 +383,15 @@ class LLM(LLMBase):
             params_per_prompt(params, len(prompts), defaults),
             priority_per_prompt(priority, len(prompts)),
         )
-        adapters = resolve_lora_requests(self._model.adapters, lora_request, len(prompts))
-        task = partial(self._model.make_task, info=self.info, kind=RequestOutputKind.FINAL_ONLY)
+        adapters = resolve_lora_requests(self._input_processor.adapters, lora_request, len(prompts))
+        task = partial(self._input_processor.make_generation_task, info=self.info, kind=RequestOutputKind.FINAL_ONLY)
         tasks = [
-            task(self._next_id(), prompt, one, adapter=adapter, priority=first)
+            task(self._next_request_id(), prompt, one, adapter=adapter, priority=first)
             for prompt, one, adapter, first in zip(prompts, params_list, adapters, priorities, strict=True)
         ]
         self._check_prompts([task.prompt for task in tasks])
         answer = partial(self._generate_one, receipts=self._receipts if receipts else None)
-        return self._run_all(tasks, answer, "generating", show_progress)
+        return self._run_concurrently(tasks, answer, "generating", show_progress)
 
     async def _generate_one(
         self, task: GenerationTask, done: Callable[[], None], receipts: ReceiptMaker | None
@@ -395,7 +400,7 @@ class LLM(LLMBase):
         done()
         return final_output
 
-    def _run_all(
+    def _run_concurrently(
         self,
         items: Sequence[_W],
         run_one: Callable[[_W, Callable[[], None]], Coroutine[Any, Any, _T]],
@@ -415,12 +420,12 @@ class LLM(LLMBase):
         with progress_bar(description, len(items), show_progress) as done:
             return self._run_coroutine(run_everything(done))
 
-    def _check_prompts(self, prompts: Sequence[EncodedPrompt], room: int = 1) -> None:
+    def _check_prompts(self, prompts: Sequence[EncodedPrompt], min_free_tokens: int = 1) -> None:
         self._running_engine.check_awake()
         for index, prompt in enumerate(prompts):
-            self._model.check_prompt(prompt.token_ids, self.info, f"prompt {index}", room)
+            self._input_processor.check_prompt(prompt.token_ids, self.info, f"prompt {index}", min_free_tokens)
 
-    def _next_id(self) -> str:
+    def _next_request_id(self) -> str:
         return str(next(self._counter))
 
 

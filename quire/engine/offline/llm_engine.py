@@ -14,7 +14,7 @@ from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.errors import InvalidRequest
 from quire.engine.lora.local_adapters import LoRARequest, resolve_lora_requests
 from quire.engine.offline.offline_model import EncodedPrompt, Prompt, check_request_id
-from quire.engine.offline.options import ModelWithOptions, make_engine_config
+from quire.engine.offline.options import EngineArgsLike, make_engine_config
 from quire.engine.offline.outputs import RequestOutput
 from quire.engine.offline.params import RequestOutputKind, SamplingParams
 from quire.engine.offline.pooling_outputs import PoolingRequestOutput, check_pooling_params, pool_prompts
@@ -100,7 +100,7 @@ class LLMEngine:
     def __init__(self, running_engine: RunningEngine) -> None:
         config = running_engine.config
         info = running_engine.info
-        model = running_engine.model
+        model = running_engine.input_processor
         self.model_config = ModelConfig(
             config.model, config.tokenizer or config.model, info.dtype, info.max_model_len, model.vocab_size
         )
@@ -137,7 +137,7 @@ class LLMEngine:
         """Of requests: one that was aborted may still be ending when another has its id."""
 
     @classmethod
-    def from_engine_args(cls, engine_args: ModelWithOptions) -> LLMEngine:
+    def from_engine_args(cls, engine_args: EngineArgsLike) -> LLMEngine:
         """Raises as LLM does."""
         return cls(RunningEngine(make_engine_config(engine_args.model, engine_args.options)))
 
@@ -152,7 +152,7 @@ class LLMEngine:
 
     def get_tokenizer(self) -> Any:
         """As `LLM.get_tokenizer`."""
-        return self._running_engine.model.tokenizer.to_transformers()
+        return self._running_engine.input_processor.tokenizer.to_transformers()
 
     def add_request(
         self,
@@ -172,25 +172,25 @@ class LLMEngine:
         if not isinstance(params, SamplingParams | PoolingParams):
             message = f"params must be SamplingParams or PoolingParams, got {params!r}"
             raise InvalidRequest(message, param="params")
-        model, info = self._running_engine.model, self._running_engine.info
+        model, info = self._running_engine.input_processor, self._running_engine.info
         encoded = model.encode_prompt(prompt)
         (adapter,) = resolve_lora_requests(model.adapters, lora_request, 1)
         own_id = f"{request_id}.{next(self._request_numbers)}"
         work: AsyncIterator[RequestOrPoolingOutput]
         if isinstance(params, SamplingParams):
-            task = model.make_task(own_id, encoded, params, info, adapter=adapter, priority=priority)
+            task = model.make_generation_task(own_id, encoded, params, info, adapter=adapter, priority=priority)
             model.check_prompt(task.prompt.token_ids, info)
             work = stream_outputs(self._running_engine.client, model.tokenizer, task)
         else:
             encoded = model.truncate_prompt(encoded, None, info)
             model.check_prompt(encoded.token_ids, info, min_free_tokens=0)
             check_pooling_params([params], info, model.pooling)
-            work = _pool_request(self._running_engine, own_id, encoded, params, adapter)
+            work = _stream_pooling_output(self._running_engine, own_id, encoded, params, adapter)
         deltas = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
         request = _OpenRequest(request_id, deltas)
         self._open_requests[request_id] = (
             request,
-            self._running_engine.start_coroutine(_forward_outputs(self._output_queue, request, work)),
+            self._running_engine.start_coroutine(_queue_outputs(self._output_queue, request, work)),
         )
         return request_id
 
@@ -234,7 +234,7 @@ class LLMEngine:
         return self.get_num_unfinished_requests() > 0
 
 
-async def _forward_outputs(
+async def _queue_outputs(
     output_queue: _OutputQueue, request: _OpenRequest, work: AsyncIterator[RequestOrPoolingOutput]
 ) -> None:
     try:
@@ -244,7 +244,7 @@ async def _forward_outputs(
         output_queue.put((request, error))
 
 
-async def _pool_request(
+async def _stream_pooling_output(
     running_engine: RunningEngine,
     request_id: str,
     prompt: EncodedPrompt,
@@ -252,5 +252,7 @@ async def _pool_request(
     adapter: Adapter | None,
 ) -> AsyncIterator[PoolingRequestOutput]:
     pool_arguments = [prompt[:2]], [params], [adapter]
-    (output,) = await pool_prompts(running_engine.client, *pool_arguments, lambda: None, running_engine.model.pooling)
+    (output,) = await pool_prompts(
+        running_engine.client, *pool_arguments, lambda: None, running_engine.input_processor.pooling
+    )
     yield replace(output, request_id=request_id)

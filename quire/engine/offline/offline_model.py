@@ -24,7 +24,7 @@ from quire.engine.offline.params import RequestOutputKind, SamplingParams
 from quire.engine.offline.prompt_images import message_images, multi_modal_images
 from quire.engine.text.chat_messages import IMAGE_PART_TYPES
 from quire.engine.text.chat_template import ChatRenderer
-from quire.engine.text.conversation.literal_encoding import encode_literally
+from quire.engine.text.conversation.literal_encoding import encode_with_literal_texts
 from quire.engine.text.null_tokenizer import check_text_params, load_tokenizer
 from quire.engine.text.pooling_inputs import encode_truncated
 from quire.engine.types import EngineInfo
@@ -54,7 +54,7 @@ class EncodedPrompt(NamedTuple):
     text: str | None
     """None where it was given as token ids."""
     token_ids: list[int]
-    spans: tuple[types.Span, ...] = ()
+    spans: tuple[types.MediaSpan, ...] = ()
     images: tuple[types.Image, ...] = ()
 
 
@@ -99,7 +99,7 @@ class OfflineModel:
         if self.adapters is not None:
             self.adapters.use_engine_modules(info)
 
-    def default_params(self) -> SamplingParams:
+    def default_sampling_params(self) -> SamplingParams:
         """The model's generation_config.json. The object is the caller's to change."""
         return SamplingParams(**self._default_sampling)  # type: ignore[arg-type]
 
@@ -131,7 +131,7 @@ class OfflineModel:
             message = f"{name} must be a text or a list of token ids, got {type(prompt).__name__}"
             raise InvalidRequest(message, param="prompts") from None
 
-    def render_chats(
+    def encode_chats(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         *,
@@ -166,7 +166,9 @@ class OfflineModel:
                 )
             elif moved_texts:
                 prompts.append(
-                    EncodedPrompt(text, encode_literally(self.tokenizer, text, moved_texts, add_special_tokens=False))
+                    EncodedPrompt(
+                        text, encode_with_literal_texts(self.tokenizer, text, moved_texts, add_special_tokens=False)
+                    )
                 )
             else:
                 prompts.append(EncodedPrompt(text, ids))
@@ -183,8 +185,10 @@ class OfflineModel:
         """A text with images; `moved_texts`: see RenderedConversation. Raises InvalidRequest, naming the field."""
         if self.image_reader is None:
             raise InvalidRequest(f"{request_images[0].field_path}: {types.NO_IMAGES_REASON}", param="prompts")
-        encode = partial(encode_literally, self.tokenizer, moved=moved_texts, add_special_tokens=add_special_tokens)
-        prompt = self.image_reader.read_prompt(text, request_images, encode)
+        encode = partial(
+            encode_with_literal_texts, self.tokenizer, moved=moved_texts, add_special_tokens=add_special_tokens
+        )
+        prompt = self.image_reader.make_multimodal_prompt(text, request_images, encode)
         return EncodedPrompt(text, prompt.token_ids, prompt.spans, prompt.images)
 
     def truncate_prompt(self, prompt: EncodedPrompt, length: int | None, info: EngineInfo) -> EncodedPrompt:
@@ -198,7 +202,7 @@ class OfflineModel:
         truncated = ids[:length] if text is None else encode_truncated(self.tokenizer, [text], length, "right")[0]
         return EncodedPrompt(text, truncated)
 
-    def make_task(
+    def make_generation_task(
         self,
         id: str,
         prompt: EncodedPrompt,
@@ -264,9 +268,9 @@ class LLMBase:
             hint = f": {_VLLM_ALTERNATIVES[name]}" if name in _VLLM_ALTERNATIVES else ""
             raise AttributeError(f"{type(self).__name__} has no {name}{hint}", name=name, obj=self)
 
-    def __init__(self, model: OfflineModel, client: EngineClient) -> None:
-        self._model, self._client = model, client
-        self.tokenizer = model.tokenizer
+    def __init__(self, input_processor: OfflineModel, client: EngineClient) -> None:
+        self._input_processor, self._client = input_processor, client
+        self.tokenizer = input_processor.tokenizer
         self._counter = itertools.count()
         self._weights = Weights(client)
 
@@ -276,7 +280,7 @@ class LLMBase:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's generation_config.json: what calls without sampling_params get."""
-        return self._model.default_params()
+        return self._input_processor.default_sampling_params()
 
     def register_failure_callback(self, callback: Callable[[EngineError], None]) -> None:
         """Have `callback` called with the error once the engine is gone for good, but not when it is closed. It is
@@ -307,10 +311,10 @@ def as_prompt_list(prompts: Any) -> list[Any]:
         message = f"prompts must be a text, token ids, or a list of these, got {type(prompts).__name__}{advice}"
         raise InvalidRequest(message, param="prompts")
     prompt_list = list(prompts)  # of a table's column, whose rows may have any numbers, too
-    return [prompts] if prompt_list and _is_index(prompt_list[0]) else prompt_list
+    return [prompts] if prompt_list and _is_integer_like(prompt_list[0]) else prompt_list
 
 
-def _is_index(value: object) -> bool:
+def _is_integer_like(value: object) -> bool:
     try:
         operator.index(value)  # type: ignore[arg-type]
     except TypeError:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
 from quire.engine.config import CheckpointQuantization, Dtype, EngineConfig, OnlineQuantization, SpeculativeConfig
-from quire.engine.config_types import ignored_keys_reason
+from quire.engine.config_types import ignored_speculative_keys_reason
 from quire.engine.errors import ConfigError
 from quire.engine.settings.settings_reader import load_settings
 from quire.engine.unsupported_options import (
@@ -98,7 +98,7 @@ class EngineOptions(TypedDict, total=False):
     seed: int
 
 
-class ModelWithOptions(Protocol):
+class EngineArgsLike(Protocol):
     """`quire.EngineArgs`."""
 
     model: str | Path | None
@@ -130,19 +130,19 @@ def make_engine_config(model: str | Path | None, options: EngineOptions) -> Engi
     if model is not None and not isinstance(model, str | Path):
         raise ConfigError(f"model: must be a folder, a file or a hub id, got {model!r}")
     config_values: dict[str, Any] = {} if model is None else {"model": str(model)}
-    needless: dict[str, str] = {}
+    reasons_by_option: dict[str, str] = {}
     for name, value in options.items():
         ours = flag_aliases().get(name.replace("_", "-"), name).replace("-", "_")
         if name not in EngineConfig.model_fields and ours in EngineConfig.model_fields and ours not in options:
             config_values[ours] = value
         elif name in EngineConfig.model_fields and (why := redundant_value_reason(name, value)):
-            needless[name] = why
+            reasons_by_option[name] = why
         elif name in EngineConfig.model_fields or not (why := redundant_option_reason(name, value)):
             config_values[name] = value
         elif value is not None and value is not False:
-            needless[name] = why
-    if why := ignored_keys_reason(options.get("speculative_config")):
-        needless["speculative_config"] = why
-    if needless:
-        logger.warning(summarize_redundant(needless))
+            reasons_by_option[name] = why
+    if why := ignored_speculative_keys_reason(options.get("speculative_config")):
+        reasons_by_option["speculative_config"] = why
+    if reasons_by_option:
+        logger.warning(summarize_redundant(reasons_by_option))
     return load_settings(EngineConfig, config_values, origin="argument {key}")

@@ -37,7 +37,7 @@ _VLLM_ALTERNATIVES = {
     "extra_args": "there are no plugins that would read it",
 }
 """What to do instead of parameters of vLLM's that are not here."""
-_LOCAL_FIELDS = (
+_NON_ENGINE_FIELDS = (
     "bad_words",
     "structured_outputs",
     "truncate_prompt_tokens",
@@ -62,7 +62,7 @@ class RequestOutputKind(Enum):
     """The whole answer, once."""
 
 
-def with_suggestions(kind: type[_T]) -> type[_T]:
+def suggest_for_unknown_fields(kind: type[_T]) -> type[_T]:
     """A decorator of dataclasses: a parameter that they do not have is answered with what to write instead."""
     original_init = kind.__init__
     names = list(kind.__annotations__)
@@ -79,7 +79,7 @@ def with_suggestions(kind: type[_T]) -> type[_T]:
     return kind
 
 
-@with_suggestions
+@suggest_for_unknown_fields
 @dataclass
 class StructuredOutputsParams:
     """What the whole text of an answer must match: exactly one of the first five."""
@@ -115,7 +115,7 @@ class StructuredOutputsParams:
         return constraint_grammar(way, value, close=self.disable_additional_properties).grammar
 
 
-@with_suggestions
+@suggest_for_unknown_fields
 @dataclass(kw_only=True)
 class SamplingParams:
     """How to pick tokens and when to end. Raises InvalidRequest, naming the field, for a wrong value."""
@@ -174,8 +174,8 @@ class SamplingParams:
 
     def as_sent(self, **resolved: Any) -> types.SamplingParams:
         """What the engine gets, without what needs a tokenizer, or with that as `resolved`. Raises InvalidRequest."""
-        self._check_local_fields()
-        names = [each.name for each in dataclasses.fields(self) if each.name not in _LOCAL_FIELDS]
+        self._check_non_engine_fields()
+        names = [each.name for each in dataclasses.fields(self) if each.name not in _NON_ENGINE_FIELDS]
         fields = {name: _to_python(getattr(self, name)) for name in names}
         fields["stop"] = [self.stop] if isinstance(self.stop, str) else fields["stop"] or ()
         fields["stop_token_ids"] = fields["stop_token_ids"] or ()
@@ -202,7 +202,7 @@ class SamplingParams:
         check_allowed_tokens_remain(params, tokenizer.eos_token_ids)
         return params
 
-    def _check_local_fields(self) -> None:
+    def _check_non_engine_fields(self) -> None:
         """Raise InvalidRequest for wrong values of the fields that the engine does not get."""
         if self.logits_processors is not None:
             message = (
@@ -241,7 +241,7 @@ def _to_python(value: Any) -> Any:
     return [_to_python(each) for each in value] if isinstance(value, list | tuple | set) else value
 
 
-@with_suggestions
+@suggest_for_unknown_fields
 @dataclass(kw_only=True)
 class BeamSearchParams:
     """Of LLM.beam_search. Raises InvalidRequest for a wrong value."""

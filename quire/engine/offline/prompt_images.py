@@ -49,7 +49,7 @@ def multi_modal_images(data: Any, name: str) -> list[RequestImage]:
 def check_images(images: list[RequestImage]) -> list[RequestImage]:
     """Raises InvalidRequest for what is no image."""
     for each in images:
-        if not isinstance(each.content, bytes) and not hasattr(each.content, "getexif"):
-            kind = type(each.content).__name__
+        if not isinstance(each.file_or_image, bytes) and not hasattr(each.file_or_image, "getexif"):
+            kind = type(each.file_or_image).__name__
             raise InvalidRequest(f"{each.field_path}: must be an image of Pillow, got {kind}", param="prompts")
     return images

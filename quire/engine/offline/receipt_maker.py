@@ -37,8 +37,10 @@ class ReceiptMaker:
         return Receipt(
             id=task.id,
             created=int(clock.time()),
-            model=running_engine.model.name,
-            hashes=await running_engine.hashes.hash_versions(versions or [running_engine.client.link.weights_version]),
+            model=running_engine.input_processor.name,
+            hashes=await running_engine.hashes.get_receipt_hashes(
+                versions or [running_engine.client.link.weights_version]
+            ),
             computed=await running_engine.hashes.describe_compute(running_engine.info),
             adapter=AdapterReceipt.from_adapter(task.adapter),
             params=task.params,
@@ -51,16 +53,16 @@ class ReceiptMaker:
     ) -> ReplayVerdict:
         """`images`: of Pillow. Raises InvalidRequest for others, and where the model reads none."""
         running_engine = self._running_engine
-        reader = running_engine.model.image_reader
+        reader = running_engine.input_processor.image_reader
         request_images = check_images([RequestImage(f"images[{index}]", each) for index, each in enumerate(images)])
         if reader is None and request_images:
             raise InvalidRequest("images: this model reads no images", param="images")
         model = ReplayModel(
-            hashes=await running_engine.hashes.hash_versions([running_engine.client.link.weights_version]),
+            hashes=await running_engine.hashes.get_receipt_hashes([running_engine.client.link.weights_version]),
             computed=await running_engine.hashes.describe_compute(running_engine.info),
-            tokenizer=running_engine.model.tokenizer,
+            tokenizer=running_engine.input_processor.tokenizer,
             max_model_len=running_engine.info.max_model_len,
-            vocab_size=running_engine.model.vocab_size,
+            vocab_size=running_engine.input_processor.vocab_size,
             adapters={each.digest: each for each in adapters if each is not None},
             images={} if reader is None else images_by_digest(reader, request_images),
         )

@@ -35,20 +35,20 @@ class RunningEngine:
         """`multiprocessing`: the engine has a process of its own, which is replaced when it ends; several replicas have
         theirs anyway. Raises what starting the engine raises."""
         self.config = config
-        self.model = OfflineModel(config)
+        self.input_processor = OfflineModel(config)
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=self._loop.run_forever, name="quire-engine", daemon=True)
         thread.start()
         is_here = config.data_parallel_size == 1 and not multiprocessing
         self.client = EngineClient(InProcessLink(config)) if is_here else processes(config)
-        self.hashes = ModelHasher(config, self.model.tokenizer, self.client.link.weights_paths)
+        self.hashes = ModelHasher(config, self.input_processor.tokenizer, self.client.link.weights_paths)
         self.close = weakref.finalize(self, _stop_engine, self.client, self._loop, thread, self._pid)
         """Stop the engine. Also called when the object is collected or the interpreter exits."""
         self.info = self.run_coroutine(self.client.link.start())
         for note in self.info.notes:
             _log.warning("%s: %s", self.info.model, note)
-        self.model.set_engine_info(self.info)
+        self.input_processor.set_engine_info(self.info)
 
     def run_coroutine(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine on the engine's loop and wait for it; an interrupt of the waiting thread cancels it."""

@@ -18,7 +18,7 @@ from quire.engine.offline.outputs import (
 )
 from quire.engine.offline.params import RequestOutputKind
 from quire.engine.offline.receipt_maker import ReceiptMaker
-from quire.engine.receipts.receipt import ChoiceReceipt, truncate_versions
+from quire.engine.receipts.receipt import ChoiceReceipt, truncate_weight_versions
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import EngineCoreRequest
 
@@ -32,7 +32,7 @@ async def stream_outputs(
     Raises EngineError when the engine fails it.
     """
     params = task.params
-    requests = _make_requests(task)
+    requests = _make_choice_requests(task)
     names = [each.id for each in requests]
     builders = {
         name: CompletionBuilder(tokenizer, task.prompt.token_ids, params, index, detokenize=task.detokenize)
@@ -69,7 +69,7 @@ async def stream_outputs(
                 continue
             request_output.finished = all(builder.completion.finished() for builder in builders.values())
             if request_output.finished:
-                await _finish_output(request_output, task, stream, choice_receipts, builders, receipts)
+                await _add_versions_and_receipt(request_output, task, stream, choice_receipts, builders, receipts)
                 request_output.metrics = _find_metrics(client, names[0])
             delta = task.output_kind is RequestOutputKind.DELTA
             yield replace(
@@ -79,13 +79,13 @@ async def stream_outputs(
     finally:
         stream.close()
     if task.output_kind is RequestOutputKind.FINAL_ONLY:
-        await _finish_output(request_output, task, stream, choice_receipts, builders, receipts)
+        await _add_versions_and_receipt(request_output, task, stream, choice_receipts, builders, receipts)
         request_output.finished, request_output.metrics = True, _find_metrics(client, names[0])
         request_output.outputs = [builder.completion for builder in builders.values()]
         yield request_output
 
 
-def _make_requests(task: GenerationTask) -> list[EngineCoreRequest]:
+def _make_choice_requests(task: GenerationTask) -> list[EngineCoreRequest]:
     """One for each choice."""
     return [
         EngineCoreRequest(
@@ -102,7 +102,7 @@ def _make_requests(task: GenerationTask) -> list[EngineCoreRequest]:
     ]
 
 
-async def _finish_output(
+async def _add_versions_and_receipt(
     request_output: RequestOutput,
     task: GenerationTask,
     stream: OutputStream,
@@ -113,7 +113,7 @@ async def _finish_output(
     """Which weights computed which tokens, and the receipt."""
     assert stream.versions is not None
     for name, record in choice_receipts.items():
-        record.versions = truncate_versions(stream.versions.get(name, []), len(record.token_ids))
+        record.versions = truncate_weight_versions(stream.versions.get(name, []), len(record.token_ids))
         builders[name].completion.weights_versions = list(record.versions)
         record.finish_reason = builders[name].completion.finish_reason or ""
     if receipts is not None:

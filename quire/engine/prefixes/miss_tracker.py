@@ -16,15 +16,15 @@ from quire.engine.core.stats import EngineStats, StepRecord
 from quire.engine.prefixes.prefix_tree import (
     EMPTY_TREE_BYTES,
     PIECE_TOKENS,
+    CacheNamespace,
     Conversation,
     Neighbour,
-    Origin,
     PrefixMatch,
     PrefixTree,
     Visit,
 )
 from quire.engine.prefixes.token_diff import TOKEN_BYTES, find_equal_runs
-from quire.engine.types import EngineCoreRequest, MissReason, PrefixDivergence, PrefixReport
+from quire.engine.types import EngineCoreRequest, MissReason, PrefixDivergence, PrefixMissReport
 
 MAX_TENANT_BYTES = 16 << 20
 """The limit for one tenant: about 900,000 tokens."""
@@ -44,7 +44,7 @@ class _OpenRequest:
     turn: _Turn
     visit: Visit | None = None
     """None: no engine has started it, or that engine has ended."""
-    report: PrefixReport | None = None
+    report: PrefixMissReport | None = None
     num_computed: int = 0
     """The number of prompt tokens that were computed."""
     seconds: float = 0.0
@@ -61,7 +61,7 @@ class _Turn:
 
 
 @dataclass(slots=True)
-class _EngineCache:
+class _EngineCacheInfo:
     generation: int = 0
     stats: EngineStats = field(default_factory=EngineStats)
 
@@ -71,7 +71,7 @@ class PrefixMissTracker:
         self, engines: int, max_tenant_bytes: int = MAX_TENANT_BYTES, max_total_bytes: int = MAX_TOTAL_BYTES
     ) -> None:
         """`engines`: how many engines there are, each with its own cache."""
-        self._engines = [_EngineCache() for _ in range(engines)]
+        self._engines = [_EngineCacheInfo() for _ in range(engines)]
         self._max_tenant_bytes, self._max_total_bytes = max_tenant_bytes, max_total_bytes
         self._trees: OrderedDict[str, PrefixTree] = OrderedDict()
         """By owner (see `_tree_of_request`), the most recent owner at the end."""
@@ -106,13 +106,13 @@ class PrefixMissTracker:
                 open_request.num_computed += count
                 open_request.seconds += (step.computed_at - step.scheduled_at) * count / max(step.num_tokens, 1)
 
-    def get_report(self, request_id: str) -> PrefixReport | None:
+    def get_report(self, request_id: str) -> PrefixMissReport | None:
         """The report for a request, once its first output has come."""
         open_request = self._open_requests.get(request_id)
         if open_request is None or (report := open_request.report) is None:
             return None
         share = min(report.num_missed_tokens / max(open_request.num_computed, 1), 1.0)
-        return PrefixReport(
+        return PrefixMissReport(
             report.tokens_by_reason,
             round(open_request.seconds * share, 6),
             report.conversation,
@@ -154,24 +154,26 @@ class PrefixMissTracker:
         """An engine starts a request. It has found `num_cached` of its tokens in its cache."""
         request = open_request.request
         adapter = "" if request.adapter is None else request.adapter.digest
-        origin = Origin(request.cache_salt, adapter, weights)
+        namespace = CacheNamespace(request.cache_salt, adapter, weights)
         tree, tokens = self._tree_of_request(request), _encode_tokens(request)
-        walk = tree.match_prefix(tokens, origin)
+        prefix_match = tree.match_prefix(tokens, namespace)
         comparison = _PromptComparison(
-            walk, tokens, origin, min(num_cached, len(request.prompt_ids)), self._engines, engine
+            prefix_match, tokens, namespace, min(num_cached, len(request.prompt_ids)), self._engines, engine
         )
         missed, own_load = comparison.count_lost_tokens(tree.total_load)
-        other_misses = comparison.count_other_origins()
+        other_misses = comparison.count_other_namespaces()
         nearest = None
-        similar_visit = walk.tail_visit or (walk.matched_visits[-1] if walk.matched_visits else None)
+        similar_visit = prefix_match.tail_visit or (
+            prefix_match.matched_visits[-1] if prefix_match.matched_visits else None
+        )
         earlier = (
             similar_visit
-            if similar_visit is not None and walk.num_common_tokens >= similar_visit.prompt_tokens
+            if similar_visit is not None and prefix_match.num_common_tokens >= similar_visit.prompt_tokens
             else None
         )
         is_repeat = earlier is not None and earlier.prompt_tokens == len(request.prompt_ids)
-        if walk.neighbours and not other_misses and num_cached <= walk.num_common_tokens:
-            nearest, num_moved, rewritten_visit, same_end = comparison.find_nearest()
+        if prefix_match.neighbours and not other_misses and num_cached <= prefix_match.num_common_tokens:
+            nearest, num_moved, rewritten_visit, same_end = comparison.find_nearest_divergence()
             if rewritten_visit is not None:
                 earlier, is_repeat = rewritten_visit, same_end
             other_misses = Counter(
@@ -185,10 +187,12 @@ class PrefixMissTracker:
             turn.conversation, turn.turn_number = _next_turn(earlier, request.id, is_repeat=is_repeat)
         if open_request.report is None:
             reasons = sorted(missed.items(), key=lambda each: -each[1])
-            open_request.report = PrefixReport(reasons, 0.0, turn.conversation.id, turn.turn_number, own_load, nearest)
+            open_request.report = PrefixMissReport(
+                reasons, 0.0, turn.conversation.id, turn.turn_number, own_load, nearest
+            )
         generation = self._engines[engine].generation
         open_request.visit = Visit(
-            origin, engine, generation, len(request.prompt_ids), turn.conversation, turn.turn_number, num_cached
+            namespace, engine, generation, len(request.prompt_ids), turn.conversation, turn.turn_number, num_cached
         )
         self._store_visit(tree, tokens, open_request.visit)
 
@@ -222,11 +226,11 @@ class PrefixMissTracker:
 class _PromptComparison:
     """Compares one prompt with what is known about its beginning."""
 
-    walk: PrefixMatch
+    prefix_match: PrefixMatch
     tokens: bytes
-    origin: Origin
+    namespace: CacheNamespace
     num_cached: int
-    engines: Sequence[_EngineCache]
+    engines: Sequence[_EngineCacheInfo]
     engine: int
 
     @property
@@ -241,12 +245,16 @@ class _PromptComparison:
     def count_lost_tokens(self, load: int) -> tuple[Counter[MissReason], bool]:
         """Counts, by reason, the tokens that were computed before after the same tokens, but were not found. The second
         value says whether the tenant's own `load` explains evictions."""
-        walk = self.walk
+        prefix_match = self.prefix_match
         missed = Counter[MissReason]()
         own_load = False
-        num_comparable = min(walk.num_common_tokens // self._match_unit * self._match_unit, self._max_cached)
+        num_comparable = min(prefix_match.num_common_tokens // self._match_unit * self._match_unit, self._max_cached)
         for index in range(self.num_cached // PIECE_TOKENS, -(-num_comparable // PIECE_TOKENS)):
-            visit = walk.matched_visits[index] if index < len(walk.matched_visits) else walk.tail_visit
+            visit = (
+                prefix_match.matched_visits[index]
+                if index < len(prefix_match.matched_visits)
+                else prefix_match.tail_visit
+            )
             assert visit is not None
             begin, end = max(index * PIECE_TOKENS, self.num_cached), min((index + 1) * PIECE_TOKENS, num_comparable)
             reason = self._miss_reason(visit, end)
@@ -256,16 +264,16 @@ class _PromptComparison:
                 own_load |= reason == "evicted" and load - visit.tenant_load >= capacity
         return missed, own_load
 
-    def count_other_origins(self) -> Counter[MissReason]:
+    def count_other_namespaces(self) -> Counter[MissReason]:
         """Counts the tokens after these that were computed after the same tokens, but with another origin."""
-        walk, missed = self.walk, Counter[MissReason]()
-        for index, visit in enumerate(walk.other_visits, len(walk.matched_visits)):
+        prefix_match, missed = self.prefix_match, Counter[MissReason]()
+        for index, visit in enumerate(prefix_match.other_visits, len(prefix_match.matched_visits)):
             begin, end = (
-                max(index * PIECE_TOKENS, self.num_cached, walk.num_common_tokens),
+                max(index * PIECE_TOKENS, self.num_cached, prefix_match.num_common_tokens),
                 min((index + 1) * PIECE_TOKENS, self._max_cached),
             )
-            if begin < end and visit.num_computed >= end and visit.origin != self.origin:
-                missed[self._origin_reason(visit.origin)] += end - begin
+            if begin < end and visit.num_computed >= end and visit.namespace != self.namespace:
+                missed[self._namespace_reason(visit.namespace)] += end - begin
         return missed
 
     def _miss_reason(self, visit: Visit, end: int) -> MissReason | None:
@@ -276,16 +284,16 @@ class _PromptComparison:
             return "replica"
         return "evicted" if visit.cache_generation == self.engines[self.engine].generation else "restarted"
 
-    def _origin_reason(self, origin: Origin) -> MissReason:
-        if origin.weights != self.origin.weights:
+    def _namespace_reason(self, namespace: CacheNamespace) -> MissReason:
+        if namespace.weights != self.namespace.weights:
             return "weights"
-        return "adapter" if origin.adapter != self.origin.adapter else "cache_salt"
+        return "adapter" if namespace.adapter != self.namespace.adapter else "cache_salt"
 
-    def find_nearest(self) -> tuple[PrefixDivergence, int, Visit | None, bool]:
+    def find_nearest_divergence(self) -> tuple[PrefixDivergence, int, Visit | None, bool]:
         """Returns four things: where the prompt first differs from the nearest earlier sequence; how many of its later
         tokens occur in that sequence too; the sequence's visit, if the prompt continues its conversation; and whether
         both prompts have the same end, so that the later one is the earlier one in another form."""
-        comparisons = [self._compare_neighbour(each) for each in self.walk.neighbours]
+        comparisons = [self._compare_neighbour(each) for each in self.prefix_match.neighbours]
         is_same_conversation, num_shared, same_end, nearest_neighbour = max(
             comparisons, key=lambda comparison: comparison[:2]
         )  # equal ones: the first is the nearest

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from quire.engine.prefixes.token_diff import TOKEN_BYTES, common_prefix
+from quire.engine.prefixes.token_diff import TOKEN_BYTES, common_prefix_length
 
 PIECE_TOKENS = 64
 """The tokens of a piece. The last piece of a sequence may have fewer."""
@@ -17,7 +17,7 @@ EMPTY_TREE_BYTES = 2000
 """The size of an empty tree."""
 NODE_BYTES = 900
 """The size of a piece without its tokens but with its place in the order of use. Measured, and rounded up."""
-_MAX_ORIGINS = 3
+_MAX_NAMESPACES = 3
 """How many origins (salts, adapters, versions) each piece remembers."""
 _MAX_NEIGHBOURS = 32
 """How many pieces after an equal beginning are compared with a prompt, the most recently used first."""
@@ -25,7 +25,7 @@ _MAX_COMPARED_TOKENS = 65_536
 """How many tokens after a difference are compared."""
 
 
-class Origin(NamedTuple):
+class CacheNamespace(NamedTuple):
     """What a prefix was computed with. Prefixes of different origins share no pages."""
 
     salt: str
@@ -44,7 +44,7 @@ class Conversation:
 class Visit:
     """A request that computed some pieces, or found them cached."""
 
-    origin: Origin
+    namespace: CacheNamespace
     engine: int
     cache_generation: int
     """The number of the engine's cache, which counts up when the cache is lost."""
@@ -69,8 +69,8 @@ class PrefixNode:
     children: dict[bytes, PrefixNode] | None = None
     """In the order of their use, the last used at the end."""
 
-    def find_visit(self, origin: Origin) -> Visit | None:
-        return next((each for each in self.visits if each.origin == origin), None)
+    def find_visit(self, namespace: CacheNamespace) -> Visit | None:
+        return next((each for each in self.visits if each.namespace == namespace), None)
 
 
 class Neighbour(NamedTuple):
@@ -116,18 +116,18 @@ class PrefixTree:
         """All pieces in the order of their use, the last used at the end. A piece comes after the pieces that follow it
         in a sequence."""
 
-    def match_prefix(self, tokens: bytes, origin: Origin) -> PrefixMatch:
+    def match_prefix(self, tokens: bytes, namespace: CacheNamespace) -> PrefixMatch:
         """What is known about the beginning of a sequence."""
         prefix_match, node = PrefixMatch(), self._root
         num_pieces = len(tokens) // (PIECE_TOKENS * TOKEN_BYTES)
         for index in range(num_pieces):
             visit, child = None, self._child_at(node, tokens, index)
-            if child is None or (visit := child.find_visit(origin)) is None:
+            if child is None or (visit := child.find_visit(namespace)) is None:
                 break
             prefix_match.matched_visits.append(visit)
             node = child
         self._find_neighbours(
-            prefix_match, node, tokens[len(prefix_match.matched_visits) * PIECE_TOKENS * TOKEN_BYTES :], origin
+            prefix_match, node, tokens[len(prefix_match.matched_visits) * PIECE_TOKENS * TOKEN_BYTES :], namespace
         )
         for index in range(len(prefix_match.matched_visits), num_pieces):
             if (child := self._child_at(node, tokens, index)) is None:
@@ -144,13 +144,13 @@ class PrefixTree:
             key = tokens[at : at + size]
             child = None if node.children is None else node.children.pop(key, None)
             if child is None:
-                self._drop_shorter_nodes(node, key, visit.origin)
+                self._drop_shorter_nodes(node, key, visit.namespace)
                 child = PrefixNode(key, node)
                 self.num_bytes += NODE_BYTES + len(key)
             node.children = node.children or {}
             node.children[key] = child  # at the end
-            others = [each for each in child.visits if each.origin != visit.origin]
-            child.visits = (visit, *others[: _MAX_ORIGINS - 1])
+            others = [each for each in child.visits if each.namespace != visit.namespace]
+            child.visits = (visit, *others[: _MAX_NAMESPACES - 1])
             path.append(child)
             node = child
         for child in reversed(path):
@@ -174,11 +174,11 @@ class PrefixTree:
         if not parent.children:
             parent.children = None
 
-    def _drop_shorter_nodes(self, node: PrefixNode, key: bytes, origin: Origin) -> None:
+    def _drop_shorter_nodes(self, node: PrefixNode, key: bytes, namespace: CacheNamespace) -> None:
         """Drop short last pieces that the new piece begins with, such as the end of a prompt when its answer comes."""
         for child in [*islice(reversed((node.children or {}).values()), 4)]:
-            has_one_origin = all(each.origin == origin for each in child.visits)
-            if has_one_origin and len(child.tokens) < len(key) and key.startswith(child.tokens):
+            has_one_namespace = all(each.namespace == namespace for each in child.visits)
+            if has_one_namespace and len(child.tokens) < len(key) and key.startswith(child.tokens):
                 del self._nodes_by_use[child]
                 self._remove_node(child)
 
@@ -188,14 +188,16 @@ class PrefixTree:
             return None
         return node.children.get(tokens[index * PIECE_TOKENS * TOKEN_BYTES : (index + 1) * PIECE_TOKENS * TOKEN_BYTES])
 
-    def _find_neighbours(self, prefix_match: PrefixMatch, node: PrefixNode, rest: bytes, origin: Origin) -> None:
+    def _find_neighbours(
+        self, prefix_match: PrefixMatch, node: PrefixNode, rest: bytes, namespace: CacheNamespace
+    ) -> None:
         """Compare a sequence with others that have the same pieces up to `node`. `rest`: its tokens after these."""
         num_matched = len(prefix_match.matched_visits) * PIECE_TOKENS
         candidates: list[tuple[int, PrefixNode, Visit]] = []
         for child in islice(reversed((node.children or {}).values()), _MAX_NEIGHBOURS):
-            visit = child.find_visit(origin)
+            visit = child.find_visit(namespace)
             if visit is not None:
-                candidates.append((common_prefix(child.tokens, rest), child, visit))
+                candidates.append((common_prefix_length(child.tokens, rest), child, visit))
         if not candidates:
             return
         candidates.sort(key=lambda each: -each[0])  # stable: equal ones stay in the order of use
@@ -209,11 +211,11 @@ class PrefixTree:
         if prefix_match.num_tail_tokens * TOKEN_BYTES == len(rest):
             return  # an earlier sequence continues this one
         for count, child, visit in candidates[:3]:
-            tail, last_visit = self._follow_sequence(child, origin, visit)
+            tail, last_visit = self._follow_sequence(child, namespace, visit)
             prefix_match.neighbours.append(Neighbour(num_matched + count, tail[count * TOKEN_BYTES :], last_visit))
 
     @staticmethod
-    def _follow_sequence(node: PrefixNode, origin: Origin, visit: Visit) -> tuple[bytes, Visit]:
+    def _follow_sequence(node: PrefixNode, namespace: CacheNamespace, visit: Visit) -> tuple[bytes, Visit]:
         """The tokens of a piece and of the most recently used pieces that follow it, and the visit of the last one."""
         parts = [node.tokens]
         while node.children and len(parts) * PIECE_TOKENS < _MAX_COMPARED_TOKENS:
@@ -221,7 +223,7 @@ class PrefixTree:
                 (
                     (child, child_visit)
                     for child in islice(reversed(node.children.values()), 4)
-                    if (child_visit := child.find_visit(origin))
+                    if (child_visit := child.find_visit(namespace))
                 ),
                 None,
             )

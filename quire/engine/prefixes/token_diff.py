@@ -20,7 +20,7 @@ class EqualRun(NamedTuple):
     length: int
 
 
-def common_prefix(first: bytes, second: bytes) -> int:
+def common_prefix_length(first: bytes, second: bytes) -> int:
     """The number of tokens with which both sequences start."""
     low, high = 0, min(len(first), len(second)) // TOKEN_BYTES
     if first[: high * TOKEN_BYTES] == second[: high * TOKEN_BYTES]:
@@ -79,7 +79,7 @@ def _count_equal_bytes(first: bytes, first_start: int, second: bytes, second_sta
         if min(len(first) - first_start, len(second) - second_start) <= count + size:
             return min(len(first) - first_start, len(second) - second_start)
         count, size = count + size, 2 * size
-    rest = common_prefix(
+    rest = common_prefix_length(
         first[first_start + count : first_start + count + size],
         second[second_start + count : second_start + count + size],
     )

@@ -48,7 +48,7 @@ class ModelHasher:
         self._files[version] = self._weight_files_of_version(version)
         self._weight_hashes.pop(version, None)
 
-    async def hash_versions(self, versions: Iterable[str]) -> ReceiptHashes:
+    async def get_receipt_hashes(self, versions: Iterable[str]) -> ReceiptHashes:
         """With those of these versions of the weights."""
         config, tokenizer, template, _ = await self._get_fixed_hashes()
         weights = {version: await self._weights_hash(version) for version in dict.fromkeys(versions)}
@@ -74,7 +74,9 @@ class ModelHasher:
     async def _get_fixed_hashes(self) -> tuple[str, str, str, str]:
         """The hashes of config.json, tokenizer, template and code."""
         if self._fixed_hashes is None:
-            self._fixed_hashes = asyncio.create_task(asyncio.to_thread(hash_model_files, self._config, self._tokenizer))
+            self._fixed_hashes = asyncio.create_task(
+                asyncio.to_thread(hash_all_but_weights, self._config, self._tokenizer)
+            )
         return await asyncio.shield(self._fixed_hashes)
 
     async def _weights_hash(self, version: str) -> str | None:
@@ -106,7 +108,7 @@ def _find_weight_files(config: EngineConfig) -> WeightFiles | None:
         return None
 
 
-def hash_model_files(config: EngineConfig, tokenizer: Tokenizer) -> tuple[str, str, str, str]:
+def hash_all_but_weights(config: EngineConfig, tokenizer: Tokenizer) -> tuple[str, str, str, str]:
     """Of config.json, the tokenizer, its chat templates, and the code of kernels, layers and models."""
     model = ModelFiles(model_path(config)).read_json_file("config.json")
     tokenizer_text = f"{tokenizer.backend.to_str()}{tokenizer.eos_token_ids}"

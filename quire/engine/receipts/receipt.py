@@ -9,7 +9,7 @@ import msgspec
 
 from quire.engine.errors import InvalidRequest
 from quire.engine.link.output_stream import Versions, add_tokens
-from quire.engine.types import Adapter, EngineCoreOutput, SamplingParams, Span, TokenLogprob
+from quire.engine.types import Adapter, EngineCoreOutput, MediaSpan, SamplingParams, TokenLogprob
 
 
 class ComputeInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +52,7 @@ class PromptReceipt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Spans of ids that stand for images: start, count, and the hash of the resized pixels, in hexadecimal."""
 
     @classmethod
-    def from_prompt(cls, ids: Sequence[int], spans: Sequence[Span]) -> PromptReceipt:
+    def from_prompt(cls, ids: Sequence[int], spans: Sequence[MediaSpan]) -> PromptReceipt:
         return cls(ids=list(ids), images=[(each.start, each.count, each.digest.hex()) for each in spans])
 
 
@@ -127,14 +127,14 @@ def decode_receipt(content: bytes) -> Receipt:
     bad_choices = [
         each.index for each in receipt.choices if not 0 <= each.index // receipt.params.n < len(receipt.prompts)
     ]
-    if bad_choices or not all(map(_is_consistent, receipt.choices)):
+    if bad_choices or not all(map(_is_consistent_choice, receipt.choices)):
         raise InvalidRequest(
             "this is no receipt: its choices do not fit its prompts, or versions and log probabilities their tokens"
         )
     return receipt
 
 
-def _is_consistent(choice: ChoiceReceipt) -> bool:
+def _is_consistent_choice(choice: ChoiceReceipt) -> bool:
     """Whether a choice has a version and, if any, a log probability of each of its tokens."""
     counts = [count for _, count in choice.versions]
     if min(counts, default=0) < 0 or sum(counts) != len(choice.token_ids):
@@ -158,7 +158,7 @@ def logprob_values(logprobs: Iterable[TokenLogprob | None]) -> list[float | None
     return [None if each is None or each.logprob == -float("inf") else each.logprob for each in logprobs]
 
 
-def truncate_versions(versions: Versions, count: int) -> Versions:
+def truncate_weight_versions(versions: Versions, count: int) -> Versions:
     """Of the first `count` tokens."""
     truncated: Versions = []
     for version, tokens in versions:

@@ -20,7 +20,7 @@ from quire.engine.receipts.receipt import (
     logprob_values,
 )
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import Adapter, EngineCoreRequest, Image, Span
+from quire.engine.types import Adapter, EngineCoreRequest, Image, MediaSpan
 
 ReplayOutcome = Literal["equal", "different", "refused"]
 
@@ -78,7 +78,7 @@ async def replay_receipt(receipt: Receipt, model: ReplayModel, client: EngineCli
     num_compared = 0
     for segment in segments:
         try:
-            difference = await _compare_segment(receipt, segment, model, client)
+            difference = await _replay_and_compare_segment(receipt, segment, model, client)
         except InvalidRequest as error:
             return ReplayVerdict(receipt.id, "refused", error.message, num_compared, warning)
         if difference is not None:
@@ -113,7 +113,7 @@ def refusal_reason(receipt: Receipt, model: ReplayModel) -> str | None:
     if missing_images := sorted(digests - model.images.keys()):
         why = f"it has images, of which a receipt keeps hashes alone ({missing_images[0]})"
         return f"{why}: --image FILE, or images of LLM.replay, gives their pixels"
-    invalid_token_id = next((id for id in receipt_token_ids(receipt) if not 0 <= id < model.vocab_size), None)
+    invalid_token_id = next((id for id in all_receipt_token_ids(receipt) if not 0 <= id < model.vocab_size), None)
     if invalid_token_id is not None:
         return f"its token id {invalid_token_id} is outside this model's vocabulary of {model.vocab_size}"
     if any(not 0 <= choice.seed < 2**63 for choice in receipt.choices):
@@ -128,7 +128,7 @@ def refusal_reason(receipt: Receipt, model: ReplayModel) -> str | None:
     return None
 
 
-def receipt_token_ids(receipt: Receipt) -> Iterator[int]:
+def all_receipt_token_ids(receipt: Receipt) -> Iterator[int]:
     """All token ids in a receipt."""
     params = receipt.params
     yield from chain.from_iterable(prompt.ids for prompt in receipt.prompts)
@@ -176,7 +176,7 @@ def split_segments(receipt: Receipt, weights: str | None) -> tuple[list[ReplaySe
     return segments, num_other_tokens
 
 
-async def _compare_segment(
+async def _replay_and_compare_segment(
     receipt: Receipt, segment: ReplaySegment, model: ReplayModel, client: EngineClient
 ) -> str | None:
     """The first difference of a piece from what is computed now. Raises InvalidRequest for what the engine refuses."""
@@ -228,7 +228,7 @@ def _make_replay_request(receipt: Receipt, segment: ReplaySegment, model: Replay
         seed=choice.seed,
         emitted_ids=choice.token_ids[: segment.begin],
         adapter=None if receipt.adapter is None else model.adapters[receipt.adapter.digest],
-        spans=tuple(Span(start, count, bytes.fromhex(digest)) for start, count, digest in prompt.images),
+        spans=tuple(MediaSpan(start, count, bytes.fromhex(digest)) for start, count, digest in prompt.images),
         images=tuple(model.images[digest] for digest in digests),
     )
 

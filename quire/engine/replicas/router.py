@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from quire.engine.core.block_pool import block_hash, extra_keys, root_hash
+from quire.engine.core.block_pool import block_hash, media_extra_keys, root_hash
 from quire.engine.types import EngineCoreRequest
 
 PIECE = 16
@@ -30,7 +30,7 @@ def prefix_pieces(request: EngineCoreRequest) -> list[bytes]:
     ids = request.prompt_ids
     parent, found = root_hash(request.cache_salt, "" if request.adapter is None else request.adapter.digest), []
     for end in range(PIECE, len(ids) + 1, PIECE):
-        contents = extra_keys(request.spans, end - PIECE, end)
+        contents = media_extra_keys(request.spans, end - PIECE, end)
         parent = block_hash(parent, ids[end - PIECE : end], contents)
         found.append(parent)
     return found

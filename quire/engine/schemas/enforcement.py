@@ -71,7 +71,7 @@ WEAKEST_LEVEL = 3
 """The level at which `weaken_schema` says no more than that there is an object."""
 
 
-def without_annotations(schema: Schema) -> Schema:
+def without_unenforced_formats(schema: Schema) -> Schema:
     """The schema without values of `format` that are annotations."""
 
     def drop_annotation(one: dict[str, Any]) -> dict[str, Any]:
@@ -79,17 +79,17 @@ def without_annotations(schema: Schema) -> Schema:
             return one
         return {name: value for name, value in one.items() if name != "format"}
 
-    return rewrite_schema(schema, drop_annotation)
+    return map_schemas_bottom_up(schema, drop_annotation)
 
 
-def rewrite_schema(schema: Schema, change: Callable[[dict[str, Any]], Any]) -> Schema:
+def map_schemas_bottom_up(schema: Schema, change: Callable[[dict[str, Any]], Any]) -> Schema:
     """A copy, every schema in it that is an object replaced by what `change` makes of it, inner ones first."""
     if not isinstance(schema, dict):
         return schema
-    copy = with_own_children(schema, lambda _, one: rewrite_schema(one, change))
+    copy = with_own_children(schema, lambda _, one: map_schemas_bottom_up(one, change))
     for name in DEFINITION_KEYWORDS:
         if isinstance(copy.get(name), dict):
-            copy[name] = {key: rewrite_schema(one, change) for key, one in copy[name].items()}
+            copy[name] = {key: map_schemas_bottom_up(one, change) for key, one in copy[name].items()}
     return change(copy)
 
 
@@ -102,7 +102,7 @@ def check_exact_numbers(schema: Schema) -> None:
                 raise _inexact_error(f"{place}/{keyword}", one[keyword])
         values = one.get("enum")
         for value in [one.get("const"), *(values if isinstance(values, list) else [])]:
-            if (wrong := _inexact_number(value)) is not None:
+            if (wrong := _find_inexact_integer(value)) is not None:
                 raise _inexact_error(f"{place}/{'const' if value is one.get('const') else 'enum'}", wrong)
 
 
@@ -112,7 +112,7 @@ def _inexact_error(place: str, number: int) -> InvalidRequest:
     return InvalidRequest(f"{place.lstrip('/').replace('/', '.')}: {shown} {why}", param="grammar")
 
 
-def _inexact_number(value: Any) -> int | None:
+def _find_inexact_integer(value: Any) -> int | None:
     """An integer in a JSON value that no double is equal to."""
     pending = [value]
     while pending:
@@ -148,12 +148,12 @@ def weaken_schema(schema: Schema, level: int) -> dict[str, Any]:
     if level >= WEAKEST_LEVEL or not isinstance(schema, dict):
         return {"type": "object"}
     if level == 2:
-        return _argument_types(schema)
+        return _argument_types_schema(schema)
     try:
         references: SchemaReferences | None = SchemaReferences(schema)
     except UnresolvableReference:
         references = None
-    weakened = rewrite_schema(
+    weakened = map_schemas_bottom_up(
         schema, lambda one: _keep_enforceable(one, _TYPE_KEYWORDS if level else _ENFORCED_KEYWORDS, references)
     )
     return {**weakened, "type": "object"} if isinstance(weakened, dict) else {"type": "object"}
@@ -196,12 +196,12 @@ def _is_type_value(value: Any) -> bool:
     return isinstance(kinds, list) and bool(kinds) and all(kind in _TYPE_NAMES for kind in map(str, kinds))
 
 
-def _is_const_value(value: Any) -> bool:
-    return _inexact_number(value) is None
+def _is_enforceable_const(value: Any) -> bool:
+    return _find_inexact_integer(value) is None
 
 
-def _is_enum_value(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and _inexact_number(value) is None
+def _is_enforceable_enum(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and _find_inexact_integer(value) is None
 
 
 def _is_name_list(value: Any) -> bool:
@@ -249,8 +249,8 @@ _VALUE_CHECKS: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(_COUNT_KEYWORDS, _is_count_value),
     "items": _is_items_value,
     "type": _is_type_value,
-    "const": _is_const_value,
-    "enum": _is_enum_value,
+    "const": _is_enforceable_const,
+    "enum": _is_enforceable_enum,
     "required": _is_name_list,
     "pattern": _is_text,
     "format": _is_enforced_format,
@@ -266,7 +266,7 @@ def _is_resolvable(reference: Any, references: SchemaReferences) -> bool:
     return True
 
 
-def _argument_types(schema: dict[str, Any]) -> dict[str, Any]:
+def _argument_types_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """The names of arguments, the types of those that are plain, and which are required."""
     named, required = schema.get("properties"), schema.get("required")
     if not isinstance(named, dict):
@@ -280,7 +280,7 @@ def _argument_types(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": names}
 
 
-def with_sound_arguments(schema: dict[str, Any] | None) -> dict[str, Any] | None:
+def repair_argument_schema(schema: dict[str, Any] | None) -> dict[str, Any] | None:
     """The schema of arguments without what is wrong with its first level, on which parsers rely: an object, whose
     properties have schemas."""
     if not schema:

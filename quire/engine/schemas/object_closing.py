@@ -27,15 +27,15 @@ from quire.engine.schemas.object_keywords import (
     CLOSING_KEYWORDS,
     ConditionalKeywords,
     UndecidableSchema,
+    can_satisfy_min_properties,
     common_types,
     has_positional_items,
-    is_reference,
+    is_bare_reference,
     may_hold_objects,
     names_without_schema,
+    require_schema_list,
+    require_schema_map,
     required_names,
-    satisfies_min_properties,
-    schema_list,
-    schema_map,
 )
 
 _ITEM_KEYWORDS = frozenset({"items", "prefixItems", "additionalItems"})
@@ -57,7 +57,7 @@ class ClosedSchema(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _SchemaParts:
+class _ApplicableSchemas:
     """The schemas of one place."""
 
     plain_schemas: list[dict[str, Any]] = field(default_factory=list)
@@ -98,8 +98,8 @@ class _SchemaCloser:
         self._open_pointers: dict[str, None] = {}
 
     def close_root(self, *, by_name: bool) -> ClosedSchema:
-        parts = self._collect_parts((self._root,))
-        result = self._merge_parts(parts)
+        parts = self._collect_applicable((self._root,))
+        result = self._merge_applicable(parts)
         if by_name and parts.choices and isinstance(result, dict):
             result = {**self._top_level_properties(parts), **result}
         while self._pending_definitions:
@@ -112,21 +112,21 @@ class _SchemaCloser:
                 result["$defs"] = self._definitions
         return ClosedSchema(result, tuple(self._open_pointers))
 
-    def _close_place(self, schemas: tuple[Schema, ...]) -> Schema:
+    def _merge_and_close(self, schemas: tuple[Schema, ...]) -> Schema:
         """All that holds at one place, as one schema."""
-        if len(schemas) == 1 and is_reference(schemas[0]):
+        if len(schemas) == 1 and is_bare_reference(schemas[0]):
             target = self._references.resolve(schemas[0]["$ref"])
             if isinstance(target, bool):
                 return target
             return self._definition_reference(
-                (id(target),), target, lambda: self._merge_parts(self._collect_parts((target,)))
+                (id(target),), target, lambda: self._merge_applicable(self._collect_applicable((target,)))
             )
-        parts = self._collect_parts(schemas)
+        parts = self._collect_applicable(schemas)
         if "ref" not in parts.markers or "never" in parts.markers:
-            return self._merge_parts(parts)
+            return self._merge_applicable(parts)
         key = (*(id(one) for one in parts.plain_schemas), *(id(branches) for _, branches in parts.choices))
         first = next((one for one in schemas if isinstance(one, dict)), {})
-        return self._definition_reference(key, first, lambda: self._merge_parts(parts))
+        return self._definition_reference(key, first, lambda: self._merge_applicable(parts))
 
     def _definition_reference(self, key: tuple[object, ...], schema: Schema, write: Callable[[], Schema]) -> Schema:
         """A reference to a definition, which is written once, so that recursion ends."""
@@ -140,13 +140,13 @@ class _SchemaCloser:
             self._pending_definitions.append((name, write))
         return {"$ref": f"#/$defs/{self._names_by_key[key]}"}
 
-    def _collect_parts(self, schemas: Iterable[Schema]) -> _SchemaParts:
-        parts, seen = _SchemaParts(), set[int]()
+    def _collect_applicable(self, schemas: Iterable[Schema]) -> _ApplicableSchemas:
+        parts, seen = _ApplicableSchemas(), set[int]()
         for schema in schemas:
             self._add_schema(schema, parts, seen)
         return parts
 
-    def _add_schema(self, schema: Schema, parts: _SchemaParts, seen: set[int]) -> None:
+    def _add_schema(self, schema: Schema, parts: _ApplicableSchemas, seen: set[int]) -> None:
         if schema is False:
             parts.markers.add("never")
         if id(schema) in seen:
@@ -166,21 +166,21 @@ class _SchemaCloser:
             else:
                 self._add_applicator(keyword, value, parts, seen)
 
-    def _add_applicator(self, keyword: str, value: Any, parts: _SchemaParts, seen: set[int]) -> None:
+    def _add_applicator(self, keyword: str, value: Any, parts: _ApplicableSchemas, seen: set[int]) -> None:
         """Add the schemas that a keyword leads to, if it applies them to the same place."""
         if keyword == "$ref":
             parts.markers.add("ref")
             self._add_schema(self._references.resolve(value), parts, seen)
         elif keyword == "allOf":
-            for one in schema_list(value):
+            for one in require_schema_list(value):
                 self._add_schema(one, parts, seen)
         elif keyword in ("anyOf", "oneOf"):
-            branches = schema_list(value)
+            branches = require_schema_list(value)
             if all(branches is not known for _, known in parts.choices):
                 parts.choices.append((keyword, branches))
 
     @staticmethod
-    def _add_plain_schema(own_keywords: dict[str, Any], parts: _SchemaParts) -> None:
+    def _add_plain_schema(own_keywords: dict[str, Any], parts: _ApplicableSchemas) -> None:
         if own_keywords and all(own_keywords is not one for one in parts.plain_schemas):
             parts.plain_schemas.append(own_keywords)
 
@@ -209,7 +209,7 @@ class _SchemaCloser:
             self._choice_schemas[id(branches)] = {keyword: branches}
         return self._choice_schemas[id(branches)]
 
-    def _merge_parts(self, parts: _SchemaParts) -> Schema:
+    def _merge_applicable(self, parts: _ApplicableSchemas) -> Schema:
         self._spend_steps(1)
         if "never" in parts.markers:
             return False
@@ -219,46 +219,46 @@ class _SchemaCloser:
             return self._merge_object(parts.plain_schemas)
         (keyword, branches), *others = parts.choices
         rest = [self._wrap_choice(*one) for one in others]
-        written = [self._close_place((*parts.plain_schemas, branch, *rest)) for branch in branches]
+        written = [self._merge_and_close((*parts.plain_schemas, branch, *rest)) for branch in branches]
         return {keyword: [one for one in written if one is not False] or [False]}
 
-    def _merge_object(self, plain: list[dict[str, Any]]) -> Schema:
+    def _merge_object(self, schemas: list[dict[str, Any]]) -> Schema:
         """The merged schema of a place without alternatives; False where no value has all their types."""
-        if not common_types(plain):
+        if not common_types(schemas):
             return False
-        conditional = ConditionalKeywords(plain, self._references)
+        conditional = ConditionalKeywords(schemas, self._references)
         self._spend_steps(conditional.num_schemas)
-        values = self._property_schemas(plain)
+        values = self._property_schemas(schemas)
         self._spend_steps(len(values))
-        patterns = [value for one in plain for value in schema_map(one, "patternProperties").values()]
+        patterns = [value for one in schemas for value in require_schema_map(one, "patternProperties").values()]
         patterned = any(map(may_hold_objects, patterns))
         written: dict[str, Schema] = {}
         for name, several in values.items():
             if (patterned or name in conditional.property_names) and any(map(may_hold_objects, several)):
-                self._note_open_object(several)
+                self._record_open_object(several)
                 written[name] = self._copy_unclosed({"allOf": list(several)} if len(several) > 1 else several[0])
             else:
-                written[name] = self._close_place(several)
-        result = self._merge_keywords(plain, written)
-        if not any("properties" in one for one in plain) and not conditional.has_properties:
+                written[name] = self._merge_and_close(several)
+        result = self._merge_keywords(schemas, written)
+        if not any("properties" in one for one in schemas) and not conditional.has_properties:
             return result
-        if any(CLOSING_KEYWORDS & one.keys() for one in plain) or conditional.has_closers:
+        if any(CLOSING_KEYWORDS & one.keys() for one in schemas) or conditional.has_closers:
             return result
-        allowed = dict.fromkeys([*written, *names_without_schema(plain), *conditional.property_names])
-        if conditional.is_undecidable or not satisfies_min_properties(plain, written):
-            self._note_open_object(plain)
+        allowed = dict.fromkeys([*written, *names_without_schema(schemas), *conditional.property_names])
+        if conditional.is_undecidable or not can_satisfy_min_properties(schemas, written):
+            self._record_open_object(schemas)
             return result
         properties = {name: written.get(name, True) for name in allowed}
         return {**result, "properties": properties, "additionalProperties": False}
 
-    def _property_schemas(self, plain: Sequence[dict[str, Any]]) -> dict[str, tuple[Schema, ...]]:
+    def _property_schemas(self, schemas: Sequence[dict[str, Any]]) -> dict[str, tuple[Schema, ...]]:
         """Of each named property: all schemas that hold for its value."""
         schemas_by_name: dict[str, list[Schema]] = {}
-        for one in plain:
-            for name, value in schema_map(one, "properties").items():
+        for one in schemas:
+            for name, value in require_schema_map(one, "properties").items():
                 schemas_by_name.setdefault(name, []).append(value)
-        for one in plain:  # what a member says of all its other properties holds for those that another member names
-            more, own = one.get("additionalProperties"), schema_map(one, "properties")
+        for one in schemas:  # what a member says of all its other properties holds for those that another member names
+            more, own = one.get("additionalProperties"), require_schema_map(one, "properties")
             if isinstance(more, dict) and "patternProperties" not in one:
                 others = schemas_by_name.keys() - own.keys()
                 self._spend_steps(len(others))
@@ -266,20 +266,20 @@ class _SchemaCloser:
                     schemas_by_name[name].append(more)
         return {name: tuple(values) for name, values in schemas_by_name.items()}
 
-    def _merge_keywords(self, plain: Sequence[dict[str, Any]], written: dict[str, Schema]) -> dict[str, Any]:
+    def _merge_keywords(self, schemas: Sequence[dict[str, Any]], written: dict[str, Schema]) -> dict[str, Any]:
         """One schema of several: keywords side by side, and under `allOf` what several of them say otherwise."""
-        if len(plain) == 1:
-            return self._close_children(plain[0], written)
+        if len(schemas) == 1:
+            return self._close_children(schemas[0], written)
         result: dict[str, Any] = {}
         members: list[dict[str, Any]] = []
-        of_lists = sum(bool(_ITEM_KEYWORDS & one.keys()) for one in plain)
-        items = self._merge_items(plain)
+        of_lists = sum(bool(_ITEM_KEYWORDS & one.keys()) for one in schemas)
+        items = self._merge_items(schemas)
         elsewhere = {"properties"} if items is None else {"properties", "items"}
-        for one in plain:
+        for one in schemas:
             own_part = (
                 one if CLOSING_KEYWORDS & one.keys() else {name: one[name] for name in one if name not in elsewhere}
             )
-            others = written.keys() - schema_map(one, "properties").keys()
+            others = written.keys() - require_schema_map(one, "properties").keys()
             inside = self._close_children(own_part, {}, rest=not others, lists=of_lists < 2)
             if CLOSING_KEYWORDS & one.keys():
                 members.append(inside)
@@ -292,20 +292,20 @@ class _SchemaCloser:
             result = {**{name: value for name, value in inside.items() if name not in conflict}, **result}
             if conflict:
                 members.append({name: value for name, value in inside.items() if name in conflict})
-        if any("properties" in one for one in plain):
+        if any("properties" in one for one in schemas):
             result["properties"] = written
-        if names := required_names(plain):
+        if names := required_names(schemas):
             result["required"] = names
         if items is not None:
             result["items"] = items
         return {**result, "allOf": members} if members else result
 
-    def _merge_items(self, plain: Sequence[dict[str, Any]]) -> Schema | None:
+    def _merge_items(self, schemas: Sequence[dict[str, Any]]) -> Schema | None:
         """The schema of a list's items where several schemas have one."""
-        item_schemas = [one["items"] for one in plain if "items" in one]
+        item_schemas = [one["items"] for one in schemas if "items" in one]
         return (
-            self._close_place(tuple(item_schemas))
-            if len(item_schemas) > 1 and not has_positional_items(plain)
+            self._merge_and_close(tuple(item_schemas))
+            if len(item_schemas) > 1 and not has_positional_items(schemas)
             else None
         )
 
@@ -314,8 +314,8 @@ class _SchemaCloser:
     ) -> dict[str, Any]:
         """A schema with what it holds closed; its properties are `written`. `rest`: no other schema names properties
         that are the rest for this one. `lists`: no other schema speaks of the same items."""
-        patterns = schema_map(schema, "patternProperties")
-        clear = not patterns or (rest and len(patterns) == 1 and not schema_map(schema, "properties"))
+        patterns = require_schema_map(schema, "patternProperties")
+        clear = not patterns or (rest and len(patterns) == 1 and not require_schema_map(schema, "properties"))
 
         def close_child(keyword: str, value: Schema) -> Schema:
             if keyword == "properties":
@@ -325,9 +325,9 @@ class _SchemaCloser:
                 or (keyword == "additionalProperties" and rest)
                 or (keyword in _ITEM_KEYWORDS and lists)
             ):
-                return self._close_place((value,))
+                return self._merge_and_close((value,))
             if keyword in ("patternProperties", "additionalProperties", *_ITEM_KEYWORDS) and may_hold_objects(value):
-                self._note_open_object([schema])
+                self._record_open_object([schema])
             return self._copy_unclosed(value)
 
         inside = map_subschemas(schema, close_child)
@@ -350,16 +350,16 @@ class _SchemaCloser:
             )["$ref"]
         return copy
 
-    def _top_level_properties(self, parts: _SchemaParts) -> dict[str, Any]:
+    def _top_level_properties(self, parts: _ApplicableSchemas) -> dict[str, Any]:
         """The first level of what stands beside alternatives: its properties, of any value, as the alternatives hold
         them, and which are required."""
         values = self._property_schemas(parts.plain_schemas)
         needed = [name for name in required_names(parts.plain_schemas) if name in values]
         alone = {name: schemas for name, schemas in values.items() if not any(map(may_hold_objects, schemas))}
-        properties = {name: self._close_place(alone[name]) if name in alone else True for name in values}
+        properties = {name: self._merge_and_close(alone[name]) if name in alone else True for name in values}
         return {"type": "object", "properties": properties, "required": needed} if values else {}
 
-    def _note_open_object(self, schemas: Sequence[Schema]) -> None:
+    def _record_open_object(self, schemas: Sequence[Schema]) -> None:
         """Note the place of an object that stays open."""
         known = [self._own_keywords[id(one)][1] if id(one) in self._own_keywords else one for one in schemas]
         self._open_pointers[next((place for one in known if (place := self._references.find_pointer(one))), "")] = None

@@ -22,7 +22,7 @@ class UndecidableSchema(Exception):
 class ConditionalKeywords:
     """What `if`, `then`, `else`, `not` and `dependentSchemas` of a place say of the object."""
 
-    def __init__(self, plain: Sequence[dict[str, Any]], references: SchemaReferences) -> None:
+    def __init__(self, schemas: Sequence[dict[str, Any]], references: SchemaReferences) -> None:
         """Raises Unresolvable and Undecided."""
         self._references = references
         self._seen_ids: set[int] = set()
@@ -34,7 +34,7 @@ class ConditionalKeywords:
         """Some of them say which other properties there may be."""
         self.is_undecidable = False
         """Fewer properties may make a condition true or false."""
-        for one in plain:
+        for one in schemas:
             self._read_conditional_keywords(one, asserted=True)
 
     @property
@@ -49,7 +49,7 @@ class ConditionalKeywords:
         for keyword in ("then", "else"):
             self._read_condition(schema.get(keyword), asserted=asserted)
         for keyword in ("dependentSchemas", "dependencies"):
-            for name, member in schema_map(schema, keyword).items():
+            for name, member in require_schema_map(schema, keyword).items():
                 self.property_names[name] = None
                 self._read_condition(member, asserted=asserted)
 
@@ -59,7 +59,9 @@ class ConditionalKeywords:
         if not isinstance(schema, dict) or id(schema) in self._seen_ids:
             return
         self._seen_ids.add(id(schema))
-        self.property_names |= dict.fromkeys([*schema_map(schema, "properties"), *names_without_schema([schema])])
+        self.property_names |= dict.fromkeys(
+            [*require_schema_map(schema, "properties"), *names_without_schema([schema])]
+        )
         self.has_properties |= asserted and "properties" in schema
         self.has_closers |= asserted and bool(CLOSING_KEYWORDS & schema.keys())
         self.is_undecidable |= bool(
@@ -67,44 +69,44 @@ class ConditionalKeywords:
         )
         self._read_conditional_keywords(schema, asserted=asserted)
         for keyword in ("allOf", "anyOf", "oneOf"):
-            for one in schema_list(schema[keyword]) if keyword in schema else ():
+            for one in require_schema_list(schema[keyword]) if keyword in schema else ():
                 self._read_condition(one, asserted=asserted)
         if "$ref" in schema:
             self._read_condition(self._references.resolve(schema["$ref"]), asserted=asserted)
 
 
-def schema_list(value: Any) -> list[Schema]:
+def require_schema_list(value: Any) -> list[Schema]:
     if not isinstance(value, list) or not value:
         raise UndecidableSchema
     return value
 
 
-def schema_map(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
+def require_schema_map(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
     value = schema.get(keyword, {})
     if not isinstance(value, dict):
         raise UndecidableSchema
     return value
 
 
-def is_reference(schema: Schema) -> bool:
+def is_bare_reference(schema: Schema) -> bool:
     """Whether it says nothing but where its content is."""
     return isinstance(schema, dict) and "$ref" in schema and schema.keys() <= {"$ref", *ANNOTATION_KEYWORDS}
 
 
-def required_names(plain: Sequence[dict[str, Any]]) -> list[str]:
+def required_names(schemas: Sequence[dict[str, Any]]) -> list[str]:
     names: dict[str, None] = {}
-    for one in plain:
+    for one in schemas:
         value = one.get("required")
         if isinstance(value, list):
             names |= dict.fromkeys(name for name in value if isinstance(name, str))
     return list(names)
 
 
-def names_without_schema(plain: Sequence[dict[str, Any]]) -> list[str]:
+def names_without_schema(schemas: Sequence[dict[str, Any]]) -> list[str]:
     """Names of properties that the schemas ask for without describing them."""
-    names = required_names(plain)
-    for one in plain:
-        for name, others in schema_map(one, "dependentRequired").items():
+    names = required_names(schemas)
+    for one in schemas:
+        for name, others in require_schema_map(one, "dependentRequired").items():
             names += [name, *(other for other in others if isinstance(other, str))] if isinstance(others, list) else []
         enum = one.get("enum")
         for value in (one.get("const"), *(enum if isinstance(enum, list) else ())):
@@ -112,22 +114,22 @@ def names_without_schema(plain: Sequence[dict[str, Any]]) -> list[str]:
     return names
 
 
-def satisfies_min_properties(plain: Sequence[dict[str, Any]], written: dict[str, Schema]) -> bool:
+def can_satisfy_min_properties(schemas: Sequence[dict[str, Any]], written: dict[str, Schema]) -> bool:
     """Whether the named properties suffice for `minProperties`, as far as that is plain."""
-    counts = [one["minProperties"] for one in plain if isinstance(one.get("minProperties"), int | float)]
+    counts = [one["minProperties"] for one in schemas if isinstance(one.get("minProperties"), int | float)]
     surely = {
         name
         for name, schema in written.items()
         if schema is True or (isinstance(schema, dict) and schema.keys() <= {"type", *ANNOTATION_KEYWORDS})
     }
-    return max(counts, default=0) <= len(surely | {*required_names(plain)})
+    return max(counts, default=0) <= len(surely | {*required_names(schemas)})
 
 
-def common_types(plain: Sequence[dict[str, Any]]) -> set[str]:
+def common_types(schemas: Sequence[dict[str, Any]]) -> set[str]:
     """The types that a value of all these schemas may have."""
     known = {*SCALAR_TYPES, "object", "array"}
     types = set(known)
-    for one in plain:
+    for one in schemas:
         names = set(type_names(one)) or types
         types &= {*names, "integer"} if "number" in names else names
         if not names <= known:
@@ -146,10 +148,10 @@ def type_names(schema: dict[str, Any]) -> list[str]:
     return names
 
 
-def has_positional_items(plain: Sequence[dict[str, Any]]) -> bool:
+def has_positional_items(schemas: Sequence[dict[str, Any]]) -> bool:
     """Whether some speak of single items of a list, so that an item's place in the list decides what holds for it."""
-    return any(name in one for one in plain for name in ("prefixItems", "additionalItems")) or any(
-        isinstance(one.get("items"), list) for one in plain
+    return any(name in one for one in schemas for name in ("prefixItems", "additionalItems")) or any(
+        isinstance(one.get("items"), list) for one in schemas
     )
 
 

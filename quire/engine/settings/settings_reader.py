@@ -42,7 +42,7 @@ def load_settings(
     `origin` says where given values came from. `other_settings`: settings that are not the model's, which variables may
     set all the same; None: any that are not nearly one of the model's. Raises ConfigError in one line that names each
     bad value's key and where it came from."""
-    _check_variables(model, other_settings)
+    _check_environment_variables(model, other_settings)
     sources = [
         (origin, dict(explicit)),
         (f"environment variable {ENV_PREFIX}{{upper}}", _read_environment(model)),
@@ -63,10 +63,12 @@ def load_settings(
         return model(**values)
     except ValidationError as error:
         known = [*model.model_fields, *(other_settings or ())]
-        raise ConfigError("; ".join(_describe(dict(item), origins, known) for item in error.errors())) from None
+        raise ConfigError(
+            "; ".join(_describe_validation_error(dict(item), origins, known) for item in error.errors())
+        ) from None
 
 
-def _check_variables(model: type[BaseModel], other_settings: Collection[str] | None) -> None:
+def _check_environment_variables(model: type[BaseModel], other_settings: Collection[str] | None) -> None:
     """Raise ConfigError for QUIRE_* variables that set nothing."""
     known = {ENV_PREFIX + name.upper() for name in (*model.model_fields, *(other_settings or ()))}
     problems = []
@@ -121,7 +123,7 @@ def split_list(text: str) -> Sequence[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _describe(error: dict[str, Any], origins: Mapping[str, str], known: Sequence[str]) -> str:
+def _describe_validation_error(error: dict[str, Any], origins: Mapping[str, str], known: Sequence[str]) -> str:
     key = ".".join(map(str, error["loc"]))
     origin = origins.get(str(error["loc"][0]), "default") if error["loc"] else ""
     if error["type"] == "extra_forbidden":

@@ -32,10 +32,10 @@ def part_text(part: dict[str, Any]) -> str:
     return text
 
 
-def with_content_parts(turn: dict[str, Any]) -> dict[str, Any]:
+def with_content_parts(message: dict[str, Any]) -> dict[str, Any]:
     """A message whose content is parts."""
-    content = turn.get("content")
-    return {**turn, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else turn
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def join_contents(separator: str, *contents: Content) -> Content:

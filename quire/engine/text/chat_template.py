@@ -35,7 +35,7 @@ from quire.engine.text.conversation.template_capabilities import (
 from quire.engine.text.conversation.unit_writer import UnitWriter
 from quire.engine.text.roles import check_roles, find_string_literals
 from quire.engine.text.template_sandbox import MAX_STEPS, BoundedEnvironment, TemplateStepLimitExceeded
-from quire.engine.text.tool_prompt import HERMES_CALL_FORMAT, describe_tools, with_empty_descriptions
+from quire.engine.text.tool_prompt import HERMES_CALL_FORMAT, fill_missing_descriptions, put_tools_in_system_message
 
 _TOKEN_VARIABLES = ("bos_token", "eos_token")
 """Variables that templates add to texts, though some tokenizers have no such token."""
@@ -238,12 +238,12 @@ class ChatRenderer:
         ]
         if not tools:
             return turns, False, None
-        tools = with_empty_descriptions(
+        tools = fill_missing_descriptions(
             tools, tool=not self.capabilities.undescribed_tools, parameters=not self.capabilities.undescribed_parameters
         )
         if not self._always_describe_tools and self.capabilities.shows_tools:
             return turns, False, tools
-        turns_with_tools = describe_tools(turns, tools, self._call_format)
+        turns_with_tools = put_tools_in_system_message(turns, tools, self._call_format)
         return turns_with_tools, len(turns_with_tools) > len(turns), None
 
     @cached_property
@@ -297,7 +297,7 @@ class ChatRenderer:
             return
 
     def _select_template(self, tools: Sequence[dict[str, Any]] | None) -> jinja2.Template:
-        """The template to use: "resolve_tool_use" for a request with tools, if the model has one, else "default"."""
+        """The template to use: "tool_use" for a request with tools, if the model has one, else "default"."""
         template = self._templates.get("tool_use") if tools else None
         template = template or self._templates.get("default")
         if template is None:
@@ -313,15 +313,15 @@ def cut_at_continue_mark(text: str, final: str) -> str:
 
     Raises InvalidRequest when the text does not contain the message unchanged.
     """
-    place = text.rfind(CONTINUE_MARK.strip())
-    if place < 0 or final.strip() not in text:
+    mark_start = text.rfind(CONTINUE_MARK.strip())
+    if mark_start < 0 or final.strip() not in text:
         raise InvalidRequest(
             "continue_final_message: the chat template does not show the final message as it is",
             param="continue_final_message",
         )
     # If the template removed the space at the end of the mark, it trims messages: then the message's own trailing
     # whitespace must go too, as it would have without the mark.
-    return text[:place] if text.startswith(CONTINUE_MARK, place) else text[:place].rstrip()
+    return text[:mark_start] if text.startswith(CONTINUE_MARK, mark_start) else text[:mark_start].rstrip()
 
 
 class GenerationBlock(jinja2.ext.Extension):

@@ -46,7 +46,7 @@ class StopStringMatcher:
         self.held_back = ""
         """Text that may be the beginning of a stop string."""
 
-    def search(self, new_text: str) -> tuple[str, str | None]:
+    def feed_text(self, new_text: str) -> tuple[str, str | None]:
         """The text that can be given out, and the stop string that ended it, if any."""
         text = self.held_back + new_text
         earliest: tuple[int, int, str] | None = None
@@ -127,14 +127,14 @@ class IncrementalDetokenizer:
                 self._unsearched_tokens -= 1
                 text += new_text
             elif new_text:
-                ready, stop_string = self._stop_matcher.search(new_text)
+                ready, stop_string = self._stop_matcher.feed_text(new_text)
                 text += ready
                 if stop_string is not None:
                     return self._make_delta(text, used, stop_string=stop_string)
         if final:
             rest = self._decoder.flush_text()
             self._num_decoded += len(rest)
-            ready, stop_string = (rest, None) if self._stop_matcher is None else self._stop_matcher.search(rest)
+            ready, stop_string = (rest, None) if self._stop_matcher is None else self._stop_matcher.feed_text(rest)
             if stop_string is not None:
                 return self._make_delta(text + ready, len(ids), stop_string=stop_string)
             text += ready if self._stop_matcher is None else ready + self._stop_matcher.take_held_back()
@@ -325,7 +325,7 @@ class WindowDecoder:
         """The window."""
         self._num_shown = len(self._window_ids)
         """How many of them have been given out as text."""
-        self._partial = self._take_back_partial()
+        self._partial = self._rewind_partial_character()
         """What the prompt shows of a character that it only begins, which has no part in the answer."""
 
     def feed_token(self, token_id: int) -> str:
@@ -345,13 +345,13 @@ class WindowDecoder:
         self._num_shown = len(self._window_ids)
         return self._strip_partial(rest)
 
-    def _take_back_partial(self) -> str:
+    def _rewind_partial_character(self) -> str:
         shown = self._num_shown
-        while self._num_shown > max(0, shown - _MAX_PARTIAL_BYTES) and self._decode_first(self._num_shown).endswith(
+        while self._num_shown > max(0, shown - _MAX_PARTIAL_BYTES) and self._decode_prefix(self._num_shown).endswith(
             REPLACEMENT_CHARACTER
         ):
             self._num_shown -= 1
-        return self._decode_first(shown)[len(self._decode_first(self._num_shown)) :]
+        return self._decode_prefix(shown)[len(self._decode_prefix(self._num_shown)) :]
 
     def _strip_partial(self, text: str) -> str:
         partial = self._partial
@@ -359,7 +359,7 @@ class WindowDecoder:
             self._partial = ""
         return text.removeprefix(partial)
 
-    def _decode_first(self, count: int) -> str:
+    def _decode_prefix(self, count: int) -> str:
         return self._tokenizer.decode(self._window_ids[:count], skip_special_tokens=False)
 
     def _decode_new(self) -> str:

@@ -27,10 +27,10 @@ def encode_truncated(
 ) -> list[list[int]]:
     """Token ids of each text, at most `limit`, the special tokens around it included. Raises InvalidRequest."""
     num_special_tokens = tokenizer.backend.num_special_tokens_to_add(False) if add_special_tokens else 0
-    room = _max_text_tokens(limit, num_special_tokens)
+    max_text_tokens = _max_text_tokens(limit, num_special_tokens)
     truncated = []
     for encoding in tokenizer.encodings(texts, add_special_tokens=False):
-        encoding.truncate(room, direction=side)
+        encoding.truncate(max_text_tokens, direction=side)
         if add_special_tokens:
             encoding = tokenizer.backend.post_process(encoding)
         truncated.append(tokenizer.check_token_ids(encoding.ids))
@@ -46,16 +46,16 @@ def encode_pairs(
     second text, without special ones. Raises InvalidRequest.
     """
     num_special_tokens = tokenizer.backend.num_special_tokens_to_add(True)
-    room = None if limit is None else _max_text_tokens(limit, num_special_tokens)
+    max_text_tokens = None if limit is None else _max_text_tokens(limit, num_special_tokens)
     # Each text once: a query is compared with thousands of documents. No text keeps more tokens than there is room for.
-    firsts = _encode_unique(tokenizer, [first for first, _ in pairs], room, None)
-    seconds = _encode_unique(tokenizer, [second for _, second in pairs], room, max_second_tokens)
+    firsts = _encode_unique(tokenizer, [first for first, _ in pairs], max_text_tokens, None)
+    seconds = _encode_unique(tokenizer, [second for _, second in pairs], max_text_tokens, max_second_tokens)
     encoded = []
     for a, b in pairs:
         (first, length), (second, second_length) = firsts[a], seconds[b]
-        if room is not None and length + second_length > room:
+        if max_text_tokens is not None and length + second_length > max_text_tokens:
             first, second = copy(first), copy(second)
-            lengths = _truncated_lengths(length, second_length, room)
+            lengths = _truncated_lengths(length, second_length, max_text_tokens)
             first.truncate(lengths[0])
             second.truncate(lengths[1])
         pair_encoding = tokenizer.backend.post_process(first, second)
@@ -76,8 +76,8 @@ def encode_reranker_prompts(
         f"<Instruct>: {instruction or DEFAULT_INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
         for query, document in pairs
     ]
-    room = None if limit is None else _max_text_tokens(limit, len(start) + len(end))
-    return [[*start, *ids[:room], *end] for ids in tokenizer.encode_batch(texts, add_special_tokens=False)]
+    max_text_tokens = None if limit is None else _max_text_tokens(limit, len(start) + len(end))
+    return [[*start, *ids[:max_text_tokens], *end] for ids in tokenizer.encode_batch(texts, add_special_tokens=False)]
 
 
 def _max_text_tokens(limit: int, num_special_tokens: int) -> int:
@@ -87,22 +87,22 @@ def _max_text_tokens(limit: int, num_special_tokens: int) -> int:
     return limit - num_special_tokens
 
 
-def _truncated_lengths(first: int, second: int, room: int) -> tuple[int, int]:
+def _truncated_lengths(first: int, second: int, max_total_tokens: int) -> tuple[int, int]:
     """The tokens that two texts of so many keep: the longer loses first, until both have half of the room."""
-    if first + second <= room:
+    if first + second <= max_total_tokens:
         return first, second
-    shorter = min(first, second, room // 2)
-    return (room - shorter, shorter) if first > second else (shorter, room - shorter)
+    shorter = min(first, second, max_total_tokens // 2)
+    return (max_total_tokens - shorter, shorter) if first > second else (shorter, max_total_tokens - shorter)
 
 
 def _encode_unique(
-    tokenizer: Tokenizer, texts: Sequence[str], room: int | None, max_tokens: int | None
+    tokenizer: Tokenizer, texts: Sequence[str], max_text_tokens: int | None, max_tokens: int | None
 ) -> dict[str, tuple[tokenizers.Encoding, int]]:
     """By text, its first `max_tokens` tokens and their number; of these, no more than there is room for."""
     unique = list(dict.fromkeys(texts))
     encodings = {}
     for text, encoding in zip(unique, tokenizer.encodings(unique, add_special_tokens=False), strict=True):
         length = len(encoding) if max_tokens is None else min(len(encoding), max_tokens)
-        encoding.truncate(length if room is None else min(length, room))
+        encoding.truncate(length if max_text_tokens is None else min(length, max_text_tokens))
         encodings[text] = encoding, length
     return encodings

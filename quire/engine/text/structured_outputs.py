@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from quire.engine.errors import InvalidRequest
-from quire.engine.schemas.enforcement import check_exact_numbers, without_annotations
+from quire.engine.schemas.enforcement import check_exact_numbers, without_unenforced_formats
 from quire.engine.schemas.object_closing import ClosedSchema, close_objects
 from quire.engine.text.grammar_compiler import MAX_GRAMMAR_BYTES, choice_grammar, json_grammar
 from quire.engine.types import Grammar
@@ -63,7 +63,7 @@ def prepare_schema(schema: Any, *, close: bool, by_name: bool = False) -> Closed
     stays open. Raises InvalidRequest for numbers that a grammar would round."""
     try:
         check_exact_numbers(schema)
-        schema = without_annotations(schema)
+        schema = without_unenforced_formats(schema)
         if not close:
             return ClosedSchema(schema, ())
         closed_schema = close_objects(schema, by_name=by_name)

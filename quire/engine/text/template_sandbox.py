@@ -147,14 +147,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         template = super()._parse(source, name, filename)
         for loop in template.find_all(nodes.For):
             steps = nodes.Const(1 + _extra_steps(loop.body), lineno=loop.lineno)
-            loop.iter = _environment_call("bounded_loop", [loop.iter, steps], loop.lineno)
+            loop.iter = _environment_call_node("bounded_loop", [loop.iter, steps], loop.lineno)
         for concat in template.find_all(nodes.Concat):
-            concat.nodes = [_environment_call("join_parts", concat.nodes, concat.lineno)]
+            concat.nodes = [_environment_call_node("join_parts", concat.nodes, concat.lineno)]
         parts: list[nodes.Macro | nodes.CallBlock | nodes.Block] = [*template.find_all(nodes.Macro)]
         parts += [*template.find_all(nodes.CallBlock), *template.find_all(nodes.Block)]
         for part in parts:
             if extra_steps := _extra_steps(part.body):
-                spend_call = _environment_call(
+                spend_call = _environment_call_node(
                     "spend_steps", [nodes.Const(extra_steps, lineno=part.lineno)], part.lineno
                 )
                 part.body.insert(0, nodes.ExprStmt(spend_call, lineno=part.lineno))
@@ -171,7 +171,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if name in _EXPANDING_METHODS:
             _check_result_size(name, _max_result_size(name, owner, *args, *kwargs.values()), _MAX_TOTAL_SIZE)
         if name in ("format", "format_map"):
-            _check_result_size(name, _format_widths(owner))
+            _check_result_size(name, _total_format_width(owner))
             budget.charge_value([*args, *kwargs.values()])
         if name == "join":
             args = tuple([budget.charge_value(part) for part in parts] for parts in args)
@@ -182,7 +182,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if name in _EXPANDING_FILTERS:
             _check_result_size(name, _max_result_size(name, value, *args, *kwargs.values()), _MAX_TOTAL_SIZE)
         if name == "format":
-            _check_result_size(name, _format_widths(value))
+            _check_result_size(name, _total_format_width(value))
             budget.charge_value(list(args))
         if isinstance(value, Iterator) and name in ("join", "sum"):
             value = list(value)
@@ -209,7 +209,7 @@ def _finalize(context: Context, value: Any) -> Any:
     return _CURRENT_BUDGET.get().charge_value(value)
 
 
-def _environment_call(method: str, arguments: Sequence[nodes.Node], line: int) -> nodes.Call:
+def _environment_call_node(method: str, arguments: Sequence[nodes.Node], line: int) -> nodes.Call:
     """A call of the environment's method, which templates can neither replace nor call by a name."""
     passed = cast(list[nodes.Expr], list(arguments))
     return nodes.Call(nodes.EnvironmentAttribute(method), passed, [], None, None, lineno=line)
@@ -239,14 +239,14 @@ def _check_result_size(name: str, size: int, max_size: int = MAX_RESULT_SIZE) ->
 def _binop_result_size(operator: str, left: Any, right: Any) -> int:
     """About how large the result of *, ** or % becomes, in elements or bits; 0 where it cannot become large."""
     if operator == "%":
-        return _format_widths(left)
+        return _total_format_width(left)
     if isinstance(left, int) and isinstance(right, int):
         return left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
     sequence, factor = (right, left) if isinstance(left, int) else (left, right)
     return len(sequence) * factor if isinstance(sequence, str | list | tuple) and isinstance(factor, int) else 0
 
 
-def _format_widths(text: Any) -> int:
+def _total_format_width(text: Any) -> int:
     """The widths that a format gives, and more than MAX_SIZE where one is taken from what is formatted."""
     if not isinstance(text, str):
         return 0

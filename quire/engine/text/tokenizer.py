@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from quire.engine.errors import InvalidRequest, ModelError
-from quire.engine.folder_reader import open_file
+from quire.engine.folder_reader import open_if_present
 from quire.engine.gguf.model_files import ModelFiles
 from quire.engine.text.tokenizer_files import (
     MAX_CONFIG_BYTES,
@@ -94,7 +94,7 @@ class Tokenizer:
         self.special_token_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
-        self.decoder_type, self.strips_first_space = _read_decoder(backend)
+        self.decoder_type, self.strips_first_space = _detect_decoder_type(backend)
         self._special_token_pattern = _make_token_pattern(backend, self.special_token_ids)
         self._bytes_cache: dict[int, bytes] = {}
         self._text_cache: dict[int, str] = {}
@@ -283,7 +283,7 @@ def _make_token_pattern(backend: tokenizers.Tokenizer, token_ids: Iterable[int])
     return re.compile(f"({'|'.join(map(re.escape, ordered))})") if ordered else None
 
 
-def _read_decoder(backend: tokenizers.Tokenizer) -> tuple[DecoderType, bool]:
+def _detect_decoder_type(backend: tokenizers.Tokenizer) -> tuple[DecoderType, bool]:
     """Returns the scheme, and whether decoding drops the first space of a text."""
     if backend.decoder is None:
         return DecoderType.OTHER, False
@@ -362,7 +362,7 @@ def _load_with_transformers(path: Path) -> tokenizers.Tokenizer:
     """Let transformers convert other tokenizer files, such as SentencePiece's tokenizer.model."""
     others = [file for pattern in _CONVERTIBLE_FILES for file in path.glob(pattern)]
     for file in others:
-        if (opened := open_file(file)) is not None:
+        if (opened := open_if_present(file)) is not None:
             opened.close()
     if not others:
         raise ModelError(f"model: {path.name} has no tokenizer.json and no file that a tokenizer could be made from")

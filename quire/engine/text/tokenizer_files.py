@@ -147,20 +147,20 @@ def _text_configs(config: dict[str, Any]) -> list[dict[str, Any]]:
     return [config, *(part for part in parts if isinstance(part, dict))]
 
 
-class _StoredToken(msgspec.Struct, frozen=True):
+class _TokenizerJsonToken(msgspec.Struct, frozen=True):
     id: int
     content: str
 
 
-class _StoredModel(msgspec.Struct, frozen=True):
+class _TokenizerJsonModel(msgspec.Struct, frozen=True):
     vocab: msgspec.Raw = msgspec.Raw(b"{}")
 
 
-class _StoredTokenizer(msgspec.Struct, frozen=True):
+class _TokenizerJson(msgspec.Struct, frozen=True):
     """The parts of a tokenizer.json that say which ids its special tokens have: to load all of it takes a second."""
 
-    added_tokens: tuple[_StoredToken, ...] = ()
-    model: _StoredModel = _StoredModel()
+    added_tokens: tuple[_TokenizerJsonToken, ...] = ()
+    model: _TokenizerJsonModel = _TokenizerJsonModel()
 
 
 class _SpecialTokenReader:
@@ -182,7 +182,7 @@ class _SpecialTokenReader:
             files.folder is not None
             and (content := files.read_file_bytes("tokenizer.json", MAX_TOKENIZER_BYTES)) is not None
         ):
-            stored = decode_json(content, _StoredTokenizer, files.file_label("tokenizer.json"))
+            stored = decode_json(content, _TokenizerJson, files.file_label("tokenizer.json"))
             self._token_ids |= {token.content: token.id for token in stored.added_tokens}
             self._raw_vocab = bytes(stored.model.vocab)
         self.chat_template = read_chat_templates(files, config).get("default")

@@ -29,7 +29,9 @@ TOOLS_INTRODUCTION = (
 )
 
 
-def describe_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]], call_format: str) -> list[Message]:
+def put_tools_in_system_message(
+    messages: Sequence[Message], tools: Sequence[dict[str, Any]], call_format: str
+) -> list[Message]:
     """The messages, with a description of the tools at the end of the system message that they begin with, or in one of
     its own before them.
 
@@ -50,7 +52,7 @@ def with_calls_as_text(messages: Sequence[Message], call_format: str) -> list[Me
     ]
 
 
-def with_empty_descriptions(
+def fill_missing_descriptions(
     tools: Sequence[dict[str, Any]], *, tool: bool, parameters: bool
 ) -> Sequence[dict[str, Any]]:
     """The tools, with an empty description where a `tool`, or one of the `parameters`, has none."""

@@ -21,8 +21,8 @@ class BlockAndStateMover:
         self._block_mover, self._state_mover = block_mover, state_mover
         self.block_bytes, self.layout = block_mover.block_bytes, block_mover.layout
 
-    def claim_blocks(self, blocks: Sequence[int]) -> None:
-        self._block_mover.claim_blocks([block for block in blocks if block >= 0])
+    def announce_block_writes(self, blocks: Sequence[int]) -> None:
+        self._block_mover.announce_block_writes([block for block in blocks if block >= 0])
 
     def read_block(self, block: int) -> memoryview:
         return self._block_mover.read_block(block) if block >= 0 else self._state_mover.read_block(~block)

@@ -129,7 +129,7 @@ class BlockLoader:
         """Fetch the pages of these hashes, that come after `cached_blocks`, for a sequence. The pool must have room."""
         self._pool.ref(cached_blocks)
         blocks = self._pool.allocate(len(digests))
-        self._mover.claim_blocks(blocks)
+        self._mover.announce_block_writes(blocks)
         load = BlockLoad([request], cached_blocks, blocks, digests, tiers, clock.monotonic(), generation, snapshot)
         self._open_loads.append(load)
         self._load_by_hash |= {hashes[-1]: load for hashes in digests}

@@ -23,7 +23,7 @@ _CLOSE_TIMEOUT_SECONDS = 30.0
 
 
 class BlockWriter:
-    """`write_blocks`, `copy_before_reuse` and `discard_blocks` are called by the engine's loop."""
+    """`write_blocks`, `copy_before_reuse` and `discard_all_blocks` are called by the engine's loop."""
 
     def __init__(
         self, tiers: Sequence[Tier], mover: BlockMover, make_threads: ThreadPoolFactory = ThreadPoolExecutor
@@ -44,7 +44,7 @@ class BlockWriter:
         self._thread = make_threads(1, "kv-put")
         self.num_stored: dict[str, int] = {tier.name: 0 for tier in tiers}
         """Pages put, by tier."""
-        self.num_lost = 0
+        self.num_not_stored = 0
         """Pages that were not kept, for they came faster than they could be written."""
         self.num_forced_copies = 0
         """Pages that the loop had to copy itself."""
@@ -58,7 +58,7 @@ class BlockWriter:
                 self._uncopied[block] = digest
                 new_blocks.append(block)
         if new_blocks:
-            self._thread.submit(self._copy_blocks, new_blocks, self.generation)
+            self._thread.submit(self._copy_and_store_blocks, new_blocks, self.generation)
 
     def copy_before_reuse(self, blocks: Sequence[int]) -> None:
         """These pages are about to be overwritten: copy those now that were to be."""
@@ -72,14 +72,14 @@ class BlockWriter:
                 if digest is None:
                     continue
                 if self._unwritten_bytes > _MAX_UNWRITTEN_BYTES:
-                    self.num_lost += 1
+                    self.num_not_stored += 1
                     continue
                 copy = self._mover.read_block(block)
                 self._unwritten_bytes += len(copy)
             self.num_forced_copies += 1
             self._thread.submit(self._store_forced_copy, digest, copy, self.generation)
 
-    def discard_blocks(self) -> None:
+    def discard_all_blocks(self) -> None:
         """Forget what is on its way, and all that the tiers have."""
         with self._copy_lock, self._store_lock:
             self.generation += 1
@@ -100,7 +100,7 @@ class BlockWriter:
                 for tier in tiers:
                     tier.put(digest, copy)
 
-    def _copy_blocks(self, blocks: Sequence[int], generation: int) -> None:
+    def _copy_and_store_blocks(self, blocks: Sequence[int], generation: int) -> None:
         """In the thread."""
         for block in blocks:
             with self._copy_lock:

@@ -23,7 +23,7 @@ log = logging.getLogger("quire.tiers")
 
 
 class DiskTier:
-    """A Tier of sealed pages; see ExternalTier. Servers may share a folder: each counts the bytes that it knows of."""
+    """A Tier of sealed pages; see GuardedTier. Servers may share a folder: each counts the bytes that it knows of."""
 
     name = "disk"
 
@@ -137,7 +137,7 @@ def _scan_folder(root: Path) -> list[tuple[str, int]]:
             continue
         for file in os.scandir(folder):
             if file.name.startswith(NEW):
-                if not _is_running(file.name.removeprefix(NEW).split("-")[0]):
+                if not _is_process_alive(file.name.removeprefix(NEW).split("-")[0]):
                     Path(file.path).unlink(missing_ok=True)
             elif file.is_file(follow_symlinks=False):
                 status = file.stat(follow_symlinks=False)
@@ -145,7 +145,7 @@ def _scan_folder(root: Path) -> list[tuple[str, int]]:
     return [(name, size) for _, name, size in sorted(files)]
 
 
-def _is_running(pid: str) -> bool:
+def _is_process_alive(pid: str) -> bool:
     """Whether there is such a process, which may yet finish its file."""
     try:
         os.kill(int(pid), 0)

@@ -59,7 +59,7 @@ def compute_identity(config: EngineConfig, model: ModelConfig, weights: bytes, l
     return blake2b(json.dumps(parts).encode(), digest_size=16).digest()
 
 
-def content_digest(model: ModelConfig, files: WeightFiles | None) -> str:
+def model_content_digest(model: ModelConfig, files: WeightFiles | None) -> str:
     """What tells a model from another one in the same place, and is the same wherever it lies: a digest of config.json
     and of samples of its weights. "" where these are in no file, or changed while they were loaded."""
     if files is None or (sample := files.sample_digest()) is None:

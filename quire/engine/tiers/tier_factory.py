@@ -12,9 +12,9 @@ from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.config import EngineConfig
 from quire.engine.core.executor import BlockMover
 from quire.engine.core.kv_offload import KVOffloader, NullKVOffloader
-from quire.engine.errors import ConfigError, refuse_setting
+from quire.engine.errors import ConfigError, refuse_setting_if
 from quire.engine.tiers.disk_tier import DiskTier
-from quire.engine.tiers.external_tier import ExternalTier
+from quire.engine.tiers.guarded_tier import GuardedTier
 from quire.engine.tiers.host_tier import HostTier
 from quire.engine.tiers.kv_identity import WeightFiles, compute_identity
 from quire.engine.tiers.load_costs import LoadCosts
@@ -24,7 +24,7 @@ from quire.engine.tiers.tiered_offloader import TieredKVOffloader, TierUsage
 _NUM_TRIAL_COPIES = 3
 
 
-def tier_settings(config: EngineConfig) -> list[str]:
+def used_tier_settings(config: EngineConfig) -> list[str]:
     """The settings that ask for tiers."""
     return [key for key in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier") if getattr(config, key)]
 
@@ -32,14 +32,14 @@ def tier_settings(config: EngineConfig) -> list[str]:
 def check_tiers(config: EngineConfig, *, is_encoder: bool) -> None:
     """Raise ConfigError where there can be no tiers, though some are asked for, and for a size of none."""
     has_no_folder = config.kv_offload_disk is not None and config.kv_offload_dir is None
-    refuse_setting(
+    refuse_setting_if(
         "kv_offload_disk", has_no_folder and "says how much --kv-offload-dir DIR may take, which is not given"
     )
-    if not (settings := tier_settings(config)):
+    if not (settings := used_tier_settings(config)):
         return
     names = ("tensor_parallel_size", "pipeline_parallel_size")
     parallel_settings = [name for name in names if getattr(config, name) > 1]
-    refuse_setting(
+    refuse_setting_if(
         settings[0],
         is_encoder and "encoders keep no KV cache",
         not config.enable_prefix_caching and "pages are found as cached prefixes: it needs prefix caching",
@@ -48,19 +48,19 @@ def check_tiers(config: EngineConfig, *, is_encoder: bool) -> None:
     )
 
 
-def choose_tiers(
+def make_kv_offloader(
     config: EngineConfig,
     model: ModelConfig,
     make_block_mover: Callable[[], BlockMover | None],
     weight_files: WeightFiles | None,
     block_tokens: int,
     make_state_offload_mover: Callable[[], BlockMover | None] | None = None,
-    make_tiers: Callable[..., TieredKVOffloader] = TieredKVOffloader,
+    make_tiered_offloader: Callable[..., TieredKVOffloader] = TieredKVOffloader,
 ) -> tuple[KVOffloader, list[str]]:
     """The tiers, and notes on them. `weight_files`: those of the weights that were loaded; None: they are in no file,
     so no later engine could know whether they are the same. `make_state_offload_mover`: what copies slots, where
-    prefixes need snapshots. `make_tiers`: makes a TieredKVOffloader."""
-    if not (settings := tier_settings(config)):
+    prefixes need snapshots. `make_tiered_offloader`: makes a TieredKVOffloader."""
+    if not (settings := used_tier_settings(config)):
         return NullKVOffloader(), []
     if (mover := make_block_mover()) is None:
         raise ConfigError(f"{settings[0]}: what computes here has no pages that can be copied", param=settings[0])
@@ -74,7 +74,7 @@ def choose_tiers(
         host = HostTier(int(config.kv_offload_memory * GIB))
         tiers.append(host)
         sizes[host.name] = lambda: host.usage
-        costs.record_load(host.name, _NUM_TRIAL_COPIES, _copy_seconds(mover))
+        costs.record_load(host.name, _NUM_TRIAL_COPIES, _measure_copy_seconds(mover))
     if config.kv_offload_dir is not None or config.kv_offload_tier is not None:
         kv_folder = None if config.kv_offload_dir is None else open_root(config.kv_offload_dir)
         weights = None if weight_files is None else weight_files.content_hash(kv_folder)
@@ -85,15 +85,15 @@ def choose_tiers(
             identity = compute_identity(config, model, weights, layout)
             if config.kv_offload_dir is not None:
                 disk = DiskTier(config.kv_offload_dir, int(config.kv_disk_gib * GIB), identity)
-                tiers.append(ExternalTier(disk, identity))
+                tiers.append(GuardedTier(disk, identity))
                 sizes[disk.name] = lambda: disk.usage
             if config.kv_offload_tier is not None:
-                tiers.append(ExternalTier(_import_tier(config.kv_offload_tier, identity), identity))
+                tiers.append(GuardedTier(_import_tier(config.kv_offload_tier, identity), identity))
     if not tiers:
         return NullKVOffloader(), notes
     bounds = {"host": config.kv_offload_memory, "disk": config.kv_disk_gib}
     capacities = [_capacity_text(tier.name, bounds.get(tier.name), mover.block_bytes, block_tokens) for tier in tiers]
-    return make_tiers(tiers, mover, costs, sizes, f"; below it {', '.join(capacities)}", state_mover), notes
+    return make_tiered_offloader(tiers, mover, costs, sizes, f"; below it {', '.join(capacities)}", state_mover), notes
 
 
 def _capacity_text(name: str, max_gib: float | None, block_bytes: int, block_tokens: int) -> str:
@@ -115,9 +115,9 @@ def _import_tier(name: str, identity: bytes) -> Tier:
     return tier
 
 
-def _copy_seconds(mover: BlockMover) -> float:
+def _measure_copy_seconds(mover: BlockMover) -> float:
     """To copy a page to the device a few times, which nobody uses yet."""
-    mover.claim_blocks([0])
+    mover.announce_block_writes([0])
     content = mover.read_block(0)
     began = clock.monotonic()
     for _ in range(_NUM_TRIAL_COPIES):

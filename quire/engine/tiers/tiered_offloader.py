@@ -18,7 +18,7 @@ from quire.engine.core.stats import TierStats
 from quire.engine.tiers.block_and_state_mover import BlockAndStateMover, state_key
 from quire.engine.tiers.block_loader import LOAD_TIMEOUT_SECONDS, BlockLoad, BlockLoader, IncomingSnapshot
 from quire.engine.tiers.block_writer import BlockWriter, ThreadPoolFactory
-from quire.engine.tiers.external_tier import ExternalTier
+from quire.engine.tiers.guarded_tier import GuardedTier
 from quire.engine.tiers.load_costs import LoadCosts
 from quire.engine.tiers.tier import Tier
 
@@ -87,19 +87,21 @@ class TieredKVOffloader(KVOffloader):
         return self._loads.has_open_loads
 
     @property
-    def num_blocks_lost(self) -> int:
-        return self._writer.num_lost
+    def num_blocks_not_stored(self) -> int:
+        return self._writer.num_not_stored
 
     def offload_blocks(self, request: Request) -> None:
         self._loaded_ids.discard(request.engine_request.id)
-        slots = {digest: slot for slot, digest in self._prefix_cache.snapshots.saved_slots(request)}
+        slots = {digest: slot for slot, digest in self._prefix_cache.snapshots.request_snapshot_slots(request)}
         blocks = list[tuple[int, bytes]]()
-        for block, digest in self._prefix_cache.full_blocks(request):  # a snapshot counts as used behind its page
+        for block, digest in self._prefix_cache.cached_full_blocks(
+            request
+        ):  # a snapshot counts as used behind its page
             blocks += [(slots[digest], state_key(digest))] if digest in slots else []
             blocks.append((block, digest))
         self._writer.write_blocks(blocks)
 
-    def load_blocks(self, request: Request, cached: list[int]) -> bool:
+    def try_begin_load(self, request: Request, cached: list[int]) -> bool:
         if request.engine_request.id in self._loaded_ids:
             return False
         block_hashes, on_device = self._prefix_cache.block_hashes(request), cached
@@ -115,7 +117,7 @@ class TieredKVOffloader(KVOffloader):
                 break
             tier_names.append(tier)
         end = len(on_device) + (self.load_costs.num_blocks_worth_loading(tier_names) if tier_names else 0)
-        snapshot, count = self._find_snapshot([hashes[-1] for hashes in block_hashes[len(cached) : end]])
+        snapshot, count = self._choose_snapshot_to_load([hashes[-1] for hashes in block_hashes[len(cached) : end]])
         if not count:
             return False
         end = len(cached) + count
@@ -126,7 +128,7 @@ class TieredKVOffloader(KVOffloader):
         self._loaded_ids.add(request.engine_request.id)
         return True
 
-    def _find_snapshot(self, digests: Sequence[bytes]) -> tuple[IncomingSnapshot | None, int]:
+    def _choose_snapshot_to_load(self, digests: Sequence[bytes]) -> tuple[IncomingSnapshot | None, int]:
         """Of pages with these hashes, behind how many of the first ones there is a snapshot where one is needed; and
         room for it, if it must come from a tier."""
         snapshots = self._prefix_cache.snapshots
@@ -194,7 +196,7 @@ class TieredKVOffloader(KVOffloader):
         self.load_costs.record_compute(tokens, seconds)
 
     def clear_tiers(self) -> None:
-        self._writer.discard_blocks()
+        self._writer.discard_all_blocks()
 
     def tier_stats(self) -> list[TierStats]:
         all_stats = []
@@ -204,7 +206,7 @@ class TieredKVOffloader(KVOffloader):
             block_size = self._prefix_cache.block_size
             block_bytes = self._mover.block_bytes
             usage = self._usages[tier.name]() if tier.name in self._usages else (0, 0)
-            is_disabled = isinstance(tier, ExternalTier) and tier.is_disabled
+            is_disabled = isinstance(tier, GuardedTier) and tier.is_disabled
             all_stats.append(
                 TierStats(
                     tier.name,
@@ -224,5 +226,5 @@ class TieredKVOffloader(KVOffloader):
         self._loads.shut_down()
         self._writer.flush_and_stop()
         for tier in self._tiers:
-            if isinstance(tier, ExternalTier):
+            if isinstance(tier, GuardedTier):
                 tier.shut_down()

@@ -9,7 +9,12 @@ import torch
 from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.architecture.mla import MLALayerSpec
 from quire.engine.config import EngineConfig
-from quire.engine.models.requirements import distinct_attention, has_chunked_attention, has_sinks, sample_recurrences
+from quire.engine.models.requirements import (
+    distinct_attention_specs,
+    has_chunked_attention,
+    has_sinks,
+    make_dummy_recurrences,
+)
 from quire.engine.worker.graphs.graph_capture import CudaGraphCapture
 from quire.kernels.backend import Backend
 from quire.kernels.backend_selection import BackendTrial
@@ -76,7 +81,7 @@ def _make_trial(
     dtype, kv_dtype = types
     windowed = any(each.window for each in spec.kv_cache_specs)
     trials = list[BackendTrial]()
-    for part in distinct_attention(spec):
+    for part in distinct_attention_specs(spec):
         if isinstance(part, MLALayerSpec) and prompts:
             continue  # Triton's, as rules are: nothing of ours looks at the host
         if isinstance(part, MLALayerSpec):
@@ -94,12 +99,14 @@ def _make_trial(
             }
             trials.append(PagedAttentionProbe(device, dtype, *shape, **kinds, capture=capture, kv_dtype=kv_dtype))
     if ranks > 1 and kv_dtype not in QUANTIZED_KV_DTYPES:
-        trials += [partial(_try_serial_ranks, each, ranks) for each in trials]
+        trials += [partial(_try_serial_context_parallel, each, ranks) for each in trials]
     if not prompts:
-        trials += [RecurrenceProbe(device, dtype, *each, capture=capture) for each in sample_recurrences(spec, device)]
+        trials += [
+            RecurrenceProbe(device, dtype, *each, capture=capture) for each in make_dummy_recurrences(spec, device)
+        ]
     return lambda backend: next((why for each in trials if (why := each(backend)) is not None), None)
 
 
-def _try_serial_ranks(trial: BackendTrial, ranks: int, backend: Backend) -> str | None:
+def _try_serial_context_parallel(trial: BackendTrial, ranks: int, backend: Backend) -> str | None:
     assert isinstance(backend, ReferenceBackend)
     return trial(SerialContextParallel(backend, ranks))

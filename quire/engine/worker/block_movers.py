@@ -39,7 +39,7 @@ class HostBlockMover:
         self._part_ends = np.cumsum([each[:, 0].size for each in self._tensors]).tolist()
         self.block_bytes: int = self._part_ends[-1] if self._part_ends else 0  # of a model without attention
 
-    def claim_blocks(self, blocks: Sequence[int]) -> None:
+    def announce_block_writes(self, blocks: Sequence[int]) -> None:
         if self._on_claim is not None:
             self._on_claim(blocks)
 
@@ -71,7 +71,7 @@ class CudaBlockMover:
         self._compute_stream = torch.cuda.current_stream(device)
         self._read_stream, self._write_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def claim_blocks(self, blocks: Sequence[int]) -> None:
+    def announce_block_writes(self, blocks: Sequence[int]) -> None:
         """Nothing else touches a GPU's pages."""
 
     @torch.inference_mode()

@@ -40,7 +40,7 @@ from quire.engine.worker.sampling.sampling_rules import SamplingRow, make_sampli
 from quire.kernels.attention.context_shard import ContextShard, single_shard
 from quire.kernels.backend import AttentionMetadata, Backend, LayerCache, LinearContext
 from quire.kernels.device.error_messages import describe_compiler_error, describe_kernel_error, is_triton_error
-from quire.kernels.gpu.other_devices import MPS_OUT_OF_MEMORY, empty_device_caches, free_device_bytes
+from quire.kernels.gpu.other_devices import MPS_OUT_OF_MEMORY, available_device_bytes, empty_device_caches
 
 _PREFAULT_FRACTION = 1 / 8
 """The share of a KV cache in the host's memory that is touched before it is needed."""
@@ -69,7 +69,7 @@ def kv_budget(config: EngineConfig, device: torch.device, step_bytes: int) -> in
     if config.kv_cache_memory is not None:
         return int(config.kv_cache_memory * GIB)
     if device.type != "cuda":
-        room = available_host_bytes() if (device_free := free_device_bytes(device)) is None else device_free
+        room = available_host_bytes() if (device_free := available_device_bytes(device)) is None else device_free
         free = room - step_bytes - int((config.kv_offload_memory or 0) * GIB)
         return host_kv_budget(free) // config.data_parallel_size
     free, total = torch.cuda.mem_get_info(device)
@@ -119,7 +119,7 @@ def check_context_length(config: EngineConfig, token_bytes: int, device: torch.d
         )
 
 
-def available_bytes(
+def available_kv_bytes(
     model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig, image_bytes: int = 0
 ) -> int:
     """What the model's device has for the KV cache. reading: bytes that an image takes on a GPU while it is read,
@@ -152,7 +152,7 @@ def measure_step_bytes(model: Decoder, backend: Backend, config: EngineConfig) -
         linear = LinearContext.from_adapter_slots(torch.ones_like(metadata.positions))
         others = tuple(replace(each, linear_context=linear) for each in metadata.other_groups)
         metadata = replace(metadata, linear_context=linear, other_groups=others)
-    kv_cache = _allocate_shared_kv_cache(
+    kv_cache = _allocate_dummy_kv_cache(
         model, metadata.block_table.numel() * model.groups.count + (own.world_size > 1), seqs
     )
     torch.cuda.synchronize(device)
@@ -201,9 +201,7 @@ def prefill_metadata(
         else replace(context_shard, remote_slot=groups * table.numel() * context_shard.tokens_per_page)
     )
     rows = torch.arange(seqs, device=device).repeat_interleave(length)
-    slots = [
-        shard.slot_mapping(blocks_per_seq[rows, positions // block_size].long(), positions) for blocks_per_seq in tables
-    ]
+    slots = [shard.slot_mapping(group_table[rows, positions // block_size].long(), positions) for group_table in tables]
     first_group = AttentionMetadata(
         query_start=starts,
         context_lens=torch.full((seqs,), length, dtype=torch.int32, device=device),
@@ -227,15 +225,15 @@ class KVModule(Protocol):
     @property
     def block_bytes_formula(self) -> str: ...
 
-    def block_tensors(self, num_blocks: int) -> list[tuple[CacheTensorSpec, ...]]: ...
+    def block_tensor_specs(self, num_blocks: int) -> list[tuple[CacheTensorSpec, ...]]: ...
 
 
 def block_bytes(model: KVModule) -> int:
     """Of one page of one group of layers (engine/checkpoint/page_groups.py)."""
-    return sum(tensor.nbytes for layer in model.block_tensors(1) for tensor in layer)
+    return sum(tensor.nbytes for layer in model.block_tensor_specs(1) for tensor in layer)
 
 
-def total_block_bytes(model: Decoder, places: int) -> int:
+def block_bytes_of_all_groups(model: Decoder, places: int) -> int:
     """Of a page of every group, which has so many places for layers in all stages of a pipeline together."""
     if model.groups.count > 1:
         return block_bytes(model) * places // model.groups.places * model.groups.count
@@ -246,14 +244,14 @@ def allocate_kv_blocks(model: KVModule, num_blocks: int) -> list[Tensor]:
     """The pages of all layers, those of one kind as one tensor [tensors, pages, ...]: what happens to a page in all
     layers is one operation. Their content is undefined on the host, where untouched pages take no memory on Linux; on
     other devices it is zeros, as kernels read pages before a window, of weight 0, that may have never been written."""
-    kinds = Counter(each for layer in model.block_tensors(num_blocks) for each in layer)
+    kinds = Counter(each for layer in model.block_tensor_specs(num_blocks) for each in layer)
     make = torch.empty if model.device.type == "cpu" else torch.zeros
     return [make((count, *kind.shape), dtype=kind.dtype, device=model.device) for kind, count in kinds.items()]
 
 
 def kv_cache_by_layer(model: KVModule, tensors: Sequence[Tensor], states: Sequence[LayerCache] = ()) -> KVCache:
     """What of the `allocate_kv_blocks` each layer asks for, and behind it what it has of the `allocate_slot_states`."""
-    layers = model.block_tensors(
+    layers = model.block_tensor_specs(
         tensors[0].shape[1] if tensors else 1
     )  # none: of a stage whose layers keep slots alone
     kinds = dict.fromkeys(each for layer in layers for each in layer)
@@ -264,9 +262,9 @@ def kv_cache_by_layer(model: KVModule, tensors: Sequence[Tensor], states: Sequen
 
 def allocate_slot_states(model: Decoder, slots: int, drafts: int) -> list[LayerCache]:
     """By place, what the layers keep of sequences beside pages, in so many slots;
-    `drafts`: see Sublayer.slot_tensors. What is in a slot is not read before its owner has written it."""
+    `drafts`: see Sublayer.slot_tensor_specs. What is in a slot is not read before its owner has written it."""
     make = torch.empty if model.device.type == "cpu" else torch.zeros
-    layers = model.slot_tensors(slots, drafts)
+    layers = model.slot_tensor_specs(slots, drafts)
     return [tuple(make(each.shape, dtype=each.dtype, device=model.device) for each in layer) for layer in layers]
 
 
@@ -289,11 +287,12 @@ def copy_block(tensors: Sequence[Tensor], copy: BlockCopy, own_range: range) -> 
         each[:, copy.target, :end] = each[:, copy.source, :end]
 
 
-def _allocate_shared_kv_cache(model: Decoder, num_blocks: int, slots: int) -> KVCache:
+def _allocate_dummy_kv_cache(model: Decoder, num_blocks: int, slots: int) -> KVCache:
     """Like allocate_kv_blocks and allocate_slot_states, but layers of equal shapes share one set of pages: saves
     memory, results are wrong."""
     layers = [
-        pages + own for pages, own in zip(model.block_tensors(num_blocks), model.slot_tensors(slots, 0), strict=True)
+        pages + own
+        for pages, own in zip(model.block_tensor_specs(num_blocks), model.slot_tensor_specs(slots, 0), strict=True)
     ]
     kinds = {
         layer: tuple(torch.empty(each.shape, dtype=each.dtype, device=model.device) for each in layer)
@@ -379,7 +378,7 @@ def explain_out_of_memory(what: str, param: str, advice: str) -> Iterator[None]:
         raise ConfigError(f"{param}: out of memory for {what}{room}. {advice}", param=param) from error
 
 
-def explain_weights_memory() -> AbstractContextManager[None]:
+def explain_weights_out_of_memory() -> AbstractContextManager[None]:
     """`explain_out_of_memory`, where weights are loaded."""
     advice = "Use quantization int4, serve a smaller model, or free memory that others hold; quire plan says what fits"
     return explain_out_of_memory("the weights", "model", advice)

@@ -19,14 +19,14 @@ from quire.engine.architecture.moe import MoELayerSpec
 from quire.engine.checkpoint.families import wide_activations
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, refuse_setting
+from quire.engine.errors import ConfigError, refuse_setting_if
 from quire.engine.models import decoder_spec
 from quire.engine.models.requirements import (
     attention_head_dim,
     has_chunked_attention,
     has_mla,
     has_sinks,
-    widest_attention,
+    widest_attention_spec,
 )
 from quire.engine.replicas.cores import usable_cpus
 from quire.engine.worker.backend_trials import choose_trials, find_eager_prefill_reason
@@ -57,10 +57,10 @@ def check_attention_support(device: torch.device, model: ModelConfig, spec: Deco
     parts, kind = spec.sublayers_of_kind(AttentionLayerSpec), model.model_type
     biased = any(each.alibi is not None for each in parts)
     on_cpus = f"ALiBi of attention ({kind}) is served on CPUs alone so far: --device cpu"
-    refuse_setting("device", biased and device.type != "cpu" and on_cpus)
+    refuse_setting_if("device", biased and device.type != "cpu" and on_cpus)
     states = {"states of sequences (delta nets, Mamba)": spec.needs_state_snapshots, "latent attention": has_mla(spec)}
     on_cuda = "on CPUs and on GPUs of CUDA's alone so far: --device cpu"
-    refuse_setting(
+    refuse_setting_if(
         "device",
         *(f"{what} ({kind}): {on_cuda}" for what, is_used in states.items() if is_used and is_other_device(device)),
     )
@@ -85,9 +85,9 @@ def choose_device(config: EngineConfig) -> torch.device:
             other = find_other_device(config.device)
         except ValueError as error:
             raise ConfigError(f"device: {error}", param="device") from error
-        return check_replicas(config, other)
+        return check_replica_device(config, other)
     if config.device == "cpu" or torch.cuda.is_available():
-        return check_replicas(config, torch.device("cuda" if config.device == "auto" else config.device))
+        return check_replica_device(config, torch.device("cuda" if config.device == "auto" else config.device))
     driver = nvidia_driver_version()
     if driver is not None:
         raise ConfigError(f"device: {_driver_error(driver)}; --device cpu serves without it", param="device")
@@ -103,9 +103,9 @@ def apply_gpu_defaults(config: EngineConfig) -> EngineConfig:
     return config.with_gpu_defaults(torch.cuda.get_device_properties(device).total_memory)
 
 
-def check_replicas(config: EngineConfig, device: torch.device) -> torch.device:
+def check_replica_device(config: EngineConfig, device: torch.device) -> torch.device:
     """The device. Raises ConfigError for replicas on a GPU."""
-    refuse_setting(
+    refuse_setting_if(
         "data_parallel_size",
         device.type != "cpu"
         and config.data_parallel_size > 1
@@ -114,18 +114,20 @@ def check_replicas(config: EngineConfig, device: torch.device) -> torch.device:
     return device
 
 
-def check_other_device(config: EngineConfig, device: torch.device) -> None:
+def check_other_device_settings(config: EngineConfig, device: torch.device) -> None:
     """Raise ConfigError for what is not served on a device of PyTorch's that is neither a CPU nor one of CUDA's."""
     if not is_other_device(device):
         return
     where = f"not on {device.type}: "
-    refuse_setting("deterministic", config.deterministic and f"{where}PyTorch's products there may depend on the batch")
+    refuse_setting_if(
+        "deterministic", config.deterministic and f"{where}PyTorch's products there may depend on the batch"
+    )
     tiers = f"{where}pages are kept beside the cache of CPUs and of CUDA's GPUs alone so far"
     for name in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier"):
-        refuse_setting(name, bool(getattr(config, name)) and tiers)
+        refuse_setting_if(name, bool(getattr(config, name)) and tiers)
     for name in ("quantization", "kv_cache_dtype") if device.type == "mps" else ():  # it has no float8 at all
         eight = str(getattr(config, name)).startswith("fp8")
-        refuse_setting(name, eight and f"{where}Apple's GPUs have no 8-bit floats; int8 is served")
+        refuse_setting_if(name, eight and f"{where}Apple's GPUs have no 8-bit floats; int8 is served")
 
 
 def nvidia_driver_version(root: Path = Path("/")) -> str | None:
@@ -287,7 +289,7 @@ def choose_device_plan(config: EngineConfig, model_config: ModelConfig, *, backe
     backend that the configuration names, on a GPU like this."""
     check_transformers_config(config, model_config)
     device = choose_device(config)
-    check_other_device(config, device)
+    check_other_device_settings(config, device)
     types = choose_dtypes(config, model_config, device)
     dtype, kv_dtype = types.compute_dtype, types.kv_dtype
     spec = apply_expert_parallel(config, decoder_spec(replace(model_config, context=config.max_model_len)))
@@ -312,7 +314,7 @@ def context_parallel_backend(
         config.speculative_config,
         backend.make_context_parallel(config.decode_context_parallel_size),
     )
-    refuse_setting(
+    refuse_setting_if(
         "decode_context_parallel_size",
         spec.context_parallel_error(),
         config.nnodes > 1 and "ranks of one machine alone divide tokens so far (nnodes)",
@@ -329,7 +331,7 @@ def apply_expert_parallel(config: EngineConfig, spec: DecoderSpec) -> DecoderSpe
     """With experts that are whole on one rank each, where that is asked for. Raises ConfigError where it cannot be."""
     if not config.enable_expert_parallel:
         return spec
-    refuse_setting(
+    refuse_setting_if(
         "enable_expert_parallel",
         not spec.sublayers_of_kind(MoELayerSpec)
         and "the model has no experts that a file of Quire computes; leave it out",
@@ -337,7 +339,7 @@ def apply_expert_parallel(config: EngineConfig, spec: DecoderSpec) -> DecoderSpe
         and config.world_size * config.data_parallel_size > 1
         and "experts are divided among the ranks of tensor_parallel_size, which is 1",
     )
-    return spec.replace_sublayers(MoELayerSpec, is_expert_parallel=True)
+    return spec.replace_sublayer_fields(MoELayerSpec, is_expert_parallel=True)
 
 
 def choose_backend(
@@ -356,7 +358,7 @@ def choose_backend(
         raise ConfigError("deterministic: needs Triton (pip install triton)", param="deterministic")
     dtype, kv_dtype = types
     attention = AttentionRequirements(
-        softcap=widest_attention(spec).softcap is not None,
+        softcap=widest_attention_spec(spec).softcap is not None,
         sinks=has_sinks(spec),
         latents=has_mla(spec),
         chunks=has_chunked_attention(spec),
@@ -368,7 +370,7 @@ def choose_backend(
         trials = [] if backend_tried else choose_trials(config, device, types, spec)
         if config.block_size is not None:
             otherwise: list[BackendTrial | None] = [*trials] or [None]
-            trials = [partial(_try_block_size, config.block_size, each) for each in otherwise]
+            trials = [partial(_try_with_block_size, config.block_size, each) for each in otherwise]
         backend, why = select_backend(
             device,
             dtype,
@@ -394,14 +396,14 @@ def choose_backend(
     return backend, f"{why}; deterministic" if deterministic else why
 
 
-def _try_block_size(tokens: int, trial: BackendTrial | None, backend: Backend) -> str | None:
+def _try_with_block_size(tokens: int, trial: BackendTrial | None, backend: Backend) -> str | None:
     """A Trial that a backend with pages of another size fails."""
     if backend.block_size != tokens:
         return f"its pages have {backend.block_size} tokens, not {tokens} (block_size)"
     return None if trial is None else trial(backend)
 
 
-def choose_capture(
+def make_graph_capture(
     config: EngineConfig, backend: Backend, device: torch.device, spec: DecoderSpec
 ) -> GraphCapture | None:
     """What captures steps as graphs; None: nothing does."""

@@ -15,11 +15,11 @@ from torch import Tensor
 from quire.engine.core.scheduler_output import HeadDraftRequest, NewRequestData, SchedulerOutput
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.heads.draft_head import DraftHead
-from quire.engine.worker.compiling.kernel_variants import launch_head_variants
+from quire.engine.worker.compiling.kernel_variants import launch_draft_head_variants
 from quire.engine.worker.device_memory import kv_cache_by_layer, prefill_metadata
 from quire.engine.worker.graphs.draft_head_graphs import DraftHeadGraphs
 from quire.engine.worker.input_batch import ForwardInputs, InputBatch, SampleTargets
-from quire.engine.worker.loading.drafts.spare_blocks import SpareBlocks
+from quire.engine.worker.loading.drafts.spare_blocks import SpareBlockLayout
 from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.step_costs import MEASURED_CONTEXT_TOKENS, measure_best_times
 from quire.kernels.backend import AttentionMetadata
@@ -38,12 +38,12 @@ class HiddenStates:
     sampled_tokens: Tensor | None = None  # [R] int64, where a graph has made and written the picks
     used_cuda_graph: bool = False
     """Whether a graph has computed them."""
-    run_head_graph: Callable[[], Tensor] | None = None
+    run_draft_head_graph: Callable[[], Tensor] | None = None
     """Runs the graph that gives what heads make of them, [R, hidden], once the picks are written."""
 
 
 @dataclass(frozen=True, slots=True)
-class _SlotStates:
+class _SlotStateSpan:
     """The states that a slot has."""
 
     new_request: NewRequestData
@@ -59,7 +59,7 @@ class DraftHeadRunner:
         decoder: Decoder,
         kv_tensors: Sequence[Tensor],
         slots: InputBatch,
-        spare_blocks: SpareBlocks,
+        spare_blocks: SpareBlockLayout,
         max_drafts: int,
         capture: GraphCapture | None = None,
     ) -> None:
@@ -78,7 +78,7 @@ class DraftHeadRunner:
         shape = (len(slots.slot_requests) + 1, 2 + max_drafts, decoder.spec.hidden_size)
         self._hidden_by_slot = torch.empty(shape, dtype=decoder.dtype, device=slots.device)
         """Of each slot, at the places before its last picks; and the last one behind guesses that graphs have made."""
-        self._slot_states: dict[int, _SlotStates] = {}
+        self._state_spans: dict[int, _SlotStateSpan] = {}
         self.graphs: DraftHeadGraphs | None = None
         if capture is not None:
             advance = self._advance_in_graph if self._reads_all_tokens else None
@@ -103,8 +103,8 @@ class DraftHeadRunner:
     ) -> None:
         """Take in what a step computed, once its picks are written to the slots."""
         slots = self._input_batch
-        if hidden_states.run_head_graph is not None:
-            states = hidden_states.run_head_graph()
+        if hidden_states.run_draft_head_graph is not None:
+            states = hidden_states.run_draft_head_graph()
         elif self._reads_all_tokens:
             inputs = inputs or slots.build_inputs(scheduler_output)
             assert hidden_states.all_hidden is not None
@@ -119,7 +119,7 @@ class DraftHeadRunner:
         (places,) = upload_arrays([sample_targets.positions - firsts], slots.device)
         self._hidden_by_slot[sample_targets.device_slots, places] = states
         for row, first in zip(sample_targets.rows, firsts.tolist(), strict=True):
-            self._slot_states[row.slot] = _SlotStates(
+            self._state_spans[row.slot] = _SlotStateSpan(
                 slots.get_slot_request(row.slot).new_request, first, 1 + len(row.draft_token_ids)
             )
 
@@ -150,11 +150,11 @@ class DraftHeadRunner:
 
     def _state_index(self, row: HeadDraftRequest) -> int | None:
         """Where the slot keeps the state before the last known token; None: it has none."""
-        slot_states, slot_request = self._slot_states.get(row.slot), self._input_batch.slot_requests[row.slot]
-        if slot_states is None or slot_request is None or slot_request.new_request is not slot_states.new_request:
+        state_span, slot_request = self._state_spans.get(row.slot), self._input_batch.slot_requests[row.slot]
+        if state_span is None or slot_request is None or slot_request.new_request is not state_span.new_request:
             return None
-        index = row.num_tokens - 1 - slot_states.first_num_tokens
-        return index if 0 <= index < slot_states.num_states else None
+        index = row.num_tokens - 1 - state_span.first_num_tokens
+        return index if 0 <= index < state_span.num_states else None
 
     def _draft_eagerly(self, rows: list[HeadDraftRequest]) -> HostDownload:
         """The guesses of one place after the other; those of later ones are for the first rows alone."""
@@ -262,12 +262,12 @@ class DraftHeadRunner:
 
     @torch.inference_mode()
     def capture_next_graph(self) -> bool:
-        """As Executor.warm_up."""
+        """As Executor.warm_up_next."""
         return self.graphs is not None and self.graphs.capture_next()
 
     def launch_kernel_variants(self, step_tokens: int) -> None:
         """As engine/worker/compiling/kernel_variants.py has it for models."""
-        launch_head_variants(
+        launch_draft_head_variants(
             self.head,
             self._hidden_by_slot.shape[2],
             self._hidden_by_slot.dtype,

@@ -99,11 +99,11 @@ class DraftModelRunner:
             logits = self._model.compute_logits(hidden)
             params = [row.rules.params for row in rows]
             temperature_array = np.array(
-                [1.0 if each.greedy else each.temperature for each in params], dtype=np.float32
+                [1.0 if each.is_greedy else each.temperature for each in params], dtype=np.float32
             )
             slots, known, temperatures = upload_arrays([*self._active_drafts, temperature_array], logits.device)
             draft_tokens = self._sample(logits, rows, None).clamp(min=0)
-            token_probabilities = _stack_probabilities(draft_tokens, logits / temperatures[:, None])
+            token_probabilities = _stack_tokens_and_probabilities(draft_tokens, logits / temperatures[:, None])
         else:
             slots, known = upload_arrays([*self._active_drafts], token_probabilities.device)
         self._input_batch.token_ids[slots, known] = token_probabilities[0].to(torch.int32)
@@ -134,11 +134,11 @@ class DraftModelRunner:
     def _sample_greedy_in_graph(self, rows: Tensor, hidden: Tensor) -> Tensor:
         """Guesses that are the largest logit, in a form that a graph can hold."""
         logits = self._model.compute_logits(hidden)
-        return _stack_probabilities(self._model.argmax(logits), logits)
+        return _stack_tokens_and_probabilities(self._model.argmax(logits), logits)
 
     @torch.inference_mode()
     def capture_next_graph(self) -> bool:
-        """As Executor.warm_up."""
+        """As Executor.warm_up_next."""
         return self.graphs is not None and self.graphs.capture_next()
 
     def launch_kernel_variants(self, step_tokens: int) -> None:
@@ -169,7 +169,7 @@ class DraftModelRunner:
         return measure_best_times(run_step)
 
 
-def _stack_probabilities(token_ids: Tensor, logits: Tensor) -> Tensor:
+def _stack_tokens_and_probabilities(token_ids: Tensor, logits: Tensor) -> Tensor:
     """[2, R] float32: tokens [R], and how likely these logits [R, vocab] hold each."""
     probabilities = torch.softmax(logits, dim=-1).gather(1, token_ids[:, None])[:, 0]
     return torch.stack((token_ids.float(), probabilities.float().nan_to_num(0.0)))

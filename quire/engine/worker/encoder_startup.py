@@ -17,17 +17,17 @@ from quire.engine.encoders.encoder_runner import EncoderRunner
 from quire.engine.layers.pooler_head import PoolerHead
 from quire.engine.layers.pooling import Pooler, make_pooler_head
 from quire.engine.layers.schemes import UnquantizedScheme
-from quire.engine.worker.device_memory import explain_weights_memory
-from quire.engine.worker.device_plan import check_other_device, choose_compute_dtype, choose_device
+from quire.engine.worker.device_memory import explain_weights_out_of_memory
+from quire.engine.worker.device_plan import check_other_device_settings, choose_compute_dtype, choose_device
 from quire.engine.worker.images.tower_loader import load_vector_tower
 from quire.engine.worker.loading.model.weight_filling import check_weights_fit, fill_weights
 from quire.engine.worker.loading.pooler import read_tokenizer
 from quire.engine.worker.loading.weight_check import ExpectedWeights
 from quire.engine.worker.loading.weight_loader import NamedTensors, checkpoint_stream
 from quire.engine.worker.startup_steps.encoder_settings import (
-    check_batch_invariance,
     check_encoder_config,
     choose_encoder_backend,
+    determine_batch_invariance,
     encoder_context_length,
 )
 from quire.engine.worker.startup_steps.started_worker import StartedWorker, make_engine_info, make_grammar_compiler
@@ -53,8 +53,8 @@ def start_encoder(
     spec = encoder_spec(model_config)
     length = encoder_context_length(config, model_config, spec.max_prompt_len, pooling.max_length)
     backend, why = choose_encoder_backend(config, device, dtype, spec.head_dim)
-    deterministic = check_batch_invariance(config, backend, device, dtype)
-    with explain_weights_memory():
+    deterministic = determine_batch_invariance(config, backend, device, dtype)
+    with explain_weights_out_of_memory():
         scheme = UnquantizedScheme(backend, dtype)
         model = Encoder(
             spec, backend, scheme, dtype=dtype, device=device, max_model_len=length, report_progress=progress
@@ -91,7 +91,7 @@ def start_encoder(
         needs_whole_prompts=True,
         caches_prefixes=False,
         step_costs=[],
-        expected_weights=checkpoint.strip_model(),
+        expected_weights=checkpoint.detach_from_model(),
         get_grammar_compiler=lambda: make_grammar_compiler(config, path, model_config),
     )
 
@@ -100,7 +100,7 @@ def _choose_encoder_device(config: EngineConfig) -> torch.device:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = choose_device(config)
-    check_other_device(config, device)
+    check_other_device_settings(config, device)
     return device
 
 

@@ -16,7 +16,7 @@ from quire.kernels.attention.context_shard import ContextShard, single_shard
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LayerCache, LinearContext
 from quire.kernels.gpu.host_transfer import upload_arrays
 from quire.kernels.gpu.prefill_decode_split import PrefillDecodeSplit
-from quire.kernels.recurrent.recurrence import DraftStateLengths, StateSequences
+from quire.kernels.recurrent.recurrence import DraftStateLengths, RecurrenceMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,20 +102,20 @@ class InputBatch:
         """The slot of each owner's adapter; 0: none."""
         self.token_ids = torch.empty((num_slots + 1, max_model_len + 1), dtype=torch.int32, device=device)
         self.token_ids[num_slots] = 0
-        self._num_state_tokens = np.zeros(num_slots, dtype=np.int64)
+        self._state_lengths = np.zeros(num_slots, dtype=np.int64)
         """Tokens that the matrices in each slot have seen; below 0: all before its owner's first ones."""
         self._block_table = np.zeros((num_slots, self.max_blocks * num_groups), dtype=np.int32)
         self.num_blocks = [0] * num_slots
         """Pages that each slot's table has of its owner."""
         self._device_block_tables: Tensor | None = None
-        self._device_num_state_tokens: Tensor | None = None
-        """`_num_state_tokens` on the device, where graphs need it."""
+        self._device_state_lengths: Tensor | None = None
+        """`_state_lengths` on the device, where graphs need it."""
         self._rope_offsets: Tensor | None = None
         """[slots] int64: what is added to positions behind the last image of a slot's prompt for what they are rotated
         by; None: nothing ever is."""
         if scratch_block is not None:
             if self.tracks_draft_states:
-                self._device_num_state_tokens = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
+                self._device_state_lengths = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
             self._device_block_tables = torch.zeros(
                 (num_groups, num_slots + 1, self.max_blocks), dtype=torch.int32, device=device
             )
@@ -126,7 +126,7 @@ class InputBatch:
         self.slot_requests[new_request.slot] = slot_request
         self.adapter_slots[new_request.slot] = new_request.adapter_slot
         self.num_blocks[new_request.slot] = 0
-        self._num_state_tokens[new_request.slot] = -1
+        self._state_lengths[new_request.slot] = -1
         ids = upload_arrays([np.array(new_request.token_ids, dtype=np.int32)], self.device)[0]
         self.token_ids[new_request.slot, : len(ids)] = ids
 
@@ -191,25 +191,25 @@ class InputBatch:
         """Whether matrices may have to take in guesses later."""
         return self._has_draft_states and self._has_recurrent_matrices
 
-    def try_record_state_tokens(self, rows: list[ScheduledRequest]) -> bool:
+    def try_record_state_lengths(self, rows: list[ScheduledRequest]) -> bool:
         """Note, if a graph is to compute these rows, what matrices will have seen. False where it cannot: nobody has
         said yet what those of a new owner have."""
         if not self.tracks_draft_states:
             return True
-        if any(self._num_state_tokens[row.slot] < 0 for row in rows):
+        if any(self._state_lengths[row.slot] < 0 for row in rows):
             return False
         for row in rows:
-            self._num_state_tokens[row.slot] = row.start + row.num_tokens - len(row.draft_token_ids)
+            self._state_lengths[row.slot] = row.start + row.num_tokens - len(row.draft_token_ids)
         return True
 
-    def has_known_states(self, slots: np.ndarray) -> np.ndarray:
+    def known_state_mask(self, slots: np.ndarray) -> np.ndarray:
         """[rows] bool: whether it is known what the matrices in these slots have seen, here and on the device."""
-        return self._num_state_tokens[slots] >= 0
+        return self._state_lengths[slots] >= 0
 
-    def update_state_tokens(self, slots: np.ndarray, starts: np.ndarray, num_known: np.ndarray) -> np.ndarray:
+    def swap_state_lengths(self, slots: np.ndarray, starts: np.ndarray, num_known: np.ndarray) -> np.ndarray:
         """How many tokens the matrices in these slots have seen; they will have seen the `num_known` ones."""
-        num_seen = self._num_state_tokens[slots]
-        self._num_state_tokens[slots] = num_known
+        num_seen = self._state_lengths[slots]
+        self._state_lengths[slots] = num_known
         return np.where(num_seen < 0, starts, num_seen)
 
     def make_sample_targets(self, scheduler_output: SchedulerOutput) -> SampleTargets:
@@ -222,9 +222,9 @@ class InputBatch:
             rows = [row for row in rows for _ in (None, *row.draft_token_ids)]
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         on_device = upload_arrays([slots, positions], self.device)
-        return SampleTargets(rows, slots, positions, on_device[0], on_device[1], self.linear_context(slots))
+        return SampleTargets(rows, slots, positions, on_device[0], on_device[1], self.adapter_context(slots))
 
-    def linear_context(self, slots: np.ndarray) -> LinearContext:
+    def adapter_context(self, slots: np.ndarray) -> LinearContext:
         """Of tokens of these slots, [T] int64."""
         adapters = self.adapter_slots[slots]
         if not adapters.any():
@@ -240,7 +240,7 @@ class InputBatch:
         have none."""
         slots, positions = rows[:2]
         starts = torch.arange(rows.shape[1] + 1, dtype=torch.int32, device=self.device)
-        sequences = self._decode_sequences(slots, positions) if updates_states else None
+        sequences = self._make_state_sequences(slots, positions) if updates_states else None
         return self._make_device_inputs(rows, (slots, starts, positions + 1), 1, max_blocks, sequences)
 
     def prefill_inputs(
@@ -250,10 +250,10 @@ class InputBatch:
         tokens are theirs, at least one, their contexts, and what Guesses says of them."""
         slots, counts, contexts, num_seen, num_known = chunks
         starts, sequences = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0)), None
-        if updates_states and self._device_num_state_tokens is not None:
+        if updates_states and self._device_state_lengths is not None:
             guesses = DraftStateLengths(num_seen.to(torch.int32), num_known.to(torch.int32))
-            self._device_num_state_tokens[slots] = guesses.num_verified_tokens
-            sequences = StateSequences(starts, contexts.to(torch.int32), guesses)
+            self._device_state_lengths[slots] = guesses.num_verified_tokens
+            sequences = RecurrenceMetadata(starts, contexts.to(torch.int32), guesses)
         return self._make_device_inputs(rows, (slots, starts, contexts), rows.shape[1], max_blocks, sequences)
 
     def _make_device_inputs(
@@ -262,7 +262,7 @@ class InputBatch:
         sequence_tensors: tuple[Tensor, ...],
         max_query_len: int,
         max_blocks: int,
-        sequences: StateSequences | None,
+        sequences: RecurrenceMetadata | None,
     ) -> tuple[Tensor, AttentionMetadata]:
         """of: slots, first tokens, and contexts of sequences of at most `max_query_len` tokens."""
         assert self._device_block_tables is not None
@@ -282,14 +282,14 @@ class InputBatch:
             linear_context=LinearContext.from_adapter_slots(adapters[0]) if adapters else NO_ADAPTERS,
             state_slots=sequence_slots,
             rope_position_override=self.rope_positions(slots, positions),
-            state_sequences=sequences,
+            recurrence_metadata=sequences,
         )
         return self.token_ids[slots, positions], metadata.with_block_tables(tables.unbind(), slot_mapping.unbind())
 
-    def _decode_sequences(self, slots: Tensor, positions: Tensor) -> StateSequences | None:
+    def _make_state_sequences(self, slots: Tensor, positions: Tensor) -> RecurrenceMetadata | None:
         """Of B rows of a token each: the first of a slot is no guess, those behind it are. Notes on the device what the
         matrices will have seen."""
-        if self._device_num_state_tokens is None:
+        if self._device_state_lengths is None:
             return None
         count, at = len(slots), torch.arange(len(slots), device=self.device)
         is_first = torch.ones_like(slots, dtype=torch.bool)
@@ -297,9 +297,11 @@ class InputBatch:
         starts = F.pad(torch.where(is_first, at, count).flip(0).cummin(0).values.flip(0), (0, 1), value=count)
         ends = (positions[(starts[1:] - 1)] + 1).to(torch.int32)
         known = (positions + 1).to(torch.int32)
-        seen = torch.where(is_first, self._device_num_state_tokens[slots], ends)
-        self._device_num_state_tokens[torch.where(is_first, slots, self.scratch_slot)] = known
-        return StateSequences(starts.to(torch.int32), ends, DraftStateLengths(seen, torch.where(is_first, known, ends)))
+        seen = torch.where(is_first, self._device_state_lengths[slots], ends)
+        self._device_state_lengths[torch.where(is_first, slots, self.scratch_slot)] = known
+        return RecurrenceMetadata(
+            starts.to(torch.int32), ends, DraftStateLengths(seen, torch.where(is_first, known, ends))
+        )
 
     def build_inputs(self, scheduler_output: SchedulerOutput) -> ForwardInputs:
         """A batch's tensors; call `append_blocks` first."""
@@ -313,16 +315,16 @@ class InputBatch:
         drafts = (
             np.array([len(row.draft_token_ids) for row in rows], dtype=np.int64) if self._has_draft_states else None
         )
-        sampled_indices, context = expand_to_samples(sampling, ends) - 1, self.linear_context(slots.repeat(counts))
+        sampled_indices, context = expand_to_samples(sampling, ends) - 1, self.adapter_context(slots.repeat(counts))
         inputs = self.build_inputs_from_arrays(slots, starts, counts, sampled_indices, context, drafts)
-        if self._device_num_state_tokens is not None:
+        if self._device_state_lengths is not None:
             metadata = inputs.metadata
             known = (
                 metadata.context_lens
                 if metadata.draft_state_lengths is None
                 else metadata.draft_state_lengths.num_verified_tokens
             )
-            self._device_num_state_tokens[metadata.state_slots] = known
+            self._device_state_lengths[metadata.state_slots] = known
         return inputs
 
     def build_inputs_from_arrays(
@@ -344,7 +346,7 @@ class InputBatch:
         longest, slot_mapping = int(contexts.max()), self._slot_mapping(token_slots, positions)
         tables = self._block_table_by_group[slots, : -(-longest // self.block_size)]
         cumulative_starts = _cumulative_starts(ends, contexts.cumsum())
-        state_lengths = self._draft_state_lengths(slots, starts, contexts, drafts)
+        state_lengths = self._update_draft_state_lengths(slots, starts, contexts, drafts)
         division = PrefillDecodeSplit.from_lengths(counts, contexts, cumulative_starts[1])
         divided = () if division is None else (division.query_start, division.key_start)
         query_start, context_lens, key_start, at, device_token_slots, device_sampled, state_slots, *others = (
@@ -384,7 +386,7 @@ class InputBatch:
         )
         metadata = metadata.with_block_tables(paged[: self.num_groups], paged[self.num_groups :])
         if division is not None:
-            metadata = division.split_metadata(metadata, begins[0], begins[1], self.block_size)
+            metadata = division.metadata_with_parts(metadata, begins[0], begins[1], self.block_size)
         return ForwardInputs(self.token_ids[device_token_slots, at], metadata, device_sampled, device_token_slots)
 
     @property
@@ -397,21 +399,21 @@ class InputBatch:
         page = positions // self.block_size
         offsets = positions - page * self.block_size
         slot_mapping: np.ndarray = self._block_table_by_group[token_slots, page].astype(np.int64)
-        own_range = self.context_shard.page_range
+        own_range = self.context_shard.token_range_in_page
         slot_mapping *= len(own_range)
         slot_mapping += (offsets - own_range.start)[:, None]
         if len(own_range) < self.block_size:
             slot_mapping[(offsets < own_range.start) | (offsets >= own_range.stop)] = self.context_shard.remote_slot
         return slot_mapping
 
-    def _draft_state_lengths(
+    def _update_draft_state_lengths(
         self, slots: np.ndarray, starts: np.ndarray, contexts: np.ndarray, drafts: np.ndarray | None
     ) -> tuple[np.ndarray, ...]:
         """What Guesses says; () where no sequence has guesses, or had some last."""
         if not self._has_draft_states:
             return ()
         known = contexts if drafts is None else contexts - drafts
-        seen = self.update_state_tokens(slots, starts, known)
+        seen = self.swap_state_lengths(slots, starts, known)
         if (seen == starts).all() and (known == contexts).all():
             return ()
         return seen.astype(np.int32), known.astype(np.int32)

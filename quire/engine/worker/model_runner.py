@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.engine.core.executor import BlockMover, PendingOutput
 from quire.engine.core.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
-from quire.engine.layers.pooling import PooledRequest, Pooler
+from quire.engine.layers.pooling import Pooler, PoolingChunk
 from quire.engine.models.decoder import Decoder, MediaEmbeddings, has_finite_logits
 from quire.engine.types import PoolingParams, SamplingParams
 from quire.engine.worker.block_movers import choose_block_mover
@@ -29,7 +29,7 @@ from quire.engine.worker.graphs.mixed_batch_graphs import GraphPlan, MixedBatchG
 from quire.engine.worker.images.encoder_cache import ImageEncoderCache
 from quire.engine.worker.input_batch import ForwardInputs, SampleTargets, SlotRequest
 from quire.engine.worker.loading.drafts.device_drafter import DeviceDrafter
-from quire.engine.worker.loading.kv_allocation import KVAllocation
+from quire.engine.worker.loading.kv_allocation import RunnerResources
 from quire.engine.worker.pending_step import NONFINITE_TOKEN, PendingStep, PromptLogprobsChunk
 from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.sampling.sampler import logprob_tensors
@@ -67,7 +67,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Decoder,
-        allocation: KVAllocation,
+        allocation: RunnerResources,
         grammars: SlotGrammars,
         eos_token_ids: tuple[int, ...],
         pooler: Pooler | None = None,
@@ -104,10 +104,15 @@ class ModelRunner:
         self.decode_graphs = None if capture is None else self._make_decode_graphs(capture)
         self.mixed_batch_graphs: MixedBatchGraphs | None = None
         if capture is not None and captures_mixed_batches:
-            run_heads = self._graphable_steps.run_heads_after_mixed_batch if self._heads_read_all_tokens else None
+            run_draft_heads = (
+                self._graphable_steps.run_draft_heads_after_mixed_batch if self._draft_heads_read_all_tokens else None
+            )
             buffers = (capture, slots, self._graphable_steps.hidden_width, model.dtype)
             self.mixed_batch_graphs = MixedBatchGraphs(
-                self._graphable_steps.run_mixed_batch, *buffers, run_heads=run_heads, group=model.shard.group
+                self._graphable_steps.run_mixed_batch,
+                *buffers,
+                run_draft_heads=run_draft_heads,
+                group=model.shard.group,
             )
         self._sample = choose_sampler(slots.device, model.argmax, model.sample_tokens, model.shard.group)
         self._download_stream = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
@@ -116,7 +121,9 @@ class ModelRunner:
         functions = StepFunctions(
             decode=self._graphable_steps.run_decode,
             sample=self._sample_greedy_in_graph if self._model.has_head else None,
-            run_heads=self._graphable_steps.run_heads_after_decode if self._heads_read_all_tokens else None,
+            run_draft_heads=self._graphable_steps.run_draft_heads_after_decode
+            if self._draft_heads_read_all_tokens
+            else None,
         )
         return DecodeGraphs(
             functions,
@@ -133,7 +140,7 @@ class ModelRunner:
         return self._model
 
     @property
-    def _heads_read_all_tokens(self) -> bool:
+    def _draft_heads_read_all_tokens(self) -> bool:
         return self._draft_heads is not None and self._draft_heads.reads_all_tokens
 
     @torch.inference_mode()
@@ -149,35 +156,35 @@ class ModelRunner:
         """Take in what a batch says, and make its tensors."""
         self._update_slots(scheduler_output)
         if self._encoder_cache is not None:
-            self._encoder_cache.encode_chunks(scheduler_output, self._new_request)
+            self._encoder_cache.encode_chunks(scheduler_output, self._get_new_request)
         scheduler_output = scheduler_output.without_encoder_only
         sample_targets = self._input_batch.make_sample_targets(scheduler_output)
         if not scheduler_output.scheduled_requests:
             return PreparedBatch(scheduler_output, sample_targets, None)
         encoder_cache = self._encoder_cache
-        has_image_tokens = encoder_cache is not None and encoder_cache.positions.has_image_tokens(
-            scheduler_output.scheduled_requests, self._new_request
+        has_tokens_before_image_end = encoder_cache is not None and encoder_cache.positions.has_tokens_before_image_end(
+            scheduler_output.scheduled_requests, self._get_new_request
         )
         in_decode_graph = (
             self.decode_graphs is not None
-            and not has_image_tokens
+            and not has_tokens_before_image_end
             and self.decode_graphs.can_run(scheduler_output)
-            and self._input_batch.try_record_state_tokens(scheduler_output.scheduled_requests)
+            and self._input_batch.try_record_state_lengths(scheduler_output.scheduled_requests)
         )
         graph_plan = None
-        if self.mixed_batch_graphs is not None and not (has_image_tokens or in_decode_graph):
+        if self.mixed_batch_graphs is not None and not (has_tokens_before_image_end or in_decode_graph):
             graph_plan = self.mixed_batch_graphs.plan_batch(scheduler_output)
         inputs = None if in_decode_graph or graph_plan is not None else self._input_batch.build_inputs(scheduler_output)
-        if encoder_cache is None or inputs is None or not has_image_tokens:
+        if encoder_cache is None or inputs is None or not has_tokens_before_image_end:
             return PreparedBatch(scheduler_output, sample_targets, inputs, graph_plan=graph_plan)
         image_metadata = encoder_cache.positions.apply_to_metadata(
-            inputs.metadata, scheduler_output.scheduled_requests, self._new_request
+            inputs.metadata, scheduler_output.scheduled_requests, self._get_new_request
         )
         return PreparedBatch(
             scheduler_output,
             sample_targets,
             replace(inputs, metadata=image_metadata),
-            encoder_cache.gather_features(scheduler_output.scheduled_requests, self._new_request),
+            encoder_cache.gather_features(scheduler_output.scheduled_requests, self._get_new_request),
         )
 
     def _update_slots(self, scheduler_output: SchedulerOutput) -> None:
@@ -192,9 +199,9 @@ class ModelRunner:
     def _apply_copies(self, scheduler_output: SchedulerOutput) -> None:
         """Make the copies that a batch asks for, which read what the steps before it have computed."""
         for copy in scheduler_output.block_copies:
-            copy_block(self._kv_tensors, copy, self._input_batch.context_shard.page_range)
+            copy_block(self._kv_tensors, copy, self._input_batch.context_shard.token_range_in_page)
             if self._draft_heads is not None:
-                copy_block(self._draft_heads.kv_tensors, copy, self._input_batch.context_shard.page_range)
+                copy_block(self._draft_heads.kv_tensors, copy, self._input_batch.context_shard.token_range_in_page)
         for slots in scheduler_output.slot_copies:
             copy_slot_states(self._input_batch.recurrent_states, slots)
 
@@ -213,7 +220,7 @@ class ModelRunner:
         needs_all_tokens = bool(pooled_rows) or any(
             self._wants_prompt_logprobs(row) for row in batch.scheduled_requests
         )
-        slot_requests = [self._slot_request(row) for row in sample_targets.rows]
+        slot_requests = [self._get_slot_request(row) for row in sample_targets.rows]
         all_greedy = not is_other_device(self._input_batch.device) and all(
             owner.rules.is_greedy_only for owner in slot_requests
         )
@@ -250,7 +257,7 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def warm_up(self) -> bool:
+    def warm_up_next(self) -> bool:
         """Prepare something that a later step will need, in less than a second or so; False when all is ready."""
         if self._prefaulter is not None:
             return self._prefaulter.touch_next()
@@ -308,7 +315,7 @@ class ModelRunner:
         state_tensors = [each[None] for layer in self._input_batch.recurrent_states for each in layer if each.numel()]
         return choose_block_mover(state_tensors, self._model.compute_identity) if state_tensors else None
 
-    def load_grammars(self) -> None:
+    def preload_grammar_compiler(self) -> None:
         self._grammars.load_compiler()
 
     def _admit_requests(self, scheduler_output: SchedulerOutput) -> None:
@@ -327,13 +334,13 @@ class ModelRunner:
                 )
             self._grammars.admit_request(new_request)
 
-    def _make_pooled_rows(self, rows: list[ScheduledRequest]) -> list[PooledRequest]:
+    def _make_pooled_rows(self, rows: list[ScheduledRequest]) -> list[PoolingChunk]:
         """The rows of requests for vectors."""
         pooled_rows, begin = [], 0
         for row in rows:
-            new_request = self._slot_request(row).new_request
+            new_request = self._get_slot_request(row).new_request
             if isinstance(new_request.params, PoolingParams):
-                pooled_rows.append(PooledRequest(row, begin, new_request.num_prompt_tokens, new_request.params))
+                pooled_rows.append(PoolingChunk(row, begin, new_request.num_prompt_tokens, new_request.params))
             begin += row.num_tokens
         return pooled_rows
 
@@ -343,7 +350,7 @@ class ModelRunner:
         if self._model.offload is not None:
             self._model.offload.begin_offload_step()
         inputs, features = prepared.inputs, prepared.features
-        all_tokens = all_tokens or self._heads_read_all_tokens
+        all_tokens = all_tokens or self._draft_heads_read_all_tokens
         if prepared.graph_plan is not None:
             assert self.mixed_batch_graphs is not None
             return self._unpack_graph_outputs(
@@ -378,7 +385,7 @@ class ModelRunner:
             aux_hidden,
             outputs.sampled_tokens,
             outputs.used_cuda_graph,
-            outputs.run_head_graph,
+            outputs.run_draft_head_graph,
         )
 
     def _sample_greedy_in_graph(self, rows: Tensor, hidden: Tensor) -> Tensor:
@@ -386,17 +393,21 @@ class ModelRunner:
         hold."""
         slots, positions, *adapters = rows
         linear_context = LinearContext.from_adapter_slots(adapters[0]) if adapters else NO_ADAPTERS
-        return self._write_greedy(self._graphable_steps.split_hidden(hidden)[0], slots, positions + 1, linear_context)
+        return self._sample_and_write_greedy(
+            self._graphable_steps.split_hidden(hidden)[0], slots, positions + 1, linear_context
+        )
 
     def _sample_greedy(self, sample_targets: SampleTargets, hidden: HiddenStates) -> Tensor:
-        return self._write_greedy(
+        return self._sample_and_write_greedy(
             hidden.sample_hidden,
             sample_targets.device_slots,
             sample_targets.device_positions,
             sample_targets.linear_context,
         )
 
-    def _write_greedy(self, hidden: Tensor, slots: Tensor, positions: Tensor, linear_context: LinearContext) -> Tensor:
+    def _sample_and_write_greedy(
+        self, hidden: Tensor, slots: Tensor, positions: Tensor, linear_context: LinearContext
+    ) -> Tensor:
         """As `_sample_and_write`, of picks that are nothing but the largest logit."""
         sampled, is_finite = self._model.greedy_tokens(hidden, linear_context)
         self._input_batch.token_ids[slots, positions] = sampled.to(torch.int32)
@@ -457,13 +468,13 @@ class ModelRunner:
         begin = 0
         for row in rows:
             if self._wants_prompt_logprobs(row):
-                slot_request = self._slot_request(row)
+                slot_request = self._get_slot_request(row)
                 last = min(row.start + row.num_tokens + 1, slot_request.new_request.num_prompt_tokens)
                 following = slot_request.new_request.token_ids[row.start + 1 : last]
                 top = slot_request.rules.params.prompt_logprobs or 0
                 for first in range(0, len(following), _MAX_LOGIT_ROWS):
                     part = following[first : first + _MAX_LOGIT_ROWS]
-                    context = self._input_batch.linear_context(np.full(len(part), row.slot))
+                    context = self._input_batch.adapter_context(np.full(len(part), row.slot))
                     logits = self._model.compute_logits(hidden[begin + first : begin + first + len(part)], context)
                     if self._model.shard.rank > 0:
                         continue  # the first rank alone has all of them
@@ -473,14 +484,14 @@ class ModelRunner:
             begin += row.num_tokens
         return chunks, tensors
 
-    def _slot_request(self, row: ScheduledRequest) -> SlotRequest:
+    def _get_slot_request(self, row: ScheduledRequest) -> SlotRequest:
         return self._input_batch.get_slot_request(row.slot)
 
-    def _new_request(self, row: ScheduledRequest) -> NewRequestData:
-        return self._slot_request(row).new_request
+    def _get_new_request(self, row: ScheduledRequest) -> NewRequestData:
+        return self._get_slot_request(row).new_request
 
     def _wants_prompt_logprobs(self, row: ScheduledRequest) -> bool:
-        slot_request = self._slot_request(row)
+        slot_request = self._get_slot_request(row)
         return (
             slot_request.rules.params.prompt_logprobs is not None
             and row.start < slot_request.new_request.num_prompt_tokens - 1

@@ -7,7 +7,7 @@ from itertools import islice
 
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.core.scheduler_output import ModelRunnerOutput, RequestFailure, ScheduledRequest
-from quire.engine.layers.pooling import PooledRequest, vectors_by_request
+from quire.engine.layers.pooling import PoolingChunk, postprocess_request_vectors
 from quire.engine.types import TokenLogprob
 from quire.engine.worker.input_batch import SlotRequest
 from quire.engine.worker.sampling.sampler import include_sampled_token, token_logprobs
@@ -50,7 +50,7 @@ class PendingStep:
     sampled_rows: list[tuple[ScheduledRequest, SlotRequest]]
     logprob_indices: list[int]
     prompt_chunks: list[PromptLogprobsChunk]
-    pooled_rows: list[PooledRequest]
+    pooled_rows: list[PoolingChunk]
     pooling: Pooling | None
     download: HostDownload
     grammars: SlotGrammars
@@ -82,7 +82,7 @@ class PendingStep:
             prompt_logprobs[chunk.request_id] = prompt_logprobs.get(chunk.request_id, []) + token_logprob_list
         vectors = {}
         if self.pooling is not None and self.pooled_rows:
-            vectors = vectors_by_request(self.pooled_rows, next(tensors), self.pooling)
+            vectors = postprocess_request_vectors(self.pooled_rows, next(tensors), self.pooling)
         return ModelRunnerOutput(token_ids, logprobs, prompt_logprobs, errors, vectors, self.used_cuda_graph)
 
     def _accept_drafts(

@@ -11,19 +11,19 @@ from quire.engine.checkpoint.kv_plan import KVPlan, StateShares
 from quire.engine.config import EngineConfig
 from quire.engine.core.executor import AdapterLoader
 from quire.engine.worker.compiling.kernel_cache import prepare_kernel_cache
-from quire.engine.worker.device_memory import available_bytes, check_kv_cache_memory
+from quire.engine.worker.device_memory import available_kv_bytes, check_kv_cache_memory
 from quire.engine.worker.device_plan import DevicePlan, choose_device, choose_device_plan, configure_cpu
 from quire.engine.worker.loading.adapter_loader import make_adapter_loader
-from quire.engine.worker.loading.kv_allocation import KVAllocation, allocate_kv
+from quire.engine.worker.loading.kv_allocation import RunnerResources, allocate_runner_resources
 from quire.engine.worker.loading.pooler import make_pooler
 from quire.engine.worker.loading.weight_loader import NamedTensors
 from quire.engine.worker.ranks.rank_group import RankGroup
-from quire.engine.worker.ranks.rank_messages import AllocateCommand, BeginCommand
+from quire.engine.worker.ranks.rank_messages import AllocateCommand, MakeRunnerCommand
 from quire.engine.worker.ranks.rank_startup import start_ranks
 from quire.engine.worker.sampling.slot_grammars import SlotGrammars
 from quire.engine.worker.startup_steps.kv_cache_sizing import KVCacheSizer
 from quire.engine.worker.startup_steps.started_worker import StartedWorker, make_grammar_compiler
-from quire.engine.worker.startup_steps.startup_notes import describe_engine, startup_notes
+from quire.engine.worker.startup_steps.startup_notes import make_decoder_engine_info, startup_notes
 from quire.engine.worker.startup_steps.worker_weights import WorkerWeights, load_worker_weights
 from quire.engine.worker.step_costs import measure_step_costs
 
@@ -81,14 +81,14 @@ class WorkerStartup:
             self._config, self._model_config, model, weights.loaded_model.kv_groups, backend.block_size
         )
         available_here = partial(
-            available_bytes, model, self._model_config, backend, self._config, weights.tower.encoding_bytes
+            available_kv_bytes, model, self._model_config, backend, self._config, weights.tower.encoding_bytes
         )
         return sizer.plan_kv_cache(weights.drafter, lambda: self._ranks.available_kv_bytes(available_here))
 
-    def allocate_on_all_ranks(self, weights: WorkerWeights, kv_plan: KVPlan) -> KVAllocation:
+    def allocate_on_all_ranks(self, weights: WorkerWeights, kv_plan: KVPlan) -> RunnerResources:
         """What the plan says, here and on the other ranks."""
         shares = StateShares(kv_plan.sequences, kv_plan.snapshots)
-        allocation = allocate_kv(
+        allocation = allocate_runner_resources(
             self._config,
             self._device_plan,
             weights.loaded_model,
@@ -97,14 +97,14 @@ class WorkerStartup:
             shares,
         )
         self._ranks.allocate_on_followers(AllocateCommand(kv_plan.group_pages, kv_plan.max_model_len, *shares))
-        self._ranks.send_to_followers(BeginCommand(captures_mixed_batches=allocation.eager_prefill_reason is None))
+        self._ranks.send_to_followers(MakeRunnerCommand(captures_mixed_batches=allocation.eager_prefill_reason is None))
         return allocation
 
     def make_worker(
         self,
         weights: WorkerWeights,
         kv_plan: KVPlan,
-        allocation: KVAllocation,
+        allocation: RunnerResources,
         kernel_cache_note: str | None,
     ) -> StartedWorker:
         """Make the runner and what stands beside it, and measure its steps where drafts depend on their costs."""
@@ -113,10 +113,10 @@ class WorkerStartup:
         model = loaded_model.model
         grammars = SlotGrammars(lambda: make_grammar_compiler(config, self._path, self._model_config))
         pooler = make_pooler(config, self._path, loaded_model)
-        draft_worker = None
+        started_drafter = None
         if weights.drafter is not None:
-            draft_worker = weights.drafter.start_drafter(
-                config, allocation, kv_plan.num_blocks, self._ranks.make_head_runner
+            started_drafter = weights.drafter.start_drafter(
+                config, allocation, kv_plan.num_blocks, self._ranks.make_draft_head_runner
             )
         runner = self._ranks.runner(
             model,
@@ -124,7 +124,7 @@ class WorkerStartup:
             grammars,
             self._model_config.eos_token_ids,
             pooler,
-            None if draft_worker is None else draft_worker.head_runner,
+            None if started_drafter is None else started_drafter.head_runner,
             weights.tower.encoder_cache,
             allocation.eager_prefill_reason is None,
         )
@@ -138,7 +138,7 @@ class WorkerStartup:
         return StartedWorker(
             executor=runner,
             kv_plan=kv_plan,
-            engine_info=describe_engine(
+            engine_info=make_decoder_engine_info(
                 config, self._model_config, self._device_plan, weights, kv_plan, [str(note) for note in notes if note]
             ),
             steps_ahead=1 if is_cuda else config.pipeline_parallel_size - 1,
@@ -147,10 +147,10 @@ class WorkerStartup:
             needs_whole_prompts=False,
             caches_prefixes=self._can_cache_prefixes(kv_plan),
             step_costs=measure_step_costs(runner, kv_plan, config),
-            draft_worker=draft_worker,
+            started_drafter=started_drafter,
             adapter_loader=None if adapter_loader is None else self._ranks.wrap_adapter_loader(adapter_loader),
             get_grammar_compiler=lambda: grammars.load_compiler().result(),
-            expected_weights=loaded_model.expected_weights.strip_model(),
+            expected_weights=loaded_model.expected_weights.detach_from_model(),
             collective_rpc=self._ranks.make_collective_rpc(model),
             get_offload_counts=None if model.offload is None else model.offload.offload_counts,
         )

@@ -36,7 +36,9 @@ def warm_up_runner(
         runner.warm_sampler()
         runner.warm_prompts()
     free = torch.cuda.mem_get_info(runner.model.device)[0] if on_gpu else 0
-    while clock() - began < seconds and (runner.warm_up() or (drafter is not None and drafter.capture_next_graph())):
+    while clock() - began < seconds and (
+        runner.warm_up_next() or (drafter is not None and drafter.capture_next_graph())
+    ):
         pass
     decodes = runner.decode_graphs
     prompts = runner.mixed_batch_graphs
@@ -52,11 +54,11 @@ def warm_up_runner(
     notes += [
         summary,
         *decodes.graph_set.failure_notes("decodes of {} rows"),
-        *decodes.head_graphs.failure_notes("heads beside {} rows"),
+        *decodes.draft_head_graphs.failure_notes("heads beside {} rows"),
     ]
     if prompts is not None:
         notes += prompts.graph_set.failure_notes("steps with prompts of {} tokens")
-        notes += prompts.head_graphs.failure_notes("heads beside prompts of {} tokens")
+        notes += prompts.draft_head_graphs.failure_notes("heads beside prompts of {} tokens")
     return notes + ([] if guesses is None else guesses.graph_set.failure_notes("guesses of {} rows"))
 
 

@@ -83,7 +83,7 @@ class WeightReceiver:
 def main() -> None:
     connection, root = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     commands: SimpleQueue[dict[str, Any]] = SimpleQueue()
-    Thread(target=_read_commands, args=(connection, root, commands), daemon=True).start()
+    Thread(target=_read_commands_then_exit, args=(connection, root, commands), daemon=True).start()
     receiver = WeightReceiver()
     while True:
         command = commands.get()
@@ -95,7 +95,7 @@ def main() -> None:
         connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def _read_commands(connection: socket.socket, root: str, commands: SimpleQueue[dict[str, Any]]) -> None:
+def _read_commands_then_exit(connection: socket.socket, root: str, commands: SimpleQueue[dict[str, Any]]) -> None:
     with connection.makefile("rb") as lines:
         for line in lines:
             commands.put(json.loads(line))

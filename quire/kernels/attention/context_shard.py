@@ -21,23 +21,27 @@ class ContextShard:
     """AttentionMetadata.slot_mapping of tokens that others keep."""
 
     @property
-    def page_range(self) -> range:
+    def token_range_in_page(self) -> range:
         """This rank's tokens of a page."""
         return range(self.tokens_per_page * self.rank, self.tokens_per_page * (self.rank + 1))
 
-    def num_tokens_before(self, position: int) -> int:
+    def num_local_tokens_before(self, position: int) -> int:
         """How many of the tokens before a position are this rank's."""
         pages, rest = divmod(position, self.tokens_per_page * self.world_size)
         return pages * self.tokens_per_page + min(max(rest - self.rank * self.tokens_per_page, 0), self.tokens_per_page)
 
-    def max_tokens_per_rank(self, context: int) -> int:
+    def max_tokens_per_rank(self, context_len: int) -> int:
         """The most tokens that any rank keeps of a context, in whole tiles."""
-        return -(-context // (self.tokens_per_page * self.world_size)) * self.tokens_per_page
+        return -(-context_len // (self.tokens_per_page * self.world_size)) * self.tokens_per_page
 
-    def global_positions(self, places: Tensor) -> Tensor:
+    def global_positions(self, local_indices: Tensor) -> Tensor:
         """The positions in the sequence of this rank's tokens, by their numbers among these."""
         span = self.tokens_per_page * self.world_size
-        return places // self.tokens_per_page * span + self.rank * self.tokens_per_page + places % self.tokens_per_page
+        return (
+            local_indices // self.tokens_per_page * span
+            + self.rank * self.tokens_per_page
+            + local_indices % self.tokens_per_page
+        )
 
     def slot_mapping(self, pages: Tensor, positions: Tensor) -> Tensor:
         """AttentionMetadata.slot_mapping of tokens at these positions, in these pages [.., T] int64. It makes no host
@@ -51,6 +55,6 @@ class ContextShard:
         )
 
 
-def single_shard(tile: int) -> ContextShard:
+def single_shard(tokens_per_page: int) -> ContextShard:
     """Of one process, whose pages have so many tokens."""
-    return ContextShard(0, 1, tile)
+    return ContextShard(0, 1, tokens_per_page)

@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.kernels.attention.context_shard import ContextShard
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata, CachePair
-from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, load_quantized_kv
+from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, dequantize_kv_pages
 
 KEY_TILE = 128
 QUERY_TILE = 16
@@ -42,7 +42,7 @@ class PartialSoftmax(NamedTuple):
         return torch.cat((self.weighted_values, (self.max_scores * LOG2E)[:, :, None], self.exp_sums[:, :, None]), 2)
 
 
-def merge_partial_softmax(parts: Tensor, sinks: Tensor | None) -> Tensor:
+def merge_shard_attention(parts: Tensor, sinks: Tensor | None) -> Tensor:
     """What attention gives, [T, H, V], of what each of some ranks found over its keys, packed: [ranks, T, H, V + 2].
     Merged in the order of the ranks, each row by itself; every row has seen a key on some rank."""
     (first, *others) = parts[..., :-2]
@@ -74,12 +74,14 @@ def compute_partial_softmax(
     starts = metadata.query_start.tolist()
     for s, context in enumerate(metadata.context_lens.tolist()):
         pages = metadata.block_table[s, : -(-context // (shard.tokens_per_page * shard.world_size))].long()
-        num_keys = shard.num_tokens_before(context)
+        num_keys = shard.num_local_tokens_before(context)
         k = _read_cache(caches[0], pages, softmax.kv_scales.key, q.dtype)[:num_keys]
         value_scale = softmax.kv_scales.value if softmax.value_dim is None else softmax.kv_scales.key
         v = _read_cache(caches[1], pages, value_scale, q.dtype)[:num_keys, :, : softmax.value_dim]
         if softmax.window is not None:  # pages before it may hold anything, NaN too, whose part no weight of 0 is 0
-            unseen = shard.num_tokens_before(max(softmax.first_visible_key(context - (starts[s + 1] - starts[s])), 0))
+            unseen = shard.num_local_tokens_before(
+                max(softmax.first_visible_key(context - (starts[s + 1] - starts[s])), 0)
+            )
             k[:unseen], v[:unseen] = 0, 0
         for i in range(starts[s], starts[s + 1], QUERY_TILE):
             rows = slice(i, min(i + QUERY_TILE, starts[s + 1]))
@@ -94,7 +96,7 @@ def _read_cache(cache: Tensor, pages: Tensor, scale: float, dtype: torch.dtype) 
     if cache.dtype not in QUANTIZED_KV_DTYPES:
         return cache[pages].flatten(0, 1)
     some = cache.view(torch.uint8)[pages].view(cache.dtype)
-    return load_quantized_kv(some, scale, torch.float64 if dtype == torch.float64 else torch.float32)
+    return dequantize_kv_pages(some, scale, torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 def _attend_query_tile(
@@ -109,7 +111,7 @@ def _attend_query_tile(
     peak = torch.full((*grouped.shape[:2], 1), -torch.inf, dtype=compute, device=q.device)
     total, acc = torch.zeros_like(peak), grouped.new_zeros((*grouped.shape[:2], v.shape[2]))
     last = None if softmax.lookahead is None else int(positions.max()) + 1 + softmax.lookahead
-    seen = len(k) if last is None else min(shard.num_tokens_before(last), len(k))
+    seen = len(k) if last is None else min(shard.num_local_tokens_before(last), len(k))
     for begin in range(0, seen, KEY_TILE):
         tile = slice(begin, begin + KEY_TILE)
         short = KEY_TILE - k[tile].shape[0]

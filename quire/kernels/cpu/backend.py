@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import (
-    AdapterSlots,
+    AdapterSlotSpec,
     AttentionMetadata,
     CachePair,
     LayerFunction,
@@ -24,17 +24,17 @@ from quire.kernels.backend import (
 )
 from quire.kernels.collective import Collective
 from quire.kernels.cpu import lora, native_library
-from quire.kernels.cpu.decoder.compiled_moe import compile_moe
-from quire.kernels.cpu.decoder.kernel_calls import ImmediateCalls, check_caches
+from quire.kernels.cpu.decoder.compiled_moe import make_compiled_moe
+from quire.kernels.cpu.decoder.kernel_calls import ImmediateCalls, check_cache_dtypes
 from quire.kernels.cpu.decoder.layer_recorder import record_layers
 from quire.kernels.cpu.linears.linear_backend import CpuLinearBackend
 from quire.kernels.cpu.ranks import shared_collective
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, UNIT_KV_SCALES, KVScales, num_scale_elements
 from quire.kernels.latent_params import LatentParams
 from quire.kernels.parameters.activation import Activation, ClampedSwiGLU
-from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
-from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
+from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 from quire.kernels.routing import Experts, MoE
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
@@ -106,7 +106,7 @@ class CpuBackend(CpuLinearBackend):
     def store_kv(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: KVScales = UNIT_KV_SCALES
     ) -> None:
-        check_caches(k, (k_cache, v_cache))
+        check_cache_dtypes(k, (k_cache, v_cache))
         k, v = k.contiguous(), v.contiguous()
         sizes = (k_cache.stride(0), v_cache.stride(0), len(k), k_cache.shape[0], *k.shape[1:])
         kv_format = native_library.kv_format(k_cache, scales)
@@ -175,11 +175,11 @@ class CpuBackend(CpuLinearBackend):
             self._calls.gelu_mul(gate_up.contiguous()) if gate_up.dtype in KERNEL_DTYPES else super().gelu_mul(gate_up)
         )
 
-    def mul_columns(self, x: Tensor, per_layer_inputs: Tensor, first: int) -> Tensor:
+    def mul_by_column_slice(self, x: Tensor, per_layer_inputs: Tensor, first: int) -> Tensor:
         """In place: returns x itself where it is contiguous."""
         if not _have_kernel_dtype(x, per_layer_inputs):
-            return super().mul_columns(x, per_layer_inputs, first)
-        return self._calls.mul_columns(x.contiguous(), per_layer_inputs.contiguous(), first)
+            return super().mul_by_column_slice(x, per_layer_inputs, first)
+        return self._calls.mul_by_column_slice(x.contiguous(), per_layer_inputs.contiguous(), first)
 
     def clamp_silu_mul(self, gate_up: Tensor, clamp: ClampedSwiGLU) -> Tensor:
         if gate_up.dtype not in KERNEL_DTYPES:
@@ -187,7 +187,7 @@ class CpuBackend(CpuLinearBackend):
         return self._calls.call_gated("clamped_mul", gate_up.contiguous(), *astuple(clamp))
 
     def rope_and_store_kv(
-        self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
+        self, qkv: Tensor, rope: QKNormRopeParams, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         return self._calls.rope_and_store_kv(qkv.contiguous(), rope, k_cache, v_cache, metadata)
 
@@ -196,7 +196,7 @@ class CpuBackend(CpuLinearBackend):
     ) -> Tensor:
         return self._calls.store_latent_kv(q.contiguous(), kv.contiguous(), latent, cache, metadata)
 
-    def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvColumns, metadata: AttentionMetadata) -> Tensor:
+    def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvStates, metadata: AttentionMetadata) -> Tensor:
         if bcx.dtype not in KERNEL_DTYPES:
             return super().short_conv(bcx, conv, columns, metadata)
         return self._calls.short_conv(bcx.contiguous(), conv, columns, metadata)
@@ -222,11 +222,11 @@ class CpuBackend(CpuLinearBackend):
         return self._calls.sigmoid_mul(x, gate.contiguous())
 
     def make_moe(self, experts: Experts) -> MoE:
-        return compile_moe(self.library, experts) or super().make_moe(experts)
+        return make_compiled_moe(self.library, experts) or super().make_moe(experts)
 
-    def add_adapter_slots(self, linear: Linear, slots: AdapterSlots) -> LinearWithLora:
+    def make_linear_with_lora(self, linear: Linear, slots: AdapterSlotSpec) -> LinearWithLora:
         if slots.dtype not in self.library.add_adapters or slots.in_features * slots.dtype.itemsize % 4:
-            return super().add_adapter_slots(linear, slots)
+            return super().make_linear_with_lora(linear, slots)
         return lora.CompiledLinearWithLora(self.library, linear, slots)
 
     def fit_int4(self, groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -64,7 +64,7 @@ def source_files() -> list[Path]:
     return sorted([*HERE.rglob("*.cpp"), *HERE.rglob("*.h")])
 
 
-def best_isas(cxx: list[str]) -> list[str]:
+def isas_to_build(cxx: list[str]) -> list[str]:
     """The plain set, and the best that this machine has."""
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "isa.so")
@@ -138,7 +138,7 @@ def main(arguments: list[str]) -> None:
     if cxx is None:
         print("no C++ compiler found: Quire will serve on PyTorch's ops, several times slower", file=sys.stderr)
         return
-    for isa, error_output in build_libraries(cxx, ISAS if arguments == ["all"] else best_isas(cxx)).items():
+    for isa, error_output in build_libraries(cxx, ISAS if arguments == ["all"] else isas_to_build(cxx)).items():
         print(f"kernels for {isa} were not built: {error_output.splitlines()[0]}", file=sys.stderr)
 
 

@@ -25,7 +25,7 @@ class CompiledLinear:
         self._kernel = library.linear[dtype]
         self._pointer = ctypes.addressof(linear)
 
-    def weight_pointers(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
+    def relocatable_weights(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
         """Its packed weights, each with where the address stands by which the kernel finds them; own: `native`, or the
         copy of it that the kernel is given."""
         raise NotImplementedError
@@ -68,5 +68,5 @@ class PackedLinear(CompiledLinear):
         )
         super().__init__(library, linear, dtype)
 
-    def weight_pointers(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
+    def relocatable_weights(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
         return [(ctypes.addressof(struct) + native_library.PackedLinear.weight.offset, self._weight)]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.backend import AdapterSlots, Linear, LinearContext, LinearWithLora, LoraDelta
+from quire.kernels.backend import AdapterSlotSpec, Linear, LinearContext, LinearWithLora, LoraDelta
 from quire.kernels.cpu import native_library
 
 
@@ -24,7 +24,7 @@ class PackedLinearAdapter:
 
 
 class CompiledLinearWithLora(LinearWithLora):
-    def __init__(self, library: native_library.NativeLibrary, linear: Linear, slots: AdapterSlots) -> None:
+    def __init__(self, library: native_library.NativeLibrary, linear: Linear, slots: AdapterSlotSpec) -> None:
         self.linear = linear
         self._dtype = slots.dtype
         self._kernel = library.add_adapters[slots.dtype]

@@ -152,7 +152,7 @@ def kv_format(cache: Tensor, scales: KVScales) -> KVFormat | None:
     return None if format_number is None else KVFormat(format_number, scales.key, scales.value)
 
 
-def flatten_pieces(cache: Tensor) -> Tensor:
+def flatten_cache_pages(cache: Tensor) -> Tensor:
     """A cache of keys or values as kernels take it, also where its pages have several pieces."""
     return cache if cache.ndim == 3 else cache.flatten(0, 1)
 
@@ -164,7 +164,7 @@ def to_ctypes(argument: Any) -> Any:
     return ctypes.addressof(argument) if isinstance(argument, ctypes.Structure) else argument
 
 
-def bias_layout(bias: Tensor | None) -> tuple[int, int]:
+def relative_bias_layout(bias: Tensor | None) -> tuple[int, int]:
     """Of AttentionParams.relative_bias: its rows' stride, and the column of distance 0. Raises TypeError for what no
     kernel takes."""
     if bias is None:
@@ -324,7 +324,7 @@ class NativeLibrary:
         function.argtypes, function.restype = arguments, _LONG if name.endswith("_size") else _INT
         return function
 
-    def caller_address(self, kernel: str, dtype: torch.dtype) -> int | None:
+    def call_wrapper_address(self, kernel: str, dtype: torch.dtype) -> int | None:
         """Where the function is by which decoder/recorded.cpp calls a kernel."""
         return ctypes.cast(getattr(self._library, f"call_{kernel}_{_SUFFIXES[dtype]}"), _POINTER).value
 
@@ -332,19 +332,19 @@ class NativeLibrary:
 def load_library() -> NativeLibrary | str:
     """The library for the best instruction set that this CPU has, or, in one line, why there is none."""
     try:
-        isas = runnable_isas()
+        isas = loadable_isas()
         missing = "the C++ kernels were not built; install a C++ compiler such as g++, then Quire again"
         return NativeLibrary(isas[-1]) if isas else missing
     except (OSError, AttributeError) as error:  # a library that does not fit this machine, or is from another version
         return f"the C++ kernels cannot be loaded: {error}"
 
 
-def runnable_isas() -> list[str]:
+def loadable_isas() -> list[str]:
     """The instruction sets that were built and that this CPU has, the best last; QUIRE_CPU_ISA cuts the list."""
     built = [isa for isa in ISAS if (HERE / f"{isa}.so").exists()]
     if "plain" not in built:
         return []
-    usable = [isa for isa in _usable_isas() if isa in built]
+    usable = [isa for isa in _cpu_supported_isas() if isa in built]
     wanted = os.environ.get("QUIRE_CPU_ISA", "")
     if not wanted:
         return usable
@@ -357,7 +357,7 @@ def runnable_isas() -> list[str]:
 
 def best_unbuilt_isa() -> str | None:
     """This CPU's best instruction set, where its library is not there, as in a checkout that was built elsewhere."""
-    best = _usable_isas()[-1]
+    best = _cpu_supported_isas()[-1]
     return None if (HERE / f"{best}.so").exists() else best
 
 
@@ -366,7 +366,7 @@ def is_amx_refused() -> bool:
     return bool(ctypes.CDLL(str(HERE / "plain.so")).tiles_refused())
 
 
-def _usable_isas() -> list[str]:
+def _cpu_supported_isas() -> list[str]:
     """Those that this CPU has, as the plain library says, which must be there."""
     bits = ctypes.CDLL(str(HERE / "plain.so")).usable_isas()
     return [isa for index, isa in enumerate(ISAS) if bits >> index & 1]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.kernels.cpu import native_library
 from quire.kernels.cpu.linear import CompiledLinear
-from quire.kernels.quantized_tensors import GroupedWeight, QuantizedWeight, has_same_order
+from quire.kernels.quantized_tensors import GroupedWeight, QuantizedWeight, has_same_input_order
 
 _MAX_SCALE_BLOCK = 96
 """Inputs of x that share a scale, as in quantized.h: docs/cpu.md has what more of them gain and cost."""
@@ -22,18 +22,18 @@ _OUTLIER_THRESHOLDS = {"8": math.inf, "auto": 0.4, "16": 0.0}
 blocks' have 16 bits, the others 8. docs/quantization.md has what it gains and costs."""
 
 
-def integer_weights(weights: Sequence[QuantizedWeight]) -> Sequence[GroupedWeight] | None:
+def as_grouped_weights(weights: Sequence[QuantizedWeight]) -> Sequence[GroupedWeight] | None:
     """The weights, if the integer kernels can compute with them as one linear."""
     grouped = [each for each in weights if isinstance(each, GroupedWeight)]
     if len(grouped) < len(weights) or not all(
-        has_same_order(each.input_order, grouped[0].input_order) for each in grouped
+        has_same_input_order(each.input_order, grouped[0].input_order) for each in grouped
     ):
         return None
     return grouped if all(each.scales.shape[1] == 1 or each.group_size % 16 == 0 for each in grouped) else None
 
 
 class CompiledQuantizedLinear(CompiledLinear):
-    """Of weights that are `integer_weights`, their outputs side by side. x is rounded to 8 or 16 bits (_OUTLIERS) in
+    """Of weights that are `as_grouped_weights`, their outputs side by side. x is rounded to 8 or 16 bits (_OUTLIERS) in
     blocks that share a scale; `bias` is added in float32."""
 
     def __init__(
@@ -46,11 +46,11 @@ class CompiledQuantizedLinear(CompiledLinear):
         wide: bool,
         activation_bits: str,
     ) -> None:
-        weights = _merge_neighbors(weights)
+        weights = _merge_adjacent_weights(weights)
         outs, num_inputs = sum(each.shape[0] for each in weights), weights[0].shape[1]
         self._look_up = library.look_up[dtype]
-        self.scale_block = _choose_scale_block(weights, num_inputs)
-        inner = -(-num_inputs // self.scale_block) * self.scale_block
+        self.activation_block_size = _choose_activation_block_size(weights, num_inputs)
+        inner = -(-num_inputs // self.activation_block_size) * self.activation_block_size
         self._packed = [_pack_part(library, each, inner) for each in weights]
         self._bias = None if bias is None else bias.float().contiguous()
         order = weights[0].input_order
@@ -58,7 +58,7 @@ class CompiledQuantizedLinear(CompiledLinear):
         self._parts = (native_library.QuantizedPart * len(weights))(*(each.native for each in self._packed))
         pointers = [None if each is None else each.data_ptr() for each in (self._bias, self._order)]
         self._quantized = native_library.QuantizedLinear(
-            self._parts, pointers[1], len(weights), self.scale_block, _OUTLIER_THRESHOLDS[activation_bits]
+            self._parts, pointers[1], len(weights), self.activation_block_size, _OUTLIER_THRESHOLDS[activation_bits]
         )
         sizes = (num_inputs, outs, 0, wide)
         linear = native_library.PackedLinear(None, pointers[0], *sizes, ctypes.pointer(self._quantized), None)
@@ -69,7 +69,7 @@ class CompiledQuantizedLinear(CompiledLinear):
         """Of codes and scales."""
         return sum(each.memory.nbytes + each.factors.nbytes for each in self._packed)
 
-    def weight_pointers(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
+    def relocatable_weights(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
         where = native_library.QuantizedPart.packed.offset
         pairs = zip(self._parts, self._packed, strict=True)
         return [(ctypes.addressof(part) + where, packed.memory) for part, packed in pairs]
@@ -92,7 +92,7 @@ class _PackedPart:
 
 def _pack_part(library: native_library.NativeLibrary, weight: GroupedWeight, inner: int) -> _PackedPart:
     outs, width = weight.shape
-    factors, scales, offsets = weight.to_half_scales()
+    factors, scales, offsets = weight.to_factors_and_half_scales()
     halves = [each.contiguous() for each in (scales, offsets) if each is not None]
     part = native_library.QuantizedPart(None, factors.data_ptr(), outs, weight.bits)
     part.group = inner if weight.scales.shape[1] == 1 else weight.group_size
@@ -108,14 +108,14 @@ def _pack_part(library: native_library.NativeLibrary, weight: GroupedWeight, inn
     return _PackedPart(part, memory, factors)
 
 
-def _choose_scale_block(weights: Sequence[GroupedWeight], inner: int) -> int:
+def _choose_activation_block_size(weights: Sequence[GroupedWeight], inner: int) -> int:
     """Inputs of x that share a scale: as many as the weights' groups allow, up to _MOST_IN_BLOCK."""
     common = math.gcd(*(each.group_size for each in weights if each.scales.shape[1] > 1)) or inner
     sizes = [size for size in range(16, _MAX_SCALE_BLOCK + 1, 16) if common % size == 0]
     return max(sizes, default=64)  # one group for all inputs, however many: they are padded
 
 
-def _merge_neighbors(weights: Sequence[GroupedWeight]) -> list[GroupedWeight]:
+def _merge_adjacent_weights(weights: Sequence[GroupedWeight]) -> list[GroupedWeight]:
     """Neighbours whose codes are alike as one."""
     merged = list(weights[:1])
     for each in weights[1:]:

@@ -26,7 +26,7 @@ def find_other_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def free_device_bytes(device: torch.device) -> int | None:
+def available_device_bytes(device: torch.device) -> int | None:
     """Of the device's memory; None where PyTorch does not say."""
     if device.type == "mps":
         return max(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory(), 0)

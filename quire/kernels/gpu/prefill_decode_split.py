@@ -15,7 +15,7 @@ from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext
 from quire.kernels.gpu.images.bidirectional_attention import attend_bidirectional, can_attend_bidirectional
 from quire.kernels.gpu.torch_backend import TorchBackend
-from quire.kernels.recurrent.recurrence import DraftStateLengths, StateSequences
+from quire.kernels.recurrent.recurrence import DraftStateLengths, RecurrenceMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class PrefillDecodeSplit:
         whole = bool((counts[decodes:] == contexts[decodes:]).all())
         return cls(decodes, query_start, key_start[decodes:] - key_start[decodes], longest, whole)
 
-    def split_metadata(
+    def metadata_with_parts(
         self, metadata: AttentionMetadata, query_start: Tensor, key_start: Tensor, block_size: int
     ) -> AttentionMetadata:
         """The metadata with its two parts, as are those of the other groups of layers; query_start, key_start: ours on
@@ -72,7 +72,9 @@ class PrefillDecodeSplit:
             max_context_len=self.max_context_lens[1],
             is_full_prefill=self.is_full_prefill,
         )
-        others = tuple(self.split_metadata(each, query_start, key_start, block_size) for each in metadata.other_groups)
+        others = tuple(
+            self.metadata_with_parts(each, query_start, key_start, block_size) for each in metadata.other_groups
+        )
         return replace(metadata, decode_prefill_parts=(decodes, prompts), other_groups=others)
 
 
@@ -85,14 +87,14 @@ class PagedAttentionBackend(TorchBackend):
     ) -> Tensor:
         if softmax.lookahead == 0:
             return attend_by_parts(
-                lambda rows, part: self.attend_part(rows, k_cache, v_cache, part, softmax), q, metadata
+                lambda rows, part: self.attend_batch_part(rows, k_cache, v_cache, part, softmax), q, metadata
             )
         if self.deterministic or not can_attend_bidirectional(k_cache, softmax):
             return super().paged_attention(q, k_cache, v_cache, metadata, softmax)
         return attend_bidirectional(q, k_cache, v_cache, metadata, softmax)
 
     @abstractmethod
-    def attend_part(
+    def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
         """As `paged_attention`, of a step that has no parts."""
@@ -126,12 +128,14 @@ def join_metadata(
         ),
         state_slots=slots,
         rope_position_override=turns,
-        state_sequences=_join_state_sequences(decodes.state_sequences, prompts.state_sequences),
+        recurrence_metadata=_join_recurrence_metadata(decodes.recurrence_metadata, prompts.recurrence_metadata),
         decode_prefill_parts=(decodes, prompts),
     )
 
 
-def _join_state_sequences(decodes: StateSequences | None, prompts: StateSequences | None) -> StateSequences | None:
+def _join_recurrence_metadata(
+    decodes: RecurrenceMetadata | None, prompts: RecurrenceMetadata | None
+) -> RecurrenceMetadata | None:
     if decodes is None or prompts is None or decodes.draft_state_lengths is None or prompts.draft_state_lengths is None:
         return None
     lens = [
@@ -143,7 +147,7 @@ def _join_state_sequences(decodes: StateSequences | None, prompts: StateSequence
         )
     ]
     starts = torch.cat((decodes.query_start, prompts.query_start[1:] + len(decodes.context_lens)))
-    return StateSequences(starts, lens[0], DraftStateLengths(*lens[1:]))
+    return RecurrenceMetadata(starts, lens[0], DraftStateLengths(*lens[1:]))
 
 
 def attend_by_parts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AdapterSlots, Linear, LinearWithLora
+from quire.kernels.backend import AdapterSlotSpec, Linear, LinearWithLora
 from quire.kernels.reference import ReferenceBackend
 
 
@@ -22,9 +22,9 @@ class TorchBackend(ReferenceBackend):
 
         return pack_linear(weight, bias, wide=wide)
 
-    def add_adapter_slots(self, linear: Linear, slots: AdapterSlots) -> LinearWithLora:
+    def make_linear_with_lora(self, linear: Linear, slots: AdapterSlotSpec) -> LinearWithLora:
         if slots.device.type == "cpu":
-            return super().add_adapter_slots(linear, slots)
+            return super().make_linear_with_lora(linear, slots)
         try:
             from quire.kernels.gpu.linears.triton_lora import TritonLinearWithLora
         except ModuleNotFoundError:  # there is no Triton for this platform

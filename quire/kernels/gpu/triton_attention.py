@@ -17,13 +17,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.triton_kv_quantization import numbers
+from quire.kernels.gpu.triton_kv_quantization import kv_codes_to_floats
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _locate(query_start, num_seqs, tile, BLOCK_Q: tl.constexpr):
+def _find_tile_sequence(query_start, num_seqs, tile, BLOCK_Q: tl.constexpr):
     """The sequence whose tile this is, and which of its tiles.
 
     Sequence s begins at tile query_start[s] // BLOCK_Q + s: room enough for its tokens, known without the host.
@@ -39,7 +39,7 @@ def _locate(query_start, num_seqs, tile, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
-def own_before(position, rank, RANKS: tl.constexpr, PAGE: tl.constexpr):
+def num_local_tokens_before(position, rank, RANKS: tl.constexpr, PAGE: tl.constexpr):
     """How many of the tokens before a position are this rank's."""
     if RANKS == 1:
         return position
@@ -49,7 +49,7 @@ def own_before(position, rank, RANKS: tl.constexpr, PAGE: tl.constexpr):
 
 
 @triton.jit
-def position_of(key, rank, RANKS: tl.constexpr, PAGE: tl.constexpr):
+def local_to_global_position(key, rank, RANKS: tl.constexpr, PAGE: tl.constexpr):
     """In the sequence, of this rank's keys."""
     if RANKS == 1:
         return key
@@ -58,7 +58,7 @@ def position_of(key, rank, RANKS: tl.constexpr, PAGE: tl.constexpr):
 
 
 @triton.jit
-def merge(peak, total, acc, peak2, total2, acc2):
+def merge_softmax_parts(peak, total, acc, peak2, total2, acc2):
     """Two parts of a softmax as one; for every row a peak in base 2, the sum of weights, and the weighted values."""
     top = tl.maximum(peak, peak2)
     anchor = tl.where(top == float("-inf"), 0.0, top)
@@ -72,7 +72,7 @@ def merge(peak, total, acc, peak2, total2, acc2):
 
 
 @triton.jit
-def _with_sink(peak, total, sinks, head, SINKS: tl.constexpr):
+def _add_sink_weight(peak, total, sinks, head, SINKS: tl.constexpr):
     """The sum of a softmax's weights, with that of the head's sink; no row's bits depend on where it is added."""
     if SINKS:
         total += tl.exp2(tl.fma(tl.load(sinks + head), _LOG2E, -peak))
@@ -80,7 +80,7 @@ def _with_sink(peak, total, sinks, head, SINKS: tl.constexpr):
 
 
 @triton.jit
-def _rows_of_pages(cache, row, inside, d, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr):
+def _load_kv_rows(cache, row, inside, d, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr):
     """[BLOCK_N, D_PAD] keys or values. What is outside is 0: where nobody wrote, a page may hold anything."""
     at = cache + row[:, None] + d[None, :]
     if MASKED and D != D_PAD:
@@ -94,7 +94,7 @@ def _rows_of_pages(cache, row, inside, d, D: tl.constexpr, D_PAD: tl.constexpr, 
 
 
 @triton.jit
-def _scales(at, inside, MASKED: tl.constexpr):
+def _load_kv_scales(at, inside, MASKED: tl.constexpr):
     """[BLOCK_N] float32: what the codes of each key, or value, are multiplied by."""
     if MASKED:
         return tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -103,13 +103,13 @@ def _scales(at, inside, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _first_seen(position, window, WINDOWED: tl.constexpr):
+def _first_visible_position(position, window, WINDOWED: tl.constexpr):
     """The first key that a query sees, which may be below 0. WINDOWED: 1: windows; 2: chunks."""
     return position // window * window if WINDOWED == 2 else position - window + 1
 
 
 @triton.jit
-def _tile(
+def _online_softmax_step(
     peak, total, acc, q, position, begin, end, cache, rules,
     KV_WIDTH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr, MASKED: tl.constexpr,
@@ -127,22 +127,22 @@ def _tile(
     else:
         page = tl.load(table + key // PAGE).to(tl.int64)
     within = (key % PAGE) * KV_WIDTH
-    k = _rows_of_pages(k_cache, page * k_stride + within, inside, d, D, D_PAD, MASKED)
-    v = _rows_of_pages(v_cache, page * v_stride + within, inside, d, D, D_PAD, MASKED)
-    k, v = numbers(k, HELD, q), numbers(v, HELD, q)
+    k = _load_kv_rows(k_cache, page * k_stride + within, inside, d, D, D_PAD, MASKED)
+    v = _load_kv_rows(v_cache, page * v_stride + within, inside, d, D, D_PAD, MASKED)
+    k, v = kv_codes_to_floats(k, HELD, q), kv_codes_to_floats(v, HELD, q)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if HELD == 1:
         beside = PAGE * KV_WIDTH // 2 + (key % PAGE) * (KV_WIDTH // D)
-        scores *= _scales(k_scales + page * (k_stride // 2) + beside, inside, MASKED)[None, :]
+        scores *= _load_kv_scales(k_scales + page * (k_stride // 2) + beside, inside, MASKED)[None, :]
     to_base2 = scale * _LOG2E
     if SOFTCAP:
         tanh = 1.0 - 2.0 / (tl.exp2(scores * (2.0 * to_base2 / softcap)) + 1.0)
         scores, to_base2 = softcap * tanh, 1.0 * _LOG2E
     if MASKED:
-        place = position_of(key, rank, RANKS, PAGE)
+        place = local_to_global_position(key, rank, RANKS, PAGE)
         seen = place[None, :] <= position[:, None]
         if WINDOWED:
-            seen = seen & (place[None, :] >= _first_seen(position, window, WINDOWED)[:, None])
+            seen = seen & (place[None, :] >= _first_visible_position(position, window, WINDOWED)[:, None])
         scores = tl.where(seen, scores, float("-inf"))
     top = tl.maximum(peak, tl.max(scores, 1) * to_base2)
     anchor = tl.where(top == float("-inf"), 0.0, top)
@@ -151,7 +151,7 @@ def _tile(
     total = tl.fma(total, keep, tl.sum(weights, 1))
     factors = value_scale + tl.zeros([BLOCK_N], tl.float32)
     if HELD == 1:
-        factors = _scales(v_scales + page * (v_stride // 2) + beside, inside, MASKED)
+        factors = _load_kv_scales(v_scales + page * (v_stride // 2) + beside, inside, MASKED)
     if HELD and v.dtype == tl.float16:  # whose range small weights would leave
         v = (v.to(tl.float32) * factors[:, None]).to(v.dtype)
     elif HELD:
@@ -161,7 +161,7 @@ def _tile(
 
 
 @triton.jit
-def _span(
+def _attend_key_range(
     q, position, begin, full, end, cache, rules,
     KV_WIDTH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
@@ -174,12 +174,12 @@ def _span(
     if not WINDOWED:
         masked = tl.maximum(begin, tl.minimum(full, end) // BLOCK_N * BLOCK_N)
         for at in range(begin, masked, BLOCK_N):
-            peak, total, acc = _tile(
+            peak, total, acc = _online_softmax_step(
                 peak, total, acc, q, position, at, end, cache, rules,
                 KV_WIDTH, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD, RANKS, MASKED=False,
             )  # fmt: skip
     for at in range(masked, end, BLOCK_N):
-        peak, total, acc = _tile(
+        peak, total, acc = _online_softmax_step(
             peak, total, acc, q, position, at, end, cache, rules,
             KV_WIDTH, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD, RANKS, MASKED=True,
         )  # fmt: skip
@@ -187,7 +187,7 @@ def _span(
 
 
 @triton.jit
-def _query_tile(
+def _load_query_tile(
     q, query_start, context_lens, num_seqs, window, rank,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr, RANKS: tl.constexpr,
@@ -202,7 +202,7 @@ def _query_tile(
     if ONE_TOKEN:
         tile = 0
     else:
-        seq, tile = _locate(query_start, num_seqs, tile, BLOCK_Q)
+        seq, tile = _find_tile_sequence(query_start, num_seqs, tile, BLOCK_Q)
     start = tl.load(query_start + seq)
     queries = tl.load(query_start + seq + 1) - start
     before = tl.load(context_lens + seq) - queries
@@ -216,9 +216,11 @@ def _query_tile(
     end = tl.where(queries_here > 0, full - 1 + queries_here, 0)
     begin = 0
     if WINDOWED:
-        begin = own_before(tl.maximum(_first_seen(full - 1, window, WINDOWED), 0), rank, RANKS, PAGE)
+        begin = num_local_tokens_before(
+            tl.maximum(_first_visible_position(full - 1, window, WINDOWED), 0), rank, RANKS, PAGE
+        )
         begin = begin // BLOCK_N * BLOCK_N
-    full, end = own_before(full, rank, RANKS, PAGE), own_before(end, rank, RANKS, PAGE)
+    full, end = num_local_tokens_before(full, rank, RANKS, PAGE), num_local_tokens_before(end, rank, RANKS, PAGE)
     return seq, queried, before + token, row, filled, begin, full, end
 
 
@@ -235,7 +237,7 @@ def attend(
 ):  # fmt: skip
     """out [T, HEADS, D], of RANKS [T, HEADS, D + 2]. Grid: tiles, KV_HEADS. SPLIT: keys in each part of the softmax; 0:
     it has one part."""
-    seq, queried, position, row, filled, begin, full, end = _query_tile(
+    seq, queried, position, row, filled, begin, full, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, window, rank,
         HEADS, HEADS // KV_HEADS, D, D_PAD, PAGE, BLOCK_M, BLOCK_N, ONE_TOKEN, WINDOWED, RANKS,
     )  # fmt: skip
@@ -245,7 +247,7 @@ def attend(
     cache = (k_cache + head, v_cache + head, k_scales + own, v_scales + own, table, k_stride, v_stride)
     rules = (scale, value_scale, softcap, window, rank)
     if SPLIT == 0:
-        peak, total, acc = _span(
+        peak, total, acc = _attend_key_range(
             queried, position, begin, full, end, cache, rules,
             KV_HEADS * D, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD, RANKS,
         )  # fmt: skip
@@ -253,11 +255,11 @@ def attend(
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total, acc = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, D_PAD], tl.float32)
         for origin in range(begin // SPLIT * SPLIT, end, SPLIT):
-            peak2, total2, acc2 = _span(
+            peak2, total2, acc2 = _attend_key_range(
                 queried, position, tl.maximum(begin, origin), full, tl.minimum(end, origin + SPLIT), cache, rules,
                 KV_HEADS * D, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD, RANKS,
             )  # fmt: skip
-            peak, total, acc = merge(peak, total, acc, peak2, total2, acc2)
+            peak, total, acc = merge_softmax_parts(peak, total, acc, peak2, total2, acc2)
     if RANKS != 1:
         at = out + row.to(tl.int64) * (D + 2)
         real = tl.max(filled.to(tl.int32), 1) > 0
@@ -265,7 +267,7 @@ def attend(
         tl.store(at + D, peak, mask=real)
         tl.store(at + D + 1, total, mask=real)
     else:
-        total = _with_sink(peak, total, sinks, row % HEADS, SINKS)
+        total = _add_sink_weight(peak, total, sinks, row % HEADS, SINKS)
         at = out + row.to(tl.int64)[:, None] * D + tl.arange(0, D_PAD)[None, :]
         tl.store(at, tl.div_rn(acc, total[:, None]).to(out.dtype.element_ty), mask=filled)
 
@@ -281,12 +283,13 @@ def attend_splits(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Parts of the softmax, for reduce_even or reduce_fixed: peaks, totals [T * HEADS, splits], weighted [.., D].
+    """Parts of the softmax, for reduce_even_splits or reduce_fixed_splits: peaks, totals [T * HEADS, splits], weighted
+    [.., D].
 
     Grid: tiles, KV_HEADS, programs that share a tile's splits. SPLIT: keys in a split, counted from position 0;
     0: the tile's keys are split evenly, one split per program. An even split may be empty: its peak is -inf.
     """
-    seq, queried, position, row, filled, begin, full, end = _query_tile(
+    seq, queried, position, row, filled, begin, full, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, window, rank,
         HEADS, HEADS // KV_HEADS, D, D_PAD, PAGE, BLOCK_M, BLOCK_N, ONE_TOKEN, WINDOWED, RANKS,
     )  # fmt: skip
@@ -301,7 +304,7 @@ def attend_splits(
         length = tl.cdiv(tl.cdiv(end - begin, splits), BLOCK_N) * BLOCK_N
     for split in range(first + tl.program_id(2), count, tl.num_programs(2)):
         low = origin + split * length
-        peak, total, acc = _span(
+        peak, total, acc = _attend_key_range(
             queried, position, tl.maximum(begin, low), full, tl.minimum(end, low + length), cache,
             (scale, value_scale, softcap, window, rank),
             KV_HEADS * D, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD, RANKS,
@@ -314,7 +317,7 @@ def attend_splits(
 
 
 @triton.jit
-def _store_sums(at, peak, total, acc, d, D: tl.constexpr):
+def _store_partial_softmax(at, peak, total, acc, d, D: tl.constexpr):
     """What one rank found for a row: D + 2 numbers."""
     tl.store(at + d, acc, mask=d < D)
     tl.store(at + D, peak)
@@ -322,7 +325,7 @@ def _store_sums(at, peak, total, acc, d, D: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["splits"])
-def reduce_even(
+def reduce_even_splits(
     out, sinks, weighted, peaks, totals, splits, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     MOST_SPLITS: tl.constexpr, RANKS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -341,14 +344,14 @@ def reduce_even(
     weight = tl.exp2(peak - anchor)
     whole, weighted_sum = tl.sum(total * weight, 0), tl.sum(acc * weight[:, None], 0)
     if RANKS != 1:
-        _store_sums(out + row * (D + 2), top, whole, weighted_sum, d, D)
+        _store_partial_softmax(out + row * (D + 2), top, whole, weighted_sum, d, D)
     else:
-        result = weighted_sum / _with_sink(top, whole, sinks, row % HEADS, SINKS)
+        result = weighted_sum / _add_sink_weight(top, whole, sinks, row % HEADS, SINKS)
         tl.store(out + row * D + d, result.to(out.dtype.element_ty), mask=d < D)
 
 
 @triton.jit(do_not_specialize=["splits", "window", "rank"], do_not_specialize_on_alignment=["positions"])
-def reduce_fixed(
+def reduce_fixed_splits(
     out, sinks, weighted, peaks, totals, positions, splits, window, rank, HEADS: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, PAGE: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr, RANKS: tl.constexpr,
     SINKS: tl.constexpr,
@@ -360,16 +363,21 @@ def reduce_fixed(
     position = tl.load(positions + row // HEADS).to(tl.int32)
     first = 0
     if WINDOWED:
-        first = own_before(tl.maximum(_first_seen(position, window, WINDOWED), 0), rank, RANKS, PAGE) // SPLIT
+        first = (
+            num_local_tokens_before(
+                tl.maximum(_first_visible_position(position, window, WINDOWED), 0), rank, RANKS, PAGE
+            )
+            // SPLIT
+        )
     peak, total, acc = float("-inf"), 0.0, tl.zeros([BLOCK_D], tl.float32)
-    for split in range(first, tl.cdiv(own_before(position + 1, rank, RANKS, PAGE), SPLIT)):
+    for split in range(first, tl.cdiv(num_local_tokens_before(position + 1, rank, RANKS, PAGE), SPLIT)):
         at = row * splits + split
         part = tl.load(weighted + at * D + d, mask=d < D, other=0.0)
-        peak, total, acc = merge(peak, total, acc, tl.load(peaks + at), tl.load(totals + at), part)
+        peak, total, acc = merge_softmax_parts(peak, total, acc, tl.load(peaks + at), tl.load(totals + at), part)
     if RANKS != 1:
-        _store_sums(out + row * (D + 2), peak, total, acc, d, D)
+        _store_partial_softmax(out + row * (D + 2), peak, total, acc, d, D)
     else:
-        total = _with_sink(peak, total, sinks, row % HEADS, SINKS)
+        total = _add_sink_weight(peak, total, sinks, row % HEADS, SINKS)
         tl.store(out + row * D + d, tl.div_rn(acc, total).to(out.dtype.element_ty), mask=d < D)
 
 
@@ -384,6 +392,6 @@ def merge_ranks(
     for rank in range(RANKS):
         at = parts + (rank * rows + row) * (D + 2)
         part = tl.load(at + d, mask=d < D, other=0.0)
-        peak, total, acc = merge(peak, total, acc, tl.load(at + D), tl.load(at + D + 1), part)
-    total = _with_sink(peak, total, sinks, row % HEADS, SINKS)
+        peak, total, acc = merge_softmax_parts(peak, total, acc, tl.load(at + D), tl.load(at + D + 1), part)
+    total = _add_sink_weight(peak, total, sinks, row % HEADS, SINKS)
     tl.store(out + row * D + d, tl.div_rn(acc, total).to(out.dtype.element_ty), mask=d < D)

@@ -26,9 +26,9 @@ from quire.kernels.gpu.recurrent import triton_recurrence
 from quire.kernels.gpu.triton_paged_attention import paged_attention
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, UNIT_KV_SCALES, KVScales
 from quire.kernels.latent_params import LatentParams
-from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
-from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
+from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -53,21 +53,23 @@ class TritonBackend(TritonLinearBackend):
             return f"takes float32, bfloat16 and float16, not {dtype}"
         return None if head_dim <= 256 else f"takes a head_dim up to 256, not {head_dim}"
 
-    def attend_part(
+    def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
-        return self._attend_uniform(q, (k_cache, v_cache), metadata, softmax, None)
+        return self._attend_part_on_shard(q, (k_cache, v_cache), metadata, softmax, None)
 
-    def compute_packed_softmax(
+    def attend_context_shard(
         self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, shard: ContextShard
     ) -> Tensor:
         assert softmax.lookahead == 0, "no decoder that is served has it"
-        return attend_by_parts(lambda rows, part: self._attend_uniform(rows, caches, part, softmax, shard), q, metadata)
+        return attend_by_parts(
+            lambda rows, part: self._attend_part_on_shard(rows, caches, part, softmax, shard), q, metadata
+        )
 
-    def merge_packed_softmax(self, parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def merge_shard_attention(self, parts: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> Tensor:
         return merge_rank_outputs(parts, sinks, dtype)
 
-    def _attend_uniform(
+    def _attend_part_on_shard(
         self,
         q: Tensor,
         caches: CachePair,
@@ -109,7 +111,7 @@ class TritonBackend(TritonLinearBackend):
             triton_fused.store_kv(k, v, k_cache, v_cache, slots)
 
     def rope_and_store_kv(
-        self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
+        self, qkv: Tensor, rope: QKNormRopeParams, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         if not rope.has_fused_kernel:  # few families, in PyTorch's operations
             return super().rope_and_store_kv(qkv, rope, k_cache, v_cache, metadata)
@@ -120,7 +122,7 @@ class TritonBackend(TritonLinearBackend):
     ) -> Tensor:
         return store_latent_kv(q, kv, latent, cache, metadata)
 
-    def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvColumns, metadata: AttentionMetadata) -> Tensor:
+    def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvStates, metadata: AttentionMetadata) -> Tensor:
         return triton_short_conv.short_conv(bcx, conv, columns, metadata)
 
     def run_recurrence(

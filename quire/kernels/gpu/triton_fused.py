@@ -13,16 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.triton_kv_quantization import integer_scale, kernel_cache_view, to_float8, to_integer
+from quire.kernels.gpu.triton_kv_quantization import cache_format_and_views, integer_scale, to_float8, to_integer
 from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
-from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.qk_norm_rope import QKNormRopeParams
 
 _GATE_BLOCK = 1024
 _ROPE_HEADS = 8
 
 
 @triton.jit
-def normed_row(
+def norm_row_with_residual(
     x, residual, weight, bias, at, i, inside, eps, SIZE: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr
 ):  # fmt: skip
     """The norm of the numbers of a row that lie at x + at; ADD: of x + residual, which replaces residual. CENTRED: the
@@ -50,7 +50,9 @@ def _norm_kernel(
     """One row of x [rows, SIZE]. Grid: rows."""
     i = tl.arange(0, BLOCK)
     at, inside = tl.program_id(0).to(tl.int64) * SIZE + i, i < SIZE
-    tl.store(out + at, normed_row(x, residual, weight, bias, at, i, inside, eps, SIZE, ADD, CENTRED), mask=inside)
+    tl.store(
+        out + at, norm_row_with_residual(x, residual, weight, bias, at, i, inside, eps, SIZE, ADD, CENTRED), mask=inside
+    )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -97,7 +99,7 @@ def row_block_and_warps(size: int) -> tuple[int, int]:
 
 
 @triton.jit
-def gated(gate_up, size, i, inside, GELU: tl.constexpr):
+def gated_activation(gate_up, size, i, inside, GELU: tl.constexpr):
     """Numbers i of a row of `size`, whose gates lie at gate_up, and what they gate behind these."""
     gate = tl.load(gate_up + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + size + i, mask=inside, other=0.0)
@@ -113,7 +115,7 @@ def _gate_kernel(out, gate_up, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
     """out [rows, size] of gate_up [rows, 2 * size]. Grid: rows, blocks of a row."""
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
-    tl.store(out + row * size + i, gated(gate_up + row * 2 * size, size, i, inside, GELU), mask=inside)
+    tl.store(out + row * size + i, gated_activation(gate_up + row * 2 * size, size, i, inside, GELU), mask=inside)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -135,7 +137,7 @@ def _launch_gate(gate_up: Tensor, *, gelu: bool) -> Tensor:
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
-def _store_kernel(
+def _store_kv_kernel(
     k, v, k_cache, v_cache, slots, k_stride, v_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr
 ):  # fmt: skip
     """Keys and values [T, WIDTH] to their slots. Grid: T."""
@@ -152,20 +154,20 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
     width = k.shape[1] * k.shape[2]
     block, warps = row_block_and_warps(width)
     if len(slots):
-        _store_kernel[len(slots),](
+        _store_kv_kernel[len(slots),](
             k, v, k_cache, v_cache, slots, k_cache.stride(0), v_cache.stride(0), width, block, k_cache.shape[1],
             num_warps=warps,
         )  # fmt: skip
 
 
 @triton.jit
-def _normed(half, inverse, weight, inside, chosen):
+def _norm_head_halves(half, inverse, weight, inside, chosen):
     """Half of every head, float32 [heads, half], normed where `chosen`."""
     return tl.where(chosen, half * inverse * tl.load(weight, mask=inside, other=0.0), half)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
-def _rope_kernel(
+def _norm_rope_store_kernel(
     q, qkv, cos_sin, q_norm, k_norm, k_cache, v_cache, k_scales, v_scales, positions, slots, k_stride, v_stride,
     eps, key_scale, value_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF_PAD: tl.constexpr, PAGE: tl.constexpr,
@@ -185,11 +187,11 @@ def _rope_kernel(
     if Q_NORM or K_NORM:
         inverse = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + eps)[:, None]
         if Q_NORM:
-            first = _normed(first, inverse, q_norm + i, i < HALF, is_q)
-            second = _normed(second, inverse, q_norm + HALF + i, i < HALF, is_q)
+            first = _norm_head_halves(first, inverse, q_norm + i, i < HALF, is_q)
+            second = _norm_head_halves(second, inverse, q_norm + HALF + i, i < HALF, is_q)
         if K_NORM:
-            first = _normed(first, inverse, k_norm + i, i < HALF, is_k)
-            second = _normed(second, inverse, k_norm + HALF + i, i < HALF, is_k)
+            first = _norm_head_halves(first, inverse, k_norm + i, i < HALF, is_k)
+            second = _norm_head_halves(second, inverse, k_norm + HALF + i, i < HALF, is_k)
     if ROTATE:
         angle = cos_sin + tl.load(positions + token) * D + i
         cos, sin = tl.load(angle, mask=i < HALF, other=0.0), tl.load(angle + HALF, mask=i < HALF, other=0.0)
@@ -224,7 +226,9 @@ def _rope_kernel(
     tl.store(to_v + HALF, second_raw, mask=inside & is_v)
 
 
-def rope_and_store_kv(qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+def rope_and_store_kv(
+    qkv: Tensor, rope: QKNormRopeParams, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
+) -> Tensor:
     qkv = qkv.contiguous()
     page, kv_heads = k_cache.shape[1:3]
     dim = rope.head_dim
@@ -235,10 +239,10 @@ def rope_and_store_kv(qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor,
     heads = total - 2 * kv_heads
     q = qkv.new_empty((tokens, heads, dim))
     half, scales = next_power_of_2(dim // 2), rope.kv_scales
-    kv_format, keys, k_scales = kernel_cache_view(k_cache)
-    _, values, v_scales = kernel_cache_view(v_cache)
+    kv_format, keys, k_scales = cache_format_and_views(k_cache)
+    _, values, v_scales = cache_format_and_views(v_cache)
     if tokens:
-        _rope_kernel[tokens, cdiv(total, _ROPE_HEADS)](
+        _norm_rope_store_kernel[tokens, cdiv(total, _ROPE_HEADS)](
             q, qkv, *(qkv if each is None else each for each in (cos_sin, q_norm, k_norm)), keys, values, k_scales,
             v_scales, metadata.rope_positions, metadata.slot_mapping, k_cache.stride(0), v_cache.stride(0), rope.eps,
             scales.key, scales.value, heads, kv_heads, dim, half, page, _ROPE_HEADS, q_norm is not None,

@@ -17,7 +17,7 @@ from quire.kernels.kv_quantization import SCALE_DTYPE
 _KV_FORMATS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
-def kernel_cache_view(cache: Tensor) -> tuple[int, Tensor, Tensor]:
+def cache_format_and_views(cache: Tensor) -> tuple[int, Tensor, Tensor]:
     """HELD, the cache as kernels take it, and where integers' scales are: the same memory as bfloat16. What has no
     scales gives itself."""
     kv_format = _KV_FORMATS.get(cache.dtype, 0)
@@ -59,7 +59,7 @@ def from_float8(codes):
 
 
 @triton.jit
-def numbers(codes, HELD: tl.constexpr, like):
+def kv_codes_to_floats(codes, HELD: tl.constexpr, like):
     """Codes in the type of `like`, which holds them exactly."""
     if HELD == 1:
         return codes.to(tl.float32).to(like.dtype)

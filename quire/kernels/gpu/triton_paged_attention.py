@@ -8,9 +8,9 @@ from torch import Tensor
 from quire.kernels.attention.context_shard import ContextShard
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.ranks.context_parallel import allocate_output
-from quire.kernels.gpu.triton_attention import attend, attend_splits, reduce_even, reduce_fixed
-from quire.kernels.gpu.triton_kv_quantization import kernel_cache_view
+from quire.kernels.gpu.ranks.context_parallel import allocate_attention_output
+from quire.kernels.gpu.triton_attention import attend, attend_splits, reduce_even_splits, reduce_fixed_splits
+from quire.kernels.gpu.triton_kv_quantization import cache_format_and_views
 from quire.kernels.gpu.triton_launch_sizes import (
     FIXED_SPLIT,
     MAX_PARTIAL_SUMS,
@@ -47,7 +47,7 @@ def paged_attention(
     q = q.contiguous()
     window = softmax.window if fixed else softmax.effective_window(metadata.max_context_len)
     tokens, heads, dim = q.shape
-    out = allocate_output(q, dim, shard)
+    out = allocate_attention_output(q, dim, shard)
     rank, ranks = (0, 1) if shard is None else (shard.rank, shard.world_size)
     page, kv_heads = k_cache.shape[1:3]
     seqs = len(metadata.context_lens)
@@ -68,7 +68,10 @@ def paged_attention(
         splits = programs = num_even_splits(max_programs, seen, one_token)
     if tokens * heads * splits * dim > MAX_PARTIAL_SUMS:
         programs = 1
-    (kv_format, keys, k_scales), (_, values, v_scales) = kernel_cache_view(k_cache), kernel_cache_view(v_cache)
+    (kv_format, keys, k_scales), (_, values, v_scales) = (
+        cache_format_and_views(k_cache),
+        cache_format_and_views(v_cache),
+    )
     inputs = (q, keys, values, k_scales, v_scales, metadata.query_start, metadata.context_lens, metadata.block_table)
     strides = (metadata.block_table.stride(0), k_cache.stride(0), v_cache.stride(0), seqs)
     scales = softmax.kv_scales
@@ -87,10 +90,10 @@ def paged_attention(
     if fixed:
         fixed_sizes = (heads, dim, padded, page, windowed, FIXED_SPLIT, ranks, has_sinks)
         where = (metadata.positions, splits, window or 0, rank)
-        reduce_fixed[tokens * heads, 1](*output_and_sinks, *parts, *where, *fixed_sizes, num_warps=1)
+        reduce_fixed_splits[tokens * heads, 1](*output_and_sinks, *parts, *where, *fixed_sizes, num_warps=1)
     else:
         even_sizes = (heads, dim, padded, MAX_SPLITS, ranks, has_sinks)
-        reduce_even[tokens * heads, 1](*output_and_sinks, *parts, splits, *even_sizes, num_warps=4)
+        reduce_even_splits[tokens * heads, 1](*output_and_sinks, *parts, splits, *even_sizes, num_warps=4)
     return out
 
 

@@ -28,7 +28,7 @@ MAX_VOCAB = 2**19 - 1
 
 
 @triton.jit
-def _weight(logits, at, inside, temperature, peak):
+def _load_token_weights(logits, at, inside, temperature, peak):
     """Weights relative to the row's largest logit, `peak`: as float32 bits and in fixed point."""
     scaled = tl.div_rn(tl.load(logits + at, mask=inside, other=float("-inf")), temperature)
     top = tl.div_rn(peak, temperature)
@@ -43,7 +43,7 @@ def _row_peak(peaks, row, chunks, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def find_peaks(peaks, places, logits, vocab, chunks):
+def find_chunk_peaks(peaks, places, logits, vocab, chunks):
     """Each chunk's largest logit and the first token that has it: [rows, chunks]. Grid: rows, chunks."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * _CHUNK + tl.arange(0, _CHUNK)
@@ -54,7 +54,7 @@ def find_peaks(peaks, places, logits, vocab, chunks):
 
 
 @triton.jit
-def weigh_chunks(
+def sum_chunk_weights(
     counts, masses, kept, logits, peaks, temperatures, min_ps, vocab, chunks,
     CHUNKS: tl.constexpr, FILTERED: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +66,7 @@ def weigh_chunks(
         token = chunk * _CHUNK + tl.arange(0, _CHUNK)
         inside = token < vocab
         peak = _row_peak(peaks, row, chunks, CHUNKS)
-        bits, mass = _weight(logits, row * vocab + token, inside, temperature, peak)
+        bits, mass = _load_token_weights(logits, row * vocab + token, inside, temperature, peak)
         least = tl.load(min_ps + row).to(tl.int32, bitcast=True)
         tl.store(kept + row * chunks + chunk, tl.sum(tl.where(bits >= least, mass, 0), 0))
         if FILTERED:
@@ -79,7 +79,7 @@ def weigh_chunks(
 
 
 @triton.jit
-def _last_level(counts, masses, row, chunks, top_k, top_p, vocab, CHUNKS: tl.constexpr):
+def _find_cutoff_level(counts, masses, row, chunks, top_k, top_p, vocab, CHUNKS: tl.constexpr):
     """The level that the filters cut, the tokens [CHUNKS] of each chunk down to it, and the weight of all levels."""
     chunk, level = tl.arange(0, CHUNKS)[:, None], tl.arange(0, _LEVELS)
     at = (row * chunks + chunk) * _LEVELS + level[None, :]
@@ -103,14 +103,14 @@ def gather_candidates(
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
     if (temperature > 0) & ((top_k < vocab) | (top_p < 1)):
-        last, chunk_candidates, _whole = _last_level(counts, masses, row, chunks, top_k, top_p, vocab, CHUNKS)
+        last, chunk_candidates, _whole = _find_cutoff_level(counts, masses, row, chunks, top_k, top_p, vocab, CHUNKS)
         i = tl.arange(0, CHUNKS)
         before = tl.sum(tl.where(i < chunk, chunk_candidates, 0), 0)
         if (tl.sum(chunk_candidates, 0) <= _CANDIDATES) & (tl.sum(tl.where(i == chunk, chunk_candidates, 0), 0) > 0):
             token = chunk * _CHUNK + tl.arange(0, _CHUNK)
             inside = token < vocab
             peak = _row_peak(peaks, row, chunks, CHUNKS)
-            bits, _mass = _weight(logits, row * vocab + token, inside, temperature, peak)
+            bits, _mass = _load_token_weights(logits, row * vocab + token, inside, temperature, peak)
             here = inside & (tl.minimum(127 - (bits >> 23), _LEVELS - 1) <= last)
             at = row * _CANDIDATES + before + tl.cumsum(here.to(tl.int32), 0) - 1
             tl.store(bits_found + at, bits, mask=here)
@@ -132,7 +132,7 @@ def _mix(z):
 
 
 @triton.jit
-def _first_above(mass, target):
+def _first_cumsum_above(mass, target):
     """(Index of the first of mass [N] up to which the sum exceeds target, the sum before it)."""
     sums = tl.cumsum(mass, 0)
     index = tl.min(tl.where(sums > target, tl.arange(0, mass.shape[0]), mass.shape[0] - 1), 0)
@@ -140,20 +140,22 @@ def _first_above(mass, target):
 
 
 @triton.jit
-def _target(mass, u):
+def _draw_target_mass(mass, u):
     """The integer part of u * mass, at most mass - 1 (the product may be rounded up to mass)."""
     return tl.minimum((u * mass.to(tl.float64)).to(tl.int64), mass - 1)
 
 
 @triton.jit
-def _sums(least, bits, mass, row, logits, peaks, temperature, vocab, chunks, CHUNKS: tl.constexpr, ALL: tl.constexpr):
+def _count_and_mass_at_least(
+    least, bits, mass, row, logits, peaks, temperature, vocab, chunks, CHUNKS: tl.constexpr, ALL: tl.constexpr
+):
     """Number and weight of the tokens whose bits are at least `least`: of the candidates, or ALL of the vocabulary."""
     if ALL:
         count, total = least * 0, (least * 0).to(tl.int64)
         peak = _row_peak(peaks, row, chunks, CHUNKS)
         for chunk in range(chunks):
             token = chunk * _CHUNK + tl.arange(0, _CHUNK)
-            weight, fixed = _weight(logits, row * vocab + token, token < vocab, temperature, peak)
+            weight, fixed = _load_token_weights(logits, row * vocab + token, token < vocab, temperature, peak)
             enough = (weight >= least) & (token < vocab)
             count += tl.sum(enough.to(tl.int32), 0)
             total += tl.sum(tl.where(enough, fixed, 0), 0)
@@ -163,7 +165,7 @@ def _sums(least, bits, mass, row, logits, peaks, temperature, vocab, chunks, CHU
 
 
 @triton.jit
-def _threshold(
+def _top_k_top_p_threshold(
     bits, mass, whole, top_k, top_p, row, logits, peaks, temperature, vocab, chunks,
     CHUNKS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
@@ -172,16 +174,22 @@ def _threshold(
     if top_k < vocab:
         for i in range(30):
             trial = least | (1 << (29 - i))
-            count, _mass = _sums(trial, bits, mass, row, logits, peaks, temperature, vocab, chunks, CHUNKS, ALL)
+            count, _mass = _count_and_mass_at_least(
+                trial, bits, mass, row, logits, peaks, temperature, vocab, chunks, CHUNKS, ALL
+            )
             least = tl.where(count >= top_k, trial, least)
-        count, above = _sums(least + 1, bits, mass, row, logits, peaks, temperature, vocab, chunks, CHUNKS, ALL)
+        count, above = _count_and_mass_at_least(
+            least + 1, bits, mass, row, logits, peaks, temperature, vocab, chunks, CHUNKS, ALL
+        )
         whole = above + (top_k - count) * (least.to(tl.float32, bitcast=True) * _ONE).to(tl.int64)
     if top_p < 1:
         target = top_p * whole.to(tl.float64)
         least = top_k * 0
         for i in range(30):
             trial = least | (1 << (29 - i))
-            _count, total = _sums(trial, bits, mass, row, logits, peaks, temperature, vocab, chunks, CHUNKS, ALL)
+            _count, total = _count_and_mass_at_least(
+                trial, bits, mass, row, logits, peaks, temperature, vocab, chunks, CHUNKS, ALL
+            )
             least = tl.where(total.to(tl.float64) >= target, trial, least)
     return least
 
@@ -193,9 +201,9 @@ def _pick_candidate(bits_found, tokens_found, found, whole, least, u, row, top_k
     at = row * _CANDIDATES + i
     bits = tl.load(bits_found + at, mask=i < found, other=0)
     mass = tl.where(i < found, (bits.to(tl.float32, bitcast=True) * _ONE).to(tl.int64), 0)
-    filtered = _threshold(bits, mass, whole, top_k, top_p, row, bits, bits, u, vocab, 0, 1, False)
+    filtered = _top_k_top_p_threshold(bits, mass, whole, top_k, top_p, row, bits, bits, u, vocab, 0, 1, False)
     mass = tl.where(bits >= tl.maximum(filtered, least), mass, 0)
-    index, _before = _first_above(mass, _target(tl.sum(mass, 0), u))
+    index, _before = _first_cumsum_above(mass, _draw_target_mass(tl.sum(mass, 0), u))
     return tl.load(tokens_found + row * _CANDIDATES + tl.minimum(index, found - 1))
 
 
@@ -203,21 +211,23 @@ def _pick_candidate(bits_found, tokens_found, found, whole, least, u, row, top_k
 def _pick_in_chunk(logits, peak, temperature, row, chunk, left, least, vocab):
     """The token of a chunk at which its weight, of tokens whose bits are `least` or more, first exceeds `left`."""
     token = chunk * _CHUNK + tl.arange(0, _CHUNK)
-    bits, mass = _weight(logits, row * vocab + token, token < vocab, temperature, peak)
-    index, _before = _first_above(tl.where(bits >= least, mass, 0), left)
+    bits, mass = _load_token_weights(logits, row * vocab + token, token < vocab, temperature, peak)
+    index, _before = _first_cumsum_above(tl.where(bits >= least, mass, 0), left)
     return tl.minimum(chunk * _CHUNK + index, vocab - 1)
 
 
 @triton.jit
-def _pick_of_all(logits, peaks, temperature, row, least, u, vocab, chunks, CHUNKS: tl.constexpr):
+def _pick_from_all_tokens(logits, peaks, temperature, row, least, u, vocab, chunks, CHUNKS: tl.constexpr):
     """The pick among all tokens whose bits are `least` or more, chunk by chunk."""
-    _count, whole = _sums(least, least, least, row, logits, peaks, temperature, vocab, chunks, CHUNKS, True)
-    target = _target(whole, u)
+    _count, whole = _count_and_mass_at_least(
+        least, least, least, row, logits, peaks, temperature, vocab, chunks, CHUNKS, True
+    )
+    target = _draw_target_mass(whole, u)
     peak = _row_peak(peaks, row, chunks, CHUNKS)
     chosen, before, total = least * 0, whole * 0, whole * 0
     for chunk in range(chunks):
         token = chunk * _CHUNK + tl.arange(0, _CHUNK)
-        bits, mass = _weight(logits, row * vocab + token, token < vocab, temperature, peak)
+        bits, mass = _load_token_weights(logits, row * vocab + token, token < vocab, temperature, peak)
         after = total + tl.sum(tl.where(bits >= least, mass, 0), 0)
         here = (total <= target) & (target < after)
         chosen, before = tl.where(here, chunk, chosen), tl.where(here, total, before)
@@ -242,22 +252,22 @@ def pick_tokens(
         least = tl.load(min_ps + row).to(tl.int32, bitcast=True)
         u = _uniform(tl.load(seeds + row), tl.load(positions + row))
         if FILTERED and ((top_k < vocab) | (top_p < 1)):
-            _last, down, whole = _last_level(counts, masses, row, chunks, top_k, top_p, vocab, CHUNKS)
+            _last, down, whole = _find_cutoff_level(counts, masses, row, chunks, top_k, top_p, vocab, CHUNKS)
             num_candidates = tl.sum(down, 0)
             if num_candidates <= _CANDIDATES:
                 token = _pick_candidate(
                     bits_found, tokens_found, num_candidates, whole, least, u, row, top_k, top_p, vocab
                 )
             else:
-                cut = _threshold(
+                cut = _top_k_top_p_threshold(
                     least, least, whole, top_k, top_p, row, logits, peaks, temperature, vocab, chunks, CHUNKS, True
                 )
                 least = tl.maximum(least, cut)
-                token = _pick_of_all(logits, peaks, temperature, row, least, u, vocab, chunks, CHUNKS)
+                token = _pick_from_all_tokens(logits, peaks, temperature, row, least, u, vocab, chunks, CHUNKS)
         else:
             mass = tl.load(kept + row * chunks + i, mask=i < chunks, other=0)
-            target = _target(tl.sum(mass, 0), u)
-            chunk, before = _first_above(mass, target)
+            target = _draw_target_mass(tl.sum(mass, 0), u)
+            chunk, before = _first_cumsum_above(mass, target)
             token = _pick_in_chunk(logits, peak, temperature, row, chunk, target - before, least, vocab)
     tl.store(picks + row, token.to(tl.int64))
 
@@ -295,9 +305,9 @@ def sample_tokens(
     candidate_shape = (rows, _CANDIDATES.value) if has_filters else (0,)
     bits, tokens = new(*candidate_shape, dtype=torch.int32), new(*candidate_shape, dtype=torch.int32)
     size = (vocab, chunks)
-    find_peaks[rows, chunks](peaks, places, logits, *size, num_warps=4)
+    find_chunk_peaks[rows, chunks](peaks, places, logits, *size, num_warps=4)
     if has_sampling:
-        weigh_chunks[rows, chunks](
+        sum_chunk_weights[rows, chunks](
             counts, masses, kept_masses, logits, peaks, temperature, min_p, *size, padded, has_filters, num_warps=8
         )
     if has_filters:

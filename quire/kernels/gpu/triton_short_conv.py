@@ -15,14 +15,14 @@ from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
-from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
+from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 
 _MAX_CHANNELS = 512
 """Channels of a program, at most."""
 
 
 @triton.jit
-def _column(bcx, token, i, channels, wanted, GATED: tl.constexpr):
+def _load_conv_column(bcx, token, i, channels, wanted, GATED: tl.constexpr):
     """The column of a token of bcx [T, 3 * channels], rounded to its type, or of x [T, channels]; 0 where it is not
     `wanted`."""
     if not GATED:
@@ -34,7 +34,9 @@ def _column(bcx, token, i, channels, wanted, GATED: tl.constexpr):
 
 
 @triton.jit
-def _end(ends, table, row, table_stride, at, channels, BEFORE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr):
+def _stored_column_pointer(
+    ends, table, row, table_stride, at, channels, BEFORE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr
+):
     """Where the column of a position at a piece's end lies, for a position from 0 on."""
     page = tl.load(table + row * table_stride + at // (PIECE * PIECES)).to(tl.int64)
     piece = page * PIECES + at % (PIECE * PIECES) // PIECE
@@ -46,7 +48,7 @@ _STEP_POINTERS = ["rows", "positions", "slots", "contexts", "table"]
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_STEP_POINTERS)
-def _store_kernel(
+def _store_conv_columns_kernel(
     bcx, ends, recent, rows, positions, slots, contexts, table, table_stride, channels,
     BEFORE: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, GATED: tl.constexpr,
     IN_PAGES: tl.constexpr, BLOCK: tl.constexpr,
@@ -56,12 +58,12 @@ def _store_kernel(
     row, at = tl.load(rows + token), tl.load(positions + token)
     is_end, inside = (at % PIECE >= PIECE - BEFORE) & (PIECES > 0), i < channels
     if IN_PAGES:
-        to = _end(ends, table, row, table_stride, at, channels, BEFORE, PIECE, PIECES) + i
+        to = _stored_column_pointer(ends, table, row, table_stride, at, channels, BEFORE, PIECE, PIECES) + i
         wanted = inside & is_end
     else:
         to = recent + (tl.load(slots + row) * KEPT + at % KEPT) * channels + i
         wanted = inside & (is_end == 0) & (at >= tl.load(contexts + row) - KEPT)
-    tl.store(to, _column(bcx, token, i, channels, wanted, GATED), mask=wanted)
+    tl.store(to, _load_conv_column(bcx, token, i, channels, wanted, GATED), mask=wanted)
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=[*_STEP_POINTERS[:3], "table"])
@@ -86,9 +88,14 @@ def _conv_kernel(
         other = tl.load(slots + tl.load(rows + before, mask=there, other=0))
         fresh = there & (other == slot) & (tl.load(positions + before, mask=there, other=-1) == at)
         known, is_end = (at >= 0) & (fresh == 0), (at % PIECE >= PIECE - (WIDTH - 1)) & (PIECES > 0)
-        column = _column(bcx, before, i, channels, inside & fresh, GATED).to(tl.float32)
+        column = _load_conv_column(bcx, before, i, channels, inside & fresh, GATED).to(tl.float32)
         if PIECES:
-            stored = _end(ends, table, row, table_stride, tl.maximum(at, 0), channels, WIDTH - 1, PIECE, PIECES) + i
+            stored = (
+                _stored_column_pointer(
+                    ends, table, row, table_stride, tl.maximum(at, 0), channels, WIDTH - 1, PIECE, PIECES
+                )
+                + i
+            )
             column += tl.load(stored, mask=inside & known & is_end, other=0.0).to(tl.float32)
         stored = recent + (slot * KEPT + tl.maximum(at, 0) % KEPT) * channels + i
         column += tl.load(stored, mask=inside & known & (is_end == 0), other=0.0).to(tl.float32)
@@ -99,7 +106,7 @@ def _conv_kernel(
     tl.store(out + token * channels + i, (factor * total).to(out.dtype.element_ty), mask=inside)
 
 
-def short_conv(bcx: Tensor, conv: ShortConv, columns: ConvColumns, metadata: AttentionMetadata) -> Tensor:
+def short_conv(bcx: Tensor, conv: ShortConv, columns: ConvStates, metadata: AttentionMetadata) -> Tensor:
     bcx, slots = bcx.contiguous(), metadata.state_slots
     assert slots is not None
     tokens, channels = len(bcx), bcx.shape[1] // conv.inputs_per_channel
@@ -132,7 +139,7 @@ def short_conv(bcx: Tensor, conv: ShortConv, columns: ConvColumns, metadata: Att
         *sizes,
     )
     if paged:
-        _store_kernel[grid](*store, True, block)
+        _store_conv_columns_kernel[grid](*store, True, block)
     bias = conv.weight if conv.bias is None else conv.bias
     biased = conv.bias is not None
     _conv_kernel[grid](
@@ -150,5 +157,5 @@ def short_conv(bcx: Tensor, conv: ShortConv, columns: ConvColumns, metadata: Att
         biased,
         block,
     )
-    _store_kernel[grid](*store, False, block)
+    _store_conv_columns_kernel[grid](*store, False, block)
     return out

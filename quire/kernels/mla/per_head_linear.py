@@ -16,13 +16,13 @@ class ReferencePerHeadLinear:
     """`Backend.pack_per_head_linear`, block by block: each has its own inputs, and the `passed` numbers behind these
     follow its outputs as they are."""
 
-    def __init__(self, linears: Sequence[Linear], passed: int) -> None:
-        self._linears, self._passed = linears, passed
+    def __init__(self, linears: Sequence[Linear], passthrough_dim: int) -> None:
+        self._linears, self._passthrough_dim = linears, passthrough_dim
 
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
         outputs = []
         for linear, block in zip(self._linears, x.chunk(len(self._linears), dim=-1), strict=True):
-            inputs, passed = block.split((block.shape[1] - self._passed, self._passed), dim=-1)
+            inputs, passed = block.split((block.shape[1] - self._passthrough_dim, self._passthrough_dim), dim=-1)
             outputs += [linear(inputs.contiguous(), context), passed]
         return torch.cat(outputs, dim=-1)
 
@@ -42,6 +42,8 @@ class ExpandablePerHeadLinear(Protocol):
         linears that bring values out of it. cache [P, page size, 1, L + R] has all latents of these tokens."""
 
 
-def as_expandable(blocks: Linear, cache: Tensor, metadata: AttentionMetadata) -> ExpandablePerHeadLinear | None:
+def as_expandable_if_worthwhile(
+    blocks: Linear, cache: Tensor, metadata: AttentionMetadata
+) -> ExpandablePerHeadLinear | None:
     """Those that `Backend.pack_per_head_linear` made, if latents of these tokens are to be expanded."""
     return blocks if isinstance(blocks, ExpandablePerHeadLinear) and blocks.should_expand(cache, metadata) else None

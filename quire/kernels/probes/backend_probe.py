@@ -15,7 +15,7 @@ from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata, Backend
 from quire.kernels.device.error_messages import describe_kernel_error
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, num_scale_elements
-from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.reference import ReferenceBackend
 
 GraphCapture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
@@ -80,9 +80,11 @@ class PagedAttentionProbe(BackendProbe):
             AttentionParams(scale, window, capped, sinks=sinks, has_chunked_window=self.has_chunked_windows)
             for window in windows
         ]
-        return next((reason for each in rules if (reason := self._check_params(backend, each)) is not None), None)
+        return next(
+            (reason for each in rules if (reason := self._find_mismatch_with_params(backend, each)) is not None), None
+        )
 
-    def _check_params(self, backend: Backend, softmax: AttentionParams) -> str | None:
+    def _find_mismatch_with_params(self, backend: Backend, softmax: AttentionParams) -> str | None:
         lengths = (2 * backend.block_size + 5, 3)
         held = self.dtype if self.kv_dtype is None else self.kv_dtype
         shape = backend.kv_cache_shape(_NUM_PAGES, self.kv_heads, self.head_dim, held)
@@ -92,7 +94,7 @@ class PagedAttentionProbe(BackendProbe):
         expected = self._reference_output(qkv, lengths, softmax)
         wide = qkv[:, : 2 * self.head_dim].contiguous()
         backend.silu_mul(backend.rms_norm(wide, torch.ones(wide.shape[1], device=self.device), 1e-6))
-        q = backend.rope_and_store_kv(qkv.clone(), Rope(self.head_dim, None), k_cache, v_cache, prompts)
+        q = backend.rope_and_store_kv(qkv.clone(), QKNormRopeParams(self.head_dim, None), k_cache, v_cache, prompts)
         if self.only_prefill_graph and self.capture is not None:
             return self._check_prefill_graph(self.capture, backend, (q, k_cache, v_cache), softmax, expected)
         for whole in (True, False):
@@ -160,7 +162,9 @@ class PagedAttentionProbe(BackendProbe):
         head = self.head_dim + num_scale_elements(held)
         k_cache, v_cache = torch.zeros((2, _NUM_PAGES, blocks, self.kv_heads, head), dtype=held)
         metadata = last_tokens_metadata(torch.device("cpu"), lengths, lengths, blocks)
-        q = judge.rope_and_store_kv(qkv.cpu().float(), Rope(self.head_dim, None), k_cache, v_cache, metadata)
+        q = judge.rope_and_store_kv(
+            qkv.cpu().float(), QKNormRopeParams(self.head_dim, None), k_cache, v_cache, metadata
+        )
         return judge.paged_attention(q, k_cache, v_cache, metadata, softmax)
 
 

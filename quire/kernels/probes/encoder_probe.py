@@ -13,7 +13,7 @@ from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata, Backend
 from quire.kernels.parameters.activation import Activation
 from quire.kernels.probes.backend_probe import BackendProbe, is_close, last_tokens_metadata
-from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.reference import ReferenceBackend
 
 _NUM_PAGES = 5
@@ -71,7 +71,7 @@ class EncoderProbe(BackendProbe):
         every = torch.arange(sum(lengths), device=device)
         shapes = tuple(zip(lengths, lengths, strict=True))
         rope, softmax = (
-            Rope(self.head_dim, inputs.cos_sin),
+            QKNormRopeParams(self.head_dim, inputs.cos_sin),
             AttentionParams(self.head_dim**-0.5, window, lookahead=None),
         )
         turned = replace(step, rope_position_override=every, query_key_lens=shapes)

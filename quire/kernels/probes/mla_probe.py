@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS, Backend, Linear
 from quire.kernels.latent_params import LatentParams
-from quire.kernels.mla.per_head_linear import as_expandable
+from quire.kernels.mla.per_head_linear import as_expandable_if_worthwhile
 from quire.kernels.probes.backend_probe import (
     BackendProbe,
     check_graph_replay,
@@ -57,7 +57,7 @@ class MLAProbe(BackendProbe):
         got = backend.paged_attention(stored, cache, cache, prompts, softmax)
         if not is_close(expand(got.flatten(1), NO_ADAPTERS), expected):
             return "computes something else than the reference for a prompt's latents"
-        if (blocks := as_expandable(absorb, cache, prompts)) is not None:
+        if (blocks := as_expandable_if_worthwhile(absorb, cache, prompts)) is not None:
             turned = backend.store_latent_kv(own_q.view(len(q), self.heads, -1).clone(), own_kv, rule, cache, prompts)
             if not is_close(blocks.attend_expanded(turned, expand, cache, prompts, softmax), expected):
                 return "computes something else than the reference where latents are expanded"
@@ -81,8 +81,8 @@ class MLAProbe(BackendProbe):
         generator = torch.Generator().manual_seed(sum(shape))
         return torch.randn(shape, generator=generator).to(self.dtype).float()
 
-    def _pack_per_head(self, backend: Backend, weight: Tensor, passed: int) -> Linear:
-        return backend.pack_per_head_linear(list(weight.to(self.device, self.dtype)), passed)
+    def _pack_per_head(self, backend: Backend, weight: Tensor, passthrough_dim: int) -> Linear:
+        return backend.pack_per_head_linear(list(weight.to(self.device, self.dtype)), passthrough_dim)
 
     def _latent_params(self, device: torch.device) -> LatentParams:
         latent, rotated, *_ = self.dims

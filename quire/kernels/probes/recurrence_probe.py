@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.kernels.backend import AttentionMetadata, Backend
 from quire.kernels.probes.backend_probe import BackendProbe, check_graph_replay, is_close
 from quire.kernels.recurrent.recurrence import DraftStateLengths, RecurrentStates
-from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
+from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 from quire.kernels.reference import ReferenceBackend
 
 _TOKEN_COUNTS = (70, 2)
@@ -47,7 +47,7 @@ class RecurrenceProbe(BackendProbe):
             if not is_close(mine.run_probe_step(numbers, metadata), judge.run_probe_step(numbers, metadata)):
                 return f"computes something else than the reference for {what} of a {type(self.rule).__name__}"
         last = _step_metadata([first + 3, 4], (first + 4, 5), None, None)
-        decode = mine.prepare_step(numbers, last)
+        decode = mine.make_step_function(numbers, last)
         if self.capture is None:
             return None
         before = [each.clone() for each in mine.state_tensors]
@@ -62,7 +62,7 @@ class RecurrenceProbe(BackendProbe):
 
     def _random_inputs(self) -> Tensor:
         """What tokens give side by side, as the model's type has it."""
-        width = self.rule.input_dim + self.value_dim * self.rule.num_heads + self.rule.head_input_dim
+        width = self.rule.input_dim + self.value_dim * self.rule.num_heads + self.rule.head_inputs_dim
         generator = torch.Generator().manual_seed(3)
         return (torch.randn((2, 80, width), generator=generator) / 2).to(self.dtype).float()
 
@@ -94,15 +94,15 @@ class _ProbeLayer:
         self._dtype = dtype
         recent = torch.zeros((3, _CONV_WIDTH - 1 + _NUM_DRAFTS, rule.input_dim), dtype=dtype, device=device)
         matrices = torch.zeros((3, rule.num_heads, rule.key_dim, value), device=device)
-        guesses = torch.zeros((3, _NUM_DRAFTS, rule.draft_dim), dtype=dtype, device=device)
+        guesses = torch.zeros((3, _NUM_DRAFTS, rule.draft_inputs_dim), dtype=dtype, device=device)
         self.state_tensors = (recent, matrices, guesses)
         weight = torch.linspace(-1.0, 1.0, _CONV_WIDTH * rule.input_dim, device=device).view(_CONV_WIDTH, -1)
         self._conv = ShortConv(weight, None, is_gated=False)
 
     def run_probe_step(self, numbers: Tensor, metadata: AttentionMetadata) -> Tensor:
-        return self.prepare_step(numbers, metadata)().cpu().float()
+        return self.make_step_function(numbers, metadata)().cpu().float()
 
-    def prepare_step(self, numbers: Tensor, metadata: AttentionMetadata) -> Callable[[], Tensor]:
+    def make_step_function(self, numbers: Tensor, metadata: AttentionMetadata) -> Callable[[], Tensor]:
         """A function that computes the step, and reads nothing on the host."""
         there, counts = _move_tensors(metadata, self._device), metadata.query_start.diff().tolist()
         firsts = (metadata.context_lens - metadata.query_start.diff()).tolist()
@@ -112,14 +112,14 @@ class _ProbeLayer:
         step_inputs = torch.cat(rows).to(self._device, self._dtype)
         sizes = [
             self._rule.input_dim,
-            step_inputs.shape[1] - self._rule.input_dim - self._rule.head_input_dim,
-            self._rule.head_input_dim,
+            step_inputs.shape[1] - self._rule.input_dim - self._rule.head_inputs_dim,
+            self._rule.head_inputs_dim,
         ]
         inputs, z, beside = (each.contiguous() for each in step_inputs.split(sizes, dim=1))
         recent, matrices, guesses = self.state_tensors
 
         def run_prepared() -> Tensor:
-            convolved = self._backend.short_conv(inputs, self._conv, ConvColumns(None, 1, recent), there)
+            convolved = self._backend.short_conv(inputs, self._conv, ConvStates(None, 1, recent), there)
             return self._backend.run_recurrence(
                 convolved, z, beside, self._rule, RecurrentStates(matrices, guesses), there
             )

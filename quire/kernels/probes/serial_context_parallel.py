@@ -12,7 +12,7 @@ from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
 from quire.kernels.latent_params import LatentParams
-from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.reference import ReferenceBackend
 
 
@@ -33,7 +33,7 @@ class SerialContextParallel(ReferenceBackend):
         self._backend.store_kv(k, v, k_cache, v_cache, slots, scales)
 
     def rope_and_store_kv(
-        self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
+        self, qkv: Tensor, rope: QKNormRopeParams, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         return self._backend.rope_and_store_kv(qkv, rope, k_cache, v_cache, metadata)
 
@@ -50,8 +50,8 @@ class SerialContextParallel(ReferenceBackend):
         for rank in range(self._world_size):
             shard = ContextShard(rank, self._world_size, tile)
             caches = (
-                k_cache[:, shard.page_range.start : shard.page_range.stop],
-                v_cache[:, shard.page_range.start : shard.page_range.stop],
+                k_cache[:, shard.token_range_in_page.start : shard.token_range_in_page.stop],
+                v_cache[:, shard.token_range_in_page.start : shard.token_range_in_page.stop],
             )
-            rank_outputs.append(self._backend.compute_packed_softmax(q, caches, metadata, without_sinks, shard))
-        return self._backend.merge_packed_softmax(torch.stack(rank_outputs), softmax.sinks, q.dtype)
+            rank_outputs.append(self._backend.attend_context_shard(q, caches, metadata, without_sinks, shard))
+        return self._backend.merge_shard_attention(torch.stack(rank_outputs), softmax.sinks, q.dtype)

@@ -53,7 +53,7 @@ class DeltaRule(Recurrence):
         return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
 
     @property
-    def head_input_dim(self) -> int:
+    def head_inputs_dim(self) -> int:
         """Of b and a."""
         return 2 * self.num_heads
 

@@ -37,7 +37,7 @@ class DraftStateLengths:
 
 
 @dataclass(frozen=True, slots=True)
-class StateSequences:
+class RecurrenceMetadata:
     """A step's sequences, as AttentionMetadata has them. Where attention has a row for each token, a slot's rows, which
     stand side by side, are one of them, in the place of the first; in the others' places are empty ones."""
 
@@ -58,13 +58,13 @@ class Recurrence(ABC):
 
     @property
     @abstractmethod
-    def head_input_dim(self) -> int:
+    def head_inputs_dim(self) -> int:
         """Numbers of a token beside them, as many for each head."""
 
     @property
-    def draft_dim(self) -> int:
+    def draft_inputs_dim(self) -> int:
         """Numbers that are kept of a guess."""
-        return self.input_dim + self.head_input_dim
+        return self.input_dim + self.head_inputs_dim
 
     @abstractmethod
     def advance_state(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,14 +83,20 @@ def run_recurrence(
     head_inputs: Tensor,
     rule: Recurrence,
     states: RecurrentStates,
-    rows: StateSequences,
+    sequences: RecurrenceMetadata,
     slots_of: Tensor,
 ) -> Tensor:
     """Operations.run_recurrence; slots_of [S]: of the sequences. Raises IndexError for more guesses than a slot
     keeps."""
-    numbers, firsts = torch.cat([inputs, head_inputs], dim=1), rows.context_lens - rows.query_start.diff()
-    guesses = rows.draft_state_lengths or DraftStateLengths(firsts, rows.context_lens)
-    each = (rows.query_start, rows.context_lens, guesses.num_state_tokens, guesses.num_verified_tokens, slots_of)
+    numbers, firsts = torch.cat([inputs, head_inputs], dim=1), sequences.context_lens - sequences.query_start.diff()
+    guesses = sequences.draft_state_lengths or DraftStateLengths(firsts, sequences.context_lens)
+    each = (
+        sequences.query_start,
+        sequences.context_lens,
+        guesses.num_state_tokens,
+        guesses.num_verified_tokens,
+        slots_of,
+    )
     starts, contexts, seen_lens, known_lens, slots = (tensor.tolist() for tensor in each)
     readouts = list[Tensor]()
     for s, (context, *bounds, slot) in enumerate(zip(contexts, seen_lens, known_lens, slots, strict=True)):

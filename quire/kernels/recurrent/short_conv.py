@@ -36,7 +36,7 @@ class ShortConv:
 
 
 @dataclass(frozen=True, slots=True)
-class ConvColumns:
+class ConvStates:
     """Where a layer's columns lie, all of the type of what is convolved."""
 
     piece_ends: Tensor | None
@@ -54,7 +54,7 @@ class ConvColumns:
 
 
 def short_conv(
-    bcx: Tensor, conv: ShortConv, columns: ConvColumns, where: tuple[Tensor, Tensor, Tensor], block_table: Tensor
+    bcx: Tensor, conv: ShortConv, columns: ConvStates, where: tuple[Tensor, Tensor, Tensor], block_table: Tensor
 ) -> Tensor:
     """Operations.short_conv; where: AttentionMetadata's query_start, context_lens and state_slots. Row by row: what one
     stores in a page, a later one may begin with."""
@@ -85,7 +85,7 @@ def _convolve_sequence(
     for tap in range(conv.conv_width):
         total = total + weight[tap] * series[tap : tap + len(fresh)]
     for at in range(first, context):
-        if at >= context - places.columns.columns_per_slot or places.is_piece_end(at):
+        if at >= context - places.columns.columns_per_slot or places.is_stored_in_page(at):
             places.column_at(at).copy_(fresh[at - first])
     if c is None:  # row by row: of many numbers at once the bits would depend on how many these are
         return torch.stack([torch.nn.functional.silu(row) for row in total]).to(fresh.dtype)
@@ -96,19 +96,19 @@ def _convolve_sequence(
 class _ColumnLocator:
     """Of one sequence's columns."""
 
-    columns: ConvColumns
+    columns: ConvStates
     pages: list[int]
     slot: int
     num_earlier: int
 
-    def is_piece_end(self, position: int) -> bool:
+    def is_stored_in_page(self, position: int) -> bool:
         return (
             self.columns.piece_ends is not None
             and position % self.columns.piece_tokens >= self.columns.piece_tokens - self.num_earlier
         )
 
     def column_at(self, position: int) -> Tensor:
-        if not self.is_piece_end(position):
+        if not self.is_stored_in_page(position):
             return self.columns.slot_columns[self.slot, position % self.columns.columns_per_slot]
         size, ends = self.columns.piece_tokens, self.columns.piece_ends
         assert ends is not None

@@ -55,7 +55,7 @@ class StateSpace(Recurrence):
         return self.num_heads * self.value_dim + 2 * self.num_groups * self.key_dim
 
     @property
-    def head_input_dim(self) -> int:
+    def head_inputs_dim(self) -> int:
         """Of dt."""
         return self.num_heads
 

@@ -49,10 +49,10 @@ class HostLayerStreamer(LayerStreamer):
         self._host_buffers: dict[int, Tensor] = {}
         self._slots: list[Tensor] = []
 
-    def expect_sizes(self, sizes: Sequence[int]) -> None:
+    def set_expected_layer_bytes(self, sizes: Sequence[int]) -> None:
         self.choose_streamed_layers(sizes)
 
-    def note_packed_linear(self, layer: int, linear: Linear) -> None:
+    def register_packed_linear(self, layer: int, linear: Linear) -> None:
         """Its tensors leave the device, so that loading never holds more than the layers that stay."""
         if not self.is_streamed(layer) or not isinstance(linear, OffloadableLinear):
             return

@@ -42,12 +42,12 @@ class LayerStreamer(LayerHooks, WeightOffloader):
         self.streamed_layers = []
         self._stream_positions: dict[int, int] = {}
 
-    def expect_sizes(self, sizes: Sequence[int]) -> None:
+    def set_expected_layer_bytes(self, sizes: Sequence[int]) -> None:
         """Bytes of each layer's weights, about, before they are read. Raises ValueError as Choice does."""
         return None
 
     @abstractmethod
-    def note_packed_linear(self, layer: int, linear: Linear) -> None:
+    def register_packed_linear(self, layer: int, linear: Linear) -> None:
         """A linear of this layer, among those that the process has, was packed."""
 
     def is_streamed(self, layer: int) -> bool:

@@ -34,20 +34,20 @@ class AdmissionTicket:
         self._token_budget = token_budget
         self._tenant = tenant
         self._prompt_tokens = prompt_tokens
-        token_budget.take_room(tenant, prompt_tokens)
+        token_budget.add_usage(tenant, prompt_tokens)
 
     def settle_usage(self, used_tokens: int) -> None:
         """As TokenReservation.settle_usage; the prompts are not needed any more."""
         self._reservation.settle_usage(used_tokens)
-        self._token_budget.take_room(self._tenant, -self._prompt_tokens)
+        self._token_budget.add_usage(self._tenant, -self._prompt_tokens)
         self._prompt_tokens = 0
 
 
 class Admission:
     """Admits generations as long as the queue has room for them.
 
-    A call is checked twice: `check_open` before its body is read, `admit_generation` when its prompts are known.
-    """
+    A call is checked twice: `check_availability` before its body is read, `admit_generation` when its prompts are
+    known."""
 
     def __init__(self, client: EngineClient, config: ServerConfig, context_length: int, *, has_api_keys: bool) -> None:
         """`has_api_keys`: the server asks for API keys, so tenants compete for the queue."""
@@ -66,12 +66,12 @@ class Admission:
         """Refuse all new generations from now on."""
         self.is_draining = True
 
-    def check_open(self, tenant: Tenant) -> None:
+    def check_availability(self, tenant: Tenant) -> None:
         """Refuse what no body could make acceptable: an overloaded server should not read it. Raises Overloaded."""
         if self.is_draining:
-            raise self._count_rejection("shutting_down", SHUTTING_DOWN_MESSAGE)
+            raise self._make_counted_error("shutting_down", SHUTTING_DOWN_MESSAGE)
         if self._client.refusing:
-            raise self._count_rejection("asleep", ASLEEP_MESSAGE)
+            raise self._make_counted_error("asleep", ASLEEP_MESSAGE)
         self._check_queue_room(tenant, requests=1, tokens=1)
 
     def admit_generation(
@@ -98,7 +98,7 @@ class Admission:
             message = (
                 f"Too many prompt tokens are held already ({self._token_budget.total_used}). Please try again later"
             )
-            raise self._count_rejection("max_num_queued_tokens", message)
+            raise self._make_counted_error("max_num_queued_tokens", message)
         reservation = tenant.limits.reserve_tokens(prompt_tokens + num_answers * (max_tokens or 0))
         return AdmissionTicket(reservation, self._token_budget, tenant.name, prompt_tokens)
 
@@ -114,15 +114,15 @@ class Admission:
         mine = min(waiting, client.num_open_of(tenant.name) + requests)
         if room < 0 or (self._has_api_keys and mine > room + 1):
             message = f"Too many requests wait already ({client.num_open} are open). Please try again later"
-            raise self._count_rejection("max_num_queued_reqs", message)
+            raise self._make_counted_error("max_num_queued_reqs", message)
         queued = client.queued_tokens
         room = config.max_queued_tokens - queued - tokens
         mine = min(queued, self._token_budget.used_by_owner(tenant.name)) if self._has_api_keys else 0
         if queued and mine > room:
             message = f"Too many prompt tokens wait already ({queued} of {config.max_queued_tokens})"
-            raise self._count_rejection("max_num_queued_tokens", f"{message}. Please try again later")
+            raise self._make_counted_error("max_num_queued_tokens", f"{message}. Please try again later")
 
-    def _count_rejection(self, reason: str, message: str) -> Overloaded:
+    def _make_counted_error(self, reason: str, message: str) -> Overloaded:
         self.rejections[reason] += 1
         return Overloaded(message)
 
@@ -164,7 +164,7 @@ class RateLimitedRoute(EngineOptionalRoute):
         handle = super().get_route_handler()
 
         async def handle_rate_limited(request: Request) -> Response:
-            self.check_admission(request)
+            self.check_before_body_read(request)
             limits = tenant_of(request.scope).limits
             limits.count_request()
             response = await handle(request)
@@ -173,7 +173,7 @@ class RateLimitedRoute(EngineOptionalRoute):
 
         return handle_rate_limited
 
-    def check_admission(self, request: Request) -> None:
+    def check_before_body_read(self, request: Request) -> None:
         """Raise the error that refuses a call whatever its body says."""
 
 
@@ -194,5 +194,5 @@ class GenerationRoute(RateLimitedRoute):
 
     needs_awake = True
 
-    def check_admission(self, request: Request) -> None:
-        admission_of(request).check_open(tenant_of(request.scope))
+    def check_before_body_read(self, request: Request) -> None:
+        admission_of(request).check_availability(tenant_of(request.scope))

@@ -15,7 +15,12 @@ from ipaddress import ip_address
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.engine.errors import ConfigError
-from quire.server.access.host_addresses import is_local_host, is_loopback_listener, matches_host_pattern, normalize_host
+from quire.server.access.host_addresses import (
+    is_local_or_private_host,
+    is_loopback_listener,
+    matches_any_host_pattern,
+    normalize_host,
+)
 from quire.server.config import ServerConfig
 from quire.server.error_responses import ErrorInfo, error_response
 
@@ -45,10 +50,10 @@ class AllowedHosts:
         return next((host for host in read_host_headers(scope) if not self._is_allowed(host)), None)
 
     def _is_allowed(self, host: str) -> bool:
-        if is_local_host(host):
+        if is_local_or_private_host(host):
             return True
         name = normalize_host(host)
-        return name is not None and matches_host_pattern(name, self._allowed)
+        return name is not None and matches_any_host_pattern(name, self._allowed)
 
 
 class AllowedHostsMiddleware:

@@ -7,7 +7,7 @@ from ipaddress import ip_address
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.server.access.gateway_headers import Gateways
+from quire.server.access.gateway_headers import TrustedGateways
 from quire.server.access.path_rules import ADMIN_PATHS, ADMIN_PREFIX, LOCAL_ONLY_PATHS, is_public_path
 from quire.server.access.tenants import Tenant, Tenants
 from quire.server.error_responses import ErrorInfo, error_response
@@ -21,7 +21,7 @@ class AuthenticationMiddleware:
     another machine asks for LOCAL_PATHS. It puts the key's owner into the request's scope, where `tenant_of` finds it.
     """
 
-    def __init__(self, app: ASGIApp, tenants: Tenants, gateways: Gateways) -> None:
+    def __init__(self, app: ASGIApp, tenants: Tenants, gateways: TrustedGateways) -> None:
         self._app = app
         self._tenants = tenants
         self._gateways = gateways
@@ -33,12 +33,12 @@ class AuthenticationMiddleware:
             return await send({"type": "websocket.close", "code": 1008})
         if "tenant" in scope:  # the server asks itself for one: see server/batches
             return await self._app(scope, receive, send)
-        if not self._tenants.requires_key and scope["path"] in LOCAL_ONLY_PATHS and not is_local_caller(scope):
+        if not self._tenants.requires_key and scope["path"] in LOCAL_ONLY_PATHS and not is_local_program(scope):
             message = "Without API keys this route is for this machine's programs alone: see --admin-api-key"
             failure = ErrorInfo(403, message, "permission_error", None, "admin_key_needed")
             return await error_response(scope["path"], failure, {})(scope, receive, send)
         if not self._tenants.requires_key or is_public_path(scope["path"]):
-            scope["tenant"] = self._gateways.resolve_tenant(self._tenants.anonymous, scope)
+            scope["tenant"] = self._gateways.tenant_for_fairness_id(self._tenants.anonymous, scope)
             return await self._app(scope, receive, send)
         key = read_api_key(Headers(scope=scope))
         tenant = self._tenants.find_by_key(key)
@@ -50,13 +50,13 @@ class AuthenticationMiddleware:
             message = "This route needs an admin's API key: see --admin-api-key"
             failure = ErrorInfo(403, message, "permission_error", None, "admin_key_needed")
         else:
-            scope["tenant"] = self._gateways.resolve_tenant(tenant, scope)
+            scope["tenant"] = self._gateways.tenant_for_fairness_id(tenant, scope)
             return await self._app(scope, receive, send)
         headers = {"WWW-Authenticate": "Bearer"} if failure.status == 401 else {}
         return await error_response(scope["path"], failure, headers)(scope, receive, send)
 
 
-def is_local_caller(scope: Scope) -> bool:
+def is_local_program(scope: Scope) -> bool:
     """Whether a program on this machine asks, and no web page: browsers let any page send a POST without a body to a
     server on the loopback interface, and name the page's origin."""
     if "origin" in Headers(scope=scope):

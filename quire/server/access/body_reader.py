@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from quire.engine import clock
 from quire.engine.errors import InvalidRequest, Overloaded
 from quire.server.access.authentication import tenant_of
-from quire.server.access.content_encoding import BodyDecoder, BodyTooLarge, decode_in_thread, parse_encodings
+from quire.server.access.content_encoding import BodyDecoder, BodyTooLarge, iter_parts_in_thread, parse_encodings
 from quire.server.access.fair_semaphore import FairSemaphore
 from quire.server.owner_budget import OwnerBudget
 
@@ -111,7 +111,7 @@ class BodyReader:
         headers = Headers(scope=request.scope)
         encodings = parse_encodings(headers)
         if json:
-            _check_content_type(headers)
+            _reject_non_json_from_browser(headers)
         body = BodyBuffer(tenant_of(request.scope).name)
         body.release_memory = partial(self._release_body, body)
         self._open_bodies.add(body)
@@ -171,7 +171,7 @@ class BodyReader:
 
     async def _iter_decoded_parts(self, chunks: list[bytes], encodings: list[str]) -> AsyncGenerator[bytes]:
         try:
-            async for part in decode_in_thread(_decode_chunks(chunks, BodyDecoder(encodings, self._max_bytes))):
+            async for part in iter_parts_in_thread(_decode_chunks(chunks, BodyDecoder(encodings, self._max_bytes))):
                 yield part
         except BodyTooLarge:
             self._check_size(self._max_bytes + 1)
@@ -207,7 +207,7 @@ class BodyReader:
         return self._budget.has_room(body.owner, size - body.reserved_bytes)
 
     def _set_reserved_bytes(self, body: BodyBuffer, size: int) -> None:
-        self._budget.take_room(body.owner, size - body.reserved_bytes)
+        self._budget.add_usage(body.owner, size - body.reserved_bytes)
         body.reserved_bytes = size
 
     def _grant_waiting_bodies(self) -> None:
@@ -237,7 +237,7 @@ def _decode_chunks(chunks: list[bytes], decoder: BodyDecoder) -> Iterator[bytes]
     decoder.check_complete()
 
 
-def _check_content_type(headers: Headers) -> None:
+def _reject_non_json_from_browser(headers: Headers) -> None:
     """A form's type is refused from web pages: one of any origin may send it without asking. Browsers name the origin
     of whatever they post; curl, whose `-d` says that it is a form, does not.
     """

@@ -86,14 +86,14 @@ class BodyDecoder:
             layer.check_layer_complete()
 
 
-async def decode_in_thread(parts: Iterator[bytes]) -> AsyncGenerator[bytes]:
+async def iter_parts_in_thread(parts: Iterator[bytes]) -> AsyncGenerator[bytes]:
     """The parts that are not empty, which a thread decodes some at a time, while the event loop goes on."""
-    while (batch := await asyncio.to_thread(_next_batch, parts)) is not None:
+    while (batch := await asyncio.to_thread(_decode_next_parts, parts)) is not None:
         for part in batch:
             yield part
 
 
-def _next_batch(parts: Iterator[bytes]) -> list[bytes] | None:
+def _decode_next_parts(parts: Iterator[bytes]) -> list[bytes] | None:
     """The next parts; None after the last one."""
     deadline = clock.monotonic() + _BATCH_SECONDS
     batch: list[bytes] = []

@@ -16,10 +16,10 @@ _MAX_SHOWN_CHARACTERS = 100
 log = logging.getLogger("quire.server")
 
 
-def add_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
+def wrap_in_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
     """An application that web pages of config.allowed_origins may call."""
     if not config.allowed_origins:
-        return PreflightLogMiddleware(app)
+        return PreflightRefusalLogMiddleware(app)
     allowing = CORSMiddleware(
         app,
         allow_origins=config.allowed_origins,
@@ -28,10 +28,10 @@ def add_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
         allow_credentials=config.allow_credentials,
         expose_headers=["*"],
     )
-    return PreflightLogMiddleware(allowing)
+    return PreflightRefusalLogMiddleware(allowing)
 
 
-class PreflightLogMiddleware:
+class PreflightRefusalLogMiddleware:
     """Logs the name of the flag, once, when browsers repeatedly ask whether a page may call the server and it may not.
     The page itself gets no message that its user could understand."""
 

@@ -20,13 +20,13 @@ class FairSemaphore:
     """`count` turns at the same time. The owner who has the fewest is next; of those who have as many, the one who got
     his last one earliest. An owner is a tenant's name, empty on a server without keys."""
 
-    def __init__(self, num_slots: int, *, leaves_room: bool = False) -> None:
-        """`leaves_room`: a key gets a turn only while as many are left to others as it has; for turns that take
+    def __init__(self, num_slots: int, *, reserves_for_others: bool = False) -> None:
+        """`reserves_for_others`: a key gets a turn only while as many are left to others as it has; for turns that take
         long."""
         self._slots_in_use = BytesByOwner()
         self._budget = OwnerBudget(num_slots, self._slots_in_use)
         self._num_slots = num_slots
-        self._leaves_room = leaves_room
+        self._reserves_for_others = reserves_for_others
         self._waiters: list[_Waiter] = []
         self._num_granted = 0
         self._last_grants: dict[str, int] = {}
@@ -56,7 +56,7 @@ class FairSemaphore:
             raise
 
     def release_slot(self, owner: str) -> None:
-        self._budget.take_room(owner, -1)
+        self._budget.add_usage(owner, -1)
         self._grant_slots()
         self._drop_idle_owner(owner)
 
@@ -66,17 +66,19 @@ class FairSemaphore:
 
     def _grant_slots(self) -> None:
         while candidates := [waiter for waiter in self._waiters if self._has_slot_for(waiter.owner)]:
-            waiter = min(candidates, key=self._grant_order)
+            waiter = min(candidates, key=self._grant_sort_key)
             self._waiters.remove(waiter)
             if waiter.granted.cancelled():  # who waited has left, and is about to hear of it
                 continue
             self._num_granted += 1
             self._last_grants[waiter.owner] = self._num_granted
-            self._budget.take_room(waiter.owner, 1)
+            self._budget.add_usage(waiter.owner, 1)
             waiter.granted.set_result(None)
 
-    def _grant_order(self, waiter: _Waiter) -> tuple[int, int]:
+    def _grant_sort_key(self, waiter: _Waiter) -> tuple[int, int]:
         return self._slots_in_use[waiter.owner], self._last_grants.get(waiter.owner, 0)
 
     def _has_slot_for(self, owner: str) -> bool:
-        return self._budget.has_room(owner, 1) if self._leaves_room else self._budget.total_used < self._num_slots
+        return (
+            self._budget.has_room(owner, 1) if self._reserves_for_others else self._budget.total_used < self._num_slots
+        )

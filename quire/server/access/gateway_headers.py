@@ -20,7 +20,7 @@ PRIORITY_SCOPE_KEY = "quire.priority"
 """The scope's key of the priority of what the server asks itself."""
 
 
-class Gateways:
+class TrustedGateways:
     """Reads the headers of requests that come from the addresses in `config.trusted_gateways`, and of no others."""
 
     def __init__(self, config: ServerConfig) -> None:
@@ -36,7 +36,7 @@ class Gateways:
                 raise ConfigError(f"objective_priorities: {entry!r} is not NAME=PRIORITY", param="objective_priorities")
             self._priorities[name] = int(priority)
 
-    def resolve_tenant(self, tenant: Tenant, scope: Scope) -> Tenant:
+    def tenant_for_fairness_id(self, tenant: Tenant, scope: Scope) -> Tenant:
         """The tenant, or the part of it that the gateway names: it has its own share of the engine, and all else in
         common with the others of its key."""
         name = self._read_trusted_header(scope, FAIRNESS_HEADER)

@@ -36,19 +36,19 @@ def _normalize_address(text: str) -> str | None:
         return None
 
 
-def is_local_host(host: str) -> bool:
+def is_local_or_private_host(host: str) -> bool:
     """Whether a header Host names this machine, or a network that nobody reaches from elsewhere."""
     name = normalize_host(host)
     if name is None:
         return False
     try:
-        return _is_local_address(ip_address(name.partition("%")[0]))
+        return _is_local_or_private_address(ip_address(name.partition("%")[0]))
     except ValueError:
         pass
     return name in ("", "localhost") or name.endswith(_LOCAL_SUFFIXES) or name == socket.gethostname().lower()
 
 
-def _is_local_address(address: IPv4Address | IPv6Address) -> bool:
+def _is_local_or_private_address(address: IPv4Address | IPv6Address) -> bool:
     if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
         address = address.ipv4_mapped
     if address.is_loopback or address.is_unspecified or any(address in network for network in _PRIVATE_NETWORKS):
@@ -71,7 +71,7 @@ def is_loopback_listener(listener: socket.socket) -> bool:
     return (mapped or address).is_loopback
 
 
-def matches_host_pattern(name: str, patterns: Iterable[str]) -> bool:
+def matches_any_host_pattern(name: str, patterns: Iterable[str]) -> bool:
     """Whether one of the patterns means a host's name. *.example.com: all below it; *: any."""
     return any(
         pattern in ("*", name) or (pattern.startswith("*.") and name.endswith(pattern[1:]) and name != pattern[1:])

@@ -48,7 +48,7 @@ class MemoryLease:
             )
         self._size += size
         self._counted = leased_bytes
-        self._budget.take_room(self._owner, added_bytes)
+        self._budget.add_usage(self._owner, added_bytes)
 
     def transfer_lease(self) -> MemoryLease:
         """Another hold that has all of this one, which is empty then. It has no connection: each byte counts."""
@@ -59,7 +59,7 @@ class MemoryLease:
         return other
 
     def release_lease(self) -> None:
-        self._budget.take_room(self._owner, -self._counted)
+        self._budget.add_usage(self._owner, -self._counted)
         self._size = self._counted = 0
 
 
@@ -93,6 +93,6 @@ def lease_of(scope: Scope) -> MemoryLease:
     return lease
 
 
-def lease_memory(scope: Scope, size: int) -> None:
+def grow_request_lease(scope: Scope, size: int) -> None:
     """Let a request hold `size` bytes more until it is answered. Raises Overloaded."""
     lease_of(scope).grow_lease(size)

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from quire.engine.errors import refuse_setting
+from quire.engine.errors import refuse_setting_if
 from quire.engine.replicas.replicas import processes
 from quire.engine.settings.settings_reader import load_settings
 from quire.server import app as application
@@ -28,7 +28,7 @@ def create_app() -> FastAPI:
     ConfigError."""
     config = load_settings(ServerConfig, {}, other_settings=ServerConfig.model_fields)
     for name in ("api_server_count", "nnodes"):
-        refuse_setting(name, getattr(config, name) > 1 and "is for `quire serve`, not for an application factory")
+        refuse_setting_if(name, getattr(config, name) > 1 and "is for `quire serve`, not for an application factory")
     log_setup.set_up_logging(config)
     pull_missing(config)
     client = processes(config)

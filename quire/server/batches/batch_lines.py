@@ -16,7 +16,7 @@ import msgspec
 
 from quire.engine import random_source
 from quire.engine.errors import ConfigError, InvalidRequest
-from quire.server.encoding import encode_ascii
+from quire.server.encoding import encode_ascii_json
 from quire.server.protocol.stored_objects import BATCH_ENDPOINTS
 
 
@@ -70,18 +70,20 @@ def parse_line(line: str | bytes) -> LineRequest:
 
 def encode_answer_line(custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
     """A line of a batch's output. `body`: the answer, JSON."""
-    answer = b'{"status_code":%d,"request_id":%b,"body":%b}' % (status, encode_ascii(request_id), body)
+    answer = b'{"status_code":%d,"request_id":%b,"body":%b}' % (status, encode_ascii_json(request_id), body)
     return _encode_result_line(custom_id, answer, b"null")
 
 
 def encode_error_line(custom_id: str, code: str, message: str, param: str | None = None) -> bytes:
     """One for a request that was never answered."""
-    return _encode_result_line(custom_id, b"null", encode_ascii({"code": code, "message": message, "param": param}))
+    return _encode_result_line(
+        custom_id, b"null", encode_ascii_json({"code": code, "message": message, "param": param})
+    )
 
 
 def _encode_result_line(custom_id: str, response: bytes, error: bytes) -> bytes:
     # ASCII, for a custom_id may have half a surrogate pair
-    head = b'{"id":"batch_req_%b","custom_id":%b' % (random_source.uuid_hex().encode(), encode_ascii(custom_id))
+    head = b'{"id":"batch_req_%b","custom_id":%b' % (random_source.uuid_hex().encode(), encode_ascii_json(custom_id))
     return b'%b,"response":%b,"error":%b}' % (head, response, error)
 
 

@@ -39,7 +39,7 @@ def read_batch_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[Ba
                 continue
             try:
                 job = parse_line(line)
-                _check_job(job, endpoint, max_bytes, names)
+                _check_line_request(job, endpoint, max_bytes, names)
             except InvalidRequest as error:
                 errors.append(BatchError("invalid_line", error.message, number, error.param))
                 if len(errors) == _MAX_ERRORS or not line.endswith(b"\n"):
@@ -69,7 +69,7 @@ def _read_lines(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, int,
         yield number, begin, line
 
 
-def _check_job(job: LineRequest, endpoint: str, max_bytes: int, earlier_names: Container[str]) -> None:
+def _check_line_request(job: LineRequest, endpoint: str, max_bytes: int, earlier_names: Container[str]) -> None:
     """Raises InvalidRequest."""
     if len(job.body) > max_bytes:
         raise InvalidRequest(f"the body is larger than {max_bytes} bytes", param="body")

@@ -60,7 +60,7 @@ def _write_batch_files(batches: Batches, contents: FileContents, batch: Batch, n
     status: BatchStatus = "cancelled" if batch.status == "cancelling" else "expired" if num_unanswered else "completed"
     usage = _Usage()
     answers = _write_file(
-        contents, batch, "output", _count_usage(_iter_results(batches, batch.id, failed=False), usage)
+        contents, batch, "output", _iter_and_count_usage(_iter_results(batches, batch.id, failed=False), usage)
     )
     new_files += [] if answers is None else [answers]
     errors = _write_file(contents, batch, "errors", _iter_error_lines(batches, batch.id, status))
@@ -80,7 +80,7 @@ def _write_file(contents: FileContents, batch: Batch, name: str, lines: Iterator
     if (first := next(lines, None)) is None:
         return None
     file = new_file(f"{batch.id}_{name}.jsonl", _OUTPUT_PURPOSE, 0, keep_seconds=batch.keep_seconds)
-    contents.create_content(file.id)
+    contents.create_empty_content(file.id)
     try:
         with contents.content_path(file.id).open("r+b") as out:
             out.write(first + b"\n")
@@ -94,7 +94,7 @@ def _write_file(contents: FileContents, batch: Batch, name: str, lines: Iterator
     return StoredFile(file.id, file.created, file.expires, size, file.name, file.purpose)
 
 
-def _count_usage(lines: Iterator[bytes], usage: _Usage) -> Iterator[bytes]:
+def _iter_and_count_usage(lines: Iterator[bytes], usage: _Usage) -> Iterator[bytes]:
     for line in lines:
         if (line_usage := msgspec.json.decode(line, type=_AnswerLine).response.body.usage) is not None:
             for name in usage.__struct_fields__:
@@ -105,7 +105,7 @@ def _count_usage(lines: Iterator[bytes], usage: _Usage) -> Iterator[bytes]:
 def _iter_results(batches: Batches, id: str, *, failed: bool) -> Iterator[bytes]:
     """The lines of a file, in the order of the input's."""
     last = 0
-    while rows := batches.results(id, last, failed=failed):
+    while rows := batches.list_result_lines(id, last, failed=failed):
         yield from (line for _, line in rows)
         last = rows[-1][0]
 
@@ -119,6 +119,6 @@ def _iter_error_lines(batches: Batches, id: str, status: BatchStatus) -> Iterato
 
 def _iter_unanswered_ids(batches: Batches, id: str) -> Iterator[str]:
     position = -1
-    while lines := batches.left(id, position, 1000):
+    while lines := batches.list_unanswered_lines(id, position, 1000):
         yield from (line.custom_id for line in lines)
         position = lines[-1].position

@@ -44,10 +44,13 @@ class StepTimes:
             average = self._seconds.setdefault(record.num_requests, seconds)
             self._seconds[record.num_requests] = average + (seconds - average) / _SMOOTHING_STEPS
 
-    def is_similarly_fast(self, rows: int, fewer: int) -> bool:
-        """Whether steps with `rows` sequences are known to take hardly longer than those with `fewer`. Where none with
-        `rows` was seen, those with one less count."""
-        seconds, baseline_seconds = (self._seconds.get(rows) or self._seconds.get(rows - 1)), self._seconds.get(fewer)
+    def is_similarly_fast(self, num_requests: int, baseline_requests: int) -> bool:
+        """Whether steps with `num_requests` sequences are known to take hardly longer than those with
+        `baseline_requests`. Where none with `num_requests` was seen, those with one less count."""
+        seconds, baseline_seconds = (
+            (self._seconds.get(num_requests) or self._seconds.get(num_requests - 1)),
+            self._seconds.get(baseline_requests),
+        )
         return seconds is not None and baseline_seconds is not None and seconds <= _MAX_SLOWDOWN * baseline_seconds
 
 

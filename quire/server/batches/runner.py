@@ -98,7 +98,7 @@ class BatchRunner:
         if not self.is_leader:
             self.is_leader = True
             self._track_task(asyncio.create_task(self._delete_expired_files()))
-        for owner, batch in await asyncio.to_thread(self.batches.open):
+        for owner, batch in await asyncio.to_thread(self.batches.list_open_batches):
             if (cancelled := self._cancel_events.get(batch.id)) is None:
                 self._start_batch(owner, batch)
             elif batch.status == "cancelling":
@@ -115,7 +115,7 @@ class BatchRunner:
 
     def is_file_in_use(self, file_id: str, owner: str) -> bool:
         """Whether a batch that has not ended reads a file. In a thread, please."""
-        return self.batches.reads(owner, file_id)
+        return self.batches.is_file_in_use(owner, file_id)
 
     async def add_batch(self, owner: str, batch: Batch) -> None:
         """Raises RateLimited where the owner has many already."""
@@ -148,7 +148,7 @@ class BatchRunner:
         """A batch to its end."""
         try:
             if batch.status == "validating":
-                await self._read_input_file(owner, batch)
+                await self._import_input_file(owner, batch)
             if (now := await self._current_batch(owner, batch.id)).status == "in_progress":
                 await self._answer_batch(owner, now)
             if (
@@ -166,7 +166,7 @@ class BatchRunner:
         assert batch is not None, "those that have not ended are kept"
         return batch
 
-    async def _read_input_file(self, owner: str, batch: Batch) -> None:
+    async def _import_input_file(self, owner: str, batch: Batch) -> None:
         """Make its lines known, or let it fail."""
         max_bytes = int(self._config.max_body_size * 2**20)
         try:
@@ -178,7 +178,7 @@ class BatchRunner:
         updated_batch = changed(
             with_batch_status(batch, "failed" if errors else "in_progress"), errors=tuple(errors), total=len(lines)
         )
-        await self._retry_until_written(lambda: self.batches.set_lines(owner, updated_batch, lines))
+        await self._retry_until_written(lambda: self.batches.store_lines_and_batch(owner, updated_batch, lines))
 
     async def _answer_batch(self, owner: str, batch: Batch) -> None:
         """Until all lines have a result, or the time is over, or nobody wants more."""
@@ -194,7 +194,7 @@ class BatchRunner:
         finally:
             expire.cancel()
         if not self._closing:
-            await self._retry_until_written(partial(self.batches.finalize, owner, batch.id))
+            await self._retry_until_written(partial(self.batches.mark_finalizing, owner, batch.id))
 
     def _batch_tenant(self, tenant: Tenant) -> Tenant:
         """The tenant with a share and limits of its own for batches: what it asks for itself is not held up."""
@@ -204,7 +204,7 @@ class BatchRunner:
         position, running_tasks = -1, set[asyncio.Task[None]]()
         try:
             while lines := await self._retry_until_written(
-                partial(self.batches.left, batch.id, position, _READ_AHEAD_LINES)
+                partial(self.batches.list_unanswered_lines, batch.id, position, _READ_AHEAD_LINES)
             ):
                 for number, line in enumerate(lines):
                     await self._line_slots.acquire_slot(owner)
@@ -249,7 +249,9 @@ class BatchRunner:
         """Delete files whose time is over."""
         after: tuple[int, str, str] | None = None
         while True:
-            expired = await self._retry_until_written(partial(self.files.expired, after, _EXPIRED_FILES_PER_READ))
+            expired = await self._retry_until_written(
+                partial(self.files.list_expired_files, after, _EXPIRED_FILES_PER_READ)
+            )
             for after in expired:
                 _, owner, id = after
                 if not await self._retry_until_written(partial(self.is_file_in_use, id, owner)):

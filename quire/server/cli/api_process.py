@@ -39,7 +39,7 @@ class ApiProcessRun(ServerRun):
         super().__init__(config, SingleModelHost(config, EngineClient(link)), listener, started)
         self._link = link
 
-    def print_announcement(self, announcement: str) -> None:
+    def publish_announcement(self, announcement: str) -> None:
         self._link.tell_serving(announcement)
 
 
@@ -58,7 +58,7 @@ def main() -> int:
             link.on_failure = partial(os._exit, 1)
             return uvloop.run(ApiProcessRun(config, link, listener, setup.started).run())
     except (QuireError, sqlite3.OperationalError) as error:
-        report_failure(setup, error if isinstance(error, QuireError) else Overloaded(str(error)))
+        report_failure_to_parent(setup, error if isinstance(error, QuireError) else Overloaded(str(error)))
         return 1
 
 
@@ -75,7 +75,7 @@ def bind_shared_port(setup: ApiProcessSetup) -> socket.socket:
     return listener
 
 
-def report_failure(setup: ApiProcessSetup, error: QuireError) -> None:
+def report_failure_to_parent(setup: ApiProcessSetup, error: QuireError) -> None:
     """Tell the parent why we end."""
     context = zmq.Context()
     link = context.socket(zmq.DEALER)

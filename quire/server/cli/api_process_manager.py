@@ -67,7 +67,7 @@ class ApiProcessSetup(msgspec.Struct, frozen=True):
     """When the command began, by time.perf_counter()."""
 
 
-def check_shareable(config: ServerConfig, models: Path | None) -> None:
+def check_multi_process_settings(config: ServerConfig, models: Path | None) -> None:
     """Raise ConfigError for what several API processes cannot serve, because each would know a part of it. `models`:
     the file of --models."""
     unshareable = {
@@ -86,7 +86,7 @@ def check_shareable(config: ServerConfig, models: Path | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class OperatingSystem:
+class ManagerDependencies:
     """What these processes have of it."""
 
     create_client: Callable[[ServerConfig], EngineClient] = processes
@@ -103,14 +103,18 @@ class ApiProcessManager:
     """One run of the server: start, serve, drain. `run()` returns the exit status."""
 
     def __init__(
-        self, config: ServerConfig, listener: socket.socket, started: float, system: OperatingSystem = OperatingSystem()
+        self,
+        config: ServerConfig,
+        listener: socket.socket,
+        started: float,
+        dependencies: ManagerDependencies = ManagerDependencies(),
     ) -> None:
-        """Of a configuration that `check_shareable` lets through."""
+        """Of a configuration that `check_multi_process_settings` lets through."""
         self._config = config
-        self._system = system
+        self._dependencies = dependencies
         self._listener = listener
         self._started = started
-        self._client = system.create_client(config)
+        self._client = dependencies.create_client(config)
         self._data: DataDir | None = None
         """What API processes keep, which ask for it here."""
         self._processes: dict[int, Child] = {}
@@ -130,15 +134,15 @@ class ApiProcessManager:
         folder = self._config.data_dir
         if folder is not None:
             retention = self._config.response_retention_days * SECONDS_PER_DAY
-            size, connect = int(self._config.max_stored_size * 2**30), self._system.connect_database
+            size, connect = int(self._config.max_stored_size * 2**30), self._dependencies.connect_database
             self._data = open_data_dir(folder, size, retention_seconds=retention, connect=connect)
-        with self._system.signal_watcher(partial(self._on_signal, main_task)):
+        with self._dependencies.signal_watcher(partial(self._on_signal, main_task)):
             self._client.link.launch()
             try:
-                with closing(self._system.create_socket_folder()) as sockets:
+                with closing(self._dependencies.create_socket_folder()) as sockets:
                     self._hub_address = f"ipc://{sockets.hub}"
-                    hub = Hub(self._client, self._hub_address, self._system.create_wire)
-                    hub.answering.add(DATA_DIR_TOPIC, self._answer_data_call)
+                    hub = Hub(self._client, self._hub_address, self._dependencies.create_wire)
+                    hub.answering.add(DATA_DIR_TOPIC, self._answer_data_dir_call)
                     return await self._run_processes(hub)
             except asyncio.CancelledError:
                 return 0
@@ -147,7 +151,7 @@ class ApiProcessManager:
                 if self._data is not None:
                     self._data.close()
 
-    async def _answer_data_call(self, body: bytes) -> bytes:
+    async def _answer_data_dir_call(self, body: bytes) -> bytes:
         """What an API process asks of what is kept."""
         assert self._data is not None
         return await serve_data_dir_call_in_thread(self._data, body)
@@ -196,7 +200,7 @@ class ApiProcessManager:
             identity, generation = f"{number}.{generation}", generation + 1
             channel = hub.add(identity.encode(), number)
             process = self._processes[number] = self._spawn_process(identity)
-            code = await self._wait_for_exit(process, channel)
+            code = await self._watch_until_exit(process, channel)
             await asyncio.sleep(_FAILURE_MESSAGE_SECONDS)
             if self._data is not None:  # first: who waits for its answer then finds all that it had
                 await asyncio.to_thread(self._data.processes.remove_process, identity)
@@ -222,9 +226,9 @@ class ApiProcessManager:
             address=self._listener.getsockname(),
             started=self._started,
         )
-        return self._system.launch_process(module("quire.server.cli.api_process"), msgspec.json.encode(setup))
+        return self._dependencies.launch_process(module("quire.server.cli.api_process"), msgspec.json.encode(setup))
 
-    async def _wait_for_exit(self, process: Child, channel: Channel) -> int:
+    async def _watch_until_exit(self, process: Child, channel: Channel) -> int:
         """The return code of a process, which is killed when it hangs."""
         exited = asyncio.create_task(process.exited())
         stopped = Stopped()

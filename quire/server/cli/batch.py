@@ -22,11 +22,11 @@ from quire.server.cli.server_client import (
     auth_headers,
     client_ssl_context,
     error_from_response,
+    normalize_server_url,
     server_flags,
-    server_url,
     unreachable_error,
 )
-from quire.server.cli.unknown_flags import parse_known_flags
+from quire.server.cli.unknown_flags import parse_flags
 from quire.server.store.batches import TERMINAL_STATUSES
 
 _POLL_SECONDS = 1.0
@@ -44,10 +44,10 @@ def main(argv: Sequence[str], started: float) -> int:
             **server_flags("http://127.0.0.1:8000"),
         },
     )
-    args = parse_known_flags(parser, argv)
+    args = parse_flags(parser, argv)
     if args.action != "list" and args.what is None:
         parser.error(f"{args.action} needs {'a file' if args.action == 'submit' else 'the id of a batch'}")
-    url = server_url(args.url, tls=args.cacert is not None)
+    url = normalize_server_url(args.url, tls=args.cacert is not None)
     http = httpx.Client(
         base_url=f"{url}/v1/", headers=auth_headers(args.api_key), timeout=600, verify=client_ssl_context(args.cacert)
     )
@@ -88,7 +88,7 @@ class BatchClient:
         entries: list[dict[str, Any]] = self._parse_response(self._http.get("batches", params={"limit": 100}))["data"]
         return entries
 
-    def write_results(self, batch: dict[str, Any], output: Path) -> None:
+    def download_results(self, batch: dict[str, Any], output: Path) -> None:
         """The answers, and behind them the errors."""
         try:
             with output.open("wb") as file:
@@ -154,7 +154,7 @@ def _run_action(server: BatchClient, args: argparse.Namespace) -> int:
     if args.output is not None:
         if batch["status"] == "failed":
             raise EngineError("no request was answered: mend the file, and submit it again")
-        server.write_results(batch, args.output)
+        server.download_results(batch, args.output)
     return int(batch["status"] in ("failed", "expired") or batch["request_counts"]["failed"] > 0)
 
 

@@ -35,10 +35,10 @@ def add_flag_table(parser: Any, flags: Mapping[str, Any]) -> None:
         elif isinstance(spec, FlagGroup):
             add_flag_table(parser.add_argument_group(names), spec)
         else:
-            parser.add_argument(*names.split(), **_argument_options(spec))
+            parser.add_argument(*names.split(), **_argparse_kwargs(spec))
 
 
-def _argument_options(spec: Any) -> dict[str, Any]:
+def _argparse_kwargs(spec: Any) -> dict[str, Any]:
     if isinstance(spec, type):
         return {"type": spec}
     if isinstance(spec, bool):

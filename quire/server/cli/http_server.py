@@ -39,7 +39,7 @@ from quire.server.connection import ConnectionLimits, HttpConnection
 from quire.server.peers import PeerLink
 from quire.server.runtime.model_runtime import ModelRuntime
 from quire.server.runtime.server_context import ModelDispatcher
-from quire.server.served_model import ModelSource
+from quire.server.served_model import ServedModelSpec
 from quire.server.write_batching import WriteBatcher
 
 PRIVATE_SERVER_SETTINGS: dict[str, object] = {
@@ -55,7 +55,7 @@ PRIVATE_SERVER_SETTINGS: dict[str, object] = {
 """Settings for a server that only this process can reach: it needs no keys, limits or TLS."""
 
 _DRAIN_POLL_SECONDS = 0.05
-_END_SECONDS = 2.0
+_ORPHANED_REQUEST_SECONDS = 2.0
 """In which requests may end whose engine is gone."""
 
 
@@ -103,7 +103,7 @@ class HttpServer(uvicorn.Server):
         ends = time.monotonic() + self._drain_timeout
         for each in models:
             each.admission.start_draining()
-        while any(_is_busy(each) for each in models) and time.monotonic() < ends:  # noqa: ASYNC110 - a poll is soon enough
+        while any(_has_open_requests(each) for each in models) and time.monotonic() < ends:  # noqa: ASYNC110 - a poll is soon enough
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
         for each in models:
             each.client.end_all(Overloaded(SHUTTING_DOWN_MESSAGE))
@@ -115,7 +115,7 @@ class HttpServer(uvicorn.Server):
         """Wait until the requests have ended whose engine is gone: the end of the event loop would cancel them, and
         each would be a traceback in the log."""
         if tasks := self.server_state.tasks:
-            await asyncio.wait(tasks, timeout=_END_SECONDS)
+            await asyncio.wait(tasks, timeout=_ORPHANED_REQUEST_SECONDS)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         for each in self._models.loaded_runtimes:
@@ -123,7 +123,7 @@ class HttpServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _is_busy(runtime: ModelRuntime) -> bool:
+def _has_open_requests(runtime: ModelRuntime) -> bool:
     return bool(runtime.client.num_open or runtime.workers.num_jobs)
 
 
@@ -178,7 +178,7 @@ async def open_engine_app(
         await client.link.stop()
 
 
-def read_model_files(config: ServerConfig) -> tuple[ModelSource, ModuleShapes | None]:
+def read_model_files(config: ServerConfig) -> tuple[ServedModelSpec, ModuleShapes | None]:
     """Read the model files that the server needs, while the engine loads the weights. Returns the model, and those
     of its modules that may have adapters. Raises ModelError.
 
@@ -196,11 +196,11 @@ def read_model_files(config: ServerConfig) -> tuple[ModelSource, ModuleShapes | 
     modules = adaptable_modules(model_config) if config.enable_lora else None
     check_local_adapters(config, modules)
     images = make_image_reader(path, tokenizer)
-    return ModelSource(config, tokenizer, vocab_size, defaults, pooling=pooling, image_reader=images), modules
+    return ServedModelSpec(config, tokenizer, vocab_size, defaults, pooling=pooling, image_reader=images), modules
 
 
 @contextmanager
-def local_server(config: ServerConfig) -> Iterator[str]:
+def run_local_server(config: ServerConfig) -> Iterator[str]:
     """Serve `config`'s model from a thread, on a private Unix socket whose path is yielded.
 
     Raises what starting the engine raises.
@@ -213,7 +213,9 @@ def local_server(config: ServerConfig) -> Iterator[str]:
         path = str(folder.http)
         listener.bind(path)
         ready: Future[HttpServer] = Future()
-        thread = threading.Thread(target=_serve_in_thread, args=(config, client, listener, ready), name="quire-server")
+        thread = threading.Thread(
+            target=_run_server_thread, args=(config, client, listener, ready), name="quire-server"
+        )
         thread.start()
         try:
             ready.result()
@@ -226,7 +228,7 @@ def local_server(config: ServerConfig) -> Iterator[str]:
             thread.join()
 
 
-def _serve_in_thread(config: ServerConfig, client: EngineClient, listener: socket, ready: Future[HttpServer]) -> None:
+def _run_server_thread(config: ServerConfig, client: EngineClient, listener: socket, ready: Future[HttpServer]) -> None:
     """Start the engine, serve on `listener`, stop both. Runs in a thread; `ready` gets the server or the error."""
 
     async def serve_socket() -> None:

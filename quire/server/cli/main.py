@@ -92,9 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and arguments[0].startswith("-") and arguments[0] not in ("-h", "--help", "--version"):
         print(f"quire: flags follow a command: quire serve {shlex.join(arguments)}", file=sys.stderr)
         return 2
-    args = _command_parser().parse_args(arguments)
+    args = _build_command_parser().parse_args(arguments)
     if args.command in (None, "help"):
-        _command_parser().print_help()
+        _build_command_parser().print_help()
         return 0
     if args.command not in COMMANDS:
         known = _FOREIGN_COMMANDS.get(args.command)
@@ -134,7 +134,7 @@ def _import_command(command: str, rest: Sequence[str]) -> ModuleType:
     return import_module(f"quire.server.cli.{name}")
 
 
-def _command_parser() -> argparse.ArgumentParser:
+def _build_command_parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     listing = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
     parser = argparse.ArgumentParser(

@@ -15,7 +15,7 @@ from quire.engine import VERSION
 from quire.engine.replicas.replicas import processes
 from quire.server.access.tenants import Tenants
 from quire.server.cli.announcement import curl_command
-from quire.server.cli.models.cached_models import CACHE_KEYWORD, read_cached_models
+from quire.server.cli.models.cached_models import CACHE_KEYWORD, build_cached_models_config
 from quire.server.config import ServerConfig
 from quire.server.fleet.added_models import AddedModels
 from quire.server.fleet.model_manager import ModelManager
@@ -33,13 +33,15 @@ class MultiModelHost:
         self._config = config
         flags = config.model_dump(exclude_unset=True)
         self._models_config = (
-            read_cached_models(flags) if file == CACHE_KEYWORD and not file.exists() else read_models_file(file, flags)
+            build_cached_models_config(flags)
+            if file == CACHE_KEYWORD and not file.exists()
+            else read_models_file(file, flags)
         )
         self._manager: ModelManager | None = None
 
     @property
     def alive(self) -> bool:
-        return self._manager is not None and self._manager.alive
+        return self._manager is not None and self._manager.is_alive
 
     @property
     def num_open(self) -> int:
@@ -86,7 +88,7 @@ class MultiModelHost:
             f"\n  {'models' if member is first else '':10} {member.entry.name:{width}}  {member.state}"
             for member in self._manager.managed_models
         )
-        memory = self._models_config.memory_bytes
+        memory = self._models_config.memory_limit_bytes
         bound = "" if memory is None else f"\n  memory     {memory / 2**30:.4g} GiB for those that are awake"
         assert first.runtime is not None
         chats = first.runtime.model.chat_renderer.has_template

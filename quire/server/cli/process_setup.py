@@ -93,7 +93,7 @@ def _exit_now(number: int, frame: FrameType | None) -> None:
     os._exit(0)  # SystemExit would be lost in a finalizer, where Python only reports it, and the server would go on
 
 
-def raise_file_limit() -> None:
+def raise_open_file_limit() -> None:
     """Raise the limit of open files as far as the system allows, and say how many connections it leaves room for when
     these are few. Raises ConfigError for a limit with which nothing can start."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -34,8 +34,8 @@ from quire.server.access.host_addresses import is_loopback_listener
 from quire.server.cli.announcement import build_announcement, listen_url
 from quire.server.cli.flags import add_flag_table, build_parser
 from quire.server.cli.models.pull import pull_missing
-from quire.server.cli.plan.machine import Machine, this_machine
-from quire.server.cli.process_setup import INTERRUPTED_STATUS, WatchSignals, raise_file_limit, watch_signals
+from quire.server.cli.plan.machine import Machine, detect_machine
+from quire.server.cli.process_setup import INTERRUPTED_STATUS, WatchSignals, raise_open_file_limit, watch_signals
 from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 from quire.server.config import ServerConfig
 from quire.server.observe import log_setup
@@ -92,7 +92,7 @@ def main(argv: Sequence[str], started: float) -> int:
     models: SingleModelHost | MultiModelHost | None = None
     if config.api_server_count > 1:
         api_process_manager = import_module("quire.server.cli.api_process_manager")
-        api_process_manager.check_shareable(config, args.models)
+        api_process_manager.check_multi_process_settings(config, args.models)
     elif args.models is None:
         models = SingleModelHost(config)
     else:
@@ -100,7 +100,7 @@ def main(argv: Sequence[str], started: float) -> int:
             parser.error("MODEL and --models are two ways to say what is served: give one of them")
         models = import_module("quire.server.cli.multi_model").MultiModelHost(config, args.models)
     log_setup.set_up_logging(config)
-    raise_file_limit()
+    raise_open_file_limit()
     with _bind_or_explain(config) as listener:
         warn_if_unprotected(config, listener)
         if args.models is None:
@@ -179,7 +179,7 @@ class SingleModelHost:
         return self._client.num_open
 
     def launch_engine(self) -> None:
-        self._machine = this_machine(gpu=self._config.device != "cpu")
+        self._machine = detect_machine(gpu=self._config.device != "cpu")
         self._client.link.launch()
 
     @asynccontextmanager
@@ -249,7 +249,7 @@ class ServerRun:
             try:
                 http_server = await asyncio.to_thread(_import_server_modules)
                 async with self._models.open_app(http_server) as app:
-                    announce = partial(self._announce, http_server.tls_context(self._config))
+                    announce = partial(self._announce_and_tune_gc, http_server.tls_context(self._config))
                     self._server = http_server.HttpServer(app, self._config, announce)
                     return await self._serve_http(self._server)
             except asyncio.CancelledError:
@@ -260,7 +260,7 @@ class ServerRun:
                     await self._server.wait_for_requests()
 
     async def _serve_http(self, server: HttpServer) -> int:
-        watcher = asyncio.create_task(self._stop_when_dead(server))
+        watcher = asyncio.create_task(self._stop_when_engine_dies(server))
         await server.serve(sockets=[self._listener])
         watcher.cancel()
         if not self._models.alive:
@@ -269,7 +269,7 @@ class ServerRun:
             return INTERRUPTED_STATUS
         return 0 if server.started else 1
 
-    async def _stop_when_dead(self, server: HttpServer) -> None:
+    async def _stop_when_engine_dies(self, server: HttpServer) -> None:
         """Stop the server when its engine cannot be brought back, so that a process manager restarts both."""
         while self._models.alive:  # noqa: ASYNC110 - a poll is soon enough
             await asyncio.sleep(HEALTH_POLL_SECONDS)
@@ -292,15 +292,15 @@ class ServerRun:
         else:
             self._server.force_exit = self._server.should_exit = True
 
-    def _announce(self, tls: ssl.SSLContext | None) -> None:
+    def _announce_and_tune_gc(self, tls: ssl.SSLContext | None) -> None:
         host, port = self._listener.getsockname()[:2]
         seconds = time.perf_counter() - self._started
         base = listen_url(host, port, tls=tls is not None)
-        self.print_announcement(self._models.announcement_text(base, seconds, tls))
+        self.publish_announcement(self._models.announcement_text(base, seconds, tls))
         gc.freeze()  # exempts what lives as long as the process from every later collection
         gc.set_threshold(*_GC_THRESHOLDS)
         sys.setswitchinterval(_THREAD_SWITCH_SECONDS)
 
-    def print_announcement(self, announcement: str) -> None:
+    def publish_announcement(self, announcement: str) -> None:
         with suppress(OSError):  # the output may be closed or full, which is no reason not to serve
             print(announcement, flush=True)

@@ -26,7 +26,7 @@ def server_flags(url: str | None, *, key: str = "api_key") -> dict[str, Any]:
     }
 
 
-def server_url(text: str, *, tls: bool = False) -> str:
+def normalize_server_url(text: str, *, tls: bool = False) -> str:
     """The base of a server's URL, without /v1. Where the scheme is left out it is http, or https with `tls`, as for
     one whose --cacert was given. Raises ConfigError."""
     full = text if "://" in text else f"{'https' if tls else 'http'}://{text}"

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from quire.engine.checkpoint.names import ANY_GGUF
 from quire.engine.errors import ConfigError
 from quire.engine.settings.settings_reader import Settings, is_list_field, load_settings, preset_names, split_list
-from quire.server.cli.unknown_flags import JSON_METAVAR, parse_known_flags
+from quire.server.cli.unknown_flags import JSON_METAVAR, parse_flags
 from quire.server.config import ServerConfig
 
 COMMON_SETTINGS = (
@@ -87,7 +87,7 @@ def add_field_flags(
         section = next((group for base, group in sections.items() if name in base.model_fields), None)
         flag = "--" + name.replace("_", "-")
         if section is not None and flag not in parser._option_string_actions:
-            actions[name] = section.add_argument(flag, **_field_options(field), help=_field_help(field))
+            actions[name] = section.add_argument(flag, **_field_argparse_kwargs(field), help=_field_help(field))
     return actions
 
 
@@ -103,7 +103,7 @@ def parse_settings(
     `positional` names an argument for the field `model`, `gguf` another for one that is to be a GGUF file.
     Exits with status 2 and one line for a bad value.
     """
-    args = parse_known_flags(parser, argv)
+    args = parse_flags(parser, argv)
     if args.config is not None and Path(args.config).suffix in (".yaml", ".yml"):
         names_model = positional is not None and getattr(args, positional) is not None
         args = _parse_yaml_and_flags(parser, args.config, argv, with_model=not names_model)
@@ -121,7 +121,7 @@ def parse_settings(
         if "model" in flags:
             parser.error("the model is given twice, by -hf too")
         flags["model"] = repo if ":" in repo.rpartition("/")[2] else f"{repo}:{ANY_GGUF}"
-    _warn_of_keys(parser.prog, flags)
+    _warn_of_api_keys(parser.prog, flags)
     try:
         return args, load_settings(model, flags, args.config, other_settings=ServerConfig.model_fields)
     except ConfigError as error:
@@ -133,7 +133,7 @@ def _parse_yaml_and_flags(
 ) -> argparse.Namespace:
     """Parse the flags of a YAML file, then `argv`, which overrides them."""
     try:
-        args = parse_known_flags(parser, [*read_yaml_flags(file, with_model=with_model), *argv])
+        args = parse_flags(parser, [*read_yaml_flags(file, with_model=with_model), *argv])
     except ConfigError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     args.config = None
@@ -151,7 +151,7 @@ def _split_json_lists(texts: Sequence[str]) -> list[Any]:
     return parts
 
 
-def _warn_of_keys(program: str, flags: Mapping[str, Any]) -> None:
+def _warn_of_api_keys(program: str, flags: Mapping[str, Any]) -> None:
     """Warn of an API key that nothing reads, and of keys that other users of the machine can see."""
     if os.environ.get("VLLM_API_KEY"):  # who set it believes that the server asks for a key
         print(f"{program}: VLLM_API_KEY is not read; QUIRE_API_KEY is", file=sys.stderr)
@@ -199,14 +199,14 @@ def bounded_number(
     return parse_number
 
 
-def _field_options(field: FieldInfo) -> dict[str, Any]:
+def _field_argparse_kwargs(field: FieldInfo) -> dict[str, Any]:
     """Arguments of add_argument for a field. argparse keeps values as text, which the model validates, and sets nothing
     when the flag is not given."""
     kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind is not type(None)]
     options: dict[str, Any] = {"default": argparse.SUPPRESS}
     if bool in kinds:
         return options | {"action": argparse.BooleanOptionalAction}
-    if any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in kinds) or _is_object(field):
+    if any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in kinds) or _is_dict_field(field):
         return options | {"metavar": JSON_METAVAR}
     if is_list_field(field):
         return options | {"nargs": "+", "action": "extend", "metavar": "TEXT"}
@@ -217,7 +217,7 @@ def _field_options(field: FieldInfo) -> dict[str, Any]:
     return options | {"metavar": next((named[kind] for kind in kinds if kind in named), "TEXT")}
 
 
-def _is_object(field: FieldInfo) -> bool:
+def _is_dict_field(field: FieldInfo) -> bool:
     kinds = (field.annotation, *get_args(field.annotation))
     return any(get_origin(get_args(kind)[0] if get_origin(kind) is Annotated else kind) is dict for kind in kinds)
 

@@ -9,12 +9,18 @@ import httpx
 
 from quire.engine.errors import ConfigError
 from quire.server.cli.flags import build_parser
-from quire.server.cli.server_client import auth_headers, client_ssl_context, server_flags, server_url, unreachable_error
-from quire.server.cli.unknown_flags import parse_known_flags
+from quire.server.cli.server_client import (
+    auth_headers,
+    client_ssl_context,
+    normalize_server_url,
+    server_flags,
+    unreachable_error,
+)
+from quire.server.cli.unknown_flags import parse_flags
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    args = parse_known_flags(
+    args = parse_flags(
         build_parser(
             "quire trace",
             __doc__,
@@ -31,7 +37,7 @@ def main(argv: Sequence[str], started: float) -> int:
         ),
         argv,
     )
-    url = server_url(args.url, tls=args.cacert is not None)
+    url = normalize_server_url(args.url, tls=args.cacert is not None)
     try:
         response = httpx.get(
             f"{url}/v1/engine/trace",

@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from quire.engine import unsupported_options
-from quire.engine.config_types import ignored_keys_reason
+from quire.engine.config_types import ignored_speculative_keys_reason
 
 _SWITCH_ON, _SWITCH_OFF = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _PLUGIN_FLAGS = {
@@ -36,11 +36,13 @@ def normalize_flags(argv: Sequence[str]) -> list[str]:
     return arguments
 
 
-def parse_known_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """The arguments; exits with status 2 where one is unknown. Flags that change nothing are told, and left out."""
     known = parser._option_string_actions
     arguments = [_translate_flag(each, known) for each in normalize_flags(argv)]
-    arguments = _drop_needless_flags(parser, _set_local_engines(known, _normalize_switches(known, arguments)))
+    arguments = _drop_redundant_flags(
+        parser, _translate_local_engine_flags(known, _normalize_switches(known, arguments))
+    )
     args, unknown = parser.parse_known_args(_merge_object_flags(parser, arguments))
     if unknown:
         parser.exit(2, f"{parser.prog}: {unknown_flags_message(unknown, known)}")
@@ -87,7 +89,7 @@ def _is_switch(flag: str, known: Mapping[str, argparse.Action]) -> bool:
     return foreign is not None and not foreign.value_kind
 
 
-def _set_local_engines(known: Container[str], argv: Sequence[str]) -> list[str]:
+def _translate_local_engine_flags(known: Container[str], argv: Sequence[str]) -> list[str]:
     """The arguments with the number of engines that vLLM would start on this machine: each machine serves its own."""
     if "--data-parallel-size" not in known:
         return list(argv)
@@ -100,7 +102,7 @@ def _set_local_engines(known: Container[str], argv: Sequence[str]) -> list[str]:
         flag, equals, value = argument.partition("=")
         if flag in _LOCAL_ENGINES_FLAGS:
             engines = value if equals or not rest else rest.pop(0)
-            positionals += _take_positionals(rest)
+            positionals += _pop_positionals(rest)
             continue
         if flag in _ONE_ENGINE_FLAGS:
             engines = "1"
@@ -110,7 +112,7 @@ def _set_local_engines(known: Container[str], argv: Sequence[str]) -> list[str]:
     )
 
 
-def _take_positionals(rest: list[str]) -> list[str]:
+def _pop_positionals(rest: list[str]) -> list[str]:
     """Take what stands behind a flag that is left out. Nothing would keep it from a list before that flag any more, so
     it is to go before all flags."""
     positionals = []
@@ -154,7 +156,7 @@ def _merge_object(
     parser: argparse.ArgumentParser, name: str, values: Sequence[str], parts: Sequence[tuple[str, str]]
 ) -> dict[str, Any]:
     """Of the last of `values`, which are JSON, and of `parts`: keys with dots between them, and a value each."""
-    merged = _read_value(values[-1]) if values else {}
+    merged = _parse_json_or_text(values[-1]) if values else {}
     if not isinstance(merged, dict):
         parser.error(f"argument {name}: {values[-1]!r} is no JSON object that {name}.{parts[0][0]} could be a part of")
     for keys, text in parts:
@@ -165,13 +167,13 @@ def _merge_object(
             if not isinstance(inner, dict):
                 parser.error(f"argument {name}: {key} is no object, which {name}.{keys} could be a part of")
         if last.endswith("+"):
-            inner.setdefault(last[:-1], []).extend(_read_value(each) for each in text.split(","))
+            inner.setdefault(last[:-1], []).extend(_parse_json_or_text(each) for each in text.split(","))
         else:
-            inner[last] = _read_value(text)
+            inner[last] = _parse_json_or_text(text)
     return merged
 
 
-def _read_value(text: str) -> Any:
+def _parse_json_or_text(text: str) -> Any:
     """JSON, or text that is none."""
     if text in ("True", "False", "None"):
         return {"True": True, "False": False, "None": None}[text]
@@ -181,24 +183,26 @@ def _read_value(text: str) -> Any:
         return text
 
 
-def _drop_needless_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
+def _drop_redundant_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
     """The arguments without foreign flags that change nothing, and their values; these are told on standard error."""
     known, rest = parser._option_string_actions, list(argv)
     positionals: list[str] = []
     arguments: list[str] = []
-    needless: dict[str, str] = {}
+    reasons_by_flag: dict[str, str] = {}
     named = {_PLUGIN_FLAGS[flag] for flag in (each.partition("=")[0] for each in argv) if flag in _PLUGIN_FLAGS}
     while rest:
         argument = rest.pop(0)
         flag, equals, value = argument.partition("=")
         value = value if equals else (rest or [""])[0]
-        if why := unsupported_options.redundant_value_reason(flag.lstrip("-"), value) or _PLUGIN_NOTE * (flag in named):
-            needless[flag] = why
+        if why := unsupported_options.redundant_value_reason(flag.lstrip("-"), value) or _PARSER_PLUGIN_REASON * (
+            flag in named
+        ):
+            reasons_by_flag[flag] = why
             del rest[: not equals]
-            positionals += _take_positionals(rest)
+            positionals += _pop_positionals(rest)
             continue
-        if flag == "--speculative-config" and (why := ignored_keys_reason(value)):
-            needless[flag] = why
+        if flag == "--speculative-config" and (why := ignored_speculative_keys_reason(value)):
+            reasons_by_flag[flag] = why
         if not flag.startswith("-") or flag.partition(".")[0] in known or flag == "--":
             arguments.append(argument)
             continue
@@ -206,24 +210,24 @@ def _drop_needless_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -
         foreign = unsupported_options.find_foreign_flag("O" if level else flag.lstrip("-").partition(".")[0])
         values = [value] if equals else []
         if foreign is not None and not equals and not level:
-            values = _take_values(rest, foreign.value_kind)
+            values = _pop_flag_values(rest, foreign.value_kind)
         if foreign is not None and (why := foreign.redundancy_reason(" ".join(values))):
-            needless[flag] = why
-            positionals += _take_positionals(rest)
+            reasons_by_flag[flag] = why
+            positionals += _pop_positionals(rest)
         else:
             arguments.append(flag if foreign else argument)
-    if needless:
-        print(f"{parser.prog}: {unsupported_options.summarize_redundant(needless)}", file=sys.stderr)
+    if reasons_by_flag:
+        print(f"{parser.prog}: {unsupported_options.summarize_redundant(reasons_by_flag)}", file=sys.stderr)
     return [*positionals, *arguments]
 
 
-_PLUGIN_NOTE = "a parser of a plugin's: how the model writes is read from its chat template"
+_PARSER_PLUGIN_REASON = "a parser of a plugin's: how the model writes is read from its chat template"
 
 
-def _take_values(rest: list[str], takes: str) -> list[str]:
-    """Take the values of a flag from the beginning of `rest`; `takes` is as in `unsupported_options.Foreign`."""
+def _pop_flag_values(rest: list[str], value_kind: str) -> list[str]:
+    """Take the values of a flag from the beginning of `rest`; `value_kind` is as in `unsupported_options.Foreign`."""
     values: list[str] = []
-    while takes and rest and not rest[0].startswith("--") and (takes == "+" or not values):
+    while value_kind and rest and not rest[0].startswith("--") and (value_kind == "+" or not values):
         values.append(rest.pop(0))
     return values
 

@@ -46,7 +46,7 @@ KILL_AFTER_OUTPUTS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class VerificationCheck:
+class CheckResult:
     """The result of running the requests in one way, compared with running each of them alone."""
 
     name: str
@@ -90,7 +90,7 @@ def main(argv: Sequence[str], started: float) -> int:
         report = {"mode": determinism_mode(info), "passed": passed, "checks": [asdict(check) for check in checks]}
         print(json.dumps(report, indent=2))
     else:
-        print_checks(info, checks)
+        print_check_results(info, checks)
     return 0 if passed else 1
 
 
@@ -99,7 +99,7 @@ def determinism_mode(info: EngineInfo) -> str:
     return "deterministic" if info.deterministic else "batch-dependent"
 
 
-def print_checks(info: EngineInfo, checks: Sequence[VerificationCheck]) -> None:
+def print_check_results(info: EngineInfo, checks: Sequence[CheckResult]) -> None:
     print(f"{info.model}: {info.dtype} on {info.device}, {info.backend}; promises to be {determinism_mode(info)}")
     table = Table(box=None, pad_edge=False)
     for name in ("compared with alone", "what happened"):
@@ -123,12 +123,12 @@ class Verification:
         self._requests: list[EngineCoreRequest] = []
         self._expected_tokens: TokensByRequest = {}
 
-    async def run_checks(self) -> tuple[EngineInfo, list[VerificationCheck]]:
+    async def run_checks(self) -> tuple[EngineInfo, list[CheckResult]]:
         """Run all checks. Raises ConfigError or EngineError when an engine cannot start or fails a request."""
         model = read_model_config(model_path(self._config), self._config.model_impl)
         longest = min(MAX_PROMPT_TOKENS + MAX_OUTPUT_TOKENS + 1024, model.max_position)
         async with self._open_engine(enable_prefix_caching=False, max_model_len=longest) as (client, info):
-            self._requests = build_requests(self._num_requests, model.vocab_size, info.block_size, longest)
+            self._requests = build_test_requests(self._num_requests, model.vocab_size, info.block_size, longest)
             for request in self._requests:
                 self._expected_tokens |= await generate_tokens(client, [request])
             checks = [
@@ -148,7 +148,7 @@ class Verification:
         finally:
             await client.link.stop()
 
-    async def _check_prefix_hits_and_restart(self, longest: int) -> list[VerificationCheck]:
+    async def _check_prefix_hits_and_restart(self, longest: int) -> list[CheckResult]:
         async with self._open_engine(enable_prefix_caching=True, max_model_len=longest) as (client, _):
             await generate_tokens(client, self._requests)
             before = client.link.stats.prefix_hits
@@ -159,14 +159,14 @@ class Verification:
             what = f"engine killed {client.link.deaths} times, {client.link.replays} requests replayed"
             return [*checks, self._compare_tokens("respawned", what, client.link.replays > 0, tokens)]
 
-    async def _check_chunked_prefill(self, longest: int) -> VerificationCheck:
+    async def _check_chunked_prefill(self, longest: int) -> CheckResult:
         sizes = {"max_num_batched_tokens": CHUNK_TOKENS, "max_num_seqs": CHUNK_TOKENS}
         async with self._open_engine(enable_prefix_caching=False, max_model_len=longest, **sizes) as (client, _):
             tokens = await generate_tokens(client, self._requests)
             what = f"at most {CHUNK_TOKENS} tokens a step, {client.link.stats.steps:,} steps"
             return self._compare_tokens("chunked", what, True, tokens)
 
-    async def _check_preemption(self, block_size: int, longest: int) -> VerificationCheck:
+    async def _check_preemption(self, block_size: int, longest: int) -> CheckResult:
         needed = max(len(each.prompt_ids) + MAX_OUTPUT_TOKENS for each in self._requests)
         blocks = max(-(-needed // block_size) + 1, 3)
         async with self._open_engine(num_kv_blocks=blocks, max_model_len=min(longest, blocks * block_size)) as (
@@ -177,13 +177,13 @@ class Verification:
             count = client.link.stats.preemptions
             return self._compare_tokens("preempted", f"{blocks} pages in all, {count} preemptions", count > 0, tokens)
 
-    def _compare_tokens(self, name: str, what: str, exercised: bool, tokens: TokensByRequest) -> VerificationCheck:
+    def _compare_tokens(self, name: str, what: str, exercised: bool, tokens: TokensByRequest) -> CheckResult:
         differing = sum(tokens[request.id] != self._expected_tokens[request.id] for request in self._requests)
         total = sum(map(len, tokens.values()))
-        return VerificationCheck(name, what, len(tokens), total, differing, exercised)
+        return CheckResult(name, what, len(tokens), total, differing, exercised)
 
 
-def build_requests(count: int, vocab_size: int, block_size: int, longest: int) -> list[EngineCoreRequest]:
+def build_test_requests(count: int, vocab_size: int, block_size: int, longest: int) -> list[EngineCoreRequest]:
     """Requests of many kinds: greedy and sampled, short and long, with common prefixes, ending near a page's end."""
     rng = random.Random(5)
     common = [rng.randrange(vocab_size) for _ in range(max(MAX_PROMPT_TOKENS, 2 * block_size))]

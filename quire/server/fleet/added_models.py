@@ -31,7 +31,7 @@ class AddedModels:
         entries = []
         for name, settings in self._read_settings().items():
             try:
-                entries.append(self._config.parse_entry(name, settings))
+                entries.append(self._config.parse_added_entry(name, settings))
             except ConfigError as error:
                 log.warning("the model %s, added before, is not served: %s", name, error.message)
             else:

@@ -23,14 +23,14 @@ from quire.engine.errors import (
     InvalidRequest,
     ModelError,
     ModelNotFound,
-    ModelUnloadable,
+    ModelNotLoadable,
     Overloaded,
     QuireError,
 )
 from quire.server.adapter_registry import configured_adapter_names
 from quire.server.fleet.models_config import ModelEntry, ModelsConfig
 from quire.server.runtime.model_runtime import ModelRuntime
-from quire.server.served_model import model_not_found
+from quire.server.served_model import model_not_found_error
 
 log = logging.getLogger("quire.server.fleet.fleet")
 
@@ -79,7 +79,7 @@ class ManagedModel:
         return (*self.entry.config.model_names, *adapters)
 
     @property
-    def memory_bytes(self) -> int:
+    def awake_memory_bytes(self) -> int:
         """Bytes that it takes while it is awake: as its engine said, or before it has, what its files tell."""
         config = self.entry.config
         engines = config.data_parallel_size
@@ -106,7 +106,7 @@ class ModelManager:
         return [member.runtime for member in self.managed_models if member.runtime is not None]
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether it can still load and wake."""
         return self._task is not None and not self._task.done()
 
@@ -119,7 +119,7 @@ class ModelManager:
         for member in self.managed_models:
             if name in member.served_names:
                 return member
-        raise model_not_found(name, [each for member in self.managed_models for each in member.served_names])
+        raise model_not_found_error(name, [each for member in self.managed_models for each in member.served_names])
 
     def add_model(self, entry: ModelEntry) -> ManagedModel:
         """Serve one more model. Raises InvalidRequest where one of its names is taken."""
@@ -147,7 +147,7 @@ class ModelManager:
             error.message = f"models: {first.entry.name}: {error.message}"
             error.args = (error.message,)
             raise
-        self._task = asyncio.create_task(self._run_changes())
+        self._task = asyncio.create_task(self._run_change_loop())
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -172,7 +172,7 @@ class ModelManager:
         """Wait until a model that is `keep_awake` is loaded. Raises what the load raises."""
         while member.runtime is None:
             if member.failure is not None and clock.monotonic() - member.failed_at < _RETRY_SECONDS:
-                error_class = ModelUnloadable if isinstance(member.failure, ModelError) else Overloaded
+                error_class = ModelNotLoadable if isinstance(member.failure, ModelError) else Overloaded
                 raise error_class(f"The model {member.entry.name} cannot be loaded: {member.failure.message}")
             member.load_finished.clear()
             await member.load_finished.wait()
@@ -188,10 +188,10 @@ class ModelManager:
             runtime.workers.fail_jobs(unloaded)
         await self._stop_serving(member)
 
-    async def _run_changes(self) -> None:
+    async def _run_change_loop(self) -> None:
         while True:
             try:
-                await self._make_change()
+                await self._apply_due_change()
             except QuireError as error:
                 log.error("models: %s", error.message)
             except Exception:
@@ -201,7 +201,7 @@ class ModelManager:
                 async with asyncio.timeout(_POLL_SECONDS):  # wait_for would lose a cancel that comes with a wake
                     await self._change_event.wait()
 
-    async def _make_change(self) -> None:
+    async def _apply_due_change(self) -> None:
         """Make one change, if one is due: bury, wake, or let sleep."""
         now = clock.monotonic()
         for member in self.managed_models:
@@ -223,33 +223,33 @@ class ModelManager:
 
     async def _wake_or_load(self, member: ManagedModel, now: float) -> None:
         """Wake or load it, if there is room, or others can make some now."""
-        if self._config.memory_bytes is not None:
+        if self._config.memory_limit_bytes is not None:
             awake = [other for other in self.managed_models if other.state == "awake"]
             try:
-                size = await asyncio.to_thread(lambda: member.memory_bytes)
-                self._check_memory(size)
+                size = await asyncio.to_thread(lambda: member.awake_memory_bytes)
+                self._check_fits_memory_limit(size)
             except QuireError as error:  # or its files are not there, or are none
                 return self._record_failure(member, error)
-            needed = size + sum(other.memory_bytes for other in awake) - self._config.memory_bytes
+            needed = size + sum(other.awake_memory_bytes for other in awake) - self._config.memory_limit_bytes
             for other in sorted(awake, key=lambda other: (other.num_open > 0, other.last_used_at)):
                 if needed <= 0:
                     break
                 if other.num_open and now - other.awake_since < self._config.slice_seconds:
                     return
                 await self._put_to_sleep(other)
-                needed -= other.memory_bytes
+                needed -= other.awake_memory_bytes
         if member.runtime is None:
             with suppress(QuireError):  # which the requests are told
                 await self._load_model(member)
         else:
-            await member.runtime.weight_changes.wake_up()
+            await member.runtime.weight_controller.wake_up()
         member.awake_since = member.last_used_at = clock.monotonic()
         self._change_event.set()
 
     async def _put_to_sleep(self, member: ManagedModel) -> None:
         assert member.runtime is not None
         log.info("models: %s sleeps", member.entry.name)
-        await member.runtime.weight_changes.sleep(member.entry.sleep_level, "keep")
+        await member.runtime.weight_controller.sleep(member.entry.sleep_level, "keep")
 
     async def _load_model(self, member: ManagedModel) -> None:
         """Raises what the start of its engine raises."""
@@ -260,7 +260,7 @@ class ModelManager:
         member.serve_task = asyncio.create_task(self._serve_until_stopped(member, started))
         try:
             await asyncio.shield(started)
-            self._check_memory(member.memory_bytes)
+            self._check_fits_memory_limit(member.awake_memory_bytes)
         except Exception as error:
             if started.done():
                 await self._stop_serving(member)
@@ -270,10 +270,10 @@ class ModelManager:
             member.is_loading = False
             member.load_finished.set()
 
-    def _check_memory(self, size: int) -> None:
+    def _check_fits_memory_limit(self, size: int) -> None:
         """Raise ConfigError for a model that is larger than all may be together."""
-        if self._config.memory_bytes is not None and size > self._config.memory_bytes:
-            needed, bound = size / 2**30, self._config.memory_bytes / 2**30
+        if self._config.memory_limit_bytes is not None and size > self._config.memory_limit_bytes:
+            needed, bound = size / 2**30, self._config.memory_limit_bytes / 2**30
             raise ConfigError(f"memory: it needs {needed:.2f} GiB awake, and all may take {bound:.2f}", param="memory")
 
     def _record_failure(self, member: ManagedModel, error: QuireError) -> None:

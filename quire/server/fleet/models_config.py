@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
-from quire.engine.folder_reader import describe_error
+from quire.engine.folder_reader import describe_validation_error
 from quire.engine.settings.settings_reader import load_settings
 from quire.server.adapter_registry import configured_adapter_names
 from quire.server.config import ServerConfig
@@ -78,7 +78,7 @@ class ModelEntry:
 class ModelsConfig:
     entries: tuple[ModelEntry, ...]
     """At least one; the first answers what names no model, and is loaded at the start."""
-    memory_bytes: int | None
+    memory_limit_bytes: int | None
     """Bytes that the models that are awake may take together; None: whatever."""
     slice_seconds: float
     """How long a model with open requests stays awake before it must make room."""
@@ -89,7 +89,7 @@ class ModelsConfig:
     presets: Mapping[str, ModelPreset] = field(default_factory=dict)
     """By name, what requests for it get where they say nothing else."""
 
-    def parse_entry(self, name: str, settings: Mapping[str, Any]) -> ModelEntry:
+    def parse_added_entry(self, name: str, settings: Mapping[str, Any]) -> ModelEntry:
         """A model that is not in the file, of what a table would say. Raises ConfigError that names the key."""
         if not name or len(name) > _MAX_NAME_LENGTH or not name.isprintable() or name != name.strip():
             raise ConfigError(f"model: a name has 1 to {_MAX_NAME_LENGTH} printable characters", param="model")
@@ -115,7 +115,7 @@ def read_models_file(path: Path, flags: Mapping[str, Any]) -> ModelsConfig:
             {name: value for name, value in document.items() if name not in tables}, ModelsFileOptions
         )
     except msgspec.ValidationError as error:
-        raise ConfigError(f"models: {path}: {describe_error(error)}; {_FORMAT_HINT}") from None
+        raise ConfigError(f"models: {path}: {describe_validation_error(error)}; {_FORMAT_HINT}") from None
     if not tables:
         raise ConfigError(f"models: {path} has no model: {_FORMAT_HINT}")
     return parse_model_tables(f"models: {path}", tables, options, flags)
@@ -139,7 +139,7 @@ def parse_model_tables(
         base = table["model"] if name in aliases else name
         place = next(place for place, entry in enumerate(entries) if entry.name == base)
         if name in aliases:
-            entries[place] = _add_names(entries[place], own_names)
+            entries[place] = _with_added_names(entries[place], own_names)
         else:
             own_names = list(entries[place].config.model_names)
         if preset.system is not None or preset.parameters:
@@ -160,7 +160,7 @@ def _without_alias_keys(table: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in table.items() if key not in _ALIAS_KEYS}
 
 
-def _add_names(entry: ModelEntry, names: Sequence[str]) -> ModelEntry:
+def _with_added_names(entry: ModelEntry, names: Sequence[str]) -> ModelEntry:
     config = entry.config.model_copy(update={"served_model_name": [*entry.config.served_model_name, *names]})
     return replace(entry, config=config)
 
@@ -187,7 +187,7 @@ def _parse_entry(
     try:
         options = msgspec.convert(own_options, ModelsFileOptions)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {describe_error(error)}") from None
+        raise ConfigError(f"{where}: {describe_validation_error(error)}") from None
     if foreign := sorted(settings.keys() & ServerConfig.model_fields.keys() - _MODEL_SETTINGS):
         raise ConfigError(f"{where}: {foreign[0]} is the whole server's: give it on the command line")
     if "model" not in settings:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.engine.errors import ConfigError, InvalidRequest, Overloaded
-from quire.engine.folder_reader import describe_error
+from quire.engine.folder_reader import describe_validation_error
 from quire.server.access.body_reader import READ_BODY_SCOPE_KEY, BodyBuffer
 from quire.server.access.tenants import Tenants
 from quire.server.app_builder import build_app
@@ -28,7 +28,7 @@ from quire.server.fleet.models_config import ModelsConfig
 from quire.server.fleet.presets import apply_preset
 from quire.server.protocol.questions.systemone import is_model_alias
 from quire.server.resolve.translated.ollama import strip_latest_tag
-from quire.server.routes.models import list_model_cards, model_list
+from quire.server.routes.models import list_model_cards, model_list_body
 from quire.server.routes.ollama.model_info import model_entry, ps_entries, tags_entries
 from quire.server.routes.status import health_response
 from quire.server.runtime.model_runtime import ModelRuntime
@@ -44,21 +44,21 @@ class _ModelNameBody(msgspec.Struct):
     """What Ollama's older clients call it."""
 
 
-class _ChangeBody(msgspec.Struct, forbid_unknown_fields=True):
+class _ModelChangeBody(msgspec.Struct, forbid_unknown_fields=True):
     model: str = ""
 
 
-class _LoadBody(_ChangeBody):
+class _LoadBody(_ModelChangeBody):
     settings: dict[str, Any] | None = None
     """Of a model that is not there yet: what its table in the file would say."""
 
 
-class _UnloadBody(_ChangeBody):
+class _UnloadBody(_ModelChangeBody):
     forget: bool = False
     """Serve it no more: one that was added while the server ran."""
 
 
-Change = TypeVar("Change", bound=_ChangeBody)
+Change = TypeVar("Change", bound=_ModelChangeBody)
 
 
 def create_multi_model_app(
@@ -110,7 +110,7 @@ class MultiModelDispatcher:
                 scope[READ_BODY_SCOPE_KEY] = body
                 name = name if (body_name := _requested_model_name(path, b"".join(body.chunks))) is None else body_name
                 self._apply_preset(path, name, body)
-                member = self._find_model(path, name) if names_model else self._any_loaded_model()
+                member = self._find_model(path, name) if names_model else self._loaded_or_first_model()
                 with self.manager.keep_awake(member) if needs_awake else nullcontext():
                     scope["runtime"] = await self.wait_until_loaded(member, receive)
                     await handler(scope, receive, send)
@@ -126,7 +126,7 @@ class MultiModelDispatcher:
         if (preset := self.models_config.presets.get(name)) is not None:
             apply_preset(preset, path, body)
 
-    def _any_loaded_model(self) -> ManagedModel:
+    def _loaded_or_first_model(self) -> ManagedModel:
         """A model that is loaded, or the first."""
         return next(
             (member for member in self.manager.managed_models if member.runtime is not None),
@@ -155,7 +155,7 @@ class MultiModelDispatcher:
 @router.api_route("/ping", methods=["GET", "HEAD"], response_model=None)
 async def health(request: Request) -> Response:
     """200 while models can be loaded and woken."""
-    return health_response(request, is_healthy=_get_dispatcher(request).manager.alive)
+    return health_response(request, is_healthy=_get_dispatcher(request).manager.is_alive)
 
 
 @router.get("/v1/models")
@@ -167,7 +167,7 @@ async def list_models(request: Request) -> dict[str, Any]:
         else:
             cards_of_model = [{"id": name, "object": "model", "owned_by": "quire"} for name in member.served_names]
         listed_cards += [card | {"state": member.state} for card in cards_of_model]
-    return model_list(listed_cards)
+    return model_list_body(listed_cards)
 
 
 @router.get("/api/tags")
@@ -198,7 +198,7 @@ async def load_model(request: Request) -> dict[str, str]:
         await models.wait_until_loaded(member := models.manager.find_model(change.model), request.receive)
         return _state_body(member)
     try:
-        entry = await asyncio.to_thread(models.models_config.parse_entry, change.model, change.settings)
+        entry = await asyncio.to_thread(models.models_config.parse_added_entry, change.model, change.settings)
     except ConfigError as error:
         raise InvalidRequest(error.message, param=error.param) from None
     member = models.manager.add_model(entry)
@@ -244,7 +244,9 @@ async def _decode_body(request: Request, kind: type[Change]) -> Change:
     except ClientDisconnect:
         raise HTTPException(CLIENT_CLOSED_REQUEST) from None
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        message = describe_error(error) if isinstance(error, msgspec.ValidationError) else "the body is not JSON"
+        message = (
+            describe_validation_error(error) if isinstance(error, msgspec.ValidationError) else "the body is not JSON"
+        )
         raise InvalidRequest(message, param=message.partition(":")[0] if ":" in message else None) from None
     if not change.model:
         raise InvalidRequest("model is required", param="model")

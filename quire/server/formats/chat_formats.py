@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.config import ServerConfig
-from quire.server.formats.content_frame import ContentFrame
+from quire.server.formats.content_delimiters import ContentDelimiters
 from quire.server.formats.derived.call_inference import can_read_back, infer_call_form
 from quire.server.formats.derived.template_prober import TemplateInferenceError, TemplateProber
-from quire.server.formats.derived.turn_inference import AssistantTurnForm, infer_turn
+from quire.server.formats.derived.turn_inference import AssistantTurnForm, infer_turn_form
 from quire.server.formats.forms.call_form import CallForm
 from quire.server.formats.forms.slots import TAG, last_tag
 from quire.server.formats.reasoning_parser import REASONING_FORMATS as REASONING
@@ -33,7 +33,7 @@ class ChatFormats:
     reasoning_format: ReasoningFormat | None
     tool_format: ToolFormat | None
     """None: the operator wants none looked for."""
-    content_frame: ContentFrame | None = None
+    content_delimiters: ContentDelimiters | None = None
     tools_source: str = ""
     """Where the format of tool calls is from, in words for the operator."""
     thinking_switch: ThinkingSwitch = NO_SWITCH
@@ -52,7 +52,7 @@ class ChatFormats:
         )
         template = "\n".join(tokenizer.chat_templates.values())
         prober = TemplateProber(renderer)
-        turn = _infer_turn_or_none(prober)
+        turn = _infer_turn_form_or_none(prober)
         reasoning = _choose_reasoning_format(config.reasoning_parser, template, turn)
         choice = config.tool_call_parser
         tools, source, shown = _choose_tool_format(renderer, template, turn)
@@ -64,13 +64,15 @@ class ChatFormats:
             renderer = renderer.with_described_tools(tools.example, always=not shown)
         in_blocks = renderer.capabilities.shows_tools and not config.strict_tool_calls
         thinking = ThinkingSwitch.from_template(renderer, template)
-        return cls(template, renderer, reasoning, tools, _build_content_frame(turn, tools), source, thinking, in_blocks)
+        return cls(
+            template, renderer, reasoning, tools, _build_content_delimiters(turn, tools), source, thinking, in_blocks
+        )
 
 
-def _infer_turn_or_none(prober: TemplateProber) -> AssistantTurnForm | None:
+def _infer_turn_form_or_none(prober: TemplateProber) -> AssistantTurnForm | None:
     try:
-        prober.render_prompt()
-        return infer_turn(prober)
+        prober.learn_generation_prompt()
+        return infer_turn_form(prober)
     except TemplateInferenceError:
         return None
 
@@ -118,7 +120,7 @@ def _choose_reasoning_format(choice: str, template: str, turn: AssistantTurnForm
     return ReasoningFormat("template", turn.reasoning_begin, turn.reasoning_end, turn.reasoning_space, lead, later)
 
 
-def _build_content_frame(turn: AssistantTurnForm | None, tools: ToolFormat | None) -> ContentFrame | None:
+def _build_content_delimiters(turn: AssistantTurnForm | None, tools: ToolFormat | None) -> ContentDelimiters | None:
     if turn is None:
         return None
     form = tools if isinstance(tools, CallForm) else None
@@ -126,7 +128,7 @@ def _build_content_frame(turn: AssistantTurnForm | None, tools: ToolFormat | Non
         # If calls begin with what ends a turn, their parser has to see it, and it is not dropped as a special token.
         tag = TAG.search(turn.end)
         shown = tag is not None and form is not None and tag[0] in form.opening
-        return ContentFrame("", (), (), (turn.end.strip(),), "") if shown else None
+        return ContentDelimiters("", (), (), (turn.end.strip(),), "") if shown else None
     prompt_head = form.prompt_head if form is not None else ""
     lead = prompt_head or (turn.generation_prompt.lstrip() if turn.repeats_generation_prompt else "")
     later_begin = lead + turn.content_begin if lead or TAG.search(turn.content_begin) else ""
@@ -139,4 +141,4 @@ def _build_content_frame(turn: AssistantTurnForm | None, tools: ToolFormat | Non
     )
     if turn.repeats_generation_prompt:
         ends = (*ends, turn.reasoning_end)  # what ends a part of an answer
-    return ContentFrame(turn.content_begin, others, later_begins, ends, turn.content_end + close)
+    return ContentDelimiters(turn.content_begin, others, later_begins, ends, turn.content_end + close)

@@ -6,7 +6,7 @@ import json
 
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Grammar
-from quire.server.formats.content_frame import ContentFrame
+from quire.server.formats.content_delimiters import ContentDelimiters
 from quire.server.formats.reasoning_parser import ReasoningFormat
 
 
@@ -20,7 +20,10 @@ def add_thinking_grammar(
     """
     if starts_in_thinking is False:
         return grammar
-    begin, lead = _lark_words(reasoning.begin, tokenizer), _lark_words(reasoning.generation_prompt, tokenizer)
+    begin, lead = (
+        _lark_space_and_literal(reasoning.begin, tokenizer),
+        _lark_space_and_literal(reasoning.generation_prompt, tokenizer),
+    )
     if reasoning.begin_space:
         begin = f"( {json.dumps(reasoning.begin_space)} )? {begin}"
     first, *rest = tokenizer.split_at_special_tokens(reasoning.end)
@@ -36,11 +39,14 @@ def add_thinking_grammar(
     return Grammar("lark", "\n".join(rules))
 
 
-def add_frame_grammar(grammar: Grammar, frame: ContentFrame | None, tokenizer: Tokenizer) -> Grammar:
+def add_content_delimiters(grammar: Grammar, delimiters: ContentDelimiters | None, tokenizer: Tokenizer) -> Grammar:
     """The grammar of content, with what the model writes around it."""
-    if frame is None:
+    if delimiters is None:
         return grammar
-    begin, close = _lark_words(frame.begin, tokenizer), _lark_words(frame.close, tokenizer)
+    begin, close = (
+        _lark_space_and_literal(delimiters.begin, tokenizer),
+        _lark_space_and_literal(delimiters.close, tokenizer),
+    )
     end = f"( {close} )?" if close else ""
     return Grammar("lark", f"start: {begin} content {end}\ncontent: {_lark_rule_body(grammar)}")
 
@@ -66,7 +72,7 @@ def _lark_rule_body(grammar: Grammar) -> str:
     return f"/{regex_to_lark(grammar.text)}/"
 
 
-def _lark_words(text: str, tokenizer: Tokenizer) -> str:
+def _lark_space_and_literal(text: str, tokenizer: Tokenizer) -> str:
     """The same with white space in front as a word of its own: see Rules.pieces."""
     space = text[: len(text) - len(text.lstrip())]
     return " ".join([*([json.dumps(space)] if space else []), lark_literal(text.lstrip(), tokenizer)])

@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 
 from quire.engine.text.tokenizer import Tokenizer
-from quire.server.formats.content_frame import ContentFrame, ContentFrameParser
+from quire.server.formats.content_delimiters import ContentDelimiters, ContentExtractor
 from quire.server.formats.reasoning_parser import ReasoningFormat, ReasoningParser
 from quire.server.formats.tools.call_trial import CallTrial
 from quire.server.formats.tools.tool_call_sink import ToolCallDelta
@@ -42,7 +42,7 @@ class MessageFormat:
     """False: only the first call is kept."""
     calls_only: bool = False
     """A call must be made: what is no call is the beginning of one, and no content."""
-    content_frame: ContentFrame | None = None
+    content_delimiters: ContentDelimiters | None = None
     reads_code_blocks: bool = False
     """Calls in code blocks are read too."""
 
@@ -53,12 +53,12 @@ class MessageFormat:
             marks += [self.reasoning_format.begin, self.reasoning_format.end, self.reasoning_format.next_begin]
         if self.tool_format is not None:
             marks += self.tool_format.literals
-        if self.content_frame is not None:
+        if self.content_delimiters is not None:
             marks += [
-                self.content_frame.begin,
-                *self.content_frame.other_begins,
-                *self.content_frame.later_begins,
-                *self.content_frame.ends,
+                self.content_delimiters.begin,
+                *self.content_delimiters.other_begins,
+                *self.content_delimiters.later_begins,
+                *self.content_delimiters.ends,
             ]
         token_ids = {token_id for mark in marks for _, token_id in tokenizer.split_at_special_tokens(mark)}
         return frozenset(token_id for token_id in token_ids if token_id is not None) - frozenset(
@@ -81,7 +81,9 @@ class MessageParser:
             self._reasoning_parser = ReasoningParser(
                 format.reasoning_format, format.starts_in_thinking, stops, start_trial
             )
-        self._frame_parser = None if format.content_frame is None else ContentFrameParser(format.content_frame)
+        self._content_extractor = (
+            None if format.content_delimiters is None else ContentExtractor(format.content_delimiters)
+        )
         self._calls_only = format.calls_only
         self._tool_parser = None
         if format.tool_format is not None:
@@ -105,8 +107,8 @@ class MessageParser:
             reasoning, text = self._reasoning_parser.extract_reasoning(text, offsets, final)
         if self._tool_parser is not None:
             text, calls = self._tool_parser.extract_tool_calls(text, final, complete=complete)
-        if self._frame_parser is not None:
-            text = self._frame_parser.extract_content(text, final)
+        if self._content_extractor is not None:
+            text = self._content_extractor.extract_content(text, final)
         if self._calls_only:
             text = ""
         return MessageDelta(text, reasoning if self._include_reasoning else "", calls)

@@ -72,7 +72,7 @@ def resolve_thinking_budget(
         return None
     begin = end = None
     if format is not None:
-        begin, end = (_mark_token_id(mark, tokenizer) for mark in (format.begin, format.end))
+        begin, end = (_marker_token_id(mark, tokenizer) for mark in (format.begin, format.end))
         if format.generation_prompt and begin != tokenizer.backend.token_to_id(format.begin):
             begin = None  # content may begin with the same token
     if end is None or (begin is None and starts_in_thinking is None):
@@ -83,10 +83,10 @@ def resolve_thinking_budget(
     return ThinkingBudget(tokens, end, None if starts_in_thinking else begin)
 
 
-def _mark_token_id(mark: str, tokenizer: Tokenizer) -> int | None:
+def _marker_token_id(marker: str, tokenizer: Tokenizer) -> int | None:
     """The token of a mark, or the special token that it begins with."""
-    parts = tokenizer.split_at_special_tokens(mark)
-    return parts[0][1] if parts and parts[0][1] is not None else tokenizer.backend.token_to_id(mark)
+    parts = tokenizer.split_at_special_tokens(marker)
+    return parts[0][1] if parts and parts[0][1] is not None else tokenizer.backend.token_to_id(marker)
 
 
 QUOTE_CHARACTERS = ("`", "'", '"')
@@ -171,10 +171,10 @@ class ReasoningParser:
             self._strips_next = True
         elif not self._format.generation_prompt:
             return
-        while (yield from self._pass_content_to_span()):
+        while (yield from self._stream_content_until_span()):
             yield from self._read_thinking()
 
-    def _pass_content_to_span(self) -> ParserSteps[bool]:
+    def _stream_content_until_span(self) -> ParserSteps[bool]:
         """Pass on content up to the next span, whose mark is taken. False: there is none."""
         source, again = self._source, self._format.next_begin
         marks = (again, *self._tool_markers)
@@ -184,20 +184,20 @@ class ReasoningParser:
             if next_mark is not None and next_mark[1] != again:
                 return False
             if next_mark is not None:
-                last = self._pass_characters(next_mark[0]) or last
+                last = self._move_to_content(next_mark[0]) or last
                 if last in QUOTE_CHARACTERS:
-                    last = self._pass_characters(len(again))
+                    last = self._move_to_content(len(again))
                     continue
                 self._spans.append((self._current_offset(), None))
                 source.take_text(len(again))
                 return True
             keep = 0 if source.is_closed else partial_match_length(source.text, marks)
-            last = self._pass_characters(len(source.text) - keep) or last
+            last = self._move_to_content(len(source.text) - keep) or last
             if source.is_closed:
                 return False
             yield
 
-    def _pass_characters(self, count: int) -> str:
+    def _move_to_content(self, count: int) -> str:
         """Show this many characters as content, and give the last."""
         text = self._source.take_text(count)
         self._add_content(text)
@@ -217,7 +217,7 @@ class ReasoningParser:
                 self._end_span()
                 return
             if next_mark is not None:
-                thoughts = yield from self._read_calls_in_thinking()
+                thoughts = yield from self._measure_thinking_from_marker()
                 if not thoughts:
                     self._end_span()
                     return
@@ -227,7 +227,7 @@ class ReasoningParser:
             else:
                 yield
 
-    def _read_calls_in_thinking(self) -> ParserSteps[int]:
+    def _measure_thinking_from_marker(self) -> ParserSteps[int]:
         """How much of the text, which begins with a call's marker, is thinking: 0, if the answer ends with calls."""
         source, end = self._source, self._format.end
         assert self._start_trial is not None

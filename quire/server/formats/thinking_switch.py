@@ -74,7 +74,7 @@ class ThinkingSwitch:
             )
         return NO_SWITCH
 
-    def switch_variables(self, thinks: bool, effort: str | None = None) -> dict[str, Any]:
+    def thinking_variables(self, thinks: bool, effort: str | None = None) -> dict[str, Any]:
         """The variables for thinking or none. An effort has precedence over a variable that is one."""
         if not thinks:
             return dict(self.off_variables)
@@ -90,7 +90,7 @@ class ThinkingSwitch:
         for name in SWITCH_ALIASES:
             if isinstance(template_kwargs.get(name), bool) and not _has_variable(template, name):
                 wanted = template_kwargs[name]
-        switch_values = {} if wanted is None else self.switch_variables(wanted, effort)
+        switch_values = {} if wanted is None else self.thinking_variables(wanted, effort)
         if effort is None:
             return switch_values
         return {**{name: words[effort] for name, words in self.effort_words.items()}, **switch_values}

@@ -121,7 +121,7 @@ class Background:
         return None if holder is None else self._follow_on_peer(key, after, holder)
 
     async def _find_other_holder(self, key: AnswerKey) -> str | None:
-        return None if key in self._running_answers else await self._peers.find_holder(*key)
+        return None if key in self._running_answers else await self._peers.find_answering_process(*key)
 
     async def _follow_on_peer(self, key: AnswerKey, after: int, holder: str) -> AsyncGenerator[bytes]:
         """The answer's events, from the process that works on it or has just finished it. If that process ends, another
@@ -133,7 +133,7 @@ class Background:
                 async for events in running.follow_events(after):
                     yield events
                 return
-            holder = await self._peers.find_holder(*key) or holder
+            holder = await self._peers.find_answering_process(*key) or holder
             reply = await self._ask_peer(holder, Background.own_events, *key, after)
             if reply is None:
                 await asyncio.sleep(_POLL_SECONDS)

@@ -17,7 +17,7 @@ from quire.engine.text.beams import Beam, BeamSearchState
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import EngineCoreOutput, FinishReason, SamplingParams
 from quire.server.generation.choice_state import ChoiceDelta, ChoiceState
-from quire.server.generation.event_loop_turns import EventLoopTurns
+from quire.server.generation.event_loop_guard import EventLoopGuard
 from quire.server.generation.generation import Generation
 from quire.server.generation.request_specs import GenerationSpec, Prompt
 
@@ -34,13 +34,13 @@ class BeamSearchGeneration(Generation):
         tokenizer: Tokenizer,
         client: EngineClient,
         metrics: Metrics,
-        turns: EventLoopTurns,
+        loop_guard: EventLoopGuard,
         *,
         context_length: int,
     ) -> None:
         super().__init__(spec, tokenizer, metrics)
         self._client = client
-        self._loop_turns = turns
+        self._loop_guard = loop_guard
         self._context_length = context_length
         ends = () if spec.params.ignore_eos else tokenizer.eos_token_ids
         self._end_token_ids = frozenset((*spec.params.stop_token_ids, *ends))
@@ -73,7 +73,7 @@ class BeamSearchGeneration(Generation):
             self._close_streams()
         if not self._has_cut_choices:
             yield [
-                self._final_delta(choice, beams_by_prompt[choice.index // n][choice.index % n])
+                self._finish_choice(choice, beams_by_prompt[choice.index // n][choice.index % n])
                 for choice in self._choices
             ]
 
@@ -106,7 +106,7 @@ class BeamSearchGeneration(Generation):
                 self._cancelled_prompts.add(index)
             if self._has_cut_choices or index in self._cancelled_prompts:
                 break
-            async with self._loop_turns:
+            async with self._loop_guard:
                 if not search.advance_beams(outputs):
                     break
         return [*search.best_beams, *[Beam()] * width][:width]
@@ -119,7 +119,7 @@ class BeamSearchGeneration(Generation):
         num_alternatives = max(2 * spec.params.n, spec.params.logprobs or 0)
         params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=num_alternatives, ignore_eos=True)
         outputs: dict[str, EngineCoreOutput] = {}
-        async with self._loop_turns:
+        async with self._loop_guard:
             if self._client_call.cancelled or self._has_cut_choices:
                 return []
             requests = [
@@ -142,14 +142,14 @@ class BeamSearchGeneration(Generation):
             stream.close()
             self._streams.discard(stream)
             self._weights_version = stream.weights_version
-        self._metrics.rolling_stats.current_bin()
+        self._metrics.rolling_stats.update_current_bin()
         if step == 0:
             first = self._choices[index * spec.params.n]
             first.cached_tokens = max((output.cached_tokens for output in outputs.values()), default=0)
             first.prefix_report = next((output.prefix for output in outputs.values()), None)
         return [outputs[request.id] for request in requests if request.id in outputs]
 
-    def _final_delta(self, choice: ChoiceState, beam: Beam) -> ChoiceDelta:
+    def _finish_choice(self, choice: ChoiceState, beam: Beam) -> ChoiceDelta:
         unfinished: FinishReason = (
             "abort" if choice.index // self._spec.params.n in self._cancelled_prompts else "length"
         )

@@ -9,14 +9,14 @@ import msgspec
 
 from quire.engine.text.detokenizer import IncrementalDetokenizer, TextDelta
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import EngineCoreOutput, FinishReason, PrefixReport, TokenLogprob
+from quire.engine.types import EngineCoreOutput, FinishReason, PrefixMissReport, TokenLogprob
 from quire.server.formats.message_parser import MessageDelta, MessageParser
 from quire.server.formats.tools.tool_call_sink import ToolCallDelta
 from quire.server.generation.message_stream import MessageStream
 from quire.server.generation.request_specs import GenerationSpec, Prompt, RepetitionRule
 
 
-class TokenText(msgspec.Struct, frozen=True, gc=False):
+class AnswerToken(msgspec.Struct, frozen=True, gc=False):
     """A token of an answer. Only the first token of an echoed prompt has no log probability."""
 
     token_id: int
@@ -30,7 +30,7 @@ class ChoiceDelta(msgspec.Struct, frozen=True):
 
     index: int
     text: str
-    tokens: list[TokenText]
+    tokens: list[AnswerToken]
     """The tokens that begin in this text, if log probabilities were asked for."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -54,7 +54,7 @@ class ChoiceState:
         self.prompt = prompt
         self.completion_tokens = 0
         self.cached_tokens = 0
-        self.prefix_report: PrefixReport | None = None
+        self.prefix_report: PrefixMissReport | None = None
         """What else of the prompt could have been cached; None where nothing is known."""
         self.logprob_sum = 0.0
         self.is_finished = False
@@ -100,7 +100,7 @@ class ChoiceState:
 
     def process_output(self, output: EngineCoreOutput) -> ChoiceDelta | None:
         """The delta of one output; None when it shows nothing yet."""
-        output, repeats = self._cut_output(output)
+        output, repeats = self._cut_unshown_tokens(output)
         message: MessageDelta | None = None
         if self._message_stream is None:
             delta = self._text_stream.push_output(output)
@@ -117,7 +117,7 @@ class ChoiceState:
         self._count_tokens(output, delta.num_used_ids)
         if self._is_text_only and reason is None:
             return ChoiceDelta(self.index, delta.text, []) if output.new_ids or delta.text else None
-        tokens = self._collect_token_texts(output, delta)
+        tokens = self._collect_answer_tokens(output, delta)
         echoed, echoed_tokens = self._take_echo(output)
         tokens = echoed_tokens + tokens
         self._gather_ids_and_prompt_logprobs(output, delta.num_used_ids)
@@ -142,7 +142,7 @@ class ChoiceState:
     def reasoning_tokens(self) -> int:
         return 0 if self._message_stream is None else self._message_stream.reasoning_tokens
 
-    def _cut_output(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
+    def _cut_unshown_tokens(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
         """The part of an output that the answer shows, and whether a repetition ends it."""
         if self._echo_only:
             ended: FinishReason | None = None if output.finish_reason is None else "length"
@@ -157,22 +157,22 @@ class ChoiceState:
             self.cached_tokens = output.cached_tokens
         self.prefix_report = output.prefix or self.prefix_report
 
-    def _collect_token_texts(self, output: EngineCoreOutput, delta: TextDelta) -> list[TokenText]:
+    def _collect_answer_tokens(self, output: EngineCoreOutput, delta: TextDelta) -> list[AnswerToken]:
         """The tokens that begin in the delta's text, if log probabilities were asked for."""
         if output.logprobs is not None:
             self._pending_logprobs.extend(output.logprobs[: delta.num_used_ids])
             self.logprob_sum += sum(logprob.logprob for logprob in output.logprobs[: delta.num_used_ids])
         if not self._pending_logprobs:
             return []
-        return [self._next_token_text(offset) for offset in delta.offsets]
+        return [self._next_answer_token(offset) for offset in delta.offsets]
 
-    def _take_echo(self, output: EngineCoreOutput) -> tuple[str, list[TokenText]]:
+    def _take_echo(self, output: EngineCoreOutput) -> tuple[str, list[AnswerToken]]:
         """The prompt, if the answer echoes it and has not done so yet: its text and its tokens."""
         if not self._echo:
             return "", []
         self._echo = False
         if self.prompt.offsets and output.prompt_logprobs is not None and self._params.logprobs is not None:
-            return self._echoed_text, self._prompt_token_texts(output.prompt_logprobs)
+            return self._echoed_text, self._echoed_prompt_tokens(output.prompt_logprobs)
         return self._echoed_text, []
 
     def _gather_ids_and_prompt_logprobs(self, output: EngineCoreOutput, num_used_ids: int) -> None:
@@ -190,14 +190,14 @@ class ChoiceState:
         logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return msgspec.structs.replace(delta, token_ids=ids or (), prompt_ids=prompt_ids, prompt_logprobs=logprobs)
 
-    def _next_token_text(self, offset: int) -> TokenText:
+    def _next_answer_token(self, offset: int) -> AnswerToken:
         logprob = self._pending_logprobs.popleft()
-        return TokenText(logprob.token_id, logprob, len(self._echoed_text) + offset)
+        return AnswerToken(logprob.token_id, logprob, len(self._echoed_text) + offset)
 
-    def _prompt_token_texts(self, logprobs: Sequence[TokenLogprob | None]) -> list[TokenText]:
+    def _echoed_prompt_tokens(self, logprobs: Sequence[TokenLogprob | None]) -> list[AnswerToken]:
         cut = [limit_alternatives(logprob, self._params.logprobs or 0) for logprob in logprobs]
         return [
-            TokenText(token_id, logprob, offset)
+            AnswerToken(token_id, logprob, offset)
             for token_id, logprob, offset in zip(self.prompt.ids, cut, self.prompt.offsets, strict=True)
         ]
 

@@ -12,7 +12,7 @@ from quire.engine import clock
 from quire.engine.core.request_history import Timeline
 from quire.engine.receipts.receipt import ChoiceReceipt
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import PrefixReport
+from quire.engine.types import PrefixMissReport
 from quire.server.generation.choice_state import ChoiceDelta, ChoiceState
 from quire.server.generation.output_parts import CollectedChoice
 from quire.server.generation.request_specs import GenerationSpec
@@ -35,7 +35,7 @@ class Usage:
     """None where no reasoning is looked for."""
     metrics: Mapping[str, float | None] | None = None
     """When what came; None where nobody asks."""
-    prefix_reports: Sequence[PrefixReport] = ()
+    prefix_reports: Sequence[PrefixMissReport] = ()
     """What the prompts could have found cached, as far as it is known."""
     first_token_time: float | None = None
     """When the first token came, of time.monotonic()."""
@@ -202,7 +202,7 @@ class Generation(ABC):
         """Count a choice that has ended, and its prompt when all its choices have."""
         params = self._spec.params
         choice.is_finished, choice.end_reason = True, reason
-        self._metrics.observe_choice(
+        self._metrics.observe_finished_choice(
             reason,
             seconds=clock.monotonic() - self._start_time,
             decode_seconds=0.0 if choice.first_token_time is None else choice.last_token_time - choice.first_token_time,
@@ -213,7 +213,7 @@ class Generation(ABC):
         first = choice.index - choice.index % params.n
         of_prompt = self._choices[first : first + params.n]
         if all(each.is_finished for each in of_prompt):
-            self._metrics.observe_prompt(
+            self._metrics.observe_finished_prompt(
                 params.n, max_generation_tokens=max(each.completion_tokens for each in of_prompt)
             )
 

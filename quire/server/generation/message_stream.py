@@ -51,7 +51,9 @@ class MessageStream:
         if self._stop_strings is None:
             delta = self._text_stream.push_output(output)
             final = output.finish_reason is not None
-            return delta, self._parser.parse_delta(delta.text, delta.offsets, final, complete=_is_complete(output))
+            return delta, self._parser.parse_delta(
+                delta.text, delta.offsets, final, complete=_is_ended_by_model(output)
+            )
         used, stop = 0, None
         offsets: list[int] = []
         message = MessageDelta("")
@@ -75,8 +77,8 @@ class MessageStream:
         self._text_length += len(delta.text)
         self._raw_tail = (self._raw_tail + delta.text)[-STOP_SEARCH_LENGTH - len(delta.text) :]
         self._pending_offsets += delta.offsets
-        message = self._parser.parse_delta(delta.text, delta.offsets, final, complete=_is_complete(output))
-        content, stop = stops.search(message.content) if searched else (message.content, None)
+        message = self._parser.parse_delta(delta.text, delta.offsets, final, complete=_is_ended_by_model(output))
+        content, stop = stops.feed_text(message.content) if searched else (message.content, None)
         if stop is not None:
             calls = tuple(takewhile(_is_continuation, message.tool_calls))
             self._has_dropped_calls = len(calls) < len(message.tool_calls)
@@ -115,7 +117,7 @@ def _split_into_tokens(output: EngineCoreOutput) -> list[EngineCoreOutput]:
     return [*singles, end]
 
 
-def _is_complete(output: EngineCoreOutput) -> bool:
+def _is_ended_by_model(output: EngineCoreOutput) -> bool:
     """Whether the model ended the answer by itself."""
     return output.finish_reason == "stop" and output.stop_reason is None
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from quire.engine.errors import InvalidRequest, Overloaded
 from quire.engine.types import TokenLogprob
-from quire.server.generation.choice_state import ChoiceDelta, TokenText
+from quire.server.generation.choice_state import AnswerToken, ChoiceDelta
 
 MAX_LOGPROBS = 2**20
 """Log probabilities that one answer may hold, if it is whole or a stream whose last events repeat them. This many
@@ -32,7 +32,7 @@ class OutputPart:
     function_name: str = ""
     """Of the function that is called."""
     text_pieces: list[str] = field(default_factory=list)
-    tokens: list[TokenText] = field(default_factory=list)
+    tokens: list[AnswerToken] = field(default_factory=list)
     """Those of a text, if log probabilities were asked for."""
 
     @property
@@ -46,7 +46,7 @@ class OutputParts:
 
     def __init__(self) -> None:
         self.parts: list[OutputPart] = []
-        self._pending_tokens: list[TokenText] = []
+        self._pending_tokens: list[AnswerToken] = []
         """Tokens whose text is still to come."""
 
     def add_delta(self, delta: ChoiceDelta) -> Iterator[tuple[OutputPart, str]]:
@@ -58,10 +58,10 @@ class OutputParts:
             yield self._append_piece(self.parts[-1], delta.tool_calls[continued].arguments)
             continued += 1
         if delta.reasoning:
-            yield self._append_piece(self._last_part("reasoning"), delta.reasoning)
+            yield self._append_piece(self._get_or_add_part("reasoning"), delta.reasoning)
         self._pending_tokens += delta.tokens
         if delta.text:
-            part = self._last_part("text")
+            part = self._get_or_add_part("text")
             part.tokens += self._pending_tokens
             self._pending_tokens = []
             yield self._append_piece(part, delta.text)
@@ -70,7 +70,7 @@ class OutputParts:
                 self.parts.append(OutputPart("call", call.id or "", call.name))
             yield self._append_piece(self.parts[-1], call.arguments)
 
-    def _last_part(self, kind: PartKind) -> OutputPart:
+    def _get_or_add_part(self, kind: PartKind) -> OutputPart:
         """The last part if it is of this kind, else a new one behind it."""
         if not self.parts or self.parts[-1].kind != kind:
             self.parts.append(OutputPart(kind))
@@ -92,7 +92,7 @@ class CollectedChoice:
 
     index: int
     parts: OutputParts = field(default_factory=OutputParts)
-    tokens: list[TokenText] = field(default_factory=list)
+    tokens: list[AnswerToken] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] = field(default_factory=list)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quire.engine import clock
-from quire.engine.types import Adapter, EngineCoreRequest, Image, SamplingParams, Span
+from quire.engine.types import Adapter, EngineCoreRequest, Image, MediaSpan, SamplingParams
 from quire.server.formats.message_parser import MessageFormat
 from quire.server.store.progress import CallProgress
 from quire.server.store.response_store import StoredItem
@@ -55,7 +55,7 @@ class Prompt:
     """What `echo` repeats; None where the prompt is known by its ids alone."""
     offsets: Sequence[int] = ()
     """Where each of the ids begins in that text, in characters; empty where nobody asks."""
-    spans: tuple[Span, ...] = ()
+    spans: tuple[MediaSpan, ...] = ()
     """Ids that stand for images."""
     images: tuple[Image, ...] = ()
     """The content of each span, once."""
@@ -179,10 +179,10 @@ class GenerationSpec(RequestSpec):
         """Of all prompts together. A prompt counts once, however many choices continue it."""
         return sum(len(prompt.ids) for prompt in self.prompts)
 
-    def fingerprint(self, model: str) -> str:
+    def system_fingerprint(self, model_fingerprint: str) -> str:
         """ServedModel.fingerprint, with the content of the adapter, which decides the tokens too."""
-        known, _, promise = model.rpartition("_")
-        return model if self.adapter is None else f"{known}-{self.adapter.digest[:12]}_{promise}"
+        known, _, promise = model_fingerprint.rpartition("_")
+        return model_fingerprint if self.adapter is None else f"{known}-{self.adapter.digest[:12]}_{promise}"
 
     def engine_request(
         self,

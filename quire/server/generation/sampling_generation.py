@@ -13,12 +13,12 @@ from quire.engine.core.request_history import Timeline
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded, QuireError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.output_stream import add_tokens
-from quire.engine.receipts.receipt import ChoiceReceipt, truncate_versions
+from quire.engine.receipts.receipt import ChoiceReceipt, truncate_weight_versions
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import EngineCoreOutput
 from quire.server.generation.choice_state import ChoiceDelta, ChoiceState
 from quire.server.generation.deadlines import Deadlines
-from quire.server.generation.event_loop_turns import EventLoopTurns
+from quire.server.generation.event_loop_guard import EventLoopGuard
 from quire.server.generation.generation import DeltaSink, Generation, TokenJournal
 from quire.server.generation.request_specs import GenerationSpec
 from quire.server.store.progress import CallProgress, ChoiceFinish
@@ -31,7 +31,12 @@ class SamplingGeneration(Generation):
     """Each choice is one request to the engine."""
 
     def __init__(
-        self, spec: GenerationSpec, tokenizer: Tokenizer, client: EngineClient, metrics: Metrics, turns: EventLoopTurns
+        self,
+        spec: GenerationSpec,
+        tokenizer: Tokenizer,
+        client: EngineClient,
+        metrics: Metrics,
+        loop_guard: EventLoopGuard,
     ) -> None:
         """Submits the requests. Raises EngineError when the engine is gone."""
         super().__init__(spec, tokenizer, metrics)
@@ -56,7 +61,7 @@ class SamplingGeneration(Generation):
         self.needs_engine = bool(requests)
         growing_ids = [ids for ids, end in zip(self.progress.ids, self.progress.ends, strict=True) if end is None]
         self._stream = client.submit(requests, spec.answer_id, growing_ids)
-        self._stream.ended = self._note_end
+        self._stream.ended = self._record_end
         self._journal_request = client.keep
         self._journal: TokenJournal | None = None
         self._first_journal_number = 0
@@ -69,7 +74,7 @@ class SamplingGeneration(Generation):
             for choice, (id, known, _) in zip(self._choices, self._resumed_requests, strict=True):
                 self._receipts_by_id[id] = ChoiceReceipt(index=choice.index, seed=seeds[choice.index])
                 add_tokens(self._stream.versions[id], self._stream.weights_version, len(known))
-        self._loop_turns = turns
+        self._loop_guard = loop_guard
         self._deadlines = Deadlines(self._stream, timeout=spec.timeout, queue_timeout=spec.queue_timeout)
 
     def _known_progress(self) -> CallProgress:
@@ -96,7 +101,7 @@ class SamplingGeneration(Generation):
                 if self._spec.params.prompt_logprobs is None:
                     for step in self._delta_steps(outputs):
                         yield step
-                elif step := [delta async for delta in self._deltas_in_turns(outputs)]:
+                elif step := [delta async for delta in self._deltas_with_prompt_logprobs(outputs)]:
                     yield step
         except EngineError:
             self._end_all_choices("error")
@@ -116,9 +121,9 @@ class SamplingGeneration(Generation):
             last = outputs.pop() if with_token else EngineCoreOutput(request_id, [], cached_tokens=cached)
             outputs.append(msgspec.structs.replace(last, finish_reason=end.finish_reason, stop_reason=end.stop_reason))
         for output in outputs:
-            if not choice.is_finished and (delta := self._choice_delta(choice, output)) is not None:
+            if not choice.is_finished and (delta := self._add_output_to_choice(choice, output)) is not None:
                 yield delta
-                self._end_after_delta(request_id, delta)
+                self._end_choice_if_last_delta(request_id, delta)
 
     def attach_sink(self, sink: DeltaSink) -> None:
         if self._spec.params.prompt_logprobs is None:
@@ -149,12 +154,12 @@ class SamplingGeneration(Generation):
         if step:
             yield step
 
-    async def _deltas_in_turns(self, outputs: list[EngineCoreOutput]) -> AsyncIterator[ChoiceDelta]:
+    async def _deltas_with_prompt_logprobs(self, outputs: list[EngineCoreOutput]) -> AsyncIterator[ChoiceDelta]:
         """The deltas of outputs that may hold the log probabilities of a whole prompt."""
         now = clock.monotonic()
         for whole in outputs:
             for output in self._split_output(whole) if self._spec.resumable else (whole,):
-                async with self._loop_turns:
+                async with self._loop_guard:
                     delta = self._process_output(output, now)
                 if delta is not None:
                     yield delta
@@ -162,12 +167,12 @@ class SamplingGeneration(Generation):
     def _split_output(self, output: EngineCoreOutput) -> Sequence[EngineCoreOutput]:
         """An output as one for each of its tokens. What is said of its end comes with the last. One that is made again
         says what was cached when it was made first."""
-        cached = self._first_cached_tokens(output)
+        cached = self._record_cached_tokens(output)
         if output.cached_tokens != cached:
             output = msgspec.structs.replace(output, cached_tokens=cached)
         return (output,) if len(output.new_ids) < 2 else _split_into_single_tokens(output)
 
-    def _first_cached_tokens(self, output: EngineCoreOutput) -> int:
+    def _record_cached_tokens(self, output: EngineCoreOutput) -> int:
         """How many tokens of the prompt of an output's choice were cached when it was made first. This is noted of the
         first output."""
         cached_counts, index = self.progress.cached, self._choices_by_id[output.id].index
@@ -184,7 +189,7 @@ class SamplingGeneration(Generation):
                 journal.log_tokens(number, choice.index, count, ids[count:], end)
             self._journal_request(id, number + choice.index, journal.log_step)
 
-    def _note_end(self, output: EngineCoreOutput, with_tokens: bool) -> None:
+    def _record_end(self, output: EngineCoreOutput, with_tokens: bool) -> None:
         """The last output of a request has come: see OutputStream.ended."""
         index, end = self._choices_by_id[output.id].index, None
         if output.finish_reason == "stop" or output.finish_reason == "length":
@@ -202,7 +207,7 @@ class SamplingGeneration(Generation):
             self._end_choice(choice, "error")
             self._end_all_choices("error")
             raise _output_error(output, self._spec)
-        delta = self._choice_delta(choice, output)
+        delta = self._add_output_to_choice(choice, output)
         if output.new_ids:
             if choice.first_token_time is None:
                 choice.first_token_time = now
@@ -210,10 +215,10 @@ class SamplingGeneration(Generation):
                 self._metrics.observe_first_token(now - self._start_time)
             choice.last_token_time = now
         if delta is not None:
-            self._end_after_delta(output.id, delta)
+            self._end_choice_if_last_delta(output.id, delta)
         return delta
 
-    def _choice_delta(self, choice: ChoiceState, output: EngineCoreOutput) -> ChoiceDelta | None:
+    def _add_output_to_choice(self, choice: ChoiceState, output: EngineCoreOutput) -> ChoiceDelta | None:
         if not self._receipts_by_id:
             return choice.process_output(output)
         before = choice.completion_tokens
@@ -224,11 +229,11 @@ class SamplingGeneration(Generation):
     def choice_receipts(self) -> list[ChoiceReceipt]:
         for id, record in self._receipts_by_id.items():
             assert self._stream.versions is not None
-            record.versions = truncate_versions(self._stream.versions[id], len(record.token_ids))
+            record.versions = truncate_weight_versions(self._stream.versions[id], len(record.token_ids))
             record.finish_reason = self._choices_by_id[id].end_reason
         return list(self._receipts_by_id.values())
 
-    def _end_after_delta(self, request_id: str, delta: ChoiceDelta) -> None:
+    def _end_choice_if_last_delta(self, request_id: str, delta: ChoiceDelta) -> None:
         """End a choice whose last delta this is."""
         if delta.finish_reason is not None:
             self._stream.abort(request_id, delta.finish_reason)  # Does nothing when the engine has ended it.
@@ -246,7 +251,7 @@ class SamplingGeneration(Generation):
         self._deadlines.cancel_timers()
         self._stream.close()
         for output in self._stream.unread:  # who goes on with the answer has its tokens, and is to tell this too
-            self._first_cached_tokens(output)
+            self._record_cached_tokens(output)
         # No circle: the spec goes with its last reference, not at a collection.
         self._stream.shortcut = self._stream.ended = None
         self._end_all_choices(self._deadlines.expired_param or "abort")

@@ -11,7 +11,7 @@ import numpy as np
 from quire.engine import clock
 from quire.engine.errors import EngineError
 from quire.engine.link.client import EngineClient
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest, Image, PoolingParams, Span
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, Image, MediaSpan, PoolingParams
 from quire.server.generation.deadlines import Deadlines
 from quire.server.generation.request_specs import RequestSpec
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class VectorInput:
     ids: list[int]
     params: PoolingParams
-    spans: tuple[Span, ...] = ()
+    spans: tuple[MediaSpan, ...] = ()
     """Ids that stand for images."""
     images: tuple[Image, ...] = ()
 
@@ -106,16 +106,16 @@ class VectorGeneration:
     def _end_request(self, output: EngineCoreOutput) -> None:
         """Raises EngineError for what the engine failed."""
         if output.finish_reason is not None and output.id in self._open_prompt_tokens:
-            self._count_ended(output.id, output.finish_reason)
+            self._record_ended_request(output.id, output.finish_reason)
         if output.finish_reason == "error":
             raise EngineError(output.error or "the engine failed this request")
 
     def _end_all_requests(self, reason: str) -> None:
         for id in list(self._open_prompt_tokens):
-            self._count_ended(id, reason)
+            self._record_ended_request(id, reason)
 
-    def _count_ended(self, id: str, reason: str) -> None:
-        self._metrics.observe_choice(
+    def _record_ended_request(self, id: str, reason: str) -> None:
+        self._metrics.observe_finished_choice(
             reason,
             seconds=clock.monotonic() - self._start_time,
             decode_seconds=0.0,

@@ -21,7 +21,7 @@ import httpcore
 
 from quire.engine.errors import QuireError
 from quire.engine.images.image_decoding import MAX_FILE_BYTES, image_error
-from quire.server.access.host_addresses import matches_host_pattern
+from quire.server.access.host_addresses import matches_any_host_pattern
 
 FETCH_TIMEOUT = 10.0
 """For one image, redirections included."""
@@ -163,7 +163,7 @@ class ImageFetcher:
         try:
             async with asyncio.timeout(FETCH_TIMEOUT):
                 for _ in range(MAX_REDIRECTS + 1):
-                    content, url = await self._follow_url(pool, self._check_url(url, where), where, budget)
+                    content, url = await self._fetch_once(pool, self._check_url(url, where), where, budget)
                     if content is not None:
                         return content
         except TimeoutError:
@@ -188,11 +188,11 @@ class ImageFetcher:
         host = (split.hostname or "").rstrip(".")
         if split.scheme not in ("http", "https") or not host or split.username or split.password:
             raise image_error(where, "must be an http or https address of a host, without a user's name")
-        if not matches_host_pattern(host, self._domains):
+        if not matches_any_host_pattern(host, self._domains):
             raise image_error(where, f"images are not fetched from {host[:100]} here (--allowed-media-domains)")
         return url
 
-    async def _follow_url(
+    async def _fetch_once(
         self, pool: httpcore.AsyncConnectionPool, url: str, where: str, budget: _ByteBudget
     ) -> tuple[bytes | None, str]:
         """The content, or None and the address that it leads on to."""

@@ -19,7 +19,7 @@ FETCHING_DISABLED = (
 )
 
 
-class UnfetchedImages(QuireError):
+class UnfetchedImagesError(QuireError):
     """Images must be fetched before the request can be resolved. After that it is resolved again with their content."""
 
     def __init__(self, message: str = "images are to be fetched", *, param: str | None = None) -> None:
@@ -33,7 +33,7 @@ def has_images(messages: Sequence[ChatMessage]) -> bool:
 
 
 def collect_images(messages: Sequence[ChatMessage], model: ServedModel) -> list[RequestImage]:
-    """Raises InvalidRequest, naming the field, for what may not be or cannot be read, and UnfetchedImages."""
+    """Raises InvalidRequest, naming the field, for what may not be or cannot be read, and UnfetchedImagesError."""
     unfetched, images = dict[str, str](), list[RequestImage]()
     for where, role, part in _image_parts(messages):
         if model.image_reader is None:
@@ -55,7 +55,7 @@ def collect_images(messages: Sequence[ChatMessage], model: ServedModel) -> list[
             f"messages: images are at {len(unfetched)} addresses; at most {MAX_FETCHED_IMAGES}", param="messages"
         )
     if unfetched:
-        error = UnfetchedImages()
+        error = UnfetchedImagesError()
         error.fields_by_url = unfetched
         raise error
     return images

@@ -19,8 +19,8 @@ from quire.server.observe import metric_sums
 from quire.server.observe.http_metrics import HttpMetrics, without_process_gauges
 from quire.server.observe.metric_sums import PeerSample
 from quire.server.observe.metrics import Metrics
-from quire.server.observe.prefix_report import DecodeTokens, conversation_turns, sort_turns
-from quire.server.observe.recent_answers import MAX_ANSWERS, recent_answers
+from quire.server.observe.prefix_report import DecodeTokens, conversation_turns, sort_latest_turns
+from quire.server.observe.recent_answers import MAX_ANSWERS, summarize_recent_answers
 from quire.server.observe.request_explanation import explain_request
 from quire.server.observe.request_log import RequestLog
 
@@ -43,9 +43,9 @@ class CrossProcessObserver:
             observer_class = CrossProcessObserver
             shared_methods = (
                 observer_class.explain_own_request,
-                observer_class.list_own_answers,
+                observer_class.summarize_own_answers,
                 observer_class.cancel_own_request,
-                observer_class.list_own_turns,
+                observer_class.list_own_conversation_turns,
                 observer_class.find_own_last_turn,
             )
             for each in shared_methods:
@@ -55,11 +55,11 @@ class CrossProcessObserver:
     async def collect_peer_samples(self) -> list[PeerSample]:
         """The counts of the other processes, including those that have ended."""
         peer_samples = await self._call_peers(CrossProcessObserver.collect_own_samples, topic=LASTING)
-        return [*self._inherited_samples(), *chain.from_iterable(peer_samples)]
+        return [*self._ended_process_samples(), *chain.from_iterable(peer_samples)]
 
     def collect_own_samples(self) -> list[PeerSample]:
         http = [] if self.http_metrics is None else self.http_metrics.collect_samples()
-        return [*self._metrics.collect_samples(), *http, *self._inherited_samples()]
+        return [*self._metrics.collect_samples(), *http, *self._ended_process_samples()]
 
     async def explain_peer_request(self, name: str, tenant: Tenant) -> bytes | None:
         """The explanation by another process of a request that the tenant may see. None if no process knows it."""
@@ -69,7 +69,7 @@ class CrossProcessObserver:
     def explain_own_request(self, name: str, owner: str, admin: bool) -> bytes | None:
         """The explanation of a request as JSON, if this process knows the request and a tenant may see it: its owner,
         or an admin. The content of prompts is shown only to the owner of the prompt."""
-        caller = _caller_scope(owner, admin=admin)
+        caller = _make_caller_scope(owner, admin=admin)
         record = self._request_log.find_record(name, caller)
         if record is None:
             return None
@@ -80,18 +80,20 @@ class CrossProcessObserver:
             )
         )
 
-    async def list_turns(self, conversation: str, tenant: Tenant) -> list[dict[str, Any]]:
+    async def collect_conversation_turns(self, conversation: str, tenant: Tenant) -> list[dict[str, Any]]:
         """The turns of a conversation that the tenant may see, wherever they were answered."""
         arguments = conversation, tenant.name, tenant.admin
-        return sort_turns(
+        return sort_latest_turns(
             [
-                *self.list_own_turns(*arguments),
-                *chain.from_iterable(await self._call_peers(CrossProcessObserver.list_own_turns, *arguments)),
+                *self.list_own_conversation_turns(*arguments),
+                *chain.from_iterable(
+                    await self._call_peers(CrossProcessObserver.list_own_conversation_turns, *arguments)
+                ),
             ]
         )
 
-    def list_own_turns(self, conversation: str, owner: str, admin: bool) -> list[dict[str, Any]]:
-        may_name = partial(self._request_log.may_see_sequence, caller=_caller_scope(owner, admin=admin))
+    def list_own_conversation_turns(self, conversation: str, owner: str, admin: bool) -> list[dict[str, Any]]:
+        may_name = partial(self._request_log.may_see_sequence, caller=_make_caller_scope(owner, admin=admin))
         return conversation_turns(self._request_log, self._client.history, conversation, may_name)
 
     async def find_last_turn(self, tenant: str, salt: str, session: str) -> Turn | None:
@@ -107,12 +109,12 @@ class CrossProcessObserver:
         assert self._client.turns is not None
         return self._client.turns.find_turn(tenant, salt, session)
 
-    async def list_peer_answers(self, limit: int) -> list[dict[str, Any]]:
-        """The result of recent_answers in each of the other processes."""
-        return await self._call_peers(CrossProcessObserver.list_own_answers, limit)
+    async def collect_peer_answer_summaries(self, limit: int) -> list[dict[str, Any]]:
+        """The result of summarize_recent_answers in each of the other processes."""
+        return await self._call_peers(CrossProcessObserver.summarize_own_answers, limit)
 
-    def list_own_answers(self, limit: int) -> dict[str, Any]:
-        return recent_answers(self._request_log, self._client.history, min(limit, MAX_ANSWERS))
+    def summarize_own_answers(self, limit: int) -> dict[str, Any]:
+        return summarize_recent_answers(self._request_log, self._client.history, min(limit, MAX_ANSWERS))
 
     async def cancel_peer_request(self, request_id: str, tenant: str | None) -> int:
         """As EngineClient.cancel, of their requests."""
@@ -128,11 +130,11 @@ class CrossProcessObserver:
         )
         return [method_codec(method).result_decoder.decode(each) for each in encoded_results]
 
-    def _inherited_samples(self) -> list[PeerSample]:
+    def _ended_process_samples(self) -> list[PeerSample]:
         inherited = None if self._hub is None else self._hub.inherited
         return without_process_gauges(metric_sums.decode_samples(inherited)) if inherited else []
 
 
-def _caller_scope(owner: str, *, admin: bool) -> dict[str, Any]:
+def _make_caller_scope(owner: str, *, admin: bool) -> dict[str, Any]:
     """The ASGI scope of such a tenant."""
     return {"tenant": Tenant(owner, b"", RateLimits(None, None), admin=admin)}

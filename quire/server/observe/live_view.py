@@ -42,7 +42,7 @@ class LiveView:
     def add_stream(self, stream: LiveViewStream) -> None:
         self._streams.add(stream)
         if self._task is None:
-            self._task = asyncio.create_task(self._publish())
+            self._task = asyncio.create_task(self._publish_periodically())
 
     def remove_stream(self, stream: LiveViewStream) -> None:
         self._streams.discard(stream)
@@ -52,7 +52,7 @@ class LiveView:
         for stream in list(self._streams):
             stream.close_stream()
 
-    async def _publish(self) -> None:
+    async def _publish_periodically(self) -> None:
         """Publish a state at intervals while there are streams. A failure ends the streams, so that none hangs."""
         try:
             while self._streams:

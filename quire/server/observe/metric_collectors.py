@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from quire.engine import clock
 from quire.engine.link.client import EngineClient
-from quire.server.store.data_dir import OPEN_BATCHES_KEY, SharedView
+from quire.server.store.data_dir import OPEN_BATCHES_KEY, DataDirStatus
 
 MetricFamilyClass = type[GaugeMetricFamily] | type[CounterMetricFamily]
 LABELS = ("model_name", "engine")
@@ -150,7 +150,7 @@ def adapter_metrics(client: EngineClient, max_loras: int) -> Iterator[Metric]:
 
 
 def data_dir_metrics(
-    read_view: Callable[[], SharedView], results: Collection[str], model_name: str
+    read_view: Callable[[], DataDirStatus], results: Collection[str], model_name: str
 ) -> Iterator[Metric]:
     """Metrics of what outlives the server's process: batches, streams, and stored bytes. `read_view`: the latest
     figures of all processes together. `results`: the possible results of a request of a batch."""

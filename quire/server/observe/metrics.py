@@ -157,7 +157,7 @@ class Metrics:
         )
         self._registry.register(self._inter_token_latency)
         self.rolling_stats = RollingStats(client, self._inter_token_latency.observe_sorted)
-        client.history.token_gap_listeners.append(self.rolling_stats.record_gap)
+        client.history.token_gap_listeners.append(self.rolling_stats.record_token_gap)
         lengths = length_buckets(max_model_len)
 
         self._histograms = {
@@ -180,22 +180,22 @@ class Metrics:
             "vllm:request_success", "Finished requests.", "finished_reason", FINISH_REASONS
         )
         self._questions = counters("quire:questions", "Questions asked.", "type", ("predicate", "choice", "score"))
-        self.receipts = counters("quire:receipts", "Receipts of answers.", "to", ("answer", "log", "lost"))
+        self.receipt_counters = counters("quire:receipts", "Receipts of answers.", "to", ("answer", "log", "lost"))
 
-    def _observe(self, name: str, value: float) -> None:
+    def _observe_histogram(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
 
-    def count_questions(self, question_types: Iterable[str]) -> None:
+    def count_questions_by_type(self, question_types: Iterable[str]) -> None:
         """Count questions by type. Other types are ignored."""
         for question_type in question_types:
             if question_type in self._questions:
                 self._questions[question_type].inc()
 
     def observe_first_token(self, seconds: float) -> None:
-        self._observe("time_to_first_token_seconds", seconds)
-        self.rolling_stats.current_bin().first_token.observe_sorted(seconds)
+        self._observe_histogram("time_to_first_token_seconds", seconds)
+        self.rolling_stats.update_current_bin().first_token.observe_sorted(seconds)
 
-    def observe_choice(
+    def observe_finished_choice(
         self,
         reason: str,
         *,
@@ -207,21 +207,21 @@ class Metrics:
     ) -> None:
         """Count a choice that has ended. `decode_seconds` is the time from its first token to its last."""
         self._finished_requests[reason].inc()
-        self._observe("e2e_request_latency_seconds", seconds)
-        self._observe("request_prompt_tokens", prompt_tokens)
+        self._observe_histogram("e2e_request_latency_seconds", seconds)
+        self._observe_histogram("request_prompt_tokens", prompt_tokens)
         self._prompt_tokens[""].inc(prompt_tokens)
-        self._observe("request_generation_tokens", generation_tokens)
+        self._observe_histogram("request_generation_tokens", generation_tokens)
         if max_tokens is not None:
-            self._observe("request_params_max_tokens", max_tokens)
+            self._observe_histogram("request_params_max_tokens", max_tokens)
         if generation_tokens > 1:
-            self._observe("request_time_per_output_token_seconds", decode_seconds / (generation_tokens - 1))
+            self._observe_histogram("request_time_per_output_token_seconds", decode_seconds / (generation_tokens - 1))
 
-    def observe_prompt(self, n: int, *, max_generation_tokens: int) -> None:
+    def observe_finished_prompt(self, n: int, *, max_generation_tokens: int) -> None:
         """All n choices of a prompt have ended, the longest with so many tokens."""
-        self._observe("request_params_n", n)
-        self._observe("request_max_num_generation_tokens", max_generation_tokens)
+        self._observe_histogram("request_params_n", n)
+        self._observe_histogram("request_max_num_generation_tokens", max_generation_tokens)
 
-    def register_cache_info(self, info: EngineInfo, config: EngineConfig) -> None:
+    def register_config_info(self, info: EngineInfo, config: EngineConfig) -> None:
         """Show how the KV cache is divided, in the labels of a metric that is always 1, as vLLM does."""
         facts = {
             "block_size": info.block_size,
@@ -259,26 +259,26 @@ class Metrics:
     def _observe_step(self, step: StepEntry) -> None:
         if step.is_counted:
             prompts = sum(count for _, _, count in step.record.chunks)
-            self._observe("iteration_tokens_total", prompts + step.record.num_generated_tokens)
-        self.rolling_stats.flush_gaps()  # of the step before
+            self._observe_histogram("iteration_tokens_total", prompts + step.record.num_generated_tokens)
+        self.rolling_stats.flush_token_gaps()  # of the step before
 
     def _observe_sequence(self, timeline: Timeline) -> None:
         seconds = timeline.phase_seconds(timeline.ended_at or timeline.submitted_at)
-        self._observe("request_num_preemptions", timeline.count_phase("preempted"))
+        self._observe_histogram("request_num_preemptions", timeline.count_phase("preempted"))
         if timeline.cached_tokens is None:
             return
         for name, _, phases in PHASE_HISTOGRAMS:
-            self._observe(name, sum(seconds.get(phase, 0.0) for phase in phases))
+            self._observe_histogram(name, sum(seconds.get(phase, 0.0) for phase in phases))
         cached = timeline.cached_tokens or 0
         computed = timeline.prompt_tokens - cached
-        self._observe("request_prefill_kv_computed_tokens", computed)
+        self._observe_histogram("request_prefill_kv_computed_tokens", computed)
         self._tokens_by_source["local_compute"].inc(computed)
         self._tokens_by_source["local_cache_hit"].inc(cached)
         self._cached_tokens[""].inc(cached)
 
     def collect_samples(self) -> list[PeerSample]:
         """What this process has counted."""
-        self.rolling_stats.flush_gaps()
+        self.rolling_stats.flush_token_gaps()
         return samples_of_registry(self._registry)
 
     @staticmethod
@@ -290,7 +290,7 @@ class Metrics:
         """All metrics of these models, in Prometheus' text format. others: what other API processes have counted. more:
         metrics that belong to no model."""
         for each in models:
-            each.rolling_stats.flush_gaps()
+            each.rolling_stats.flush_token_gaps()
         label = "model_name" if len(models) > 1 else ""
         engines = CollectorRegistry()
         summed = CollectorRegistry()

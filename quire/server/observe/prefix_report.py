@@ -31,7 +31,7 @@ MISS_REASON_TEXTS: dict[MissReason, str] = {
 OWN_LOAD_TEXT = "their pages had to make room; what this key had computed since fills the cache alone"
 
 
-def report_prefix_use(timeline: Timeline, decode: DecodeTokens | None) -> dict[str, Any] | None:
+def describe_prefix_use(timeline: Timeline, decode: DecodeTokens | None) -> dict[str, Any] | None:
     """The report of one sequence; None if nothing is known. `decode` turns tokens into text, for callers that may read
     it."""
     report = timeline.prefix_report
@@ -57,10 +57,10 @@ def conversation_turns(
         record = log.record_of_sequence(timeline.id)
         if record is not None and record.answer_id is not None and record.answer_id not in turns_by_answer:
             turns_by_answer[record.answer_id] = _describe_turn(record, timeline)
-    return sort_turns([*turns_by_answer.values()])
+    return sort_latest_turns([*turns_by_answer.values()])
 
 
-def sort_turns(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def sort_latest_turns(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Turns of several processes as one list."""
     return sorted(turns, key=lambda each: (each["turn"], each["created"]))[-MAX_TURNS:]
 

@@ -21,7 +21,7 @@ MAX_ADAPTERS = 100
 _SUMMED_FIELDS = ("requests", "open", "computed_tokens", "output_tokens")
 
 
-def recent_answers(log: RequestLog, history: RequestHistory, limit: int) -> dict[str, Any]:
+def summarize_recent_answers(log: RequestLog, history: RequestHistory, limit: int) -> dict[str, Any]:
     """The last `limit` answers that have ended, the latest first, and what each tenant had of all that are remembered.
 
     It looks at no more than MOST_ANSWERS and MOST_SEQUENCES, however many --request-history keeps.
@@ -47,15 +47,15 @@ def recent_answers(log: RequestLog, history: RequestHistory, limit: int) -> dict
     }
 
 
-def merge_recent_answers(parts: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """The results of `recent_answers` in several processes (at least one) as one."""
+def merge_answer_summaries(parts: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """The results of `summarize_recent_answers` in several processes (at least one) as one."""
     answers = [answer for part in parts for answer in part["data"]]
     answers.sort(key=lambda each: -(each["created"] + each["wall_ms"] / 1000))
     tenants: dict[str, dict[str, Any]] = {}
     for each in (tenant for part in parts for tenant in part["tenants"]):
         totals = tenants.setdefault(each["name"], dict.fromkeys(_SUMMED_FIELDS, 0) | {"name": each["name"]})
         totals |= {name: totals[name] + each[name] for name in _SUMMED_FIELDS} | {"weight": each["weight"]}
-    ordered = _with_shares(tenants)
+    ordered = _add_shares_and_sort(tenants)
     return {
         "object": "list",
         "data": answers[:limit],
@@ -123,10 +123,10 @@ def _tenant_totals(
         tenant["open"] += completion_times[record.internal_id] is None
         tenant["computed_tokens"] += sum(each.prompt_tokens - (each.cached_tokens or 0) for each in sequences)
         tenant["output_tokens"] += sum(each.output_tokens for each in sequences)
-    return _with_shares(tenants)
+    return _add_shares_and_sort(tenants)
 
 
-def _with_shares(tenants: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def _add_shares_and_sort(tenants: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """With each tenant's share, the largest first."""
     costs = {
         name: each["computed_tokens"] + OUTPUT_TOKEN_COST * each["output_tokens"] for name, each in tenants.items()

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.engine import clock
 from quire.engine.core.request_history import RequestHistory, StepEntry, Timeline
-from quire.server.observe.prefix_report import DecodeTokens, report_prefix_use
+from quire.server.observe.prefix_report import DecodeTokens, describe_prefix_use
 from quire.server.observe.request_log import RequestRecord
 
 MAX_STEPS = 4000
@@ -19,16 +19,16 @@ MAX_BATCH_MATES = 10_000
 
 
 @dataclass(slots=True)
-class _BatchMates:
+class _BatchMateLookup:
     """Looks batch mates up."""
 
     may_show: Callable[[str], bool]
-    num_left: int = MAX_BATCH_MATES
+    num_lookups_left: int = MAX_BATCH_MATES
 
-    def visible_ids(self, ids: Sequence[str], sequence: str) -> list[str]:
+    def find_visible_mates(self, ids: Sequence[str], sequence: str) -> list[str]:
         """The other sequences of a batch that the caller may see."""
-        checked_ids = ids[: self.num_left]
-        self.num_left -= len(checked_ids)
+        checked_ids = ids[: self.num_lookups_left]
+        self.num_lookups_left -= len(checked_ids)
         return [each for each in checked_ids if each != sequence and self.may_show(each)]
 
 
@@ -39,13 +39,13 @@ def explain_request(
     decode_tokens: DecodeTokens | None = None,
 ) -> dict[str, Any]:
     """`may_show` tells whether a sequence's id may be shown to the caller. Other batch mates are only counted.
-    `decode_tokens`: see report_prefix_use.
+    `decode_tokens`: see describe_prefix_use.
 
     What it costs is bounded, whatever ran beside an answer of many sequences: see MAX_STEPS and MAX_NAMES.
     """
     now = clock.monotonic() if record.ended_at is None else record.ended_at
-    timelines = sorted(history.job_timelines(record.internal_id or ""), key=lambda each: each.submitted_at)
-    mates, steps = _BatchMates(may_show), max(1, MAX_STEPS // max(1, len(timelines)))
+    timelines = sorted(history.response_timelines(record.internal_id or ""), key=lambda each: each.submitted_at)
+    mates, steps = _BatchMateLookup(may_show), max(1, MAX_STEPS // max(1, len(timelines)))
     return {
         "object": "request.explanation",
         "id": record.answer_id,
@@ -60,7 +60,7 @@ def explain_request(
             name: to_milliseconds(seconds) for name, seconds in phase_seconds(record, timelines, now).items()
         },
         "sequences": [
-            _explain_sequence(each, record, now, mates, steps) | {"prefix": report_prefix_use(each, decode_tokens)}
+            _explain_sequence(each, record, now, mates, steps) | {"prefix": describe_prefix_use(each, decode_tokens)}
             for each in timelines
         ],
     }
@@ -83,7 +83,7 @@ def phase_seconds(record: RequestRecord, timelines: Sequence[Timeline], now: flo
 
 
 def _explain_sequence(
-    timeline: Timeline, record: RequestRecord, now: float, mates: _BatchMates, steps: int
+    timeline: Timeline, record: RequestRecord, now: float, mates: _BatchMateLookup, steps: int
 ) -> dict[str, Any]:
     def ms_since_arrival(at: float) -> float:
         return to_milliseconds(at - record.arrived_at)
@@ -138,13 +138,13 @@ def _explain_sequence(
 
 
 def _explain_batches(
-    sequence: str, listed: Sequence[StepEntry], ms_since_arrival: Callable[[float], float], mates: _BatchMates
+    sequence: str, listed: Sequence[StepEntry], ms_since_arrival: Callable[[float], float], mates: _BatchMateLookup
 ) -> list[dict[str, Any]]:
     """The steps of a sequence; successive steps with the same batch mates are one entry."""
     entries = []
     for (engine, ids), steps in groupby(listed, key=lambda step: (step.engine_number, step.request_ids)):
         run_steps: list[StepEntry] = list(steps)
-        visible_mates = mates.visible_ids(ids, sequence)
+        visible_mates = mates.find_visible_mates(ids, sequence)
         entries.append(
             {
                 "at_ms": ms_since_arrival(run_steps[0].record.began_at),

@@ -53,7 +53,7 @@ class RequestLog:
         self._records_by_id: dict[str, RequestRecord] = {}
         self._ordered_records: deque[RequestRecord] = deque()
 
-    def begin_answer(self, scope: Scope, internal_id: str, answer_id: str, model: str) -> None:
+    def record_answer_start(self, scope: Scope, internal_id: str, answer_id: str, model: str) -> None:
         """Note that the request of `scope` is being answered: the two ids of RequestRecord, and the model."""
         record: RequestRecord = scope["request_record"]
         tenant = tenant_of(scope)
@@ -102,7 +102,7 @@ def may_see_record(caller: Scope, record: RequestRecord) -> bool:
 class RequestCounter(Protocol):
     """HttpMetrics."""
 
-    def count_request_start(self, scope: Scope) -> bool: ...
+    def try_count_request_start(self, scope: Scope) -> bool: ...
 
     def count_request_end(self, record: RequestRecord, scope: Scope, received_bytes: int, sent_bytes: int) -> None: ...
 
@@ -135,7 +135,7 @@ class RequestLogMiddleware:
             traceparent if 0 < len(traceparent) <= MAX_PATH_LENGTH else None,
         )
         scope["request_record"] = record
-        is_counted = self._counter is not None and self._counter.count_request_start(scope)
+        is_counted = self._counter is not None and self._counter.try_count_request_start(scope)
         sent_bytes = 0
 
         async def send_with_id(message: Message) -> None:

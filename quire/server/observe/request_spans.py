@@ -21,7 +21,7 @@ SPAN_NAME = "llm_request"
 """The answer's span; vLLM uses the same name."""
 
 
-class OpenTelemetrySpans:
+class RequestSpanExporter:
     """Writes a span for each answer, and below it one for each phase of each sequence.
 
     The caller's span, named by its traceparent header, is the parent of the answer's. Attributes have the names of
@@ -57,7 +57,7 @@ class OpenTelemetrySpans:
             start_time=_to_unix_nanoseconds(record, record.arrived_at),
         )
         timelines = next(
-            (matching for each in self._histories() if (matching := each.job_timelines(record.internal_id))), []
+            (matching for each in self._histories() if (matching := each.response_timelines(record.internal_id))), []
         )
         span.set_attributes(_span_attributes(record, timelines))
         if record.status is None or record.status >= 500:

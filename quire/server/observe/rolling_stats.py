@@ -75,7 +75,7 @@ class RollingStats:
     """Counts tokens and durations by the second. A second without tokens has no bin."""
 
     def __init__(self, client: EngineClient, gap_listener: Callable[[Sequence[float]], None]) -> None:
-        """`gap_listener` is told of the times between tokens too, many at once and ascending, by `flush_gaps`."""
+        """`gap_listener` is told of the times between tokens too, many at once and ascending, by `flush_token_gaps`."""
         self._client = client
         self._gap_listener = gap_listener
         self._gaps: list[float] = []
@@ -89,26 +89,26 @@ class RollingStats:
 
     def bins_since(self, second: int) -> list[SecondBin]:
         """The complete bins since `second` of the Unix clock, oldest first."""
-        self.flush_gaps()
+        self.flush_token_gaps()
         now = int(clock.time())
         return [each for each in self._bins if second <= each.second < now]
 
-    def record_gap(self, seconds: float) -> None:
+    def record_token_gap(self, seconds: float) -> None:
         """A step gave a request tokens so long after the last one that did."""
         if not self._gaps:
-            self._gaps_bin = self.current_bin()
+            self._gaps_bin = self.update_current_bin()
         self._gaps.append(seconds)
         if len(self._gaps) == MAX_PENDING_GAPS:
-            self.flush_gaps()
+            self.flush_token_gaps()
 
-    def flush_gaps(self) -> None:
+    def flush_token_gaps(self) -> None:
         """Count the times between tokens that were gathered."""
         if self._gaps:
             gaps, self._gaps = sorted(self._gaps), []
             self._gaps_bin.between_tokens.observe_sorted(*gaps)
             self._gap_listener(gaps)
 
-    def current_bin(self) -> SecondBin:
+    def update_current_bin(self) -> SecondBin:
         """The bin of the current second, with the tokens since the last call added. Call it when tokens came."""
         second = int(clock.time())
         if not self._bins or self._bins[-1].second < second:

@@ -12,7 +12,7 @@ logger = logging.getLogger("quire.throughput")
 LOG_INTERVAL_SECONDS = 10.0
 
 
-async def log_throughput(client: EngineClient, seconds: float = LOG_INTERVAL_SECONDS) -> None:
+async def log_throughput_periodically(client: EngineClient, seconds: float = LOG_INTERVAL_SECONDS) -> None:
     """Runs until it is cancelled. Logs nothing for intervals in which nothing ran."""
     before = client.link.stats
     while True:

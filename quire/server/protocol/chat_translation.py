@@ -46,7 +46,7 @@ CHAT_EXTENSIONS = (
 """Fields of a chat that mean the same in every API."""
 
 
-class TranslatedBody(ModelBody):
+class TranslatableBody(ModelBody):
     chat_field_aliases: ClassVar[Mapping[str, str]] = {}
     """What fields of a chat are called in this API, where it has them under other names."""
     accepted_extensions: ClassVar[tuple[str, ...]] = CHAT_EXTENSIONS

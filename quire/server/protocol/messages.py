@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from quire.engine.types import MAX_STOP_STRINGS
-from quire.server.protocol.chat_translation import TranslatedBody
+from quire.server.protocol.chat_translation import TranslatableBody
 from quire.server.protocol.field_limits import (
     MAX_CONTENT_PARTS,
     MAX_MESSAGES,
@@ -145,7 +145,7 @@ class OutputConfig(BodyModel):
     format: OutputFormat | None = None
 
 
-class CountTokensRequest(TranslatedBody):
+class CountTokensRequest(TranslatableBody):
     """What makes a prompt, and what else Anthropic's endpoint takes."""
 
     messages: Annotated[list[InputMessage], MaxEntries(MAX_MESSAGES), Field(min_length=1)]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, StringConstraints, Tag
 
 from quire.engine.errors import InvalidRequest
-from quire.server.protocol.chat_translation import CHAT_EXTENSIONS, TranslatedBody
+from quire.server.protocol.chat_translation import CHAT_EXTENSIONS, TranslatableBody
 from quire.server.protocol.field_limits import MAX_TOOLS, MaxEntries, TokenLimit
 from quire.server.protocol.request_bodies import BodyModel
 from quire.server.protocol.response_items import TextOrItemsOrReferences
@@ -125,7 +125,7 @@ class ConversationId(BodyModel):
     id: str
 
 
-class ResponsesRequest(TranslatedBody):
+class ResponsesRequest(TranslatableBody):
     chat_field_aliases: ClassVar[Mapping[str, str]] = {
         "messages": "input",
         "max_tokens": "max_output_tokens",
@@ -168,7 +168,7 @@ class ResponsesRequest(TranslatedBody):
         return self.conversation.id if isinstance(self.conversation, ConversationId) else self.conversation
 
     @property
-    def namespaced_tools(self) -> Iterator[tuple[str, FunctionTool | CustomTool]]:
+    def tools_with_namespace(self) -> Iterator[tuple[str, FunctionTool | CustomTool]]:
         """The caller's tools, each with its namespace, which is empty for most."""
         for tool in self.tools:
             if isinstance(tool, NamespaceTool):

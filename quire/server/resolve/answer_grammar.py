@@ -7,27 +7,27 @@ from dataclasses import dataclass, replace
 
 from quire.engine.text.structured_outputs import StructuredGrammar
 from quire.engine.types import Grammar
-from quire.server.formats.grammar_composition import add_frame_grammar, add_thinking_grammar, either_grammar
+from quire.server.formats.grammar_composition import add_content_delimiters, add_thinking_grammar, either_grammar
 from quire.server.formats.message_parser import MessageFormat
-from quire.server.resolve.tool_use import ToolUse
+from quire.server.resolve.tool_use import RequestTools
 from quire.server.served_model import ServedModel
 
 OPEN_SCHEMA_HEADER = "X-Schema-Open"
 """The header that names schemas with objects that stay open, because it cannot be decided what they are merged of."""
 WEAKENED_SCHEMA_HEADER = "X-Schema-Weakened"
 """The header that names tools whose calls are held to less than their schema says, as no grammar holds all of it."""
-_MAX_PLACES = 20
+_MAX_HEADER_LOCATIONS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerGrammar:
     """What an answer's grammar is made of."""
 
-    tools: ToolUse
+    tools: RequestTools
     requested_format: tuple[str, StructuredGrammar] | None = None
     """The requested format, and the parameter that asks for it."""
     message_format: MessageFormat | None = None
-    has_frame: bool = True
+    has_content_delimiters: bool = True
     """Content has what the model writes around it in a chat."""
 
     def build_grammars(self, model: ServedModel) -> list[tuple[str, Grammar]]:
@@ -37,7 +37,7 @@ class AnswerGrammar:
         format is requested, an answer is either calls or content in that format. Raises InvalidRequest.
         """
         first: list[tuple[str, Grammar]] = []
-        frame = model.chat_formats.content_frame if self.has_frame else None
+        delimiters = model.chat_formats.content_delimiters if self.has_content_delimiters else None
         answer_grammar = (
             None if self.requested_format is None else (self.requested_format[0], self.requested_format[1].grammar)
         )
@@ -45,10 +45,10 @@ class AnswerGrammar:
         if call is not None:
             if answer_grammar is not None and not self.tools.required_tools:
                 first = [answer_grammar]  # by itself, so that an error names its parameter and not `tools`
-                call = either_grammar(add_frame_grammar(answer_grammar[1], frame, model.tokenizer), call)
+                call = either_grammar(add_content_delimiters(answer_grammar[1], delimiters, model.tokenizer), call)
             answer_grammar = "tools", call
         elif answer_grammar is not None:
-            answer_grammar = answer_grammar[0], add_frame_grammar(answer_grammar[1], frame, model.tokenizer)
+            answer_grammar = answer_grammar[0], add_content_delimiters(answer_grammar[1], delimiters, model.tokenizer)
         if answer_grammar is None:
             return []
         if self.message_format is not None and self.message_format.reasoning_format is not None:
@@ -68,20 +68,22 @@ class AnswerGrammar:
         open_places = (
             []
             if self.requested_format is None
-            else [_header_place(self.requested_format[0], one) for one in self.requested_format[1].open_objects]
+            else [_header_safe_location(self.requested_format[0], one) for one in self.requested_format[1].open_objects]
         )
         open_places += [
-            _header_place(place, one) for place, several in self.tools.open_object_places.items() for one in several
+            _header_safe_location(place, one)
+            for place, several in self.tools.open_objects_by_field.items()
+            for one in several
         ]
-        places_by_header = {OPEN_SCHEMA_HEADER: open_places, WEAKENED_SCHEMA_HEADER: self.tools.weakened_places}
-        return {name: ", ".join(places[:_MAX_PLACES]) for name, places in places_by_header.items() if places}
+        places_by_header = {OPEN_SCHEMA_HEADER: open_places, WEAKENED_SCHEMA_HEADER: self.tools.weakened_schema_fields}
+        return {name: ", ".join(places[:_MAX_HEADER_LOCATIONS]) for name, places in places_by_header.items() if places}
 
     def with_weaker_tools(self, levels: Mapping[str, int]) -> AnswerGrammar:
-        """The same with weaker schemas of some tools: see ToolUse.with_weaker_schemas."""
+        """The same with weaker schemas of some tools: see RequestTools.with_weaker_schemas."""
         return replace(self, tools=self.tools.with_weaker_schemas(levels))
 
 
-def _header_place(param: str, pointer: str) -> str:
+def _header_safe_location(param: str, pointer: str) -> str:
     """A place as a header can hold it."""
     shown = f"{param}#{pointer}" if pointer else param
     return "".join(char if char.isascii() and char.isprintable() and char != "," else "?" for char in shown[:200])

@@ -23,7 +23,7 @@ from quire.server.resolve.common import Resolved, clipped_header, resolved, samp
 from quire.server.resolve.parse import parse_body
 from quire.server.resolve.prompts import build_chat_prompt
 from quire.server.resolve.requested_grammar import requested_grammar
-from quire.server.resolve.tool_use import ToolUse, resolve_tool_use
+from quire.server.resolve.tool_use import RequestTools, resolve_request_tools
 from quire.server.served_model import ServedModel
 
 PROMPT_TAIL_TOKENS = 32
@@ -46,7 +46,7 @@ def resolve_chat_request(
 ) -> Resolved:
     """Raises as above. `ignored`: more names of parameters without effect."""
     name = model.response_model_name(body.model)
-    tools = resolve_tool_use(body, model.chat_formats.tool_format, close=config.disable_additional_properties)
+    tools = resolve_request_tools(body, model.chat_formats.tool_format, close=config.disable_additional_properties)
     ignored = [*ignored, *body.find_ignored_params(), *params_ignored_by_template(body, model.chat_formats)]
     headers = ignored_params_header(ignored, config.strict)
     check_logprobs("top_logprobs", body.top_logprobs, config.max_logprobs, model.vocab_size)
@@ -64,7 +64,7 @@ def resolve_chat_request(
     )
     prompt = build_chat_prompt(body, model, tools.template_tools, trusted=config.trust_request_chat_template)
     headers |= build_adapted_header(prompt.adaptations)
-    message = message_format(body, tools, prompt, model)
+    message = build_message_format(body, tools, prompt, model)
     begun = None if message is None else message.starts_in_thinking
     thinking = resolve_thinking_budget(
         body.thinking_token_budget, model.chat_formats.reasoning_format, begun, model.tokenizer
@@ -109,10 +109,12 @@ def params_ignored_by_template(body: ChatRequest, formats: ChatFormats) -> list[
     return ignored
 
 
-def message_format(body: ChatRequest, tools: ToolUse, prompt: Prompt, model: ServedModel) -> MessageFormat | None:
+def build_message_format(
+    body: ChatRequest, tools: RequestTools, prompt: Prompt, model: ServedModel
+) -> MessageFormat | None:
     """How to parse the answers. None if all of their text is content."""
-    reasoning, frame = model.chat_formats.reasoning_format, model.chat_formats.content_frame
-    if reasoning is None and tools.tool_format is None and frame is None:
+    reasoning, delimiters = model.chat_formats.reasoning_format, model.chat_formats.content_delimiters
+    if reasoning is None and tools.tool_format is None and delimiters is None:
         return None
     end = model.tokenizer.decode(prompt.ids[-PROMPT_TAIL_TOKENS:], skip_special_tokens=False)
     return MessageFormat(
@@ -121,8 +123,8 @@ def message_format(body: ChatRequest, tools: ToolUse, prompt: Prompt, model: Ser
         include_reasoning=body.include_reasoning,
         tool_format=tools.tool_format,
         tools_by_name=tools.tools_by_name,
-        custom_tool_names=tools.custom_names,
+        custom_tool_names=tools.custom_tool_names,
         allows_parallel_calls=tools.allows_parallel,
         calls_only=bool(tools.required_tools),
-        content_frame=frame,
+        content_delimiters=delimiters,
     )

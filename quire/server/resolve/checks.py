@@ -25,17 +25,17 @@ def check_logprobs(name: str, value: int | None, max_logprobs: int, vocab_size: 
         raise InvalidRequest(f"{name} must be at most {most}, got {value}", param=name)
 
 
-def check_prompt_logprobs(alternatives: int | None, tokens: int) -> None:
-    """`tokens`: of all prompts. They come from the engine in one message, and are written in one piece."""
-    if alternatives is not None and tokens * max(1, alternatives) > MAX_PROMPT_LOGPROBS:
+def check_prompt_logprobs(alternatives: int | None, num_tokens: int) -> None:
+    """`num_tokens`: of all prompts. They come from the engine in one message, and are written in one piece."""
+    if alternatives is not None and num_tokens * max(1, alternatives) > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
-            f"prompt_logprobs (or logprobs with echo) of {tokens} prompt tokens with {alternatives} alternatives each "
-            f"are more than {MAX_PROMPT_LOGPROBS}: ask for fewer, or send shorter prompts",
+            f"prompt_logprobs (or logprobs with echo) of {num_tokens} prompt tokens with {alternatives} alternatives "
+            f"each are more than {MAX_PROMPT_LOGPROBS}: ask for fewer, or send shorter prompts",
             param="prompt_logprobs",
         )
 
 
-def carried_id_counts(params: SamplingParams) -> dict[str, int]:
+def copied_param_sizes(params: SamplingParams) -> dict[str, int]:
     """Token ids, and 16 characters of a grammar for one, that each answer carries, by the field that they come from."""
     return {
         "logit_bias": len(params.logit_bias or ()),
@@ -46,13 +46,13 @@ def carried_id_counts(params: SamplingParams) -> dict[str, int]:
     }
 
 
-def check_carried_ids(params: SamplingParams, answers: int) -> None:
+def check_copied_params_size(params: SamplingParams, num_answers: int) -> None:
     """Limits what is sent to the engine in total, as each of the answers carries its own lists."""
-    sizes = carried_id_counts(params)
-    if sum(sizes.values()) * answers > MAX_COPIED_PARAMS_SIZE:
+    sizes = copied_param_sizes(params)
+    if sum(sizes.values()) * num_answers > MAX_COPIED_PARAMS_SIZE:
         most = max(sizes, key=lambda name: sizes[name])
         name = "structured_outputs" if most == "grammar" else most
-        raise InvalidRequest(f"{name} is too large for {answers} answers: ask for fewer at once", param=name)
+        raise InvalidRequest(f"{name} is too large for {num_answers} answers: ask for fewer at once", param=name)
 
 
 def check_token_ids(ids: Collection[int], vocab_size: int, param: str) -> None:
@@ -64,7 +64,7 @@ def check_token_ids(ids: Collection[int], vocab_size: int, param: str) -> None:
             )
 
 
-def check_text(text: str, param: str) -> None:
+def check_no_surrogates(text: str, param: str) -> None:
     """Refuse half of a surrogate pair: JSON can spell it, but UTF-8 cannot."""
     try:
         text.encode()
@@ -74,9 +74,9 @@ def check_text(text: str, param: str) -> None:
         ) from None
 
 
-def check_json_texts(value: Any, param: str) -> None:
+def check_json_no_surrogates(value: Any, param: str) -> None:
     """Refuse such halves in any text of a JSON value, which answers will repeat."""
-    check_text(json.dumps(value, ensure_ascii=False), param)
+    check_no_surrogates(json.dumps(value, ensure_ascii=False), param)
 
 
 def check_prompt_length(ids: Sequence[int], max_model_len: int, param: str) -> None:

@@ -22,11 +22,11 @@ from quire.server.generation.vector_generation import VectorSpec
 from quire.server.protocol.request_bodies import GenerationBody
 from quire.server.resolve.answer_grammar import AnswerGrammar
 from quire.server.resolve.checks import (
-    carried_id_counts,
-    check_carried_ids,
+    check_copied_params_size,
+    check_no_surrogates,
     check_prompt_logprobs,
-    check_text,
     check_token_ids,
+    copied_param_sizes,
 )
 from quire.server.served_model import ServedModel
 
@@ -71,7 +71,7 @@ def measured(
     kept: object = made
     ids = pixels = 0
     if isinstance(made, Resolved):
-        ids = sum(carried_id_counts(made.spec.params).values())
+        ids = sum(copied_param_sizes(made.spec.params).values())
         pixels = sum(len(image.pixels) for prompt in made.spec.prompts for image in prompt.images)
         prompts = [replace(prompt, ids=[], images=()) for prompt in made.spec.prompts]
         kept = replace(made, spec=replace(made.spec, prompts=prompts))
@@ -108,7 +108,7 @@ def resolved(  # noqa: PLR0913 (dissolves into the pipeline of requests)
     _check_grammars(grammars)
     if grammars:
         params = msgspec.structs.replace(params, grammar=grammars[-1][1])
-    check_carried_ids(params, len(prompts) * params.n)
+    check_copied_params_size(params, len(prompts) * params.n)
     _check_beam_search(body, params)
     spec = GenerationSpec(
         **_ids(body, id_prefix),
@@ -255,7 +255,7 @@ def clipped_header(max_tokens: int | None, model: ServedModel) -> dict[str, str]
 def _check_texts(**texts: Sequence[str]) -> None:
     for name, several in texts.items():
         for text in several:
-            check_text(text, name)
+            check_no_surrogates(text, name)
 
 
 def _first(*values: float | None) -> float:

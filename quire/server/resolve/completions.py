@@ -19,7 +19,7 @@ from quire.server.resolve.common import Resolved, clipped_header, resolved, samp
 from quire.server.resolve.parse import parse_body
 from quire.server.resolve.prompts import build_completion_prompts
 from quire.server.resolve.requested_grammar import requested_grammar
-from quire.server.resolve.tool_use import ToolUse
+from quire.server.resolve.tool_use import RequestTools
 from quire.server.served_model import ServedModel
 
 
@@ -53,12 +53,12 @@ def resolve_completion_request(
         config,
         max_tokens=1 if echo_only else max_tokens,
         logprobs=body.logprobs,
-        prompt_logprobs=_max_requested(body.prompt_logprobs, body.logprobs if body.echo else None),
+        prompt_logprobs=_max_or_none(body.prompt_logprobs, body.logprobs if body.echo else None),
     )
     if body.num_candidates > body.n:
         params = msgspec.structs.replace(params, n=body.num_candidates, logprobs=body.logprobs or 0)
     requested_format = requested_grammar(body, config)
-    answer = AnswerGrammar(ToolUse(), requested_format, has_frame=False)
+    answer = AnswerGrammar(RequestTools(), requested_format, has_content_delimiters=False)
     check_text_params(model.tokenizer, stop=params.stop, structured_outputs=requested_format)
     prompts = build_completion_prompts(body, model)
     return resolved(
@@ -77,6 +77,6 @@ def resolve_completion_request(
     )
 
 
-def _max_requested(*counts: int | None) -> int | None:
+def _max_or_none(*counts: int | None) -> int | None:
     """The largest of those asked for."""
     return max((count for count in counts if count is not None), default=None)

@@ -23,19 +23,20 @@ def can_enforce_patterns(format: ToolFormat) -> bool:
         return False
 
 
-def custom_tool_function(tool: CustomSpec, place: str, *, can_enforce: bool) -> FunctionSpec:
-    """`place`: the field that has the grammar. `can_enforce`: texts are held to patterns. Raises InvalidRequest."""
+def custom_tool_function(tool: CustomSpec, field_path: str, *, can_enforce: bool) -> FunctionSpec:
+    """`field_path`: the field that has the grammar. `can_enforce`: texts are held to patterns. Raises
+    InvalidRequest."""
     description, grammar = tool.description or "", tool.input_grammar
     if grammar is None:
         return FunctionSpec(name=tool.name, description=description, parameters=input_schema(None))
     description += f"\nThe input must match this grammar ({grammar.syntax}):\n{grammar.definition}"
     if not can_enforce:
         wrong = "calls of this model have escapes of their own in strings, which no grammar can be held to"
-        raise InvalidRequest(f"{place}: the grammar of {tool.name}: {wrong}", param="tools")
+        raise InvalidRequest(f"{field_path}: the grammar of {tool.name}: {wrong}", param="tools")
     try:
         pattern = input_pattern(grammar)
     except InvalidRequest as error:
-        raise InvalidRequest(f"{place}: the grammar of {tool.name}: {error.message}", param="tools") from error
+        raise InvalidRequest(f"{field_path}: the grammar of {tool.name}: {error.message}", param="tools") from error
     return FunctionSpec(name=tool.name, description=description.strip(), parameters=input_schema(pattern), strict=True)
 
 

@@ -85,13 +85,13 @@ def validation_message(details: Sequence[Any], body_fields: dict[str, Any], mode
     the body, whose misspelt names and words the message quotes."""
     by_place: dict[str, str] = {}
     for one in details:
-        place, value = _error_place(one, body_fields)
+        place, value = _error_path_and_value(one, body_fields)
         if one["type"] == "too_many" or place not in by_place:
             by_place[place] = _error_message(one, value) + _suggestion(one, value, model)
     return "; ".join(f"{place}: {message}" for place, message in list(by_place.items())[:MAX_LISTED_ERRORS])
 
 
-def _error_place(detail: Any, value: Any) -> tuple[str, Any]:
+def _error_path_and_value(detail: Any, value: Any) -> tuple[str, Any]:
     """The place of a complaint, such as messages[0].role, and the value there; for a missing field, its object.
 
     Pydantic's path also has names of union members, which lead nowhere in the body: they are left out.

@@ -24,11 +24,11 @@ from quire.server.protocol.pooling import (
     PoolingRequest,
 )
 from quire.server.protocol.request_bodies import ignored_params_header
-from quire.server.resolve.checks import check_text, check_token_ids
+from quire.server.resolve.checks import check_no_surrogates, check_token_ids
 from quire.server.resolve.parse import parse_body, read_json_object, validate_body
 from quire.server.resolve.prompts import (
     build_chat_prompt,
-    build_single_item_prompt,
+    build_dual_encoder_prompt,
     check_num_inputs,
     check_text_fits,
     list_inputs,
@@ -86,11 +86,11 @@ def _resolve_conversation_embedding(
     same = {name: body_fields[name] for name in _CHAT_FIELDS if name in body_fields}
     chat = validate_body({"add_generation_prompt": False, **same}, ChatRequest)
     prompt = (
-        build_single_item_prompt(chat, model)
+        build_dual_encoder_prompt(chat, model)
         if model.is_dual_encoder
         else build_chat_prompt(chat, model, None, trusted=False)
     )
-    check_vector_length(prompt.ids, model, "messages")
+    check_pooling_input_length(prompt.ids, model, "messages")
     answer = partial(embeddings_body, body.encoding_format, "embedding", token_vector_size(body, model))
     spec = build_vector_spec(body, "embd", [prompt.ids], embedding_params(body, model), answer, model, config)
     shown = [replace(each, spans=prompt.spans, images=prompt.images) for each in spec.inputs]
@@ -197,28 +197,35 @@ def truncate_input_ids(body: InputBody, ids: list[int], model: ServedModel) -> l
     check_token_ids(ids, model.vocab_size, "input")
     limit = input_truncation_limit(body, model)
     ids = ids if limit is None else truncate_ids(ids, limit, body.truncation_side)
-    check_vector_length(ids, model, "input")
+    check_pooling_input_length(ids, model, "input")
     return ids
 
 
 def tokenize_texts(
-    body: PoolingBody, texts: Sequence[str], model: ServedModel, param: str = "input", *, special: bool | None = None
+    body: PoolingBody,
+    texts: Sequence[str],
+    model: ServedModel,
+    param: str = "input",
+    *,
+    add_special_tokens: bool | None = None,
 ) -> list[list[int]]:
     """Token ids of texts. Raises InvalidRequest naming the parameter."""
     check_num_inputs(len(texts), param)
     limit = input_truncation_limit(body, model)
-    if special is None:
-        special = body.add_special_tokens if isinstance(body, InputBody) else True
+    if add_special_tokens is None:
+        add_special_tokens = body.add_special_tokens if isinstance(body, InputBody) else True
     for text in texts:
-        check_text(text, param)
+        check_no_surrogates(text, param)
         if limit is None:
             check_text_fits(model, text, param)
     if limit is not None:
-        ids_by_text = encode_truncated(model.tokenizer, texts, limit, body.truncation_side, add_special_tokens=special)
+        ids_by_text = encode_truncated(
+            model.tokenizer, texts, limit, body.truncation_side, add_special_tokens=add_special_tokens
+        )
     else:
-        ids_by_text = model.tokenizer.encode_batch(texts, add_special_tokens=special)
+        ids_by_text = model.tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
     for ids in ids_by_text:
-        check_vector_length(ids, model, param)
+        check_pooling_input_length(ids, model, param)
     return ids_by_text
 
 
@@ -240,7 +247,7 @@ def input_truncation_limit(body: PoolingBody, model: ServedModel) -> int | None:
     return resolve_truncation_limit(body.truncate_prompt_tokens, model.context_length, model.context_length)
 
 
-def check_vector_length(ids: Sequence[int], model: ServedModel, param: str) -> None:
+def check_pooling_input_length(ids: Sequence[int], model: ServedModel, param: str) -> None:
     """A prompt must have a token; unlike one that is answered, it may fill the context."""
     if not ids:
         raise InvalidRequest(f"{param} cannot be empty", param=param)

@@ -12,7 +12,7 @@ from quire.engine.images.image_reader import RequestImage
 from quire.engine.text.chat_messages import normalize_message
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.conversation.conversation_renderer import RenderedConversation
-from quire.engine.text.conversation.literal_encoding import encode_literally
+from quire.engine.text.conversation.literal_encoding import encode_with_literal_texts
 from quire.engine.text.token_offsets import decode_with_offsets, find_token_offsets
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.generation.request_specs import Prompt
@@ -21,7 +21,7 @@ from quire.server.protocol.chat import ChatMessage, ChatRequest, TextPart
 from quire.server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from quire.server.protocol.field_limits import MAX_PROMPTS
 from quire.server.protocol.request_bodies import MAX_ADAPTATIONS, GenerationBody
-from quire.server.resolve.checks import NeedsWorker, check_prompt_length, check_text, check_token_ids
+from quire.server.resolve.checks import NeedsWorker, check_no_surrogates, check_prompt_length, check_token_ids
 from quire.server.served_model import ServedModel
 
 SLICE_CHARACTERS = 16_000
@@ -111,7 +111,7 @@ def add_echo_texts(prompts: Sequence[Prompt], body: CompletionRequest, tokenizer
 
 
 def build_infill_ids(
-    tokenizer: Tokenizer, prompt: Sequence[int], suffix: Sequence[int], *, add_special_tokens: bool
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], suffix_ids: Sequence[int], *, add_special_tokens: bool
 ) -> list[int]:
     """Fill in the middle (Bavarian et al., 2022): the token ids that a model trained for it reads.
 
@@ -121,9 +121,9 @@ def build_infill_ids(
     for marks in (*INFILL_TOKENS, CODESTRAL_INFILL_TOKENS):
         match [token_id for mark in marks if (token_id := tokenizer.backend.token_to_id(mark)) is not None]:
             case [before, between, middle]:
-                return [*begin, before, *prompt, between, *suffix, middle]
+                return [*begin, before, *prompt_ids, between, *suffix_ids, middle]
             case [before, between] if marks is CODESTRAL_INFILL_TOKENS:
-                return [*begin, before, *suffix, between, *prompt]
+                return [*begin, before, *suffix_ids, between, *prompt_ids]
     raise InvalidRequest(
         "suffix is not supported: this model's tokenizer has no fill-in-the-middle tokens", param="suffix"
     )
@@ -188,12 +188,12 @@ def build_image_prompt(
         check_prompt_length(ids, model.context_length, "messages")
         return ids
 
-    expanded = model.image_reader.read_prompt(conversation.text, images, encode_text)
+    expanded = model.image_reader.make_multimodal_prompt(conversation.text, images, encode_text)
     echo_text = final_message_text(body, conversation.text) if body.echo else None
     return Prompt(expanded.token_ids, echo_text, spans=expanded.spans, images=expanded.images)
 
 
-def build_single_item_prompt(body: ChatRequest, model: ServedModel) -> Prompt:
+def build_dual_encoder_prompt(body: ChatRequest, model: ServedModel) -> Prompt:
     """The one text or image of a conversation, for a model whose images have vectors of their own. Raises
     InvalidRequest as above."""
     parts = [part for each in body.messages for part in _message_texts(each)]
@@ -204,7 +204,7 @@ def build_single_item_prompt(body: ChatRequest, model: ServedModel) -> Prompt:
         raise InvalidRequest("truncate_prompt_tokens: it is for `input` here", param="truncate_prompt_tokens")
     if images := requested_images(body.messages, model):
         assert model.image_reader is not None
-        expanded = model.image_reader.read_single_image(images[0])
+        expanded = model.image_reader.make_image_only_prompt(images[0])
         return Prompt(expanded.token_ids, spans=expanded.spans, images=expanded.images)
     (ids,) = encode_texts(model, [parts[0]], True, "messages")
     return Prompt(ids)
@@ -293,15 +293,15 @@ def truncate_prompt(prompt: Prompt, body: GenerationBody, max_tokens: int, model
     return Prompt(truncate_ids(prompt.ids, limit, body.truncation_side))
 
 
-def resolve_truncation_limit(limit: int | None, longest: int, most: int) -> int | None:
-    """The most tokens that truncate_prompt_tokens leaves of a prompt; None: all. `most`: what -1 stands for. Raises
-    InvalidRequest."""
-    if limit == 0 or (limit or 0) > longest:
+def resolve_truncation_limit(limit: int | None, context_length: int, auto_limit: int) -> int | None:
+    """The most tokens that truncate_prompt_tokens leaves of a prompt; None: all. `auto_limit`: what -1 stands for.
+    Raises InvalidRequest."""
+    if limit == 0 or (limit or 0) > context_length:
         raise InvalidRequest(
-            f"truncate_prompt_tokens must be -1 or from 1 to the context length, {longest}; got {limit}",
+            f"truncate_prompt_tokens must be -1 or from 1 to the context length, {context_length}; got {limit}",
             param="truncate_prompt_tokens",
         )
-    return most if limit == -1 else limit
+    return auto_limit if limit == -1 else limit
 
 
 def truncate_ids(ids: list[int], limit: int, side: str) -> list[int]:
@@ -315,7 +315,7 @@ def encode_texts(
     """Token ids of each text. Raises InvalidRequest for one that the context cannot hold, unless it will be
     `will_truncate`."""
     for text in texts:
-        check_text(text, param)
+        check_no_surrogates(text, param)
         if not will_truncate:
             check_text_fits(model, text, param)
     return model.tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
@@ -327,11 +327,11 @@ def encode_conversation(
     """Token ids of a conversation; special tokens in texts that were moved are text. Raises as above."""
     if not conversation.moved_texts:
         return encode_texts(model, [conversation.text], add_special_tokens, "messages", will_truncate=will_truncate)[0]
-    check_text(conversation.text, "messages")
+    check_no_surrogates(conversation.text, "messages")
     if not will_truncate:
         check_text_fits(model, conversation.text, "messages")
     text, literal_spans = conversation.text, conversation.moved_texts
-    return encode_literally(model.tokenizer, text, literal_spans, add_special_tokens=add_special_tokens)
+    return encode_with_literal_texts(model.tokenizer, text, literal_spans, add_special_tokens=add_special_tokens)
 
 
 def adaptation_summary(conversation: RenderedConversation) -> str:

@@ -15,37 +15,37 @@ from quire.engine.text.structured_outputs import (
 from quire.server.config import ServerConfig
 from quire.server.protocol.field_limits import MAX_STRUCTURED_CHOICES
 from quire.server.protocol.request_bodies import GenerationBody
-from quire.server.resolve.checks import check_text
+from quire.server.resolve.checks import check_no_surrogates
 
 
 def requested_grammar(body: GenerationBody, config: ServerConfig) -> tuple[str, StructuredGrammar] | None:
     """The parameter that asks, and the grammar it asks for. Raises InvalidRequest naming the parameter."""
     requests: list[tuple[str, str, Any]] = []
     if body.response_format is not None:
-        requests += [("response_format", *one) for one in _response_format_ways(body.response_format)]
+        requests += [("response_format", *one) for one in _response_format_constraints(body.response_format)]
     if body.structured_outputs is not None:
         requests += [("structured_outputs", *one) for one in requested_constraints(body.structured_outputs)]
-    for way in CONSTRAINT_KINDS:
-        param = f"guided_{way}"
+    for kind in CONSTRAINT_KINDS:
+        param = f"guided_{kind}"
         value = getattr(body, param, None)
         if value is not None:
-            requests.append((param, way, value))
+            requests.append((param, kind, value))
     if not requests:
         return None
     if len(requests) > 1:
-        all_asked = " and ".join(f"{param} ({way})" for param, way, _ in requests)
+        all_asked = " and ".join(f"{param} ({kind})" for param, kind, _ in requests)
         raise InvalidRequest(f"Only one structured output can be asked for, got {all_asked}", param=requests[1][0])
-    param, way, value = requests[0]
+    param, kind, value = requests[0]
     try:
         close = config.disable_additional_properties or (body.structured_outputs or {}).get(CLOSE_OBJECTS_KEY) is True
-        structured = _build_structured(way, value, close=close)
+        structured = _build_structured_grammar(kind, value, close=close)
     except InvalidRequest as error:
         raise InvalidRequest(f"{param}: {error.message}", param=param) from error
-    check_text(structured.grammar.text, param)
+    check_no_surrogates(structured.grammar.text, param)
     return param, structured
 
 
-def _response_format_ways(response_format: dict[str, Any]) -> list[tuple[str, Any]]:
+def _response_format_constraints(response_format: dict[str, Any]) -> list[tuple[str, Any]]:
     kind = response_format.get("type")
     if kind == "text":
         return []
@@ -63,7 +63,7 @@ def _response_format_ways(response_format: dict[str, Any]) -> list[tuple[str, An
     )
 
 
-def _build_structured(way: str, value: Any, *, close: bool) -> StructuredGrammar:
-    if way == "choice" and isinstance(value, list) and len(value) > MAX_STRUCTURED_CHOICES:
+def _build_structured_grammar(kind: str, value: Any, *, close: bool) -> StructuredGrammar:
+    if kind == "choice" and isinstance(value, list) and len(value) > MAX_STRUCTURED_CHOICES:
         raise InvalidRequest(f"choice takes at most {MAX_STRUCTURED_CHOICES} strings, got {len(value)}")
-    return constraint_grammar(way, value, close=close)
+    return constraint_grammar(kind, value, close=close)

@@ -12,13 +12,13 @@ from quire.server.config import ServerConfig
 from quire.server.generation.answers.vector_bodies import ScorePairs, rerank_body, scores_body
 from quire.server.generation.vector_generation import VectorSpec
 from quire.server.protocol.pooling import RerankRequest, ScoreRequest, TextPairBody
-from quire.server.resolve.checks import NeedsWorker, check_text
+from quire.server.resolve.checks import NeedsWorker, check_no_surrogates
 from quire.server.resolve.parse import parse_body
 from quire.server.resolve.pooling_requests import (
     build_vector_spec,
     check_one_vector_per_text,
+    check_pooling_input_length,
     check_pooling_task,
-    check_vector_length,
     input_truncation_limit,
     prompt_by_name,
     tokenize_texts,
@@ -68,7 +68,7 @@ def build_pair_inputs(
     check_num_inputs(len(seconds), names[1])
     for name, texts in zip(names, (firsts, seconds), strict=True):
         for text in dict.fromkeys(texts):
-            check_text(text, name)
+            check_no_surrogates(text, name)
     if body.truncation_side != "right":
         raise InvalidRequest("truncation_side is always right for pairs of texts", param="truncation_side")
     if not model.expendable and sum(map(len, firsts)) + sum(map(len, seconds)) > MAX_INLINE_CHARACTERS:
@@ -76,13 +76,13 @@ def build_pair_inputs(
     pooling = model.pooling
     _check_can_score(body, model)
     if "classify" not in model.tasks or pooling is None:
-        _check_instruction(body)
+        _refuse_instruction(body)
         return _embedding_inputs(body, firsts, seconds, names, model)
     if len(pooling.labels) != 1:
         raise InvalidRequest(f"the model tells {len(pooling.labels)} labels apart and gives no score", param="model")
     if pooling.score_tokens is not None:
         return _generative_reranker_inputs(body, firsts, seconds, names, model)
-    _check_instruction(body)
+    _refuse_instruction(body)
     limit = _pair_truncation_limit(body, model)
     if limit is None:
         for text in dict.fromkeys([*firsts, *seconds]):
@@ -90,7 +90,7 @@ def build_pair_inputs(
     longest = body.max_tokens_per_doc if isinstance(body, RerankRequest) else None
     pairs = encode_pairs(model.tokenizer, list(zip(firsts, seconds, strict=True)), limit, longest)
     for ids, _ in pairs:
-        check_vector_length(ids, model, names[1])
+        check_pooling_input_length(ids, model, names[1])
     params = [
         PoolingParams(task="classify", activation=body.wants_activation, second_segment=begin) for _, begin in pairs
     ]
@@ -107,13 +107,13 @@ def _check_can_score(body: TextPairBody, model: ServedModel) -> None:
     check_pooling_task(body, "classify" if "classify" in model.tasks else "embed", model)
 
 
-def _check_instruction(body: TextPairBody) -> None:
+def _refuse_instruction(body: TextPairBody) -> None:
     """Raises InvalidRequest."""
     if body.instruction is not None:
         raise InvalidRequest("instruction needs a model that reads one", param="instruction")
 
 
-def _check_no_document_limit(body: TextPairBody) -> None:
+def _refuse_document_limit(body: TextPairBody) -> None:
     """Raises InvalidRequest."""
     if isinstance(body, RerankRequest) and body.max_tokens_per_doc is not None:
         raise InvalidRequest(NO_LIMIT_MESSAGE, param="max_tokens_per_doc")
@@ -138,7 +138,7 @@ def _embedding_inputs(
         prompt_by_role[role] = prompt_by_name(prompt_name, model)
     if isinstance(body, RerankRequest) and body.truncate_prompt_tokens is None:
         body = body.model_copy(update={"truncate_prompt_tokens": -1})
-    _check_no_document_limit(body)
+    _refuse_document_limit(body)
     index_by_text: dict[str, int] = {}
     for text in (
         *(prompt_by_role["query"] + each for each in firsts),
@@ -158,7 +158,7 @@ def _generative_reranker_inputs(
     body: TextPairBody, firsts: Sequence[str], seconds: Sequence[str], names: tuple[str, str], model: ServedModel
 ) -> PairInputs:
     """Prompts of Qwen3-Reranker. What is too long loses the end of its document."""
-    _check_no_document_limit(body)
+    _refuse_document_limit(body)
     limit = _pair_truncation_limit(body, model)
     for text in dict.fromkeys(firsts):
         check_text_fits(model, text, names[0])
@@ -166,5 +166,5 @@ def _generative_reranker_inputs(
         check_text_fits(model, text, names[1])
     prompts = encode_reranker_prompts(model.tokenizer, list(zip(firsts, seconds, strict=True)), body.instruction, limit)
     for ids in prompts:
-        check_vector_length(ids, model, names[1])
+        check_pooling_input_length(ids, model, names[1])
     return prompts, [PoolingParams(task="classify", activation=body.wants_activation)] * len(prompts), None

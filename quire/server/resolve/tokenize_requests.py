@@ -7,12 +7,12 @@ from typing import TypeVar
 
 from quire.engine.errors import InvalidRequest
 from quire.engine.text.conversation.conversation_renderer import RenderedConversation
-from quire.engine.text.conversation.literal_encoding import encode_literally
+from quire.engine.text.conversation.literal_encoding import encode_with_literal_texts
 from quire.server.config import ServerConfig
 from quire.server.encoding import encode_json
 from quire.server.protocol.request_bodies import build_adapted_header, ignored_params_header
 from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
-from quire.server.resolve.checks import check_text, check_token_ids
+from quire.server.resolve.checks import check_no_surrogates, check_token_ids
 from quire.server.resolve.parse import parse_body
 from quire.server.resolve.prompts import adaptation_summary, expand_image_placeholders, select_renderer
 from quire.server.resolve.tool_use import convert_to_functions
@@ -33,7 +33,9 @@ def answer_tokenize(body_bytes: bytes, model: ServedModel, config: ServerConfig)
     body, headers = _parse_request(body_bytes, TokenizeRequest, model, config)
     conversation, special = _text_to_tokenize(body, model, config)
     special = special if body.add_special_tokens is None else body.add_special_tokens
-    ids = encode_literally(model.tokenizer, conversation.text, conversation.moved_texts, add_special_tokens=special)
+    ids = encode_with_literal_texts(
+        model.tokenizer, conversation.text, conversation.moved_texts, add_special_tokens=special
+    )
     strings = [model.tokenizer.id_to_token(token_id) for token_id in ids] if body.return_token_strs else None
     fields = {"count": len(ids), "max_model_len": model.context_length, "tokens": ids, "token_strs": strings}
     if body.with_pieces:
@@ -85,7 +87,7 @@ def _text_to_tokenize(
             variables=body.chat_template_kwargs,
         )
         conversation = replace(conversation, text=expand_image_placeholders(conversation.text, body.messages, model))
-    check_text(conversation.text, param)
+    check_no_surrogates(conversation.text, param)
     return conversation, special
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from quire.engine.errors import InvalidRequest
-from quire.engine.schemas.enforcement import weaken_schema, with_sound_arguments
+from quire.engine.schemas.enforcement import repair_argument_schema, weaken_schema
 from quire.engine.schemas.object_closing import ClosedSchema, close_objects
 from quire.engine.text.structured_outputs import prepare_schema
 from quire.engine.text.tokenizer import Tokenizer
@@ -27,12 +27,12 @@ from quire.server.protocol.tools import (
 )
 from quire.server.resolve.custom_tools import can_enforce_patterns, custom_tool_function
 
-PARAMETERS_PLACE = "tools[{}].function.parameters"
-CUSTOM_FORMAT_PLACE = "tools[{}].custom.format"
+PARAMETERS_FIELD = "tools[{}].function.parameters"
+CUSTOM_FORMAT_FIELD = "tools[{}].custom.format"
 
 
 @dataclass(frozen=True, slots=True)
-class ToolUse:
+class RequestTools:
     """The use that one request makes of tools."""
 
     template_tools: list[dict[str, Any]] | None = None
@@ -40,49 +40,49 @@ class ToolUse:
     tool_format: ToolFormat | None = None
     """None: calls are not looked for."""
     tools_by_name: Mapping[str, Tool] = field(default_factory=dict)
-    custom_names: frozenset[str] = frozenset()
+    custom_tool_names: frozenset[str] = frozenset()
     """Names of custom tools: their input is the only argument of a function."""
     required_tools: Sequence[Tool] = ()
     """The answer is a call of one of these; empty: the model decides."""
-    strict_names: frozenset[str] = frozenset()
+    strict_tool_names: frozenset[str] = frozenset()
     """Names of tools whose calls follow their schema exactly, also where the model decides whether it calls."""
     allows_parallel: bool = True
     closes_objects: bool = True
     """Objects of schemas that name properties, and say nothing of others, have no others."""
-    schema_places: Mapping[str, str] = field(default_factory=dict)
+    schema_fields: Mapping[str, str] = field(default_factory=dict)
     """The fields that the tools' schemas come from."""
     weakening_levels: Mapping[str, int] = field(default_factory=dict)
     """How much weaker the schemas of some tools are, of those that nobody asked to hold: see `with_weaker_schemas`."""
 
     @property
-    def unenforced_names(self) -> list[str]:
+    def non_strict_tool_names(self) -> list[str]:
         """Names of tools that a grammar may have, and whose calls nobody asked to hold to their schema."""
-        return [tool.name for tool in self._constrained_tools if tool.name not in self.strict_names]
+        return [tool.name for tool in self._constrained_tools if tool.name not in self.strict_tool_names]
 
     @property
-    def tool_schemas(self) -> list[tuple[str, Grammar]]:
+    def schema_grammars(self) -> list[tuple[str, Grammar]]:
         """The schemas of the tools that a grammar may have, each with the field that it comes from."""
-        return [(self._schema_place(tool.name), self.tool_schema(tool.name)) for tool in self._constrained_tools]
+        return [(self._schema_field(tool.name), self.schema_grammar(tool.name)) for tool in self._constrained_tools]
 
-    def tool_schema(self, name: str) -> Grammar:
+    def schema_grammar(self, name: str) -> Grammar:
         """The schema that a grammar holds calls of a tool to."""
         return Grammar("json", json.dumps(self._enforced_schema(self.tools_by_name[name]).schema))
 
     @property
-    def open_object_places(self) -> dict[str, tuple[str, ...]]:
+    def open_objects_by_field(self) -> dict[str, tuple[str, ...]]:
         """Objects that stay open, by the field of the schema that they are in."""
         return {
-            self._schema_place(tool.name): places
+            self._schema_field(tool.name): places
             for tool in self._constrained_tools
             if (places := self._enforced_schema(tool).open_objects)
         }
 
     @property
-    def weakened_places(self) -> list[str]:
+    def weakened_schema_fields(self) -> list[str]:
         """The fields of schemas that answers are not held to exactly, although they asked for calls of these tools."""
-        return [self._schema_place(name) for name in self.tools_by_name if self.weakening_levels.get(name)]
+        return [self._schema_field(name) for name in self.tools_by_name if self.weakening_levels.get(name)]
 
-    def with_weaker_schemas(self, levels: Mapping[str, int]) -> ToolUse:
+    def with_weaker_schemas(self, levels: Mapping[str, int]) -> RequestTools:
         """The same with weaker schemas of some tools, by their names: quire.engine.schemas.enforcement has the
         levels."""
         return replace(self, weakening_levels={**self.weakening_levels, **levels})
@@ -92,7 +92,7 @@ class ToolUse:
 
         `calls_only`: the grammar is one of calls without text beside them, strict or not. Raises InvalidRequest for a
         strict tool that no grammar can be made of."""
-        if self.tool_format is None or not (self.required_tools or self.strict_names or calls_only):
+        if self.tool_format is None or not (self.required_tools or self.strict_tool_names or calls_only):
             return None
         must = calls_only or bool(self.required_tools)
         tools = [Tool(tool.name, self._enforced_schema(tool).schema) for tool in self._constrained_tools]
@@ -108,12 +108,12 @@ class ToolUse:
     def _constrained_tools(self) -> Sequence[Tool]:
         return self.required_tools or list(self.tools_by_name.values())
 
-    def _schema_place(self, name: str) -> str:
-        return self.schema_places[name]
+    def _schema_field(self, name: str) -> str:
+        return self.schema_fields[name]
 
     def _enforced_schema(self, tool: Tool) -> ClosedSchema:
         """The schema that a grammar holds calls of the tool to. Raises InvalidRequest."""
-        if tool.name not in self.strict_names:
+        if tool.name not in self.strict_tool_names:
             closed_schema = (
                 close_objects(tool.parameters, by_name=True)
                 if self.closes_objects
@@ -125,19 +125,19 @@ class ToolUse:
         try:
             return prepare_schema(tool.parameters, close=self.closes_objects, by_name=True)
         except InvalidRequest as error:
-            raise InvalidRequest(f"{self._schema_place(tool.name)}: {error.message}", param="tools") from error
+            raise InvalidRequest(f"{self._schema_field(tool.name)}: {error.message}", param="tools") from error
 
 
-def resolve_tool_use(body: ChatRequest, format: ToolFormat | None, *, close: bool = True) -> ToolUse:
-    """`close`: see ToolUse. Raises InvalidRequest naming the parameter."""
+def resolve_request_tools(body: ChatRequest, format: ToolFormat | None, *, close: bool = True) -> RequestTools:
+    """`close`: see RequestTools. Raises InvalidRequest naming the parameter."""
     specs = convert_to_functions(body.tools, None if body.tool_choice == "none" else format)
     known: dict[str, Tool] = {}
     for index, spec in enumerate(specs):
         function = spec.function
         if function.name in known:
             raise InvalidRequest(f"tools[{index}]: there are two functions named {function.name}", param="tools")
-        parameters = function.parameters if function.strict else with_sound_arguments(function.parameters)
-        known[function.name] = Tool(function.name, _check_parameters(parameters, index))
+        parameters = function.parameters if function.strict else repair_argument_schema(function.parameters)
+        known[function.name] = Tool(function.name, _validate_parameters_schema(parameters, index))
     choice = body.tool_choice
     if isinstance(choice, AllowedTools):
         allowed = [tool.name for tool in choice.allowed_tools.tools]
@@ -152,7 +152,7 @@ def resolve_tool_use(body: ChatRequest, format: ToolFormat | None, *, close: boo
     if choice == "required" and not known:
         raise InvalidRequest("tool_choice required needs tools to choose from", param="tool_choice")
     if choice == "none" or not known:
-        return ToolUse()
+        return RequestTools()
     if format is None:
         raise InvalidRequest(
             "tool calls are switched off here by --tool-call-parser none; the operator can set --tool-call-parser auto",
@@ -163,16 +163,16 @@ def resolve_tool_use(body: ChatRequest, format: ToolFormat | None, *, close: boo
         must_call = [known[named]]
     elif choice == "required":
         must_call = list(known.values())
-    return ToolUse(
+    return RequestTools(
         template_tools=[spec.to_template_tool() for spec in specs],
         tool_format=format,
         tools_by_name=known,
-        custom_names=frozenset(spec.name for spec in body.tools if isinstance(spec, CustomToolSpec)),
+        custom_tool_names=frozenset(spec.name for spec in body.tools if isinstance(spec, CustomToolSpec)),
         required_tools=must_call,
-        strict_names=frozenset(spec.name for spec in specs if spec.function.strict),
+        strict_tool_names=frozenset(spec.name for spec in specs if spec.function.strict),
         allows_parallel=body.parallel_tool_calls and named is None,
         closes_objects=close,
-        schema_places={spec.name: _tool_place(spec, index) for index, spec in enumerate(body.tools)},
+        schema_fields={spec.name: _tool_schema_field(spec, index) for index, spec in enumerate(body.tools)},
     )
 
 
@@ -184,21 +184,21 @@ def convert_to_functions(tools: Sequence[FunctionOrCustomTool], format: ToolForm
         if isinstance(spec, CustomToolSpec):
             can_enforce = spec.custom.input_grammar is None or format is None or can_enforce_patterns(format)
             spec = ToolSpec(
-                function=custom_tool_function(spec.custom, CUSTOM_FORMAT_PLACE.format(index), can_enforce=can_enforce)
+                function=custom_tool_function(spec.custom, CUSTOM_FORMAT_FIELD.format(index), can_enforce=can_enforce)
             )
         function_specs.append(spec)
     return function_specs
 
 
-def _tool_place(spec: FunctionOrCustomTool, index: int) -> str:
-    return (CUSTOM_FORMAT_PLACE if isinstance(spec, CustomToolSpec) else PARAMETERS_PLACE).format(index)
+def _tool_schema_field(spec: FunctionOrCustomTool, index: int) -> str:
+    return (CUSTOM_FORMAT_FIELD if isinstance(spec, CustomToolSpec) else PARAMETERS_FIELD).format(index)
 
 
-def _check_parameters(schema: dict[str, Any] | None, index: int) -> Mapping[str, Any]:
+def _validate_parameters_schema(schema: dict[str, Any] | None, index: int) -> Mapping[str, Any]:
     """The schema of the arguments. Parsers and grammars rely on what is checked here: the form of its first level."""
     if not schema:
         return ANY_OBJECT if schema is None else {**ANY_OBJECT, **schema}
-    place = PARAMETERS_PLACE.format(index)
+    place = PARAMETERS_FIELD.format(index)
     if schema.get("type", "object") != "object":
         raise InvalidRequest(f"{place}: arguments are an object, so its type must be object", param="tools")
     properties, required = schema.get("properties", {}), schema.get("required", [])

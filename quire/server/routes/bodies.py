@@ -18,11 +18,11 @@ from quire.engine.errors import InvalidRequest
 from quire.engine.types import Adapter
 from quire.server.access.authentication import tenant_of
 from quire.server.access.body_reader import BodyBuffer
-from quire.server.access.memory_lease import lease_memory
+from quire.server.access.memory_lease import grow_request_lease
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
 from quire.server.generation.request_specs import GenerationSpec, RequestSpec
-from quire.server.images.image_parts import UnfetchedImages
+from quire.server.images.image_parts import UnfetchedImagesError
 from quire.server.observe.request_log import REQUEST_ID_HEADER, is_safe_id
 from quire.server.protocol.request_bodies import IGNORED_PARAMS_HEADER, ignored_params_header
 from quire.server.resolve.checks import NeedsWorker
@@ -63,7 +63,7 @@ async def worked_on(request: Request, work: Work[Result]) -> Result:
             pieces = tuple(body.chunks) if keep else ()
             made = await _here_or_there(request, body, work)
             if keep:
-                lease_memory(request.scope, body.received_bytes)
+                grow_request_lease(request.scope, body.received_bytes)
                 request.scope[JOURNAL_BODY_SCOPE_KEY] = b"".join(pieces)
             return made
     except ClientDisconnect:
@@ -96,7 +96,7 @@ async def checked(request: Request, call: Resolved) -> GenerationSpec:
         spec = replace(
             spec,
             include_receipt=receipt,
-            record_receipt=receipt or get_runtime(request).receipts.receipt_log is not None,
+            record_receipt=receipt or get_runtime(request).receipt_writer.receipt_log is not None,
         )
     return await _pinned(request, spec) if JOURNAL_BODY_SCOPE_KEY in request.scope else _without_key(request, spec)
 
@@ -129,7 +129,7 @@ def _without_key(request: Request, spec: GenerationSpec) -> GenerationSpec:
 
 
 async def _pinned(request: Request, spec: GenerationSpec) -> GenerationSpec:
-    """A spec that may be asked for again, or one that is. Raises what ResumableCalls.claim_key raises."""
+    """A spec that may be asked for again, or one that is. Raises what ResumableCalls.claim_key_or_resume raises."""
     streams, owner = get_server_context(request).resumable_calls, owner_of(request)
     assert streams is not None
     if (
@@ -143,7 +143,9 @@ async def _pinned(request: Request, spec: GenerationSpec) -> GenerationSpec:
         return spec
     resumed = request.scope.get(RESUMED_SCOPE_KEY)
     if resumed is None:
-        resumed = await streams.claim_key(request, owner, request.scope[JOURNAL_BODY_SCOPE_KEY], stream=spec.stream)
+        resumed = await streams.claim_key_or_resume(
+            request, owner, request.scope[JOURNAL_BODY_SCOPE_KEY], stream=spec.stream
+        )
         request.scope[RESUMED_SCOPE_KEY] = resumed
     if resumed is not None and (why := resume_conflict(resumed, spec, here_of(request))) is not None:
         if not resumed.call.pins.background:
@@ -207,7 +209,7 @@ async def _here_or_there(request: Request, body: BodyBuffer, work: Work[Result])
         if body.received_bytes <= QUICK_BYTES:
             return work(b"".join(body.chunks), get_model(request), runtime.config)
         if body.received_bytes <= SMALL_BYTES:
-            async with runtime.loop_turns:
+            async with runtime.loop_guard:
                 return work(b"".join(body.chunks), get_model(request), runtime.config)
     except NeedsWorker:
         slow = True
@@ -215,15 +217,15 @@ async def _here_or_there(request: Request, body: BodyBuffer, work: Work[Result])
     try:
         working = runtime.workers.run_job(partial(measured, work=work), body.chunks, tenant, is_slow=slow)
         made, size = await cancel_on_disconnect(request.receive, working)
-    except UnfetchedImages as needed:
-        coming = _fetched(runtime, tenant, needed.fields_by_url, partial(lease_memory, request.scope))
+    except UnfetchedImagesError as needed:
+        coming = _fetched(runtime, tenant, needed.fields_by_url, partial(grow_request_lease, request.scope))
         fetched = await cancel_on_disconnect(request.receive, coming)
         again = partial(measured, work=partial(with_fetched, work=work, fetched=fetched))
         beside = sum(map(len, fetched.values()))
         working = runtime.workers.run_job(again, body.chunks, tenant, is_slow=slow, extra_bytes=beside)
         made, size = await cancel_on_disconnect(request.receive, working)
     try:
-        lease_memory(request.scope, size)
+        grow_request_lease(request.scope, size)
     except Exception:
         del made  # else it stays as long as the error's traceback
         raise

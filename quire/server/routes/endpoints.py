@@ -53,7 +53,7 @@ def make_handler(resolve: Work[Resolution]) -> Callable[[Request], Coroutine[Any
         if isinstance(resolved, VectorSpec):
             return await vectors_reply(request, resolved)
         spec = await checked(request, resolved)
-        get_runtime(request).metrics.count_questions(question.type for question in spec.questions)
+        get_runtime(request).metrics.count_questions_by_type(question.type for question in spec.questions)
         return await reply(request, spec, resolved.writer(spec, model.tokenizer, model.fingerprint))
 
     return handle_request

@@ -24,7 +24,7 @@ from quire.server.config import ServerConfig
 from quire.server.encoding import encode_json
 from quire.server.observe.engine_trace import record_trace
 from quire.server.observe.live_view import LiveViewStream
-from quire.server.observe.recent_answers import list_adapter_states, merge_recent_answers, recent_answers
+from quire.server.observe.recent_answers import list_adapter_states, merge_answer_summaries, summarize_recent_answers
 from quire.server.protocol.operator_requests import (
     BroadcastTensor,
     CallRequest,
@@ -65,9 +65,9 @@ async def engine_requests(request: Request, limit: Annotated[int, Query(ge=1, le
     """The last answers, the latest first: phases, tokens, finish reasons, model; what each tenant had of the engine in
     all that are remembered (--request-history); and the adapters. Nothing of what was asked or answered."""
     runtime = get_runtime(request)
-    answers = recent_answers(runtime.request_log, runtime.client.history, limit)
-    if peer_answers := await runtime.cross_process_observer.list_peer_answers(limit):
-        answers = merge_recent_answers([answers, *peer_answers], limit)
+    answers = summarize_recent_answers(runtime.request_log, runtime.client.history, limit)
+    if peer_answers := await runtime.cross_process_observer.collect_peer_answer_summaries(limit):
+        answers = merge_answer_summaries([answers, *peer_answers], limit)
     names = () if runtime.adapter_registry is None else runtime.adapter_registry.adapters_by_name
     return Response(
         encode_json(answers | {"adapters": list_adapter_states(runtime.client, names)}), media_type="application/json"
@@ -85,7 +85,7 @@ def server_facts(runtime: ModelRuntime, model: ServedModel) -> dict[str, object]
     config = runtime.config
     return {
         "version": VERSION,
-        "started": runtime.started,
+        "started": runtime.started_at,
         "models": model.names,
         "info": {name: value for name, value in msgspec.structs.asdict(runtime.info).items() if name != "model"},
         "limits": {
@@ -109,7 +109,7 @@ async def sleep(
     mode: open requests wait and go on (keep), end before it (wait) or end at once (abort). New requests wait, or with
     `refuse` are answered 503.
     """
-    await get_runtime(request).weight_changes.sleep(level, mode, refuse=refuse)
+    await get_runtime(request).weight_controller.sleep(level, mode, refuse=refuse)
     return _sleep_state_response(request)
 
 
@@ -118,7 +118,7 @@ async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] =
     """Take weights and KV cache back, both whatever vLLM's `tags` say. 503 where there is no room for them: then the
     model sleeps on."""
     try:
-        await get_runtime(request).weight_changes.wake_up()
+        await get_runtime(request).weight_controller.wake_up()
     except ConfigError as error:
         raise Overloaded(f"the model sleeps on: {error.message}", param=error.param) from None
     response = _sleep_state_response(request)
@@ -140,7 +140,7 @@ async def update_weights(request: Request) -> Response:
     body = await worked_on(request, _parse_weights_update)
     try:
         if body.path is not None:
-            version = await runtime.weight_changes.update(body.path, body.mode, body.version)
+            version = await runtime.weight_controller.update(body.path, body.mode, body.version)
         else:
             await runtime.weights_group.receive(_to_broadcast_tensors(body.tensors or [], runtime.info.weight_bytes))
             if not body.last:

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.errors import ModelUnloadable, QuireError, RateLimited, RequestQuarantined
+from quire.engine.errors import ModelNotLoadable, QuireError, RateLimited, RequestQuarantined
 from quire.server.error_responses import (
     INVALID_REQUEST_TYPE,
     RETRY_AFTER_SECONDS,
@@ -57,7 +57,7 @@ async def _handle_typed_error(request: Request, error: Exception) -> Response:
     headers = {"Retry-After": RETRY_AFTER_SECONDS} if error_body.status == HTTPStatus.SERVICE_UNAVAILABLE else {}
     if isinstance(error, RateLimited):
         headers = dict(error.headers)
-    if isinstance(error, RequestQuarantined | ModelUnloadable):
+    if isinstance(error, RequestQuarantined | ModelNotLoadable):
         headers = {"x-should-retry": "false"}  # or OpenAI's SDK would send it twice more
     return error_response(request.url.path, error_body, headers)
 

@@ -8,8 +8,8 @@ from fastapi import FastAPI
 
 from quire.server.access.allowed_hosts import AllowedHosts, AllowedHostsMiddleware
 from quire.server.access.authentication import AuthenticationMiddleware
-from quire.server.access.cors import add_cors
-from quire.server.access.gateway_headers import Gateways
+from quire.server.access.cors import wrap_in_cors
+from quire.server.access.gateway_headers import TrustedGateways
 from quire.server.access.memory_lease import MemoryLeaseMiddleware
 from quire.server.access.root_path import RootPathMiddleware
 from quire.server.access.tenants import Tenants
@@ -18,7 +18,7 @@ from quire.server.error_responses import UnexpectedErrorMiddleware
 from quire.server.observe.http_metrics import HttpMetrics
 from quire.server.observe.log_setup import log_request
 from quire.server.observe.request_log import RequestLogMiddleware, RequestRecord
-from quire.server.observe.request_spans import OpenTelemetrySpans
+from quire.server.observe.request_spans import RequestSpanExporter
 from quire.server.owner_budget import OwnerBudget
 from quire.server.routes.stored.streams import ResumptionMiddleware
 
@@ -27,8 +27,8 @@ def add_middleware(
     app: FastAPI,
     config: ServerConfig,
     tenants: Tenants,
-    gateways: Gateways,
-    span_exporter: OpenTelemetrySpans | None,
+    gateways: TrustedGateways,
+    span_exporter: RequestSpanExporter | None,
     budget_bytes: int,
     http_metrics: HttpMetrics,
 ) -> None:
@@ -45,7 +45,7 @@ def add_middleware(
     app.add_middleware(MemoryLeaseMiddleware, budget=OwnerBudget(budget_bytes))
     app.add_middleware(AuthenticationMiddleware, tenants=tenants, gateways=gateways)
     app.add_middleware(UnexpectedErrorMiddleware)
-    app.add_middleware(add_cors, config)
+    app.add_middleware(wrap_in_cors, config)
     app.add_middleware(AllowedHostsMiddleware, hosts=app.state.hosts)
     app.add_middleware(RequestLogMiddleware, end_listeners=record_sinks, counter=http_metrics)
     if config.root_path.strip("/"):

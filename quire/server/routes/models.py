@@ -17,7 +17,7 @@ from quire.engine.errors import InvalidRequest
 from quire.engine.text.tokenizer import ADDED_TOKEN_FIELDS
 from quire.server.access.admission import ModelRoute, RateLimitedRoute
 from quire.server.adapter_registry import AdapterRegistry
-from quire.server.encoding import encode_ascii
+from quire.server.encoding import encode_ascii_json
 from quire.server.protocol.operator_requests import LoadAdapterRequest, UnloadAdapterRequest
 from quire.server.routes.bodies import Documented, parsed
 from quire.server.runtime.model_runtime import get_runtime
@@ -33,10 +33,10 @@ MAX_SAFE_INTEGER = 2**53
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    return model_list(list_model_cards(get_model(request)))
+    return model_list_body(list_model_cards(get_model(request)))
 
 
-def model_list(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def model_list_body(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The answer with these cards, at least one."""
     return {
         "object": "list",
@@ -98,7 +98,7 @@ async def load_lora_adapter(request: Request) -> PlainTextResponse:
 
     It is copied and checked before the answer, while streams go on.
     """
-    adapters, body = _require_adapters(request), await parsed(request, LoadAdapterRequest)
+    adapters, body = _require_adapter_registry(request), await parsed(request, LoadAdapterRequest)
     await adapters.load_lora_adapter(body.lora_name, body.lora_path, replace=body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
@@ -106,12 +106,12 @@ async def load_lora_adapter(request: Request) -> PlainTextResponse:
 @router.post("/v1/unload_lora_adapter", response_model=None, openapi_extra=Documented(UnloadAdapterRequest))
 async def unload_lora_adapter(request: Request) -> PlainTextResponse:
     """Serve an adapter no more; its requests under way finish. Needs an admin's API key where there are keys."""
-    adapters, body = _require_adapters(request), await parsed(request, UnloadAdapterRequest)
+    adapters, body = _require_adapter_registry(request), await parsed(request, UnloadAdapterRequest)
     await adapters.unload_lora_adapter(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
-def _require_adapters(request: Request) -> AdapterRegistry:
+def _require_adapter_registry(request: Request) -> AdapterRegistry:
     adapters = get_runtime(request).adapter_registry
     if adapters is None:
         raise InvalidRequest("This server was started without --enable-lora")
@@ -142,7 +142,7 @@ async def props(request: Request) -> dict[str, Any]:
 @rate_limited_router.get("/tokenizer_info", response_model=None)
 def tokenizer_info(request: Request) -> Response:
     """tokenizer_config.json as it is in effect, in vLLM's form: lm-eval's remote tokenizer reads it."""
-    return Response(encode_ascii(tokenizer_config(get_model(request))), 200, media_type="application/json")
+    return Response(encode_ascii_json(tokenizer_config(get_model(request))), 200, media_type="application/json")
 
 
 def tokenizer_config(model: ServedModel) -> dict[str, Any]:

@@ -29,10 +29,10 @@ from quire.server.resumable_calls import (
     JOURNAL_BODY_SCOPE_KEY,
     KEEP_ALIVE_HEADER,
     RESUMED_SCOPE_KEY,
-    parse_keep_alive,
+    parse_keep_alive_seconds,
     still_answering_error,
 )
-from quire.server.resumption import compute_fingerprints
+from quire.server.resumption import fingerprint_history
 from quire.server.routes.bodies import WEIGHTS_VERSION, here_of, of_caller, owner_of
 from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
 from quire.server.runtime.server_context import get_server_context
@@ -64,7 +64,7 @@ async def reply(
     streamed.
     """
     runtime = get_runtime(request)
-    keep = parse_keep_alive(
+    keep = parse_keep_alive_seconds(
         request, 0 if get_server_context(request).resumable_calls is None else runtime.config.stream_grace
     )
     if keep and not (spec.stream and spec.resumable):
@@ -83,9 +83,9 @@ async def reply(
         best = generation.select_best(answers)
         writer.weights_version = generation.weights_version
         if spec.include_receipt:
-            writer.receipt = await runtime.receipts.encode_answer_receipt(spec, generation)
+            writer.receipt = await runtime.receipt_writer.encode_answer_receipt(spec, generation)
         if spec.logprobs or spec.prompt_logprobs is not None:
-            body = await runtime.loop_turns.run_in_thread(writer.response_body, best, generation.usage)
+            body = await runtime.loop_guard.run_in_thread(writer.response_body, best, generation.usage)
         else:
             body = writer.response_body(best, generation.usage)
     await ended()
@@ -107,7 +107,7 @@ def _streamed(
     headers = {**spec.headers, WEIGHTS_VERSION: generation.weights_version}
     if spec.resumable:
         resumed, here = request.scope.get(RESUMED_SCOPE_KEY), here_of(request)
-        by = () if resumed is None else compute_fingerprints(resumed, here)
+        by = () if resumed is None else fingerprint_history(resumed, here)
         others = len(by) > 1  # also before this process: the reader may have tokens of any of them
         alters = others or not here.deterministic
         seen = () if resumed is None else resumed.seen_events
@@ -211,7 +211,7 @@ def admitted(
         priority=spec.priority,
     )
     name = get_model(request).names[0] if spec.adapter is None else spec.adapter.name
-    get_runtime(request).request_log.begin_answer(request.scope, spec.id, spec.answer_id, name)
+    get_runtime(request).request_log.record_answer_start(request.scope, spec.id, spec.answer_id, name)
     try:
         return start(), reservation
     except Exception:
@@ -235,7 +235,7 @@ async def vectors_reply(request: Request, spec: VectorSpec) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     version = work.weights_version
     if sum(map(len, vectors)) > QUICK_NUMBERS:
-        body = await runtime.loop_turns.run_in_thread(spec.write_body, spec, version, vectors)
+        body = await runtime.loop_guard.run_in_thread(spec.write_body, spec, version, vectors)
     else:
         body = spec.write_body(spec, version, vectors)
     return Response(body, 200, {**spec.headers, WEIGHTS_VERSION: version}, "application/json")
@@ -243,7 +243,7 @@ async def vectors_reply(request: Request, spec: VectorSpec) -> Response:
 
 def start(spec: GenerationSpec, runtime: ModelRuntime) -> Generation:
     """The generation that a spec asks for. Raises EngineError when the engine is gone."""
-    common = spec, runtime.model.tokenizer, runtime.client, runtime.metrics, runtime.loop_turns
+    common = spec, runtime.model.tokenizer, runtime.client, runtime.metrics, runtime.loop_guard
     if spec.beam_search:
         return BeamSearchGeneration(*common, context_length=runtime.model.context_length)
     return SamplingGeneration(*common)
@@ -269,7 +269,7 @@ def begin(request: Request, spec: GenerationSpec) -> tuple[Generation, Callable[
         reservation.settle_usage(generation.usage.total_tokens)
         if not closed:
             closed = True
-            runtime.receipts.log_answer(spec, generation)
+            runtime.receipt_writer.log_answer(spec, generation)
 
     return generation, close
 
@@ -325,7 +325,7 @@ async def events_of(
             if spec.continuous_usage:
                 writer.set_usage(generation.usage)
             if spec.echo and spec.logprobs:  # all of the prompt's may come in one step
-                yield opening + await runtime.loop_turns.run_in_thread(writer.step_events, step)
+                yield opening + await runtime.loop_guard.run_in_thread(writer.step_events, step)
             elif events := opening + writer.step_events(step):  # else the reader of a stream that goes on has seen them
                 yield events
                 if first and transport is not None and not keeps:
@@ -335,7 +335,7 @@ async def events_of(
         if generation.is_complete:
             writer.weights_version = generation.weights_version
             if spec.include_receipt:
-                writer.receipt = await runtime.receipts.encode_answer_receipt(spec, generation)
+                writer.receipt = await runtime.receipt_writer.encode_answer_receipt(spec, generation)
             last = writer.last_events(generation.usage)
             await ended()
             if last:

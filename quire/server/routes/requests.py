@@ -51,21 +51,25 @@ async def explain(name: str, request: Request) -> Response:
 
 
 @router.get("/v1/requests/{name:path}/conversation", name="conversation", response_model=None)
-async def conversation(name: str, request: Request) -> dict[str, Any]:
+async def list_conversation_turns(name: str, request: Request) -> dict[str, Any]:
     """The turns of the conversation that a request belongs to, as far as they are remembered (--request-history): for
     each prompt, the numbers of tokens that were cached, that could have been cached, and that were new. Prompts belong
     to one conversation if one begins with the other, or with most of it."""
     explanation, runtime = await _find_explanation(name, tenant := tenant_of(request.scope), request)
     prefixes = [each["prefix"] for each in msgspec.json.decode(explanation)["sequences"] if each["prefix"] is not None]
     conversation_names = list(dict.fromkeys(each["conversation"] for each in prefixes))
-    turns = await runtime.cross_process_observer.list_turns(conversation_names[0], tenant) if conversation_names else []
+    turns = (
+        await runtime.cross_process_observer.collect_conversation_turns(conversation_names[0], tenant)
+        if conversation_names
+        else []
+    )
     return {"object": "list", "conversation": conversation_names[0] if conversation_names else None, "data": turns}
 
 
 async def _find_explanation(name: str, tenant: Tenant, request: Request) -> tuple[bytes, ModelRuntime]:
     """The explanation of a request, and what runs beside its model."""
     for runtime in list(get_server_context(request).models.loaded_runtimes):
-        async with runtime.loop_turns:
+        async with runtime.loop_guard:
             explanation = runtime.cross_process_observer.explain_own_request(name, tenant.name, tenant.admin)
         explanation = explanation or await runtime.cross_process_observer.explain_peer_request(name, tenant)
         if explanation is not None:

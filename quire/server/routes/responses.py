@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from quire.engine.errors import InvalidRequest, Overloaded, RequestNotFound
 from quire.server.access.admission import GenerationRoute, RateLimitedRoute, admission_of
-from quire.server.access.memory_lease import lease_memory, lease_of
+from quire.server.access.memory_lease import grow_request_lease, lease_of
 from quire.server.encoding import encode_event
 from quire.server.generation.answers.responses import ResponsesWriter
 from quire.server.generation.background import RunningAnswer
@@ -66,7 +66,7 @@ class ResponseRecorder:
             await self._put_response(writer.final_response or writer.current_response(writer.status))
         if fields.conversation_id is not None and writer.final_response is not None:
             new_items = [*fields.input_items, *writer.output_items]
-            append = self.data.store.append
+            append = self.data.store.append_items
             await self.data.owner_executor.run_for_owner(
                 self.owner, append, self.owner, fields.conversation_id, new_items
             )
@@ -102,7 +102,7 @@ async def create_response(request: Request) -> Response:
     assert fields is not None
     if fields.store:
         spec = replace(spec, requested_id="")  # an id of ours: the one that a caller chooses may name several answers
-    lease_memory(
+    grow_request_lease(
         request.scope, 2 * len(fields.echoed_fields)
     )  # in the events that open the stream; or once, in the answer
     writer = ResponsesWriter(spec, model.tokenizer, model.fingerprint)
@@ -135,13 +135,13 @@ async def _answer_in_background(request: Request, recorder: ResponseRecorder) ->
     assert spec.responses_fields is not None
     close = lease.release_lease
     try:
-        lease_memory(request.scope, 2 * len(spec.responses_fields.echoed_fields))  # in what the caller is sent
+        grow_request_lease(request.scope, 2 * len(spec.responses_fields.echoed_fields))  # in what the caller is sent
         generation, close = begin(request, spec)
         close = await journaled(request, spec, generation, close)
         queued = writer.current_response("queued")
         await recorder.store_queued_response(queued)
         if server.resumable_calls is not None:
-            server.resumable_calls.mark_stored(recorder.owner, spec.id)
+            server.resumable_calls.mark_response_stored(recorder.owner, spec.id)
     except BaseException:
         close()
         lease.release_lease()
@@ -169,7 +169,7 @@ async def _answer_in_background(request: Request, recorder: ResponseRecorder) ->
     server.background.start_answer((recorder.owner, spec.answer_id), running, events, finish_response)
     if spec.stream and (resumed is None or not resumed.attempt):
         return EventStream(
-            running.follow_events(-1), _keep_generating, spec.headers, runtime.config, ping=writer.ping_event
+            running.follow_events(-1), _ignore_disconnect, spec.headers, runtime.config, ping=writer.ping_event
         )
     return Response(queued, 200, dict(spec.headers), "application/json")
 
@@ -188,7 +188,7 @@ async def _existing_response(request: Request, spec: GenerationSpec) -> Response
 
 
 @router.post("/v1/responses/compact", include_in_schema=False)
-async def compact_response() -> None:
+async def refuse_compaction() -> None:
     """Only a model that was trained for it can compact a conversation."""
     raise RequestNotFound("Conversations are not compacted here: send fewer items")
 
@@ -199,7 +199,7 @@ async def retrieve_response(
 ) -> Response:
     """A stored response. `stream`: the events after the one numbered `starting_after`, if the response was created in
     the background and streamed; only the last event if it has ended."""
-    summary = await _find_response(request, response_id)
+    summary = await _find_response_summary(request, response_id)
     background, key = get_server_context(request).background, (owner_of(request), response_id)
     config, is_unfinished = get_server_context(request).config, summary.about["status"] in UNFINISHED_STATUSES
     if stream:
@@ -207,15 +207,15 @@ async def retrieve_response(
             raise InvalidRequest("stream: the response was not created with stream", param="stream")
         after = -1 if starting_after is None else starting_after
         if is_unfinished and (events := await background.follow_answer(key, after)) is not None:
-            lease_memory(request.scope, 3 * summary.length)  # each event is sent again
-            return EventStream(events, _keep_generating, {}, config)
-        summary = await _find_response(request, response_id)  # it may have ended just now
+            grow_request_lease(request.scope, 3 * summary.length)  # each event is sent again
+            return EventStream(events, _ignore_disconnect, {}, config)
+        summary = await _find_response_summary(request, response_id)  # it may have ended just now
         if (
             summary.about["status"] in UNFINISHED_STATUSES
         ):  # by nobody: its server has ended, and another has not begun it yet
             raise Overloaded("The response is about to be gone on with. Please try again")
         return EventStream(
-            _last_event(summary, await _load_response(request, response_id)), _keep_generating, {}, config
+            _last_event(summary, await _load_response(request, response_id)), _ignore_disconnect, {}, config
         )
     if is_unfinished and (snapshot := await background.current_response(key)) is not None:
         return json_response(request, snapshot)
@@ -225,7 +225,7 @@ async def retrieve_response(
 @router.post("/v1/responses/{response_id}/cancel", response_model=None)
 async def cancel_response(response_id: str, request: Request) -> Response:
     """End a response that goes on in the background."""
-    summary = await _find_response(request, response_id)
+    summary = await _find_response_summary(request, response_id)
     if not summary.about["background"]:
         raise InvalidRequest("response_id: only a response in the background can be cancelled", param="response_id")
     await get_server_context(request).background.cancel_answer((owner_of(request), response_id))
@@ -235,7 +235,7 @@ async def cancel_response(response_id: str, request: Request) -> Response:
 @router.delete("/v1/responses/{response_id}", response_model=None)
 async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
     """Forget a stored response; one that is still generated ends."""
-    await _find_response(request, response_id)
+    await _find_response_summary(request, response_id)
     await get_server_context(request).background.cancel_answer((owner_of(request), response_id))
     if (streams := get_server_context(request).resumable_calls) is not None:
         await streams.forget_call(owner_of(request), response_id)
@@ -248,7 +248,7 @@ async def list_input_items(
     response_id: str, request: Request, limit: Limit = 20, order: Order = "desc", after: str | None = None
 ) -> Response:
     """The items of the response's own input."""
-    await _find_response(request, response_id)
+    await _find_response_summary(request, response_id)
     return await list_items_response(request, require_store(request, response_id), response_id, limit, order, after)
 
 
@@ -267,9 +267,9 @@ def require_store(request: Request, id: str) -> Store:
     return store
 
 
-async def _find_response(request: Request, response_id: str) -> ObjectSummary:
+async def _find_response_summary(request: Request, response_id: str) -> ObjectSummary:
     """Raises RequestNotFound."""
-    get_summary = require_store(request, response_id).known
+    get_summary = require_store(request, response_id).get_summary
     return await find_or_raise(
         request, get_summary, "response", response_id, not_found=_response_not_found(response_id)
     )
@@ -277,7 +277,7 @@ async def _find_response(request: Request, response_id: str) -> ObjectSummary:
 
 async def _load_response(request: Request, response_id: str) -> bytes:
     """A stored response, which the request holds until it is answered. Raises RequestNotFound, Overloaded."""
-    lease_memory(request.scope, (await _find_response(request, response_id)).length)
+    grow_request_lease(request.scope, (await _find_response_summary(request, response_id)).length)
     get_object = require_store(request, response_id).get
     return (
         await find_or_raise(request, get_object, "response", response_id, not_found=_response_not_found(response_id))
@@ -294,5 +294,5 @@ async def _last_event(summary: ObjectSummary, response: bytes) -> AsyncGenerator
     yield encode_event(kind, {"type": kind, "sequence_number": number}, response=response)
 
 
-def _keep_generating() -> None:
+def _ignore_disconnect() -> None:
     """A follower that leaves ends nothing."""

@@ -65,11 +65,11 @@ async def metrics(request: Request) -> Response:
     peer_samples = [
         count for runtime in runtimes for count in await runtime.cross_process_observer.collect_peer_samples()
     ]
-    async with runtimes[0].loop_turns if runtimes else nullcontext():
+    async with runtimes[0].loop_guard if runtimes else nullcontext():
         http_registry = CollectorRegistry()
         http_registry.register(MergedHttpMetrics(server.http_metrics, peer_samples))
         text = Metrics.render_metrics(
-            [runtime.metrics for runtime in runtimes], peer_samples, (server.registry, http_registry)
+            [runtime.metrics for runtime in runtimes], peer_samples, (server.metrics_registry, http_registry)
         )
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 

@@ -35,7 +35,7 @@ def attach_observers(
     """Have a client's steps and ends observed. `rejections`: see Metrics."""
     metrics = Metrics(client, model.names[0], info.max_model_len, rejections)
     request_log = RequestLog(config.request_history)
-    metrics.register_cache_info(info, config)
+    metrics.register_config_info(info, config)
     if has_adapters:
         metrics.register_adapter_metrics(client, config.max_loras)
     return ModelObservers(

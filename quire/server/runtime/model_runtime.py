@@ -14,7 +14,7 @@ from quire.server.access.admission import Admission
 from quire.server.access.fair_semaphore import FairSemaphore
 from quire.server.adapter_registry import AdapterRegistry
 from quire.server.config import ServerConfig
-from quire.server.generation.event_loop_turns import EventLoopTurns
+from quire.server.generation.event_loop_guard import EventLoopGuard
 from quire.server.generation.output_parts import LogprobBudget
 from quire.server.images.image_fetcher import MAX_FETCHING_REQUESTS, ImageFetcher
 from quire.server.observe.cross_process import CrossProcessObserver
@@ -28,7 +28,7 @@ from quire.server.workers.pool import WorkerPool
 
 
 def _make_fetch_semaphore() -> FairSemaphore:
-    return FairSemaphore(MAX_FETCHING_REQUESTS, leaves_room=True)
+    return FairSemaphore(MAX_FETCHING_REQUESTS, reserves_for_others=True)
 
 
 @dataclass(slots=True)
@@ -50,26 +50,26 @@ class ModelRuntime:
     workers: WorkerPool
     image_fetcher: ImageFetcher
     grammar_checker: GrammarChecker
-    loop_turns: EventLoopTurns
+    loop_guard: EventLoopGuard
     adapter_registry: AdapterRegistry | None
     """None where none are served."""
-    receipts: ReceiptWriter
+    receipt_writer: ReceiptWriter
     fetch_semaphore: FairSemaphore = field(default_factory=_make_fetch_semaphore)
     """Of requests whose images are fetched."""
     logprob_budget: LogprobBudget = field(default_factory=LogprobBudget)
 
     @property
-    def weight_changes(self) -> WeightChanges:
+    def weight_controller(self) -> WeightChanges:
         return self.weights_group.weights
 
     @property
-    def started(self) -> int:
+    def started_at(self) -> int:
         """When the engine was ready, in seconds of the Unix clock."""
         return self.model.created
 
     def set_weights_version(self, version: str) -> None:
         """Its weights have been replaced."""
-        self.receipts.hashes.register_version(version)
+        self.receipt_writer.hashes.register_version(version)
         self.model = replace(self.model, fingerprint=system_fingerprint(self.info, version, self.config))
 
 

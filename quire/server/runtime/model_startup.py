@@ -18,20 +18,20 @@ from quire.engine.receipts.model_hasher import ModelHasher
 from quire.server.access.admission import Admission
 from quire.server.adapter_registry import open_adapter_registry
 from quire.server.config import ServerConfig
-from quire.server.generation.event_loop_turns import EventLoopTurns
+from quire.server.generation.event_loop_guard import EventLoopGuard
 from quire.server.images.image_fetcher import ImageFetcher
-from quire.server.observe.throughput_log import log_throughput
+from quire.server.observe.throughput_log import log_throughput_periodically
 from quire.server.receipt_log import ReceiptLog, ReceiptWriter
 from quire.server.runtime.model_observers import attach_observers
 from quire.server.runtime.model_runtime import ModelRuntime
-from quire.server.served_model import ModelSource
+from quire.server.served_model import ServedModelSpec
 from quire.server.workers.grammar_checker import GrammarChecker
 from quire.server.workers.pool import LaunchProcess, WorkerPool
 
 
 @asynccontextmanager
 async def open_runtime(
-    source: ModelSource,
+    source: ServedModelSpec,
     modules: ModuleShapes | None,
     client: EngineClient,
     *,
@@ -43,7 +43,7 @@ async def open_runtime(
     modules: those that may have adapters. folder: where adapters are kept. has_api_keys: see Admission.
     launch_process: see WorkerPool.
 
-    Raises what client.link.start(), open_adapter_registry and ModelSource.build_served_model raise.
+    Raises what client.link.start(), open_adapter_registry and ServedModelSpec.build_served_model raise.
     """
     config = source.config
     model_before_start = await asyncio.to_thread(source.build_served_model)
@@ -62,8 +62,8 @@ async def open_runtime(
         model = model_before_start.with_engine_info(info, client.link.weights_version, adapters)
         workers = WorkerPool(source.with_engine_limits(model), model.adapters, launch_process)
         exit_stack.push_async_callback(workers.close)
-        loop_turns = EventLoopTurns()
-        exit_stack.callback(loop_turns.close)
+        loop_guard = EventLoopGuard()
+        exit_stack.callback(loop_guard.close)
         image_fetcher = ImageFetcher(config.allowed_media_domains)
         exit_stack.callback(image_fetcher.close)
         admission = Admission(client, config, info.max_model_len, has_api_keys=has_api_keys)
@@ -85,15 +85,15 @@ async def open_runtime(
             workers=workers,
             image_fetcher=image_fetcher,
             grammar_checker=GrammarChecker(workers),
-            loop_turns=loop_turns,
+            loop_guard=loop_guard,
             adapter_registry=adapter_registry,
-            receipts=ReceiptWriter(hashes, info, observers.metrics, receipt_log),
+            receipt_writer=ReceiptWriter(hashes, info, observers.metrics, receipt_log),
         )
-        exit_stack.push_async_callback(runtime.receipts.close)
+        exit_stack.push_async_callback(runtime.receipt_writer.close)
         if isinstance(client.link, HubLink):  # then another API process may have the weights changed
             client.link.on_version.append(runtime.set_weights_version)
         elif not config.disable_log_stats:
-            exit_stack.callback(asyncio.create_task(log_throughput(client)).cancel)
+            exit_stack.callback(asyncio.create_task(log_throughput_periodically(client)).cancel)
         yield runtime
 
 

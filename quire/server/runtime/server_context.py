@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.server.access.body_reader import BodyReader
-from quire.server.access.gateway_headers import Gateways
+from quire.server.access.gateway_headers import TrustedGateways
 from quire.server.batches.runner import BatchRunner
 from quire.server.config import ServerConfig
 from quire.server.generation.background import Background
@@ -44,11 +44,11 @@ class ServerContext:
 
     config: ServerConfig
     models: ModelDispatcher
-    gateways: Gateways
+    gateways: TrustedGateways
     background: Background
     persistence: Persistence | None
     """None without --data-dir."""
-    registry: CollectorRegistry
+    metrics_registry: CollectorRegistry
     """Metrics that belong to no model."""
     http_metrics: HttpMetrics
     body_reader: BodyReader

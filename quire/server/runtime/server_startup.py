@@ -13,15 +13,15 @@ from prometheus_client import CollectorRegistry
 
 from quire.engine.link.client import EngineClient
 from quire.server.access.body_reader import BodyReader
-from quire.server.access.gateway_headers import Gateways
+from quire.server.access.gateway_headers import TrustedGateways
 from quire.server.access.tenants import Tenants
 from quire.server.config import ServerConfig
 from quire.server.generation.background import Background
 from quire.server.observe.http_metrics import HttpMetrics
 from quire.server.observe.metric_collectors import CallbackCollector, data_dir_metrics
-from quire.server.observe.request_spans import OpenTelemetrySpans
+from quire.server.observe.request_spans import RequestSpanExporter
 from quire.server.peers import PeerLink, Peers
-from quire.server.persistence import Persistence, open_persistence, recover_unfinished
+from quire.server.persistence import Persistence, open_persistence, run_recovery_loop
 from quire.server.runtime.server_context import ModelDispatcher, ServerContext
 from quire.server.store.data_dir import DataDir
 
@@ -37,12 +37,12 @@ class ServerStartup:
 
     config: ServerConfig
     tenants: Tenants
-    gateways: Gateways
+    gateways: TrustedGateways
     open_models: OpenModels
     open_stored_data: OpenStoredData
     link: PeerLink | None
     """Leads to the process that has what is kept, where others share it."""
-    span_exporter: OpenTelemetrySpans | None
+    span_exporter: RequestSpanExporter | None
 
     @asynccontextmanager
     async def open_server(self, app: FastAPI, http_metrics: HttpMetrics) -> AsyncIterator[None]:
@@ -72,14 +72,14 @@ class ServerStartup:
                 gateways=self.gateways,
                 background=background,
                 persistence=persistence,
-                registry=registry,
+                metrics_registry=registry,
                 http_metrics=http_metrics,
                 body_reader=BodyReader(int(self.config.max_body_size * 2**20), BODY_BUDGET_BYTES),
             )
             for each in models.loaded_runtimes:
                 each.cross_process_observer.http_metrics = http_metrics
             if persistence is not None:
-                recovery = asyncio.create_task(recover_unfinished(persistence, app, self.tenants))
+                recovery = asyncio.create_task(run_recovery_loop(persistence, app, self.tenants))
                 exit_stack.callback(recovery.cancel)
             yield
 

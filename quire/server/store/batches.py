@@ -114,7 +114,7 @@ class Batches:
         """None where there is none. Raises InvalidRequest for one that has ended or is about to."""
         return self._update_batch(owner, id, _to_cancelling)
 
-    def finalize(self, owner: str, id: str) -> None:
+    def mark_finalizing(self, owner: str, id: str) -> None:
         """Note that all lines are answered and the files are being written, unless the batch is ending otherwise."""
         self._update_batch(owner, id, _to_finalizing)
 
@@ -173,7 +173,7 @@ class Batches:
         with self._database.read_connection() as connection:
             return [_with_line_counts(connection, _decode_batch(row)) for row in page[0]], page[1]
 
-    def open(self) -> list[tuple[str, Batch]]:
+    def list_open_batches(self) -> list[tuple[str, Batch]]:
         """Those that have not ended, with their owners, the oldest first."""
         query = """select owner, created, id, data from batches where ended = 0 and (owner, created, id) > (?, ?, ?)
             order by owner, created, id limit ?"""
@@ -187,14 +187,14 @@ class Batches:
                 return sorted(open_batches, key=lambda each: each[1].created_at)
             start = rows[-1][:3]
 
-    def reads(self, owner: str, file_id: str) -> bool:
+    def is_file_in_use(self, owner: str, file_id: str) -> bool:
         """Whether a batch of the owner that has not ended reads a file."""
         query = "select data from batches where owner = ? and ended = 0 limit ?"
         with self._database.read_connection() as connection:
             rows = connection.execute(query, (owner, _BATCHES_PER_READ)).fetchall()
         return any(_decode_batch(row).input_file_id == file_id for row in rows)
 
-    def set_lines(self, owner: str, batch: Batch, lines: Sequence[BatchLine]) -> None:
+    def store_lines_and_batch(self, owner: str, batch: Batch, lines: Sequence[BatchLine]) -> None:
         """Those of a batch that has been read, in place of what an earlier try put; the batch changes with them."""
         now = self.find(owner, batch.id)
         if now is None or now.status != "validating":
@@ -221,7 +221,7 @@ class Batches:
 
         self._update_batch(owner, batch.id, start_progress, insert_line_counts)
 
-    def left(self, id: str, after: int, limit: int) -> list[BatchLine]:
+    def list_unanswered_lines(self, id: str, after: int, limit: int) -> list[BatchLine]:
         """The next lines without a result, behind the one at the place `after`."""
         query = """select place, number, start, length, custom_id from lines
             where batch = ? and failed is null and place > ? order by place limit ?"""
@@ -237,7 +237,7 @@ class Batches:
                 column = "failed" if result.failed else "completed"
                 connection.execute(f"update line_counts set {column} = {column} + 1 where batch = ?", (id,))
 
-    def results(self, id: str, after: int, *, failed: bool) -> list[tuple[int, bytes]]:
+    def list_result_lines(self, id: str, after: int, *, failed: bool) -> list[tuple[int, bytes]]:
         """The next lines of a file, behind the one with this number in the input, with their numbers there."""
         query = "select number, result from lines where batch = ? and failed = ? and number > ? order by number"
         with self._database.read_connection() as connection:

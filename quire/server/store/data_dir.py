@@ -23,7 +23,7 @@ from quire.server.store.sweeper import ResponseRetention, Sweeper
 
 
 @dataclass(frozen=True, slots=True)
-class SharedView:
+class DataDirStatus:
     """What one of several processes sees of all together."""
 
     leads: bool
@@ -65,7 +65,7 @@ class Processes:
         self._ended_counts: Counter[str] = Counter()
         """Of those that have ended."""
 
-    def look(self, process: str, counts: Mapping[str, int]) -> SharedView:
+    def exchange_status(self, process: str, counts: Mapping[str, int]) -> DataDirStatus:
         """`counts`: what the process has counted. The first that looks leads, until it has ended."""
         with self._mutex:
             self._live_processes.setdefault(process)
@@ -79,11 +79,11 @@ class Processes:
             "files": self._files.stored_bytes,
             "journal": self._calls.stored_bytes,
         }
-        return SharedView(leads, sizes, summed, self._database.probe_write_error())
+        return DataDirStatus(leads, sizes, summed, self._database.probe_write_error())
 
     def join_process(self, process: str, status: ProcessStatus) -> None:
         """One that had another process's data before."""
-        self._calls.register_holder(process, status.calls)
+        self._calls.register_answering_process(process, status.calls)
         with self._mutex:
             self._live_processes = (
                 {process: None, **self._live_processes} if status.leads else {**self._live_processes, process: None}
@@ -98,13 +98,13 @@ class Processes:
             self._ended_counts.update(self._counts_by_process.pop(process, {}))
             self._ended_counts[OPEN_BATCHES_KEY] = 0
 
-    def sweep(self) -> bool:
+    def delete_due_data(self) -> bool:
         """Delete what is due, for a moment. Returns whether there is more of it. One process does so at a time."""
         return self._sweeper.sweep()
 
-    def left(self) -> list[tuple[str, str]]:
+    def list_abandoned_responses(self) -> list[tuple[str, str]]:
         """Owners and ids of the responses in the background that no process works on."""
-        return [each for each in self._store.unfinished_responses() if self._calls.holder(*each) is None]
+        return [each for each in self._store.unfinished_responses() if self._calls.answering_process(*each) is None]
 
 
 @dataclass(frozen=True, slots=True)

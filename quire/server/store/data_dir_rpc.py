@@ -32,45 +32,45 @@ DATA_DIR_TOPIC = "data"
 """Of the questions to the process that has the data."""
 RPC_METHODS: dict[str, Callable[..., Any]] = {
     "Store.get": Store.get,
-    "Store.known": Store.known,
+    "Store.known": Store.get_summary,
     "Store.put": Store.put,
-    "Store.append": Store.append,
-    "Store.describe": Store.describe,
-    "Store.page": Store.page,
-    "Store.item": Store.item,
+    "Store.append": Store.append_items,
+    "Store.describe": Store.replace_metadata,
+    "Store.page": Store.read_item_page,
+    "Store.item": Store.get_item,
     "Store.delete_item": Store.delete_item,
     "Store.delete": Store.delete,
-    "Store.lose": Store.lose,
+    "Store.lose": Store.mark_response_failed,
     "Files.reserve": Files.reserve,
     "Files.release": Files.release,
     "Files.add": Files.add,
     "Files.find": Files.find,
     "Files.page": Files.page,
     "Files.delete": Files.delete,
-    "Files.expired": Files.expired,
+    "Files.expired": Files.list_expired_files,
     "Batches.add": Batches.add,
     "Batches.cancel": Batches.cancel,
-    "Batches.finalize": Batches.finalize,
+    "Batches.finalize": Batches.mark_finalizing,
     "Batches.end": Batches.end,
     "Batches.find": Batches.find,
     "Batches.page": Batches.page,
-    "Batches.open": Batches.open,
-    "Batches.set_lines": Batches.set_lines,
-    "Batches.reads": Batches.reads,
-    "Batches.left": Batches.left,
+    "Batches.open": Batches.list_open_batches,
+    "Batches.set_lines": Batches.store_lines_and_batch,
+    "Batches.reads": Batches.is_file_in_use,
+    "Batches.left": Batches.list_unanswered_lines,
     "Batches.put_result": Batches.put_result,
-    "Batches.results": Batches.results,
+    "Batches.results": Batches.list_result_lines,
     "Calls.put": Calls.put,
-    "Calls.note": Calls.note,
+    "Calls.note": Calls.update_progress,
     "Calls.claim": Calls.claim,
-    "Calls.give_up": Calls.give_up,
-    "Calls.holder": Calls.holder,
+    "Calls.give_up": Calls.release_claim,
+    "Calls.holder": Calls.answering_process,
     "Calls.find": Calls.find,
-    "Calls.of_key": Calls.of_key,
+    "Calls.of_key": Calls.find_by_idempotency_key,
     "Calls.delete": Calls.delete,
-    "Processes.look": Processes.look,
-    "Processes.left": Processes.left,
-    "Processes.sweep": Processes.sweep,
+    "Processes.look": Processes.exchange_status,
+    "Processes.left": Processes.list_abandoned_responses,
+    "Processes.sweep": Processes.delete_due_data,
 }
 """What may be asked for, by its name on the wire, which stays when a method is renamed: Ray replaces the replicas of an
 application one by one, and an old one asks a new one. The part of DataDir comes before the dot."""
@@ -97,7 +97,7 @@ class _Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     fault: Fault
 
 
-class _NoDisk(msgspec.Struct, frozen=True, tag="_NoDisk", array_like=True):
+class _StorageFailed(msgspec.Struct, frozen=True, tag="_NoDisk", array_like=True):
     """By the disk, or by SQLite."""
 
     message: str
@@ -115,7 +115,7 @@ class _Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 _decode_request = msgspec.msgpack.Decoder(_RPCRequest).decode
-_decode_reply = msgspec.msgpack.Decoder(_Done | _Refused | _NoDisk | _Failed).decode
+_decode_reply = msgspec.msgpack.Decoder(_Done | _Refused | _StorageFailed | _Failed).decode
 
 
 async def serve_data_dir_call_in_thread(data: DataDir, encoded_request: bytes) -> bytes:
@@ -139,9 +139,9 @@ def serve_data_dir_call(data: DataDir, encoded_request: bytes) -> bytes:
     except QuireError as error:
         return encode_msgpack(_Refused(Fault.of(error)))
     except sqlite3.OperationalError as error:
-        return encode_msgpack(_NoDisk(str(error), None))
+        return encode_msgpack(_StorageFailed(str(error), None))
     except OSError as error:
-        return encode_msgpack(_NoDisk(error.strerror or str(error), error.errno or 0))
+        return encode_msgpack(_StorageFailed(error.strerror or str(error), error.errno or 0))
     except Exception as error:
         log.exception("what an API process asked of data_dir failed")
         return encode_msgpack(_Failed(f"{type(error).__name__}: {error}"))
@@ -167,7 +167,7 @@ class _RemoteStore:
                 return form.result_decoder.decode(result)
             case _Refused(fault):
                 raise fault.error()
-            case _NoDisk() as refused:
+            case _StorageFailed() as refused:
                 raise refused.error()
             case _Failed(message):
                 raise RuntimeError(f"{method}: {message}")

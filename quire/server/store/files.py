@@ -66,7 +66,7 @@ class FileContents:
 
     def write_content(self, id: str, content: BinaryIO) -> None:
         """The content of a file that Files.add makes known. Raises OSError, and then leaves nothing."""
-        self.create_content(id)
+        self.create_empty_content(id)
         try:
             with self.content_path(id).open("r+b") as file:
                 shutil.copyfileobj(content, file, 1 << 20)
@@ -81,7 +81,7 @@ class FileContents:
         for each in files:
             self.content_path(each.id).unlink(missing_ok=True)
 
-    def create_content(self, id: str) -> None:
+    def create_empty_content(self, id: str) -> None:
         """An empty one, which only this user may read."""
         os.close(os.open(self.content_path(id), os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600))
 
@@ -102,7 +102,7 @@ class Files:
         with database.read_connection() as connection:
             rows = connection.execute("select owner, id, bytes from files").fetchall()
         for owner, _, size in rows:
-            self._budget.take_room(owner, size + ROW_OVERHEAD_BYTES)
+            self._budget.add_usage(owner, size + ROW_OVERHEAD_BYTES)
         known_ids = {id for _, id, _ in rows}
         # A process that ended between the two left what nobody knows. One of several that share the folder may be
         # between them while this one takes the place of who had the data: `insert_files` says so, and it writes again.
@@ -138,8 +138,8 @@ class Files:
     def _available_bytes(self, owner: str, id: str) -> int:
         """Bytes that the owner's file with this id may have; below zero: none."""
         other_reservations = [each for other, each in self._reservations.items() if other != id]
-        room = self._budget.available_room(owner) - sum(each.size for each in other_reservations)
-        if owner:  # as OwnerBudget.available_room, which leaves as much to others as the owner has
+        room = self._budget.available_to_owner(owner) - sum(each.size for each in other_reservations)
+        if owner:  # as OwnerBudget.available_to_owner, which leaves as much to others as the owner has
             room -= sum(each.size for each in other_reservations if each.owner == owner)
         return room - ROW_OVERHEAD_BYTES
 
@@ -162,7 +162,7 @@ class Files:
                 raise FileNotFoundError(errno.ENOENT, _CONTENT_GONE_MESSAGE)
             row = (owner, file.id, file.created, file.expires, file.bytes, file.name, file.purpose)
             connection.execute("insert into files values (?, ?, ?, ?, ?, ?, ?)", row)
-            self._budget.take_room(owner, file.bytes + ROW_OVERHEAD_BYTES)
+            self._budget.add_usage(owner, file.bytes + ROW_OVERHEAD_BYTES)
 
     def find(self, owner: str, id: str) -> StoredFile | None:
         with self._database.read_connection() as connection:
@@ -206,10 +206,10 @@ class Files:
             query = "delete from files where owner = ? and id = ? returning bytes"
             row: tuple[int] | None = connection.execute(query, (owner, id)).fetchone()
             if row is not None:
-                self._budget.take_room(owner, -row[0] - ROW_OVERHEAD_BYTES)
+                self._budget.add_usage(owner, -row[0] - ROW_OVERHEAD_BYTES)
             return row
 
-    def expired(self, after: tuple[int, str, str] | None, limit: int) -> list[tuple[int, str, str]]:
+    def list_expired_files(self, after: tuple[int, str, str] | None, limit: int) -> list[tuple[int, str, str]]:
         """Ends, owners and ids of those whose time is over, at most `limit`, after one of them."""
         query = """select expires, owner, id from files where expires <= ? and (expires, owner, id) > (?, ?, ?)
             order by expires, owner, id limit ?"""

@@ -28,7 +28,7 @@ class Garbage:
             (size,) = connection.execute("select total(size) from garbage").fetchone()
         self.sizes = BytesByOwner({"": int(size)} if size else {})
         """Bytes of all of it; nobody's."""
-        self._staged_numbers: set[int] = set()
+        self._unpublished_numbers: set[int] = set()
         """Numbers of what is being put, which stays."""
 
     @property
@@ -49,13 +49,13 @@ class Garbage:
         self.sizes.add_bytes("", -size)
 
     @contextmanager
-    def stage_items(self, owner: str, items_key: str) -> Iterator[StagedItems]:
+    def stage_unpublished_items(self, owner: str, items_key: str) -> Iterator[UnpublishedItems]:
         """Items that are put in several transactions. Unless the last one calls `finish`, they are deleted."""
-        staging = StagedItems(self, owner, items_key, self._staged_numbers)
+        staging = UnpublishedItems(self, owner, items_key, self._unpublished_numbers)
         try:
             yield staging
         finally:
-            self._staged_numbers.discard(staging.entry_number)
+            self._unpublished_numbers.discard(staging.entry_number)
 
     def purge_rows(self) -> bool:
         """Delete some rows, in one transaction. Returns whether there were any."""
@@ -83,26 +83,26 @@ class Garbage:
 
     def _oldest_entry(self, connection: sqlite3.Connection) -> tuple[int, GarbageKind, str, str, int] | None:
         query = "select number, kind, owner, name, size from garbage where number > 0 order by number limit ?"
-        rows = connection.execute(query, (len(self._staged_numbers) + 1,)).fetchall()
-        return next((row for row in rows if row[0] not in self._staged_numbers), None)
+        rows = connection.execute(query, (len(self._unpublished_numbers) + 1,)).fetchall()
+        return next((row for row in rows if row[0] not in self._unpublished_numbers), None)
 
 
-class StagedItems:
+class UnpublishedItems:
     """Items that nobody sees yet."""
 
-    def __init__(self, garbage: Garbage, owner: str, items_key: str, staged_numbers: set[int]) -> None:
+    def __init__(self, garbage: Garbage, owner: str, items_key: str, unpublished_numbers: set[int]) -> None:
         self._garbage = garbage
         self._owner = owner
         self._items_key = items_key
-        self._staged_numbers = staged_numbers
+        self._unpublished_numbers = unpublished_numbers
         self.entry_number = 0
         """Among the garbage; 0: nothing was added yet."""
 
-    def add_staged_bytes(self, connection: sqlite3.Connection, size: int) -> None:
+    def record_inserted_bytes(self, connection: sqlite3.Connection, size: int) -> None:
         """A part of the transaction that inserts items of this size."""
         if not self.entry_number:
             self.entry_number = self._garbage.add_entry(connection, "items", self._owner, self._items_key, size)
-            self._staged_numbers.add(self.entry_number)
+            self._unpublished_numbers.add(self.entry_number)
             return
         connection.execute("update garbage set size = size + ? where number = ?", (size, self.entry_number))
         self._garbage.sizes.add_bytes("", size)

@@ -114,9 +114,9 @@ class Calls:
         self._sweep_position: tuple[float, str, str] | None = None
         """The end, owner and id of the call that `delete_expired_calls` looked at last; None: it begins with the
         first."""
-        self._holders: dict[tuple[str, str], str] = {}
+        self._answering_processes: dict[tuple[str, str], str] = {}
         """By owner and id: the process that answers a call."""
-        eviction = partial(_CallEviction, self._sizes, self._delete_call, self._holders)
+        eviction = partial(_CallEviction, self._sizes, self._delete_call, self._answering_processes)
         self.quota = StorageQuota(database, max_bytes, self._sizes, None, eviction)
         self._claims: dict[tuple[str, str], _Claim] = {}
         self._claims_lock = threading.Lock()
@@ -132,7 +132,7 @@ class Calls:
     def put(self, owner: str, call: JournaledCall, expires_at: float, process: str) -> bool:
         """Note a call that `process` answers from now on. ends: when it is forgotten, by the Unix clock. False, and not
         noted, where another call has its key. A call that cannot be written to the disk is answered all the same."""
-        self._holders[owner, call.pins.id] = process
+        self._answering_processes[owner, call.pins.id] = process
         self._claims.pop((owner, call.pins.id), None)
         if not (is_new := self._insert_call(owner, call, expires_at)):
             self.release_call(owner, call.pins.id, process)
@@ -140,14 +140,14 @@ class Calls:
 
     def _insert_call(self, owner: str, call: JournaledCall, expires_at: float) -> bool:
         size = ROW_OVERHEAD_BYTES + len(call.body)
-        self.quota.make_room(size, steps=_EVICTION_STEPS)
+        self.quota.make_room(size, max_steps=_EVICTION_STEPS)
         row = (owner, call.pins.id, call.path, b"", msgspec.json.encode(call.pins), call.key, expires_at, size)
         with self._database.write_transaction(self._sizes) as connection:
             if call.key is not None:
                 query = f"select id, ends < ? and not {_IS_UNFINISHED_RESPONSE} from calls where owner = ? and name = ?"
                 existing = connection.execute(query, (clock.time(), owner, call.key)).fetchone()
                 if existing is not None and existing[0] != call.pins.id:
-                    if not existing[1] or (owner, existing[0]) in self._holders:
+                    if not existing[1] or (owner, existing[0]) in self._answering_processes:
                         return False
                     self._delete_call(connection, owner, existing[0])
             self._delete_call(connection, owner, call.pins.id)
@@ -158,7 +158,7 @@ class Calls:
             self._sizes.add_bytes(owner, size)
             return True
 
-    def note(self, updates: Sequence[ProgressUpdate], process: str) -> None:
+    def update_progress(self, updates: Sequence[ProgressUpdate], process: str) -> None:
         """What calls have so far that this process answers. In several transactions, if they are many."""
         update = "update calls set progress = ?, ends = ? where owner = ? and id = ?"
         try:
@@ -169,7 +169,7 @@ class Calls:
                         [
                             (msgspec.msgpack.encode(each.progress), each.expires_at, each.owner, each.id)
                             for each in updates[begin : begin + _UPDATES_PER_TRANSACTION]
-                            if self._holders.get((each.owner, each.id), process) == process
+                            if self._answering_processes.get((each.owner, each.id), process) == process
                         ],
                     )
         finally:
@@ -177,18 +177,18 @@ class Calls:
                 if each.is_complete:
                     self.release_call(each.owner, each.id, process)
 
-    def register_holder(self, process: str, calls: Iterable[tuple[str, str]]) -> None:
+    def register_answering_process(self, process: str, calls: Iterable[tuple[str, str]]) -> None:
         """A process answers these already, but for those that another one does."""
         for each in calls:
-            self._holders.setdefault(each, process)
+            self._answering_processes.setdefault(each, process)
 
-    def holder(self, owner: str, id: str) -> str | None:
+    def answering_process(self, owner: str, id: str) -> str | None:
         """The process that answers a call; None: none does."""
-        return self._holders.get((owner, id))
+        return self._answering_processes.get((owner, id))
 
     def claim(self, owner: str, id: str, process: str, attempt: int) -> bool:
-        """An attempt of this process is about to answer a call again, and is the only one until `put`, `give_up`, or
-        CLAIM_SECONDS from now. False while another one is."""
+        """An attempt of this process is about to answer a call again, and is the only one until `put`, `release_claim`,
+        or CLAIM_SECONDS from now. False while another one is."""
         now = clock.monotonic()
         with self._claims_lock:
             if (other := self._claims.get((owner, id))) is not None and other.expires_at > now:
@@ -196,7 +196,7 @@ class Calls:
             self._claims[owner, id] = _Claim(process, attempt, now + CLAIM_SECONDS)
             return True
 
-    def give_up(self, owner: str, id: str, attempt: int) -> None:
+    def release_claim(self, owner: str, id: str, attempt: int) -> None:
         """This attempt answers it not. Does nothing once it does."""
         with self._claims_lock:
             if (claim := self._claims.get((owner, id))) is not None and claim.attempt == attempt:
@@ -204,30 +204,30 @@ class Calls:
 
     def release_call(self, owner: str, id: str, process: str) -> None:
         """This process answers it no longer."""
-        if self._holders.get((owner, id)) == process:
-            del self._holders[owner, id]
+        if self._answering_processes.get((owner, id)) == process:
+            del self._answering_processes[owner, id]
 
     def handle_process_end(self, process: str) -> None:
         """It has ended, and answers nothing any more. What it had not noted is in its tail."""
         self._recover_token_log(process, self._database.folder / f"{LOG_FILE_PREFIX}{process}")
-        for key in [key for key, holder in list(self._holders.items()) if holder == process]:
-            self._holders.pop(key, None)
+        for key in [key for key, holder in list(self._answering_processes.items()) if holder == process]:
+            self._answering_processes.pop(key, None)
         with self._claims_lock:
             self._claims = {key: claim for key, claim in self._claims.items() if claim.process != process}
 
     def find(self, owner: str, id: str) -> JournaledCall | None:
         return self._select_call("id", owner, id)
 
-    def of_key(self, owner: str, idempotency_key: str) -> JournaledCall | None:
+    def find_by_idempotency_key(self, owner: str, idempotency_key: str) -> JournaledCall | None:
         return self._select_call("name", owner, idempotency_key)
 
-    def delete(self, owner: str, id: str, *, named: bool = True) -> None:
-        """It is not answered again. `named`: one that has an Idempotency-Key neither; else its row stays."""
+    def delete(self, owner: str, id: str, *, include_keyed: bool = True) -> None:
+        """It is not answered again. `include_keyed`: one that has an Idempotency-Key neither; else its row stays."""
         with self._database.write_transaction(self._sizes) as connection:
-            where = "owner = ? and id = ?" if named else "owner = ? and id = ? and name is null"
+            where = "owner = ? and id = ?" if include_keyed else "owner = ? and id = ? and name is null"
             if connection.execute(f"select 1 from calls where {where}", (owner, id)).fetchone() is not None:
                 self._delete_call(connection, owner, id)
-        self._holders.pop((owner, id), None)
+        self._answering_processes.pop((owner, id), None)
 
     def delete_expired_calls(self) -> bool:
         """Forget some of those whose time is over, in one transaction. Returns False after the last one."""
@@ -243,7 +243,7 @@ class Calls:
                     if freed >= MAX_TRANSACTION_BYTES:
                         break
                     start = (expires_at, owner, id)
-                    if not awaited and (owner, id) not in self._holders:
+                    if not awaited and (owner, id) not in self._answering_processes:
                         self._delete_call(connection, owner, id)
                         freed += size
                 is_due = len(rows) == MAX_TRANSACTION_OBJECTS or (bool(rows) and start != rows[-1][:3])
@@ -256,7 +256,7 @@ class Calls:
         try:
             for (owner, id), tokens in groupby(sorted(read_logged_tokens(path), key=_call_key), _call_key):
                 call = self.find(owner, id)
-                if call is None or self._holders.get((owner, id), process) != process:
+                if call is None or self._answering_processes.get((owner, id), process) != process:
                     continue
                 for each in tokens:
                     call.progress.merge_tokens(each.choice, each.position, each.token_ids, each.finish)
@@ -278,7 +278,7 @@ class Calls:
         if row is None:
             return None
         id, is_expired, path, body, pins, key, progress = row
-        if is_expired and (owner, id) not in self._holders:
+        if is_expired and (owner, id) not in self._answering_processes:
             return None
         decoded_progress = msgspec.msgpack.decode(progress, type=CallProgress)
         return JournaledCall(

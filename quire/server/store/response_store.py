@@ -117,7 +117,7 @@ class Store:
         with self._database.read_connection() as database:
             return _select_object(database, owner, kind, id)
 
-    def known(self, owner: str, kind: ObjectKind, id: str) -> ObjectSummary | None:
+    def get_summary(self, owner: str, kind: ObjectKind, id: str) -> ObjectSummary | None:
         with self._database.read_connection() as database:
             return _select_summary(database, owner, kind, id)
 
@@ -127,10 +127,10 @@ class Store:
         self.quota.make_room(size)
         *chunks, last = _split_into_chunks(new.items)
         position = 0
-        with self._garbage.stage_items(owner, items_key) as staging:
+        with self._garbage.stage_unpublished_items(owner, items_key) as staging:
             for chunk in chunks:
                 with self._database.write_transaction(self._garbage.sizes) as database:
-                    staging.add_staged_bytes(database, total_item_bytes(chunk))
+                    staging.record_inserted_bytes(database, total_item_bytes(chunk))
                     _insert_items(database, owner, items_key, chunk, position)
                 position += len(chunk)
             with self.object_transaction() as database:
@@ -145,11 +145,11 @@ class Store:
                 _insert_items(database, owner, items_key, last, position)
                 self._sizes.add_bytes(owner, size)
 
-    def append(
+    def append_items(
         self, owner: str, id: str, items: Sequence[StoredItem], limits: ConversationLimits | None = None
     ) -> bool:
         """Add items behind the others of a conversation. Whether there is one. Raises what check_room raises."""
-        if (summary := self.known(owner, "conversation", id)) is None:
+        if (summary := self.get_summary(owner, "conversation", id)) is None:
             return False
         if limits is not None:
             check_conversation_limits(summary, items, limits, "items")
@@ -167,7 +167,7 @@ class Store:
             self._change_size(database, owner, id, total_item_bytes(items), len(items))
             return True
 
-    def describe(self, owner: str, id: str, metadata: Any) -> bytes | None:
+    def replace_metadata(self, owner: str, id: str, metadata: Any) -> bytes | None:
         """Replace a conversation's metadata. Returns the conversation as JSON; None where there is none."""
         with self.object_transaction() as database:
             stored = _select_object(database, owner, "conversation", id)
@@ -178,7 +178,9 @@ class Store:
             self._change_size(database, owner, id, len(data) - len(stored.data), 0)
             return data
 
-    def page(self, owner: str, id: str, limit: int, *, newest_first: bool, after: str | None) -> ItemPage | None:
+    def read_item_page(
+        self, owner: str, id: str, limit: int, *, newest_first: bool, after: str | None
+    ) -> ItemPage | None:
         """The next items of an object, `limit` at most, behind the one with the id `after`. None where `after` is not
         one of them."""
         sign, order = ("<", "desc") if newest_first else (">", "asc")
@@ -200,7 +202,7 @@ class Store:
                     size += len(items[-1].data)
             return ItemPage(items, more=False)
 
-    def item(self, owner: str, id: str, item_id: str) -> bytes | None:
+    def get_item(self, owner: str, id: str, item_id: str) -> bytes | None:
         with self._database.read_connection() as database:
             query = "select data from items where owner = ? and parent = ? and id = ?"
             row = database.execute(query, (owner, _items_key(database, owner, id), item_id)).fetchone()
@@ -227,12 +229,12 @@ class Store:
         with self._database.read_connection() as database:
             return database.execute("select owner, id from objects where unfinished = 1").fetchall()
 
-    def lose(self, owner: str, id: str) -> None:
+    def mark_response_failed(self, owner: str, id: str) -> None:
         """No process can go on with this response: it has failed. Its items stay."""
         with self.object_transaction() as database:
             if (before := _select_object(database, owner, "response", id)) is None:
                 return
-            now = _mark_failed(before)
+            now = _with_failed_status(before)
             row = (json.dumps(now.about), now.data, owner, id)
             database.execute("update objects set about = ?, data = ?, unfinished = 0 where owner = ? and id = ?", row)
             self._change_size(database, owner, id, len(now.data) - len(before.data), 0)
@@ -305,7 +307,7 @@ def check_conversation_limits(
         raise InvalidRequest(f"{param}: a conversation holds at most {limit_text}: begin another one", param=param)
 
 
-def _mark_failed(stored: StoredObject) -> StoredObject:
+def _with_failed_status(stored: StoredObject) -> StoredObject:
     error = {"code": "server_error", "message": "The server ended before the response was complete"}
     response = {**json.loads(stored.data), "status": "failed", "error": error}
     return replace(stored, about={**stored.about, "status": "failed"}, data=json.dumps(response).encode())

@@ -42,10 +42,10 @@ class StorageQuota:
     def used_bytes(self) -> int:
         return self._sizes.total_bytes() + (0 if self._garbage is None else self._garbage.garbage_bytes)
 
-    def make_room(self, size: int, *, steps: int | None = None) -> None:
+    def make_room(self, size: int, *, max_steps: int | None = None) -> None:
         """Evict until so many bytes more fit. The caller alone waits for it, and others go on between its transactions.
-        It evicts no more than it adds: beyond the bound is at most what is put at the same time. `steps`: it leaves the
-        rest to `evict_to_low_water` after so many transactions, unless the bound is passed by a tenth."""
+        It evicts no more than it adds: beyond the bound is at most what is put at the same time. `max_steps`: it leaves
+        the rest to `evict_toward_low_water` after so many transactions, unless the bound is passed by a tenth."""
         freed = 0
         has_more = True
         evict = self._new_eviction()
@@ -53,12 +53,12 @@ class StorageQuota:
             target = min(size - freed, self.used_bytes + size - self._max_bytes)
             has_more, freed_now = self._run_eviction_step(evict, target)
             freed += freed_now
-            if steps is not None:
-                steps -= 1
-                if steps <= 0 and self.used_bytes + size <= HARD_LIMIT_RATIO * self._max_bytes:
+            if max_steps is not None:
+                max_steps -= 1
+                if max_steps <= 0 and self.used_bytes + size <= HARD_LIMIT_RATIO * self._max_bytes:
                     break
 
-    def evict_to_low_water(self) -> bool:
+    def evict_toward_low_water(self) -> bool:
         """Evict some, in one transaction, if the low-water mark is passed. Returns whether there is more to do."""
         over = self.used_bytes - int(LOW_WATER_RATIO * self._max_bytes)
         if over <= 0:

@@ -105,8 +105,8 @@ class Sweeper:
     ) -> None:
         self._database = database
         self._jobs = (
-            _SweepJob(store.quota.evict_to_low_water),
-            _SweepJob(calls.quota.evict_to_low_water),
+            _SweepJob(store.quota.evict_toward_low_water),
+            _SweepJob(calls.quota.evict_toward_low_water),
             _SweepJob(garbage.purge_rows),
             _SweepJob(retention.delete_due_responses, _PAUSE_SECONDS),
             _SweepJob(calls.delete_expired_calls, _PAUSE_SECONDS),

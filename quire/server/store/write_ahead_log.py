@@ -125,7 +125,7 @@ class WriteAheadLog:
         each token the number of its choice, its place there, and its id."""
         self._append_record(StepTokensRecord(array(_NUMBER_TYPECODE, rows).tobytes()))
 
-    def start_compaction(self, open_calls: Iterable[tuple[int, str, str, int]]) -> bool:
+    def maybe_start_compaction(self, open_calls: Iterable[tuple[int, str, str, int]]) -> bool:
         """Whether all that was written before is to be noted, and `finish_compaction` to be called then: the other half
         is written meanwhile. `open_calls`: numbers, owners, ids and counts of choices of the calls that go on."""
         if self._half_end and not self._is_compacting and self._half_end - self._write_offset < HALF_BYTES // 2:
@@ -185,7 +185,7 @@ def read_logged_tokens(path: Path) -> Iterator[LoggedTokens]:
     calls = _LoggedCalls()
     try:
         for record in _read_records(content):
-            yield from calls.replay_record(record)
+            yield from calls.read_record_tokens(record)
     except _BrokenRecord:
         return
 
@@ -249,7 +249,7 @@ class _LoggedCalls:
         self._calls: dict[int, tuple[CallRecord, int]] = {}
         """By number: a call, and its choice."""
 
-    def replay_record(self, record: _AnyRecord) -> Iterator[LoggedTokens]:
+    def read_record_tokens(self, record: _AnyRecord) -> Iterator[LoggedTokens]:
         """The tokens of a record. Tokens of a call without a number are left out."""
         match record:
             case CallRecord():

@@ -14,12 +14,12 @@ RETRY_SECONDS = 5.0
 Result = TypeVar("Result")
 
 
-def never_give_up() -> bool:
+def always_false() -> bool:
     return False
 
 
 async def retry_until_written(
-    description: str, operation: Callable[[], Awaitable[Result]], should_give_up: Callable[[], bool] = never_give_up
+    description: str, operation: Callable[[], Awaitable[Result]], should_give_up: Callable[[], bool] = always_false
 ) -> Result:
     """What `operation` returns, once the disk takes what it writes. `description` waits for it, for the log. Raises
     what the disk says when it was `should_give_up`."""

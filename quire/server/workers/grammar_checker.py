@@ -18,7 +18,7 @@ from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
 from quire.server.resolve.answer_grammar import AnswerGrammar
 from quire.server.resolve.common import Resolved, with_answer
-from quire.server.resolve.translated.chat_conversion import rename_message_fields
+from quire.server.resolve.translated.chat_conversion import rename_fields_in_error_text
 from quire.server.served_model import ServedModel
 from quire.server.workers.pool import WorkerPool
 from quire.server.workers.worker import JobLimits
@@ -92,23 +92,23 @@ class GrammarChecker:
             if call.answer is None:
                 raise
         answer = call.answer
-        weakest = dict.fromkeys(answer.tools.unenforced_names, WEAKEST_LEVEL)
-        for levels in (await self._compilable_levels(answer, tenant), weakest) if weakest else ():
+        weakest = dict.fromkeys(answer.tools.non_strict_tool_names, WEAKEST_LEVEL)
+        for levels in (await self._compilable_enforcement_levels(answer, tenant), weakest) if weakest else ():
             weaker = await asyncio.to_thread(with_answer, call, answer.with_weaker_tools(levels), model)
             if await self._grammar_error(weaker.grammars[-1][1], tenant) is None:
                 return weaker
-        schemas = await asyncio.to_thread(lambda: answer.tools.tool_schemas)
-        parts = [(rename_message_fields(place, None, call.names), schema) for place, schema in schemas]
+        schemas = await asyncio.to_thread(lambda: answer.tools.schema_grammars)
+        parts = [(rename_fields_in_error_text(place, None, call.names), schema) for place, schema in schemas]
         await self.check_grammars([last], tenant, parts)
         return call
 
-    async def _compilable_levels(self, answer: AnswerGrammar, tenant: Tenant) -> dict[str, int]:
+    async def _compilable_enforcement_levels(self, answer: AnswerGrammar, tenant: Tenant) -> dict[str, int]:
         """The nearest level, of each tool that nobody asked to hold, at which its schema compiles by itself."""
         levels: dict[str, int] = {}
-        for number, name in enumerate(answer.tools.unenforced_names):
+        for number, name in enumerate(answer.tools.non_strict_tool_names):
             levels[name] = WEAKEST_LEVEL if number >= _MAX_CHECKED_PARTS else 0
             while levels[name] < WEAKEST_LEVEL:
-                schema = await asyncio.to_thread(answer.with_weaker_tools(levels).tools.tool_schema, name)
+                schema = await asyncio.to_thread(answer.with_weaker_tools(levels).tools.schema_grammar, name)
                 if await self._grammar_error(schema, tenant) is None:
                     break
                 levels[name] += 1

@@ -18,7 +18,7 @@ _BYTES_PER_SECOND = 1e6
 
 
 @dataclass(eq=False, slots=True)
-class WorkerTurn:
+class WorkerSlotClaim:
     """A job that waits for a worker, or has one."""
 
     tenant: Tenant
@@ -40,12 +40,12 @@ class WorkerTurn:
         return -1 if self.is_slow else self.size.bit_length() // 4
 
     @property
-    def share_keys(self) -> tuple[str, tuple[str, int]]:
+    def fairness_keys(self) -> tuple[str, tuple[str, int]]:
         """Those who get time in turn: the tenant, and this kind of its jobs."""
         return self.tenant.name, (self.tenant.name, self.duration_class)
 
     @property
-    def due_at(self) -> float:
+    def virtual_arrival(self) -> float:
         return self.arrived_at + self.size / _BYTES_PER_SECOND
 
 
@@ -54,8 +54,8 @@ class JobQueue:
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
-        self._waiting: list[WorkerTurn] = []
-        self._running: set[WorkerTurn] = set()
+        self._waiting: list[WorkerSlotClaim] = []
+        self._running: set[WorkerSlotClaim] = set()
         self._seconds_by_tenant: dict[str, float] = {}
         """Seconds of workers by tenant, divided by its weight; only of tenants that have a job here."""
         self._seconds_by_class: dict[tuple[str, int], float] = {}
@@ -68,31 +68,31 @@ class JobQueue:
 
     def fail_waiting_jobs(self, error: Exception) -> None:
         """Let all that wait raise `error`."""
-        for turn in self._waiting:
-            if not turn.grant_future.done():
-                turn.grant_future.set_exception(error)
+        for claim in self._waiting:
+            if not claim.grant_future.done():
+                claim.grant_future.set_exception(error)
 
-    def add_job(self, turn: WorkerTurn) -> None:
+    def add_job(self, claim: WorkerSlotClaim) -> None:
         # A newcomer begins where the least served one is: it has no claim to the time when it was away.
-        tenant, kind = turn.share_keys
+        tenant, kind = claim.fairness_keys
         self._seconds_by_tenant.setdefault(tenant, min(self._seconds_by_tenant.values(), default=0.0))
         siblings = [used for (name, _), used in self._seconds_by_class.items() if name == tenant]
         self._seconds_by_class.setdefault(kind, min(siblings, default=0.0))
-        self._num_jobs.update(turn.share_keys)
-        self._waiting.append(turn)
+        self._num_jobs.update(claim.fairness_keys)
+        self._waiting.append(claim)
         self._grant_slots()
 
-    def end_job(self, turn: WorkerTurn) -> None:
+    def end_job(self, claim: WorkerSlotClaim) -> None:
         """The job has ended, or is given up."""
-        tenant, kind = turn.share_keys
-        if turn in self._running:
-            self._running.remove(turn)
-            seconds = (clock.monotonic() - turn.started_at) / turn.tenant.weight
+        tenant, kind = claim.fairness_keys
+        if claim in self._running:
+            self._running.remove(claim)
+            seconds = (clock.monotonic() - claim.started_at) / claim.tenant.weight
             self._seconds_by_tenant[tenant] += seconds
             self._seconds_by_class[kind] += seconds
         else:
-            self._waiting.remove(turn)
-        self._num_jobs.subtract(turn.share_keys)
+            self._waiting.remove(claim)
+        self._num_jobs.subtract(claim.fairness_keys)
         if not self._num_jobs[tenant]:
             del self._num_jobs[tenant], self._seconds_by_tenant[tenant]
         if not self._num_jobs[kind]:
@@ -101,22 +101,24 @@ class JobQueue:
 
     def _grant_slots(self) -> None:
         while self._waiting and len(self._running) < self._num_slots:
-            full = sum(turn.is_large for turn in self._running) >= max(1, self._num_slots - 1)
-            candidates = [turn for turn in self._waiting if not (turn.grant_future.done() or (turn.is_large and full))]
+            full = sum(claim.is_large for claim in self._running) >= max(1, self._num_slots - 1)
+            candidates = [
+                claim for claim in self._waiting if not (claim.grant_future.done() or (claim.is_large and full))
+            ]
             if not candidates:
                 return
-            turn = min(candidates, key=self._sort_key(clock.monotonic()))
-            self._waiting.remove(turn)
-            self._running.add(turn)
-            turn.started_at = clock.monotonic()
-            turn.grant_future.set_result(None)
+            claim = min(candidates, key=self._build_sort_key(clock.monotonic()))
+            self._waiting.remove(claim)
+            self._running.add(claim)
+            claim.started_at = clock.monotonic()
+            claim.grant_future.set_result(None)
 
-    def _sort_key(self, now: float) -> Callable[[WorkerTurn], tuple[float, float, float]]:
+    def _build_sort_key(self, now: float) -> Callable[[WorkerSlotClaim], tuple[float, float, float]]:
         """What the tenant has had, its running jobs included, and the kind; when the job is due."""
         tenants, kinds = self._seconds_by_tenant.copy(), self._seconds_by_class.copy()
         for running in self._running:
-            tenant, kind = running.share_keys
+            tenant, kind = running.fairness_keys
             seconds = (now - running.started_at) / running.tenant.weight
             tenants[tenant] += seconds
             kinds[kind] += seconds
-        return lambda turn: (tenants[turn.share_keys[0]], kinds[turn.share_keys[1]], turn.due_at)
+        return lambda claim: (tenants[claim.fairness_keys[0]], kinds[claim.fairness_keys[1]], claim.virtual_arrival)

@@ -19,9 +19,9 @@ from quire.engine.replicas.cores import usable_cpus
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
 from quire.server.owner_budget import OwnerBudget
-from quire.server.served_model import ModelSource, ServedModel
+from quire.server.served_model import ServedModel, ServedModelSpec
 from quire.server.workers.frames import encode_frame, receive_frame
-from quire.server.workers.job_queue import JobQueue, WorkerTurn
+from quire.server.workers.job_queue import JobQueue, WorkerSlotClaim
 from quire.server.workers.worker import JobLimits, WorkerJob
 
 Result = TypeVar("Result")
@@ -55,7 +55,7 @@ class WorkerPool:
     `start_fork_server`, or when it is first needed."""
 
     def __init__(
-        self, source: ModelSource, adapters: Collection[str] = (), launch_process: LaunchProcess = Child
+        self, source: ServedModelSpec, adapters: Collection[str] = (), launch_process: LaunchProcess = Child
     ) -> None:
         """`adapters`: the model's, as they come and go. `launch_process`: starts the process that forks."""
         self._source = source
@@ -130,27 +130,27 @@ class WorkerPool:
             raise self._shutdown_error
         if not self._waiting_budget.has_room(tenant.name, 1):
             raise Overloaded("Too many requests wait to be prepared. Please try again later")
-        turn = WorkerTurn(
+        claim = WorkerSlotClaim(
             tenant, sum(map(len, pieces)) + extra_bytes, asyncio.get_running_loop().create_future(), is_slow
         )
-        self._queue.add_job(turn)
+        self._queue.add_job(claim)
         try:
-            await self._wait_for_turn(turn)
+            await self._wait_for_slot(claim)
             worker = self._take_idle_worker() or await self._fork_worker()
             return await self._run_on_worker(
                 worker, WorkerJob(work, limits, tuple(self._adapters)), pieces, limit_error
             )
         finally:
-            self._queue.end_job(turn)
+            self._queue.end_job(claim)
 
-    async def _wait_for_turn(self, turn: WorkerTurn) -> None:
-        if not turn.grant_future.done():
-            self._waiting_budget.take_room(turn.tenant.name, 1)
+    async def _wait_for_slot(self, claim: WorkerSlotClaim) -> None:
+        if not claim.grant_future.done():
+            self._waiting_budget.add_usage(claim.tenant.name, 1)
             try:
-                await turn.grant_future
+                await claim.grant_future
             finally:
-                self._waiting_budget.take_room(turn.tenant.name, -1)
-        turn.grant_future.result()
+                self._waiting_budget.add_usage(claim.tenant.name, -1)
+        claim.grant_future.result()
 
     def start_fork_server(self) -> asyncio.Task[None]:
         """Start the process that forks, unless it runs or is about to. Raises OSError when awaited."""
@@ -179,7 +179,7 @@ class WorkerPool:
         self._busy_workers.add(worker)
         is_reusable = False
         try:
-            with watch_for_stall(worker.pid) as watch:
+            with kill_on_stall(worker.pid) as watch:
                 worker.writer.writelines(encode_frame(job, pieces))
                 await worker.writer.drain()
                 (succeeded, value, is_reusable), _ = await receive_frame(worker.reader)
@@ -235,7 +235,7 @@ class WorkerPool:
                 await asyncio.shield(self.start_fork_server())
                 process = self._fork_server
                 assert process is not None
-                with watch_for_stall(process.pid):
+                with kill_on_stall(process.pid):
                     return await self._request_fork()
             except (OSError, EOFError) as error:
                 if tries == 2:
@@ -280,7 +280,7 @@ class WorkerPool:
         source = replace(self._source, config=self._source.config.model_copy(update=CLEARED_API_KEYS))
         message = b"".join(encode_frame(source))
         try:
-            with watch_for_stall(process.pid):
+            with kill_on_stall(process.pid):
                 await asyncio.to_thread(ours.sendall, message)  # it is read when the modules are imported
         except OSError:
             await process.kill()
@@ -314,7 +314,7 @@ class StallWatch:
 
 
 @contextmanager
-def watch_for_stall(pid: int) -> Iterator[StallWatch]:
+def kill_on_stall(pid: int) -> Iterator[StallWatch]:
     """Within the block, which waits for this process, it is killed when it stands still."""
     watch = StallWatch(pid)
     task = asyncio.create_task(watch.kill_when_stalled())

@@ -1,9 +1,8 @@
 """`python -m quire.server.workers.worker FD`: a process that loads what turns text into tokens once, and forks workers.
 
 A forked worker shares that memory and starts within milliseconds, so one that takes too much time or memory, or whose
-caller has left, is simply killed. FD is a socket: first comes a ModelSource, then the end of a new worker's own socket
-for each worker to fork. The process ends with the server, and its workers with it.
-"""
+caller has left, is simply killed. FD is a socket: first comes a ServedModelSpec, then the end of a new worker's own
+socket for each worker to fork. The process ends with the server, and its workers with it."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from quire.engine.errors import QuireError
 from quire.engine.images.image_decoding import preload_decoders
 from quire.server.config import ServerConfig
 from quire.server.resolve import invocations  # noqa: F401 - what jobs need is there before workers are forked
-from quire.server.served_model import ModelSource, ServedModel
+from quire.server.served_model import ServedModel, ServedModelSpec
 from quire.server.workers.frames import receive_frame_blocking, send_frame_blocking
 
 JobFunction = Callable[[bytes, ServedModel, ServerConfig], Any]
@@ -52,14 +51,14 @@ class WorkerJob:
     """ServedModel.adapters, as they are now."""
 
 
-def fork_workers(control: socket.socket) -> None:
+def run_fork_server(control: socket.socket) -> None:
     os.nice(NICENESS)
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # a terminal sends them to the whole group
         signal.signal(ignored, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers' exit statuses
     source, _ = receive_frame_blocking(control)
-    assert isinstance(source, ModelSource)
+    assert isinstance(source, ServedModelSpec)
     adapters: list[str] = []
     model = source.build_served_model(expendable=True, adapters=adapters)
     if model.image_reader is not None:
@@ -125,4 +124,4 @@ def private_memory_bytes() -> int:
 
 if __name__ == "__main__":
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads do not survive a fork
-    fork_workers(socket.socket(fileno=int(sys.argv[1])))
+    run_fork_server(socket.socket(fileno=int(sys.argv[1])))

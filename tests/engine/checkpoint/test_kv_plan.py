@@ -88,7 +88,7 @@ def test_idle_warm_up_clears_an_eighth_of_the_pages_and_none_that_are_in_use(tmp
 
     def cleared(used: int) -> list[bool]:
         """Warm up, then say for each page whether it is cleared in every layer. `used`: pages that must not be."""
-        while engine.warm_up_once():
+        while engine.run_next_warmup():
             pass
         assert all(cache[page].any() for cache in caches for page in range(used))
         return [all(not cache[page].any() for cache in caches) for page in range(64)]

@@ -15,14 +15,14 @@ from quire.engine.core.engine_view import (
     MAX_LISTED_REQUESTS,
     SHARED_BLOCK,
     UNLISTED_OWNER,
-    merge_spans,
+    merge_image_spans,
     take_engine_view,
 )
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.scheduler_config import SchedulerConfig
 from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from quire.engine.core.stats import EngineView
-from quire.engine.types import EngineCoreRequest, SamplingParams, Span
+from quire.engine.types import EngineCoreRequest, MediaSpan, SamplingParams
 
 PAGE = 4
 
@@ -128,6 +128,6 @@ def test_every_page_has_a_code(num_blocks: int) -> None:
 
 
 def test_tiles_of_an_image_are_told_as_one_place() -> None:
-    spans = [Span(place, 16, b"") for place in (3, 21, 39, 70, 90)]
-    assert merge_spans(spans) == [(3, 52), (70, 36)]
-    assert merge_spans([]) == []
+    spans = [MediaSpan(place, 16, b"") for place in (3, 21, 39, 70, 90)]
+    assert merge_image_spans(spans) == [(3, 52), (70, 36)]
+    assert merge_image_spans([]) == []

@@ -21,7 +21,7 @@ from quire.engine.core.fair_queue import FairQueue
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.scheduler_config import SchedulerConfig
 from quire.engine.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from quire.engine.types import EngineCoreOutput, EngineCoreRequest, Image, PoolingParams, SamplingParams, Span
+from quire.engine.types import EngineCoreOutput, EngineCoreRequest, Image, MediaSpan, PoolingParams, SamplingParams
 from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice, fake_vector, next_token
 from tests.tiers import examples
 
@@ -309,7 +309,7 @@ def test_images_of_several_requests_are_read_in_several_steps() -> None:
     step(busy, device)
     for name, work in (("a", 5), ("b", 12)):
         image = msgspec.structs.replace(Image.from_pixels(64, 32, name.encode()), encoder_cost=work)
-        spans = (Span(1, 2, image.digest), Span(4, 1, image.digest, offset=2))
+        spans = (MediaSpan(1, 2, image.digest), MediaSpan(4, 1, image.digest, offset=2))
         busy.add_request(msgspec.structs.replace(request(name, 5, max_tokens=2), spans=spans, images=(image,)))
     batches = [step(busy, device) for _ in range(4)]
     rows = [

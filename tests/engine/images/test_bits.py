@@ -39,7 +39,7 @@ def about(path: Path, name: str, *pictures: int, more: str = "", **options: obje
     reader = make_image_reader(path, tokenizer)
     assert isinstance(reader, ImageReader)
     text = "Look at what follows: " + "".join(f"see {MARK} and " for _ in pictures) + f"say what it is{more}"
-    read = reader.read_prompt(
+    read = reader.make_multimodal_prompt(
         text, [RequestImage("image", picture(seed, 120, 70)) for seed in pictures], tokenizer.encode
     )
     asked = request(name, read.token_ids, **{"max_tokens": 12, "logprobs": 2, "prompt_logprobs": None, **options})
@@ -129,9 +129,9 @@ def test_a_large_image_is_read_in_several_steps(path: Path) -> None:
         for output in served.step():
             answered[output.id] = answered.get(output.id, 0) + len(output.new_ids)
         assert answered["calm"] == before + 1  # nobody waits for the image
-        assert served.last_step is not None
-        assert served.last_step.num_tokens <= 20
-        looks += served.last_step.num_tokens == 1
+        assert served.last_step_record is not None
+        assert served.last_step_record.num_tokens <= 20
+        looks += served.last_step_record.num_tokens == 1
     # With 19 tokens for it in a step, a tile takes four or five, the first and the last of which may have its tokens.
     assert looks >= len(asked.images) * 2
     assert made(served) == len(asked.images)

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.images.vision_config import read_vision_spec
-from quire.engine.types import EngineCoreRequest, PoolingParams, Span
+from quire.engine.types import EngineCoreRequest, MediaSpan, PoolingParams
 from quire.engine.worker.images import tower_loader
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
@@ -64,8 +64,8 @@ def shown(path: Path, name: str, seed: int) -> EngineCoreRequest:
     """An image alone, as a server asks for its vector."""
     vision = read_vision_spec(path)
     assert vision is not None
-    (content,) = vision.make_layout(70, 50).prepare_contents(picture(seed, 70, 50))
-    span = Span(0, 1, content.digest)
+    (content,) = vision.make_layout(70, 50).make_tower_inputs(picture(seed, 70, 50))
+    span = MediaSpan(0, 1, content.digest)
     return EngineCoreRequest(id=name, prompt_ids=[0], params=PoolingParams(), seed=0, spans=(span,), images=(content,))
 
 

@@ -87,7 +87,7 @@ def test_pixels_and_counts_are_as_transformers_has_them(name: str, tmp_path: Pat
         image = picture(width, width, height)
         ours = [
             normalize_pixels(each, vision.normalization).numpy()
-            for each in vision.make_layout(width, height).prepare_contents(image)
+            for each in vision.make_layout(width, height).make_tower_inputs(image)
         ]
         wanted = theirs(images=[image], return_tensors="np")
         pixels = _as_squares(wanted, ours[0].shape, family.preparing)
@@ -132,7 +132,7 @@ def about(path: Path, name: str, asked: str, *pictures: int, more: str = "", **o
     reader = make_image_reader(path, tokenizer)
     assert reader is not None
     text = "Look: " + "".join(f"see {FAMILIES[name].written} and " for _ in pictures) + f"say what it is{more}"
-    read = reader.read_prompt(
+    read = reader.make_multimodal_prompt(
         text, [RequestImage("image", picture(seed, 70, 50)) for seed in pictures], tokenizer.encode
     )
     made = request(asked, read.token_ids, **{"max_tokens": 12, "logprobs": 2, "prompt_logprobs": None, **options})
@@ -217,7 +217,7 @@ def test_a_layer_that_guesses_tokens_follows_images(tmp_path: Path) -> None:
     asked = [about(path, "qwen3_5", f"{index}", index, max_tokens=30) for index in range(3)]
     wanted = {each.id: run(engine(path, enable_prefix_caching=False), [each])[each.id] for each in asked}
     guessing = engine(path, always, speculative_config={"method": "mtp", "num_speculative_tokens": 3})
-    heads = guessing._draft_source
+    heads = guessing._device_drafter
     assert isinstance(heads, DraftHeadRunner)
     assert bits(run(guessing, asked)) == bits(wanted)
     assert guessing.engine_stats.draft_tokens > 10
@@ -272,7 +272,7 @@ def test_an_image_that_is_too_narrow_is_refused(name: str, size: tuple[int, int]
     vision = read_vision_spec(tmp_path)
     assert vision is not None
     with pytest.raises(InvalidImage, match="the image has"):
-        vision.make_layout(*size, several=True)
+        vision.make_layout(*size, has_other_images=True)
 
 
 def test_a_step_too_short_for_an_image_serves_text_alone(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from quire.engine.encoders.vision.tower import normalize_pixels
 from quire.engine.errors import ModelError
-from quire.engine.images.idefics3 import Idefics3Vision, make_tile_layout
+from quire.engine.images.idefics3 import Idefics3VisionSpec, make_tile_layout
 from quire.engine.images.image_decoding import decode_upright, open_image
 from quire.engine.images.vision_config import read_vision_spec
 from tests.tiny_vision import PREPARING, picture
@@ -22,11 +22,11 @@ from tests.tiny_vision import PREPARING, picture
 SIZES = [(640, 480), (30, 200), (40, 40), (81, 33), (3000, 200), (1, 900), (1000, 1)]
 
 
-def vision(path: Path, **preparing: object) -> Idefics3Vision:
+def vision(path: Path, **preparing: object) -> Idefics3VisionSpec:
     (path / "config.json").write_text(json.dumps({"model_type": "smolvlm", "vision_config": {"patch_size": 2}}))
     (path / "preprocessor_config.json").write_text(json.dumps({**PREPARING, **preparing}))
     found = read_vision_spec(path)
-    assert isinstance(found, Idefics3Vision)
+    assert isinstance(found, Idefics3VisionSpec)
     return found
 
 
@@ -42,7 +42,7 @@ def test_tiles_are_as_transformers_has_them(kind: type, longest: int, tile: int,
         image = picture(width, width, height)
         layout = make_tile_layout(width, height, ours, may_split=ours.splits_images)
         found = np.stack(
-            [normalize_pixels(each, ours.normalization).numpy() for each in layout.prepare_contents(image)]
+            [normalize_pixels(each, ours.normalization).numpy() for each in layout.make_tower_inputs(image)]
         )
         wanted = theirs(images=[[image]], return_tensors="np", return_row_col_info=True)
         assert found.transpose(0, 3, 1, 2) == pytest.approx(wanted["pixel_values"][0], abs=1e-5)
@@ -59,7 +59,7 @@ def test_every_mode_becomes_the_same_colours(mode: str, tmp_path: Path) -> None:
     image.save(file, "JPEG" if mode == "CMYK" else "PNG")
     ours = vision(tmp_path)
     layout = make_tile_layout(60, 50, ours, may_split=True)
-    tiles = layout.prepare_contents(decode_upright(open_image(file.getvalue(), "image"), "image"))
+    tiles = layout.make_tower_inputs(decode_upright(open_image(file.getvalue(), "image"), "image"))
     found = np.stack([normalize_pixels(each, ours.normalization).numpy() for each in tiles])
     theirs = Idefics3ImageProcessorPil(**PREPARING)
     wanted = theirs(images=[[Image.open(file)]], return_tensors="np")["pixel_values"][0]
@@ -90,7 +90,7 @@ def test_no_tile_is_lost_to_rounding(tmp_path: Path) -> None:
     )
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({**PREPARING, **sizes}))
     ours = read_vision_spec(tmp_path)
-    assert isinstance(ours, Idefics3Vision)
+    assert isinstance(ours, Idefics3VisionSpec)
     layout = make_tile_layout(1, 5000, ours, may_split=True)
     assert (layout.tiled_size, layout.rows, layout.columns) == ((49, 196), 4, 1)
-    assert len(list(layout.prepare_contents(picture(1, 1, 5000)))) == len(layout.token_runs)
+    assert len(list(layout.make_tower_inputs(picture(1, 1, 5000)))) == len(layout.token_runs)

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from transformers.image_processing_backends import TorchvisionBackend
 
-from quire.engine.images.lfm2 import Lfm2Vision
+from quire.engine.images.lfm2 import Lfm2VisionSpec
 from quire.engine.images.vision_config import read_vision_spec
 from tests.engine.harness import run
 from tests.engine.images.test_families import about, bits, engine
@@ -83,12 +83,12 @@ def prepared(theirs: Any, seed: int, size: tuple[int, int]) -> tuple[list[Tensor
 
 def test_sizes_tiles_and_pixels(path: Path, theirs: Any) -> None:
     vision = read_vision_spec(path)
-    assert isinstance(vision, Lfm2Vision)
+    assert isinstance(vision, Lfm2VisionSpec)
     for number, size in enumerate(SIZES):
         parts, rows, columns = prepared(theirs, number, size)
         layout = vision.make_layout(*size)
         assert (layout.rows, layout.columns) == (rows, columns)
-        ours = list(layout.prepare_contents(picture(number, *size)))
+        ours = list(layout.make_tower_inputs(picture(number, *size)))
         assert [(each.height, each.width) for each in ours] == [tuple(each.shape[1:]) for each in parts]
         assert [sum(each) for each in layout.token_runs] == [each.shape[1] * each.shape[2] // 64 for each in parts]
         for own, part in zip(ours, parts, strict=True):

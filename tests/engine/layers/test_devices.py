@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from quire.engine.gguf.tensor_types import SUPPORTED_TYPES
-from quire.engine.layers.schemes.gguf import UNPACKABLE_TYPES, unpack_blocks
+from quire.engine.layers.schemes.gguf import SUPPORTED_QUANT_TYPES, blocks_to_grouped_weight
 from quire.engine.layers.schemes.integers import make_grouped_weight, unpack_bits
 
 META = torch.device("meta")
 SIZES = {each.name: each.type_size for each in SUPPORTED_TYPES.values()}
 
 
-@pytest.mark.parametrize("kind", sorted(UNPACKABLE_TYPES))
+@pytest.mark.parametrize("kind", sorted(SUPPORTED_QUANT_TYPES))
 def test_gguf_blocks_stay_where_they_are(kind: str) -> None:
-    weight = unpack_blocks(torch.empty(4, 3 * SIZES[kind], dtype=torch.uint8, device=META), kind)
+    weight = blocks_to_grouped_weight(torch.empty(4, 3 * SIZES[kind], dtype=torch.uint8, device=META), kind)
     assert weight.dequantize().device == META
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.engine.checkpoint.quantization import WeightFormats, weight_formats
-from quire.engine.worker.loading.weight_mapper import make_file_name_lookup
+from quire.engine.worker.loading.weight_mapper import make_stored_module_name_lookup
 
 ARGS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
 Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
@@ -21,7 +21,7 @@ def formats(ignore: list[str], targets: list[str]) -> WeightFormats:
 @pytest.mark.parametrize("root", ROOTS)
 def test_names_in_files_are_those_of_the_files(root: str) -> None:
     stored = [f"{root}layers.{layer}.self_attn.{part}_proj.weight" for layer in (0, 1) for part in "qk"]
-    name_of = make_file_name_lookup([*stored, "lm_head.weight", "model.visual.blocks.0.attn.q_proj.weight"])
+    name_of = make_stored_module_name_lookup([*stored, "lm_head.weight", "model.visual.blocks.0.attn.q_proj.weight"])
     assert name_of(Q) == f"{root}layers.0.self_attn.q_proj"
     assert name_of("model.layers.1.mlp.experts.3.up_proj") == f"{root}layers.1.mlp.experts.3.up_proj"
     assert name_of("lm_head") == "lm_head"
@@ -42,6 +42,6 @@ def test_names_in_files_are_those_of_the_files(root: str) -> None:
     ],
 )
 def test_pattern_of_a_text_model_inside_of_another(pattern: str, matches: bool) -> None:
-    name_of = make_file_name_lookup(["model.language_model.layers.0.self_attn.q_proj.weight"])
+    name_of = make_stored_module_name_lookup(["model.language_model.layers.0.self_attn.q_proj.weight"])
     assert (formats([pattern], ["Linear"]).of(name_of(Q)) is None) is matches
     assert (formats([], [pattern]).of(name_of(Q)) is not None) is matches

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.errors import AdapterError
-from quire.engine.lora.adapter_files import read_adapter
+from quire.engine.lora.adapter_files import read_adapter_specs
 from quire.engine.lora.adapter_store import AdapterStore
 from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.lora.weight_checks import check_finite
@@ -223,7 +223,7 @@ def test_scales(folder: Path, model: Path) -> None:
         use_rslora=True,
         alpha_pattern={"k_proj": 4.0, "model.layers.1.mlp.up_proj": 2.0, "layers.1.self_attn.q_pro": 5.0},
     )(folder)
-    parts = read_adapter(folder, modules, 16)
+    parts = read_adapter_specs(folder, modules, 16)
     root = 8**0.5
     assert parts["model.layers.0.self_attn.q_proj"].scale == pytest.approx(24 / root)
     assert parts["model.layers.2.self_attn.k_proj"].scale == pytest.approx(4 / root)
@@ -233,16 +233,16 @@ def test_scales(folder: Path, model: Path) -> None:
 
 def test_exclude_modules_and_layers_say_nothing_beside_the_tensors(folder: Path, model: Path) -> None:
     with_config(target_modules="all-linear", exclude_modules=["lm_head"], layers_to_transform=[0], r=8)(folder)
-    assert len(read_adapter(folder, adaptable_modules(read_model_config(model)), 8)) == 21
+    assert len(read_adapter_specs(folder, adaptable_modules(read_model_config(model)), 8)) == 21
 
 
 def test_alpha_of_0_is_0(folder: Path, model: Path) -> None:
     """A weight of 0 switches an adapter off (issue 58); PEFT's default of 8 is for files that say none."""
     modules = adaptable_modules(read_model_config(model))
     with_config(lora_alpha=0)(folder)
-    assert {part.scale for part in read_adapter(folder, modules, 16).values()} == {0.0}
+    assert {part.scale for part in read_adapter_specs(folder, modules, 16).values()} == {0.0}
     with_config(lora_alpha=8, alpha_pattern={"k_proj": 0})(folder)
-    assert read_adapter(folder, modules, 16)["model.layers.0.self_attn.k_proj"].scale == 0.0
+    assert read_adapter_specs(folder, modules, 16)["model.layers.0.self_attn.k_proj"].scale == 0.0
 
 
 @pytest.mark.parametrize("module", ["lm_head", "model.embed_tokens", "model.layers.0.self_attn.q_proj"])

@@ -148,7 +148,7 @@ def test_no_load_stops_a_stream(model: Path, adapters: list[Adapter | None]) -> 
             if step == 1:  # it was asked for; the thread has read it
                 made.scheduler._waiting._loader._thread.submit(int).result()
             assert "long" in {output.id for output in made.step()}
-            loaded += [name for name, _ in made.last_step.adapter_loads]
+            loaded += [name for name, _ in made.last_step_record.adapter_loads]
     assert loaded == ["a0", "a1", "a2", "a0"]
     assert made.engine_stats.running == 1
 

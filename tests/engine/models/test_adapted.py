@@ -140,13 +140,13 @@ def test_other_weights_are_checked_and_take_the_place_of_these(laguna: str, tmp_
     tensors = {name: tensor * 0.9 for name, tensor in load_file(tmp_path / "b" / "model.safetensors").items()}
     save_file(tensors, tmp_path / "b" / "model.safetensors", {"format": "pt"})
     engine, other = engine_of(laguna), EngineConfig(model=laguna, weights=str(tmp_path / "b"), num_kv_blocks=64)
-    engine.check_weights(other)
+    engine.check_replacement_weights(other)
     asked = requests(max_tokens=1, logprobs=1)[-1:]
     assert run(EngineCore(other), asked)["3"].logprobs != run(engine, asked)["3"].logprobs
     experts = next(name for name in tensors if "experts" in name)
     save_file(tensors | {experts: tensors[experts][:-1].contiguous()}, tmp_path / "b" / "model.safetensors")
     with pytest.raises(ModelError):
-        engine.check_weights(other)
+        engine.check_replacement_weights(other)
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,8 @@ def unequal(spec: DecoderSpec) -> DecoderSpec:
         "qkv_bias": [True, False, False],
     }
     norms = [NormSpec(1e-6), NormSpec(1e-2, 1.0), NormSpec(1e-5)]
-    spec = spec.replace_sublayers(AttentionLayerSpec, norm=norms, qk_norm=[None, "heads", "heads"], **attention)
-    return spec.replace_sublayers(
+    spec = spec.replace_sublayer_fields(AttentionLayerSpec, norm=norms, qk_norm=[None, "heads", "heads"], **attention)
+    return spec.replace_sublayer_fields(
         MLPSpec,
         intermediate_size=[96, 160, 32],
         activation=["gelu_tanh", "silu", "silu"],

@@ -17,7 +17,7 @@ from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import AdapterError, ModelError
-from quire.engine.lora.adapter_files import read_adapter
+from quire.engine.lora.adapter_files import read_adapter_specs
 from quire.engine.lora.adapter_store import AdapterStore
 from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.models import decoder_spec
@@ -153,12 +153,12 @@ def test_adapters_of_attention_are_served_and_those_of_experts_named(tmp_path: P
     part = "base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight"
     save_file({part: torch.zeros(4, 64)}, folder / "adapter_model.safetensors")
     with pytest.raises(AdapterError, match=r"experts\.0\.up_proj.*adapters of experts are not served"):
-        read_adapter(folder, modules, 8)
+        read_adapter_specs(folder, modules, 8)
 
 
 def test_other_weights_are_checked_by_their_headers(tmp_path: Path) -> None:
     path = stack_mxfp4(save_tiny_model(tmp_path / "dense", "gpt_oss"), tmp_path / "packed")
-    config, checkpoint = read_model_config(path), engine(path)._checkpoint
+    config, checkpoint = read_model_config(path), engine(path)._expected_weights
     check_weights(checkpoint, config, path, path)
     tensors = load_file(path / "model.safetensors")
     name = "model.layers.0.mlp.experts.down_proj_blocks"

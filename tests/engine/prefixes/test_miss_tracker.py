@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from quire.engine.core.stats import EngineStats, StepRecord
 from quire.engine.prefixes.miss_tracker import PrefixMissTracker
-from quire.engine.prefixes.token_diff import common_prefix, find_equal_runs
-from quire.engine.types import Adapter, EngineCoreRequest, PrefixReport, SamplingParams, Span
+from quire.engine.prefixes.token_diff import common_prefix_length, find_equal_runs
+from quire.engine.types import Adapter, EngineCoreRequest, MediaSpan, PrefixMissReport, SamplingParams
 from tests.tiers import examples
 
 UNIT, ROOM = 16, 10_000
@@ -38,7 +38,7 @@ class Played:
         record = StepRecord(1, 0.0, 0.0, 1.0, 1.0, 1, count, ((request.id, start, count),), ())
         self.misses.track_step(record, engine, EngineStats(prefix_unit=UNIT, cache_tokens=ROOM), weights)
 
-    def end(self, request: EngineCoreRequest, answer: Sequence[int] = (7, 7)) -> PrefixReport:
+    def end(self, request: EngineCoreRequest, answer: Sequence[int] = (7, 7)) -> PrefixMissReport:
         found = self.misses.get_report(request.id)
         assert found is not None
         self.misses.finish_request(request.id, answer)
@@ -46,7 +46,7 @@ class Played:
 
     def ask(
         self, prompt: Sequence[int], cached: int = 0, *, answer: Sequence[int] = (7, 7), engine: int = 0, **more: object
-    ) -> PrefixReport:
+    ) -> PrefixMissReport:
         weights = str(more.pop("weights", "1"))
         made = self.request(prompt, **more)
         self.begin(made, cached, engine=engine, weights=weights)
@@ -249,10 +249,10 @@ def test_a_request_of_an_engine_that_died_is_looked_at_again() -> None:
 def test_images_are_known_by_what_they_show() -> None:
     played = Played()
     prompt = [*text(1, 70), *[5] * 64, *text(2, 100)]
-    played.ask(prompt, spans=(Span(70, 64, b"a" * 16),))
-    same = played.ask(prompt, spans=(Span(70, 64, b"a" * 16),))
+    played.ask(prompt, spans=(MediaSpan(70, 64, b"a" * 16),))
+    same = played.ask(prompt, spans=(MediaSpan(70, 64, b"a" * 16),))
     assert same.tokens_by_reason == [("evicted", 224)]
-    other = played.ask(prompt, spans=(Span(70, 64, b"b" * 16),), cached=64)
+    other = played.ask(prompt, spans=(MediaSpan(70, 64, b"b" * 16),), cached=64)
     assert other.nearest is not None
     assert (other.tokens_by_reason, other.nearest.num_common, other.nearest.earlier_ids) == (
         [("rewritten", 100)],
@@ -307,7 +307,7 @@ def test_equal_pieces_are_equal_and_apart(old: list[list[int]], new: list[list[i
         covered |= places
     if one and one == other:
         assert len(covered) == len(one) or len(set(map(tuple, old))) < len(old)
-    prefix = common_prefix(array("i", one).tobytes(), array("i", other).tobytes())
+    prefix = common_prefix_length(array("i", one).tobytes(), array("i", other).tobytes())
     assert one[:prefix] == other[:prefix]
     assert one[prefix : prefix + 1] != other[prefix : prefix + 1] or prefix == min(len(one), len(other))
 

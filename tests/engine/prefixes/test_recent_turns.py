@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.prefixes.recent_turns import RecentTurns
-from quire.engine.types import EngineCoreRequest, SamplingParams, Span
+from quire.engine.types import EngineCoreRequest, MediaSpan, SamplingParams
 from tests.tiers import examples
 
 
@@ -22,13 +22,13 @@ def test_the_last_turn_is_found_by_its_salt_and_name() -> None:
     turns.record_turn(request("a", 3), [7])
     turns.record_turn(request("a", 5, cache_salt="s"), [8, 9])
     turns.record_turn(request("", 5), [8, 9])
-    turns.record_turn(request("image", 5, spans=(Span(0, 1, b"x"),)), [])
+    turns.record_turn(request("image", 5, spans=(MediaSpan(0, 1, b"x"),)), [])
     assert turns.find_turn("", "", "a").token_ids == [0, 1, 2, 7]
     assert turns.find_turn("", "s", "a").token_ids == [0, 1, 2, 3, 4, 8, 9]
     assert turns.find_turn("", "", "") is turns.find_turn("", "", "image") is None
     turns.record_turn(request("a", 9), [])
     assert turns.find_turn("", "", "a").token_ids == list(range(9))
-    turns.record_turn(request("a", 5, spans=(Span(0, 1, b"x"),)), [])
+    turns.record_turn(request("a", 5, spans=(MediaSpan(0, 1, b"x"),)), [])
     assert turns.find_turn("", "", "a") is None, "the turn before it is not its last"
     assert turns.find_turn("", "s", "a") is not None
 

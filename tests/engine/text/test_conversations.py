@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.engine.errors import InvalidRequest
 from quire.engine.text.chat_template import ChatRenderer
-from quire.engine.text.conversation.literal_encoding import encode_literally
+from quire.engine.text.conversation.literal_encoding import encode_with_literal_texts
 from tests.engine.text.shapes import (
     ANTHROPIC,
     FIRST,
@@ -176,11 +176,11 @@ def test_special_tokens_in_a_moved_text_stay_text(named: Any) -> None:
     ours = knowing("user", "assistant")
     made = ours.render_conversation([user("a"), called(call(FIRST, "v")), result(FIRST, attack), system(attack)])
     assert made.text.count(end) == 6
-    ids = encode_literally(tokenizer, made.text, made.moved_texts, add_special_tokens=False)
+    ids = encode_with_literal_texts(tokenizer, made.text, made.moved_texts, add_special_tokens=False)
     assert tokenizer.backend.token_to_id(end) not in ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == made.text
     plain = ours.render_conversation([user(attack)])
-    assert tokenizer.backend.token_to_id(end) in encode_literally(
+    assert tokenizer.backend.token_to_id(end) in encode_with_literal_texts(
         tokenizer, plain.text, plain.moved_texts, add_special_tokens=False
     )
 

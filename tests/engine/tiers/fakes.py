@@ -61,7 +61,7 @@ class FakeMover:
         self._contents: list[list[tuple[int, ...] | None]] = []
         self._lock = Lock()
 
-    def claim_blocks(self, pages: Sequence[int]) -> None:
+    def announce_block_writes(self, pages: Sequence[int]) -> None:
         assert all(self._device.pages[page] for page in pages)
 
     def read_block(self, page: int) -> memoryview:

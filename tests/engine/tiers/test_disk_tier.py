@@ -15,7 +15,7 @@ import pytest
 from quire.engine.checkpoint.kv_folder import forget_pages
 from quire.engine.errors import ConfigError
 from quire.engine.tiers.disk_tier import DiskTier
-from quire.engine.tiers.external_tier import ExternalTier
+from quire.engine.tiers.guarded_tier import GuardedTier
 from quire.engine.tiers.sealed_blocks import HEADER_BYTES, seal_block, unseal_block
 from quire.engine.tiers.tier import BlockContent
 
@@ -35,8 +35,8 @@ def disk(folder: Path, most: int = GIB, identity: bytes = OWN) -> DiskTier:
     return DiskTier(str(folder), most, identity)
 
 
-def sealed(folder: Path, most: int = GIB, identity: bytes = OWN) -> ExternalTier:
-    return ExternalTier(disk(folder, most, identity), identity)
+def sealed(folder: Path, most: int = GIB, identity: bytes = OWN) -> GuardedTier:
+    return GuardedTier(disk(folder, most, identity), identity)
 
 
 def files(folder: Path) -> list[Path]:
@@ -266,7 +266,7 @@ class Failing:
 
 
 def test_a_tier_that_fails_has_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    tier = ExternalTier(failing := Failing(), OWN)
+    tier = GuardedTier(failing := Failing(), OWN)
     for _ in range(3):
         assert (tier.lookup(digest(1)), tier.fetch(digest(1))) == (False, None)
         tier.put(digest(1), b"")

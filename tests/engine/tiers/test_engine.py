@@ -345,7 +345,7 @@ def test_what_was_fetched_for_nobody_is_not_touched_by_idle_warm_up(tmp_path: Pa
     two.scheduler.take_outputs()
     while two.has_work:
         two.step()
-    while two.warm_up_once():
+    while two.run_next_warmup():
         pass
     answers = run(two, [first])
     assert answers[first.id].cached_tokens == 112

@@ -11,7 +11,7 @@ from hypothesis.stateful import initialize, rule
 
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.scheduler_config import SchedulerConfig
-from quire.engine.tiers.external_tier import ExternalTier
+from quire.engine.tiers.guarded_tier import GuardedTier
 from quire.engine.tiers.host_tier import HostTier
 from quire.engine.tiers.tier import Tier
 from quire.engine.types import EngineCoreRequest, SamplingParams
@@ -217,7 +217,7 @@ def test_a_tier_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a put, and at a fetch: the engine goes on, nobody waits for the tier again, and a reset ends at once."""
     for hangs in ("put", "fetch"):
         device, tier = FakeDevice(), Dictionary()
-        watched = ExternalTier(tier, bytes(16), timeout=0.05)
+        watched = GuardedTier(tier, bytes(16), timeout=0.05)
         some = scheduler(device, watched)
         if hangs == "put":
             monkeypatch.setattr(tier, "put", lambda digest, page, tier=tier: tier.fetch(digest))

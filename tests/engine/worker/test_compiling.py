@@ -112,7 +112,7 @@ def start(
 ) -> EngineCore:
     """An engine on CPU tensors whose Triton kernels are for the H100, and whose decodes run as those of graphs do.
     `path`: where the model is, if it is there."""
-    monkeypatch.setattr(kv_allocation, "choose_capture", lambda *_: capture)
+    monkeypatch.setattr(kv_allocation, "make_graph_capture", lambda *_: capture)
     for each in (model_runner, draft_head_runner, draft_model_runner):
         monkeypatch.setattr(each, "choose_sampler", lambda *_: sample_on_device)
     for each in (model_runner, draft_head_runner, draft_model_runner, input_batch, device_sampler, sampling_rules):
@@ -225,8 +225,8 @@ def launched_alike(monkeypatch: pytest.MonkeyPatch, started: Callable[[], Engine
         worker, longest = engine.executor, engine.info.max_model_len
         assert isinstance(worker, ModelRunner)
         found["every step"] = worker.kernel_variants(600)
-        if engine._draft_source is not None:
-            found["every guess"] = record_variants(partial(engine._draft_source.launch_kernel_variants, 600))
+        if engine._device_drafter is not None:
+            found["every guess"] = record_variants(partial(engine._device_drafter.launch_kernel_variants, 600))
         asked = [
             request(f"{name} {length}", [5 + at % 200 for at in range(length)], max_tokens=5, **kind)
             for name, kind in KINDS.items()
@@ -264,13 +264,13 @@ def test_few_heads_need_no_more_kinds(values: int | None, h100: Path) -> None:
         metadata = last_tokens_metadata(torch.device("cpu"), (1, 1), (4096, 4096), 4096)
         tables, lens = torch.zeros((tokens, 256), dtype=torch.int32), torch.full((tokens,), 4096, dtype=torch.int32)
         ones = replace(metadata, block_table=tables, context_lens=lens)
-        TritonBackend().attend_part(
+        TritonBackend().attend_batch_part(
             torch.zeros((tokens, heads, 48)).bfloat16(), cache, cache, ones, AttentionParams(1.0, value_dim=values)
         )
 
     for tokens in range(1, 6):
         found |= {(kind.name, kind.specialization) for kind in record_variants(partial(launch, tokens))}
-    assert sorted(name for name, _ in found) == [f"attend{'_latent' if values else ''}_splits", "reduce_even"]
+    assert sorted(name for name, _ in found) == [f"attend{'_latent' if values else ''}_splits", "reduce_even_splits"]
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ def test_the_images_kernels_are_those_of_models_without_weights(h100: Path) -> N
     from quire.engine.worker.compiling.fill import model_kernel_variants, read_common_models
 
     found = [{kind.name for kind in model_kernel_variants(model, 256)} for model in read_common_models()]
-    attention = {"attend", "attend_splits", "reduce_even", "_rope_kernel", "_norm_kernel"}
+    attention = {"attend", "attend_splits", "reduce_even_splits", "_norm_rope_store_kernel", "_norm_kernel"}
     assert all(names >= attention | {"pick_tokens", "ban_words"} for names in found)
     assert ["multiply_experts" in names for names in found] == [False, False, True]
 

@@ -270,7 +270,7 @@ def test_a_backend_that_graphs_do_not_hold_runs_without(
     chosen = devices.choose_device_plan(config, model)
     assert chosen.backend_reason.startswith("Triton ")
     assert "triton: computes something else than the reference in a CUDA graph" in chosen.backend_reason.split("; ")
-    assert devices.choose_capture(config, chosen.backend, chosen.device, chosen.spec) is None
+    assert devices.make_graph_capture(config, chosen.backend, chosen.device, chosen.spec) is None
     if ranks > 1:
         monkeypatch.setattr(rank_startup, "check_tensor_parallel", lambda *_, **__: None)
         monkeypatch.setattr(rank_startup, "SpmdRanks", lambda local, *_: local)

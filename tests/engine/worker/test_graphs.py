@@ -33,7 +33,7 @@ from quire.engine.worker.loading import model_loader as loading
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.sampling.sampling_rules import SamplingRow
 from quire.engine.worker.warmup import warm_up_runner
-from quire.kernels.backend import AdapterSlots, Linear, LinearContext, LinearWithLora, LoraDelta
+from quire.kernels.backend import AdapterSlotSpec, Linear, LinearContext, LinearWithLora, LoraDelta
 from quire.kernels.gpu.libraries import flash2
 from quire.kernels.probes.backend_probe import GraphCapture
 from tests.adapters import save_adapter
@@ -70,7 +70,7 @@ def start(
     **options: Any,
 ) -> EngineCore:
     """`ahead`: steps that are launched before the last one's picks are read."""
-    monkeypatch.setattr(kv_allocation, "choose_capture", lambda *_: capture)
+    monkeypatch.setattr(kv_allocation, "make_graph_capture", lambda *_: capture)
     options = {
         "max_model_len": 1024,
         "max_num_seqs": 12,
@@ -211,7 +211,7 @@ def test_warming_up_captures_every_graph_once_and_changes_nothing(monkeypatch: p
     before = [(k[:-1].clone(), v[:-1].clone()) for k, v in kv]
     steps = 0
     engine.executor.warm_prompts()
-    while engine.warm_up_once():
+    while engine.run_next_warmup():
         steps += 1
     # Of 1, 2, 4, 8, 16 rows: up to 256 and up to 1024 tokens, and picks.
     assert len(capture.recordings) == steps == 5 * (2 + 1)
@@ -266,11 +266,11 @@ def test_a_model_that_drafts_guesses_by_graphs(monkeypatch: pytest.MonkeyPatch, 
         found = []
         for capture, idle in ((None, False), (FakeCapture(), False), (FakeCapture(), True)):
             engine = start(monkeypatch, capture, always, model=str(model), speculative_config=speculative)
-            while idle and engine.warm_up_once():
+            while idle and engine.run_next_warmup():
                 pass
             assert picked(run(engine, traffic())) == picked(wanted)
             found.append((engine.engine_stats.draft_tokens, engine.engine_stats.accepted_drafts))
-            graphs = engine._draft_source.graphs
+            graphs = engine._device_drafter.graphs
             assert (graphs is None) == (capture is None)
             assert graphs is None or (len(graphs.graph_set.graphs) > 3 and not graphs.graph_set.eager_reasons)
         assert found[0] == found[1] == found[2]
@@ -297,7 +297,7 @@ def with_heads(
     options = {"model": str(model), "speculative_config": speculative, "max_num_seqs": 3} | options
     recorded = Recorded()
     engine = start(monkeypatch, capture, recorded.make, **options)
-    for each in engine._draft_source.kv_tensors:
+    for each in engine._device_drafter.kv_tensors:
         each.zero_()
     return engine, recorded
 
@@ -323,13 +323,13 @@ def test_heads_guess_by_graphs(method: str, idle: bool, monkeypatch: pytest.Monk
     found = []
     for capture in (None, FakeCapture()):
         engine, recorded = with_heads(monkeypatch, tmp_path, method, capture)
-        while idle and engine.warm_up_once():
+        while idle and engine.run_next_warmup():
             pass
         answers = run(engine, few())
         found.append((picked(answers), recorded.guesses))
         heads, behind = (
-            engine._draft_source,
-            engine.executor.decode_graphs and engine.executor.decode_graphs.head_graphs,
+            engine._device_drafter,
+            engine.executor.decode_graphs and engine.executor.decode_graphs.draft_head_graphs,
         )
         pages = [each[:, : engine.info.num_blocks].float() for each in heads.kv_tensors]
         if capture is None:
@@ -361,7 +361,9 @@ def test_heads_whose_graphs_cannot_be_captured_guess_without(monkeypatch: pytest
 
         return computed
 
-    monkeypatch.setattr(GraphableSteps, "run_heads_after_decode", short(GraphableSteps.run_heads_after_decode))
+    monkeypatch.setattr(
+        GraphableSteps, "run_draft_heads_after_decode", short(GraphableSteps.run_draft_heads_after_decode)
+    )
     for name in ("compute_logits", "advance_states"):
         monkeypatch.setattr(Eagle3Head, name, short(getattr(Eagle3Head, name)))
     engine, recorded = with_heads(monkeypatch, tmp_path, "eagle3", FakeCapture(), warmup_seconds=60.0)
@@ -370,13 +372,13 @@ def test_heads_whose_graphs_cannot_be_captured_guess_without(monkeypatch: pytest
     whose = ("heads beside 1, 2, 4 rows", "guesses of 1, 2, 4 rows")
     assert engine.info.notes[-2:] == [f"{each} run without graphs: {reason}" for each in whose]
     assert engine.info.notes[-3].startswith("9 of 9 decode graphs, and 0 of 9 of guesses, captured in")
-    assert not engine.warm_up_once(), "nothing is tried again"
+    assert not engine.run_next_warmup(), "nothing is tried again"
 
 
 class Gathered(LinearWithLora):
     """Adapters in operations that a graph can hold, as Triton's kernels are: tables of fixed addresses."""
 
-    def __init__(self, linear: Linear, slots: AdapterSlots) -> None:
+    def __init__(self, linear: Linear, slots: AdapterSlotSpec) -> None:
         self.linear = linear
         self.down = torch.zeros((slots.num_slots + 1, slots.max_rank, slots.in_features))
         self.up = torch.zeros((slots.num_slots + 1, sum(slots.output_sizes), slots.max_rank))
@@ -408,7 +410,9 @@ class Gathered(LinearWithLora):
 @pytest.mark.parametrize("slots", [1, 3])
 def test_adapters_in_graphs(slots: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With one slot, graphs that were captured see each next adapter in it."""
-    monkeypatch.setattr(flash2.Flash2Backend, "add_adapter_slots", lambda self, linear, slots: Gathered(linear, slots))
+    monkeypatch.setattr(
+        flash2.Flash2Backend, "make_linear_with_lora", lambda self, linear, slots: Gathered(linear, slots)
+    )
     shape = {"hidden_size": 128, "max_position_embeddings": 1024, "dtype": torch.bfloat16}
     path = save_tiny_model(tmp_path / "model", "llama", **shape)
     (tmp_path / "spool").mkdir()
@@ -465,7 +469,7 @@ def test_sizes_that_cannot_be_captured_run_without_a_graph(monkeypatch: pytest.M
     refused = capture.refused
     assert refused == 6, "4, 8 and 16 rows, and their picks"
     assert picked(run(engine, traffic())) == picked(wanted)
-    assert not engine.warm_up_once()
+    assert not engine.run_next_warmup()
     assert (capture.refused, len(capture.recordings)) == (refused, 4), "no size was tried again"
     assert capture.replays > 0
 
@@ -497,7 +501,7 @@ def test_the_largest_graphs_are_there_before_ready_within_the_time(monkeypatch: 
     notes = warm_up_runner(engine.executor, 30.0, 64, clock=lambda: next(times))
     assert captured == [384, 256, 192]
     assert notes == ["3 of 21 decode graphs captured in 30.5 s"]
-    assert engine.warm_up_once(), "the rest follow in idle moments"
+    assert engine.run_next_warmup(), "the rest follow in idle moments"
     assert captured[3:] == [128]
 
 
@@ -511,7 +515,7 @@ def test_the_samplers_kernels_run_before_ready(monkeypatch: pytest.MonkeyPatch) 
         sample = choose(*of)
 
         def pick(logits: Tensor, rows: list[SamplingRow], mask: Any) -> Tensor:
-            seen.extend((each.rules.params.greedy, each.rules.params.top_p) for each in rows)
+            seen.extend((each.rules.params.is_greedy, each.rules.params.top_p) for each in rows)
             return sample(logits, rows, mask)
 
         return pick
@@ -657,7 +661,7 @@ def test_a_model_that_drafts_on_a_gpu(backend: str, tmp_path: Path) -> None:
     made = EngineCore(EngineConfig(speculative_config=speculative, **options), make_drafter=always)
     found = run(made, traffic())
     assert {name: answer.ids for name, answer in found.items()} == {name: each.ids for name, each in wanted.items()}
-    graphs = made._draft_source.graphs
+    graphs = made._device_drafter.graphs
     assert graphs is not None
     assert len(graphs.graph_set.graphs) > 3
     assert not graphs.graph_set.eager_reasons
@@ -682,9 +686,13 @@ def test_heads_that_draft_on_a_gpu(method: str, backend: str, tmp_path: Path) ->
         made = EngineCore(config, make_drafter=always)
         assert {name: answer.ids for name, answer in run(made, requests).items()} == wanted
         assert sum(made.engine_stats.accepted_drafts) > 20
-        graphs = made._draft_source.graphs
+        graphs = made._device_drafter.graphs
         assert (graphs is None) == eager
     assert len(graphs.graph_set.graphs) > 3
-    assert bool(made.executor.decode_graphs.head_graphs.graphs) == (method != "medusa")
-    for each in (graphs.graph_set, made.executor.decode_graphs.graph_set, made.executor.decode_graphs.head_graphs):
+    assert bool(made.executor.decode_graphs.draft_head_graphs.graphs) == (method != "medusa")
+    for each in (
+        graphs.graph_set,
+        made.executor.decode_graphs.graph_set,
+        made.executor.decode_graphs.draft_head_graphs,
+    ):
         assert not each.eager_reasons

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError, ModelError
-from quire.engine.layers.parameters import Parameter
+from quire.engine.layers.parameters import LoadableParameter
 from quire.engine.worker.loading.weight_loader import checkpoint_stream, load_weights
 from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
@@ -81,8 +81,8 @@ def test_only_floating_point_tensors_are_cast() -> None:
     """What a scheme stores as whole numbers reaches it as these."""
     arrived: list[torch.Tensor] = []
     table = {
-        "scale": Parameter((3,), torch.bfloat16, arrived.append),
-        "packed": Parameter((2, 2), torch.int32, arrived.append),
+        "scale": LoadableParameter((3,), torch.bfloat16, arrived.append),
+        "packed": LoadableParameter((2, 2), torch.int32, arrived.append),
     }
     packed = torch.tensor([[1, -2], [2**31 - 1, 0]], dtype=torch.int32)
     stream = {"scale": torch.tensor([0.5, 1.0, 2.0]), "packed": packed}

@@ -152,7 +152,7 @@ def start(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, make_drafter: Any = None, *, graphs: bool, **options: Any
 ) -> EngineCore:
     """An engine whose steps are launched on the fake GPU; what they pick is always PICKED."""
-    monkeypatch.setattr(kv_allocation, "choose_capture", lambda *_: capture if graphs else None)
+    monkeypatch.setattr(kv_allocation, "make_graph_capture", lambda *_: capture if graphs else None)
     options = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "dtype": "bfloat16"} | options
     with gpu.allows_waits():
         config = EngineConfig(num_kv_blocks=400, warmup_seconds=0, **options)
@@ -190,7 +190,7 @@ def test_all_kinds_together(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backe
     engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend)
     answers = run(engine, traffic(KINDS))
     assert {answer.finish_reason for answer in answers.values()} == {"length"}
-    assert set(gpu.launched) >= {"pick_tokens", "_rope_kernel", "add_at", "ban_words", "count_tokens"}
+    assert set(gpu.launched) >= {"pick_tokens", "_norm_rope_store_kernel", "add_at", "ban_words", "count_tokens"}
     assert engine.engine_stats.captured_prompt_steps > 10
 
 
@@ -247,11 +247,15 @@ def test_heads(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, me
     assert sum(engine.engine_stats.accepted_drafts) > 20, "all picks are the same"
     assert (engine.engine_stats.captured_prompt_steps > 10) == graphs
     assert len(calls) > 10
-    assert (engine._draft_source.graphs is not None) == graphs
+    assert (engine._device_drafter.graphs is not None) == graphs
     if graphs:
         made = engine.executor
-        every = (engine._draft_source.graphs.graph_set, made.decode_graphs.graph_set, made.mixed_batch_graphs.graph_set)
-        behind = made.decode_graphs.head_graphs, made.mixed_batch_graphs.head_graphs
+        every = (
+            engine._device_drafter.graphs.graph_set,
+            made.decode_graphs.graph_set,
+            made.mixed_batch_graphs.graph_set,
+        )
+        behind = made.decode_graphs.draft_head_graphs, made.mixed_batch_graphs.draft_head_graphs
         assert all(each.graphs for each in every)
         assert all(bool(each.graphs) == (method != "medusa") for each in behind)
         assert not any(each.eager_reasons for each in (*every, *behind))
@@ -302,8 +306,12 @@ def test_families(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 @pytest.mark.parametrize(
     ("family", "backend", "kernels"),
     [
-        ("qwen3_5", "triton", {"advance_delta", "advance_pieces", "finish", "_conv_kernel"}),
-        ("deepseek_v2-dense", "triton", {"store_latents", "attend_latents", "multiply_blocks", "attend_expanded"}),
+        ("qwen3_5", "triton", {"advance_delta", "advance_chunks", "norm_and_gate", "_conv_kernel"}),
+        (
+            "deepseek_v2-dense",
+            "triton",
+            {"rope_and_store_latents", "attend_latents", "multiply_per_head", "attend_expanded"},
+        ),
         *slow(
             ("qwen3_5", "torch_varlen", {"advance_delta"}),
             ("falcon_h1", "triton", {"advance_space"}),
@@ -327,7 +335,7 @@ def test_states_and_latents(
     assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
     assert engine.engine_stats.draft_tokens > 0
     assert engine.engine_stats.captured_prompt_steps > 3
-    expected = kernels | ({"keep_guesses"} if any(name.startswith("advance") for name in kernels) else set())
+    expected = kernels | ({"store_draft_inputs"} if any(name.startswith("advance") for name in kernels) else set())
     assert set(gpu.launched) >= expected
 
 
@@ -343,7 +351,7 @@ def test_experts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     kinds = {name: KINDS[name] for name in ("greedy", "all")}
     for _ in range(2):
         assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
-    assert set(gpu.launched) >= {"sort_rows", "multiply_experts", "weigh"}
+    assert set(gpu.launched) >= {"sort_rows", "multiply_experts", "combine_expert_outputs"}
     assert engine.engine_stats.captured_prompt_steps > 0
 
 
@@ -366,7 +374,7 @@ def test_images(
         request.applymarker(pytest.mark.xfail(reason=reason))
     monkeypatch.setattr(grouped_moe, "tensor_addresses", lambda tensors: [[0] * len(each) for each in tensors])
     monkeypatch.setattr(tower_loader, "find_encoder_error", lambda *_: None)
-    monkeypatch.setattr(tower_loader, "image_stream", lambda *_: iter([("", torch.empty(0))]))
+    monkeypatch.setattr(tower_loader, "image_weight_stream", lambda *_: iter([("", torch.empty(0))]))
     monkeypatch.setattr(tower_loader, "load_weights", lambda table, *_, **__: empty_weights(table))
     monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda q, k, v, **_: torch.empty_like(q))
     path = save_family(tmp_path, name)
@@ -390,7 +398,7 @@ def test_experts_of_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_pat
     engine = start(gpu, monkeypatch, graphs=True, model=str(path), **options)
     kinds = {name: KINDS[name] for name in ("greedy", "all")}
     assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
-    assert set(gpu.launched) >= {"sort_rows", "multiply_experts", "weigh"}
+    assert set(gpu.launched) >= {"sort_rows", "multiply_experts", "combine_expert_outputs"}
 
 
 @pytest.mark.slow
@@ -517,11 +525,16 @@ def test_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, rank: int, in_orde
 @pytest.mark.parametrize(
     ("quantization", "native", "passes", "kernels"),
     [
-        ("int8", True, False, {"norm_rounded", "gate_rounded", "multiply_codes", "look_up", "multiply_whole"}),
-        ("fp8", True, True, {"norm_rounded", "gate_rounded_whole", "round_whole_rows", "multiply_whole"}),
-        ("int8", True, True, {"norm_rounded", "gate_rounded_whole", "scale_sums", "look_up"}),
-        ("fp8", True, False, {"norm_rounded", "gate_rounded", "round_rows", "multiply_codes"}),
-        ("fp8", False, True, {"multiply_whole"}),
+        (
+            "int8",
+            True,
+            False,
+            {"norm_rounded", "gate_rounded", "multiply_codes", "look_up_embedding_rows", "multiply_weight_only"},
+        ),
+        ("fp8", True, True, {"norm_rounded", "gate_rounded_per_row", "round_per_row", "multiply_weight_only"}),
+        ("int8", True, True, {"norm_rounded", "gate_rounded_per_row", "scale_sums", "look_up_embedding_rows"}),
+        ("fp8", True, False, {"norm_rounded", "gate_rounded", "round_per_block", "multiply_codes"}),
+        ("fp8", False, True, {"multiply_weight_only"}),
     ],
 )
 @pytest.mark.parametrize("backend", ["triton", "flash"])
@@ -535,7 +548,7 @@ def test_weights_of_few_bits(
     kernels: set[str],
 ) -> None:
     """native: the GPU multiplies 8-bit floats. passes: PyTorch's products have passed their trial."""
-    monkeypatch.setattr(quantized_linear, "has_float8", lambda codes: native)
+    monkeypatch.setattr(quantized_linear, "can_multiply_float8", lambda codes: native)
     monkeypatch.setattr(torch_matmul, "trial_failure_reason", lambda *_: None if passes else "for a test")
     engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend, quantization=quantization)
     assert "held in" not in engine.info.quantization
@@ -626,7 +639,7 @@ def test_warm_up(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     with gpu.never_waits():
         engine.executor.warm_sampler()
         engine.executor.warm_prompts()
-        while engine.executor.warm_up():
+        while engine.executor.warm_up_next():
             pass
 
 

@@ -164,13 +164,13 @@ def test_memory_is_what_the_device_says(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 10)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 4)
     monkeypatch.setattr(torch.xpu, "mem_get_info", lambda device: (7, 9))
-    assert other_devices.free_device_bytes(torch.device("mps")) == 6
-    assert other_devices.free_device_bytes(torch.device("xpu")) == 7
-    assert other_devices.free_device_bytes(torch.device("cpu")) is None
+    assert other_devices.available_device_bytes(torch.device("mps")) == 6
+    assert other_devices.available_device_bytes(torch.device("xpu")) == 7
+    assert other_devices.available_device_bytes(torch.device("cpu")) is None
 
 
 def test_apples_gpus_have_no_8_bit_floats() -> None:
     for options in ({"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}):
         with pytest.raises(ConfigError, match="no 8-bit floats"):
-            devices.check_other_device(EngineConfig(**options), torch.device("mps"))  # type: ignore[arg-type]
-        devices.check_other_device(EngineConfig(**options), torch.device("xpu"))  # type: ignore[arg-type]
+            devices.check_other_device_settings(EngineConfig(**options), torch.device("mps"))  # type: ignore[arg-type]
+        devices.check_other_device_settings(EngineConfig(**options), torch.device("xpu"))  # type: ignore[arg-type]

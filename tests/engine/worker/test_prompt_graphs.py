@@ -21,7 +21,7 @@ from quire.engine.worker.graphs.mixed_batch_graphs import NUM_PREFILL_ROWS, Mixe
 from quire.engine.worker.input_batch import InputBatch, SlotStates
 from quire.engine.worker.model_runner import ModelRunner
 from quire.kernels import reference
-from quire.kernels.recurrent.recurrence import DraftStateLengths, RecurrentStates, StateSequences
+from quire.kernels.recurrent.recurrence import DraftStateLengths, RecurrenceMetadata, RecurrentStates
 from tests.engine.harness import Answer, request, run
 from tests.engine.worker.test_graphs import Right, Short, fake_flash, picked, start, with_heads
 from tests.kernels.fake_capture import FakeCapture
@@ -155,10 +155,10 @@ def test_heads_follow_steps_with_prompts(method: str, monkeypatch: pytest.Monkey
         engine, recorded = with_heads(monkeypatch, tmp_path, method, capture, **options)
         answers = [picked(run(engine, traffic())) for _ in range(2)]
         assert answers[0] == answers[1]
-        pages = [each[:, : engine.info.num_blocks].float() for each in engine._draft_source.kv_tensors]
+        pages = [each[:, : engine.info.num_blocks].float() for each in engine._device_drafter.kv_tensors]
         found.append((answers, recorded.guesses, [each.tolist() for each in (*recorded.states, *pages)]))
     assert engine.engine_stats.captured_prompt_steps > 3
-    behind = engine.executor.mixed_batch_graphs.head_graphs
+    behind = engine.executor.mixed_batch_graphs.draft_head_graphs
     assert len(behind.graphs) == (len(engine.executor.mixed_batch_graphs.graph_set.graphs) if method != "medusa" else 0)
     assert not behind.eager_reasons
     assert found[0] == found[1]
@@ -186,7 +186,7 @@ def test_what_matrices_have_seen_is_noted_beside_heads(monkeypatch: pytest.Monke
         beside: Tensor,
         rule: Any,
         states: RecurrentStates,
-        rows: StateSequences,
+        rows: RecurrenceMetadata,
         slots_of: Tensor,
     ) -> Tensor:
         """Of rows that fill up, which all are the scratch slot's, a kernel computes anything."""
@@ -210,9 +210,9 @@ def test_what_matrices_have_seen_is_noted_beside_heads(monkeypatch: pytest.Monke
     worker, slots = engine.executor, engine.executor._input_batch
     assert engine.engine_stats.captured_prompt_steps > 3
     for each in (worker.decode_graphs, worker.mixed_batch_graphs):
-        assert each.head_graphs.graphs
-        assert not each.head_graphs.eager_reasons
-    assert slots._device_num_state_tokens[:-1].tolist() == slots._num_state_tokens.tolist()
+        assert each.draft_head_graphs.graphs
+        assert not each.draft_head_graphs.eager_reasons
+    assert slots._device_state_lengths[:-1].tolist() == slots._state_lengths.tolist()
 
 
 @pytest.mark.slow
@@ -274,26 +274,26 @@ def test_what_matrices_have_seen_is_told_of_prompts_and_new_owners(monkeypatch: 
     states = [tuple(torch.zeros((7, size, 8)) for size in (6, 2, 3))]
     slots = InputBatch(6, 600, 16, CPU, scratch_block=50, slot_states=SlotStates(states, max_drafts=3))
     graphs = MixedBatchGraphs(lambda *_: torch.zeros((1, 8)), FakeCapture(), slots, 8, torch.float32)
-    slots._num_state_tokens[:] = [13, -1, 30, 0, 0, 9]
-    slots._num_state_tokens[2] = -1
+    slots._state_lengths[:] = [13, -1, 30, 0, 0, 9]
+    slots._state_lengths[2] = -1
     planned = [graphs.plan_batch(SchedulerOutput(ROWS)) for _ in range(2)][-1]
     assert planned is not None
     assert planned.is_decode.tolist() == [False, False, True, False]
     given, *_ = graphs._lay_out_inputs(planned)
     pieces = given[3 * planned.key.num_total_rows :].reshape(5, NUM_PREFILL_ROWS)
     assert pieces[:, :3].tolist() == [[2, 0, 1], [1, 20, 4], [31, 36, 4], [30, 13, 0], [31, 36, 4]]
-    assert slots._num_state_tokens.tolist() == [36, 4, 31, 0, 0, 10], "but for guesses"
+    assert slots._state_lengths.tolist() == [36, 4, 31, 0, 0, 10], "but for guesses"
     given = torch.zeros((2, 32), dtype=torch.int64), torch.from_numpy(pieces.copy()), 2
-    assert slots._device_num_state_tokens is not None
+    assert slots._device_state_lengths is not None
     _, metadata = slots.prefill_inputs(*given, updates_states=False)
-    assert metadata.state_sequences is None
-    assert not slots._device_num_state_tokens.any(), "as heads read them"
+    assert metadata.recurrence_metadata is None
+    assert not slots._device_state_lengths.any(), "as heads read them"
     ids, metadata = slots.prefill_inputs(*given)
     assert len(ids) == 32
-    assert metadata.state_sequences is not None
-    assert metadata.state_sequences.draft_state_lengths is not None
-    assert metadata.state_sequences.draft_state_lengths.num_state_tokens.tolist()[:3] == [30, 13, 0]
-    assert slots._device_num_state_tokens.tolist()[:3] == [36, 4, 31]
+    assert metadata.recurrence_metadata is not None
+    assert metadata.recurrence_metadata.draft_state_lengths is not None
+    assert metadata.recurrence_metadata.draft_state_lengths.num_state_tokens.tolist()[:3] == [30, 13, 0]
+    assert slots._device_state_lengths.tolist()[:3] == [36, 4, 31]
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ def slots() -> InputBatch:
 def test_a_slots_rows_are_one_sequence_whose_first_token_alone_is_known() -> None:
     made = slots()
     scratch = made.scratch_slot
-    assert made._device_num_state_tokens is not None
-    made._device_num_state_tokens[:] = torch.tensor([0, 5, 0, 2, 0])
+    assert made._device_state_lengths is not None
+    made._device_state_lengths[:] = torch.tensor([0, 5, 0, 2, 0])
     rows = torch.tensor([[1, 1, 1, 3, scratch, scratch], [7, 8, 9, 2, 0, 0]])
     _, metadata = made.decode_inputs(rows, 1)
-    found = metadata.state_sequences
+    found = metadata.recurrence_metadata
     assert found is not None
     assert found.query_start.tolist() == [0, 3, 3, 3, 4, 5, 6]
     counts = found.query_start.diff()
@@ -33,18 +33,18 @@ def test_a_slots_rows_are_one_sequence_whose_first_token_alone_is_known() -> Non
     assert torch.equal(found.draft_state_lengths.num_state_tokens[empty], found.context_lens[empty]), (
         "nothing is left to compute"
     )
-    assert made._device_num_state_tokens.tolist()[:4] == [0, 8, 0, 3]
+    assert made._device_state_lengths.tolist()[:4] == [0, 8, 0, 3]
     _, metadata = made.decode_inputs(torch.tensor([[1, 1], [9, 10]]), 1)
-    assert metadata.state_sequences is not None
-    assert metadata.state_sequences.draft_state_lengths.num_state_tokens.tolist()[0] == 8, "one guess was right"
+    assert metadata.recurrence_metadata is not None
+    assert metadata.recurrence_metadata.draft_state_lengths.num_state_tokens.tolist()[0] == 8, "one guess was right"
 
 
 def test_a_new_owners_first_step_is_no_graphs() -> None:
     made = slots()
-    made._num_state_tokens[:] = [-1, 4, 7, 7]
+    made._state_lengths[:] = [-1, 4, 7, 7]
     row = ScheduledRequest("one", 0, 4, 1, [], should_sample=True)
-    assert not made.try_record_state_tokens([row])
-    assert made.try_record_state_tokens(
+    assert not made.try_record_state_lengths([row])
+    assert made.try_record_state_lengths(
         [ScheduledRequest("two", 1, 4, 3, [], should_sample=True, draft_token_ids=[5, 6])]
     )
-    assert made._num_state_tokens.tolist() == [-1, 5, 7, 7]
+    assert made._state_lengths.tolist() == [-1, 5, 7, 7]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from quire.engine.checkpoint.files import read_model_config, read_raw_config
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.errors import ModelError
-from quire.engine.layers.parameters import Parameter
+from quire.engine.layers.parameters import LoadableParameter
 from quire.engine.worker.loading.weight_loader import load_weights
 from tests.engine.parity import edit_json, largest_difference, random_prompt
 from tests.every_class import outcome
@@ -96,14 +96,14 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 @pytest.mark.parametrize("order", [(HEAD, EMBEDDING), (EMBEDDING, HEAD), (HEAD,), (EMBEDDING,)])
 def test_tied_table_takes_either_name(order: tuple[str, ...]) -> None:
     taken: list[torch.Tensor] = []
-    table = {EMBEDDING: Parameter((2, 2), torch.float32, taken.append)}
+    table = {EMBEDDING: LoadableParameter((2, 2), torch.float32, taken.append)}
     load_weights(table, [(name, torch.ones(2, 2)) for name in order], device=torch.device("cpu"))
     assert [tensor.tolist() for tensor in taken] == [[[1.0, 1.0], [1.0, 1.0]]]
 
 
 @pytest.mark.parametrize("order", [(HEAD, EMBEDDING), (EMBEDDING, HEAD)])
 def test_tied_table_takes_no_head_that_differs(order: tuple[str, ...]) -> None:
-    table = {EMBEDDING: Parameter((2, 2), torch.float32, lambda _: None)}
+    table = {EMBEDDING: LoadableParameter((2, 2), torch.float32, lambda _: None)}
     stream = [(name, torch.full((2, 2), float(index))) for index, name in enumerate(order)]
     with pytest.raises(ModelError, match="differs from the embedding"):
         load_weights(table, stream, device=torch.device("cpu"))

@@ -26,7 +26,7 @@ from triton.runtime import driver, jit
 
 from quire.kernels.attention.context_shard import ContextShard
 from quire.kernels.attention_params import AttentionParams
-from quire.kernels.backend import NO_ADAPTERS, AdapterSlots, AttentionMetadata, Experts, Linear, LinearContext
+from quire.kernels.backend import NO_ADAPTERS, AdapterSlotSpec, AttentionMetadata, Experts, Linear, LinearContext
 from quire.kernels.gpu import (
     triton_backend,
     triton_fused,
@@ -36,7 +36,7 @@ from quire.kernels.gpu import (
     triton_sampling,
     triton_short_conv,
 )
-from quire.kernels.gpu.experts.grouped_moe import ExpertStack, GroupedMoE
+from quire.kernels.gpu.experts.grouped_moe import ExpertLinearGroup, GroupedMoE
 from quire.kernels.gpu.linears import triton_linear, triton_lora
 from quire.kernels.gpu.linears.triton_linear import DenseLinear
 from quire.kernels.gpu.quantization import quantized_linear, torch_matmul, triton_quantized, weight_packing
@@ -46,9 +46,9 @@ from quire.kernels.gpu.ranks.context_parallel import merge_rank_outputs
 from quire.kernels.gpu.ranks.one_shot_all_reduce import OneShotAllReduce
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, num_scale_elements
 from quire.kernels.parameters.routing import Routing
-from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, QuantizedWeight
-from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
+from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 from tests.kernels.triton.compile_layers import latent, latents, recurrences
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -215,7 +215,7 @@ def elementwise() -> None:
     triton_fused.store_kv(k, k, k_cache, v_cache, positions)
     qkv, norm = torch.empty((3, 48 * 128), dtype=torch.bfloat16), torch.empty(128)
     for norms in ((None, None), (norm, norm)):
-        rope = Rope(128, torch.empty(9, 128), *norms, 1e-5)
+        rope = QKNormRopeParams(128, torch.empty(9, 128), *norms, 1e-5)
         triton_fused.rope_and_store_kv(qkv, rope, k_cache, v_cache, metadata)
     for kv_dtype in QUANTIZED_KV_DTYPES:
         codes = torch.empty((2, 4, 16, 8, 128 + num_scale_elements(kv_dtype)), dtype=kv_dtype)
@@ -252,12 +252,12 @@ def weights_of_few_bits() -> list[weight_packing.PackedWeight]:
 
     native = CAPABILITY >= 89
     made = [
-        weight_packing.pack_grouped(GroupedWeight(halves, scales(32), scales(32))),
-        weight_packing.pack_grouped(GroupedWeight(halves, scales(128))),
-        weight_packing.pack_grouped(GroupedWeight(halves, scales(16), code_values=tuple(range(16)))),
-        weight_packing.pack_grouped(GroupedWeight(halves, scales(32), code_values=E2M1)),
-        weight_packing.pack_grouped(GroupedWeight(codes, scales(32), scales(32))),
-        weight_packing.pack_grouped(GroupedWeight(codes, scales(inner))),
+        weight_packing.pack_group_quantized(GroupedWeight(halves, scales(32), scales(32))),
+        weight_packing.pack_group_quantized(GroupedWeight(halves, scales(128))),
+        weight_packing.pack_group_quantized(GroupedWeight(halves, scales(16), code_values=tuple(range(16)))),
+        weight_packing.pack_group_quantized(GroupedWeight(halves, scales(32), code_values=E2M1)),
+        weight_packing.pack_group_quantized(GroupedWeight(codes, scales(32), scales(32))),
+        weight_packing.pack_group_quantized(GroupedWeight(codes, scales(inner))),
         weight_packing.pack_float8(
             Float8Weight(floats, torch.ones((outs // 128, inner // 128)), (128, 128)), native=native
         ),
@@ -279,7 +279,9 @@ def few_bits(rows: int, parts: list[weight_packing.PackedWeight]) -> None:
         torch_matmul.multiply_dequantized(part, x, None, out)
         if part.rounds_activations:
             EightBitRounding(
-                part.kernel_form[0] == triton_quantized.INTEGERS, has_block_scales=False, pair_step=part.pair_step
+                part.kernel_form[0] == triton_quantized.INTEGERS,
+                has_block_scales=False,
+                pair_distance=part.pair_distance,
             ).round_rows(x)
 
 
@@ -287,14 +289,14 @@ def rounded(rows: int = 3) -> None:
     """Norms and gates in 8 bits and as they are, of gpt-oss' width, Llama's and DeepSeek's."""
     for (size, integers), by_blocks in product(((2880, False), (4096, True), (7168, False)), (False, True)):
         form, weight = (
-            EightBitRounding(integers, by_blocks, pair_step=64 if size % weight_packing.SCALE_BLOCK == 0 else 32),
+            EightBitRounding(integers, by_blocks, pair_distance=64 if size % weight_packing.SCALE_BLOCK == 0 else 32),
             torch.empty(size),
         )
         x, gate_up = (torch.empty((rows, width), dtype=torch.bfloat16) for width in (size, 2 * size))
         for bias, residual, whole in ((None, None, False), (None, x, False), (None, x, True), (weight, x, False)):
-            form.round_norm(x, residual, weight, bias, 1e-5, whole=whole)
+            form.norm_and_round(x, residual, weight, bias, 1e-5, whole=whole)
         for whole in (False, True):
-            form.round_gate(gate_up, gelu=False, whole=whole)
+            form.gate_and_round(gate_up, gelu=False, whole=whole)
         form.round_rows(x)
         triton_fused.rms_norm(x, weight, 1e-5)
         triton_fused.add_rms_norm(x, x.clone(), weight, 1e-5)
@@ -333,7 +335,7 @@ def adapters(rows: int) -> None:
     """Llama's qkv and down projections, and a head."""
     shapes = ((4096, (4096, 1024, 1024), False), (14_336, (4096,), False), (4096, (128_256,), True))
     for dtype, (inner, parts, wide), ranks in product((torch.bfloat16, torch.float32), shapes, (16, 256)):
-        slots = AdapterSlots(1, inner, parts, ranks, dtype, wide, torch.device("cpu"))
+        slots = AdapterSlotSpec(1, inner, parts, ranks, dtype, wide, torch.device("cpu"))
         out = torch.empty((rows, sum(parts)), dtype=torch.float32 if wide else dtype)
         linear = triton_lora.TritonLinearWithLora(lambda x, context, out=out: out, slots)
         slot = torch.ones(2 * rows, dtype=torch.int64)[rows % 2 :][:rows]  # any alignment
@@ -347,7 +349,7 @@ def convolutions(rows: int) -> None:
         *[positions.int()] * 3, torch.zeros((rows, rows), dtype=torch.int32), positions, positions, 1, 1
     )
     bcx = torch.empty((rows, 3 * 2048), dtype=torch.bfloat16)
-    columns = ConvColumns(torch.empty((4, 1, 2, 2048)).bfloat16(), 16, torch.empty((3, 10, 2048)).bfloat16())
+    columns = ConvStates(torch.empty((4, 1, 2, 2048)).bfloat16(), 16, torch.empty((3, 10, 2048)).bfloat16())
     for bias in (None, torch.empty(2048)):
         conv = ShortConv(torch.empty((3, 2048)), bias)
         triton_short_conv.short_conv(bcx, conv, columns, replace(step, state_slots=positions))
@@ -365,7 +367,7 @@ def mixture(rows: int) -> None:
             backend = triton_backend.TritonBackend()
             gate_up, down = (expert_linear(backend, *shape, form) for shape in ((2 * inner, hidden), (hidden, inner)))
             for fixed in (False, True):
-                stacks = [ExpertStack.from_linears([each] * count, fixed=fixed) for each in (gate_up, down)]
+                stacks = [ExpertLinearGroup.from_linears([each] * count, fixed=fixed) for each in (gate_up, down)]
                 experts = Experts(lambda x, _: torch.zeros((len(x), count)), [], [], Routing(chosen))  # noqa: B023
                 assert stacks[0] is not None
                 assert stacks[1] is not None

@@ -18,7 +18,7 @@ from quire.kernels.latent_params import LatentParams
 from quire.kernels.recurrent.delta_rule import DeltaRule
 from quire.kernels.recurrent.recurrence import DraftStateLengths, RecurrentStates
 from quire.kernels.recurrent.selective_scan import SelectiveScan
-from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
+from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 from quire.kernels.recurrent.state_space import StateSpace
 
 QWEN = DeltaRule(torch.ones(32), torch.ones(32), torch.ones(128), 1e-6, 16, 128)
@@ -44,11 +44,11 @@ def recurrences(rows: int = 3) -> None:
         heads = rule.num_heads
         given, z, beside = (
             torch.empty((rows, size), dtype=torch.bfloat16)
-            for size in (rule.input_dim, heads * value, rule.head_input_dim)
+            for size in (rule.input_dim, heads * value, rule.head_inputs_dim)
         )
         for most in (0, 8):
             states = RecurrentStates(
-                torch.empty((2, heads, rule.key_dim, value)), torch.empty((2, most, rule.draft_dim)).bfloat16()
+                torch.empty((2, heads, rule.key_dim, value)), torch.empty((2, most, rule.draft_inputs_dim)).bfloat16()
             )
             for guesses in (False, True):
                 for longest in (1, 100):
@@ -62,7 +62,7 @@ def wide(rows: int) -> None:
     """Convolutions without gates, of Qwen3.5's channels."""
     x: Tensor = torch.empty((rows, 8192), dtype=torch.bfloat16)
     conv = ShortConv(torch.empty((4, 8192)), None, is_gated=False)
-    columns = ConvColumns(None, 1, torch.empty((3, 11, 8192)).bfloat16())
+    columns = ConvStates(None, 1, torch.empty((3, 11, 8192)).bfloat16())
     triton_short_conv.short_conv(x, conv, columns, step(rows))
 
 
@@ -113,7 +113,7 @@ def latent(
     q = backend.store_latent_kv(q, torch.empty((tokens, 576), dtype=dtype), of_token, cache, metadata)
     rule = AttentionParams(0.1, value_dim=512)
     if own is not None:
-        backend.compute_packed_softmax(q, (cache, cache), metadata, rule, own)
+        backend.attend_context_shard(q, (cache, cache), metadata, rule, own)
         return
     expand(backend.paged_attention(q, cache, cache, metadata, rule).flatten(1), NO_ADAPTERS)
 

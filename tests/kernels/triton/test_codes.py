@@ -8,7 +8,7 @@ import torch
 
 from quire.kernels.gpu import triton_fused
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, UNIT_KV_SCALES, KVScales
-from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import Part, attend, empty_cache, error, page, random_part
 from tests.kernels.test_kv_quantization import on_codes
@@ -92,7 +92,7 @@ def test_rope_store(
     tokens = len(metadata.slot_mapping)
     sizes = torch.tensor([0.0, 1e-30, 1e-3, 1.0, 50.0, 1e4]).repeat(tokens)[: tokens * (heads + 2 * kv_heads), None]
     qkv = (torch.randn((len(sizes), dim), generator=generator) * sizes).to(dtype).view(tokens, -1)
-    rope = Rope(dim, None, kv_scales=scales)
+    rope = QKNormRopeParams(dim, None, kv_scales=scales)
     mine, judge = ([empty_cache(tuple(k_cache.shape), kv_dtype) for _ in range(2)] for _ in range(2))
     expected = reference.rope_and_store_kv(qkv.clone(), rope, *judge, metadata)
     there = [cache.to(device) for cache in mine]

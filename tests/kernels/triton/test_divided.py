@@ -140,6 +140,6 @@ def test_pages_of_codes(device: torch.device, kv_dtype: torch.dtype, queries: in
             slots = own.slot_mapping(table[0, at // (tile * ranks)].long(), at)
             judge.store_kv(part.k, part.v, *caches, slots, scales)
             there = tuple(each.to(where) for each in caches)
-            parts.append(backend.compute_packed_softmax(part.q.to(where), there, to_device(step, where), rule, own))
-        found.append(backend.merge_packed_softmax(torch.stack(parts), None, torch.bfloat16).cpu())
+            parts.append(backend.attend_context_shard(part.q.to(where), there, to_device(step, where), rule, own))
+        found.append(backend.merge_shard_attention(torch.stack(parts), None, torch.bfloat16).cpu())
     assert error(*found) < TOLERANCE[torch.bfloat16]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.gpu import triton_fused
-from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import error, page, random_part
 from tests.kernels.triton.test_attention import Paged, to_device
@@ -116,7 +116,7 @@ def test_rope_store(
         caches = [cache.to(where, kind, copy=True) for cache in (k_cache, v_cache)]
         angles, *weights = (None if each is None else each.to(where) for each in (table, *norms))
         there = to_device(metadata, where)
-        q = module.rope_and_store_kv(qkv.to(where, kind), Rope(dim, angles, *weights, 1e-5), *caches, there)
+        q = module.rope_and_store_kv(qkv.to(where, kind), QKNormRopeParams(dim, angles, *weights, 1e-5), *caches, there)
         return q.cpu(), caches[0].cpu(), caches[1].cpu()
 
     expected = run(reference, torch.float64, torch.device("cpu"))
@@ -133,11 +133,11 @@ def test_rope_store_by_other_places(device: torch.device, generator: torch.Gener
     k_cache, v_cache, metadata = page(Paged(16, device), parts)
     qkv = torch.randn((len(metadata.slot_mapping), (heads + 2 * kv_heads) * dim), generator=generator)
     turns = torch.randint(0, 60, (len(qkv),), generator=generator)
-    rope, turned = Rope(dim, tables(60, dim).float()), replace(metadata, rope_position_override=turns)
+    rope, turned = QKNormRopeParams(dim, tables(60, dim).float()), replace(metadata, rope_position_override=turns)
     expected = reference.rope_and_store_kv(qkv.double(), rope, k_cache.double(), v_cache.double(), turned)
     there = replace(to_device(turned, device), rope_position_override=turns.to(device))
     found = triton_fused.rope_and_store_kv(
-        qkv.to(device), Rope(dim, rope.cos_sin.to(device)), k_cache.to(device), v_cache.to(device), there
+        qkv.to(device), QKNormRopeParams(dim, rope.cos_sin.to(device)), k_cache.to(device), v_cache.to(device), there
     )
     assert error(found.cpu(), expected) < 1.5 * TOLERANCE[torch.float32]
 

@@ -22,7 +22,7 @@ from quire.kernels.gpu.quantization.quantized_linear import TritonQuantizedLinea
 from quire.kernels.gpu.quantization.weight_packing import PackedWeight
 from quire.kernels.gpu.triton_backend import TritonBackend
 from quire.kernels.latent_params import LatentParams
-from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.quantized_tensors import GroupedWeight, RoundedActivations
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import page, random_part
@@ -75,14 +75,14 @@ def test_norms_and_rotations(generator: torch.Generator) -> None:
     held(lambda: backend.layer_norm(x, weight, weight, 1e-6))
     k_cache, v_cache, metadata = page(backend, parts)
     qkv = torch.cat([parts[0].q.flatten(1), parts[0].k[-7:].flatten(1), parts[0].v[-7:].flatten(1)], dim=1)
-    rope = Rope(96, torch.randn((20, 96), generator=generator), weight, weight, 1e-6)
+    rope = QKNormRopeParams(96, torch.randn((20, 96), generator=generator), weight, weight, 1e-6)
     held(lambda: backend.rope_and_store_kv(qkv, rope, k_cache, v_cache, metadata))
 
 
 @pytest.mark.parametrize("by_blocks", [False, True])
 @pytest.mark.parametrize("integers", [False, True])
 def test_norms_and_gates_in_8_bits(integers: bool, by_blocks: bool, generator: torch.Generator) -> None:
-    form = EightBitRounding(integers, by_blocks, pair_step=0)
+    form = EightBitRounding(integers, by_blocks, pair_distance=0)
     x, residual = torch.randn((2, 5, 300), generator=generator).bfloat16()
     weight, gate_up = torch.ones(300), torch.randn((5, 2 * 300), generator=generator).bfloat16()
 
@@ -90,13 +90,13 @@ def test_norms_and_gates_in_8_bits(integers: bool, by_blocks: bool, generator: t
         return torch.cat([made.codes.view(torch.uint8).flatten(), made.scales.flatten().view(torch.uint8)])
 
     def norm() -> Tensor:
-        made, total = form.round_norm(x.clone(), residual.clone(), weight, weight, 1e-6, whole=True)
+        made, total = form.norm_and_round(x.clone(), residual.clone(), weight, weight, 1e-6, whole=True)
         assert made.unrounded is not None
         return torch.cat([bits(made), *(each.flatten().view(torch.uint8) for each in (made.unrounded, total))])
 
     held(norm)
-    held(lambda: bits(form.round_norm(x, None, weight, None, 1e-6, whole=False)[0]))
-    held(lambda: bits(form.round_gate(gate_up, gelu=True, whole=False)))
+    held(lambda: bits(form.norm_and_round(x, None, weight, None, 1e-6, whole=False)[0]))
+    held(lambda: bits(form.gate_and_round(gate_up, gelu=True, whole=False)))
     held(lambda: bits(form.round_rows(x)))
 
 
@@ -213,7 +213,7 @@ def test_experts_in_few_bits(form: Callable[[Tensor], GroupedWeight], generator:
 
 
 def scales_of(packed: list[PackedWeight]) -> list[Tensor]:
-    return [each for part in packed for each in (part.factors, *part.kernel_scales)]
+    return [each for part in packed for each in (part.factors, *part.kernel_scales_and_offsets)]
 
 
 @pytest.mark.parametrize(("plain", "rotated", "values"), [(24, 8, 20), (32, 16, 48)])

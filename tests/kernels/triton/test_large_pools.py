@@ -13,8 +13,8 @@ from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.triton_backend import TritonBackend
 from quire.kernels.latent_params import LatentParams
-from quire.kernels.qk_norm_rope import Rope
-from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
+from quire.kernels.qk_norm_rope import QKNormRopeParams
+from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import page, random_part, to_device
 
@@ -56,7 +56,7 @@ def test_keys_and_values(
     qkv = torch.randn((sum(count for _, count in CONTEXTS), 8 * 64), generator=generator).bfloat16().to(device)
 
     def computed(k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        q = backend.rope_and_store_kv(qkv.clone(), Rope(64, None), k_cache, v_cache, metadata)
+        q = backend.rope_and_store_kv(qkv.clone(), QKNormRopeParams(64, None), k_cache, v_cache, metadata)
         return backend.paged_attention(q, k_cache, v_cache, metadata, AttentionParams(0.125, None))
 
     (far_k, pages), (far_v, _) = behind(k_cache), behind(v_cache)
@@ -100,7 +100,7 @@ def test_columns_of_convolutions(device: torch.device, generator: torch.Generato
 
     def computed(recent: Tensor, metadata: AttentionMetadata) -> Tensor:
         conv = ShortConv(weight, None, is_gated=False)
-        return TritonBackend().short_conv(x, conv, ConvColumns(None, 16, recent), metadata)
+        return TritonBackend().short_conv(x, conv, ConvStates(None, 16, recent), metadata)
 
     far, slots = behind(recent)
     assert metadata.state_slots is not None

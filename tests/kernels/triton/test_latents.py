@@ -16,7 +16,7 @@ from quire.kernels.gpu.mla import absorbed_attention
 from quire.kernels.gpu.triton_backend import TritonBackend
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
 from quire.kernels.latent_params import LatentParams
-from quire.kernels.mla.per_head_linear import as_expandable
+from quire.kernels.mla.per_head_linear import as_expandable_if_worthwhile
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import Part, empty_cache, error, page, random_part, to_device
 from tests.kernels.test_latent import MIX, TOLERANCE, expected
@@ -215,9 +215,9 @@ def test_expanding_gives_what_absorbing_gives(
     halves = [
         backend.pack_per_head_linear(list(each.to(device)), passed) for each, passed in ((absorb, rotated), (expand, 0))
     ]
-    blocks = as_expandable(halves[0], cache, metadata)
+    blocks = as_expandable_if_worthwhile(halves[0], cache, metadata)
     assert blocks is not None
-    assert None is as_expandable(
+    assert None is as_expandable_if_worthwhile(
         TritonBackend(deterministic=True).pack_per_head_linear(list(absorb), rotated), cache, metadata
     )
     turned = backend.store_latent_kv(halves[0](q, NO_ADAPTERS), kv, latent, cache, metadata)

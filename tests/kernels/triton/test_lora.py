@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.backend import NO_ADAPTERS, AdapterSlots, LinearContext, LoraDelta
+from quire.kernels.backend import NO_ADAPTERS, AdapterSlotSpec, LinearContext, LoraDelta
 from quire.kernels.gpu.linears.triton_linear import pack_linear
 from quire.kernels.gpu.linears.triton_lora import TritonLinearWithLora
 from tests.kernels.ragged import error
@@ -43,7 +43,7 @@ class Made:
     ) -> None:
         self.weight = torch.randn((sum(PARTS), inner), generator=generator).to(device, dtype)
         self.plain = pack_linear(self.weight, None, wide=wide)
-        slots = AdapterSlots(SLOTS, inner, PARTS, max(RANKS), dtype, wide, device)
+        slots = AdapterSlotSpec(SLOTS, inner, PARTS, max(RANKS), dtype, wide, device)
         self.linear = TritonLinearWithLora(self.plain, slots, **options)
         self.deltas = [deltas(rank, inner, dtype, generator) for rank in RANKS]
         for slot, own in enumerate(self.deltas, 1):
@@ -108,7 +108,7 @@ def test_every_row_an_adapter_of_its_own(device: torch.device, generator: torch.
     """More adapters than a tile has rows."""
     inner, count = 32, 20
     weight = torch.randn((48, inner), generator=generator).to(device)
-    slots = AdapterSlots(count, inner, (48,), 8, torch.float32, False, device)
+    slots = AdapterSlotSpec(count, inner, (48,), 8, torch.float32, False, device)
     linear = TritonLinearWithLora(pack_linear(weight, None), slots)
     halves = []
     for slot in range(1, count + 1):

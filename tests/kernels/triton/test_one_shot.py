@@ -306,7 +306,7 @@ def test_the_trial(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
             return ""
         sizes = ((1, torch.bfloat16), (3000, torch.float32))
         try:
-            one_shot_all_reduce.try_all_reduce(made[rank], rank, 2, torch.device("cpu"), sizes, max_polls=600)
+            one_shot_all_reduce.verify_all_reduce(made[rank], rank, 2, torch.device("cpu"), sizes, max_polls=600)
         except ValueError as error:
             return str(error)
         return "right"
@@ -340,7 +340,7 @@ def test_a_trial_ends_before_the_others_give_up(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(OneShotAllReduce, "all_reduce", summed)
     monkeypatch.setattr(OneShotAllReduce, "stop_waiting", lambda own: own.host_flags.fill_(1))
     with pytest.raises(ValueError, match="a sum did not come"):
-        one_shot_all_reduce.try_all_reduce(made, 0, 1, torch.device("cpu"))
+        one_shot_all_reduce.verify_all_reduce(made, 0, 1, torch.device("cpu"))
     assert clock[0] < 60
 
 

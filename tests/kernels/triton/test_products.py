@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels.backend import NO_ADAPTERS, Linear
 from quire.kernels.gpu.quantization import quantized_linear, torch_matmul, weight_trial
-from quire.kernels.gpu.quantization.torch_matmul import TorchMatmul
+from quire.kernels.gpu.quantization.torch_matmul import TorchMatmulKind
 from quire.kernels.gpu.triton_backend import TritonBackend
 from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, QuantizedWeight
 from tests.kernels.ragged import error
@@ -35,7 +35,7 @@ def test_few_rows_divide_the_inner_dimension(kind: str, device: torch.device, ge
     expected = x.double() @ weight.dequantize().double().T + bias.double()
     linear = TritonBackend().pack_quantized([there(weight, device)], bias.to(device), dtype=x.dtype, wide=True)
     assert isinstance(linear, quantized_linear.TritonQuantizedLinear)
-    count, length = quantized_linear.split_inner_dim(
+    count, length = quantized_linear.choose_split_k(
         linear.parts[0], quantized_linear.choose_matmul_tiles(1, x.dtype, fixed=False)
     )
     assert count > 1
@@ -69,9 +69,9 @@ def test_many_rows_of_expanded_weights(dtype: torch.dtype, device: torch.device,
 
 
 BY_PYTORCH = {
-    TorchMatmul.INT8: lambda generator: grouped(64, 512, 512, 8, generator),
-    TorchMatmul.FLOAT8_ROW_SCALED: lambda generator: float8(64, 512, (1, 512), generator),
-    TorchMatmul.FLOAT8_BLOCK_SCALED: lambda generator: float8(64, 512, (128, 128), generator),
+    TorchMatmulKind.INT8: lambda generator: grouped(64, 512, 512, 8, generator),
+    TorchMatmulKind.FLOAT8_ROW_SCALED: lambda generator: float8(64, 512, (1, 512), generator),
+    TorchMatmulKind.FLOAT8_BLOCK_SCALED: lambda generator: float8(64, 512, (128, 128), generator),
 }
 
 
@@ -112,17 +112,17 @@ def _tried_again() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_tried_again")
-@pytest.mark.parametrize("product", list(TorchMatmul))
+@pytest.mark.parametrize("product", list(TorchMatmulKind))
 def test_products_of_pytorch(
-    product: TorchMatmul, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    product: TorchMatmulKind, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From 17 rows on, where the trial passes."""
-    if device.type == "cpu" and product == TorchMatmul.FLOAT8_BLOCK_SCALED:  # which PyTorch has on Hopper alone
+    if device.type == "cpu" and product == TorchMatmulKind.FLOAT8_BLOCK_SCALED:  # which PyTorch has on Hopper alone
         monkeypatch.setattr(torch_matmul, "scaled_mm", scaled_mm)
     if (reason := torch_matmul.trial_failure_reason(product, torch.bfloat16, device)) is not None:
         assert device.type == "cuda", reason
         pytest.skip(reason)
-    calls, multiply = list[TorchMatmul](), torch_matmul.multiply_rounded
+    calls, multiply = list[TorchMatmulKind](), torch_matmul.multiply_rounded
     monkeypatch.setattr(
         torch_matmul, "multiply_rounded", lambda part, by, *rest: calls.append(by) or multiply(part, by, *rest)
     )
@@ -131,8 +131,8 @@ def test_products_of_pytorch(
     calls.clear()  # those of a GPU's trial
     for rows in (1, 16, 17, 40):
         x = torch.randn((rows, 512), generator=generator).bfloat16()
-        block = 128 if product == TorchMatmul.FLOAT8_BLOCK_SCALED else 512
-        seen = rounded(x, floats=product != TorchMatmul.INT8, block=block) if rows > FEW else x.double()
+        block = 128 if product == TorchMatmulKind.FLOAT8_BLOCK_SCALED else 512
+        seen = rounded(x, floats=product != TorchMatmulKind.INT8, block=block) if rows > FEW else x.double()
         expected = seen @ weight.dequantize().double().T + bias.double()
         assert error(linear(x.to(device), NO_ADAPTERS).cpu(), expected) < DTYPES[torch.bfloat16]
     assert calls == [product, product]
@@ -170,8 +170,8 @@ def test_what_fails_its_trial_is_not_used(
     fault: Any, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_matmul, "scaled_mm", fault)
-    assert torch_matmul.trial_failure_reason(TorchMatmul.FLOAT8_ROW_SCALED, torch.bfloat16, device) is not None
-    weight = there(BY_PYTORCH[TorchMatmul.FLOAT8_ROW_SCALED](generator), device)
+    assert torch_matmul.trial_failure_reason(TorchMatmulKind.FLOAT8_ROW_SCALED, torch.bfloat16, device) is not None
+    weight = there(BY_PYTORCH[TorchMatmulKind.FLOAT8_ROW_SCALED](generator), device)
     linear = TritonBackend().pack_quantized([weight], None, dtype=torch.bfloat16)
     x = torch.randn((20, 512), generator=generator).bfloat16()
     expected = rounded(x, floats=True) @ weight.dequantize().double().cpu().T

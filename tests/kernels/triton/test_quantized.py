@@ -71,9 +71,9 @@ def test_8_bit_floats(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On GPUs that multiply them, and on others: there x is not rounded."""
-    if native and not quantized_linear.has_float8(torch.empty(0, device=device)):
+    if native and not quantized_linear.can_multiply_float8(torch.empty(0, device=device)):
         pytest.skip("this GPU multiplies no 8-bit floats")
-    monkeypatch.setattr(quantized_linear, "has_float8", lambda codes: native)
+    monkeypatch.setattr(quantized_linear, "can_multiply_float8", lambda codes: native)
     weight = float8(70, 200, block, generator)
     linear = TritonBackend().pack_quantized([there(weight, device)], None, dtype=dtype, wide=True)
     assert isinstance(linear, quantized_linear.TritonQuantizedLinear)
@@ -182,7 +182,7 @@ def test_a_table(kind: str, dtype: torch.dtype, device: torch.device, generator:
     weight = ALIKE[kind](generator)
     ids = torch.tensor([3, 69, 0, 3])
     for tied in (False, True):
-        table = TritonBackend().pack_embedding(there(weight, device), dtype=dtype, tied=tied)
+        table = TritonBackend().pack_quantized_embedding(there(weight, device), dtype=dtype, tied=tied)
         assert table.embed_tokens(ids[:0].to(device)).shape == (0, 192)
         got = table.embed_tokens(ids.to(device))
         assert got.dtype == dtype

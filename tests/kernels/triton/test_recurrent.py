@@ -115,5 +115,5 @@ def test_a_step_without_tokens(device: torch.device) -> None:
         torch.zeros(0, dtype=torch.int64, device=device),
     )
     where = AttentionMetadata(*[nothing] * 6, 0, 0, state_slots=nothing)
-    empty = [torch.zeros((0, size), device=device) for size in (shape.rule.input_dim, 20, shape.rule.head_input_dim)]
+    empty = [torch.zeros((0, size), device=device) for size in (shape.rule.input_dim, 20, shape.rule.head_inputs_dim)]
     assert TritonBackend().run_recurrence(*empty, shape.rule, kept.states, where).shape == (0, 20)

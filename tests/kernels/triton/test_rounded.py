@@ -19,13 +19,13 @@ from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.sublayer import activate_gate_up
 from quire.engine.worker import model_runner
 from quire.engine.worker.sampling.device_sampler import sample_on_device
-from quire.kernels.backend import NO_ADAPTERS, AdapterSlots, Linear, LinearContext, LoraDelta
+from quire.kernels.backend import NO_ADAPTERS, AdapterSlotSpec, Linear, LinearContext, LoraDelta
 from quire.kernels.gpu import triton_backend, triton_fused
 from quire.kernels.gpu.linears.triton_lora import TritonLinearWithLora
 from quire.kernels.gpu.quantization import activation_rounding, quantized_linear, torch_matmul
 from quire.kernels.gpu.quantization.activation_rounding import EightBitRounding
 from quire.kernels.gpu.triton_backend import TritonBackend
-from quire.kernels.quantized_tensors import RoundedActivations, shared_rounding
+from quire.kernels.quantized_tensors import RoundedActivations, choose_shared_rounding
 from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import request, run
 from tests.kernels.ragged import error
@@ -35,7 +35,9 @@ from tests.kernels.triton.test_products import scaled_mm
 from tests.tiers import slow
 from tests.tiny_models import VOCAB, save_tiny_model
 
-FORMS = [EightBitRounding(integers, by_blocks, pair_step=0) for integers, by_blocks in product((False, True), repeat=2)]
+FORMS = [
+    EightBitRounding(integers, by_blocks, pair_distance=0) for integers, by_blocks in product((False, True), repeat=2)
+]
 SHAPES = [(3, 128), (5, 200), (2, 1090)]
 """One block, a part of a second, and several; rows of no power of two."""
 OFF = {False: 0.07, True: 0.01}
@@ -85,7 +87,7 @@ def test_norms(
     weight, bias = torch.randn((2, shape[1]), generator=generator).to(device)
     for shift, beside, whole in product((None, bias), (None, residual), (False, True)):
         given = None if beside is None else beside.clone()
-        made, total = form.round_norm(x.clone(), given, weight, shift, 1e-5, whole=whole)
+        made, total = form.norm_and_round(x.clone(), given, weight, shift, 1e-5, whole=whole)
         if beside is None:
             wanted, summed = triton_fused.layer_norm(x, weight, shift, 1e-5), x
         else:
@@ -111,7 +113,7 @@ def test_gates(
     rows, size = shape
     gate_up = (torch.randn((rows, 2 * size), generator=generator) * 4).to(device, dtype)
     for gelu, whole in product((False, True), repeat=2):
-        made = form.round_gate(gate_up, gelu=gelu, whole=whole)
+        made = form.gate_and_round(gate_up, gelu=gelu, whole=whole)
         wanted = triton_fused.gelu_mul(gate_up) if gelu else triton_fused.silu_mul(gate_up)
         assert_same(made, form.round_rows(wanted))
         assert (made.unrounded is not None) == whole
@@ -124,7 +126,7 @@ def test_gates(
 @pytest.mark.parametrize("step", [32, 64])
 def test_codes_in_pairs(step: int, form: EightBitRounding, device: torch.device, generator: torch.Generator) -> None:
     """Those of two steps of inputs are in words of two, as weights' are: the first ones are the lower bytes."""
-    paired = replace(form, pair_step=step)
+    paired = replace(form, pair_distance=step)
     gate_up, weight = torch.randn((3, 2 * 384), generator=generator).to(device), torch.ones(384, device=device)
     x = gate_up[:, 384:].contiguous()
 
@@ -134,8 +136,8 @@ def test_codes_in_pairs(step: int, form: EightBitRounding, device: torch.device,
         assert torch.equal(made.scales, alone.scales)
 
     both(lambda each: each.round_rows(x))
-    both(lambda each: each.round_norm(x, None, weight, None, 1e-5, whole=False)[0])
-    both(lambda each: each.round_gate(gate_up, gelu=False, whole=False))
+    both(lambda each: each.norm_and_round(x, None, weight, None, 1e-5, whole=False)[0])
+    both(lambda each: each.gate_and_round(gate_up, gelu=False, whole=False))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -146,12 +148,12 @@ def test_what_is_no_number(
     """Its row has a scale that is none, and no other row or block has."""
     gate_up = torch.randn((4, 2 * 300), generator=generator)
     gate_up[1, 300 + 130] = bad
-    of_gate = form.round_gate(gate_up.to(device), gelu=False, whole=False).scales.cpu()
+    of_gate = form.gate_and_round(gate_up.to(device), gelu=False, whole=False).scales.cpu()
     expected = form.round_rows(triton_fused.silu_mul(gate_up.to(device))).scales.cpu()
     assert torch.equal(of_gate.isnan(), expected.isnan())
     assert of_gate.isnan().nonzero().tolist() == ([[1, 1]] if form.has_block_scales else [[1]])
     x = gate_up[:, 300:]
-    made, _ = form.round_norm(x.to(device), None, torch.ones(300, device=device), None, 1e-5, whole=False)
+    made, _ = form.norm_and_round(x.to(device), None, torch.ones(300, device=device), None, 1e-5, whole=False)
     rows = made.scales.cpu().isnan()
     assert (rows.any(0) if form.has_block_scales else rows).tolist() == [False, True, False, False]
 
@@ -185,15 +187,15 @@ def test_linears_behind_them(kind: str, fixed: bool, device: torch.device, gener
     factor = torch.randn(512, generator=generator).to(device)
     for rows in (1, 16, 17):
         x, gate_up = (torch.randn((rows, size), generator=generator).to(device).bfloat16() for size in (512, 1024))
-        found = shared_rounding([linear], x)
+        found = choose_shared_rounding([linear], x)
         assert (found is None) == (rows <= 16 and not fixed)
         if found is None:
             continue
         form, whole = found
         assert not whole
-        made, _ = form.round_norm(x, None, factor, None, 1e-6, whole=whole)
+        made, _ = form.norm_and_round(x, None, factor, None, 1e-6, whole=whole)
         assert torch.equal(linear(made, NO_ADAPTERS), linear(triton_fused.rms_norm(x, factor, 1e-6), NO_ADAPTERS))
-        made = form.round_gate(gate_up, gelu=False, whole=whole)
+        made = form.gate_and_round(gate_up, gelu=False, whole=whole)
         assert torch.equal(linear(made, NO_ADAPTERS), linear(triton_fused.silu_mul(gate_up), NO_ADAPTERS))
 
 
@@ -259,22 +261,22 @@ def test_one_rounding_for_all_that_read_it(
 def test_adapters_read_what_is_not_rounded(device: torch.device, generator: torch.Generator) -> None:
     weight = there(float8(48, 256, (1, 256), generator), device)
     inner = TritonBackend().pack_quantized([weight], None, dtype=torch.bfloat16)
-    linear = TritonLinearWithLora(inner, AdapterSlots(2, 256, (32, 16), 8, torch.bfloat16, False, device))
+    linear = TritonLinearWithLora(inner, AdapterSlotSpec(2, 256, (32, 16), 8, torch.bfloat16, False, device))
     down, up = torch.randn((8, 256), generator=generator), torch.randn((32, 8), generator=generator)
     linear.put_adapter(1, linear.pack_deltas([LoraDelta(0, down.bfloat16() / 16, up.bfloat16())]))
     slots = (torch.arange(20) % 2).to(device)
     x, factor = torch.randn((20, 256), generator=generator).to(device).bfloat16(), torch.ones(256, device=device)
-    found = shared_rounding([linear], x)
+    found = choose_shared_rounding([linear], x)
     assert found is not None
     form, whole = found
     assert whole
-    made, _ = form.round_norm(x, None, factor, None, 1e-6, whole=whole)
+    made, _ = form.norm_and_round(x, None, factor, None, 1e-6, whole=whole)
     separate = triton_fused.rms_norm(x, factor, 1e-6)
     for context in (NO_ADAPTERS, LinearContext(slots, torch.argsort(slots, stable=True))):
         assert torch.equal(linear(made, context), linear(separate, context))
     assert not torch.equal(linear(made, context), inner(made, NO_ADAPTERS))
-    plain = TritonLinearWithLora(lambda x, _: x[:, :48] + 0, AdapterSlots(1, 256, (48,), 8, x.dtype, False, device))
-    assert shared_rounding([plain], x) is None
+    plain = TritonLinearWithLora(lambda x, _: x[:, :48] + 0, AdapterSlotSpec(1, 256, (48,), 8, x.dtype, False, device))
+    assert choose_shared_rounding([plain], x) is None
 
 
 def test_a_watched_linear_is_shown_numbers(device: torch.device, generator: torch.Generator) -> None:
@@ -295,7 +297,7 @@ def test_what_is_not_rounded_in_a_norm(device: torch.device, generator: torch.Ge
     for weight in (float8(8, 96, (1, 96), generator), grouped(8, 256, 256, 8, generator, ordered=True)):
         linear = TritonBackend().pack_quantized([there(weight, device)], None, dtype=torch.float32)
         x = torch.randn((20, weight.shape[1]), generator=generator).to(device)
-        assert shared_rounding([linear], x) is None
+        assert choose_shared_rounding([linear], x) is None
         seen = rounded(x.cpu(), floats=not hasattr(weight, "input_order"))
         assert error(linear(x, NO_ADAPTERS).cpu(), seen @ weight.dequantize().double().T) < 0.02
 
@@ -337,7 +339,7 @@ def test_a_model_has_the_same_bits(
     path = save_tiny_model(tmp_path, family, hidden_size=128, intermediate_size=256)
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (3, 36)]
-    counts = {"round_rows": 0, "round_norm": 0, "round_gate": 0}
+    counts = {"round_rows": 0, "norm_and_round": 0, "gate_and_round": 0}
     for name in counts:
         method = getattr(EightBitRounding, name)
 
@@ -356,10 +358,10 @@ def test_a_model_has_the_same_bits(
         return [(found[str(i)].ids, found[str(i)].logprobs) for i in range(len(prompts))]
 
     fused = answers()
-    assert counts["round_norm"] > 0
-    assert family == "starcoder2" or counts["round_gate"] > 0
+    assert counts["norm_and_round"] > 0
+    assert family == "starcoder2" or counts["gate_and_round"] > 0
     rounded_alone = counts["round_rows"]
     monkeypatch.setattr(activation_rounding, "can_fuse", lambda *_: False)
     assert answers() == fused
-    assert counts["round_norm"] == counts["round_gate"] == 0
+    assert counts["norm_and_round"] == counts["gate_and_round"] == 0
     assert counts["round_rows"] > rounded_alone

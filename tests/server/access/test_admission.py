@@ -21,10 +21,10 @@ def test_the_queue_begins_where_all_engines_are_full(engines: int) -> None:
     config = ServerConfig(max_num_seqs=4, max_queued_requests=2, data_parallel_size=engines)
     admission = Admission(client, config, 512, has_api_keys=False)
     client.num_open = 4 * engines + 1
-    admission.check_open(tenant)
+    admission.check_availability(tenant)
     client.num_open += 1
     with pytest.raises(Overloaded, match="Too many requests wait"):
-        admission.check_open(tenant)
+        admission.check_availability(tenant)
 
 
 def test_prompts_count_until_their_call_is_settled() -> None:

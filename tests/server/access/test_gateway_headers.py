@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from quire.engine.errors import ConfigError
-from quire.server.access.gateway_headers import FAIRNESS_HEADER, OBJECTIVE_HEADER, Gateways
+from quire.server.access.gateway_headers import FAIRNESS_HEADER, OBJECTIVE_HEADER, TrustedGateways
 from quire.server.config import ServerConfig
 from tests.server.api import open_api
 from tests.server.fake import FakeEngine, hashed
@@ -58,4 +58,4 @@ async def test_a_part_of_a_key_shares_its_prefixes_and_its_bounds() -> None:
 )
 def test_wrong_settings_are_named(field: str, value: str) -> None:
     with pytest.raises(ConfigError, match=field):
-        Gateways(ServerConfig.model_validate({field: [value]}))
+        TrustedGateways(ServerConfig.model_validate({field: [value]}))

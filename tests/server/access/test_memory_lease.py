@@ -10,7 +10,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.engine.errors import Overloaded
 from quire.server.access.body_reader import UNCOUNTED_BYTES
-from quire.server.access.memory_lease import MemoryLease, MemoryLeaseMiddleware, lease_memory
+from quire.server.access.memory_lease import MemoryLease, MemoryLeaseMiddleware, grow_request_lease
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.owner_budget import OwnerBudget
@@ -65,7 +65,7 @@ async def test_an_answer_is_held_until_its_reader_has_it() -> None:
     budget, read, sent = OwnerBudget(8 * MIB), asyncio.Event(), list[Message]()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        lease_memory(scope, 2 * UNCOUNTED_BYTES)
+        grow_request_lease(scope, 2 * UNCOUNTED_BYTES)
         await send({"type": "http.response.start", "status": 200})
         await send({"type": "http.response.body", "body": b"x"})
 

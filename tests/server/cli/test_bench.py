@@ -27,12 +27,12 @@ from quire.server.cli.bench.latency_stats import (
     BenchAnswer,
     BenchFailure,
     arrival_times,
-    distribution,
+    latency_distribution,
     percentile,
     summarize,
 )
 from quire.server.cli.bench.serve import ReceivedStream
-from quire.server.cli.bench.start import seconds_to_first_token
+from quire.server.cli.bench.start import measure_time_to_first_token
 from quire.server.cli.bench.stream_client import StreamClient, StreamError
 from quire.server.cli.bench.workload import random_prompts, read_prompts
 from quire.server.cli.main import main
@@ -147,10 +147,10 @@ def test_percentiles_are_values_that_were_measured() -> None:
 
 
 def test_a_distribution_is_in_milliseconds_in_any_order() -> None:
-    found = distribution([0.003, 0.001, 0.002])
+    found = latency_distribution([0.003, 0.001, 0.002])
     assert found is not None
     assert (found.mean, found.p50, found.p90, found.max) == pytest.approx((2, 2, 3, 3))
-    assert distribution([]) is None
+    assert latency_distribution([]) is None
 
 
 def test_a_summary_of_two_answers_and_a_failure() -> None:
@@ -372,10 +372,10 @@ def test_reports_that_cannot_be_written_are_refused_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="no such directory"):
-        bench_report.check_report(tmp_path / "no" / "out.json")
+        bench_report.check_report_paths(tmp_path / "no" / "out.json")
     monkeypatch.setattr(bench_report, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"--png needs matplotlib.*pip install"):
-        bench_report.check_report(None, tmp_path / "out.png")
+        bench_report.check_report_paths(None, tmp_path / "out.png")
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
@@ -436,7 +436,7 @@ def test_start_waits_for_the_first_token_and_ends_what_it_started(
 )
 def test_a_server_that_does_not_start_is_reported(command: list[str], message: str) -> None:
     with pytest.raises(EngineError, match=message):
-        seconds_to_first_token(command, None, 10.0 if "status" in message else 0.2)
+        measure_time_to_first_token(command, None, 10.0 if "status" in message else 0.2)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from quire.server.cli.chat.commands import COMMANDS
-from quire.server.cli.chat.markdown import print_stream, split_blocks
+from quire.server.cli.chat.markdown import print_stream, split_finished_blocks
 from tests.server.cli.test_chat import ScriptedServer, file_of, server  # noqa: F401 - a fixture
 
 pytest.importorskip("prompt_toolkit")
@@ -210,9 +210,9 @@ def test_line_breaks_of_an_answer_are_kept() -> None:
 
 
 def test_blocks_end_where_nothing_can_change_them() -> None:
-    assert split_blocks("one\n\ntwo") == ([], "one\n\ntwo")
-    assert split_blocks("one\n\ntwo\n") == (["one\n"], "two\n")
-    assert split_blocks("- a\n\n- b\n\n  c\n\nend\nx") == (["- a\n\n- b\n\n  c\n"], "end\nx")
-    assert split_blocks("```\na\n\nb\n") == ([], "```\na\n\nb\n")
-    assert split_blocks("```\na\n\nb\n```\n\nc\n") == (["```\na\n\nb\n```\n"], "c\n")
-    assert split_blocks("~~~\n```\n\na\n~~~\n\nb\n")[0] == ["~~~\n```\n\na\n~~~\n"]
+    assert split_finished_blocks("one\n\ntwo") == ([], "one\n\ntwo")
+    assert split_finished_blocks("one\n\ntwo\n") == (["one\n"], "two\n")
+    assert split_finished_blocks("- a\n\n- b\n\n  c\n\nend\nx") == (["- a\n\n- b\n\n  c\n"], "end\nx")
+    assert split_finished_blocks("```\na\n\nb\n") == ([], "```\na\n\nb\n")
+    assert split_finished_blocks("```\na\n\nb\n```\n\nc\n") == (["```\na\n\nb\n```\n"], "c\n")
+    assert split_finished_blocks("~~~\n```\n\na\n~~~\n\nb\n")[0] == ["~~~\n```\n\na\n~~~\n"]

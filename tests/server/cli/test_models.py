@@ -195,7 +195,7 @@ PARAMETERS |= {"qwen2.5-coder:7b": 7.62, "bge:small": 0.0334, "e5:small": 0.118,
 
 @pytest.mark.parametrize("name", known_models())
 def test_a_short_name_has_a_shape_that_is_served(name: str) -> None:
-    model, machine = known_models()[name], table.read_laptops()[-1]
+    model, machine = known_models()[name], table.read_laptop_machines()[-1]
     assert not why_not_served(model.config)
     row = table.build_row(model, machine)
     assert row.parameters / 1e9 == pytest.approx(PARAMETERS.get(name, row.parameters / 1e9), rel=0.006)
@@ -215,7 +215,7 @@ def test_a_short_name_has_a_shape_that_is_served(name: str) -> None:
 
 def test_what_does_not_fit_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     small = Machine("a small machine", memory=3 * GIB, gpu=False)
-    monkeypatch.setattr(table, "this_machine", lambda: small)
+    monkeypatch.setattr(table, "detect_machine", lambda: small)
     quire("table", "--bandwidth", "50")
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
     assert "does not fit" in rows["qwen3:8b"]
@@ -225,7 +225,7 @@ def test_what_does_not_fit_is_told(capsys: pytest.CaptureFixture[str], monkeypat
 
 
 def test_the_documents_have_the_table() -> None:
-    rows = table.format_markdown()
+    rows = table.format_laptops_markdown()
     assert rows in (ROOT / "docs/checkpoints.md").read_text()
     shown = re.findall(
         r"^\|(`\w.*?`)\|(.*? GiB)\|(?:at most )?(\d+)\|$", (ROOT / "README.md").read_text(), re.MULTILINE

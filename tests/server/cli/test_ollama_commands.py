@@ -266,11 +266,11 @@ def test_models_of_the_cache_are_served_the_smallest_that_generates_first(
 ) -> None:
     from huggingface_hub import constants
 
-    from quire.server.cli.models.cached_models import read_cached_models
+    from quire.server.cli.models.cached_models import build_cached_models_config
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConfigError, match="nothing is downloaded that could be served"):
-        read_cached_models({"device": "cpu"})
+        build_cached_models_config({"device": "cpu"})
     config = (Path(DEMO_MODEL) / "config.json").read_text()
     other = json.dumps(json.loads(config) | {"model_type": "no_such_family"})
     repository(tmp_path, "owner/large", **{"config.json": config, "model.safetensors": "x" * 900})
@@ -278,9 +278,9 @@ def test_models_of_the_cache_are_served_the_smallest_that_generates_first(
     repository(tmp_path, "owner/embedder", **{"config.json": config, "model.safetensors": ""})
     repository(tmp_path, "owner/other", **{"config.json": other, "model.safetensors": "x"})
     repository(tmp_path, "owner/config-alone", **{"config.json": config})
-    fleet = read_cached_models({"device": "cpu", "kv_cache_memory": 0.5})
+    fleet = build_cached_models_config({"device": "cpu", "kv_cache_memory": 0.5})
     assert [entry.name for entry in fleet.entries] == ["owner/small", "owner/large", "owner/embedder"]
     assert fleet.entries[0].config.kv_cache_memory == 0.5
-    assert fleet.memory_bytes is not None
-    assert fleet.memory_bytes > 0
+    assert fleet.memory_limit_bytes is not None
+    assert fleet.memory_limit_bytes > 0
     assert "owner/other is not served" in caplog.text

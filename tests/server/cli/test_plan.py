@@ -396,10 +396,10 @@ def test_a_pipeline_is_as_fast_as_one_of_its_stages_for_one_stream() -> None:
     sizes = read_sizes(read_raw_config(DEMO_MODEL)[0])
     machine = Machine("test", memory=4 * GIB, gpu=False, bandwidth=20e9, flops=1e11)
     one, two = (estimate_model(sizes, divide_machine(machine, 1, 1, stages), PlanRequest()) for stages in (1, 2))
-    alone, together = two.decode_limit(1, 100), two.decode_limit(2, 100)
-    assert alone == pytest.approx(one.decode_limit(1, 100) / 2)
+    alone, together = two.max_decode_tokens_per_second(1, 100), two.max_decode_tokens_per_second(2, 100)
+    assert alone == pytest.approx(one.max_decode_tokens_per_second(1, 100) / 2)
     assert together == pytest.approx(2 * alone)
-    first, begun = one.prefill_seconds(100), two.prefill_seconds(100)
+    first, begun = one.min_prefill_seconds(100), two.min_prefill_seconds(100)
     assert begun == pytest.approx(2 * first)
     with pytest.raises(ConfigError, match=r"pipeline_parallel_size: .*tensor_parallel_size"):
         divide_machine(machine, 2, 1, 2)
@@ -621,7 +621,9 @@ def test_images_are_planned_as_they_are_read(
     assert found["feature_bytes"] == tokens * tiny_models.SHAPE["hidden_size"] * 4
     reader = make_image_reader(tmp_path, Tokenizer.from_pretrained(tmp_path))
     assert reader is not None
-    read = reader.read_prompt("<image>", [RequestImage("a", shown[0])], lambda text: ids[: len(ids) // count])
+    read = reader.make_multimodal_prompt(
+        "<image>", [RequestImage("a", shown[0])], lambda text: ids[: len(ids) // count]
+    )
     assert found["pixel_bytes"] == count * sum(len(each.pixels) for each in read.images)
     assert found["tower_bytes"] > 0
     assert plan(capsys, *args, "--gpu", "H100")["images"] == found

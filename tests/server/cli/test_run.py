@@ -16,7 +16,7 @@ import pytest
 
 from quire.engine.errors import ConfigError, InvalidRequest
 from quire.server.batches.batch_lines import find_duplicate_lines, parse_line, read_custom_id, read_custom_ids
-from quire.server.cli.run import is_permanent, prepare_resume
+from quire.server.cli.run import is_permanent_failure, prepare_resume
 from tests.server.cli.processes import engines, needs_proc
 
 SMALL = ["--max-model-len", "1024", "--num-kv-blocks", "256", "--max-num-seqs", "8", "--threads", "1"]
@@ -276,7 +276,7 @@ def test_an_id_that_a_line_has_already_costs_its_row_alone(tmp_path: Path) -> No
     ],
 )
 def test_what_would_be_refused_again_is_permanent(result: dict[str, Any], permanent: bool) -> None:
-    assert is_permanent(result) is permanent
+    assert is_permanent_failure(result) is permanent
 
 
 def test_a_file_that_is_no_output_is_not_touched(tmp_path: Path) -> None:

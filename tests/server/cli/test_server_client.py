@@ -19,7 +19,7 @@ from quire.engine.types import EngineInfo
 from quire.server.cli.announcement import curl_command
 from quire.server.cli.bench.stream_client import StreamClient
 from quire.server.cli.http_server import tls_context
-from quire.server.cli.server_client import client_ssl_context, fetch_model_names, server_url
+from quire.server.cli.server_client import client_ssl_context, fetch_model_names, normalize_server_url
 from quire.server.config import ServerConfig
 from tests.server.fake import FakeEngine, hashed
 from tests.server.hosted import serving
@@ -35,12 +35,12 @@ from tests.server.hosted import serving
     ],
 )
 def test_a_server_is_named_as_people_type_it(text: str, url: str) -> None:
-    assert server_url(text) == url
+    assert normalize_server_url(text) == url
 
 
 def test_one_whose_certificate_is_named_is_reached_by_https() -> None:
-    assert server_url("host:80", tls=True) == "https://host:80"
-    assert server_url("http://host", tls=True) == "http://host"
+    assert normalize_server_url("host:80", tls=True) == "https://host:80"
+    assert normalize_server_url("http://host", tls=True) == "http://host"
 
 
 def listed(url: str, **options: Any) -> str:
@@ -73,7 +73,7 @@ async def test_what_keeps_a_client_from_a_server_comes_with_the_way_out(paths: d
 @pytest.mark.parametrize("text", ["", "ftp://host", "http://", "host:port", "http://host:99999"])
 def test_what_is_no_server_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="url: not a server's"):
-        server_url(text)
+        normalize_server_url(text)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from quire.engine.errors import ConfigError
 from quire.server.cli.quantize import main
-from quire.server.cli.quantize.calibration import read_samples
+from quire.server.cli.quantize.calibration import read_tokenized_samples
 from tests.texts import byte_level_tokenizer
 from tests.tiny_models import save_tiny_model
 
@@ -19,12 +19,12 @@ TOKENIZER = byte_level_tokenizer().tokenizer
 def test_lines_are_samples_and_a_text_is_cut(tmp_path: Path) -> None:
     lines = [{"text": "A" * 600}, {"prompt": "AB"}, {"messages": [{"role": "user", "content": "A"}], "id": 3}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    first, second, third = read_samples(tmp_path / "a.jsonl", TOKENIZER, 100)
+    first, second, third = read_tokenized_samples(tmp_path / "a.jsonl", TOKENIZER, 100)
     assert first == [65] * 100
     assert second == [65, 66]
     assert TOKENIZER.decode(third, skip_special_tokens=False) == "<|im_start|>user\nA<|im_end|>\n"
     (tmp_path / "a.txt").write_text("A" * 1200)
-    assert [len(each) for each in read_samples(tmp_path / "a.txt", TOKENIZER, 4096)] == [512, 512, 176]
+    assert [len(each) for each in read_tokenized_samples(tmp_path / "a.txt", TOKENIZER, 4096)] == [512, 512, 176]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_file_that_gives_no_samples_is_refused(name: str, content: str | None,
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=says) as raised:
-        read_samples(tmp_path / name, TOKENIZER, 4096)
+        read_tokenized_samples(tmp_path / name, TOKENIZER, 4096)
     assert raised.value.param == "smooth"
 
 

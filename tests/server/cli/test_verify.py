@@ -17,7 +17,7 @@ from quire.engine.types import EngineInfo
 from quire.engine.worker.sampling import device_sampler
 from quire.server.cli import main as cli
 from quire.server.cli import verify as verify_command
-from quire.server.cli.verify import Verification, VerificationCheck, print_checks
+from quire.server.cli.verify import CheckResult, Verification, print_check_results
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ def model(tmp_path: Path) -> str:
     return str(save_tiny_model(tmp_path, "llama"))
 
 
-async def verify(model: str) -> tuple[EngineInfo, dict[str, VerificationCheck]]:
+async def verify(model: str) -> tuple[EngineInfo, dict[str, CheckResult]]:
     info, checks = await Verification(EngineConfig(model=model, threads=1), 12, InProcessLink).run_checks()
     return info, {check.name: check for check in checks}
 
@@ -90,11 +90,11 @@ def test_replicas_are_refused_by_name() -> None:
 
 def test_the_table_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     info = EngineInfo("m", "float32", "cpu", "b", 1, 1, 1, 1, 1, 0.0, "a")
-    print_checks(
+    print_check_results(
         info,
         [
-            VerificationCheck("batched", "all at once", 8, 99, 3, True),
-            VerificationCheck("preempted", "no", 8, 99, 0, False),
+            CheckResult("batched", "all at once", 8, 99, 3, True),
+            CheckResult("preempted", "no", 8, 99, 0, False),
         ],
     )
     text = capsys.readouterr().out

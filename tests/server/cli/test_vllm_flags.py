@@ -15,7 +15,7 @@ from quire.engine.errors import ConfigError
 from quire.engine.offline.options import make_engine_config
 from quire.engine.unsupported_options import ForeignFlag, flag_aliases, foreign_flags
 from quire.server.cli.settings_flags import add_settings_flags
-from quire.server.cli.unknown_flags import parse_known_flags
+from quire.server.cli.unknown_flags import parse_flags
 from quire.server.config import ServerConfig
 
 TABLE = tomllib.loads(Path(__file__).with_name("vllm_0_33.toml").read_text())
@@ -48,7 +48,7 @@ def test_what_is_honoured_is_a_flag_of_ours_or_the_same_under_another_name() -> 
     names = [FIELDS.get(f"--{flag_aliases().get(flag.lstrip('-'), flag.lstrip('-'))}") for flag in FLAGS["honoured"]]
     others = [flag for flag, name in zip(FLAGS["honoured"], names, strict=True) if not name]
     assert others == ["--config", "--data-parallel-size-local", "-dpl"]
-    assert vars(parse_known_flags(parser(), ["-n", "2", "-asc=3", "--max-num-queued-reqs", "4"])) == {
+    assert vars(parse_flags(parser(), ["-n", "2", "-asc=3", "--max-num-queued-reqs", "4"])) == {
         **{"model_tag": None, "config": None},
         **{"nnodes": "2", "api_server_count": "3", "max_queued_requests": "4"},
     }
@@ -56,7 +56,7 @@ def test_what_is_honoured_is_a_flag_of_ours_or_the_same_under_another_name() -> 
 
 def test_what_is_accepted_is_left_out_and_named_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     argv = [part for flag in FLAGS["accepted"] for part in given(flag)]
-    assert vars(parse_known_flags(parser(), [*argv, "--port", "9", "mine"])) == {
+    assert vars(parse_flags(parser(), [*argv, "--port", "9", "mine"])) == {
         **{"model_tag": "mine", "config": None, "port": "9"},
         **{"data_parallel_size": "1"},  # the flags of one rank are among them: each is a server of its own
     }
@@ -68,7 +68,7 @@ def test_what_is_accepted_is_left_out_and_named_in_one_line(capsys: pytest.Captu
 
 def test_what_is_refused_says_what_to_do_instead(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_known_flags(parser(), [part for flag in FLAGS["refused"] for part in given(flag)])
+        parse_flags(parser(), [part for flag in FLAGS["refused"] for part in given(flag)])
     lines = capsys.readouterr().err.splitlines()[1:]
     assert [line.split(":")[0].strip() for line in lines] == FLAGS["refused"]
     assert not [line for line in lines if "--help" in line or "mean" in line]
@@ -78,7 +78,7 @@ def test_a_switch_that_is_off_asks_for_nothing_or_says_what_to_do(capsys: pytest
     unknown, made = [], parser()
     for flag in SWITCHES:
         try:
-            parse_known_flags(made, [flag.replace("--", "--no-", 1)])
+            parse_flags(made, [flag.replace("--", "--no-", 1)])
         except SystemExit:
             if "--help" in capsys.readouterr().err:
                 unknown.append(flag)
@@ -102,7 +102,7 @@ def test_a_switch_that_is_off_asks_for_nothing_or_says_what_to_do(capsys: pytest
 def test_values_that_ask_for_what_is_done_anyway_are_accepted(
     argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert parse_known_flags(parser(), ["mine", *argv, "--port", "1"]).model_tag == "mine"
+    assert parse_flags(parser(), ["mine", *argv, "--port", "1"]).model_tag == "mine"
     flag = argv[0].split("=")[0] if "False" not in " ".join(argv) else "--no-enable-eplb"
     assert capsys.readouterr().err.startswith(f"serve: changes nothing: {flag} (")
 
@@ -110,7 +110,7 @@ def test_values_that_ask_for_what_is_done_anyway_are_accepted(
 @pytest.mark.parametrize("argv", [["--enable-eplb=true"], ["--enable-eplb"]])
 def test_other_values_of_these_are_refused(argv: list[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_known_flags(parser(), argv)
+        parse_flags(parser(), argv)
 
 
 def asked(name: str) -> object:

@@ -12,10 +12,10 @@ import pytest
 
 from quire.engine.checkpoint.overrides import with_overrides
 from quire.engine.config import EngineConfig
-from quire.server.cli.bench.serve import serve_bench_parser
+from quire.server.cli.bench.serve import build_serve_bench_parser
 from quire.server.cli.bench.vllm_flags import apply_vllm_flags
 from quire.server.cli.settings_flags import add_settings_flags, parse_settings
-from quire.server.cli.unknown_flags import parse_known_flags
+from quire.server.cli.unknown_flags import parse_flags
 from quire.server.config import ServerConfig
 
 TABLE = json.loads(Path(__file__).with_name("vllm_recipes.json").read_text(encoding="utf-8"))
@@ -60,9 +60,9 @@ def test_every_measurement_is_understood_or_needs_a_data_set_from_elsewhere(
     lines = [argv for each in TABLE["files"].values() for argv in each.get("bench", [])]
     wrong = []
     for argv in lines:
-        made = serve_bench_parser()
+        made = build_serve_bench_parser()
         try:
-            apply_vllm_flags(made, parse_known_flags(made, argv[2:]))
+            apply_vllm_flags(made, parse_flags(made, argv[2:]))
         except SystemExit:
             if "would be fetched from elsewhere" not in (said := capsys.readouterr().err):
                 wrong.append((argv, said))

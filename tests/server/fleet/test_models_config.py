@@ -25,7 +25,7 @@ def test_models_have_the_files_bounds_the_commands_settings_and_their_own(tmp_pa
     )
     fleet = read_models_file(file, {"threads": 1, "dtype": "bfloat16", "data_dir": tmp_path})
     one, two = fleet.entries
-    assert (fleet.memory_bytes, fleet.slice_seconds) == (int(2.5 * 2**30), 10.0)
+    assert (fleet.memory_limit_bytes, fleet.slice_seconds) == (int(2.5 * 2**30), 10.0)
     assert (one.idle_seconds, one.sleep_level, two.idle_seconds, two.sleep_level) == (5, 1, 0, 2)
     assert (one.config.dtype, two.config.dtype, one.config.threads) == ("float32", "bfloat16", 1)
     assert (one.config.kv_cache_memory, two.config.kv_cache_memory, two.config.num_kv_blocks) == (1.0, None, 8)
@@ -92,8 +92,8 @@ def test_models_that_are_added_later_are_held_to_the_same(
     (tmp_path / "models.toml").write_text(ONE)
     fleet = read_models_file(tmp_path / "models.toml", {"threads": 1})
     with pytest.raises(ConfigError, match=said):
-        fleet.parse_entry(name, settings)
-    assert fleet.parse_entry("new", {"model": DEMO_MODEL}).config.threads == 1
+        fleet.parse_added_entry(name, settings)
+    assert fleet.parse_added_entry("new", {"model": DEMO_MODEL}).config.threads == 1
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

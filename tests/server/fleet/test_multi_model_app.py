@@ -26,7 +26,7 @@ from quire.server.runtime import server_startup
 from quire.server.runtime.model_runtime import ModelRuntime
 from quire.server.runtime.model_startup import open_runtime
 from quire.server.runtime.server_context import ServerContext
-from quire.server.served_model import ModelSource
+from quire.server.served_model import ServedModelSpec
 from tests.server.api import VOCAB_SIZE
 from tests.server.fake import FakeEngine, scripted
 from tests.server.forked import FORKED
@@ -48,7 +48,7 @@ async def engine_of(over: asyncio.Event, entry: ModelEntry) -> AsyncIterator[Mod
     if entry.name == WRONG:
         raise ModelError("model: wrong has no config.json")
     tokenizer = byte_level_tokenizer(CHATML).tokenizer
-    source = ModelSource(entry.config, tokenizer, VOCAB_SIZE, {})
+    source = ServedModelSpec(entry.config, tokenizer, VOCAB_SIZE, {})
     engine = FakeEngine(scripted(entry.name.encode() * 500, 0), step_seconds=0.001)
     async with open_runtime(
         source, None, EngineClient(engine), has_api_keys=False, folder=None, launch_process=FORKED

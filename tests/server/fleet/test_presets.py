@@ -22,7 +22,7 @@ from quire.server.fleet.multi_model_app import create_multi_model_app
 from quire.server.runtime.model_runtime import ModelRuntime
 from quire.server.runtime.model_startup import open_runtime
 from quire.server.runtime.server_context import ServerContext
-from quire.server.served_model import ModelSource
+from quire.server.served_model import ServedModelSpec
 from tests.server.api import VOCAB_SIZE
 from tests.server.fake import FakeEngine, hashed
 from tests.server.forked import FORKED
@@ -48,7 +48,7 @@ async def opened(settings: ModelsConfig) -> AsyncIterator[tuple[list[FakeEngine]
 
     @asynccontextmanager
     async def of(entry: ModelEntry) -> AsyncIterator[ModelRuntime]:
-        source = ModelSource(entry.config, byte_level_tokenizer(CHATML).tokenizer, VOCAB_SIZE, {})
+        source = ServedModelSpec(entry.config, byte_level_tokenizer(CHATML).tokenizer, VOCAB_SIZE, {})
         engines.append(engine := FakeEngine(hashed(b"abcdef")))
         async with open_runtime(
             source, None, EngineClient(engine), has_api_keys=False, folder=None, launch_process=FORKED
@@ -151,4 +151,4 @@ def test_what_a_name_may_not_say_is_named(text: str, said: str, tmp_path: Path) 
 
 def test_a_model_that_is_added_later_has_no_name_of_this_kind(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="system can be set in the file alone"):
-        fleet(tmp_path, SMALL).parse_entry("b", {"model": DEMO_MODEL, "system": "x"})
+        fleet(tmp_path, SMALL).parse_added_entry("b", {"model": DEMO_MODEL, "system": "x"})

@@ -181,7 +181,7 @@ class Subject:
             starts_in_thinking=None if reasoning is None else reasoning.starts_in_thinking(self.prompt),
             tool_format=self.formats.tool_format,
             tools_by_name=TOOLS,
-            content_frame=self.formats.content_frame,
+            content_delimiters=self.formats.content_delimiters,
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quire.engine.text.grammar_compiler import GrammarCompiler, json_grammar, make_grammar_vocabulary
-from quire.server.formats.grammar_composition import add_frame_grammar, add_thinking_grammar
+from quire.server.formats.grammar_composition import add_content_delimiters, add_thinking_grammar
 from quire.server.formats.message_parser import MessageParser
 from tests.server.api import open_api
 from tests.server.fake import FakeEngine, scripted
@@ -122,7 +122,7 @@ def test_a_requested_format_stands_in_the_frame_of_content(name: str, right: str
     one = Subject(MODELS[name])
     format, tokenizer = one.message_format(), one.tokenizer
     schema = {"properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
-    grammar = add_frame_grammar(json_grammar(schema), one.formats.content_frame, tokenizer)
+    grammar = add_content_delimiters(json_grammar(schema), one.formats.content_delimiters, tokenizer)
     assert format.reasoning_format is not None
     grammar = add_thinking_grammar(grammar, format.reasoning_format, format.starts_in_thinking, tokenizer)
     compiler = GrammarCompiler(make_grammar_vocabulary(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids))

@@ -22,7 +22,7 @@ from quire.server.formats.forms.call_form import CallForm
 from quire.server.formats.grammar_composition import lark_literal
 from quire.server.formats.tools.tool_parser import ToolParser
 from quire.server.protocol.chat import ChatRequest
-from quire.server.resolve.tool_use import resolve_tool_use
+from quire.server.resolve.tool_use import resolve_request_tools
 from tests.server.formats.proof import SPECIAL, TOOLS, Call, Subject, calls, read, words
 from tests.server.formats.templates import OWN
 from tests.server.formats.test_tools_grammar import TOOLS as STRICT_TOOLS
@@ -184,9 +184,9 @@ def test_what_a_grammar_lets_through_are_whole_calls_that_fit_their_schemas(name
     tools = STRICT_TOOLS if json_arguments else STRICT_TOOLS[1:2] if name in FREE_LISTS else STRICT_TOOLS[:2]
     strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in tools]
     asked = {"messages": [{"role": "user"}], "tools": strict}
-    use = resolve_tool_use(ChatRequest.model_validate({**asked, "tool_choice": "required"}), form)
+    use = resolve_request_tools(ChatRequest.model_validate({**asked, "tool_choice": "required"}), form)
     required = use.build_tool_grammar(one.tokenizer)
-    auto = resolve_tool_use(ChatRequest.model_validate(asked), form).build_tool_grammar(one.tokenizer)
+    auto = resolve_request_tools(ChatRequest.model_validate(asked), form).build_tool_grammar(one.tokenizer)
     assert required is not None
     assert auto is not None
     for seed in range(4):

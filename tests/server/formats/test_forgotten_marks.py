@@ -102,7 +102,7 @@ def test_a_known_tools_call_without_the_tag_around_it_is_a_call(name: str) -> No
     """ollama#16686, ollama#18530."""
     one = subject(name)
     whole = one.turn(ONE)
-    head = form_of(name).inner_heads[0]
+    head = form_of(name).unwrapped_heads[0]
     bare = whole[whole.index(head[: head.index("\ue000")]) :]
     found = answered(name, "I will look.\n\n" + bare, False)
     assert (found.content.strip(), found.calls) == ("I will look.", ONE), bare

@@ -16,7 +16,7 @@ from quire.server.formats.tools.named_formats import TOOL_FORMATS, NamedToolForm
 from quire.server.formats.tools.tool_parser import ToolFormat, ToolParser
 from quire.server.protocol.chat import ChatRequest
 from quire.server.resolve.custom_tools import can_enforce_patterns
-from quire.server.resolve.tool_use import ToolUse, resolve_tool_use
+from quire.server.resolve.tool_use import RequestTools, resolve_request_tools
 from tests.server.formats.proof import Call
 from tests.server.formats.test_derived import SHOWING, compiler, form_of, subject
 from tests.server.formats.test_lark_to_regex import FITS, FITS_NOT, PATCHES
@@ -28,15 +28,15 @@ HARD = "[ab</>\\n\"' \\]]{0,12}"
 """Texts that look like the marks around them."""
 
 
-def use_of(format: ToolFormat, syntax: str, definition: str) -> ToolUse:
+def use_of(format: ToolFormat, syntax: str, definition: str) -> RequestTools:
     """A custom tool with this grammar, which must be called."""
     grammar = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
     tool = {"type": "custom", "custom": {"name": "clock", "format": grammar}}
     asked = {"messages": [{"role": "user"}], "tools": [tool]}
-    return resolve_tool_use(ChatRequest.model_validate({**asked, "tool_choice": "required"}), format)
+    return resolve_request_tools(ChatRequest.model_validate({**asked, "tool_choice": "required"}), format)
 
 
-def inputs_of(use: ToolUse, text: str) -> list[str]:
+def inputs_of(use: RequestTools, text: str) -> list[str]:
     assert use.tool_format is not None
     parser = ToolParser(use.tool_format, use.tools_by_name)
     _, deltas = parser.extract_tool_calls(text, final=True)
@@ -92,7 +92,7 @@ def test_formats_with_names_let_nothing_else_through(row: NamedToolFormat, kind:
     check_walks(made, one, use_of(row.format, "regex", HARD))
 
 
-def check_walks(compiler: GrammarCompiler, tokenizer: Tokenizer, use: ToolUse) -> None:
+def check_walks(compiler: GrammarCompiler, tokenizer: Tokenizer, use: RequestTools) -> None:
     grammar = use.build_tool_grammar(tokenizer)
     assert grammar is not None
     for seed in range(12):

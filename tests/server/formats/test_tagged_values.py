@@ -135,7 +135,7 @@ def answer(name: str, made: list[Call]) -> str:
 def test_any_text_of_a_nullable_string_comes_through_and_fits_the_grammar(
     name: str, text: str, key: str, data: st.DataObject
 ) -> None:
-    if text in ("null", subject(name).formats.tool_format.arguments.words.null):  # type: ignore[union-attr]
+    if text in ("null", subject(name).formats.tool_format.arguments.spelling.null):  # type: ignore[union-attr]
         return
     one = subject(name)
     format = replace(one.message_format(), starts_in_thinking=False, tools_by_name={"clock": Tool("clock", PARAMETERS)})

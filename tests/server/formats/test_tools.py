@@ -212,9 +212,9 @@ def test_without_parallel_calls_the_first_is_kept(name: str) -> None:
 
 
 def test_ids_are_as_templates_want_them() -> None:
-    assert named("hermes").new_call_id("a/1").startswith("call_")
-    assert len(named("mistral").new_call_id("a/1")) == 9
-    assert named("mistral_args").new_call_id("a/1").isalnum()
+    assert named("hermes").derive_call_id("a/1").startswith("call_")
+    assert len(named("mistral").derive_call_id("a/1")) == 9
+    assert named("mistral_args").derive_call_id("a/1").isalnum()
 
 
 values = st.recursive(

@@ -21,7 +21,7 @@ from quire.server.formats.reasoning_parser import ReasoningFormat
 from quire.server.formats.tools.named_formats import TOOL_FORMATS, NamedToolFormat
 from quire.server.formats.tools.tool_parser import ToolParser
 from quire.server.protocol.chat import ChatRequest
-from quire.server.resolve.tool_use import resolve_tool_use
+from quire.server.resolve.tool_use import resolve_request_tools
 from tests.texts import BYTES
 
 TOOLS = [
@@ -122,7 +122,9 @@ def test_what_a_grammar_lets_through_are_whole_calls(
     tools = TOOLS[:2] if xml else TOOLS
     named = {"type": "function", "function": {"name": choice}} if choice == "weather" else "required"
     asked = {"messages": [{"role": "user"}], "tools": tools, "tool_choice": named}
-    use = resolve_tool_use(ChatRequest.model_validate({**asked, "parallel_tool_calls": choice != "one"}), row.format)
+    use = resolve_request_tools(
+        ChatRequest.model_validate({**asked, "parallel_tool_calls": choice != "one"}), row.format
+    )
     grammar = use.build_tool_grammar(TOKENIZERS[kind])
     assert grammar is not None
     compilers[kind].check_grammar(grammar)
@@ -149,7 +151,9 @@ def test_strict_tools_leave_text_free_and_constrain_calls(
     def grammar(choice: str) -> Grammar:
         tools: list[Any] = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS[:2]]
         asked = {"messages": [{"role": "user"}], "tools": tools, "tool_choice": choice}
-        found = resolve_tool_use(ChatRequest.model_validate(asked), row.format).build_tool_grammar(TOKENIZERS[kind])
+        found = resolve_request_tools(ChatRequest.model_validate(asked), row.format).build_tool_grammar(
+            TOKENIZERS[kind]
+        )
         assert found is not None
         return found
 
@@ -181,7 +185,7 @@ def test_calls_beside_a_format_of_the_content(
 ) -> None:
     """The answer is calls or what the format allows; nothing else, and not both; also after a model's thinking."""
     asked = {"messages": [{"role": "user"}], "tools": TOOLS[:2]}
-    use = resolve_tool_use(ChatRequest.model_validate(asked), row.format)
+    use = resolve_request_tools(ChatRequest.model_validate(asked), row.format)
     tokenizer, compiler = TOKENIZERS[kind], compilers[kind]
     calls = use.build_tool_grammar(tokenizer, calls_only=True)
     assert calls is not None
@@ -212,7 +216,7 @@ def test_calls_beside_a_format_of_the_content(
 def test_free_text_in_xml_ends_at_the_parameters_end(kind: str, compilers: Mapping[str, GrammarCompiler]) -> None:
     row = next(row for row in TOOL_FORMATS if row.name == "qwen3_coder")
     asked = {"messages": [{"role": "user"}], "tools": TOOLS, "tool_choice": "required"}
-    grammar = resolve_tool_use(ChatRequest.model_validate(asked), row.format).build_tool_grammar(TOKENIZERS[kind])
+    grammar = resolve_request_tools(ChatRequest.model_validate(asked), row.format).build_tool_grammar(TOKENIZERS[kind])
     assert grammar is not None
     head = "<tool_call>\n<function=note>\n<parameter=text>\na <b>\n</parameter>\n"
     for text, allowed in ((f"{head}</function>\n</tool_call>", True), (f"{head}a", False), ("<tool_call>\n{", False)):

@@ -10,7 +10,7 @@ import pytest
 from quire.engine.errors import Overloaded
 from quire.engine.types import SamplingParams, TokenLogprob
 from quire.server.generation import output_parts as folds
-from quire.server.generation.choice_state import ChoiceDelta, TokenText
+from quire.server.generation.choice_state import AnswerToken, ChoiceDelta
 from quire.server.generation.generation import Generation
 from quire.server.generation.output_parts import collect_choices
 from quire.server.generation.request_specs import GenerationSpec, Prompt
@@ -87,7 +87,7 @@ async def test_whole_answers_hold_only_so_many_log_probabilities(monkeypatch: py
 
 def test_the_call_that_holds_most_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folds, "MAX_LOGPROBS_IN_ALL", 10)
-    token = TokenText(1, TokenLogprob(1, -1.0, 1, [(1, -1.0)]), 0)
+    token = AnswerToken(1, TokenLogprob(1, -1.0, 1, [(1, -1.0)]), 0)
     step = [ChoiceDelta(0, "x", [token] * 2)]
     kept = folds.LogprobBudget()
     with kept.track_call() as small:

@@ -18,7 +18,7 @@ from quire.engine.images.image_reader import make_image_reader
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.config import ServerConfig
 from quire.server.resolve.chat import resolve_chat
-from quire.server.served_model import ModelSource
+from quire.server.served_model import ServedModelSpec
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed
 from tests.server.images.serving import serving
@@ -145,7 +145,9 @@ async def test_an_address_is_asked_and_its_image_read(api: Api, monkeypatch: pyt
 
 async def test_addresses_are_not_asked_by_default(path: Path) -> None:
     tokenizer = Tokenizer.from_pretrained(path)
-    source = ModelSource(ServerConfig(), tokenizer, VOCAB, {}, 2048, image_reader=make_image_reader(path, tokenizer))
+    source = ServedModelSpec(
+        ServerConfig(), tokenizer, VOCAB, {}, 2048, image_reader=make_image_reader(path, tokenizer)
+    )
     body = json.dumps({"messages": asking("https://example.com/a.png")}).encode()
     with pytest.raises(InvalidRequest, match="not fetched from addresses here: send a data: URL"):
         resolve_chat(body, source.build_served_model(expendable=True), ServerConfig())
@@ -377,7 +379,7 @@ def test_a_template_that_shows_no_image_of_a_tool_is_named(path: Path) -> None:
         "{% endfor %}"
     )
     config, tokenizer = ServerConfig(), Tokenizer.from_pretrained(path, template)
-    model = ModelSource(
+    model = ServedModelSpec(
         config, tokenizer, VOCAB, {}, 2048, image_reader=make_image_reader(path, tokenizer)
     ).build_served_model(expendable=True)
     result = {"role": "tool", "tool_call_id": "c", "content": asking(data_url(PNG))[0]["content"]}

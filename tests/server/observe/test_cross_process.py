@@ -36,9 +36,9 @@ async def test_each_question_is_answered_and_ends_nobody(tmp_path: Path) -> None
         await until(lambda: sorted(server.engine.aborted) == ["a-0", "a-1"])
         stream.close()
         asking = Tenant("x", b"", RateLimits(None, None), admin=True)
-        assert await one.list_peer_answers(5) != []
+        assert await one.collect_peer_answer_summaries(5) != []
         assert await one.collect_peer_samples() != []
         assert await one.explain_peer_request("a", asking) is None
-        assert await one.list_turns("a", asking) == []
+        assert await one.collect_conversation_turns("a", asking) == []
         assert await one.find_last_turn("x", "", "a") is None
         assert all(client.alive for client in server.clients)

@@ -18,7 +18,7 @@ from quire.engine.errors import ConfigError
 from quire.engine.link.client import EngineClient
 from quire.server.observe.log_setup import JsonFormatter, access_log
 from quire.server.observe.request_spans import create_otlp_exporter
-from quire.server.observe.throughput_log import format_throughput, log_throughput
+from quire.server.observe.throughput_log import format_throughput, log_throughput_periodically
 from tests.server.api import open_api
 from tests.server.fake import FakeEngine, hashed
 
@@ -68,7 +68,7 @@ async def test_the_lines_can_be_switched_off(lines: io.StringIO) -> None:
 async def test_throughput_is_told_while_something_runs(caplog: pytest.LogCaptureFixture) -> None:
     engine = FakeEngine(hashed(b"abc"))
     with caplog.at_level(logging.INFO, "quire.throughput"):
-        telling = asyncio.create_task(log_throughput(EngineClient(engine), 0.01))
+        telling = asyncio.create_task(log_throughput_periodically(EngineClient(engine), 0.01))
         await asyncio.sleep(0.05)
         assert caplog.messages == []
         engine.stats = EngineStats(running=2, waiting=1, steps=5, used_blocks=1, total_blocks=4)

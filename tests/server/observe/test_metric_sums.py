@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.server.encoding import encode_msgpack
 from quire.server.observe.metric_sums import LabelingCollector, SummingCollector, decode_samples, samples_of_registry
-from quire.server.observe.recent_answers import merge_recent_answers
+from quire.server.observe.recent_answers import merge_answer_summaries
 
 
 def registry(hits: dict[str, int], seconds: list[float]) -> CollectorRegistry:
@@ -67,7 +67,7 @@ def test_the_last_answers_of_several_are_one_list() -> None:
 
     one = {"data": answers(9, 4), "remembered": 2, "tenants": [tenant("x", 1, 0)], "other_tenants": 0}
     two = {"data": answers(7, 5), "remembered": 8, "tenants": [tenant("y", 0, 30), tenant("x", 2, 0)]}
-    found = merge_recent_answers([one, two | {"other_tenants": 0}], 3)
+    found = merge_answer_summaries([one, two | {"other_tenants": 0}], 3)
     assert [each["id"] for each in found["data"]] == ["9", "7", "5"]
     assert (found["remembered"], found["other_tenants"]) == (10, 0)
     y, x = found["tenants"]

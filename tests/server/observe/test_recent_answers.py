@@ -17,7 +17,7 @@ from quire.server.observe.recent_answers import (
     MAX_ANSWERS,
     MAX_TENANTS,
     list_adapter_states,
-    recent_answers,
+    summarize_recent_answers,
 )
 from quire.server.observe.request_log import RequestLog, RequestRecord
 from tests.server.api import Api, open_api
@@ -67,7 +67,7 @@ def answered(
     """An answer with so many tokens."""
     job = f"cmpl-{len(log.records)}"
     record = RequestRecord("r", "POST", "/v1/completions", None)
-    log.begin_answer({"tenant": tenant, "request_record": record}, job, job, "model")
+    log.record_answer_start({"tenant": tenant, "request_record": record}, job, job, "model")
     sent = EngineCoreRequest(id=f"{job}-0", prompt_ids=[1] * prompt, params=SamplingParams(), seed=0)
     history.record_submission(sent)
     step = StepRecord(1, 0.0, 0.0, 1.0, 1.0, 1, prompt, ((sent.id, cached, prompt - cached),), ())
@@ -82,7 +82,7 @@ def test_each_tenants_share_counts_tokens_as_the_scheduler_does() -> None:
     answered(log, history, small, 6, 2, 3)
     answered(log, history, big, 4, 0, 10)
     answered(log, history, big, 6, 0, 0).ended_at = None
-    found = recent_answers(log, history, 100)
+    found = summarize_recent_answers(log, history, 100)
     assert [(each["tenant"], each["prompt_tokens"], each["cached_tokens"]) for each in found["data"]] == [
         ("big", 4, 0),
         ("small", 6, 2),
@@ -99,13 +99,13 @@ def test_an_answer_that_goes_on_after_its_response_has_not_ended() -> None:
     log, history = RequestLog(10), RequestHistory()
     tenant = Tenant("", b"", RateLimits(None, None))
     record = RequestRecord("r", "POST", "/v1/responses", None)
-    log.begin_answer({"tenant": tenant, "request_record": record}, "resp_1", "resp_1", "model")
+    log.record_answer_start({"tenant": tenant, "request_record": record}, "resp_1", "resp_1", "model")
     record.ended_at = record.arrived_at + 0.1
-    assert len(recent_answers(log, history, 100)["data"]) == 1
+    assert len(summarize_recent_answers(log, history, 100)["data"]) == 1
     history.record_submission(EngineCoreRequest(id="resp_1-0", prompt_ids=[1], params=SamplingParams(), seed=0))
-    assert recent_answers(log, history, 100)["data"] == []
+    assert summarize_recent_answers(log, history, 100)["data"] == []
     history.end_request("resp_1-0", "stop")
-    (found,) = recent_answers(log, history, 100)["data"]
+    (found,) = summarize_recent_answers(log, history, 100)["data"]
     assert found["finish_reasons"] == ["stop"]
     assert all(spent >= 0 for spent in found["phases_ms"].values())
 
@@ -115,8 +115,8 @@ def test_the_lists_are_bounded() -> None:
     for number in range(MAX_ANSWERS + 9):
         tenant = Tenant(f"t{number % (MAX_TENANTS + 5)}", b"", RateLimits(None, None))
         record = RequestRecord("r", "POST", "/v1/completions", None)
-        log.begin_answer({"tenant": tenant, "request_record": record}, f"cmpl-{number}", "a", "model")
-    found = recent_answers(log, RequestHistory(), 100)
+        log.record_answer_start({"tenant": tenant, "request_record": record}, f"cmpl-{number}", "a", "model")
+    found = summarize_recent_answers(log, RequestHistory(), 100)
     assert (len(found["tenants"]), found["other_tenants"]) == (MAX_TENANTS, 5)
     assert found["remembered"] == MAX_ANSWERS
 

@@ -37,10 +37,10 @@ def test_spans_are_shown_as_prometheus_own_histogram_shows_them(batches: list[li
 def test_spans_that_wait_to_be_counted_are_in_what_is_read() -> None:
     client = EngineClient(FakeEngine(lambda request, position: 1))
     metrics = Metrics(client, "m", 64, {})
-    metrics.rolling_stats.record_gap(0.03)
-    metrics.rolling_stats.record_gap(0.5)
+    metrics.rolling_stats.record_token_gap(0.03)
+    metrics.rolling_stats.record_token_gap(0.5)
     assert b'vllm:inter_token_latency_seconds_count{engine="0",model_name="m"} 2.0' in Metrics.render_metrics([metrics])
-    metrics.rolling_stats.record_gap(0.2)
+    metrics.rolling_stats.record_token_gap(0.2)
     metrics.rolling_stats.bins_since(0)
     (second, *_) = metrics.rolling_stats._bins
     assert sum(each.between_tokens._buckets.total() for each in metrics.rolling_stats._bins) == 3

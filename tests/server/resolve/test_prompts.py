@@ -15,7 +15,7 @@ from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.config import ServerConfig
 from quire.server.resolve.prompts import SLICE_CHARACTERS, check_text_fits, encode_texts, split_into_slices
-from quire.server.served_model import ModelSource, ServedModel
+from quire.server.served_model import ServedModel, ServedModelSpec
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed
 from tests.texts import CHATML, SHARED, Named, byte_level_tokenizer, real_tokenizers, sentence_piece_tokenizer
@@ -144,7 +144,7 @@ TOKENIZERS = [
 
 
 def model_of(tokenizer: Tokenizer, context: int) -> ServedModel:
-    return ModelSource(ServerConfig(), tokenizer, 320, {}, context_length=context).build_served_model()
+    return ServedModelSpec(ServerConfig(), tokenizer, 320, {}, context_length=context).build_served_model()
 
 
 @given(st.text("ab <|im_start|>\n\u0301é世\U0001f600 ", min_size=1, max_size=60), st.integers(1, 5 * SLICE_CHARACTERS))

@@ -22,7 +22,7 @@ from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
 from quire.server.formats.grammar_composition import add_thinking_grammar
 from quire.server.formats.reasoning_parser import ReasoningFormat
-from quire.server.served_model import ModelSource
+from quire.server.served_model import ServedModelSpec
 from quire.server.workers.grammar_checker import GrammarChecker
 from quire.server.workers.pool import WorkerPool
 from tests.server.api import Api, open_api
@@ -139,7 +139,7 @@ async def test_what_kills_the_compiler_is_a_refusal_too(api: Api, schema: dict[s
 
 
 async def test_workers_start_when_they_are_needed_and_survive_a_cancelled_check() -> None:
-    source = ModelSource(ServerConfig(), byte_level_tokenizer().tokenizer, vocab_size=320, sampling_defaults={})
+    source = ServedModelSpec(ServerConfig(), byte_level_tokenizer().tokenizer, vocab_size=320, sampling_defaults={})
     workers = WorkerPool(source, launch_process=FORKED)
     checker = GrammarChecker(workers)
     assert workers.worker_pids == []

@@ -22,7 +22,7 @@ from quire.server.formats.tools.tool_call_sink import ToolCallDelta
 from quire.server.generation.answers.completion_chunks import ChatWriter
 from quire.server.generation.choice_state import ChoiceDelta
 from quire.server.generation.request_specs import GenerationSpec, Prompt
-from quire.server.served_model import ModelSource
+from quire.server.served_model import ServedModelSpec
 from tests.server.api import Api, open_api, parse_events
 from tests.server.fake import FakeEngine, scripted
 from tests.server.forked import FORKED
@@ -400,7 +400,7 @@ async def served(tokenizer: Tokenizer, ids: list[int]) -> AsyncIterator[httpx.As
     engine = FakeEngine(scripted(ids, tokenizer.eos_token_ids[0]), eos=tokenizer.eos_token_ids, max_model_len=2048)
     config = ServerConfig(served_model_name=["m"])
     app = create_app(
-        EngineClient(engine), ModelSource(config, tokenizer, tokenizer.vocab_size, {}), launch_process=FORKED
+        EngineClient(engine), ServedModelSpec(config, tokenizer, tokenizer.vocab_size, {}), launch_process=FORKED
     )
     transport = httpx.ASGITransport(app=app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://q") as http:

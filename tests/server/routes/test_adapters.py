@@ -21,7 +21,7 @@ from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.offline.in_process import InProcessLink
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
-from quire.server.served_model import ModelSource
+from quire.server.served_model import ServedModelSpec
 from tests.adapters import save_adapter
 from tests.server.api import Api
 from tests.server.forked import FORKED
@@ -52,7 +52,7 @@ async def serving(model: Path, **options: Any) -> AsyncIterator[Api]:
     client = EngineClient(InProcessLink(config))
     modules = adaptable_modules(read_model_config(model))
     tokenizer = byte_level_tokenizer(CHATML).tokenizer
-    app = create_app(client, ModelSource(config, tokenizer, VOCAB, {}), modules, launch_process=FORKED)
+    app = create_app(client, ServedModelSpec(config, tokenizer, VOCAB, {}), modules, launch_process=FORKED)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),

@@ -21,7 +21,13 @@ async def test_what_a_full_disk_refuses(tmp_path: Path, monkeypatch: pytest.Monk
 
     async with storing(tmp_path) as api:
         with monkeypatch.context() as disk:
-            for kept, name in ((Store, "put"), (Store, "lose"), (Store, "append"), (Calls, "put"), (Calls, "note")):
+            for kept, name in (
+                (Store, "put"),
+                (Store, "mark_response_failed"),
+                (Store, "append_items"),
+                (Calls, "put"),
+                (Calls, "update_progress"),
+            ):
                 disk.setattr(kept, name, full)
             for path, asked in ((PATH, body()), (PATH, body(background=True)), ("/v1/conversations", {})):
                 assert "disk is full" in (await api.post(path, asked, 503))["error"]["message"]

@@ -13,7 +13,7 @@ from quire.engine.link.client import EngineClient
 from quire.engine.text.null_tokenizer import NullTokenizer
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
-from quire.server.served_model import ModelSource
+from quire.server.served_model import ServedModelSpec
 from tests.server.fake import FakeEngine, scripted
 from tests.server.forked import FORKED
 
@@ -25,7 +25,7 @@ IDS = {"prompt": [1, SIZE - 1], "max_tokens": 3, "return_token_ids": True}
 async def served() -> AsyncIterator[httpx.AsyncClient]:
     config = ServerConfig(skip_tokenizer_init=True, served_model_name=["model"])
     engine = FakeEngine(scripted([SIZE - 1, 7, 8, 9], 2), eos=[2])
-    app = create_app(EngineClient(engine), ModelSource(config, NullTokenizer(), SIZE, {}), launch_process=FORKED)
+    app = create_app(EngineClient(engine), ServedModelSpec(config, NullTokenizer(), SIZE, {}), launch_process=FORKED)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://q") as http:
         yield http

@@ -20,7 +20,7 @@ from quire.engine.text.tokenizer import Tokenizer
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.generation.answers.decisions import choice_confidence, score_confidence
-from quire.server.served_model import ModelSource
+from quire.server.served_model import ServedModelSpec
 from tests.server.api import NAME
 from tests.server.forked import FORKED
 from tests.server.routes.test_decisions import LOGITS, prompts, weighing
@@ -129,7 +129,7 @@ async def served(**options: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Engin
     config = ServerConfig(**{"threads": 1, "max_model_len": 1024, "num_kv_blocks": 400, **options})
     client = EngineClient(InProcessLink(config))
     app = create_app(
-        client, ModelSource(config, Tokenizer.from_pretrained(DEMO_MODEL), 4096, {}), launch_process=FORKED
+        client, ServedModelSpec(config, Tokenizer.from_pretrained(DEMO_MODEL), 4096, {}), launch_process=FORKED
     )
     transport = httpx.ASGITransport(app=app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://q") as http:

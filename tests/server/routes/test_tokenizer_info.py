@@ -16,7 +16,7 @@ from quire.engine.link.client import EngineClient
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
-from quire.server.served_model import ModelSource
+from quire.server.served_model import ServedModelSpec
 from tests.server.api import Api
 from tests.server.fake import FakeEngine, hashed
 from tests.server.forked import FORKED
@@ -28,7 +28,7 @@ TALK = [{"role": "user", "content": "Hé"}, {"role": "assistant", "content": "So
 
 async def told(tokenizer: Tokenizer, **options: Any) -> dict[str, Any]:
     config = ServerConfig(**options)
-    files = ModelSource(config, tokenizer, tokenizer.vocab_size, {})
+    files = ServedModelSpec(config, tokenizer, tokenizer.vocab_size, {})
     app = create_app(EngineClient(FakeEngine(hashed(b"a"))), files, launch_process=FORKED)
     transport = httpx.ASGITransport(app=app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport) as http:

@@ -24,7 +24,7 @@ from quire.engine.offline.in_process import InProcessLink
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
-from quire.server.served_model import ModelSource
+from quire.server.served_model import ServedModelSpec
 from tests.server.api import Api
 from tests.server.forked import FORKED
 from tests.texts import byte_level_tokenizer, pair_tokenizer
@@ -41,7 +41,7 @@ async def serving(path: Path, tokenizer: Tokenizer, **options: Any) -> AsyncIter
     config = ServerConfig(model=str(path), **{"served_model_name": ["tiny"], "num_kv_blocks": 200, **options})
     client = EngineClient(InProcessLink(config))
     pooling, _ = read_tasks(path, read_model_config(path), config)
-    app = create_app(client, ModelSource(config, tokenizer, VOCAB, {}, pooling=pooling), launch_process=FORKED)
+    app = create_app(client, ServedModelSpec(config, tokenizer, VOCAB, {}, pooling=pooling), launch_process=FORKED)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),

@@ -49,14 +49,16 @@ def test_objects_pass(both: tuple[DataDir, DataDir]) -> None:
     items = [StoredItem("i1", b"{}"), StoredItem("i2", b'{"a":1}')]
     asked.put(A, ObjectToStore("c", StoredObject("conversation", {"n": [1, None, 0.5]}, b"{}"), items))
     assert asked.get(A, "conversation", "c") == own.get(A, "conversation", "c")
-    assert asked.known(A, "conversation", "c") == own.known(A, "conversation", "c")
-    assert asked.page(A, "c", 1, newest_first=True, after=None) == own.page(A, "c", 1, newest_first=True, after=None)
+    assert asked.get_summary(A, "conversation", "c") == own.get_summary(A, "conversation", "c")
+    assert asked.read_item_page(A, "c", 1, newest_first=True, after=None) == own.read_item_page(
+        A, "c", 1, newest_first=True, after=None
+    )
     assert asked.get(A, "response", "c") is None
     with pytest.raises(InvalidRequest, match="at most 2 items") as caught:
-        asked.append(A, "c", items, ConversationLimits(2, 1000))
+        asked.append_items(A, "c", items, ConversationLimits(2, 1000))
     assert caught.value.param == "items"
-    assert asked.append(A, "c", [StoredItem("i3", b"{}")])
-    assert asked.describe(A, "c", {"k": "v"}) == b'{"metadata":{"k":"v"}}'
+    assert asked.append_items(A, "c", [StoredItem("i3", b"{}")])
+    assert asked.replace_metadata(A, "c", {"k": "v"}) == b'{"metadata":{"k":"v"}}'
 
 
 def test_batches_pass(both: tuple[DataDir, DataDir]) -> None:
@@ -69,12 +71,12 @@ def test_batches_pass(both: tuple[DataDir, DataDir]) -> None:
         id="b", endpoint="/v1/completions", input_file_id=file.id, completion_window="24h", created_at=1, expires_at=9
     )
     assert asked.batches.add(A, batch, 1)
-    assert asked.batches.open() == [(A, batch)] == data.batches.open()
+    assert asked.batches.list_open_batches() == [(A, batch)] == data.batches.list_open_batches()
     now = msgspec.structs.replace(batch, status="in_progress", errors=(BatchError("c", "m", 1),))
-    asked.batches.set_lines(A, now, [BatchLine(0, 1, 0, 2, "x"), BatchLine(1, 2, 2, 2, "y")])
-    assert asked.batches.left("b", -1, 9) == data.batches.left("b", -1, 9)
+    asked.batches.store_lines_and_batch(A, now, [BatchLine(0, 1, 0, 2, "x"), BatchLine(1, 2, 2, 2, "y")])
+    assert asked.batches.list_unanswered_lines("b", -1, 9) == data.batches.list_unanswered_lines("b", -1, 9)
     asked.batches.put_result("b", LineResult(0, failed=False, line=b"\x00{}"))
-    assert asked.batches.results("b", 0, failed=False) == [(1, b"\x00{}")]
+    assert asked.batches.list_result_lines("b", 0, failed=False) == [(1, b"\x00{}")]
     found = asked.batches.page(A, 5, None)
     assert found is not None
     assert (list(found[0]), found[1]) == ([data.batches.find(A, "b")], False)
@@ -131,7 +133,7 @@ def _answered(batches: Batches) -> Batch:
     batch = Batch(id="b", endpoint="e", input_file_id="f", completion_window="24h", created_at=1, expires_at=9)
     assert batches.add(A, batch, 1)
     now = msgspec.structs.replace(batch, status="in_progress", total=1)
-    batches.set_lines(A, now, [BatchLine(0, 1, 0, 2, "x")])
+    batches.store_lines_and_batch(A, now, [BatchLine(0, 1, 0, 2, "x")])
     batches.put_result("b", LineResult(0, failed=False, line=RESULT))
     return now
 
@@ -151,7 +153,7 @@ def test_a_batch_ends_with_its_results_whoever_has_the_data_meanwhile(tmp_path: 
     shared.before = b"Batches.end"
     with pytest.raises(FileNotFoundError):
         finish_batch(batches, contents, A, now)
-    assert shared.data.batches.open() == [(A, now)], "it is ended later, as when the disk was full"
+    assert shared.data.batches.list_open_batches() == [(A, now)], "it is ended later, as when the disk was full"
     finish_batch(batches, contents, A, now)
     _check_results(shared.data)
     shared.data.close()
@@ -199,13 +201,13 @@ def test_calls_pass(both: tuple[DataDir, DataDir]) -> None:
         A, JournaledCall(path="/v1/completions", body=b"\xff", pins=pins, progress=progress), 4e9, "0.0"
     )
     assert asked.calls.find(A, "s") == data.calls.find(A, "s")
-    assert asked.calls.holder(A, "s") == "0.0"
+    assert asked.calls.answering_process(A, "s") == "0.0"
     more = CallProgress([[1, 2, 3]], [0], [None])
-    asked.calls.note([ProgressUpdate(A, "s", more, 4e9, is_complete=False)], "0.0")
+    asked.calls.update_progress([ProgressUpdate(A, "s", more, 4e9, is_complete=False)], "0.0")
     found = asked.calls.find(A, "s")
     assert found is not None
     assert found.progress == more
-    assert asked.processes.look("0.0", {"open": 2}) == data.processes.look("0.0", {"open": 2})
+    assert asked.processes.exchange_status("0.0", {"open": 2}) == data.processes.exchange_status("0.0", {"open": 2})
 
 
 def test_one_attempt_at_a_time_answers_a_call_again(both: tuple[DataDir, DataDir]) -> None:
@@ -214,13 +216,13 @@ def test_one_attempt_at_a_time_answers_a_call_again(both: tuple[DataDir, DataDir
     assert asked.calls.claim(A, "s", "0.0", 1)
     assert not asked.calls.claim(A, "s", "1.0", 2), "another process"
     assert not data.calls.claim(A, "s", "0.0", 3), "the same one"
-    asked.calls.give_up(A, "s", 2)
+    asked.calls.release_claim(A, "s", 2)
     assert not asked.calls.claim(A, "s", "1.0", 2), "only its own attempt gives a claim up"
     asked.calls.put(A, call, 4e9, "0.0")
     assert asked.calls.claim(A, "s", "1.0", 2), "the one before has begun, and can be taken over"
     data.processes.remove_process("1.0")
     assert asked.calls.claim(A, "s", "0.0", 4)
-    asked.calls.give_up(A, "s", 4)
+    asked.calls.release_claim(A, "s", 4)
     assert asked.calls.claim(A, "s", "0.0", 5)
 
 
@@ -233,9 +235,9 @@ def test_a_refusal_of_the_disk_passes(
     def refuse(*_: Any) -> None:
         raise refusal
 
-    monkeypatch.setattr(type(both[0].processes), "sweep", refuse)
+    monkeypatch.setattr(type(both[0].processes), "delete_due_data", refuse)
     with pytest.raises(type(refusal)) as caught:
-        both[1].processes.sweep()
+        both[1].processes.delete_due_data()
     assert str(caught.value) == str(refusal)
 
 

@@ -26,8 +26,8 @@ def test_a_response_that_has_not_ended_is_made_again_however_long_the_machine_wa
     data.close()  # as a power cut leaves it
     data = open_data_dir(tmp_path, BIG)
     data.calls.delete_expired_calls()
-    assert data.processes.left() == [("me", "going")]
-    assert data.calls.find("me", "going") == data.calls.of_key("me", "key") == call("going", "key")
+    assert data.processes.list_abandoned_responses() == [("me", "going")]
+    assert data.calls.find("me", "going") == data.calls.find_by_idempotency_key("me", "key") == call("going", "key")
     assert not data.calls.put("me", call("another", "key"), LATER, "b"), "it would be answered twice"
     assert data.calls.find("me", "ended") is None
     assert data.calls.put("me", call("another", "other key"), LATER, "b")
@@ -41,7 +41,7 @@ def test_a_call_that_is_answered_is_not_forgotten_when_the_clock_is_set(tmp_path
     data = open_data_dir(tmp_path, BIG)
     assert data.calls.put("me", call("one", "key"), OVER, "a")
     data.calls.delete_expired_calls()
-    assert data.calls.find("me", "one") == data.calls.of_key("me", "key") == call("one", "key")
+    assert data.calls.find("me", "one") == data.calls.find_by_idempotency_key("me", "key") == call("one", "key")
     assert not data.calls.put("me", call("two", "key"), LATER, "b")
     data.calls.release_call("me", "one", "a")
     assert data.calls.find("me", "one") is None

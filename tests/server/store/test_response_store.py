@@ -50,7 +50,7 @@ def opened(folder: Path, most: int) -> tuple[Database, Store]:
 
 
 def ids(store: Store, owner: str, id: str, limit: int = 100, after: str | None = None, *, newest: bool = False) -> Any:
-    page = store.page(owner, id, limit, newest_first=newest, after=after)
+    page = store.read_item_page(owner, id, limit, newest_first=newest, after=after)
     return None if page is None else ([each.id for each in page.items], page.more)
 
 
@@ -122,18 +122,18 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 def test_items_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     database, store = opened(tmp_path, BIG)
     store.put("a", conversation("1", *"abc"))
-    assert store.append("a", "1", [item(each) for each in "de"])
-    assert not store.append("a", "2", [item("x")])
+    assert store.append_items("a", "1", [item(each) for each in "de"])
+    assert not store.append_items("a", "2", [item("x")])
     assert ids(store, "a", "1", 2) == (["a", "b"], True)
     assert ids(store, "a", "1", 3, "b") == (["c", "d", "e"], False)
     assert ids(store, "a", "1", 2, "d", newest=True) == (["c", "b"], True)
     assert ids(store, "a", "1", 2, "x") is None
-    assert store.item("a", "1", "c") == item("c").data
+    assert store.get_item("a", "1", "c") == item("c").data
     assert store.delete_item("a", "1", "e")
     assert not store.delete_item("a", "1", "e")
-    store.append("a", "1", [item("f")])
+    store.append_items("a", "1", [item("f")])
     assert ids(store, "a", "1", newest=True) == (["f", "d", "c", "b", "a"], False)
-    known = store.known("a", "conversation", "1")
+    known = store.get_summary("a", "conversation", "1")
     assert known is not None
     assert (known.count, known.size) == (5, store.stored_bytes)
     monkeypatch.setattr(store_module, "MAX_PAGE_BYTES", len(item("a").data) + 1)
@@ -149,15 +149,15 @@ def test_what_is_refused_changes_nothing(tmp_path: Path) -> None:
     more = total_item_bytes([item("b")])
     for most in (ConversationLimits(1, size + more), ConversationLimits(2, size + more - 1)):
         with pytest.raises(InvalidRequest, match="items: a conversation holds at most"):
-            store.append("a", "1", [item("b")], most)
+            store.append_items("a", "1", [item("b")], most)
     with pytest.raises(TypeError):
-        store.describe("a", "1", object())
+        store.replace_metadata("a", "1", object())
     assert (ids(store, "a", "1"), store.stored_bytes) == ((["a"], False), size)
     told = b'{"metadata":{"n":"1"}}'
-    assert store.describe("a", "1", {"n": "1"}) == told
-    assert store.describe("a", "2", {}) is None
+    assert store.replace_metadata("a", "1", {"n": "1"}) == told
+    assert store.replace_metadata("a", "2", {}) is None
     assert store.stored_bytes == size + len(told) - len(b"{}")
-    assert store.append("a", "1", [item("b")], ConversationLimits(2, store.stored_bytes + more))
+    assert store.append_items("a", "1", [item("b")], ConversationLimits(2, store.stored_bytes + more))
     database.close()
 
 
@@ -168,10 +168,10 @@ def test_the_oldest_of_the_largest_owner_goes_first(tmp_path: Path) -> None:
     for number in range(20):
         store.put("large", response(str(number), "i"))
         assert store.stored_bytes <= most
-    assert store.known("small", "response", "first") is not None, "another's flood takes nothing away"
-    assert store.known("large", "response", "0") is None
+    assert store.get_summary("small", "response", "first") is not None, "another's flood takes nothing away"
+    assert store.get_summary("large", "response", "0") is None
     assert ids(store, "large", "0") == ([], False), "its items went with it"
-    kept = [number for number in range(20) if store.known("large", "response", str(number))]
+    kept = [number for number in range(20) if store.get_summary("large", "response", str(number))]
     assert kept == list(range(kept[0], 20))
     store.put("large", response("19"))
     size = store.stored_bytes
@@ -188,7 +188,7 @@ def test_a_response_that_has_not_ended_is_the_last_to_make_room(tmp_path: Path) 
         store.put("a", response(str(number), "i"))
     assert store.unfinished_responses() == [("a", "going")]
     store.put("a", response("going", "i"))
-    assert store.known("a", "response", "going") is not None
+    assert store.get_summary("a", "response", "going") is not None
     database.close()
 
 
@@ -199,9 +199,9 @@ def test_what_nobody_will_end(tmp_path: Path) -> None:
     database.close()
     database, again = opened(tmp_path, BIG)
     assert again.unfinished_responses() == [("a", "1")]
-    again.lose("a", "1")
+    again.mark_response_failed("a", "1")
     assert again.unfinished_responses() == []
-    again.lose("a", "3")
+    again.mark_response_failed("a", "3")
     first, second = (again.get("a", "response", id) for id in "12")
     assert first is not None
     assert second is not None
@@ -248,7 +248,7 @@ def test_the_file_of_an_earlier_version(tmp_path: Path) -> None:
     assert json.loads(told.data) == {"id": "conv_1", "created_at": 5, "metadata": {"a": "b"}, "object": "conversation"}
     assert ids(store, "a", "conv_1") == (["m1", "m2"], False)
     assert store.unfinished_responses() == [("a", "resp_1")]
-    store.lose("a", "resp_1")
+    store.mark_response_failed("a", "resp_1")
     found = store.get("a", "response", "resp_1")
     assert found is not None
     assert json.loads(found.data)["status"] == found.about["status"] == "failed"

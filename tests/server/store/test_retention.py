@@ -32,7 +32,7 @@ class Clock:
     def sweep(self, data: DataDir, days: float = 0.0) -> None:
         """All that is due so many days later."""
         self.now += days * SECONDS_PER_DAY + 61  # a minute lies between two passes
-        while data.processes.sweep():
+        while data.processes.delete_due_data():
             pass
 
 
@@ -48,7 +48,7 @@ def following(id: str, previous: str) -> ObjectToStore:
 
 
 def there(data: DataDir, *ids: str) -> list[str]:
-    return [id for id in ids if data.store.known(A, "response", id) is not None]
+    return [id for id in ids if data.store.get_summary(A, "response", id) is not None]
 
 
 def test_a_response_goes_after_its_days_and_other_objects_stay(tmp_path: Path, clock: Clock) -> None:
@@ -62,7 +62,7 @@ def test_a_response_goes_after_its_days_and_other_objects_stay(tmp_path: Path, c
     assert there(data, "old", "going", "new") == ["old", "going", "new"]
     clock.sweep(data, 1.01)
     assert there(data, "old", "going", "new") == ["going", "new"]
-    assert data.store.known(A, "conversation", "talk") is not None
+    assert data.store.get_summary(A, "conversation", "talk") is not None
     assert data.calls.find(A, "going") is not None
     data.store.put(A, response("going", "i"))
     clock.sweep(data)
@@ -83,7 +83,9 @@ def test_a_chain_goes_when_its_last_response_does(tmp_path: Path, clock: Clock) 
     data.store.put(A, following("3", "2"))
     clock.sweep(data, 20)
     assert there(data, "1", "2", "3") == ["1", "2", "3"], "a live one continues them"
-    assert data.store.known("b", "response", "1") is None, "another owner's response of this name continues nothing"
+    assert data.store.get_summary("b", "response", "1") is None, (
+        "another owner's response of this name continues nothing"
+    )
     clock.sweep(data, 20)
     assert there(data, "1", "2", "3") == []
     assert data.store.stored_bytes == 0

@@ -32,7 +32,7 @@ def test_what_was_not_noted_is_taken_up(tmp_path: Path) -> None:
     kept = WriteAheadLog(tmp_path, "a")
     number = kept.log_call("me", "one", 2)
     kept.log_tokens(number, 0, 0, [5, 6], None)
-    journal.note(
+    journal.update_progress(
         [ProgressUpdate("me", "one", CallProgress([[5], []], [0, -1], [None, None]), 4e9, is_complete=False)], "a"
     )
     kept.log_step([number + 1, 0, 8, number, 2, 7, kept.log_call("me", "unknown"), 0, 1])
@@ -55,7 +55,7 @@ def test_halves_of_another_version_are_read(tmp_path: Path, monkeypatch: pytest.
     for token in range(100):
         kept.log_step([number, token, token])
         if token == 90:
-            assert kept.start_compaction([(number, "me", "one", 1)])
+            assert kept.maybe_start_compaction([(number, "me", "one", 1)])
     monkeypatch.undo()
     assert [each.position for each in read_logged_tokens(tmp_path / "tail-a")] == list(range(100))
     kept.close_and_delete()
@@ -97,7 +97,7 @@ def test_halves_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     kept, expected, noted = WriteAheadLog(tmp_path, "a"), list[int](), 0
     number = kept.log_call("me", "one")
     for token in range(2000):
-        if token % 50 == 0 and kept.start_compaction([(number, "me", "one", 1)]):
+        if token % 50 == 0 and kept.maybe_start_compaction([(number, "me", "one", 1)]):
             noted = token
             assert [id for each in read_logged_tokens(tmp_path / "tail-a") for id in each.token_ids][-1:] == expected[
                 -1:
@@ -155,7 +155,7 @@ def test_one_that_is_not_whole_ends_where_it_is_not(tmp_path: Path, monkeypatch:
     for token in range(60):
         kept.log_step([number, token, token])
         if token == 30:
-            assert kept.start_compaction([(number, "me", "one", 1)])
+            assert kept.maybe_start_compaction([(number, "me", "one", 1)])
     content = path.read_bytes()
     assert len(list(read_logged_tokens(path))) > 35
     for _ in range(200):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
-from quire.server.workers.job_queue import LARGE_BYTES, JobQueue, WorkerTurn
+from quire.server.workers.job_queue import LARGE_BYTES, JobQueue, WorkerSlotClaim
 from tests.machine import set_clock
 
 
@@ -36,18 +36,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def turn(of: Tenant, clock: Callable[[], float], size: int = 1) -> WorkerTurn:
-    return WorkerTurn(of, size, asyncio.get_running_loop().create_future(), arrived_at=clock())
+def turn(of: Tenant, clock: Callable[[], float], size: int = 1) -> WorkerSlotClaim:
+    return WorkerSlotClaim(of, size, asyncio.get_running_loop().create_future(), arrived_at=clock())
 
 
 async def served(
-    queue: JobQueue, clock: Clock, turns: list[WorkerTurn], seconds: Callable[[WorkerTurn], float]
-) -> list[WorkerTurn]:
+    queue: JobQueue, clock: Clock, turns: list[WorkerSlotClaim], seconds: Callable[[WorkerSlotClaim], float]
+) -> list[WorkerSlotClaim]:
     """All turns in the order in which they were granted; each takes `seconds`."""
     for each in turns:
         queue.add_job(each)
-    order: list[WorkerTurn] = []
-    running: dict[WorkerTurn, float] = {}
+    order: list[WorkerSlotClaim] = []
+    running: dict[WorkerSlotClaim, float] = {}
     while len(order) < len(turns) or running:
         for each in turns:
             if each.grant_future.done() and each not in order:
@@ -106,10 +106,10 @@ async def test_small_ones_come_first_but_large_ones_come(clock: Clock) -> None:
 )
 def test_slots_are_never_exceeded_and_nobody_is_forgotten(slots: int, jobs: list[tuple[str, int, bool]]) -> None:
     async def run() -> None:
-        queue, open_turns = JobQueue(slots), list[WorkerTurn]()
+        queue, open_turns = JobQueue(slots), list[WorkerSlotClaim]()
         tenants = {name: tenant(name) for name in "abc"}
         for name, size, ends_one in jobs:
-            each = WorkerTurn(tenants[name], size, asyncio.get_running_loop().create_future())
+            each = WorkerSlotClaim(tenants[name], size, asyncio.get_running_loop().create_future())
             open_turns.append(each)
             queue.add_job(each)
             if ends_one:  # running or not: callers leave while they wait, too

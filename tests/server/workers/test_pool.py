@@ -19,7 +19,7 @@ from quire.engine.processes.child import Child
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
-from quire.server.served_model import ModelSource
+from quire.server.served_model import ServedModelSpec
 from quire.server.workers import pool as pools
 from quire.server.workers.pool import LaunchProcess, WorkerPool
 from quire.server.workers.worker import JobLimits
@@ -29,7 +29,7 @@ from tests.texts import byte_level_tokenizer
 from tests.tree import ROOT
 
 ANYBODY = Tenant("", b"", RateLimits(None, None))
-SOURCE = ModelSource(
+SOURCE = ServedModelSpec(
     ServerConfig(api_key=["secret"], admin_api_key=["more secret"]),
     byte_level_tokenizer().tokenizer,
     vocab_size=320,
@@ -47,7 +47,7 @@ def works_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def open_pool(source: ModelSource = SOURCE, launch: LaunchProcess = FORKED) -> AsyncIterator[WorkerPool]:
+async def open_pool(source: ServedModelSpec = SOURCE, launch: LaunchProcess = FORKED) -> AsyncIterator[WorkerPool]:
     """`launch`: by Child the process that forks is started as a server starts it, with all its imports."""
     pool = WorkerPool(source, launch_process=launch)
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from quire.engine.errors import ModelError
-from quire.engine.folder_reader import MIB, open_file
+from quire.engine.folder_reader import MIB, open_if_present
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SUFFIX = ".bin"
@@ -82,7 +82,7 @@ class _Storage(NamedTuple):
 def read_tensors(path: Path) -> dict[str, PickledTensor] | None:
     """By name, all tensors of a file; None if there is no such file. Raises ModelError for one that holds anything but
     tensors by name."""
-    file = open_file(path)
+    file = open_if_present(path)
     if file is None:
         return None
     with file:

@@ -26,7 +26,7 @@ class BlockTables:
         """Groups with a sliding window, and the window. If there are none, `free_behind_window` does nothing."""
 
     @property
-    def num_tokens_in_pool(self) -> int:
+    def pool_capacity_tokens(self) -> int:
         """Tokens for which the pool has blocks, for one request and without windows."""
         return self.pool.num_blocks // self.num_groups * self._block_size
 
@@ -38,7 +38,7 @@ class BlockTables:
         """How many free blocks a waiting request needs until all its tokens are computed, starting with the `cached`
         ones from `find_cached_blocks`. It frees some of these on its way."""
         tokens = len(request.token_ids)
-        num_to_allocate = self.needs.most(tokens, len(cached) // self.num_groups) + self.pool.count_unreferenced(
+        num_to_allocate = self.needs.most(tokens, len(cached) // self.num_groups) + self.pool.count_unreferenced_among(
             without_null_blocks(cached)
         )
         return min(num_to_allocate, self.needs.most(tokens))

@@ -30,7 +30,7 @@ from quire.engine.core.stats import LiveCounters
 class KVCacheManager:
     def __init__(self, config: SchedulerConfig, counts: LiveCounters) -> None:
         self.block_pool = BlockPool(config.num_blocks)
-        self._needs = PageNeeds(config.windows, config.block_size, config.max_tokens_per_request)
+        self._needs = PageNeeds(config.windows, config.block_size, config.max_chunk_tokens)
         self._block_tables = BlockTables(self.block_pool, self._needs)
         self._snapshots = make_state_snapshots(
             self.block_pool, config.block_size, config.snapshots, config.max_num_seqs + 1
@@ -78,11 +78,11 @@ class KVCacheManager:
         """Let a request that has a slot and no blocks start with these. Returns the copies of partial blocks that it
         needs."""
         self._block_tables.set_cached_blocks(request, computed)
-        self.prefix_cache.set_cached_hashes(request, len(computed) // self._block_tables.num_groups)
+        self.prefix_cache.set_num_cached_hashes(request, len(computed) // self._block_tables.num_groups)
         self._snapshots.restore_state(request)
         copies = self.prefix_cache.copy_partial_blocks(request)
         self._block_tables.free_behind_window(request)
-        self.prefix_cache.count_hits(request)
+        self.prefix_cache.count_hits_and_resume_session(request)
         return copies
 
     def allocate_slots(self, request: Request, num_tokens: int) -> bool:
@@ -97,7 +97,7 @@ class KVCacheManager:
             request.block_ids += self.block_pool.allocate(num_missing)
         return True
 
-    def limit_step_tokens(self, request: Request, max_tokens: int) -> int:
+    def limit_tokens_to_snapshot(self, request: Request, max_tokens: int) -> int:
         """How many of `max_tokens` known tokens a request may compute in the next step: it may have to end at a
         snapshot."""
         return self._snapshots.limit_step_tokens(request, max_tokens)
@@ -147,5 +147,5 @@ class KVCacheManager:
             "saved_blocks": self._block_tables.num_blocks_saved,
             "prefix_unit": self.prefix_cache.match_unit,
             "kept_blocks": self.block_pool.num_pinned,
-            "cache_tokens": self._block_tables.num_tokens_in_pool,
+            "cache_tokens": self._block_tables.pool_capacity_tokens,
         }

@@ -52,7 +52,7 @@ class PrefixCache:
     def block_hashes(self, request: Request) -> list[Sequence[bytes]]:
         """For each full block of the request's tokens but the last, which must be computed: the hashes of its
         beginnings. The last of these is the hash of the whole block."""
-        if not self.is_enabled or request.needs_every_token:
+        if not self.is_enabled or request.skips_prefix_cache_reads:
             return []
         digests = request.block_hashes((len(request.token_ids) - 1) // self._hash_block_size, self._hash_block_size)
         return [
@@ -60,11 +60,11 @@ class PrefixCache:
             for end in range(self._hashes_per_block, len(digests) + 1, self._hashes_per_block)
         ]
 
-    def set_cached_hashes(self, request: Request, num_blocks: int) -> None:
+    def set_num_cached_hashes(self, request: Request, num_blocks: int) -> None:
         """Note that a request starts with this many cached blocks of each group."""
         request.num_cached_hashes = num_blocks * self._hashes_per_block
 
-    def count_hits(self, request: Request) -> None:
+    def count_hits_and_resume_session(self, request: Request) -> None:
         """Count the hits of a request that starts, the first time that it does."""
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
@@ -97,7 +97,7 @@ class PrefixCache:
 
         Copies are made before the step computes anything, so what the step itself writes cannot be copied.
         """
-        if self._hashes_per_block == 1 or not self.is_enabled or request.needs_every_token:
+        if self._hashes_per_block == 1 or not self.is_enabled or request.skips_prefix_cache_reads:
             return []
         first = len(request.block_ids) // self._num_groups * self._hashes_per_block
         digests = request.block_hashes((len(request.token_ids) - 1) // self._hash_block_size, self._hash_block_size)[
@@ -148,7 +148,7 @@ class PrefixCache:
                 for block in request.block_ids[index * self._num_groups : (index + 1) * self._num_groups]:
                     self._first_written[block] = max(start - index * self.block_size, 0)
 
-    def full_blocks(self, request: Request) -> list[tuple[int, bytes]]:
+    def cached_full_blocks(self, request: Request) -> list[tuple[int, bytes]]:
         """A sequence's pages that can be found, each with its own hash. Only where all layers are one group."""
         assert self._num_groups == 1
         count = request.num_cached_hashes // self._hashes_per_block

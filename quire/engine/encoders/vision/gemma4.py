@@ -13,18 +13,18 @@ from torch import Tensor
 from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.norm import NormSpec
-from quire.engine.encoders.encoder_chunks import chunk_cost, count_blocks, split_step
+from quire.engine.encoders.encoder_chunks import chunk_cost, count_blocks, make_chunk_metadata
 from quire.engine.encoders.vision.tower import (
     ChannelLastPatchEmbedding,
     ChunkedEncoding,
     Tower,
     TowerBuildContext,
-    equal_lengths,
     normalize_pixels,
+    uniform_sequence_lengths,
 )
-from quire.engine.images.gemma4 import Gemma4Vision
+from quire.engine.images.gemma4 import Gemma4VisionSpec
 from quire.engine.layers.builders import build_sublayer
-from quire.engine.layers.parameters import Parameter, ParameterTable, make_parameter, merge_parameters
+from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_parameter, merge_parameters
 from quire.engine.layers.schemes.clipped import ClippedScheme
 from quire.engine.layers.sublayer import BuildContext, ForwardContext
 from quire.engine.types import Image
@@ -38,7 +38,7 @@ _HEAD_NORM_WEIGHTS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 class Gemma4Tower(Tower):
     unused_prefixes = ("audio_tower.", "embed_audio.")
 
-    def __init__(self, vision: Gemma4Vision, build_context: TowerBuildContext) -> None:
+    def __init__(self, vision: Gemma4VisionSpec, build_context: TowerBuildContext) -> None:
         shape = vision.tower_shape
         self._vision = vision
         self._build_context = build_context
@@ -82,7 +82,9 @@ class Gemma4Tower(Tower):
         vision, hidden = self._vision, self._vision.tower_shape.hidden_size
         table = merge_parameters(self._patch_embedding, self._projection)
         for each in (sublayer for layer in self._layers for sublayer in layer):
-            table |= {name: self._reorder_heads(name, parameter) for name, parameter in each.parameters().items()}
+            table |= {
+                name: self._reorder_rope_dims_on_load(name, parameter) for name, parameter in each.parameters().items()
+            }
         positions = (2, vision.position_table_size, hidden)
         name = f"{_TOWER}.patch_embedder.position_embedding_table"
         table[name] = make_parameter(self._weights, "positions", positions, self._build_context.dtype)
@@ -90,7 +92,7 @@ class Gemma4Tower(Tower):
             table[f"{_TOWER}.{name}"] = make_parameter(self._weights, name, (hidden,), torch.float32)
         return table
 
-    def _reorder_heads(self, name: str, parameter: Parameter) -> Parameter:
+    def _reorder_rope_dims_on_load(self, name: str, parameter: LoadableParameter) -> LoadableParameter:
         """Stored heads have two halves, of columns and of rows, each of which is turned by itself: numbers are put
         where turns of the whole head find them."""
         if not name.endswith((*_ROTATED_WEIGHTS, *_HEAD_NORM_WEIGHTS)):
@@ -105,13 +107,13 @@ class Gemma4Tower(Tower):
         return replace(parameter, weight_loader=load_reordered)
 
     def encode_in_chunks(self, images: Sequence[Image]) -> ChunkedEncoding:
-        embedded = [self._embed_patches(each) for each in images]
+        embedded = [self._embed_patches_with_coordinates(each) for each in images]
         coordinates = embedded[0][1].repeat(len(images), 1)
         x = yield from self._run_layers(torch.cat([each for each, _ in embedded]), coordinates, len(images))
         rows, columns = (each // self._vision.tower_shape.patch_size for each in (images[0].height, images[0].width))
-        return [self._pool_patches(each, rows, columns) for each in x.chunk(len(images))]
+        return [self._pool_and_project(each, rows, columns) for each in x.chunk(len(images))]
 
-    def _pool_patches(self, x: Tensor, rows: int, columns: int) -> Tensor:
+    def _pool_and_project(self, x: Tensor, rows: int, columns: int) -> Tensor:
         """An image's patches [T, hidden] to tokens."""
         vision, backend = self._vision, self._build_context.backend
         grid = x.float().view(1, rows, columns, -1).permute(0, 3, 1, 2)
@@ -124,25 +126,25 @@ class Gemma4Tower(Tower):
         )
         return self._projection.packed_linear(normed, NO_ADAPTERS)
 
-    def _embed_patches(self, image: Image) -> tuple[Tensor, Tensor]:
+    def _embed_patches_with_coordinates(self, image: Image) -> tuple[Tensor, Tensor]:
         """The patches [T, hidden] by rows, and where they are, [T, 3] int64, as AttentionMetadata.mrope_positions has
         it, columns in the second place."""
         size = self._vision.tower_shape.patch_size
         rows, columns = image.height // size, image.width // size
         device = self._build_context.device
         pixels = 2 * (normalize_pixels(image, self._vision.normalization, device) - 0.5)
-        place = torch.arange(rows * columns, device=device)
+        patch_ids = torch.arange(rows * columns, device=device)
         table = self._weights["positions"]
-        x = self._patch_embedding(pixels) + (table[0, place % columns] + table[1, place // columns])
-        return x, torch.stack((place, place % columns, place // columns), dim=1)
+        x = self._patch_embedding(pixels) + (table[0, patch_ids % columns] + table[1, patch_ids // columns])
+        return x, torch.stack((patch_ids, patch_ids % columns, patch_ids // columns), dim=1)
 
     def _run_layers(self, x: Tensor, coordinates: Tensor, num_images: int) -> Generator[float, None, Tensor]:
         """What goes out of the layers, whose parts are pieces: few tokens stand for an image."""
         backend = self._build_context.backend
         vision = self._vision
         device = self._build_context.device
-        (lengths,), size = equal_lengths(len(x) // num_images, num_images), backend.block_size
-        ((_, metadata),) = split_step(lengths, size, device)
+        (lengths,), size = uniform_sequence_lengths(len(x) // num_images, num_images), backend.block_size
+        ((_, metadata),) = make_chunk_metadata(lengths, size, device)
         shape = backend.kv_cache_shape(count_blocks(lengths, size), vision.num_kv_heads, vision.head_dim, x.dtype)
         keys, values = (torch.empty(shape, dtype=x.dtype, device=device) for _ in range(2))
         step = ForwardContext(replace(metadata, mrope_positions=coordinates), (keys, values), None)

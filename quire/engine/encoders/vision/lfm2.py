@@ -16,10 +16,10 @@ from quire.engine.encoders.vision.tower import (
     ChunkedEncoding,
     Tower,
     TowerBuildContext,
-    equal_lengths,
     normalize_pixels,
+    uniform_sequence_lengths,
 )
-from quire.engine.images.lfm2 import Lfm2Vision
+from quire.engine.images.lfm2 import Lfm2VisionSpec
 from quire.engine.layers.parameters import ParameterTable, make_parameter, merge_parameters
 from quire.engine.types import Image
 
@@ -29,7 +29,7 @@ _TOWER = "vision_tower"
 class Lfm2Tower(Tower):
     unused_prefixes = (f"{_TOWER}.head.",)
 
-    def __init__(self, vision: Lfm2Vision, build_context: TowerBuildContext) -> None:
+    def __init__(self, vision: Lfm2VisionSpec, build_context: TowerBuildContext) -> None:
         shape = vision.tower_shape
         self._vision, self._build_context = vision, build_context
         spec = siglip_spec(shape, _TOWER)
@@ -63,7 +63,7 @@ class Lfm2Tower(Tower):
         position_embeddings = self._interpolate_positions(rows, columns)
         pixels = (normalize_pixels(each, self._vision.normalization, self._build_context.device) for each in images)
         x = torch.cat([self._patch_embedding(each) + position_embeddings for each in pixels])
-        hidden, _ = yield from self._encoder.forward_chunks(x, equal_lengths(rows * columns, len(images)))
+        hidden, _ = yield from self._encoder.forward_in_chunks(x, uniform_sequence_lengths(rows * columns, len(images)))
         return [self._projector.project_grid(each, rows, columns) for each in hidden.chunk(len(images))]
 
     def _interpolate_positions(self, rows: int, columns: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.engine.encoders.vision.projectors import MLPProjector
 from quire.engine.encoders.vision.square_tower import SquareTower, clip_spec, siglip_spec
 from quire.engine.encoders.vision.tower import ChunkedEncoding, Tower, TowerBuildContext, normalize_pixels
-from quire.engine.images.llava import LlavaVision
+from quire.engine.images.llava import LlavaVisionSpec
 from quire.engine.layers.parameters import ParameterTable, make_parameter
 from quire.engine.types import Image
 
@@ -22,7 +22,7 @@ _NEWLINE = "image_newline"
 
 
 class LlavaTower(Tower):
-    def __init__(self, vision: LlavaVision, build_context: TowerBuildContext) -> None:
+    def __init__(self, vision: LlavaVisionSpec, build_context: TowerBuildContext) -> None:
         shape, is_clip = vision.tower_shape, vision.tower_kind == "clip"
         self.unused_prefixes = (f"{_TOWER}.post_layernorm.", f"{_TOWER}.head.", f"{_TOWER}.embeddings.position_ids")
         unused_layers = range(shape.num_layers, shape.num_layers + vision.num_skipped_layers)
@@ -54,14 +54,9 @@ class LlavaTower(Tower):
         return table
 
     def encode_in_chunks(self, images: Sequence[Image]) -> ChunkedEncoding:
-        pixels = (
-            normalize_pixels(squares_per_image, self._vision.normalization, self._build_context.device)
-            for squares_per_image in images
-        )
-        squares = [
-            square for squares_per_image in pixels for square in squares_per_image.split(self._vision.square_side)
-        ]
-        features = yield from self._square_tower.encode_squares(squares)
+        pixels = (normalize_pixels(image, self._vision.normalization, self._build_context.device) for image in images)
+        squares = [square for image_pixels in pixels for square in image_pixels.split(self._vision.square_side)]
+        features = yield from self._square_tower.encode_squares_in_chunks(squares)
         squares_per_image = len(features) // len(images)
         return [
             self._join_squares(image, features[at * squares_per_image :][:squares_per_image])
@@ -72,7 +67,7 @@ class LlavaTower(Tower):
         """The features of an image by those of its squares, of which the first shows all of it."""
         if not self._vision.has_newline_token:
             return squares[0]
-        best = self._vision.content_pinpoint(image)
+        best = self._vision.image_pinpoint(image)
         if best is None:
             return torch.cat((squares[0], self._weights[_NEWLINE]))
         assert image.original is not None
@@ -84,7 +79,7 @@ class LlavaTower(Tower):
         down, across = best[0] // vision.square_side, best[1] // vision.square_side
         grid = squares.view(down, across, vision.patches_per_side, vision.patches_per_side, -1).transpose(1, 2)
         grid = grid.reshape(down * vision.patches_per_side, across * vision.patches_per_side, -1)
-        crop = vision.unpadded_patches(original, best)
+        crop = vision.unpadded_patch_region(original, best)
         grid = grid[crop.top : crop.top + crop.rows, crop.left : crop.left + crop.columns]
         if crop.interpolated_shape is not None:
             channels = grid.permute(2, 0, 1)[None].float()

@@ -16,12 +16,12 @@ from quire.engine.encoders.vision.tower import (
     Tower,
     TowerBuildContext,
     axial_rope_table,
-    equal_lengths,
     normalize_pixels,
     rope_frequencies,
     tower_encoder_spec,
+    uniform_sequence_lengths,
 )
-from quire.engine.images.pixtral import PixtralVision
+from quire.engine.images.pixtral import PixtralVisionSpec
 from quire.engine.layers.norm import LayerNormWeights
 from quire.engine.layers.parameters import ParameterTable, merge_parameters
 from quire.engine.types import Image
@@ -41,7 +41,7 @@ _NAMES = EncoderWeightNames(
 
 
 class PixtralTower(Tower):
-    def __init__(self, vision: PixtralVision, build_context: TowerBuildContext) -> None:
+    def __init__(self, vision: PixtralVisionSpec, build_context: TowerBuildContext) -> None:
         shape = vision.tower_shape
         self._vision, self._build_context = vision, build_context
         plain = {"has_rms_norms": True, "bias": False, "norm_bias": False, "gated": True}
@@ -67,10 +67,7 @@ class PixtralTower(Tower):
         device = self._build_context.device
         rows, columns = images[0].height // shape.patch_size, images[0].width // shape.patch_size
         x = torch.cat(
-            [
-                self._patch_embedding(normalize_pixels(inverse_frequencies, vision.normalization, device))
-                for inverse_frequencies in images
-            ]
+            [self._patch_embedding(normalize_pixels(image, vision.normalization, device)) for image in images]
         )
         x = backend.rms_norm(x, self._first_norm.weight, 1e-5)
         patch_ids = torch.arange(rows * columns, device=device)
@@ -78,7 +75,9 @@ class PixtralTower(Tower):
         cos_sin = axial_rope_table(
             patch_ids // columns, patch_ids % columns, inverse_frequencies[0::2], inverse_frequencies[1::2]
         ).repeat(len(images), 1)
-        hidden, _ = yield from self._encoder.forward_chunks(x, equal_lengths(rows * columns, len(images)), cos_sin)
+        hidden, _ = yield from self._encoder.forward_in_chunks(
+            x, uniform_sequence_lengths(rows * columns, len(images)), cos_sin
+        )
         merged = (
             self._merge_patches(features, rows, columns) if vision.has_patch_merger else features
             for features in hidden.chunk(len(images))

@@ -19,12 +19,12 @@ from quire.engine.encoders.vision.tower import (
     Tower,
     TowerBuildContext,
     axial_rope_table,
-    equal_lengths,
     normalize_pixels,
     rope_frequencies,
     tower_encoder_spec,
+    uniform_sequence_lengths,
 )
-from quire.engine.images.qwen_vl import QwenVision
+from quire.engine.images.qwen_vl import QwenVisionSpec
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import LayerNormWeights
 from quire.engine.layers.parameters import ParameterTable, make_parameter, merge_parameters
@@ -39,7 +39,7 @@ _QWEN3_MLP = ("mlp.linear_fc1",), "mlp.linear_fc2"
 
 
 class QwenVLTower(Tower):
-    def __init__(self, vision: QwenVision, build_context: TowerBuildContext) -> None:
+    def __init__(self, vision: QwenVisionSpec, build_context: TowerBuildContext) -> None:
         shape = vision.tower_shape
         self._vision, self._build_context = vision, build_context
         up, down = (
@@ -80,8 +80,8 @@ class QwenVLTower(Tower):
         count = len(images)
         device = self._build_context.device
         rows, columns = images[0].height // shape.patch_size, images[0].width // shape.patch_size
-        ordered, lengths = self._patch_order(rows, columns, count)
-        order, tokens = upload_arrays([ordered, self._token_order(ordered, columns)], device)
+        ordered, lengths = self._patch_order_and_lengths(rows, columns, count)
+        order, tokens = upload_arrays([ordered, self._row_major_token_order(ordered, columns)], device)
         x = torch.cat(
             [self._patch_embedding(normalize_pixels(each, vision.normalization, device))[order] for each in images]
         )
@@ -91,7 +91,9 @@ class QwenVLTower(Tower):
         cos_sin = axial_rope_table(order // columns, order % columns, axis_frequencies, axis_frequencies).repeat(
             count, 1
         )
-        hidden, deepstack_states = yield from self._encoder.forward_chunks(x, lengths, cos_sin, vision.deepstack_layers)
+        hidden, deepstack_states = yield from self._encoder.forward_in_chunks(
+            x, lengths, cos_sin, vision.deepstack_layers
+        )
         merged = []
         for merge, each in zip((self._merger, *self._deepstack_mergers), (hidden, *deepstack_states), strict=True):
             merged.append((yield from self._merge_in_chunks(merge, each)))
@@ -105,21 +107,21 @@ class QwenVLTower(Tower):
             yield len(part) / 2 / self._vision.tower_shape.num_layers
         return torch.cat(parts)
 
-    def _patch_order(self, rows: int, columns: int, images: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    def _patch_order_and_lengths(self, rows: int, columns: int, images: int) -> tuple[np.ndarray, list[np.ndarray]]:
         """The patches of an image in the order of the encoder [T] int64, those of a token side by side, those of a
         window too; and the lengths of who sees each other of so many images', in the second group within a window
         alone."""
         merge = self._vision.merge_size
         places = np.arange(rows * columns).reshape(rows // merge, merge, columns // merge, merge).swapaxes(1, 2)
-        lengths = equal_lengths(rows * columns, images)
+        lengths = uniform_sequence_lengths(rows * columns, images)
         if not self._vision.window_side:
             return places.flatten(), lengths
-        window = self._vision.window_side // self._vision.token_side
+        window = self._vision.window_side // self._vision.merged_patch_size
         bands = (places[top : top + window] for top in range(0, rows // merge, window))
         squares = [band[:, at : at + window].flatten() for band in bands for at in range(0, columns // merge, window)]
         return np.concatenate(squares), [*lengths, np.array([len(each) for each in squares] * images)]
 
-    def _token_order(self, order: np.ndarray, columns: int) -> np.ndarray:
+    def _row_major_token_order(self, order: np.ndarray, columns: int) -> np.ndarray:
         """[tokens] int64: where in the encoder's order each token is, by rows."""
         merge = self._vision.merge_size
         first = order[:: merge**2]
@@ -153,7 +155,7 @@ class PatchMerger:
     weights all share, or of all of them as one."""
 
     def __init__(
-        self, vision: QwenVision, build_context: TowerBuildContext, name: str, *, has_patch_norm: bool
+        self, vision: QwenVisionSpec, build_context: TowerBuildContext, name: str, *, has_patch_norm: bool
     ) -> None:
         hidden = vision.tower_shape.hidden_size
         self._size = size = hidden * vision.merge_size**2

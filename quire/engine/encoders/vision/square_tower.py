@@ -16,14 +16,14 @@ from quire.engine.encoders.vision.tower import (
     PatchEmbedding,
     Tower,
     TowerBuildContext,
-    equal_lengths,
     normalize_pixels,
     tower_encoder_spec,
+    uniform_sequence_lengths,
 )
-from quire.engine.images.internvl import InternVLVision
+from quire.engine.images.internvl import InternVLVisionSpec
 from quire.engine.images.vision_spec import PixelNormalization, TowerShape
 from quire.engine.layers.norm import LayerNormWeights
-from quire.engine.layers.parameters import Parameter, ParameterTable, make_parameter, merge_parameters
+from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_parameter, merge_parameters
 from quire.engine.types import Image
 
 
@@ -68,8 +68,8 @@ def clip_spec(shape: TowerShape, tower: str) -> SquareTowerSpec:
     return replace(plain, patch_bias=False, class_token=token, first_norm=norm)
 
 
-def internvl_spec(vision: InternVLVision, tower: str) -> SquareTowerSpec:
-    """The same of InternVLVision's tower (Chen et al., 2024)."""
+def internvl_spec(vision: InternVLVisionSpec, tower: str) -> SquareTowerSpec:
+    """The same of InternVL's tower (Chen et al., 2024)."""
     names = EncoderWeightNames(
         word_embeddings="",
         layer_template=f"{tower}.encoder.layer.{{}}",
@@ -131,7 +131,7 @@ class SquareTower(Tower):
         spec, hidden = self._spec, self._shape.hidden_size
         table = merge_parameters(self._encoder, self._patch_embedding, self._projector, self._first_norm)
         rows, outer = self._trained_side**2 + self._num_class_tokens, (1,) if spec.has_batch_axes else ()
-        table[spec.position_embedding] = Parameter((*outer, rows, hidden), self._dtype, self._load_positions)
+        table[spec.position_embedding] = LoadableParameter((*outer, rows, hidden), self._dtype, self._load_positions)
         if spec.class_token is not None:
             shape = (1, 1, hidden) if spec.has_batch_axes else (hidden,)
             table[spec.class_token] = make_parameter(
@@ -140,12 +140,16 @@ class SquareTower(Tower):
         return table
 
     def encode_in_chunks(self, images: Sequence[Image]) -> ChunkedEncoding:
-        return self.encode_squares([normalize_pixels(each, self._normalization, self._device) for each in images])
+        return self.encode_squares_in_chunks(
+            [normalize_pixels(each, self._normalization, self._device) for each in images]
+        )
 
-    def encode_squares(self, squares: Sequence[Tensor]) -> ChunkedEncoding:
+    def encode_squares_in_chunks(self, squares: Sequence[Tensor]) -> ChunkedEncoding:
         """The same of squares' pixels, each [side, side, 3] float32."""
         x = torch.cat([self._embed_pixels(each) for each in squares])
-        hidden, _ = yield from self._encoder.forward_chunks(x, equal_lengths(len(x) // len(squares), len(squares)))
+        hidden, _ = yield from self._encoder.forward_in_chunks(
+            x, uniform_sequence_lengths(len(x) // len(squares), len(squares))
+        )
         return [self._projector(each) for each in hidden.chunk(len(squares))]
 
     def _embed_pixels(self, pixels: Tensor) -> Tensor:

@@ -155,13 +155,13 @@ def tower_encoder_spec(shape: TowerShape, names: EncoderWeightNames) -> EncoderS
     )
 
 
-def equal_lengths(num_tokens: int, num_images: int) -> list[np.ndarray]:
+def uniform_sequence_lengths(num_tokens: int, num_images: int) -> list[np.ndarray]:
     """The lengths of so many sequences of so many tokens each, in one group of layers."""
     return [np.full(num_images, num_tokens)]
 
 
 def axial_rope_table(rows: Tensor, columns: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
-    """What patches at these places [T] are rotated by, [T, head_dim] as Rope.cos_sin has it: by frequencies
+    """What patches at these places [T] are rotated by, [T, head_dim] as QKNormRopeParams.cos_sin has it: by frequencies
     [head_dim / 4] of the row, then by those of the column."""
     angles = torch.cat((rows[:, None].float() * by_row, columns[:, None].float() * by_column), dim=1)
     return torch.cat((angles.cos(), angles.sin()), dim=1)

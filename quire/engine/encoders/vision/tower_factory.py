@@ -28,43 +28,43 @@ from quire.engine.encoders.vision.square_tower import (
     siglip_spec,
 )
 from quire.engine.encoders.vision.tower import Tower, TowerBuildContext
-from quire.engine.images.dual_encoders import DualEncoderVision
-from quire.engine.images.gemma3 import Gemma3Vision
-from quire.engine.images.gemma4 import Gemma4Vision
-from quire.engine.images.idefics3 import Idefics3Vision
-from quire.engine.images.internvl import InternVLVision
-from quire.engine.images.lfm2 import Lfm2Vision
-from quire.engine.images.llava import LlavaVision
-from quire.engine.images.pixtral import PixtralVision
-from quire.engine.images.qwen_vl import QwenVision
+from quire.engine.images.dual_encoders import DualEncoderVisionSpec
+from quire.engine.images.gemma3 import Gemma3VisionSpec
+from quire.engine.images.gemma4 import Gemma4VisionSpec
+from quire.engine.images.idefics3 import Idefics3VisionSpec
+from quire.engine.images.internvl import InternVLVisionSpec
+from quire.engine.images.lfm2 import Lfm2VisionSpec
+from quire.engine.images.llava import LlavaVisionSpec
+from quire.engine.images.pixtral import PixtralVisionSpec
+from quire.engine.images.qwen_vl import QwenVisionSpec
 from quire.engine.images.vision_spec import VisionSpec
 
 
 def make_tower(vision: VisionSpec, build_context: TowerBuildContext) -> Tower:
     """Raises ModelError for an activation that is not computed."""
     match vision:
-        case Idefics3Vision():
+        case Idefics3VisionSpec():
             return _make_idefics3(vision, build_context)
-        case DualEncoderVision():
+        case DualEncoderVisionSpec():
             return _make_dual_encoder(vision, build_context)
-        case LlavaVision():
+        case LlavaVisionSpec():
             return LlavaTower(vision, build_context)
-        case Gemma3Vision():
+        case Gemma3VisionSpec():
             return _make_gemma3(vision, build_context)
-        case Gemma4Vision():
+        case Gemma4VisionSpec():
             return Gemma4Tower(vision, build_context)
-        case InternVLVision():
+        case InternVLVisionSpec():
             return _make_internvl(vision, build_context)
-        case PixtralVision():
+        case PixtralVisionSpec():
             return PixtralTower(vision, build_context)
-        case Lfm2Vision():
+        case Lfm2VisionSpec():
             return Lfm2Tower(vision, build_context)
-        case QwenVision():
+        case QwenVisionSpec():
             return QwenVLTower(vision, build_context)
     raise AssertionError(f"a tower of {type(vision).__name__}")
 
 
-def _make_idefics3(vision: Idefics3Vision, build_context: TowerBuildContext) -> SquareTower:
+def _make_idefics3(vision: Idefics3VisionSpec, build_context: TowerBuildContext) -> SquareTower:
     shape = vision.tower_shape
     side, trained_side = vision.tile_side // shape.patch_size, vision.image_size // shape.patch_size
     connector = PixelShuffleProjector(
@@ -82,7 +82,7 @@ def _make_idefics3(vision: Idefics3Vision, build_context: TowerBuildContext) -> 
     )
 
 
-def _make_dual_encoder(vision: DualEncoderVision, build_context: TowerBuildContext) -> SquareTower:
+def _make_dual_encoder(vision: DualEncoderVisionSpec, build_context: TowerBuildContext) -> SquareTower:
     shape, tower = vision.tower_shape, "vision_model"
     position_ids = torch.arange(vision.patches_per_side**2)
     if vision.tower_kind == "clip":
@@ -105,7 +105,7 @@ def _make_dual_encoder(vision: DualEncoderVision, build_context: TowerBuildConte
     )
 
 
-def _make_gemma3(vision: Gemma3Vision, build_context: TowerBuildContext) -> SquareTower:
+def _make_gemma3(vision: Gemma3VisionSpec, build_context: TowerBuildContext) -> SquareTower:
     shape = vision.tower_shape
     side = vision.square_side // shape.patch_size
     connector = AveragePoolingProjector(
@@ -116,7 +116,7 @@ def _make_gemma3(vision: Gemma3Vision, build_context: TowerBuildContext) -> Squa
     return SquareTower(spec, shape, vision.normalization, position_ids, side, build_context, connector, unused=unused)
 
 
-def _make_internvl(vision: InternVLVision, build_context: TowerBuildContext) -> SquareTower:
+def _make_internvl(vision: InternVLVisionSpec, build_context: TowerBuildContext) -> SquareTower:
     shape = vision.tower_shape
     side, position_ids = (
         vision.square_side // shape.patch_size,

@@ -13,7 +13,7 @@ from quire.engine.architecture.recurrent import DeltaNetSpec
 from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, make_row_slicer, merge_parameters
 from quire.engine.layers.recurrent.mixer import CONV_WEIGHT, MatrixStateMixer
-from quire.engine.layers.sublayer import BuildContext, FoldableNorm, ForwardContext
+from quire.engine.layers.sublayer import BuildContext, ForwardContext, SmoothableNorm
 from quire.kernels.backend import Operations
 from quire.kernels.recurrent.delta_rule import DeltaRule
 
@@ -50,8 +50,8 @@ class DeltaNet(MatrixStateMixer):
             {CONV_WEIGHT: (spec.num_channels, 1, spec.conv_width)}, self._slice_channels
         )
 
-    def foldable_norms(self) -> tuple[FoldableNorm, ...]:
-        return (FoldableNorm(self._input_norm, self._spec.norm.weight_offset, (self._qkv, self._z, self._ba)),)
+    def smoothable_norms(self) -> tuple[SmoothableNorm, ...]:
+        return (SmoothableNorm(self._input_norm, self._spec.norm.weight_offset, (self._qkv, self._z, self._ba)),)
 
     def forward(
         self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
@@ -64,7 +64,7 @@ class DeltaNet(MatrixStateMixer):
         )
 
     @cached_property
-    def recurrence(self) -> DeltaRule:
+    def recurrence_params(self) -> DeltaRule:
         norm, spec = self._output_norms.get_weight(self._output_norm_name), self._spec
         assert norm is not None
         decay_rate, dt_bias = -self._weights["A_log"].exp(), self._weights["dt_bias"].contiguous()

@@ -81,7 +81,7 @@ class MambaMixer(MatrixStateMixer):
         )
 
     @cached_property
-    def recurrence(self) -> SelectiveScan:
+    def recurrence_params(self) -> SelectiveScan:
         spec, weights = self._spec, self._weights
         decay_rate = -weights["A_log"].exp().view(len(self._head_span), spec.value_dim, spec.key_dim).transpose(1, 2)
         dt_bias, skip = (weights[name].contiguous() for name in ("dt_proj.bias", "D"))

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.engine.architecture.recurrent import Mamba2LayerSpec
 from quire.engine.layers.parameters import ParameterTable, make_row_slicer, merge_parameters
 from quire.engine.layers.recurrent.mixer import CONV_BIAS, CONV_WEIGHT, MatrixStateMixer
-from quire.engine.layers.sublayer import BuildContext, FoldableNorm, ForwardContext, scale_tensor
+from quire.engine.layers.sublayer import BuildContext, ForwardContext, SmoothableNorm, scale_tensor
 from quire.kernels.backend import Operations
 from quire.kernels.recurrent.short_conv import ShortConv
 from quire.kernels.recurrent.state_space import StateSpace
@@ -53,8 +53,8 @@ class Mamba2Mixer(MatrixStateMixer):
         )
         return table | self._make_parameters(shapes, self._slice_channels)
 
-    def foldable_norms(self) -> tuple[FoldableNorm, ...]:
-        return (FoldableNorm(self._input_norm, self._spec.norm.weight_offset, (self._z, self._xbc, self._dt)),)
+    def smoothable_norms(self) -> tuple[SmoothableNorm, ...]:
+        return (SmoothableNorm(self._input_norm, self._spec.norm.weight_offset, (self._z, self._xbc, self._dt)),)
 
     def forward(
         self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
@@ -81,7 +81,7 @@ class Mamba2Mixer(MatrixStateMixer):
         return ops.add_residual(x, attended) if self._spec.parallel else x, residual
 
     @cached_property
-    def conv(self) -> ShortConv:
+    def conv_params(self) -> ShortConv:
         """Once its weights are there. Their arithmetic is float32, so factors of what is convolved are theirs."""
         span_multipliers = zip(self._channel_spans, self._spec.multipliers[1:4], strict=True)
         channel_multipliers = torch.cat([torch.full((len(span),), multiplier) for span, multiplier in span_multipliers])
@@ -89,7 +89,7 @@ class Mamba2Mixer(MatrixStateMixer):
         return ShortConv(weight.t().contiguous(), self._weights.get(CONV_BIAS), is_gated=False)
 
     @cached_property
-    def recurrence(self) -> StateSpace:
+    def recurrence_params(self) -> StateSpace:
         spec, weights = self._spec, self._weights
         dt_bias, skip = (weights[name].contiguous() for name in ("dt_bias", "D"))
         decay_rate = -weights["A_log"].exp()

@@ -18,7 +18,7 @@ from quire.engine.layers.shard import LinearSlice
 from quire.engine.layers.sublayer import BuildContext, CacheTensorSpec, ForwardContext, Sublayer
 from quire.kernels.backend import Operations
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
-from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
+from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 
 CONV_WEIGHT, CONV_BIAS = "conv1d.weight", "conv1d.bias"
 
@@ -81,7 +81,7 @@ class MatrixStateMixer(RecurrentMixer):
 
     def _slice_channels(self, tensor: Tensor) -> Tensor:
         """This rank's rows of a tensor [channels, ...] of the convolution."""
-        kinds = self._state_spec.conv_inputs
+        kinds = self._state_spec.conv_input_shapes
         parts = zip(tensor.split([heads * size for heads, size in kinds]), self._channel_spans, strict=True)
         return torch.cat([part[span.start : span.stop] for part, span in parts])
 
@@ -89,11 +89,11 @@ class MatrixStateMixer(RecurrentMixer):
     def _channel_spans(self) -> list[range]:
         """This rank's channels of each input of the convolution."""
         head_spans = [
-            (self._build_context.shard.rank_span(heads), size) for heads, size in self._state_spec.conv_inputs
+            (self._build_context.shard.rank_span(heads), size) for heads, size in self._state_spec.conv_input_shapes
         ]
         return [range(span.start * size, span.stop * size) for span, size in head_spans]
 
-    def slot_tensors(self, num_slots: int, num_drafts: int) -> tuple[CacheTensorSpec, ...]:
+    def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> tuple[CacheTensorSpec, ...]:
         """The convolution's last columns, the matrices, and the numbers of guesses that the matrices may need later."""
         shape = self._state_spec
         dtype = self._build_context.dtype
@@ -103,24 +103,26 @@ class MatrixStateMixer(RecurrentMixer):
         return (
             CacheTensorSpec((num_slots, shape.conv_width - 1 + num_drafts, channels), dtype),
             CacheTensorSpec((num_slots, heads, shape.key_dim, shape.value_dim), wide),
-            CacheTensorSpec((num_slots, num_drafts, channels + shape.draft_extra_size(heads)), dtype),
+            CacheTensorSpec((num_slots, num_drafts, channels + shape.extra_values_per_draft(heads)), dtype),
         )
 
     def _convolve(self, ops: Operations, x: Tensor, step: ForwardContext) -> Tensor:
-        return ops.short_conv(x, self.conv, ConvColumns(None, 1, step.cache[0]), step.metadata)
+        return ops.short_conv(x, self.conv_params, ConvStates(None, 1, step.cache[0]), step.metadata)
 
     def _run_recurrence(
         self, ops: Operations, x: Tensor, z: Tensor, head_inputs: Tensor, step: ForwardContext
     ) -> Tensor:
-        return ops.run_recurrence(x, z, head_inputs, self.recurrence, RecurrentStates(*step.cache[1:]), step.metadata)
+        return ops.run_recurrence(
+            x, z, head_inputs, self.recurrence_params, RecurrentStates(*step.cache[1:]), step.metadata
+        )
 
     @cached_property
-    def conv(self) -> ShortConv:
+    def conv_params(self) -> ShortConv:
         """Available once the weights are loaded."""
         weight = self._weights[CONV_WEIGHT][:, 0].t().contiguous()
         return ShortConv(weight, self._weights.get(CONV_BIAS), is_gated=False)
 
     @cached_property
     @abstractmethod
-    def recurrence(self) -> Recurrence:
+    def recurrence_params(self) -> Recurrence:
         """Available once the weights are loaded."""

@@ -11,9 +11,9 @@ from quire.engine.architecture.kv_cache_spec import PIECE
 from quire.engine.architecture.recurrent import ShortConvSpec
 from quire.engine.layers.parameters import ParameterTable, make_row_slicer, merge_parameters
 from quire.engine.layers.recurrent.mixer import RecurrentMixer
-from quire.engine.layers.sublayer import BuildContext, CacheTensorSpec, FoldableNorm, ForwardContext
+from quire.engine.layers.sublayer import BuildContext, CacheTensorSpec, ForwardContext, SmoothableNorm
 from quire.kernels.backend import Operations
-from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
+from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 
 
 class ShortConvolution(RecurrentMixer):
@@ -35,16 +35,16 @@ class ShortConvolution(RecurrentMixer):
         conv_parameters = self._make_parameters(shapes, make_row_slicer(self._channels))
         return merge_parameters(self._norms, self._in, self._out) | conv_parameters
 
-    def foldable_norms(self) -> tuple[FoldableNorm, ...]:
-        return (FoldableNorm(self._input_norm, self._spec.norm.weight_offset, (self._in,)),)
+    def smoothable_norms(self) -> tuple[SmoothableNorm, ...]:
+        return (SmoothableNorm(self._input_norm, self._spec.norm.weight_offset, (self._in,)),)
 
-    def block_tensors(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
+    def block_tensor_specs(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
         """The columns at the end of each piece, for whoever begins behind it."""
         pieces = self._build_context.backend.block_size // PIECE
         shape = (num_blocks, pieces, self._spec.conv_width - 1, len(self._channels))
         return (CacheTensorSpec(shape, self._build_context.dtype),)
 
-    def slot_tensors(self, num_slots: int, num_drafts: int) -> tuple[CacheTensorSpec, ...]:
+    def slot_tensor_specs(self, num_slots: int, num_drafts: int) -> tuple[CacheTensorSpec, ...]:
         """Its last columns."""
         return (
             CacheTensorSpec(
@@ -63,10 +63,10 @@ class ShortConvolution(RecurrentMixer):
     ) -> tuple[Tensor, Tensor]:
         normed, residual = self._norms.norm_for_linears((self._in,), ops, self._input_norm, x, residual)
         bcx, (ends, recent) = ops.apply_linear(self._in.packed_linear, normed, step.linear_context), step.cache
-        convolved = ops.short_conv(bcx, self._conv, ConvColumns(ends, PIECE, recent), step.metadata)
+        convolved = ops.short_conv(bcx, self._conv_params, ConvStates(ends, PIECE, recent), step.metadata)
         return self._project_output(ops, convolved, residual, step)
 
     @cached_property
-    def _conv(self) -> ShortConv:
+    def _conv_params(self) -> ShortConv:
         """Once its weights are there."""
         return ShortConv(self._weights["conv.weight"][:, 0].t().contiguous(), self._weights.get("conv.bias"))

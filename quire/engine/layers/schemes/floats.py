@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.engine.checkpoint.quantization import WeightFormat
 from quire.engine.errors import ModelError
 from quire.engine.layers.schemes import TensorSpec
-from quire.engine.layers.schemes.integers import expand_per_group
+from quire.engine.layers.schemes.integers import broadcast_to_groups
 from quire.engine.layers.schemes.mixed import LinearFormat
 from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight
 
@@ -46,7 +46,7 @@ class Float8Format(LinearFormat):
         codes = TensorSpec((out_features, in_features), torch.float8_e4m3fn)
         return {"weight": codes, self.weight_format.scale_name: self.scale_spec}
 
-    def unpack_weight(self, tensors: dict[str, Tensor], linear: str) -> Float8Weight:
+    def to_backend_weight(self, tensors: dict[str, Tensor], linear: str) -> Float8Weight:
         codes, scales = tensors["weight"], tensors[self.weight_format.scale_name].float()
         outs, inner = codes.shape
         where, strategy = f"{linear}.{self.weight_format.scale_name}", self.weight_format.strategy
@@ -58,11 +58,11 @@ class Float8Format(LinearFormat):
             if inner % self.weight_format.group:
                 raise ModelError(f"model: {where}: {inner} inputs are not groups of {self.weight_format.group}")
             block = (1, self.weight_format.group)
-            scales = expand_per_group(scales, codes.shape, self.weight_format.group, where).contiguous()
+            scales = broadcast_to_groups(scales, codes.shape, self.weight_format.group, where).contiguous()
         elif scales.numel() == 1:
             block, scales = (outs, inner), scales.reshape(1, 1)
         else:
-            block, scales = (1, inner), expand_per_group(scales, codes.shape, 0, where).contiguous()
+            block, scales = (1, inner), broadcast_to_groups(scales, codes.shape, 0, where).contiguous()
         return Float8Weight(codes, scales, block)
 
 
@@ -82,7 +82,7 @@ class Float4Format(LinearFormat):
         }
         return specs | ({"weight_global_scale": TensorSpec((1,), torch.float32)} if has_global_scale else {})
 
-    def unpack_weight(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
+    def to_backend_weight(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
         codes = tensors["weight_packed"]
         scales = tensors["weight_scale"]
         divisor = tensors.get("weight_global_scale")
@@ -90,11 +90,11 @@ class Float4Format(LinearFormat):
             raise ModelError(
                 f"model: {linear}: {codes.shape[1] * 2} inputs are not groups of {self.weight_format.group}"
             )
-        scales = halve_e8m0_scales(scales) if divisor is None else scales.float() / divisor / 2
+        scales = decode_halved_e8m0_scales(scales) if divisor is None else scales.float() / divisor / 2
         return GroupedWeight(codes, scales, None, DOUBLED_E2M1_VALUES)
 
 
-def halve_e8m0_scales(exponents: Tensor) -> Tensor:
+def decode_halved_e8m0_scales(exponents: Tensor) -> Tensor:
     """2 ** (exponent - 128) as float32, for bytes: the halves of e8m0 scales, because FLOATS_OF_4 are doubled."""
     exponents = exponents.int()
     # The two smallest are not normal numbers.
@@ -110,7 +110,7 @@ class BitsAndBytesInt8Format(LinearFormat):
         codes = TensorSpec((out_features, in_features), torch.int8)
         return {"weight": codes, "SCB": TensorSpec((out_features,), torch.float32)}
 
-    def unpack_weight(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
+    def to_backend_weight(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
         return GroupedWeight(tensors["weight"], (tensors["SCB"] / 127).unsqueeze(1))
 
 
@@ -127,7 +127,7 @@ class BitsAndBytes4BitFormat(LinearFormat):
     def weight_tensor_specs(self, in_features: int, out_features: int) -> dict[str, TensorSpec]:
         return {"weight": TensorSpec((in_features * out_features // 2, 1), torch.uint8)} | self.extra_specs
 
-    def unpack_weight(self, tensors: dict[str, Tensor], linear: str) -> Tensor:
+    def to_backend_weight(self, tensors: dict[str, Tensor], linear: str) -> Tensor:
         state = self._parse_quant_state(tensors[f"{_QUANT_STATE_PREFIX}{self.quant_type}"], linear)
         absmax = tensors[_ABSMAX]
         if absmax.dtype == torch.uint8:
@@ -149,7 +149,7 @@ class BitsAndBytes4BitFormat(LinearFormat):
             raise ModelError(f"model: {linear}.{_QUANT_STATE_PREFIX}{self.quant_type}: cannot be read") from None
 
 
-def make_bitsandbytes_4bit(headers: dict[str, TensorSpec], linear: str) -> BitsAndBytes4BitFormat:
+def make_bitsandbytes_4bit_format(headers: dict[str, TensorSpec], linear: str) -> BitsAndBytes4BitFormat:
     """The format of a linear by the tensors beside its weights, by their names. Raises ModelError where it has none."""
     quant_type = next(
         (name.removeprefix(_QUANT_STATE_PREFIX) for name in headers if name.startswith(_QUANT_STATE_PREFIX)), None

@@ -16,7 +16,7 @@ from quire.engine.layers.schemes.floats import (
     BitsAndBytesInt8Format,
     Float4Format,
     Float8Format,
-    make_bitsandbytes_4bit,
+    make_bitsandbytes_4bit_format,
 )
 from quire.engine.layers.schemes.integers import AWQFormat, GPTQFormat, Int8Format, PackQuantizedFormat
 from quire.engine.layers.schemes.mixed import LinearFormat
@@ -50,7 +50,7 @@ def make_format_lookup(
     that it is not quantized, as it may not of a head."""
     names = sorted(headers)
 
-    def linear_tensor_specs(linear: str) -> dict[str, TensorSpec]:
+    def read_tensor_specs(linear: str) -> dict[str, TensorSpec]:
         prefix = f"{linear}."
         first = bisect_left(names, prefix)
         prefixed_names = takewhile(lambda name: name.startswith(prefix), islice(names, first, None))
@@ -61,7 +61,7 @@ def make_format_lookup(
         }
 
     def format_of(linear: str) -> LinearFormat | None:
-        weight_format, tensors = formats.of(config_name_of(linear)), linear_tensor_specs(linear)
+        weight_format, tensors = formats.of(config_name_of(linear)), read_tensor_specs(linear)
         if weight_format is None or ((is_extra_layer or linear == _LM_HEAD) and _is_unquantized(tensors)):
             return None
         return _make_format(weight_format, tensors, linear)
@@ -98,7 +98,7 @@ def _make_format(weight_format: WeightFormat, specs: dict[str, TensorSpec], line
         case "bnb8":
             return BitsAndBytesInt8Format()
         case _:
-            return make_bitsandbytes_4bit(specs, linear)
+            return make_bitsandbytes_4bit_format(specs, linear)
 
 
 def _is_unquantized(specs: dict[str, TensorSpec]) -> bool:

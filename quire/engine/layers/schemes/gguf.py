@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.engine.gguf.tensor_types import GGMLType
 from quire.engine.layers.schemes import TensorSpec
-from quire.engine.layers.schemes.floats import DOUBLED_E2M1_VALUES, halve_e8m0_scales
+from quire.engine.layers.schemes.floats import DOUBLED_E2M1_VALUES, decode_halved_e8m0_scales
 from quire.engine.layers.schemes.mixed import LinearFormat
 from quire.kernels.quantized_tensors import GroupedWeight
 
@@ -34,40 +34,41 @@ class GGUFFormat(LinearFormat):
         shape = (out_features, in_features // self.tensor_type.block_size * self.tensor_type.type_size)
         return {"weight": TensorSpec(shape, torch.uint8)}
 
-    def unpack_weight(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
-        return replace(unpack_blocks(tensors["weight"], self.tensor_type.name), input_order=self.input_order)
+    def to_backend_weight(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
+        return replace(blocks_to_grouped_weight(tensors["weight"], self.tensor_type.name), input_order=self.input_order)
 
 
-def unpack_blocks(rows: Tensor, kind: str) -> GroupedWeight:
-    """Rows of blocks, [out, bytes] uint8, as a grouped weight. kind: the type's name, one of `UNPACKABLE_TYPES`."""
-    size, unpack = _UNPACKERS[kind]
+def blocks_to_grouped_weight(rows: Tensor, kind: str) -> GroupedWeight:
+    """Rows of blocks, [out, bytes] uint8, as a grouped weight. kind: the type's name, one of
+    `SUPPORTED_QUANT_TYPES`."""
+    size, unpack = _CONVERTERS_BY_TYPE[kind]
     return unpack(rows.view(rows.shape[0], -1, size))
 
 
-def _unpack_q4_0(blocks: Tensor) -> GroupedWeight:
+def _q4_0_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     return GroupedWeight(_pack_nibbles(_unpack_nibbles(blocks[..., 2:])), _read_float16(blocks[..., :2]))
 
 
-def _unpack_q4_1(blocks: Tensor) -> GroupedWeight:
+def _q4_1_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     codes = _pack_nibbles(_unpack_nibbles(blocks[..., 4:]))
     return GroupedWeight(codes, _read_float16(blocks[..., :2]), _read_float16(blocks[..., 2:4]), _UINT4_VALUES)
 
 
-def _unpack_q5_0(blocks: Tensor) -> GroupedWeight:
+def _q5_0_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     codes = _unpack_nibbles(blocks[..., 6:]) | _unpack_bits(blocks[..., 2:6]) << 4
     return GroupedWeight(_to_signed(codes, 16), _read_float16(blocks[..., :2]))
 
 
-def _unpack_q5_1(blocks: Tensor) -> GroupedWeight:
+def _q5_1_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     codes = _unpack_nibbles(blocks[..., 8:]) | _unpack_bits(blocks[..., 4:8]) << 4
     return GroupedWeight(_to_signed(codes, 0), _read_float16(blocks[..., :2]), _read_float16(blocks[..., 2:4]))
 
 
-def _unpack_q8_0(blocks: Tensor) -> GroupedWeight:
+def _q8_0_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     return GroupedWeight(blocks[..., 2:].contiguous().view(torch.int8).flatten(1), _read_float16(blocks[..., :2]))
 
 
-def _unpack_q2_k(blocks: Tensor) -> GroupedWeight:
+def _q2_k_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     d, least = _read_float16(blocks[..., 80:82], 1), _read_float16(blocks[..., 82:84], 1)
     steps = blocks[..., :16]
     codes = _unpack_bit_planes(blocks[..., 16:80], (0, 2, 4, 6), 3)
@@ -75,7 +76,7 @@ def _unpack_q2_k(blocks: Tensor) -> GroupedWeight:
     return GroupedWeight(_pack_nibbles(codes), scales.flatten(1), offsets.flatten(1), _UINT4_VALUES)
 
 
-def _unpack_q3_k(blocks: Tensor) -> GroupedWeight:
+def _q3_k_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     low = _unpack_bit_planes(blocks[..., 32:96], (0, 2, 4, 6), 3)
     high = _unpack_bit_planes(blocks[..., :32], range(8), 1)
     packed = blocks[..., 96:108]
@@ -86,30 +87,30 @@ def _unpack_q3_k(blocks: Tensor) -> GroupedWeight:
     return GroupedWeight(_pack_nibbles(low + 4 + (high << 2)), scales.flatten(1))
 
 
-def _unpack_q4_k(blocks: Tensor) -> GroupedWeight:
+def _q4_k_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     codes = _unpack_bit_planes(blocks[..., 16:], (0, 4), 15)
     return GroupedWeight(_pack_nibbles(codes), *_unpack_k_scales(blocks), _UINT4_VALUES)
 
 
-def _unpack_q5_k(blocks: Tensor) -> GroupedWeight:
+def _q5_k_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     low, high = _unpack_bit_planes(blocks[..., 48:], (0, 4), 15), _unpack_bit_planes(blocks[..., 16:48], range(8), 1)
     return GroupedWeight(_to_signed(low | high << 4, 0), *_unpack_k_scales(blocks))
 
 
-def _unpack_q6_k(blocks: Tensor) -> GroupedWeight:
+def _q6_k_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     low = _unpack_bit_planes(blocks[..., :128], (0, 4), 15, width=64)
     high = _unpack_bit_planes(blocks[..., 128:192], (0, 2, 4, 6), 3)
     scales = _read_float16(blocks[..., 208:210], 1) * blocks[..., 192:208].contiguous().view(torch.int8)
     return GroupedWeight(_to_signed(low | high << 4, 32), scales.flatten(1))
 
 
-def _unpack_iq4_nl(blocks: Tensor) -> GroupedWeight:
+def _iq4_nl_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     return GroupedWeight(
         _pack_nibbles(_unpack_nibbles(blocks[..., 2:])), _read_float16(blocks[..., :2]), None, _IQ4_VALUES
     )
 
 
-def _unpack_iq4_xs(blocks: Tensor) -> GroupedWeight:
+def _iq4_xs_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     high = blocks[..., 2:4].contiguous().view(torch.int16).int()
     steps = torch.stack((blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4), -1).flatten(-2).int()
     steps = steps | (high >> torch.arange(0, 16, 2, dtype=torch.int32, device=blocks.device) & 3) << 4
@@ -119,29 +120,32 @@ def _unpack_iq4_xs(blocks: Tensor) -> GroupedWeight:
     )
 
 
-def _unpack_mxfp4(blocks: Tensor) -> GroupedWeight:
+def _mxfp4_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     return GroupedWeight(
-        _pack_nibbles(_unpack_nibbles(blocks[..., 1:])), halve_e8m0_scales(blocks[..., 0]), None, DOUBLED_E2M1_VALUES
+        _pack_nibbles(_unpack_nibbles(blocks[..., 1:])),
+        decode_halved_e8m0_scales(blocks[..., 0]),
+        None,
+        DOUBLED_E2M1_VALUES,
     )
 
 
-_UNPACKERS: dict[str, tuple[int, Callable[[Tensor], GroupedWeight]]] = {
-    "Q4_0": (18, _unpack_q4_0),
-    "Q4_1": (20, _unpack_q4_1),
-    "Q5_0": (22, _unpack_q5_0),
-    "Q5_1": (24, _unpack_q5_1),
-    "Q8_0": (34, _unpack_q8_0),
-    "Q2_K": (84, _unpack_q2_k),
-    "Q3_K": (110, _unpack_q3_k),
-    "Q4_K": (144, _unpack_q4_k),
-    "Q5_K": (176, _unpack_q5_k),
-    "Q6_K": (210, _unpack_q6_k),
-    "IQ4_NL": (18, _unpack_iq4_nl),
-    "IQ4_XS": (136, _unpack_iq4_xs),
-    "MXFP4": (17, _unpack_mxfp4),
+_CONVERTERS_BY_TYPE: dict[str, tuple[int, Callable[[Tensor], GroupedWeight]]] = {
+    "Q4_0": (18, _q4_0_to_grouped_weight),
+    "Q4_1": (20, _q4_1_to_grouped_weight),
+    "Q5_0": (22, _q5_0_to_grouped_weight),
+    "Q5_1": (24, _q5_1_to_grouped_weight),
+    "Q8_0": (34, _q8_0_to_grouped_weight),
+    "Q2_K": (84, _q2_k_to_grouped_weight),
+    "Q3_K": (110, _q3_k_to_grouped_weight),
+    "Q4_K": (144, _q4_k_to_grouped_weight),
+    "Q5_K": (176, _q5_k_to_grouped_weight),
+    "Q6_K": (210, _q6_k_to_grouped_weight),
+    "IQ4_NL": (18, _iq4_nl_to_grouped_weight),
+    "IQ4_XS": (136, _iq4_xs_to_grouped_weight),
+    "MXFP4": (17, _mxfp4_to_grouped_weight),
 }
 """By a type's name: the bytes of its blocks, and what makes [out, blocks, bytes] a weight."""
-UNPACKABLE_TYPES = frozenset(_UNPACKERS)
+SUPPORTED_QUANT_TYPES = frozenset(_CONVERTERS_BY_TYPE)
 
 
 def _read_float16(data: Tensor, wider: int = 0) -> Tensor:

@@ -39,13 +39,13 @@ class GPTQFormat(LinearFormat):
         }
         return specs | ({"g_idx": TensorSpec((in_features,), torch.int32)} if self.has_group_index else {})
 
-    def unpack_weight(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
+    def to_backend_weight(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
         bits = self.weight_format.bits
         codes = unpack_bits(tensors["qweight"].T, bits)
         zeros = unpack_bits(tensors["qzeros"], bits).T
         if self.weight_format.zero_added:
             zeros = zeros + 1 & 2**bits - 1
-        order = sort_inputs_by_group(
+        order = act_order_permutation(
             tensors.get("g_idx"), self.weight_format.group or codes.shape[1], f"{linear}.g_idx"
         )
         return make_grouped_weight(codes, tensors["scales"].T, zeros, bits, self.weight_format.group, order)
@@ -65,7 +65,7 @@ class AWQFormat(LinearFormat):
             "scales": TensorSpec((groups, out_features), torch.float32),
         }
 
-    def unpack_weight(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
+    def to_backend_weight(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
         codes, zeros = (
             unpack_bits(tensors[name], 4).unflatten(1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(1).T
             for name in ("qweight", "qzeros")
@@ -95,19 +95,19 @@ class PackQuantizedFormat(LinearFormat):
             specs["weight_zero_point"] = TensorSpec((-(-out_features * bits // 32), groups), torch.int32)
         return specs | ({"weight_g_idx": TensorSpec((in_features,), torch.int32)} if self.has_group_index else {})
 
-    def unpack_weight(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
+    def to_backend_weight(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
         outs, inner = tensors["weight_shape"].tolist()
         packed, bits = tensors["weight_packed"], self.weight_format.bits
         if outs != packed.shape[0] or -(-inner * bits // 32) != packed.shape[1]:
             shape = f"{[outs, inner]} is not the shape of {list(packed.shape)} words of {bits} bits"
             raise ModelError(f"model: {linear}.weight_shape: {shape}")
         codes, zeros = unpack_bits(packed, bits)[:, :inner], tensors.get("weight_zero_point")
-        scales = expand_per_group(
+        scales = broadcast_to_groups(
             tensors["weight_scale"], codes.shape, self.weight_format.group, f"{linear}.weight_scale"
         )
         if zeros is not None:
             zeros = unpack_bits(zeros.T, bits)[:, :outs].T
-        order = sort_inputs_by_group(
+        order = act_order_permutation(
             tensors.get("weight_g_idx"), self.weight_format.group or inner, f"{linear}.weight_g_idx"
         )
         return make_grouped_weight(codes, scales, zeros, bits, self.weight_format.group, order)
@@ -125,15 +125,15 @@ class Int8Format(LinearFormat):
         specs = {"weight": TensorSpec((out_features, in_features), torch.int8), "weight_scale": self.scale_spec}
         return specs if self.zero_point_spec is None else specs | {"weight_zero_point": self.zero_point_spec}
 
-    def unpack_weight(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
+    def to_backend_weight(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
         codes = tensors["weight"]
-        scales = expand_per_group(
+        scales = broadcast_to_groups(
             tensors["weight_scale"], codes.shape, self.weight_format.group, f"{linear}.weight_scale"
         )
         zeros = tensors.get("weight_zero_point")
         if zeros is not None:
             where = f"{linear}.weight_zero_point"
-            zeros = expand_per_group(zeros, codes.shape, self.weight_format.group, where).to(torch.int16) + 128
+            zeros = broadcast_to_groups(zeros, codes.shape, self.weight_format.group, where).to(torch.int16) + 128
         return make_grouped_weight(codes.to(torch.int16) + 128, scales, zeros, 8, self.weight_format.group, None)
 
 
@@ -180,7 +180,7 @@ def unpack_bits(words: Tensor, bits: int) -> Tensor:
     return ((padded[:, byte] | padded[:, byte + 1] << 8) >> shift & 2**bits - 1).to(torch.uint8)
 
 
-def sort_inputs_by_group(group_of: Tensor | None, group: int, where: str) -> Tensor | None:
+def act_order_permutation(group_of: Tensor | None, group: int, where: str) -> Tensor | None:
     """The inputs sorted by their group; None where they are. Raises ModelError for groups of other sizes."""
     if group_of is None:
         return None
@@ -191,7 +191,7 @@ def sort_inputs_by_group(group_of: Tensor | None, group: int, where: str) -> Ten
     return None if torch.equal(order, inputs) else order
 
 
-def expand_per_group(numbers: Tensor, shape: torch.Size, group: int, where: str) -> Tensor:
+def broadcast_to_groups(numbers: Tensor, shape: torch.Size, group: int, where: str) -> Tensor:
     """A number for all, one for each output or one for each group of it: [out, groups]."""
     outs, groups = shape[0], _num_groups(shape[1], group)
     if numbers.numel() == 1:

@@ -22,7 +22,7 @@ class LinearFormat(ABC):
         """What of a checkpoint makes the weights, by the name that follows the linear's own."""
 
     @abstractmethod
-    def unpack_weight(self, tensors: dict[str, Tensor], linear: str) -> QuantizedWeight | Tensor:
+    def to_backend_weight(self, tensors: dict[str, Tensor], linear: str) -> QuantizedWeight | Tensor:
         """The weights of these tensors; [out, in] numbers where no form has them. `linear`: its name, for errors.
         Raises ModelError for tensors that contradict themselves."""
 
@@ -54,7 +54,7 @@ class MixedScheme(UnquantizedScheme):
     def pack_linears(
         self, linears: dict[str, dict[str, Tensor]], cuts: Mapping[str, LinearSlice], *, wide: bool
     ) -> Linear:
-        weights = {name: self._unpack_linear(name, tensors, cuts[name]) for name, tensors in linears.items()}
+        weights = {name: self._convert_linear_shard(name, tensors, cuts[name]) for name, tensors in linears.items()}
         quantized = [each for each in weights.values() if not isinstance(each, Tensor)]
         if len(quantized) == len(weights):
             return self._backend.pack_quantized(quantized, concat_biases(linears), dtype=self._dtype, wide=wide)
@@ -63,7 +63,7 @@ class MixedScheme(UnquantizedScheme):
         return super().pack_linears(dense_linears, cuts, wide=wide)
 
     def dense_weight(self, linear: str, tensors: dict[str, Tensor], cut: LinearSlice) -> Tensor:
-        return self._to_dense(self._unpack_linear(linear, tensors, cut))
+        return self._to_dense(self._convert_linear_shard(linear, tensors, cut))
 
     def embedding_tensor_spec(self, vocab_size: int, hidden_size: int) -> TensorSpec:
         if self._embedding_format is None:
@@ -74,18 +74,20 @@ class MixedScheme(UnquantizedScheme):
         quantized: QuantizedWeight | Tensor = weight
         if self._embedding_format is not None:
             quantized = cut.slice_quantized(
-                self._embedding_format.unpack_weight({"weight": weight}, "the embedding"), "the embedding"
+                self._embedding_format.to_backend_weight({"weight": weight}, "the embedding"), "the embedding"
             )
         if isinstance(quantized, Tensor):
             return super().pack_embedding(quantized, tied=tied)
-        return self._backend.pack_embedding(quantized, dtype=self._dtype, tied=tied)
+        return self._backend.pack_quantized_embedding(quantized, dtype=self._dtype, tied=tied)
 
-    def _unpack_linear(self, linear: str, tensors: dict[str, Tensor], cut: LinearSlice) -> QuantizedWeight | Tensor:
+    def _convert_linear_shard(
+        self, linear: str, tensors: dict[str, Tensor], cut: LinearSlice
+    ) -> QuantizedWeight | Tensor:
         linear_format = self._format_of(linear)
         return (
             tensors["weight"]
             if linear_format is None
-            else cut.slice_quantized(linear_format.unpack_weight(tensors, linear), linear)
+            else cut.slice_quantized(linear_format.to_backend_weight(tensors, linear), linear)
         )
 
     def _to_dense(self, weights: QuantizedWeight | Tensor) -> Tensor:

@@ -21,5 +21,5 @@ class StreamedLayerScheme(WrappedScheme):
         self, linears: dict[str, dict[str, Tensor]], cuts: Mapping[str, LinearSlice], *, wide: bool
     ) -> Linear:
         packed = super().pack_linears(linears, cuts, wide=wide)
-        self._streamer.note_packed_linear(self._layer_index, packed)
+        self._streamer.register_packed_linear(self._layer_index, packed)
         return packed

@@ -81,6 +81,6 @@ class PerLayerInputGate(Sublayer):
         assert step.per_layer_inputs is not None
         residual = ops.add_residual(x, residual)
         gate = ops.apply_activation(ops.apply_linear(self._gate.packed_linear, residual, step.linear_context), _GELU)
-        gated = ops.mul_columns(gate, step.per_layer_inputs, self._first_column)
+        gated = ops.mul_by_column_slice(gate, step.per_layer_inputs, self._first_column)
         x = ops.apply_linear(self._projection.packed_linear, gated, step.linear_context)
         return self._norms.apply_norm(ops, self._norm_name, x), residual

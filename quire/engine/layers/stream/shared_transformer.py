@@ -79,8 +79,8 @@ class SharedTransformer(Sublayer):
         mlp = (self._gate, self._up, self._down, self._mlp_adapter, self._gate_adapter, self._up_adapter)
         return merge_parameters(self._norms, self._attention, *mlp, self._linear_out)
 
-    def block_tensors(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
-        return self._attention.block_tensors(num_blocks)
+    def block_tensor_specs(self, num_blocks: int) -> tuple[CacheTensorSpec, ...]:
+        return self._attention.block_tensor_specs(num_blocks)
 
     @property
     def block_bytes_formula(self) -> str:
@@ -107,7 +107,7 @@ class SharedTransformer(Sublayer):
         )
         gate = ops.apply_activation(gate, self._spec.activation)
         return ops.all_reduce(
-            self._down.project(ops, ops.mul_columns(gate, up, 0), context), self._build_context.shard.group
+            self._down.project(ops, ops.mul_by_column_slice(gate, up, 0), context), self._build_context.shard.group
         )
 
     def _make_attention_linear(

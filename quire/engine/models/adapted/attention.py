@@ -33,19 +33,21 @@ class PagedAttentionFunction:
         self._report_progress = report_progress
         self._attention_params = [AttentionParams(each.scale, each.window, each.softcap) for each in layers]
         self._metadata: AttentionMetadata | None = None
-        self._pages: Sequence[LayerCache] = ()
-        self._calls = 0
+        self._kv_cache: Sequence[LayerCache] = ()
+        self._num_calls = 0
 
-    def bind_step(self, metadata: AttentionMetadata, pages: Sequence[LayerCache]) -> None:
-        """Before each step; `pages`: by place."""
+    def bind_step(self, metadata: AttentionMetadata, kv_cache: Sequence[LayerCache]) -> None:
+        """Before each step; `kv_cache`: by place."""
         self._metadata = metadata
-        self._pages = pages
-        self._calls = 0
+        self._kv_cache = kv_cache
+        self._num_calls = 0
 
     def finish_step(self) -> None:
-        if self._calls != len(self._layers):
-            raise ModelError(f"model: its class attended {self._calls} times in a step, not {len(self._layers)} times")
-        self._metadata, self._pages = None, ()
+        if self._num_calls != len(self._layers):
+            raise ModelError(
+                f"model: its class attended {self._num_calls} times in a step, not {len(self._layers)} times"
+            )
+        self._metadata, self._kv_cache = None, ()
 
     @property
     def positions(self) -> Tensor:
@@ -54,13 +56,13 @@ class PagedAttentionFunction:
         return self._metadata.positions
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        call_index = self._calls
-        self._calls += 1
+        call_index = self._num_calls
+        self._num_calls += 1
         kwargs = call.kwargs
         assert self._metadata is not None
         spec, metadata = self._layers[call_index], self._metadata.group_metadata(self._groups.group_of[call_index])
-        k_cache, v_cache = self._pages[self._groups.place_of[call_index]]
-        q, k, v = (_pad_heads(each, spec.head_dim) for each in (call.query, call.key, call.value))
+        k_cache, v_cache = self._kv_cache[self._groups.place_of[call_index]]
+        q, k, v = (_pad_head_dim(each, spec.head_dim) for each in (call.query, call.key, call.value))
         self._backend.store_kv(k, v, k_cache, v_cache, metadata.slot_mapping)
         params = self._attention_params[call_index]
         if spec.sinks:
@@ -71,7 +73,7 @@ class PagedAttentionFunction:
         return out[None, ..., : spec.value_dim].contiguous()
 
 
-def _pad_heads(x: Tensor, width: int) -> Tensor:
+def _pad_head_dim(x: Tensor, width: int) -> Tensor:
     """[1, heads, T, D] to [T, heads, width], zeros behind D."""
     rows = x[0].transpose(0, 1)
     return (F.pad(rows, (0, width - x.shape[3])) if x.shape[3] < width else rows).contiguous()

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from quire.engine.checkpoint.adapted import first_position
 from quire.engine.errors import ModelError
 from quire.engine.layers.linear import FusedLinear
-from quire.engine.layers.parameters import Parameter, ParameterTable, identity
+from quire.engine.layers.parameters import LoadableParameter, ParameterTable, identity
 from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.layers.shard import UNSHARDED
 from quire.engine.layers.sublayer import BuildContext
@@ -30,12 +30,12 @@ from quire.engine.models.adapted.modules import (
     BatchInvariantModule,
     QuireLinear,
     conv1d_as_linear,
-    find_foreign_matmuls,
-    has_own_matrix,
+    find_unreplaced_matmuls,
+    has_custom_matmul,
     make_quire_norm,
     transpose_parameter,
 )
-from quire.engine.models.adapted.positions import CachedRotary, StepPositions, counts_positions, is_rotary
+from quire.engine.models.adapted.positions import CachedRotary, StepPositions, has_length_based_positions, is_rotary
 from quire.engine.models.adapted.probe import body_inputs, build_transformers_attention
 from quire.engine.models.adapted.spec import ROUTERS, TransformersSpec
 from quire.engine.models.adapted.tensor_parallel import REPLICATED_PLAN, make_tensor_parallel_plan
@@ -52,7 +52,7 @@ class _BodyOutput(BaseModelOutputWithPast):
             raise AttributeError(name)
 
 
-class _BodyProxy(nn.Module):
+class _BodyStub(nn.Module):
     """In the place of the body while the head is computed: it gives the hidden states that it was given."""
 
     hidden: Tensor | None = None
@@ -74,7 +74,7 @@ class TransformersDecoder(Decoder):
         self._spec = spec
         self._first_position = first_position(spec.config_fields)
         self._module_context = build_context
-        attention, self.transformers_class = spec.attention_of_rank(build_context.shard), spec.transformers_class
+        attention, self.transformers_class = spec.rank_attention_specs(build_context.shard), spec.transformers_class
         self._layers = [[build_transformers_attention(each, build_context, "")] for each in attention]
         self._linear_context = NO_ADAPTERS
         self._model = model = build_model(spec.config_fields, build_context.dtype)
@@ -92,8 +92,8 @@ class TransformersDecoder(Decoder):
         )
         self._table = self._replace_modules()
         set_attention(model, self._paged_attention)
-        (name, self._body), self._body_proxy = find_body(model), _BodyProxy()
-        _set_module(model, name, self._body_proxy)
+        (name, self._body), self._body_stub = find_body(model), _BodyStub()
+        _set_module(model, name, self._body_stub)
 
     @property
     def compute_identity(self) -> str:
@@ -134,10 +134,10 @@ class TransformersDecoder(Decoder):
 
     def compute_logits(self, hidden: Tensor, context: LinearContext = NO_ADAPTERS) -> Tensor:
         self.report_progress()
-        self._body_proxy.hidden, self._linear_context = hidden[None], context
+        self._body_stub.hidden, self._linear_context = hidden[None], context
         with self._batch_invariant_ops:  # embeddings are not asked for, so that nothing looks ids up
             logits: Tensor = self._model(inputs_embeds=hidden[None], use_cache=False).logits[0]
-        self._body_proxy.hidden = None
+        self._body_stub.hidden = None
         return logits.float()
 
     def greedy_tokens(self, hidden: Tensor, context: LinearContext = NO_ADAPTERS) -> tuple[Tensor, Tensor]:
@@ -178,14 +178,14 @@ class TransformersDecoder(Decoder):
                 set_experts(module, experts)
         self._make_buffers()
         self._merge_parameters(table, self._remaining_parameters())
-        self.foreign_matmuls = find_foreign_matmuls(model, self._spec.called_modules)
+        self.unreplaced_matmuls = find_unreplaced_matmuls(model, self._spec.called_modules)
         self._buffer_modules = {name: model.get_submodule(name.rpartition(".")[0]) for name, _ in model.named_buffers()}
         for name, module in list(model.named_modules()):
             if is_rotary(module):
                 _set_module(model, name, CachedRotary(module, positions, context))
-            elif has_own_matrix(module):
+            elif has_custom_matmul(module):
                 _set_module(model, name, BatchInvariantModule(module, self._module_context.backend))
-            elif counts_positions(module):
+            elif has_length_based_positions(module):
                 _set_module(model, name, StepPositions(module, lambda: self._paged_attention.positions))
         return table
 
@@ -250,7 +250,8 @@ class TransformersDecoder(Decoder):
                 full = f"{name}.{own}" if name else own
                 cut = self._slice_heads if full in self._tensor_parallel_plan.per_head_parameters else identity
                 self._merge_parameters(
-                    table, {full: Parameter(tuple(each.shape), each.dtype, partial(_set_parameter, module, own), cut)}
+                    table,
+                    {full: LoadableParameter(tuple(each.shape), each.dtype, partial(_set_parameter, module, own), cut)},
                 )
         return table
 

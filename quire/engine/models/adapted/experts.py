@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.parameters import LoadableParameter, ParameterTable
 from quire.engine.layers.schemes import QuantizationScheme
 from quire.engine.layers.shard import FULL_LINEAR, UNSHARDED, ModelShard
 from quire.kernels.backend import NO_ADAPTERS, Linear
@@ -54,7 +54,7 @@ class QuireExperts:
             names = [linear, *([f"{linear}_bias"] if self._module.has_bias else [])]
             for name in names:
                 shape = tuple(getattr(self._module, name).shape)
-                table[f"{self._name}.{name}"] = Parameter(
+                table[f"{self._name}.{name}"] = LoadableParameter(
                     shape, self._dtype, self._make_weight_loader(linear, name, names)
                 )
         for name in table:

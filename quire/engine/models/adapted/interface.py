@@ -47,7 +47,7 @@ ExpertsFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 def register_interfaces() -> None:
     """Make them known to transformers; once or often."""
     ALL_ATTENTION_FUNCTIONS.register(INTERFACE_NAME, _run_attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(INTERFACE_NAME, _make_mask)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(INTERFACE_NAME, _make_probe_mask)
     ALL_EXPERTS_FUNCTIONS.register(INTERFACE_NAME, _run_experts)
 
 
@@ -75,7 +75,7 @@ def _run_attention(
     return function(AttentionCall(module, query, key, value, attention_mask, kwargs)), None
 
 
-def _make_mask(*, device: torch.device, mask_function: MaskFunction, **kwargs: Any) -> Tensor | None:
+def _make_probe_mask(*, device: torch.device, mask_function: MaskFunction, **kwargs: Any) -> Tensor | None:
     """No mask: the pages know what is seen. On the meta device one that tells what it allows."""
     if torch.device(device).type != "meta":
         return None

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from quire.engine.architecture.norm import NormSpec
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import NormWeights
-from quire.engine.layers.parameters import Parameter
+from quire.engine.layers.parameters import LoadableParameter
 from quire.engine.layers.shard import FULL_LINEAR, LinearSlice
 from quire.engine.layers.sublayer import BuildContext
 from quire.engine.models.adapted.positions import ModuleProxy
@@ -46,7 +46,7 @@ class QuireLinear(nn.Module):
         super().__init__()
         self._packed = linear
         self._context = context
-        self._total = reduce
+        self._reduce = reduce
         self.out_features, self.in_features = cut.sliced_sizes(module.out_features, module.in_features)
         self.weight = torch.empty(0, dtype=dtype, device=device)
         """None of it: classes ask a weight for its type and its device."""
@@ -55,7 +55,7 @@ class QuireLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         output = self._packed.packed_linear(rows.contiguous(), self._context())
-        output = output if self._total is None else self._total(output)
+        output = output if self._reduce is None else self._reduce(output)
         return output.view(*x.shape[:-1], self.out_features)
 
 
@@ -118,7 +118,7 @@ def conv1d_as_linear(module: Conv1D) -> nn.Linear:
     return nn.Linear(inner, outs, device="meta")
 
 
-def transpose_parameter(parameter: Parameter) -> Parameter:
+def transpose_parameter(parameter: LoadableParameter) -> LoadableParameter:
     """Of a matrix that a checkpoint has transposed."""
     if len(parameter.shape) != 2:
         return parameter
@@ -135,21 +135,21 @@ class BatchInvariantModule(ModuleProxy):
 
     def __init__(self, module: nn.Module, backend: Backend) -> None:
         super().__init__(module)
-        self._products = _MatmulMode(module, backend)
+        self._matmul_mode = _PackedMatmulMode(module, backend)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._products:
+        with self._matmul_mode:
             return self._module(*args, **kwargs)
 
 
-def has_own_matrix(module: nn.Module) -> bool:
+def has_custom_matmul(module: nn.Module) -> bool:
     """Whether it has a matrix of its own, and is neither a linear nor a table."""
     parameters = dict(module.named_parameters(recurse=False))
     known = type(module) is nn.Linear or isinstance(module, nn.Embedding | QuireLinear)
     return not known and "weight" in parameters and parameters["weight"].ndim == 2
 
 
-class _MatmulMode(TorchFunctionMode):
+class _PackedMatmulMode(TorchFunctionMode):
     """In its context F.linear with a module's own matrix, in any type, is ours."""
 
     def __init__(self, module: nn.Module, backend: Backend) -> None:
@@ -178,7 +178,7 @@ class _MatmulMode(TorchFunctionMode):
         return cached[1]
 
 
-def find_foreign_matmuls(model: nn.Module, called: frozenset[str]) -> list[str]:
+def find_unreplaced_matmuls(model: nn.Module, called: frozenset[str]) -> list[str]:
     """The matrices that a class multiplies by itself, once ours have taken the place of others: PyTorch's products, in
     which a row's bits may depend on the others. `called`: the modules that the class calls at all."""
     names = []
@@ -186,7 +186,7 @@ def find_foreign_matmuls(model: nn.Module, called: frozenset[str]) -> list[str]:
         parent = name.rpartition(".")[0]
         if isinstance(module, nn.Embedding) or not (name in called or parent in called):
             continue
-        packed = {"weight"} if has_own_matrix(module) else set()
+        packed = {"weight"} if has_custom_matmul(module) else set()
         matrices = [
             parameter_name for parameter_name, each in module.named_parameters(recurse=False) if each.squeeze().ndim > 1
         ]

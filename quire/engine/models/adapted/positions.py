@@ -69,13 +69,13 @@ class StepPositions(nn.Module):
 
     def __init__(self, module: nn.Module, positions: Callable[[], Tensor]) -> None:
         super().__init__()
-        self._module, self._of_step = module, positions
+        self._module, self._get_step_positions = module, positions
 
     def forward(self, *args: Any, position_ids: Tensor, **kwargs: Any) -> Any:
-        return self._module(*args, position_ids=self._of_step().view(position_ids.shape), **kwargs)
+        return self._module(*args, position_ids=self._get_step_positions().view(position_ids.shape), **kwargs)
 
 
-def counts_positions(module: nn.Module) -> bool:
+def has_length_based_positions(module: nn.Module) -> bool:
     """Whether it looks up positions by a length."""
     names = inspect.signature(module.forward).parameters
     lengths = {"cache_length", "past_key_values_length"}  # the second up to transformers 5.23

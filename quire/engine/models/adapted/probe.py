@@ -96,7 +96,7 @@ class AttentionProbe:
     """Attends to nothing and notes what is asked of it."""
 
     max_len: int
-    attention_calls: list[TransformersAttentionSpec] = field(default_factory=list)
+    attention_specs: list[TransformersAttentionSpec] = field(default_factory=list)
 
     def __call__(self, call: AttentionCall) -> Tensor:
         module, query, key, value, mask, kwargs = call
@@ -117,7 +117,7 @@ class AttentionProbe:
         sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
         scale = kwargs.get("scaling")
         widest = max(key.shape[3], value.shape[3])
-        self.attention_calls.append(
+        self.attention_specs.append(
             TransformersAttentionSpec(
                 query.shape[1],
                 key.shape[1],
@@ -193,13 +193,13 @@ def probe_attention(model: PreTrainedModel, max_len: int) -> list[TransformersAt
         message_lines = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {message_lines[0] if message_lines else ''}"[:200]
         raise ModelError(f"model: transformers' {name} does not run as a decoder of one sequence: {reason}") from error
-    if not attention_probe.attention_calls:
+    if not attention_probe.attention_specs:
         raise ModelError(f"model: transformers' {name} does not attend through transformers' attention interface")
-    return list(attention_probe.attention_calls)
+    return list(attention_probe.attention_specs)
 
 
 @contextmanager
-def record_calls(model: PreTrainedModel) -> Iterator[dict[str, bool]]:
+def record_called_modules(model: PreTrainedModel) -> Iterator[dict[str, bool]]:
     """The names of the modules that are called in its context; of each whether its rows are always the tokens."""
     calls = dict[str, bool]()
 
@@ -266,7 +266,7 @@ def _is_recurrent(model: PreTrainedModel) -> bool:
 
 
 @torch.inference_mode()
-def check_head(model: PreTrainedModel, vocab_size: int, hidden_size: int) -> None:
+def check_lm_head(model: PreTrainedModel, vocab_size: int, hidden_size: int) -> None:
     """Raise ModelError where the class makes other things than one row of logits for each hidden state."""
     (_, body), name = find_body(model), type(model).__name__
     hidden_states: list[Tensor] = []

@@ -19,9 +19,9 @@ from quire.engine.models.adapted.model_builder import build_model
 from quire.engine.models.adapted.probe import (
     NO_NORM,
     TransformersAttentionSpec,
-    check_head,
+    check_lm_head,
     probe_attention,
-    record_calls,
+    record_called_modules,
 )
 from quire.engine.models.adapted.tensor_parallel import probe_sharded_attention
 
@@ -43,14 +43,14 @@ class TransformersSpec(DecoderSpec):
     """The names of modules that it calls; of others it may use the weights in other ways."""
 
     @property
-    def attention_calls(self) -> list[TransformersAttentionSpec]:
+    def attention_specs(self) -> list[TransformersAttentionSpec]:
         """By call."""
         return self.sublayers_of_kind(TransformersAttentionSpec)
 
-    def attention_of_rank(self, shard: ModelShard) -> list[TransformersAttentionSpec]:
+    def rank_attention_specs(self, shard: ModelShard) -> list[TransformersAttentionSpec]:
         """The same of a rank's part. Raises ModelError where the class's plan cannot divide it."""
         if shard.world_size == 1:
-            return self.attention_calls
+            return self.attention_specs
         return probe_sharded_attention(self.config_fields, self.max_len, shard)
 
     def context_parallel_error(self) -> str | None:
@@ -58,7 +58,7 @@ class TransformersSpec(DecoderSpec):
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
         try:
-            self.attention_of_rank(ModelShard(0, ranks))
+            self.rank_attention_specs(ModelShard(0, ranks))
         except ModelError as error:
             return str(error)
         return None
@@ -68,9 +68,9 @@ def transformers_spec(config: ModelConfig) -> TransformersSpec:
     """Builds the class without weights. Raises ModelError where pages do not serve it."""
     assert config.given is not None
     model = build_model(config.given, torch.float32)
-    with record_calls(model) as names:
+    with record_called_modules(model) as names:
         calls = probe_attention(model, longest := config.context or config.max_position)
-        check_head(model, config.vocab_size, config.hidden_size)
+        check_lm_head(model, config.vocab_size, config.hidden_size)
     return TransformersSpec(
         config.vocab_size,
         config.hidden_size,

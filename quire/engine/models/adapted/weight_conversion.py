@@ -58,7 +58,7 @@ class WeightConversion:
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
         self._prefix = model.base_model_prefix
         state = model.state_dict()
-        self._known: dict[str, Tensor] = state
+        self._state_dict: dict[str, Tensor] = state
         self._model = _OriginalModel(model, state)
         self._canonical = _canonical_names(model)
         unexpected = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -74,7 +74,7 @@ class WeightConversion:
         for stored, tensor in stream:
             for name, weight in self._convert_tensor(stored, tensor, waiting):
                 canonical_name = self.canonical_name(name)
-                unused = name not in self._known and any(pattern.search(name) for pattern in self._unexpected)
+                unused = name not in self._state_dict and any(pattern.search(name) for pattern in self._unexpected)
                 if canonical_name not in yielded and not unused:
                     yielded.add(canonical_name)
                     yield canonical_name, weight
@@ -86,17 +86,17 @@ class WeightConversion:
         self, stored: str, tensor: Tensor, waiting: dict[str, _PendingConversion]
     ) -> Iterator[tuple[str, Tensor]]:
         name, pattern = self._rename_tensor(stored)
-        if name not in self._known:  # it may be of a model that has more than text
+        if name not in self._state_dict:  # it may be of a model that has more than text
             if (text := text_tensor(stored)) is None or _NON_TEXT.search(stored):
                 return
             name, pattern = self._rename_tensor(text)
-        if pattern is None or name not in self._known:
+        if pattern is None or name not in self._state_dict:
             yield name, tensor
             return
         rule = self._by_pattern[pattern]
         if name not in waiting:
             targets = {name.replace(rule.target_patterns[0], target) for target in rule.target_patterns}
-            num_elements = sum(self._known[each].numel() for each in targets if each in self._known)
+            num_elements = sum(self._state_dict[each].numel() for each in targets if each in self._state_dict)
             waiting[name] = _PendingConversion(copy.deepcopy(rule), num_elements)
         pending = waiting[name]
         pending.parts.append((stored, pattern, tensor))
@@ -105,8 +105,8 @@ class WeightConversion:
 
     def _rename_tensor(self, stored: str) -> tuple[str, str | None]:
         """The class's name for it, and the pattern of the rule that converts it, if one does."""
-        name, pattern = rename_source_key(stored, self._renamings, self._converters, self._prefix, self._known)
-        return (stored, None) if name not in self._known and stored in self._known else (name, pattern)
+        name, pattern = rename_source_key(stored, self._renamings, self._converters, self._prefix, self._state_dict)
+        return (stored, None) if name not in self._state_dict and stored in self._state_dict else (name, pattern)
 
     def _run_converter(self, name: str, pending: _PendingConversion) -> Iterator[tuple[str, Tensor]]:
         for stored, pattern, tensor in sorted(pending.parts, key=lambda part: dot_natural_key(part[0])):
@@ -119,7 +119,7 @@ class WeightConversion:
             yield target, tensor[0] if isinstance(tensor, list) else tensor
 
 
-def convert_shapes(config_fields: Mapping[str, Any], stream: Iterable[tuple[str, Tensor]]) -> TensorStream:
+def convert_meta_tensors(config_fields: Mapping[str, Any], stream: Iterable[tuple[str, Tensor]]) -> TensorStream:
     """The tensors of another checkpoint of a class's model, on the meta device, without its buffers. Raises
     ModelError."""
     model = build_model(config_fields, torch.float32)

@@ -31,9 +31,9 @@ class DraftHead(ABC):
     @property
     def reads_all_tokens(self) -> bool:
         """Whether it reads the hidden states of all tokens, and not only of those before picks."""
-        return bool(self.block_tensors(1))
+        return bool(self.block_tensor_specs(1))
 
-    def block_tensors(self, num_blocks: int) -> list[tuple[CacheTensorSpec, ...]]:
+    def block_tensor_specs(self, num_blocks: int) -> list[tuple[CacheTensorSpec, ...]]:
         """Per layer, the tensors that hold so many pages."""
         return []
 

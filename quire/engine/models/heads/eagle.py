@@ -19,7 +19,7 @@ from quire.engine.architecture.norm import NormSpec
 from quire.engine.errors import ModelError
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import NormWeights
-from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.parameters import LoadableParameter, ParameterTable
 from quire.engine.layers.schemes import QuantizationScheme
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.heads.transformer_head import TransformerHead
@@ -86,7 +86,7 @@ class Eagle3Head(EagleHead):
     def parameters(self) -> ParameterTable:
         table = super().parameters() | self._norms.parameters() | self._head.parameters()
         if self._spec.has_token_map:
-            table["d2t"] = Parameter((self._spec.draft_vocab_size or 0,), torch.int64, self._load_token_offsets)
+            table["d2t"] = LoadableParameter((self._spec.draft_vocab_size or 0,), torch.int64, self._load_token_offsets)
         return table
 
     def initial_states(self, hidden: Tensor, aux_hidden_states: Sequence[Tensor]) -> Tensor:

@@ -35,16 +35,20 @@ class TransformerHead(DraftHead):
         self._decoder, self._backend = decoder, backend
         self._recorded_layers: tuple[Sequence[LayerCache] | None, RecordedLayers | None] = None, None
         kinds = Counter(
-            sublayer.block_bytes_formula for layer in self._layers for sublayer in layer if sublayer.block_tensors(1)
+            sublayer.block_bytes_formula
+            for layer in self._layers
+            for sublayer in layer
+            if sublayer.block_tensor_specs(1)
         )
         self.block_bytes_formula = " + ".join(f"{each} x {count} layers" for each, count in kinds.items())
 
     def parameters(self) -> ParameterTable:
         return merge_parameters(*chain.from_iterable(self._layers))
 
-    def block_tensors(self, num_blocks: int) -> list[tuple[CacheTensorSpec, ...]]:
+    def block_tensor_specs(self, num_blocks: int) -> list[tuple[CacheTensorSpec, ...]]:
         return [
-            tuple(each for sublayer in layer for each in sublayer.block_tensors(num_blocks)) for layer in self._layers
+            tuple(each for sublayer in layer for each in sublayer.block_tensor_specs(num_blocks))
+            for layer in self._layers
         ]
 
     def compute_states(

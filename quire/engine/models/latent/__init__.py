@@ -8,7 +8,7 @@ from quire.engine.architecture.norm import NormSpec
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.models.config_fields import SpecFields, default_true_reader, field_reader
 from quire.engine.models.family import Family, FamilyEntry
-from quire.engine.models.latent.mla_fields import mla_mixers
+from quire.engine.models.latent.mla_fields import mla_mixers_reader
 from quire.engine.models.moe_fields import (
     GROUPED_MOE,
     expert_intermediate_size,
@@ -42,10 +42,10 @@ def _residual_multiplier(config: ModelConfig) -> float:
 
 TABLE: Mapping[str, FamilyEntry] = {
     # Youtu-LLM (Tencent, 2026): DeepSeek-V3's attention with an MLP in every layer.
-    "youtu": Family(mixers=mla_mixers(is_interleaved=default_true_reader("rope_interleave"))),
+    "youtu": Family(mixers=mla_mixers_reader(is_interleaved=default_true_reader("rope_interleave"))),
     # DeepSeek-V2 and V2-Lite (DeepSeek-AI, 2024): experts behind dense layers.
     "deepseek_v2": Family(
-        mixers=mla_mixers(),
+        mixers=mla_mixers_reader(),
         experts=optional_moe_reader(
             moe_reader(_BEST_GROUPS_ROUTING, size=expert_intermediate_size, shared_expert=shared_expert_reader())
         ),
@@ -58,7 +58,7 @@ TABLE: Mapping[str, FamilyEntry] = {
     # MiniCPM 3 (OpenBMB, 2024): rotations of halves, and multipliers of embeddings, residuals and logits.
     "minicpm3": Family(
         norm=lambda config: NormSpec(config.norm_eps / _residual_multiplier(config) ** 2),
-        mixers=mla_mixers(is_interleaved=lambda config: False),
+        mixers=mla_mixers_reader(is_interleaved=lambda config: False),
         decoder={
             "embedding_scale": lambda config: (config.raw.get("scale_emb") or 12.0) / _residual_multiplier(config),
             "residual_multiplier": _residual_multiplier,

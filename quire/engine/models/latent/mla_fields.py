@@ -19,7 +19,7 @@ _ROTATED_SIZE_FIELDS = ("partial_rotary_factor", "rotary_dim")
 """What older files say of a head's rotated part, which qk_rope_head_dim is here."""
 
 
-def mla_mixers(
+def mla_mixers_reader(
     is_interleaved: ConfigReader = lambda config: True,
 ) -> Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]]:
     """Reads latent attention in all layers, as Family.mixing. neighbours: whether rotations turn neighbours."""

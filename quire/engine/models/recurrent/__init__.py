@@ -15,17 +15,19 @@ from quire.engine.checkpoint.families import STATES, shared_experts
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.models.config_fields import ConfigReader, attention_bias_readers, default_true_reader
-from quire.engine.models.dense import ropes_by_window
+from quire.engine.models.dense import ropes_by_window_reader
 from quire.engine.models.family import Family, FamilyEntry, FamilySpecBuilder, sliding_windows
 from quire.engine.models.moe_fields import moe_reader, optional_moe_reader
-from quire.engine.models.recurrent.falcon_h1 import falcon_h1
+from quire.engine.models.recurrent.falcon_h1 import falcon_h1_spec
 from quire.engine.models.recurrent.mamba2_fields import mamba2_spec
 from quire.engine.models.recurrent.mamba_fields import mamba_spec
 
 SublayerReader = Callable[[ModelConfig, NormSpec], SublayerSpec]
 
 
-def hybrid_mixers(read_sublayer: SublayerReader) -> Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]]:
+def hybrid_mixers_reader(
+    read_sublayer: SublayerReader,
+) -> Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]]:
     """Reads in which layers a part stands in attention's place, as Family.mixers."""
 
     def read_mixers(config: ModelConfig, norm: NormSpec) -> Sequence[SublayerSpec | None]:
@@ -46,20 +48,20 @@ def _attention_free_family(read_sublayer: SublayerReader) -> FamilyEntry:
     return build_family_spec
 
 
-def _falcon_mamba(config: ModelConfig, norm: NormSpec) -> SublayerSpec:
+def _falcon_mamba_mixer_spec(config: ModelConfig, norm: NormSpec) -> SublayerSpec:
     return mamba_spec(config, norm, inner_norm="plain", inner_eps=config.raw.get("mixer_rms_eps") or 0.0)
 
 
-def _jamba(config: ModelConfig, norm: NormSpec) -> SublayerSpec:
+def _jamba_mixer_spec(config: ModelConfig, norm: NormSpec) -> SublayerSpec:
     return mamba_spec(config, norm, inner_norm="learned", inner_eps=config.norm_eps)
 
 
-def _short_conv(config: ModelConfig, norm: NormSpec) -> ShortConvSpec:
+def _short_conv_spec(config: ModelConfig, norm: NormSpec) -> ShortConvSpec:
     raw = config.raw
     return ShortConvSpec(config.hidden_size, raw.get("conv_L_cache") or 3, norm, bool(raw.get("conv_bias")))
 
 
-def _lfm3(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:
+def _lfm3_spec(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:
     """Norms behind each part too, a gate for each head, and rotations of their own in layers with a window."""
     if config.raw.get("use_sandwich_norm") is False:
         raise ModelError("model: config.json: use_sandwich_norm: an LFM3 without norms behind its parts is not served")
@@ -82,17 +84,17 @@ _LFM3 = Family(
     attention={
         "qk_norm": "heads",
         "window": _attention_layers_reader(sliding_windows),
-        "rope": _attention_layers_reader(ropes_by_window(lambda config: 1_000_000.0, lambda config: 10_000.0)),
+        "rope": _attention_layers_reader(ropes_by_window_reader(lambda config: 1_000_000.0, lambda config: 10_000.0)),
         "head_gates": default_true_reader("use_attention_gate"),
         "output_norm": True,
         **attention_bias_readers("attention_bias"),
     },
     mlp={"output_norm": True},
-    mixers=hybrid_mixers(lambda config, norm: replace(_short_conv(config, norm), output_norm=True)),
+    mixers=hybrid_mixers_reader(lambda config, norm: replace(_short_conv_spec(config, norm), output_norm=True)),
 )
 
 
-def _delta_net(config: ModelConfig, norm: NormSpec) -> SublayerSpec:
+def _delta_net_spec(config: ModelConfig, norm: NormSpec) -> SublayerSpec:
     raw = config.raw
     key_heads, heads = raw.get("linear_num_key_heads") or 16, raw.get("linear_num_value_heads") or 32
     key, value = raw.get("linear_key_head_dim") or 128, raw.get("linear_value_head_dim") or 128
@@ -105,7 +107,7 @@ def _delta_net(config: ModelConfig, norm: NormSpec) -> SublayerSpec:
     return DeltaNetSpec(heads, key, value, raw.get("linear_conv_kernel_dim") or 4, norm, key_heads)
 
 
-def _granite_hybrid(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:
+def _granite_hybrid_spec(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:
     """Experts beside an MLP, or an MLP alone; with or without positions."""
     name, width = shared_experts(config.raw)
     experts = bool(config.raw.get("num_local_experts"))
@@ -114,41 +116,41 @@ def _granite_hybrid(config: ModelConfig, build_spec: FamilySpecBuilder) -> Decod
         base="granitemoe" if experts else "granite",
         attention=attention,
         mlp={} if experts else {"name": name, "intermediate_size": width},
-        mixers=hybrid_mixers(mamba2_spec),
+        mixers=hybrid_mixers_reader(mamba2_spec),
     )
     return family(config, build_spec)
 
 
 TABLE: Mapping[str, FamilyEntry] = {
     # LFM2 (Liquid AI, 2025): gated short convolutions in most layers.
-    "lfm2": Family(attention={"qk_norm": "heads"}, mixers=hybrid_mixers(_short_conv)),
+    "lfm2": Family(attention={"qk_norm": "heads"}, mixers=hybrid_mixers_reader(_short_conv_spec)),
     # LFM3 (Liquid AI, 2026): wider convolutions, and attention within windows in some layers.
-    "lfm3": _lfm3,
+    "lfm3": _lfm3_spec,
     # Qwen3.5's text models (Qwen Team, 2026): gated delta nets in most layers, attention with gates in the others;
     # norms whose weights are offsets from 1.
     "qwen3_5_text": Family(
         norm=lambda config: NormSpec(config.norm_eps, 1.0),
         attention={"qk_norm": "heads", "has_output_gate": True, **attention_bias_readers("attention_bias")},
-        mixers=hybrid_mixers(_delta_net),
+        mixers=hybrid_mixers_reader(_delta_net_spec),
     ),
     # Bamba (IBM, 2024): a Llama, rotated in part, with state spaces in most layers.
-    "bamba": Family(base="llama", mixers=hybrid_mixers(mamba2_spec)),
+    "bamba": Family(base="llama", mixers=hybrid_mixers_reader(mamba2_spec)),
     # Falcon-H1 (Zuo et al., 2025): attention and a state space side by side in each layer, and factors nearly
     # everywhere.
-    "falcon_h1": falcon_h1,
+    "falcon_h1": falcon_h1_spec,
     # Granite 4 (IBM, 2025): Granite with state spaces in most layers.
-    "granitemoehybrid": _granite_hybrid,
+    "granitemoehybrid": _granite_hybrid_spec,
     # Mamba 2 (Dao and Gu, 2024).
     "mamba2": _attention_free_family(mamba2_spec),
     # Mamba (Gu and Dao, 2023).
     "mamba": _attention_free_family(mamba_spec),
     # Falcon Mamba (TII, 2024), which norms what steps, b and c are made of.
-    "falcon_mamba": _attention_free_family(_falcon_mamba),
+    "falcon_mamba": _attention_free_family(_falcon_mamba_mixer_spec),
     # Jamba (AI21 Labs, 2024): selective scans in most layers, attention without positions in the others, and experts in
     # some MLPs' place, whose weights are not divided by their sum.
     "jamba": Family(
         attention={"rope": None},
-        mixers=hybrid_mixers(_jamba),
+        mixers=hybrid_mixers_reader(_jamba_mixer_spec),
         experts=optional_moe_reader(moe_reader({"is_normalized": False}, name="feed_forward", router="router")),
     ),
 }

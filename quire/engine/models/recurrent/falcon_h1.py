@@ -14,7 +14,7 @@ from quire.engine.models.family import FamilySpecBuilder
 from quire.engine.models.recurrent.mamba2_fields import mamba2_spec
 
 
-def falcon_h1(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:
+def falcon_h1_spec(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:
     """A factor of what attention reads is one of its queries, keys and values."""
     raw, base = config.raw, build_spec("llama", config)
     input_multiplier, output_multiplier = (
@@ -24,7 +24,7 @@ def falcon_h1(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec
     key = raw.get("key_multiplier") or 1.0
     if input_multiplier != 1 and raw.get("attention_bias"):
         raise ModelError("model: config.json: attention_in_multiplier does not go with attention_bias")
-    base = base.replace_sublayers(
+    base = base.replace_sublayer_fields(
         AttentionLayerSpec,
         scale=config.head_dim**-0.5 * input_multiplier**2 * key,
         output_scale=input_multiplier * output_multiplier,
@@ -32,7 +32,7 @@ def falcon_h1(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec
     gate, down = raw.get("mlp_multipliers") or (1.0, 1.0)
     if raw.get("mlp_bias") and (gate, down) != (1, 1):
         raise ModelError("model: config.json: mlp_multipliers do not go with mlp_bias")
-    base = base.replace_sublayers(MLPSpec, multipliers=[(gate, down)] * config.num_layers)
+    base = base.replace_sublayer_fields(MLPSpec, multipliers=[(gate, down)] * config.num_layers)
     space = _mamba2_spec(config, base.norm)
     layers = tuple((attention, space, mlp) for attention, mlp in base.layers)
     embedding, head = raw.get("embedding_multiplier") or 1.0, raw.get("lm_head_multiplier") or 1.0

@@ -15,7 +15,7 @@ from quire.engine.models.moe_fields import GROUPED_ROUTING, expert_intermediate_
 from quire.engine.models.recurrent.mamba2_fields import mamba2_spec
 
 
-def _latent_moe(config: ModelConfig) -> LatentMoESpec | None:
+def _latent_moe_spec(config: ModelConfig) -> LatentMoESpec | None:
     size = config.raw.get("moe_latent_size")
     return LatentMoESpec(size, NARROW, bool(config.raw.get("mlp_bias"))) if size else None
 
@@ -24,7 +24,7 @@ _EXPERTS = moe_reader(
     GROUPED_ROUTING,
     size=expert_intermediate_size,
     shared_expert=shared_expert_reader(is_required=True, bias=flag_reader("mlp_bias")),
-    latent=_latent_moe,
+    latent=_latent_moe_spec,
     shares_norm=True,
     gated=False,
     correction="gate.e_score_correction_bias",

@@ -89,7 +89,7 @@ def candidate_rules(shape: UnitShape, *, text_results: bool, prefer_merge: bool)
         yield from _call_rules(shape, text_results=text_results)
         return
     is_result = shape.role in ("tool", "function")
-    kinds = _result_fixes(shape, text_results=text_results) if is_result else _text_fixes(shape)
+    kinds = _result_fix_sets(shape, text_results=text_results) if is_result else _message_fix_sets(shape)
     for fixes in kinds:
         yield AdaptationRule(fixes)
         yield from _rules_with_join(fixes)
@@ -97,7 +97,7 @@ def candidate_rules(shape: UnitShape, *, text_results: bool, prefer_merge: bool)
         yield AdaptationRule(("omitted",))
 
 
-def _text_fixes(shape: UnitShape) -> list[tuple[Fix, ...]]:
+def _message_fix_sets(shape: UnitShape) -> list[tuple[Fix, ...]]:
     if shape.is_tool_description:
         return [(), ("user",)]
     if shape.role == "developer":
@@ -105,7 +105,7 @@ def _text_fixes(shape: UnitShape) -> list[tuple[Fix, ...]]:
     return [(), ("user",)] if shape.role not in ("user", "assistant") else [()]
 
 
-def _result_fixes(shape: UnitShape, *, text_results: bool) -> list[tuple[Fix, ...]]:
+def _result_fix_sets(shape: UnitShape, *, text_results: bool) -> list[tuple[Fix, ...]]:
     """Of a result that answers no call."""
     fixes = _applicable_fixes(shape)
     several = [chosen for size in range(len(fixes) + 1) for chosen in combinations(fixes, size)]

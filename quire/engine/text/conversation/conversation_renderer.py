@@ -51,25 +51,29 @@ class ConversationRenderer:
                 self._units, tools=self._shows_tools, prompt=self._add_generation_prompt, banned_rules=banned_rules
             )
             if not adapt and plan.adaptations:
-                raise self._refusal(plan.adaptations[0].index, f"{ADAPTATION_OFF_MESSAGE}: {plan.adaptations[0].label}")
+                raise self._refusal_error(
+                    plan.adaptations[0].index, f"{ADAPTATION_OFF_MESSAGE}: {plan.adaptations[0].label}"
+                )
             text = self._try_render_plan(plan)
             error = text if isinstance(text, InvalidRequest) else None
             if isinstance(text, str):
                 conversation = RenderedConversation(text, plan.adaptations, plan.moved_texts)
                 first = first or conversation
-                places = sorted({plan.unit_indices[index] for index in find_missing_messages(text, plan.messages)})
-                if not places:
+                unit_indices = sorted(
+                    {plan.unit_indices[index] for index in find_missing_messages(text, plan.messages)}
+                )
+                if not unit_indices:
                     return conversation
             else:
-                places = [self._find_refused_unit(plan)]
-            if not adapt or (plan.first_unsure_unit is not None and plan.first_unsure_unit <= places[0]):
+                unit_indices = [self._find_refused_unit(plan)]
+            if not adapt or (plan.first_unsure_unit is not None and plan.first_unsure_unit <= unit_indices[0]):
                 break
-            for place in places:
-                rule = plan.rules[place]
-                banned_rules.setdefault(place, set()).add(rule if error is not None else rule.fixes)
+            for unit_index in unit_indices:
+                rule = plan.rules[unit_index]
+                banned_rules.setdefault(unit_index, set()).add(rule if error is not None else rule.fixes)
         if allow_missing and first is not None:
             return first
-        raise self._unit_refusal(places[0], error) from error
+        raise self._unit_refusal_error(unit_indices[0], error) from error
 
     def _try_render_plan(self, plan: ConversationPlan) -> str | InvalidRequest:
         try:
@@ -95,20 +99,25 @@ class ConversationRenderer:
                 high = middle
         return high
 
-    def _accepts_up_to(self, plan: ConversationPlan, place: int) -> bool:
+    def _accepts_up_to(self, plan: ConversationPlan, unit_index: int) -> bool:
         """Whether the template takes the units up to a place."""
         try:
             self._render_messages(
-                [message for message, owner in zip(plan.messages, plan.unit_indices, strict=True) if owner <= place]
+                [
+                    message
+                    for message, owner in zip(plan.messages, plan.unit_indices, strict=True)
+                    if owner <= unit_index
+                ]
             )
         except InvalidRequest:
             return False
         return True
 
-    def _unit_refusal(self, place: int, error: InvalidRequest | None) -> InvalidRequest:
-        return self._refusal(
-            self._units[place].index, "the chat template does not show its text" if error is None else error.message
+    def _unit_refusal_error(self, unit_index: int, error: InvalidRequest | None) -> InvalidRequest:
+        return self._refusal_error(
+            self._units[unit_index].index,
+            "the chat template does not show its text" if error is None else error.message,
         )
 
-    def _refusal(self, index: int, why: str) -> InvalidRequest:
+    def _refusal_error(self, index: int, why: str) -> InvalidRequest:
         return InvalidRequest(f"messages[{max(index, 0)}]: {why}", param="messages")

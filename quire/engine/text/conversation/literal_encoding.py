@@ -10,7 +10,9 @@ _LEAD_CHARACTER = "\u263a"
 """Stands before a piece of a text for a tokenizer that puts a space before what it begins with."""
 
 
-def encode_literally(tokenizer: Tokenizer, text: str, moved: Sequence[str], *, add_special_tokens: bool) -> list[int]:
+def encode_with_literal_texts(
+    tokenizer: Tokenizer, text: str, moved: Sequence[str], *, add_special_tokens: bool
+) -> list[int]:
     """The ids of `text`; tokens such as `<|im_end|>` in the `moved` texts are encoded as characters. Raises
     InvalidRequest as `Tokenizer.encode`."""
     cuts = sorted(set(_find_cut_positions(tokenizer, text, moved)))
@@ -30,7 +32,7 @@ def _find_cut_positions(tokenizer: Tokenizer, text: str, moved_texts: Sequence[s
     for each in set(moved_texts) if pattern is not None else ():
         assert pattern is not None
         inside = [match.start() + 1 for match in pattern.finditer(each)]
-        place = text.find(each) if inside else -1
-        while place >= 0:
-            yield from (place + cut for cut in inside)
-            place = text.find(each, place + len(each))
+        text_start = text.find(each) if inside else -1
+        while text_start >= 0:
+            yield from (text_start + cut for cut in inside)
+            text_start = text.find(each, text_start + len(each))

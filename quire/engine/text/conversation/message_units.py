@@ -84,21 +84,21 @@ def message_calls(message: Message) -> list[dict[str, Any]]:
     return calls
 
 
-def call_function(call: dict[str, Any]) -> dict[str, Any]:
+def tool_call_function(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     return function if isinstance(function, dict) else {}
 
 
 def call_id(call: dict[str, Any]) -> str | None:
-    return _valid_id(call.get("id"))
+    return _call_id_or_none(call.get("id"))
 
 
 def result_call_id(message: Message) -> str | None:
     """The id of the call that a result answers."""
-    return _valid_id(message.get("tool_call_id"))
+    return _call_id_or_none(message.get("tool_call_id"))
 
 
-def _valid_id(value: object) -> str | None:
+def _call_id_or_none(value: object) -> str | None:
     return str(value) if isinstance(value, str | int) and value != "" else None
 
 
@@ -116,7 +116,7 @@ def match_results_to_calls(unit: MessageUnit) -> list[int | None]:
         index = known.get(id) if id is not None and known else None
         if id is None or not known:
             name = result.get("name")
-            same = [each for each in open_calls if name in (None, call_function(calls[each]).get("name"))]
+            same = [each for each in open_calls if name in (None, tool_call_function(calls[each]).get("name"))]
             index = same[0] if same else None
         if index in open_calls:
             open_calls.remove(index)
@@ -139,7 +139,7 @@ def unit_shape(unit: MessageUnit, *, text_arguments: bool = False) -> UnitShape:
     calls = message_calls(message)
     ids = [call_id(call) for call in calls] + [result_call_id(each) for each in results]
     as_text = text_arguments or not message.get("tool_calls")
-    kinds = {arguments_kind(call_function(call).get("arguments", {}), as_text) for call in calls}
+    kinds = {arguments_kind(tool_call_function(call).get("arguments", {}), as_text) for call in calls}
     return UnitShape(
         role,
         content,

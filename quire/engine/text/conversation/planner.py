@@ -61,9 +61,9 @@ class ConversationPlan:
 
 
 @dataclass(slots=True)
-class _TemplateState:
+class _AutomatonState:
     steps: tuple[PlanStep, ...]
-    transitions: dict[UnitShape, tuple[AdaptationRule, _TemplateState, bool]] = field(default_factory=dict)
+    transitions: dict[UnitShape, tuple[AdaptationRule, _AutomatonState, bool]] = field(default_factory=dict)
     """The rule for a shape, the state that it leads to, and whether the template takes it."""
     closing_messages: dict[bool, list[Message]] = field(default_factory=dict)
     """What is added at a conversation's end, with a generation prompt and without."""
@@ -76,7 +76,7 @@ class ConversationPlanner:
         self._render = render
         self._writer = writer
         self._text_results = text_results
-        self._states: dict[tuple[bool, tuple[PlanStep, ...]], _TemplateState] = {}
+        self._states: dict[tuple[bool, tuple[PlanStep, ...]], _AutomatonState] = {}
 
     def plan(
         self, units: Sequence[MessageUnit], *, tools: bool, prompt: bool | None, banned_rules: BannedRules
@@ -87,22 +87,22 @@ class ConversationPlanner:
         plan = ConversationPlan([], [], [], [])
         first_unsure_unit = None
         text_arguments = self._writer.text_arguments
-        for place, unit in enumerate(units):
+        for unit_index, unit in enumerate(units):
             shape = unit_shape(unit, text_arguments=text_arguments)
-            if place in banned_rules:
-                rule, sure = self._choose_rule(state, shape, tools, banned_rules[place])
+            if unit_index in banned_rules:
+                rule, sure = self._choose_rule(state, shape, tools, banned_rules[unit_index])
                 state = self._next_state(state, shape, rule, tools)
             else:
                 if shape not in state.transitions:
                     self._learn_transition(state, shape, tools)
                 rule, state, sure = state.transitions[shape]
             if not sure and first_unsure_unit is None:
-                first_unsure_unit = place
+                first_unsure_unit = unit_index
             if rule is AS_SENT:
                 plan.messages.extend(unit.messages)
-                plan.unit_indices.extend([place] * len(unit.messages))
+                plan.unit_indices.extend([unit_index] * len(unit.messages))
             else:
-                self._append_rewritten(plan, units, place, rule)
+                self._append_rewritten_unit(plan, units, unit_index, rule)
             plan.rules.append(rule)
         if prompt is not None:
             closing = self._get_closing_messages(state, tools, prompt)
@@ -112,10 +112,10 @@ class ConversationPlanner:
             plan.messages, plan.unit_indices, plan.rules, plan.adaptations, first_unsure_unit, plan.moved_texts
         )
 
-    def _append_rewritten(
-        self, plan: ConversationPlan, units: Sequence[MessageUnit], place: int, rule: AdaptationRule
+    def _append_rewritten_unit(
+        self, plan: ConversationPlan, units: Sequence[MessageUnit], unit_index: int, rule: AdaptationRule
     ) -> None:
-        unit = units[place]
+        unit = units[unit_index]
         written = self._writer.write_unit(unit, rule, plan.messages)
         if written is None:
             written = self._writer.write_unit(unit, AdaptationRule(rule.fixes), plan.messages)
@@ -124,27 +124,29 @@ class ConversationPlanner:
         if written.num_replaced:
             del plan.messages[-written.num_replaced :], plan.unit_indices[-written.num_replaced :]
         plan.messages.extend(written.messages)
-        plan.unit_indices.extend([place] * len(written.messages))
+        plan.unit_indices.extend([unit_index] * len(written.messages))
         plan.moved_texts.extend(written.moved_texts)
         if not unit.is_tool_description and not joins_own:
             plan.adaptations.append(Adaptation(unit.index, rule.label(str(unit.messages[0].get("role")))))
 
-    def _get_state(self, tools: bool, steps: tuple[PlanStep, ...]) -> _TemplateState:
+    def _get_state(self, tools: bool, steps: tuple[PlanStep, ...]) -> _AutomatonState:
         if len(self._states) > MAX_CACHED_STATES:
             self._states.clear()
-        return self._states.setdefault((tools, steps), _TemplateState(steps))
+        return self._states.setdefault((tools, steps), _AutomatonState(steps))
 
-    def _next_state(self, state: _TemplateState, shape: UnitShape, rule: AdaptationRule, tools: bool) -> _TemplateState:
+    def _next_state(
+        self, state: _AutomatonState, shape: UnitShape, rule: AdaptationRule, tools: bool
+    ) -> _AutomatonState:
         return self._get_state(tools, _abbreviate_steps((*state.steps, (shape, rule))))
 
-    def _learn_transition(self, state: _TemplateState, shape: UnitShape, tools: bool) -> None:
+    def _learn_transition(self, state: _AutomatonState, shape: UnitShape, tools: bool) -> None:
         rule, sure = self._choose_rule(state, shape, tools, frozenset())
         if len(state.transitions) > MAX_CACHED_STATES:  # only where callers may make up roles
             state.transitions.clear()
         state.transitions[shape] = rule, self._next_state(state, shape, rule, tools), sure
 
     def _choose_rule(
-        self, state: _TemplateState, shape: UnitShape, tools: bool, banned: Set[AdaptationRule | tuple[Fix, ...]]
+        self, state: _AutomatonState, shape: UnitShape, tools: bool, banned: Set[AdaptationRule | tuple[Fix, ...]]
     ) -> tuple[AdaptationRule, bool]:
         """The first rule that suits the template, and what mostly follows; without one the first that suits it."""
         fallback: AdaptationRule | None = None
@@ -181,9 +183,9 @@ class ConversationPlanner:
             probe_units = [one for one in probe_units[:-1] if not one.any_position] + probe_units[-1:]
         role = str(messages[-1].get("role")) if messages else ""
         pending = bool(messages) and bool(messages[-1].get("tool_calls"))
-        alone = self._shows_all(messages, probe_units, tools, images=shape.result_content == "parts")
+        alone = self._shows_all_texts(messages, probe_units, tools, images=shape.result_content == "parts")
         ways = () if pending else _FOLLOWING_SHAPES.get(role, ())
-        lengths = [self._count_accepted(messages, probe_units, way, tools) for way in ways]
+        lengths = [self._count_accepted_messages(messages, probe_units, way, tools) for way in ways]
         ends_here = alone or (bool(ways) and role != "user" and not (shape.num_calls and role != "assistant"))
         goes_on = not ways or any(length == len(way) for length, way in zip(lengths, ways, strict=True))
         stays = shape.role not in SYSTEM_ROLES or self._keeps_prefix(steps, messages, tools)
@@ -201,7 +203,7 @@ class ConversationPlanner:
         ends = [before.rfind(one) + len(one) for each in trial[1] for texts in each.expected_texts for one in texts]
         return text.startswith(before[: max(ends, default=0)])
 
-    def _count_accepted(
+    def _count_accepted_messages(
         self, messages: list[Message], probe_units: list[ProbeUnit], way: Sequence[UnitShape], tools: bool
     ) -> int:
         """How many messages of these shapes the template takes behind others."""
@@ -221,11 +223,11 @@ class ConversationPlanner:
             written = self._writer.write_unit(one.unit, rule, messages)
             if written is not None:
                 whole = [*messages[: len(messages) - written.num_replaced], *written.messages]
-                if self._shows_all(whole, [*probe_units, one], tools):
+                if self._shows_all_texts(whole, [*probe_units, one], tools):
                     return whole, [*probe_units, one]
         return None
 
-    def _shows_all(
+    def _shows_all_texts(
         self,
         messages: list[Message],
         probe_units: Sequence[ProbeUnit],
@@ -260,23 +262,23 @@ class ConversationPlanner:
     def _make_probe_unit(self, shape: UnitShape, serial: int) -> ProbeUnit:
         return make_probe_unit(shape, serial, first=serial == 0, text_arguments=self._writer.text_arguments)
 
-    def _get_closing_messages(self, state: _TemplateState, tools: bool, prompt: bool) -> list[Message]:
+    def _get_closing_messages(self, state: _AutomatonState, tools: bool, prompt: bool) -> list[Message]:
         """What is added where the template does not take a conversation that ends here."""
         if prompt not in state.closing_messages:
             state.closing_messages[prompt] = self._learn_closing_messages(state, tools, prompt)
         return state.closing_messages[prompt]
 
-    def _learn_closing_messages(self, state: _TemplateState, tools: bool, prompt: bool) -> list[Message]:
+    def _learn_closing_messages(self, state: _AutomatonState, tools: bool, prompt: bool) -> list[Message]:
         trial = self._write_trial(state.steps)
         if trial is None:
             return []
         messages, probe_units = trial
         probe_units = [one for one in probe_units if not one.any_position] or probe_units
-        if self._shows_all(messages, probe_units, tools, prompt=prompt):
+        if self._shows_all_texts(messages, probe_units, tools, prompt=prompt):
             return []
         for filler in FILLER_TEXTS["user"]:
             message = {"role": "user", "content": filler}
-            if self._shows_all([*messages, message], probe_units, tools, prompt=prompt):
+            if self._shows_all_texts([*messages, message], probe_units, tools, prompt=prompt):
                 return [message]
         return []
 

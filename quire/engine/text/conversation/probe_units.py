@@ -44,25 +44,29 @@ def make_probe_unit(shape: UnitShape, serial: int, *, first: bool, text_argument
             first and shape.role in ("system", "developer"),
         )
     text_arguments = text_arguments or shape.is_legacy
-    calls = [_make_call(shape, serial, place, text_arguments=text_arguments) for place in range(shape.num_calls)]
-    expected_texts += [(f"qz{serial}n{place}zq", _id_mark(serial, place)) for place in range(shape.num_calls)]
-    expected_texts += [(f"qz{serial}a{place}zq",) for place in range(shape.num_calls)]
+    calls = [
+        _make_call(shape, serial, call_index, text_arguments=text_arguments) for call_index in range(shape.num_calls)
+    ]
+    expected_texts += [
+        (f"qz{serial}n{call_index}zq", _short_probe_id(serial, call_index)) for call_index in range(shape.num_calls)
+    ]
+    expected_texts += [(f"qz{serial}a{call_index}zq",) for call_index in range(shape.num_calls)]
     if shape.is_legacy:
         message["function_call"] = calls[0]["function"]
     else:
         message["tool_calls"] = calls
     results = []
-    for place in _calls_with_results(shape):
-        text = f"qz{serial}r{place}zq"
+    for call_index in _calls_with_results(shape):
+        text = f"qz{serial}r{call_index}zq"
         role = "function" if shape.is_legacy else "tool"
         result = {
             "role": role,
             "content": _make_content(shape.result_content, text),
-            **_result_fields(shape, serial, place),
+            **_result_fields(shape, serial, call_index),
         }
         results.append(result)
         expected_texts.append((text,))
-    arguments = frozenset(f"qz{serial}a{place}zq" for place in range(shape.num_calls))
+    arguments = frozenset(f"qz{serial}a{call_index}zq" for call_index in range(shape.num_calls))
     return ProbeUnit(MessageUnit((message, *results), serial), expected_texts, argument_texts=arguments)
 
 
@@ -86,19 +90,19 @@ def _make_content(kind: str, text: str) -> Any:
     return text if kind == "text" else ""
 
 
-def _id_mark(serial: int, place: int) -> str:
-    return f"q{serial % 10_000:04d}{place:04d}"
+def _short_probe_id(serial: int, call_index: int) -> str:
+    return f"q{serial % 10_000:04d}{call_index:04d}"
 
 
-def _make_id(shape: UnitShape, serial: int, place: int) -> dict[str, str]:
+def _make_id_field(shape: UnitShape, serial: int, call_index: int) -> dict[str, str]:
     if shape.ids == "missing":
         return {}
-    mark = _id_mark(serial, place)
+    mark = _short_probe_id(serial, call_index)
     return {"id": mark if shape.ids == "short" else f"call_{mark}zq"}
 
 
-def _make_call(shape: UnitShape, serial: int, place: int, *, text_arguments: bool) -> dict[str, Any]:
-    value = f"qz{serial}a{place}zq"
+def _make_call(shape: UnitShape, serial: int, call_index: int, *, text_arguments: bool) -> dict[str, Any]:
+    value = f"qz{serial}a{call_index}zq"
     arguments: Any = {PROBE_KEY: value}
     if shape.arguments == "text":
         arguments = f'{{"{PROBE_KEY}": "{value}'
@@ -106,29 +110,29 @@ def _make_call(shape: UnitShape, serial: int, place: int, *, text_arguments: boo
         arguments = [value]
     if text_arguments and not isinstance(arguments, str):
         arguments = json.dumps(arguments)
-    function = {"name": f"qz{serial}n{place}zq", "arguments": arguments}
-    return {**_make_id(shape, serial, place), "type": "function", "function": function}
+    function = {"name": f"qz{serial}n{call_index}zq", "arguments": arguments}
+    return {**_make_id_field(shape, serial, call_index), "type": "function", "function": function}
 
 
-def _result_fields(shape: UnitShape, serial: int, place: int) -> dict[str, str]:
+def _result_fields(shape: UnitShape, serial: int, call_index: int) -> dict[str, str]:
     """Which call a result answers."""
-    id = {} if shape.is_legacy else _make_id(shape, serial, place)
+    id = {} if shape.is_legacy else _make_id_field(shape, serial, call_index)
     ids = {"tool_call_id": id["id"]} if id else {}
-    return {**ids, "name": f"qz{serial}n{place}zq"} if shape.has_result_names or shape.is_legacy else ids
+    return {**ids, "name": f"qz{serial}n{call_index}zq"} if shape.has_result_names or shape.is_legacy else ids
 
 
 def shows_in_order(text: str, probe_units: Iterable[ProbeUnit]) -> bool:
     """True if a rendering shows each specimen behind those before it."""
-    place = 0
+    search_start = 0
     for each in probe_units:
-        start = 0 if each.any_position else place
-        end = place
+        start = 0 if each.any_position else search_start
+        end = search_start
         for texts in each.expected_texts:
             places = [position for one in texts if (position := text.find(one, start)) >= 0]
             if not places:
                 return False
             end = end if each.any_position else max(end, min(places))
-        place = end
+        search_start = end
     return True
 
 

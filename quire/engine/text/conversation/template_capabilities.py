@@ -84,10 +84,10 @@ def detect_capabilities(
     tool = make_probe_tool()
     shown = tool_template or renders_any([_USER_MESSAGE], [tool], "qnameq")
     tools = [tool] if shown else None
-    as_object = renders_any([_USER_MESSAGE, _make_calling_message(text=False)], tools, *_CALL_MARKS) or renders_any(
-        [_make_calling_message(text=False)], tools, *_CALL_MARKS
+    as_object = renders_any([_USER_MESSAGE, _make_tool_call_message(text=False)], tools, *_CALL_MARKS) or renders_any(
+        [_make_tool_call_message(text=False)], tools, *_CALL_MARKS
     )
-    as_text = not as_object and renders_any([_USER_MESSAGE, _make_calling_message(text=True)], tools, _CALL_MARKS[0])
+    as_text = not as_object and renders_any([_USER_MESSAGE, _make_tool_call_message(text=True)], tools, _CALL_MARKS[0])
     takes = not renders_any([_USER_MESSAGE], [tool], "qnameq")
     return TemplateCapabilities(
         shows_tools=shown,
@@ -99,7 +99,7 @@ def detect_capabilities(
     )
 
 
-def _make_calling_message(*, text: bool) -> Message:
+def _make_tool_call_message(*, text: bool) -> Message:
     arguments: Any = _PROBE_FUNCTION["arguments"]
     function = {**_PROBE_FUNCTION, "arguments": json.dumps(arguments) if text else arguments}
     call = {"id": "qidqidqid", "type": "function", "function": function}

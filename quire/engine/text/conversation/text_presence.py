@@ -9,7 +9,7 @@ from typing import Any
 
 from markupsafe import escape
 
-from quire.engine.text.conversation.message_units import Message, call_function, message_calls
+from quire.engine.text.conversation.message_units import Message, message_calls, tool_call_function
 
 _REASONING_ENDS = ("</think>", "[/THINK]", "</thinking>", "</seed:think>")
 """Text before the last of these in an assistant's content is earlier reasoning, which templates drop on purpose."""
@@ -20,15 +20,15 @@ _MAX_SEARCHED_CHARACTERS = 200
 
 def find_missing_messages(text: str, messages: Sequence[Message]) -> list[int]:
     """The indices of the messages that have a text which the rendered `text` does not show."""
-    place = 0
+    search_start = 0
     missing_indices = []
     for index, message in enumerate(messages):
         content = message.get("content")
         for each in [content] if isinstance(content, str) else _part_texts(content):
             each = each.strip()  # many templates trim
-            start = text.find(each, place)
+            start = text.find(each, search_start)
             if start >= 0:
-                place = start + len(each)
+                search_start = start + len(each)
             elif not contains_text(text, each, by_assistant=message.get("role") == "assistant"):
                 missing_indices.append(index)
         words = list(_argument_words(message)) if message.get("tool_calls") else []
@@ -54,15 +54,15 @@ def contains_text(text: str, expected: str, *, by_assistant: bool = False) -> bo
 
 def _contains_lines(text: str, expected: str) -> bool:
     """True if all lines are there in order: templates may indent them, or cut a text at marks of their own."""
-    place = 0
+    search_start = 0
     for line in expected.splitlines():
         line = line.strip()
         if not line:
             continue
-        start = text.find(line, place)
+        start = text.find(line, search_start)
         if start < 0:
             return False
-        place = start + len(line)
+        search_start = start + len(line)
     return True
 
 
@@ -73,7 +73,7 @@ def _part_texts(content: Any) -> list[str]:
 def _argument_words(message: Message) -> Iterator[str]:
     """A word of each text in the arguments of a message's calls, as templates write them in many ways. That a template
     shows all arguments is known from specimens."""
-    rest: list[Any] = [call_function(call).get("arguments") for call in message_calls(message)]
+    rest: list[Any] = [tool_call_function(call).get("arguments") for call in message_calls(message)]
     while rest:
         value = rest.pop()
         if isinstance(value, str):

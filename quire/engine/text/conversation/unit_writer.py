@@ -13,11 +13,11 @@ from quire.engine.text.conversation.adaptation_rules import FILLER_TEXTS, Adapta
 from quire.engine.text.conversation.message_units import (
     Message,
     MessageUnit,
-    call_function,
     call_id,
     match_results_to_calls,
     message_calls,
     result_call_id,
+    tool_call_function,
 )
 from quire.engine.text.tool_prompt import with_calls_as_text, with_results_as_text
 
@@ -80,7 +80,7 @@ def _message_texts(message: Message, *, calls: bool) -> list[str]:
     content = message.get("content", "")
     texts = [content] if isinstance(content, str) else [part["text"] for part in content or () if "text" in part]
     for call in message_calls(message) if calls else ():
-        arguments = call_function(call).get("arguments")
+        arguments = tool_call_function(call).get("arguments")
         texts.append(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
     return [text for text in texts if text]
 
@@ -90,7 +90,7 @@ def _modernize_calls(writer: UnitWriter, messages: list[Message], unit: MessageU
     modernized = []
     for place, message in enumerate(messages):
         if message.get("role") == "function":
-            id = _short_id(f"{message.get('name')}", unit.index - (len(messages) == 1))
+            id = _make_short_id(f"{message.get('name')}", unit.index - (len(messages) == 1))
             message = {"tool_call_id": id, **message, "role": "tool"}
         elif place == 0 and "function_call" in message:
             calls = [_modernize_call(call, unit.index, writer) for call in message_calls(message)]
@@ -101,16 +101,16 @@ def _modernize_calls(writer: UnitWriter, messages: list[Message], unit: MessageU
 
 
 def _modernize_call(call: dict[str, Any], index: int, writer: UnitWriter) -> dict[str, Any]:
-    function = call_function(call)
+    function = tool_call_function(call)
     arguments = function.get("arguments", {})
     if isinstance(arguments, str) and not writer.text_arguments:
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments or "{}")
-    id = call_id(call) or _short_id(f"{function.get('name')}", index)
+    id = call_id(call) or _make_short_id(f"{function.get('name')}", index)
     return {**call, "id": id, "function": {**function, "arguments": arguments}}
 
 
-def _short_id(text: str, index: int) -> str:
+def _make_short_id(text: str, index: int) -> str:
     """Nine letters and digits: those of an id that is some already, or else made of it and of a message's index."""
     number = int.from_bytes(hashlib.blake2b(f"{index}:{text}".encode(errors="replace"), digest_size=8).digest())
     digits = []
@@ -125,13 +125,13 @@ def _with_short_ids(writer: UnitWriter, messages: list[Message], unit: MessageUn
 
     def shorten_id(id: str | None, place: int) -> str:
         if id is None:
-            return _short_id("", unit.index + place)
-        return id if len(id) == _ID_LENGTH and id.isascii() and id.isalnum() else _short_id(id, 0)
+            return _make_short_id("", unit.index + place)
+        return id if len(id) == _ID_LENGTH and id.isascii() and id.isalnum() else _make_short_id(id, 0)
 
     return _rename_ids(messages, lambda id, place, name: shorten_id(id, place))
 
 
-def _with_named_ids(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
+def _with_function_name_ids(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
     """Ids such as `functions.name:3`, which Kimi K2 reads the name from."""
     return _rename_ids(messages, lambda id, place, name: f"functions.{name}:{unit.index + place}")
 
@@ -140,7 +140,9 @@ def _rename_ids(messages: list[Message], rename: Callable[[str | None, int, str]
     calls = message_calls(messages[0])
     if not calls:
         return [{**each, "tool_call_id": rename(result_call_id(each), 0, str(each.get("name")))} for each in messages]
-    names = [rename(call_id(call), place, str(call_function(call).get("name"))) for place, call in enumerate(calls)]
+    names = [
+        rename(call_id(call), place, str(tool_call_function(call).get("name"))) for place, call in enumerate(calls)
+    ]
     renamed: list[Message] = [
         {**messages[0], "tool_calls": [{**call, "id": id} for call, id in zip(calls, names, strict=True)]}
     ]
@@ -151,11 +153,11 @@ def _rename_ids(messages: list[Message], rename: Callable[[str | None, int, str]
     return renamed
 
 
-def _with_object_arguments(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
+def _move_bad_arguments_to_content(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
     """Arguments that are no object are empty, and stand in the content as they were sent."""
     calls, notes = [], []
     for call in message_calls(messages[0]):
-        function = call_function(call)
+        function = tool_call_function(call)
         arguments = function.get("arguments", {})
         if not _is_object(arguments, text_arguments=writer.text_arguments):
             sent = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
@@ -184,13 +186,13 @@ def _sort_results(writer: UnitWriter, messages: list[Message], unit: MessageUnit
     return [messages[0], *(result for _, result in pairs)]
 
 
-def _with_missing_results(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
+def _add_missing_results(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
     """A result for each call."""
     calls, matched = message_calls(messages[0]), match_results_to_calls(MessageUnit(tuple(messages), 0))
     results = list(messages[1:])
     for index, call in enumerate(calls):
         if index not in matched:
-            result = {"role": "tool", "name": call_function(call).get("name"), "content": _NO_RESULT}
+            result = {"role": "tool", "name": tool_call_function(call).get("name"), "content": _NO_RESULT}
             results.append(result if call_id(call) is None else {**result, "tool_call_id": call_id(call)})
     return [messages[0], *results]
 
@@ -222,7 +224,7 @@ def _move_content_to_reasoning(writer: UnitWriter, messages: list[Message], unit
     return [{**message, **thought, "content": ""}, *messages[1:]]
 
 
-def _move_content_before(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
+def _move_content_to_own_message(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
     """The content of a message with calls as a message before it."""
     message = messages[0]
     if not message.get("content"):
@@ -264,13 +266,13 @@ _FixFunction = Callable[[UnitWriter, list[Message], MessageUnit], list[Message]]
 _FIX_FUNCTIONS: dict[Fix, _FixFunction] = {
     "modern": _modernize_calls,
     "ids": _with_short_ids,
-    "named_ids": _with_named_ids,
-    "arguments": _with_object_arguments,
+    "named_ids": _with_function_name_ids,
+    "arguments": _move_bad_arguments_to_content,
     "order": _sort_results,
-    "result": _with_missing_results,
+    "result": _add_missing_results,
     "images": _move_images_to_user,
     "thought": _move_content_to_reasoning,
-    "apart": _move_content_before,
+    "apart": _move_content_to_own_message,
     "split": _split_calls,
     "calls_as_text": lambda writer, messages, unit: with_calls_as_text(messages, writer.call_format),
     "results_as_text": lambda writer, messages, unit: with_results_as_text(messages),

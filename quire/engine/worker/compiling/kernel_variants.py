@@ -22,7 +22,7 @@ _LONG_CONTEXT = 4096
 _LOGIT_ROW_COUNTS = (1, 24, 40, 256)
 
 
-def step_shapes(slots: InputBatch, step_tokens: int) -> Iterator[tuple[int, int, int]]:
+def dummy_step_shapes(slots: InputBatch, step_tokens: int) -> Iterator[tuple[int, int, int]]:
     """(sequences, queries of each, keys of each): alone and beside others, with short contexts and with long ones."""
     longest = slots.max_blocks * slots.block_size
     max_seqs = len(slots.slot_requests)
@@ -39,7 +39,7 @@ def step_shapes(slots: InputBatch, step_tokens: int) -> Iterator[tuple[int, int,
 def launch_kernel_variants(model: Decoder, kv_cache: KVCache, slots: InputBatch, step_tokens: int) -> None:
     """On the scratch page. What it computes is nothing, under `recorded`."""
     hidden = None
-    for shape in step_shapes(slots, step_tokens):
+    for shape in dummy_step_shapes(slots, step_tokens):
         inputs = dummy_step(slots, *shape)
         for variant_inputs in (
             inputs,
@@ -62,13 +62,13 @@ def launch_kernel_variants(model: Decoder, kv_cache: KVCache, slots: InputBatch,
 
 
 @torch.inference_mode()
-def launch_head_variants(
+def launch_draft_head_variants(
     head: DraftHead, size: int, dtype: torch.dtype, kv_cache: KVCache, slots: InputBatch, tokens: int
 ) -> None:
     """The same of heads beside steps of up to so many `tokens`, which have hidden states of this `size`, and of their
     guesses."""
     states = torch.zeros((1, size), dtype=dtype, device=slots.device)
-    for shape in step_shapes(slots, tokens) if kv_cache else ():
+    for shape in dummy_step_shapes(slots, tokens) if kv_cache else ():
         inputs = dummy_step(slots, *shape)
         for each in (inputs, *_input_variants(inputs, shape, slots)):
             ids, hidden = each.token_ids, states.expand(len(each.token_ids), -1).contiguous()

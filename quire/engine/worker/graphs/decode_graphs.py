@@ -54,7 +54,7 @@ class StepFunctions:
     decode: DecodeFunction
     sample: SampleFunction | None = None
     """Of rows whose picks are the largest logit; None: no graph has it."""
-    run_heads: HeadFunction | None = None
+    run_draft_heads: HeadFunction | None = None
     """What reads the picks, if something does."""
 
 
@@ -76,7 +76,7 @@ def graph_sizes(slots: InputBatch) -> list[int]:
     return [size for size in GRAPH_SIZES if size <= largest]
 
 
-def block_counts(slots: InputBatch) -> list[int]:
+def graph_block_counts(slots: InputBatch) -> list[int]:
     """Of the longest context that a graph allows for."""
     counts = [-(-FIRST_GRAPH_CONTEXT // slots.block_size)]
     while counts[-1] < slots.max_blocks:
@@ -101,11 +101,11 @@ class DecodeGraphs:
         self._functions = functions
         self._width, self._dtype = width, dtype
         self.graph_set: GraphSet[_GraphKey] = GraphSet(capture, slots.device, group)
-        self.head_graphs: GraphSet[tuple[int, int]] = GraphSet(capture, slots.device, group)
+        self.draft_head_graphs: GraphSet[tuple[int, int]] = GraphSet(capture, slots.device, group)
         """By rows and pages, captured with the first graph that has as many."""
         self._input_batch = slots
         self._sizes = graph_sizes(slots)
-        self._block_counts = block_counts(slots)
+        self._block_counts = graph_block_counts(slots)
         self._row_parts = (2, 3) if adapters else (2,)
         """Rows of the static tensors: slots and positions, and the slots of adapters."""
         self._sample_sizes = (
@@ -148,7 +148,7 @@ class DecodeGraphs:
         graph.replay()
         hidden = buffers.hidden[:count]
         sampled = None
-        head_graph = self.head_graphs.graphs.get((size, max_blocks))
+        head_graph = self.draft_head_graphs.graphs.get((size, max_blocks))
         if sample_graph is not None:
             sample_graph.replay()
             sampled = sample_graph.output[..., :count].clone()  # the next step may be computed before it arrives
@@ -195,19 +195,23 @@ class DecodeGraphs:
                 self.graph_set.capture_graph(
                     key, size, lambda: buffers.hidden.copy_(self._functions.decode(rows, max_blocks))
                 )
-                self._capture_head_graph(key, buffers)
+                self._capture_draft_head_graph(key, buffers)
         return self.graph_set.graphs.get(key)
 
-    def _capture_head_graph(self, key: _GraphKey, buffers: _StaticBuffers) -> None:
+    def _capture_draft_head_graph(self, key: _GraphKey, buffers: _StaticBuffers) -> None:
         """Of a step whose graph is there, and that may be the first of so many rows and pages."""
         size, max_blocks, _ = key
-        if self._functions.run_heads is None or max_blocks is None or (size, max_blocks) in self.head_graphs:
+        if (
+            self._functions.run_draft_heads is None
+            or max_blocks is None
+            or (size, max_blocks) in self.draft_head_graphs
+        ):
             return
         if key in self.graph_set.graphs:
-            self.head_graphs.capture_graph(
+            self.draft_head_graphs.capture_graph(
                 (size, max_blocks),
                 size,
-                partial(self._functions.run_heads, buffers.rows[:2], buffers.hidden, max_blocks),
+                partial(self._functions.run_draft_heads, buffers.rows[:2], buffers.hidden, max_blocks),
             )
 
     def _make_buffers(self, size: int) -> _StaticBuffers:

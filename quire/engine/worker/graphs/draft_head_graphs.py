@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.worker.graphs.decode_graphs import MAX_SAMPLE_ROWS, block_counts, graph_sizes
+from quire.engine.worker.graphs.decode_graphs import MAX_SAMPLE_ROWS, graph_block_counts, graph_sizes
 from quire.engine.worker.graphs.graph_capture import CapturedGraph, GraphSet
 from quire.engine.worker.input_batch import InputBatch
 from quire.kernels.gpu.host_transfer import copy_into
@@ -56,7 +56,7 @@ class DraftHeadGraphs:
         self._input_batch = slots
         self._num_samplers = num_samplers
         self.graph_set: GraphSet[_GraphKey] = GraphSet(capture, slots.device)
-        self._sizes, self._block_counts = graph_sizes(slots), block_counts(slots)
+        self._sizes, self._block_counts = graph_sizes(slots), graph_block_counts(slots)
         self._row_buffers: dict[int, Tensor] = {}
 
     @property
@@ -92,7 +92,7 @@ class DraftHeadGraphs:
         if (graph := self._get_graph(key)) is not None:
             graph.replay()
         else:
-            self._run_key(key, self._row_buffers[size][:, :count])
+            self._run_eagerly(key, self._row_buffers[size][:, :count])
 
     def capture_next(self) -> bool:
         """Capture one more graph; False when there is none left."""
@@ -119,11 +119,11 @@ class DraftHeadGraphs:
             rows = self._row_buffer(key.size)
             saved_rows = rows.clone()
             rows.zero_()[0].fill_(self._input_batch.scratch_slot)
-            self.graph_set.capture_graph(key, key.size, partial(self._run_key, key, rows))
+            self.graph_set.capture_graph(key, key.size, partial(self._run_eagerly, key, rows))
             rows.copy_(saved_rows)
         return self.graph_set.graphs.get(key)
 
-    def _run_key(self, key: _GraphKey, rows: Tensor) -> Tensor:
+    def _run_eagerly(self, key: _GraphKey, rows: Tensor) -> Tensor:
         if key.max_blocks is None:
             return self._sample(rows, key.draft_index)
         assert self._advance is not None

@@ -41,7 +41,7 @@ class GraphOutputs:
     used_cuda_graph: bool
     """Whether a graph did compute it, and not its kernels one by one."""
     sampled_tokens: Tensor | None = None  # what a graph that makes the picks gave
-    run_head_graph: Callable[[], Tensor] | None = None
+    run_draft_head_graph: Callable[[], Tensor] | None = None
     """Runs the graph of what reads the picks, once these are written: what that gives before each, [R, width]."""
 
 

@@ -46,16 +46,16 @@ class GraphableSteps:
         """The same of so many rows, and of parts of prompts behind them: see InputBatch.prefill_inputs."""
         return self._run_model(*self._make_mixed_inputs(rows, chunks, num_decodes, max_blocks))
 
-    def run_heads_after_decode(self, rows: Tensor, hidden: Tensor, max_blocks: int) -> Tensor:
+    def run_draft_heads_after_decode(self, rows: Tensor, hidden: Tensor, max_blocks: int) -> Tensor:
         """What heads make of such a step, which has left `hidden`."""
         _, metadata = self._input_batch.decode_inputs(rows, max_blocks, updates_states=False)
-        return self._run_heads(rows, metadata, hidden)
+        return self._run_draft_heads(rows, metadata, hidden)
 
-    def run_heads_after_mixed_batch(
+    def run_draft_heads_after_mixed_batch(
         self, rows: Tensor, chunks: Tensor, num_decodes: int, max_blocks: int, hidden: Tensor
     ) -> Tensor:
         _, metadata = self._make_mixed_inputs(rows, chunks, num_decodes, max_blocks, updates_states=False)
-        return self._run_heads(rows, metadata, hidden)
+        return self._run_draft_heads(rows, metadata, hidden)
 
     def _make_mixed_inputs(
         self, rows: Tensor, chunks: Tensor, num_decodes: int, max_blocks: int, *, updates_states: bool = True
@@ -75,7 +75,7 @@ class GraphableSteps:
         hidden, aux_hidden = self._model.forward_with_aux(token_ids, metadata, self._kv_cache, every, self._aux_layers)
         return torch.cat((hidden, *aux_hidden), dim=1) if aux_hidden else hidden
 
-    def _run_heads(self, rows: Tensor, metadata: AttentionMetadata, side_by_side: Tensor) -> Tensor:
+    def _run_draft_heads(self, rows: Tensor, metadata: AttentionMetadata, side_by_side: Tensor) -> Tensor:
         assert self._compute_head_states is not None
         hidden, *aux_hidden = self.split_hidden(side_by_side)
         return self._compute_head_states(rows[0], metadata, hidden, aux_hidden)

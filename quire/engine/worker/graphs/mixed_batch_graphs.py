@@ -28,7 +28,7 @@ from torch import Tensor
 
 from quire.engine.checkpoint.kv_plan import GRAPH_ROWS, GRAPH_TOKENS, MOST_GRAPHS
 from quire.engine.core.scheduler_output import SchedulerOutput
-from quire.engine.worker.graphs.decode_graphs import block_counts
+from quire.engine.worker.graphs.decode_graphs import graph_block_counts
 from quire.engine.worker.graphs.graph_capture import CapturedGraph, GraphOutputs, GraphSet
 from quire.engine.worker.input_batch import InputBatch, expand_to_samples
 from quire.kernels.collective import Collective
@@ -86,16 +86,16 @@ class MixedBatchGraphs:
         width: int,
         dtype: torch.dtype,
         *,
-        run_heads: MixedHeadFunction | None = None,
+        run_draft_heads: MixedHeadFunction | None = None,
         group: Collective | None = None,
     ) -> None:
         """Captures nothing yet. width, dtype: of hidden states. behind: what reads the picks, if something does. group:
         see Captured. What is captured follows from the batches alone, and from which captures failed, so that ranks
         which get the same batches do the same."""
-        self._run_batch, self._run_heads = run_batch, run_heads
+        self._run_batch, self._run_draft_heads = run_batch, run_draft_heads
         self._input_batch = slots
         self._width, self._dtype = width, dtype
-        self._block_counts = block_counts(slots)
+        self._block_counts = graph_block_counts(slots)
         self._token_sizes = [size for size in GRAPH_TOKENS if size <= slots.max_model_len]
         self._buffers: dict[tuple[int, int], _StaticBuffers] = {}
         first = [MixedGraphKey(GRAPH_ROWS[0], size, self._block_counts[0], 2) for size in reversed(self._token_sizes)]
@@ -103,7 +103,7 @@ class MixedBatchGraphs:
         """Those of a prompt alone come first; then what steps asked for."""
         self._requested_once: set[MixedGraphKey] = set()
         self.graph_set: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
-        self.head_graphs: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
+        self.draft_head_graphs: GraphSet[MixedGraphKey] = GraphSet(capture, slots.device, group)
 
     def plan_batch(self, scheduler_output: SchedulerOutput) -> GraphPlan | None:
         """What computes the batch; None where it runs without a graph."""
@@ -114,7 +114,7 @@ class MixedBatchGraphs:
         if (
             self._input_batch.tracks_draft_states
         ):  # of a new owner's matrices the host says what they have seen, as of prompts'
-            is_decode &= self._input_batch.has_known_states(np.array([row.slot for row in rows]))
+            is_decode &= self._input_batch.known_state_mask(np.array([row.slot for row in rows]))
         num_chunks = len(rows) - int(is_decode.sum())
         if not 0 < num_chunks < NUM_PREFILL_ROWS:
             return None
@@ -125,7 +125,7 @@ class MixedBatchGraphs:
             max(row.start + row.num_tokens for row in rows),
             3 if self._input_batch.adapter_slots[[row.slot for row in rows]].any() else 2,
         )
-        return None if key is None or not self._can_serve(key) else GraphPlan(scheduler_output, key, is_decode)
+        return None if key is None or not self._request_graph(key) else GraphPlan(scheduler_output, key, is_decode)
 
     def _graph_key(
         self, num_decodes: int, num_prefill_tokens: int, max_context: int, row_parts: int
@@ -137,7 +137,7 @@ class MixedBatchGraphs:
         max_blocks = next(count for count in self._block_counts if count * self._input_batch.block_size >= max_context)
         return MixedGraphKey(rows, size, max_blocks, row_parts)
 
-    def _can_serve(self, key: MixedGraphKey) -> bool:
+    def _request_graph(self, key: MixedGraphKey) -> bool:
         """Whether steps of the kind are a graph's from now on. Notes that one asked for it."""
         if key in self.graph_set:
             return key in self.graph_set.graphs
@@ -168,10 +168,13 @@ class MixedBatchGraphs:
             [sample_indices, order] if needs_all_hidden else [sample_indices], self._input_batch.device
         )
         sample_hidden, *rest = (buffers.hidden.index_select(0, index) for index in indices)
-        head_graph = None if graph is None else self.head_graphs.graphs.get(key)
+        head_graph = None if graph is None else self.draft_head_graphs.graphs.get(key)
         run_head_graph = None if head_graph is None else partial(_replay_and_select, head_graph, indices[0])
         return GraphOutputs(
-            sample_hidden, rest[0] if rest else None, used_cuda_graph=graph is not None, run_head_graph=run_head_graph
+            sample_hidden,
+            rest[0] if rest else None,
+            used_cuda_graph=graph is not None,
+            run_draft_head_graph=run_head_graph,
         )
 
     def capture_next(self) -> bool:
@@ -189,9 +192,9 @@ class MixedBatchGraphs:
         self.graph_set.capture_graph(
             key, key.num_total_rows, lambda: buffers.hidden.copy_(self._run_step(key, buffers))
         )
-        if self._run_heads is not None and key in self.graph_set.graphs:
-            self.head_graphs.capture_graph(
-                key, key.num_total_rows, partial(self._run_heads, *_step_arguments(key, buffers), buffers.hidden)
+        if self._run_draft_heads is not None and key in self.graph_set.graphs:
+            self.draft_head_graphs.capture_graph(
+                key, key.num_total_rows, partial(self._run_draft_heads, *_step_arguments(key, buffers), buffers.hidden)
             )
 
     def _run_step(self, key: MixedGraphKey, buffers: _StaticBuffers) -> Tensor:
@@ -250,7 +253,7 @@ class MixedBatchGraphs:
         num_seen, num_known = starts, contexts
         if self._input_batch.tracks_draft_states:
             num_known = contexts - np.array([len(row.draft_token_ids) for row in rows])
-            num_seen = self._input_batch.update_state_tokens(slots, starts, num_known)
+            num_seen = self._input_batch.swap_state_lengths(slots, starts, num_known)
         sequences[:, : int(is_chunk.sum())] = np.stack((slots, counts, contexts, num_seen, num_known))[:, is_chunk]
         sampling = np.array([row.should_sample for row in rows])
         return inputs, order[expand_to_samples([row for row in rows if row.should_sample], ends[sampling]) - 1], order

@@ -14,7 +14,7 @@ from quire.engine.encoders.vision.tower import ChunkedEncoding, Tower
 from quire.engine.images.vision_config import ENCODER_CACHE_BYTES
 from quire.engine.images.vision_spec import VisionSpec
 from quire.engine.models.decoder import MediaEmbeddings
-from quire.engine.types import Image, Span
+from quire.engine.types import Image, MediaSpan
 from quire.engine.worker.images.image_positions import ImagePositions
 from quire.kernels.gpu.host_transfer import upload_arrays
 
@@ -116,7 +116,7 @@ class ImageEncoderCache:
     def warm_up_tower(self) -> None:
         """Read an image that nobody has shown."""
         if self._tower is not None:
-            self._tower.encode_images([largest_image(self._vision, 256)])
+            self._tower.encode_images([make_dummy_image(self._vision, 256)])
 
     def image_vectors(
         self, rows: Sequence[ScheduledRequest], get_new_request: Callable[[ScheduledRequest], NewRequestData]
@@ -138,7 +138,7 @@ class ImageEncoderCache:
         for key, each in zip(images, features, strict=True):
             self._store_features(key, each)
 
-    def _get_features(self, new_request: NewRequestData, span: Span) -> Tensor:
+    def _get_features(self, new_request: NewRequestData, span: MediaSpan) -> Tensor:
         key = new_request.cache_salt, span.digest
         if key not in self._cache:  # it was let go of since it was read
             self._encode_images({key: _find_image(new_request, span.digest)})
@@ -157,12 +157,12 @@ class ImageEncoderCache:
             self._cached_bytes -= dropped.nbytes
 
 
-def largest_image(vision: VisionSpec, side: int) -> Image:
+def make_dummy_image(vision: VisionSpec, side: int) -> Image:
     """What has most patches of what a square of so many black pixels becomes."""
     from PIL import Image as Pillow  # no start but a GPU's needs it
 
     image = Pillow.new("RGB", (side, side))
-    return max(vision.make_layout(side, side).prepare_contents(image), key=vision.num_patches)
+    return max(vision.make_layout(side, side).make_tower_inputs(image), key=vision.num_patches)
 
 
 def _find_image(new_request: NewRequestData, digest: bytes) -> Image:

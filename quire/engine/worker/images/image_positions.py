@@ -23,7 +23,7 @@ class ImagePositions:
         self._coordinates_by_slot: dict[int, tuple[NewRequestData, np.ndarray]] = {}
         """By slot: the last owner's admission, and `mrope_coordinates` of it."""
 
-    def has_image_tokens(
+    def has_tokens_before_image_end(
         self, rows: Sequence[ScheduledRequest], get_new_request: Callable[[ScheduledRequest], NewRequestData]
     ) -> bool:
         """Whether some of these rows' tokens do not stand behind all images of their prompt."""
@@ -60,7 +60,7 @@ class ImagePositions:
         rope_positions, *device_axes = upload_arrays(
             [axes[:, 0], *([axes] if axes_differ else [])], metadata.positions.device
         )
-        return _map_groups(
+        return _map_metadata_groups(
             metadata,
             lambda each: replace(
                 each, rope_position_override=rope_positions, mrope_positions=device_axes[0] if device_axes else None
@@ -127,7 +127,7 @@ class ImagePositions:
             )
             return replace(each, bidirectional_spans=BidirectionalSpans(places, own))
 
-        return _map_groups(metadata, add_spans)
+        return _map_metadata_groups(metadata, add_spans)
 
 
 def mrope_coordinates(new_request: NewRequestData, vision: VisionSpec) -> np.ndarray:
@@ -151,7 +151,7 @@ def mrope_coordinates(new_request: NewRequestData, vision: VisionSpec) -> np.nda
     return np.concatenate(parts) if parts else np.zeros((0, 3), dtype=np.int64)
 
 
-def _map_groups(
+def _map_metadata_groups(
     metadata: AttentionMetadata, change: Callable[[AttentionMetadata], AttentionMetadata]
 ) -> AttentionMetadata:
     """That of every group of layers."""

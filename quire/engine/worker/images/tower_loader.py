@@ -21,8 +21,8 @@ from quire.engine.layers.online_quantization import OnlineQuantizedScheme
 from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.types import NO_IMAGES_REASON
 from quire.engine.worker.device_plan import DevicePlan
-from quire.engine.worker.images.encoder_cache import ImageEncoderCache, largest_image
-from quire.engine.worker.loading.weight_loader import dummy_stream, image_stream, load_weights
+from quire.engine.worker.images.encoder_cache import ImageEncoderCache, make_dummy_image
+from quire.engine.worker.loading.weight_loader import dummy_stream, image_weight_stream, load_weights
 from quire.kernels.backend import Backend
 from quire.kernels.gpu.libraries.sdpa import SdpaBackend
 from quire.kernels.probes.encoder_probe import EncoderProbe
@@ -71,7 +71,7 @@ def load_tower(
         else OnlineQuantizedScheme(backend, dtype, quantization)
     )
     context = TowerBuildContext(backend, scheme, dtype, model_config.hidden_size, progress, device)
-    loaded = _load_features(config, vision, context, encodes=not stage)
+    loaded = _load_tower_weights(config, vision, context, encodes=not stage)
     if device.type == "cuda" and loaded.encoder_cache is not None:
         loaded = loaded._replace(encoding_bytes=_encoding_bytes(vision, dtype))
     if quantization is None or not backend.keeps_weights_quantized or not loaded.weight_bytes:
@@ -99,10 +99,10 @@ def load_vector_tower(
         if (why := find_encoder_error(backend, vision, dtype, device)) is not None:
             return LoadedTower(None, why)
     scheme = UnquantizedScheme(backend, dtype)
-    return _load_features(config, vision, TowerBuildContext(backend, scheme, dtype, size, progress, device))
+    return _load_tower_weights(config, vision, TowerBuildContext(backend, scheme, dtype, size, progress, device))
 
 
-def _load_features(
+def _load_tower_weights(
     config: EngineConfig, vision: VisionSpec, context: TowerBuildContext, *, encodes: bool = True
 ) -> LoadedTower:
     tower, device = make_tower(vision, context), context.device
@@ -110,7 +110,7 @@ def _load_features(
     if config.load_format == "dummy":
         stream = dummy_stream(table, config.seed, device)
     else:
-        stream = image_stream(stored_at(config), tower.unused_prefixes)
+        stream = image_weight_stream(stored_at(config), tower.unused_prefixes)
         if (first := next(stream, None)) is None:
             return LoadedTower(None, "the weights hold no tower for images")
         stream = chain((first,), stream)
@@ -124,7 +124,7 @@ def _load_features(
 
 def _encoding_bytes(vision: VisionSpec, dtype: torch.dtype) -> int:
     """Of reading the largest image there may be."""
-    shape, max_patches = vision.tower_shape, vision.num_patches(largest_image(vision, _MAX_SIDE_PIXELS))
+    shape, max_patches = vision.tower_shape, vision.num_patches(make_dummy_image(vision, _MAX_SIDE_PIXELS))
     pixels = 3 * shape.patch_size**2 * (torch.float32.itemsize + 2 * dtype.itemsize)
     return max_patches * (_NUMBERS_PER_PATCH * shape.hidden_size * dtype.itemsize + pixels)
 

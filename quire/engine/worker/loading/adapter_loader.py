@@ -19,9 +19,9 @@ from safetensors import safe_open
 from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.config import EngineConfig
-from quire.engine.errors import QuireError, refuse_setting
+from quire.engine.errors import QuireError, refuse_setting_if
 from quire.engine.layers.adapters import AdapterManager, LoRALayerWeights, PackedAdapter
-from quire.engine.lora.adapter_files import WEIGHTS_FILE, read_adapter
+from quire.engine.lora.adapter_files import WEIGHTS_FILE, read_adapter_specs
 from quire.engine.lora.target_modules import ModuleShapes, adaptable_modules, max_cached_adapters
 from quire.engine.types import Adapter
 from quire.engine.worker.loading.weight_mapper import WeightMapper
@@ -61,7 +61,7 @@ class ModelAdapterLoader:
             self._finished_loads.append((slot, adapter, self._packed_by_digest[adapter.digest]))
             self._load_finished.set()
         else:
-            self._thread.submit(self._read_adapter, slot, adapter)
+            self._thread.submit(self._read_and_pack_adapter, slot, adapter)
 
     def take_loaded_slots(self) -> list[tuple[int, str | None]]:
         loaded_slots: list[tuple[int, str | None]] = []
@@ -83,11 +83,11 @@ class ModelAdapterLoader:
         while len(self._packed_by_digest) > self._max_cached:
             self._packed_by_digest.popitem(last=False)
 
-    def _read_adapter(self, slot: int, adapter: Adapter) -> None:
+    def _read_and_pack_adapter(self, slot: int, adapter: Adapter) -> None:
         """In the thread."""
         result: PackedAdapter | str
         try:
-            result = self._adapter_slots.pack_adapter(self._read_low_ranks(adapter))
+            result = self._adapter_slots.pack_adapter(self._read_lora_weights(adapter))
         except QuireError as error:
             result = f"the adapter {adapter.name} cannot be loaded: {error}"
         except Exception as error:  # whatever it is, it must end this adapter's requests, and no others
@@ -96,9 +96,9 @@ class ModelAdapterLoader:
         self._finished_loads.append((slot, adapter, result))
         self._load_finished.set()
 
-    def _read_low_ranks(self, adapter: Adapter) -> dict[str, LoRALayerWeights]:
+    def _read_lora_weights(self, adapter: Adapter) -> dict[str, LoRALayerWeights]:
         embedding = self._adapter_slots.supports_embeddings
-        stored = read_low_ranks(Path(adapter.folder), self._modules, self._max_rank, embedding=embedding)
+        stored = read_lora_weights(Path(adapter.folder), self._modules, self._max_rank, embedding=embedding)
         if self._weight_mapper is None:
             return stored
         return {
@@ -120,11 +120,11 @@ def make_adapter_loader(
 
 
 @torch.inference_mode()
-def read_low_ranks(
+def read_lora_weights(
     folder: Path, modules: ModuleShapes, max_rank: int, *, embedding: bool
 ) -> dict[str, LoRALayerWeights]:
     """The tensors of an adapter by module, float32, with its scale in `up`. Raises AdapterError."""
-    parts = read_adapter(folder, modules, max_rank, embedding=embedding)
+    parts = read_adapter_specs(folder, modules, max_rank, embedding=embedding)
     low_ranks = {}
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
         for name, part in parts.items():
@@ -139,7 +139,7 @@ def make_adapter_slots(
     """Room for adapters, where they are served. Raises ConfigError where they cannot be."""
     if not config.enable_lora:
         return None
-    refuse_setting(
+    refuse_setting_if(
         "enable_lora",
         is_other_device(device)
         and f"adapters are served on CPUs and on GPUs of CUDA's alone so far, not on {device.type}",

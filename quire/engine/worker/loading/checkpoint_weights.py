@@ -21,11 +21,11 @@ from quire.engine.layers.schemes import QuantizationScheme, UnquantizedScheme
 from quire.engine.layers.schemes.formats import make_format_lookup
 from quire.engine.layers.schemes.gguf import GGUFFormat
 from quire.engine.layers.schemes.mixed import MixedScheme
-from quire.engine.worker.loading.gguf_delta_net import GGUFDeltaNets
+from quire.engine.worker.loading.gguf_delta_net import GGUFDeltaNetConverter
 from quire.engine.worker.loading.gguf_loader import gguf_stream, linear_tensor_types
 from quire.engine.worker.loading.stacked_experts import split_into_linears
 from quire.engine.worker.loading.weight_loader import NamedTensors, TensorStream, checkpoint_stream
-from quire.engine.worker.loading.weight_mapper import WeightMapper, make_file_name_lookup
+from quire.engine.worker.loading.weight_mapper import WeightMapper, make_stored_module_name_lookup
 from quire.kernels.backend import Backend
 
 
@@ -71,7 +71,7 @@ def open_weights(
         weight_mapper = WeightMapper(model_config)
         headers = weight_mapper.map_headers(read_tensor_headers(path, text_tensor if mtp is None else mtp.own))
 
-        name_in_files = make_file_name_lookup(read_tensor_headers(path, str)) if mtp is None else mtp.stored
+        name_in_files = make_stored_module_name_lookup(read_tensor_headers(path, str)) if mtp is None else mtp.stored
 
         def linear_file_name(linear: str) -> str:
             return name_in_files(weight_mapper.checkpoint_module_name(linear))
@@ -80,11 +80,11 @@ def open_weights(
             backend, dtype, make_format_lookup(formats, headers, linear_file_name, is_extra_layer=mtp is not None)
         )
         needed_tensors = ((name, tensor) for name, tensor in stream if not is_aside(name))
-        return _quantize_embedding(config, CheckpointWeights(scheme, needed_tensors, formats.said), backend, dtype)
+        return _apply_embedding_scheme(config, CheckpointWeights(scheme, needed_tensors, formats.said), backend, dtype)
     else:
         description = f"{quantization_config.get('fmt')}, {quantization_config.get('bits'):.3g} bits"
         return _open_gguf_weights(_read_gguf_header(path, mtp), model_config, backend, dtype, description)
-    weights = _quantize_embedding(config, weights, backend, dtype)
+    weights = _apply_embedding_scheme(config, weights, backend, dtype)
     held_note = (
         "" if backend.keeps_weights_quantized else f", held in {str(dtype).removeprefix('torch.')} by this backend"
     )
@@ -121,7 +121,7 @@ def _read_gguf_header(path: Path, mtp: MtpNames | None) -> GGUFHeader:
     return replace(header, tensors={own: header.tensors[stored] for stored, own in names.items() if own is not None})
 
 
-def _quantize_embedding(
+def _apply_embedding_scheme(
     config: EngineConfig, weights: CheckpointWeights, backend: Backend, dtype: torch.dtype
 ) -> CheckpointWeights:
     """The weights, embedding and head in 8 bits where they are to be."""
@@ -137,8 +137,8 @@ def _open_gguf_weights(
 ) -> CheckpointWeights:
     weight_mapper = WeightMapper(model_config, gguf=True)
     stored_types = linear_tensor_types(header, model_config)
-    types = {own: kind for name, kind in stored_types.items() for own in weight_mapper.module_names(name)}
-    deltas = GGUFDeltaNets(model_config)
+    types = {own: kind for name, kind in stored_types.items() for own in weight_mapper.mapped_module_names(name)}
+    deltas = GGUFDeltaNetConverter(model_config)
     schemes = {name: GGUFFormat(kind, deltas.input_order(name)) for name, kind in types.items()}
     scheme = MixedScheme(backend, dtype, schemes.get, schemes.get("model.embed_tokens"))
     return CheckpointWeights(scheme, weight_mapper.map_stream(gguf_stream(header, model_config)), description)

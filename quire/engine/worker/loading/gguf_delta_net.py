@@ -26,7 +26,7 @@ def log_decay_rates(name: str, rows: Tensor) -> Tensor:
     return (-rows.float()).log()
 
 
-class GGUFDeltaNets:
+class GGUFDeltaNetConverter:
     """Of one model; where it has none, nothing changes."""
 
     def __init__(self, config: ModelConfig) -> None:

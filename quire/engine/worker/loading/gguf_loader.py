@@ -11,13 +11,13 @@ from torch import Tensor
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.folder_reader import open_file
+from quire.engine.folder_reader import open_if_present
 from quire.engine.gguf.header import GGUFHeader, GGUFTensor
 from quire.engine.gguf.hf_config import PERMUTED_QK_MODEL_TYPES
 from quire.engine.gguf.tensor_names import checkpoint_name
 from quire.engine.gguf.tensor_types import GGMLType
-from quire.engine.layers.schemes.gguf import UNPACKABLE_TYPES, unpack_blocks
-from quire.engine.worker.loading.gguf_delta_net import GGUFDeltaNets, log_decay_rates
+from quire.engine.layers.schemes.gguf import SUPPORTED_QUANT_TYPES, blocks_to_grouped_weight
+from quire.engine.worker.loading.gguf_delta_net import GGUFDeltaNetConverter, log_decay_rates
 from quire.engine.worker.loading.weight_loader import TensorStream
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -41,7 +41,7 @@ def linear_tensor_types(header: GGUFHeader, config: ModelConfig) -> Mapping[str,
         name.removesuffix(".weight"): tensor.type
         for stored, tensor in header.tensors.items()
         for name in _split_fused_names(_checkpoint_names(stored, tensor, config)[0])
-        if tensor.type.name in UNPACKABLE_TYPES
+        if tensor.type.name in SUPPORTED_QUANT_TYPES
     }
 
 
@@ -74,7 +74,7 @@ def gguf_stream(header: GGUFHeader, config: ModelConfig) -> TensorStream:
         if config.model_type in PERMUTED_QK_MODEL_TYPES
         else {}
     )
-    halves, deltas = dict[str, Tensor](), GGUFDeltaNets(config)
+    halves, deltas = dict[str, Tensor](), GGUFDeltaNetConverter(config)
     has_norm_offset = (
         config.model_type.startswith(("gemma", "qwen3_5", "qwen3_next")) or config.model_type == "nemotron"
     )
@@ -94,7 +94,7 @@ def gguf_stream(header: GGUFHeader, config: ModelConfig) -> TensorStream:
         elif ".linear_attn." in names[0]:
             yield from deltas.convert_tensor(names[0], rows)
         elif ".mamba." in names[0]:
-            yield names[0], _convert_state_space(names[0], rows)
+            yield names[0], _convert_mamba_tensor(names[0], rows)
         elif names[0].endswith("conv.conv.weight"):
             yield names[0], rows.unsqueeze(1)
         elif names[0].endswith("norm.weight"):
@@ -107,7 +107,7 @@ def gguf_stream(header: GGUFHeader, config: ModelConfig) -> TensorStream:
             yield names[0], rows if count is None else undo_rope_permutation(names[0], rows, count)
 
 
-def _convert_state_space(name: str, rows: Tensor) -> Tensor:
+def _convert_mamba_tensor(name: str, rows: Tensor) -> Tensor:
     """A tensor of a state space, or of a selective scan, as a checkpoint has it: rates' logarithms; numbers of heads,
     and norms of groups of these, on one axis. Raises ModelError."""
     match name.partition(".mamba.")[2]:
@@ -125,8 +125,8 @@ def _join_kv_b(name: str, stored: GGUFTensor, rows: Tensor, halves: dict[str, Te
     """kv_b_proj of its two halves, once both are there: what came first waits in `halves`."""
     if rows.ndim != 3:
         raise ModelError(f"model: {name} has the shape {list(stored.shape)}, which is not of heads")
-    if stored.type.name in UNPACKABLE_TYPES:
-        rows = unpack_blocks(rows.flatten(0, 1), stored.type.name).dequantize().view(stored.shape)
+    if stored.type.name in SUPPORTED_QUANT_TYPES:
+        rows = blocks_to_grouped_weight(rows.flatten(0, 1), stored.type.name).dequantize().view(stored.shape)
     layer, _, kind = name.removesuffix(".weight").rpartition(".")
     half = rows.float().transpose(1, 2) if kind == "k_b_proj" else rows.float()
     other = halves.pop(layer, None)
@@ -148,7 +148,7 @@ def undo_rope_permutation(name: str, rows: Tensor, heads: int) -> Tensor:
 
 def _read_tensor(name: str, stored: GGUFTensor) -> Tensor:
     """A tensor of the file's numbers; a quantized one as its bytes, [rows, bytes] uint8."""
-    file = open_file(stored.file)
+    file = open_if_present(stored.file)
     content = bytearray(stored.nbytes)
     read = 0
     if file is not None:

@@ -10,14 +10,14 @@ from quire.engine.checkpoint.kv_plan import StateShares
 from quire.engine.checkpoint.page_groups import most_drafts
 from quire.engine.config import EngineConfig
 from quire.engine.worker.device_memory import allocate_kv_blocks_checked, allocate_slot_states, explain_out_of_memory
-from quire.engine.worker.device_plan import DevicePlan, choose_capture
+from quire.engine.worker.device_plan import DevicePlan, make_graph_capture
 from quire.engine.worker.input_batch import InputBatch, SlotStates
 from quire.engine.worker.loading.model.loaded_model import LoadedModel
 from quire.kernels.probes.backend_probe import GraphCapture
 
 
 @dataclass(frozen=True, slots=True)
-class KVAllocation:
+class RunnerResources:
     capture: GraphCapture | None
     """None: decodes do not become graphs."""
     kv_tensors: list[Tensor]
@@ -27,14 +27,14 @@ class KVAllocation:
     """Why steps with prompts do not become graphs, where decodes do."""
 
 
-def allocate_kv(
+def allocate_runner_resources(
     config: EngineConfig,
     chosen: DevicePlan,
     loaded: LoadedModel,
     num_blocks: int,
     max_model_len: int,
     shares: StateShares,
-) -> KVAllocation:
+) -> RunnerResources:
     """Room for so many pages of single groups of layers, and for these slots. Raises ConfigError where memory is
     short."""
     device = chosen.device
@@ -42,7 +42,7 @@ def allocate_kv(
     groups = len(loaded.kv_groups.windows)
     # What a class of transformers does in a step, no graph can be relied on to hold.
     graphs = "generate" in loaded.tasks and not loaded.model.transformers_class
-    capture = choose_capture(config, backend, device, chosen.spec) if graphs else None
+    capture = make_graph_capture(config, backend, device, chosen.spec) if graphs else None
     size, shard = backend.block_size, loaded.model.shard
     context_shard = shard.context_shard(size)
     # A page more is nobody's: of the rows that fill up a graph, and of tokens that other ranks keep.
@@ -63,4 +63,4 @@ def allocate_kv(
         if needs_null_block
         else context_shard,
     )
-    return KVAllocation(capture, kv_tensors, input_batch, None if capture is None else chosen.eager_prefill_reason)
+    return RunnerResources(capture, kv_tensors, input_batch, None if capture is None else chosen.eager_prefill_reason)

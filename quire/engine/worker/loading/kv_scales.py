@@ -51,7 +51,7 @@ def _check_scale(name: str, scale: float) -> float:
     return scale
 
 
-def read_kv_scales_of_files(config: EngineConfig, path: Path | None, kv_dtype: torch.dtype) -> Mapping[str, KVScales]:
+def read_fp8_kv_scales(config: EngineConfig, path: Path | None, kv_dtype: torch.dtype) -> Mapping[str, KVScales]:
     """By layer the scales of pages that hold 8-bit floats, where the checkpoint at `path` has some."""
     if path is None or kv_dtype != torch.float8_e4m3fn or config.load_format != "auto":
         return {}

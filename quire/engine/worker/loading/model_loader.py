@@ -15,16 +15,16 @@ from quire.engine.layers.sublayer import BuildContext
 from quire.engine.worker.device_plan import DevicePlan
 from quire.engine.worker.loading.adapter_loader import make_adapter_slots
 from quire.engine.worker.loading.checkpoint_weights import open_weights
-from quire.engine.worker.loading.kv_scales import read_kv_scales_of_files
+from quire.engine.worker.loading.kv_scales import read_fp8_kv_scales
 from quire.engine.worker.loading.model.context_length import max_context_length
 from quire.engine.worker.loading.model.loaded_model import WHOLE_MODEL, LoadedModel, ModelPart
-from quire.engine.worker.loading.model.offload_settings import on_disk_pattern
+from quire.engine.worker.loading.model.offload_settings import disk_tensor_name_pattern
 from quire.engine.worker.loading.model.weight_filling import check_weights_fit, fill_weights
-from quire.engine.worker.loading.pooler import decoder_classifier, needs_logits
+from quire.engine.worker.loading.pooler import decoder_classifier_spec, needs_logits
 from quire.engine.worker.loading.transformers_support import decoder_class
 from quire.engine.worker.loading.weight_check import ExpectedWeights
 from quire.engine.worker.loading.weight_loader import NamedTensors
-from quire.engine.worker.loading.weight_offload import complete_offload, start_offload
+from quire.engine.worker.loading.weight_offload import make_offloader_and_scheme, wrap_weight_loading
 
 
 def load_model(
@@ -43,14 +43,14 @@ def load_model(
     backend = chosen.backend
     files = stored if tensors is None else None
     layers = stage_layers(chosen.spec.num_layers, config.pipeline_parallel_size)[part.stage]
-    on_disk = on_disk_pattern(config, chosen.spec)
+    on_disk = disk_tensor_name_pattern(config, chosen.spec)
     if part.shard.rank == 0 and layers.stop == chosen.spec.num_layers:  # once, in the engine
         check_weights_fit(config, device, dtype, files, chosen.spec.num_layers, on_disk)
     pooling, tasks = read_tasks(path, model_config, config)
     length = max_context_length(config, model_config, chosen)
     weights = open_weights(config, stored, model_config, backend, dtype, tensors)
-    kv_scales = read_kv_scales_of_files(config, files, chosen.kv_dtype)
-    offload = start_offload(config, stored, model_config, chosen, tensors)
+    kv_scales = read_fp8_kv_scales(config, files, chosen.kv_dtype)
+    offload = make_offloader_and_scheme(config, stored, model_config, chosen, tensors)
     adapter_slots = make_adapter_slots(config, backend, dtype, device)
     groups = page_groups(
         chosen.spec.layer_cache_specs,
@@ -70,7 +70,7 @@ def load_model(
         adapters=adapter_slots,
         shard=part.shard,
     )
-    model = decoder_class(model_config, part.kind)(
+    model = decoder_class(model_config, part.decoder_class)(
         chosen.spec,
         build_context,
         progress,
@@ -80,11 +80,11 @@ def load_model(
         offload=offload,
     )
     if adapter_slots is not None:
-        adapter_slots.missing_prefixes = model.missing_prefixes
-    head = make_pooler_head(pooling, backend, decoder_classifier, chosen.spec.hidden_size)
+        adapter_slots.absent_module_prefixes = model.absent_module_prefixes
+    head = make_pooler_head(pooling, backend, decoder_classifier_spec, chosen.spec.hidden_size)
     folders = tuple(each.folder for each in pooling.dense)
-    expected_weights = ExpectedWeights(model.parameters() | head.parameters(), folders, model.missing_prefixes)
-    with complete_offload(model, config):
+    expected_weights = ExpectedWeights(model.parameters() | head.parameters(), folders, model.absent_module_prefixes)
+    with wrap_weight_loading(model, config):
         read_bytes = fill_weights(
             expected_weights, config, device, model.convert_weights(weights.stream), files, on_disk
         )

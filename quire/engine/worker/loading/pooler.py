@@ -24,11 +24,11 @@ def make_pooler(config: EngineConfig, path: Path, loaded: LoadedModel) -> Pooler
     if loaded.tasks == ("generate",):
         return None
     model, pooling = loaded.model, loaded.pooling
-    vector_of = make_decoder_head(model, pooling, loaded.pooling_head, lambda: read_tokenizer(config, path))
+    vector_of = choose_pooler_head(model, pooling, loaded.pooling_head, lambda: read_tokenizer(config, path))
     return Pooler(pooling, vector_of, config.max_num_seqs, model.spec.hidden_size, model.device)
 
 
-def make_decoder_head(
+def choose_pooler_head(
     model: Decoder, pooling: Pooling, head: PoolerHead, tokenizer: Callable[[], Tokenizer]
 ) -> PoolerHeadFunction:
     """`head`, or the difference of two tokens' logits where the pooling is that. Raises ConfigError for what is not a
@@ -59,6 +59,6 @@ def needs_logits(pooling: Pooling, tasks: Collection[Task]) -> bool:
     return "generate" in tasks or pooling.score_tokens is not None
 
 
-def decoder_classifier(hidden: int, labels: int) -> list[HeadLayerSpec]:
+def decoder_classifier_spec(hidden: int, labels: int) -> list[HeadLayerSpec]:
     """The head of a decoder's ForSequenceClassification."""
     return [HeadLayerSpec("score", hidden, labels, bias=False)]

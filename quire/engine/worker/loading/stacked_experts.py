@@ -50,7 +50,7 @@ def split_stacked_experts(
             continue
         for expert, expert_tensor in enumerate(tensor):
             prefix = f"{match[1]}.{expert}"
-            for linear, part in _split_gate_up(match[2], _to_rows(expert_tensor, match[3])):
+            for linear, part in _split_interleaved_gate_up(match[2], _to_output_rows(expert_tensor, match[3])):
                 yield f"{prefix}.{linear}_proj.{_TENSOR_NAMES[match[3]]}", part
 
 
@@ -62,14 +62,14 @@ def _split_gate_up_halves(prefix: str, tensor: Tensor, *, down: bool) -> TensorS
             yield f"{prefix}.experts.{expert}.{linear}_proj.weight", part
 
 
-def _to_rows(tensor: Tensor, kind: str) -> Tensor:
+def _to_output_rows(tensor: Tensor, kind: str) -> Tensor:
     """One row for each output. Blocks are [outputs, groups, 16 bytes]; numbers are transposed."""
     if kind == "_blocks":
         return tensor.flatten(1)
     return tensor.t() if kind == "" else tensor
 
 
-def _split_gate_up(name: str, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _split_interleaved_gate_up(name: str, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The outputs of gate and up are in turns."""
     if name == "down":
         yield name, rows

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, ModelError, refuse_setting
+from quire.engine.errors import ConfigError, ModelError, refuse_setting_if
 from quire.engine.models.decoder import Decoder, KVCache
 from quire.kernels.backend import AttentionMetadata, Backend
 
@@ -52,15 +52,15 @@ def check_transformers_config(config: EngineConfig, model: ModelConfig) -> None:
     }
     why = f"a {model.model_type} is computed by transformers' class, which is not served with it"
     for name, value in unsupported.items():
-        refuse_setting(name, value and why)
+        refuse_setting_if(name, value and why)
 
 
-def transformers_suffix(model: Decoder) -> str:
+def transformers_class_suffix(model: Decoder) -> str:
     """What is to be added to what computes a model, where a class does: other tokens may come of it; else ""."""
     return f"; {model.transformers_class} of transformers {version('transformers')}" if model.transformers_class else ""
 
 
-def transformers_notes(
+def check_transformers_batch_invariance(
     config: EngineConfig, model: Decoder, backend: Backend, batch_invariant: bool
 ) -> tuple[bool, list[str]]:
     """Whether no token of a loaded model depends on what else runs, where its backend's do not (`batch_invariant`); and
@@ -75,7 +75,7 @@ def transformers_notes(
     is_invariant = is_batch_invariant(model, backend)  # tried in any case: it finds what does not take positions
     model.reduces_results = True
     wrong = None if is_invariant else "tried, it gives a request other bits beside others than alone"
-    if foreign := model.foreign_matmuls:
+    if foreign := model.unreplaced_matmuls:
         wrong = wrong or f"PyTorch's own products multiply by {foreign[0]}{' and others' if len(foreign) > 1 else ''}"
     if batch_invariant and wrong is not None:
         notes.append(f"batch-dependent: transformers' {model.transformers_class}: {wrong}")
@@ -118,14 +118,13 @@ class _BatchTrial:
         self.lengths = lengths
         device, vocab = model.device, model.spec.vocab_size
         self._token_ids = [
-            torch.arange(blocks_per_seq, device=device) * (7 + row) % vocab
-            for row, blocks_per_seq in enumerate(lengths)
+            torch.arange(length, device=device) * (7 + row) % vocab for row, length in enumerate(lengths)
         ]
         blocks_per_seq = -(-max(lengths) // backend.block_size)
         self._block_table = torch.arange(len(lengths) * blocks_per_seq, dtype=torch.int32, device=device).view(
             -1, blocks_per_seq
         )
-        page_tensors = model.block_tensors(len(lengths) * blocks_per_seq * model.groups.count)
+        page_tensors = model.block_tensor_specs(len(lengths) * blocks_per_seq * model.groups.count)
         self._kv_cache: KVCache = [
             tuple(torch.zeros(tensor.shape, dtype=tensor.dtype, device=device) for tensor in place)
             for place in page_tensors

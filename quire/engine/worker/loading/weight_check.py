@@ -18,7 +18,7 @@ from quire.engine.checkpoint.safetensors import read_tensor_headers, weight_file
 from quire.engine.encoders import encoder_spec
 from quire.engine.errors import ModelError
 from quire.engine.gguf.model_files import read_gguf_header
-from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.parameters import LoadableParameter, ParameterTable
 from quire.engine.models import decoder_spec
 from quire.engine.worker.loading.stacked_experts import split_into_linears
 from quire.engine.worker.loading.weight_loader import (
@@ -52,13 +52,14 @@ class ExpectedWeights:
         """Of this stage and of the others; by name, the shapes and types of theirs."""
         each = {name: kind for other in stage_tables for name, kind in other.items()}
         types = {name: getattr(torch, kind.removeprefix("torch.")) for name, (_, kind) in each.items()}
-        table = {name: Parameter(shape, types[name], _discard_tensor) for name, (shape, _) in each.items()}
+        table = {name: LoadableParameter(shape, types[name], _discard_tensor) for name, (shape, _) in each.items()}
         return ExpectedWeights(self.parameter_table | table, self.extra_folders)
 
-    def strip_model(self) -> ExpectedWeights:
+    def detach_from_model(self) -> ExpectedWeights:
         """Without the model that the table fills."""
         table = {
-            name: Parameter(each.shape, each.dtype, _discard_tensor) for name, each in self.parameter_table.items()
+            name: LoadableParameter(each.shape, each.dtype, _discard_tensor)
+            for name, each in self.parameter_table.items()
         }
         return replace(self, parameter_table=table)
 
@@ -79,7 +80,9 @@ def check_weights(expected: ExpectedWeights, served: ModelConfig, path: Path, se
         return
     shapes = split_into_linears(served, _read_meta_tensors(path))
     if served.given is not None:
-        shapes = import_module("quire.engine.models.adapted.weight_conversion").convert_shapes(served.given, shapes)
+        shapes = import_module("quire.engine.models.adapted.weight_conversion").convert_meta_tensors(
+            served.given, shapes
+        )
     stream = match_table_names(shapes, expected.parameter_table, expected.optional_prefixes)
     folder_streams = [prefix_names(folder, _read_meta_tensors(path / folder)) for folder in expected.extra_folders]
     load_weights(expected.parameter_table, chain(stream, *folder_streams), device=torch.device("meta"))

@@ -44,7 +44,9 @@ def load_weights(
         parameter = missing.pop(name)
         if tuple(tensor.shape) != parameter.shape:
             raise ModelError(f"model: {name} has shape {list(tensor.shape)}, config.json means {list(parameter.shape)}")
-        if tensor.dtype != parameter.dtype and not (_can_cast(tensor.dtype) and _can_cast(parameter.dtype)):
+        if tensor.dtype != parameter.dtype and not (
+            _is_castable_float(tensor.dtype) and _is_castable_float(parameter.dtype)
+        ):
             raise ModelError(f"model: {name} is stored as {tensor.dtype}, not as {parameter.dtype}")
         tensor = parameter.slice_tensor(tensor)
         # A copy: a tensor that stayed a view of the mapped file would keep the whole of it in memory.
@@ -73,7 +75,7 @@ def _merge_tied_head(stream: NamedTensors, table: ParameterTable) -> TensorStrea
         if name in (_HEAD_NAME, _EMBEDDING_NAME):
             head_and_embedding[name] = tensor
         if len(head_and_embedding) == 2:
-            _check_equal(*head_and_embedding.values())
+            _check_head_equals_embedding(*head_and_embedding.values())
             head_and_embedding = {}
         if name != _HEAD_NAME:
             yield name, tensor
@@ -81,7 +83,7 @@ def _merge_tied_head(stream: NamedTensors, table: ParameterTable) -> TensorStrea
         yield _EMBEDDING_NAME, head_and_embedding[_HEAD_NAME]
 
 
-def _check_equal(one: Tensor, other: Tensor) -> None:
+def _check_head_equals_embedding(one: Tensor, other: Tensor) -> None:
     if "meta" in (one.device.type, other.device.type) or torch.equal(one.to(other.device, other.dtype), other):
         return
     raise ModelError("model: lm_head.weight differs from the embedding, which the served model's head is tied to")
@@ -91,11 +93,13 @@ def _is_finite(tensor: Tensor) -> bool:
     """By the least and the greatest, which are NaN where one number is: that takes a tenth of isfinite's time. Integers
     and the codes of 8-bit floats count as finite; their scales are tensors too."""
     return (
-        not _can_cast(tensor.dtype) or not tensor.numel() or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+        not _is_castable_float(tensor.dtype)
+        or not tensor.numel()
+        or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
     )
 
 
-def _can_cast(dtype: torch.dtype) -> bool:
+def _is_castable_float(dtype: torch.dtype) -> bool:
     """Whether numbers of this type mean the same in another: 8-bit floats have a scale."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
@@ -108,7 +112,7 @@ def checkpoint_stream(path: Path, name_of: Callable[[str], str | None] = text_te
             yield name_of(stored) or stored, tensor
 
 
-def image_stream(path: Path, unused: tuple[str, ...]) -> TensorStream:
+def image_weight_stream(path: Path, unused: tuple[str, ...]) -> TensorStream:
     """The tensors of a model directory that are for images, without those whose names begin like one of `unused`."""
 
     def image_name(stored: str) -> str | None:

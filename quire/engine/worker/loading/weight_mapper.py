@@ -70,7 +70,7 @@ class WeightMapper:
             for own, tensor in self._map_tensor(name, torch.empty(header.shape, dtype=torch.uint8, device="meta"))
         }
 
-    def module_names(self, name: str) -> tuple[str, ...]:
+    def mapped_module_names(self, name: str) -> tuple[str, ...]:
         """What a checkpoint's module is here."""
         return own_modules(self._layout, name)
 
@@ -80,12 +80,12 @@ class WeightMapper:
 
     def split_outputs(self, module: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """A tensor whose first axis is a stored module's outputs, by the linears that the module is."""
-        for own, piece in zip(self.module_names(module), self._output_slices(module), strict=True):
+        for own, piece in zip(self.mapped_module_names(module), self._output_slices(module), strict=True):
             yield own, tensor if piece is None else piece.slice_tensor(tensor, 0, module)
 
     def _map_tensor(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         module, _, kind = name.rpartition(".")
-        modules, layer_match = self.module_names(module), LAYER.fullmatch(module)
+        modules, layer_match = self.mapped_module_names(module), LAYER.fullmatch(module)
         if layer_match is None:
             skipped = self._layout.before_positions if modules == ("model.embed_positions",) else 0
             yield f"{modules[0]}.{kind}", tensor[skipped:] if skipped else tensor
@@ -95,9 +95,11 @@ class WeightMapper:
             if kind == "weight" and layer_match[2] in self._layout.transposed:
                 tensor = tensor.t()
             for module_name, output_slice in zip(modules, self._output_slices(module), strict=True):
-                yield f"{module_name}.{kind}", self._slice_part(module_name, kind, output_slice, tensor)
+                yield f"{module_name}.{kind}", self._slice_for_module(module_name, kind, output_slice, tensor)
 
-    def _slice_part(self, module_name: str, kind: str, output_slice: _OutputSlice | None, tensor: Tensor) -> Tensor:
+    def _slice_for_module(
+        self, module_name: str, kind: str, output_slice: _OutputSlice | None, tensor: Tensor
+    ) -> Tensor:
         size = self._config.head_dim
         if module_name.endswith(tuple(_HEAD_NORMS)) and tensor.numel() % size == 0:  # of one head, or of each
             heads = tensor.reshape(-1, size)
@@ -122,7 +124,7 @@ class WeightMapper:
                 return [None]
             count = config.num_heads if module_names == "self_attn.q_proj" else config.num_kv_heads
             every = torch.arange(count * config.head_dim)
-            return [_OutputSlice(self._reorder_heads(every), len(every))]
+            return [_OutputSlice(self._permute_within_heads(every), len(every))]
         if module_names[0].startswith("linear_attn."):
             return self._delta_net_slices(module_names)
         if ".mamba." in f".{module_names[0]}":
@@ -134,7 +136,7 @@ class WeightMapper:
         if module_names[-1] == "self_attn.gate_proj":
             every = torch.arange(2 * config.num_heads * config.head_dim)
             queries, gates = (part.flatten() for part in every.view(-1, 2, config.head_dim).unbind(1))
-            return [_OutputSlice(self._reorder_heads(queries), len(every)), _OutputSlice(gates, len(every))]
+            return [_OutputSlice(self._permute_within_heads(queries), len(every)), _OutputSlice(gates, len(every))]
         if len(module_names) == 2:
             shared = module_names[0].startswith("shared_mlp.")
             width = config.raw.get("shared_intermediate_size") if shared else config.intermediate_size
@@ -149,7 +151,8 @@ class WeightMapper:
         heads = every.view(groups, -1, config.head_dim).split((config.num_heads // groups, each, each), dim=1)
         queries, keys, values = (part.flatten() for part in heads)
         return [
-            _OutputSlice(rows, len(every)) for rows in (self._reorder_heads(queries), self._reorder_heads(keys), values)
+            _OutputSlice(rows, len(every))
+            for rows in (self._permute_within_heads(queries), self._permute_within_heads(keys), values)
         ]
 
     def _delta_net_slices(self, own: tuple[str, ...]) -> list[_OutputSlice | None]:
@@ -162,12 +165,12 @@ class WeightMapper:
         every = torch.arange(sum(each) * groups)
         return [_OutputSlice(part.flatten(), len(every)) for part in every.view(groups, -1).split(each, dim=1)]
 
-    def _reorder_heads(self, rows: Tensor) -> Tensor:
+    def _permute_within_heads(self, rows: Tensor) -> Tensor:
         """Those of queries or keys in their heads' order."""
         return rows if self._head_order is None else rows.view(-1, self._config.head_dim)[:, self._head_order].flatten()
 
 
-def make_file_name_lookup(headers: Iterable[str]) -> Callable[[str], str]:
+def make_stored_module_name_lookup(headers: Iterable[str]) -> Callable[[str], str]:
     """Gives a module's whole name in a checkpoint's files by what WeightMapper.checkpoint_module_name calls it.
     headers: the names of all tensors."""
     file_names, root = dict[str, str](), "model."

@@ -16,16 +16,16 @@ from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_plan import GIB, available_host_bytes
 from quire.engine.checkpoint.stages import FREE_FOR_LAYERS, STREAM_SLOTS, most_kept, most_streamed
 from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, refuse_setting
+from quire.engine.errors import ConfigError, refuse_setting_if
 from quire.engine.layers.schemes import QuantizationScheme
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.device_plan import DevicePlan
 from quire.engine.worker.loading.checkpoint_weights import open_weights
 from quire.engine.worker.loading.model.offload_settings import DISK_PARAM, GPU_PARAM, check_offload
-from quire.engine.worker.loading.model.weight_sizes import count_quantized_bytes
+from quire.engine.worker.loading.model.weight_sizes import weight_bytes_after_quantization
 from quire.engine.worker.loading.weight_loader import NamedTensors
 from quire.kernels.backend import Backend
-from quire.kernels.backend_selection import make_disk_experts, make_disk_layers
+from quire.kernels.backend_selection import make_disk_experts, make_disk_layer_streamer
 from quire.kernels.experts import DiskExperts
 from quire.kernels.streaming.host_layers import HostLayerStreamer
 from quire.kernels.streaming.layer_streamer import LayerStreamer
@@ -36,7 +36,7 @@ MEMORY_FILESYSTEMS = {"tmpfs", "ramfs"}
 _MOUNT_INFO = Path("/proc/self/mountinfo")
 
 
-def start_offload(
+def make_offloader_and_scheme(
     config: EngineConfig, stored: Path, model_config: ModelConfig, chosen: DevicePlan, tensors: NamedTensors | None
 ) -> tuple[WeightOffloader, QuantizationScheme] | None:
     """Of a model, or of a rank's part, as Decoder takes it. `stored`, `tensors`: as open_weights takes them. Raises
@@ -48,31 +48,31 @@ def start_offload(
     elif config.weights_on_disk is None:
         return None
     else:
-        offload = _offload_to_disk(config, Path(config.weights_on_disk), chosen)
+        offload = _make_disk_offloader(config, Path(config.weights_on_disk), chosen)
     return offload, open_weights(config, stored, model_config, offload.backend, chosen.dtype, tensors).scheme
 
 
-def _offload_to_disk(config: EngineConfig, folder: Path, chosen: DevicePlan) -> WeightOffloader:
+def _make_disk_offloader(config: EngineConfig, folder: Path, chosen: DevicePlan) -> WeightOffloader:
     """A mixture's experts, or else layers."""
     processes, memory = config.local_world_size * config.data_parallel_size, config.weights_in_memory
     offload: WeightOffloader | None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         kind = filesystem_type(folder)
-        refuse_setting(
+        refuse_setting_if(
             DISK_PARAM,
             kind in MEMORY_FILESYSTEMS and f"{folder} is in memory itself ({kind}); name a folder on a disk",
         )
         if chosen.spec.sublayers_of_kind(MoELayerSpec):
             offload = make_disk_experts(chosen.backend, folder, int((memory or 0) * GIB) // processes)
         else:
-            offload = make_disk_layers(
+            offload = make_disk_layer_streamer(
                 chosen.backend, folder, partial(_choose_resident_layers, config, processes), STREAM_SLOTS
             )
     except OSError as error:
         raise _config_error(f"{folder}: {(error.strerror or str(error)).lower()}") from error
     name = chosen.backend.name
-    refuse_setting(
+    refuse_setting_if(
         DISK_PARAM, offload is None and f"backend {name!r} reads no weights from files; --attention-backend cpu does"
     )
     assert offload is not None
@@ -87,13 +87,13 @@ def _choose_resident_layers(config: EngineConfig, processes: int, sizes: Sequenc
 
 
 @contextmanager
-def complete_offload(model: Decoder, config: EngineConfig) -> Iterator[None]:
+def wrap_weight_loading(model: Decoder, config: EngineConfig) -> Iterator[None]:
     """Where a model's tensors are put: behind it, they are all there. Raises ConfigError where the disk is full, and
     where weights cannot be elsewhere as they were asked for."""
     offload = model.offload
     if isinstance(offload, LayerStreamer):
-        with _explain_refusal(config):
-            offload.expect_sizes(_layer_bytes(model, config, offload.backend))
+        with _value_error_as_config_error(config):
+            offload.set_expected_layer_bytes(_layer_bytes(model, config, offload.backend))
     try:
         yield
     except OSError as error:
@@ -102,16 +102,16 @@ def complete_offload(model: Decoder, config: EngineConfig) -> Iterator[None]:
         why = (error.strerror or str(error)).lower()
         raise _config_error(f"{config.weights_on_disk} has no room for the weights: {why}") from error
     if isinstance(offload, LayerStreamer):
-        with _explain_refusal(config):
+        with _value_error_as_config_error(config):
             offload.finish_loading()  # mixtures are made of the addresses that weights have then
     model.process_weights_after_loading()
     if isinstance(offload, DiskExperts):
-        with _explain_refusal(config):
+        with _value_error_as_config_error(config):
             offload.finish_loading()
 
 
 @contextmanager
-def _explain_refusal(config: EngineConfig) -> Iterator[None]:
+def _value_error_as_config_error(config: EngineConfig) -> Iterator[None]:
     try:
         yield
     except ConfigError:
@@ -127,7 +127,9 @@ def _layer_bytes(model: Decoder, config: EngineConfig, backend: Backend) -> list
         layer_table = {name: each for name, each in table.items() if name.startswith(f"model.layers.{index}.")}
         loaded = sum(math.prod(each.shape) * each.dtype.itemsize for each in layer_table.values())
         at_load = config.online_quantization is not None and backend.keeps_weights_quantized
-        sizes.append((count_quantized_bytes(layer_table, config) if at_load else loaded) // model.shard.world_size)
+        sizes.append(
+            (weight_bytes_after_quantization(layer_table, config) if at_load else loaded) // model.shard.world_size
+        )
     return sizes
 
 

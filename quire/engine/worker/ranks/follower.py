@@ -36,7 +36,7 @@ from quire.engine.worker.ranks.rank_messages import (
     encode_message,
     read_frame,
 )
-from quire.engine.worker.ranks.remote_ranks import RankAssignment, answer_queue, order_queue
+from quire.engine.worker.ranks.remote_ranks import RankAssignment, answer_queue_name, order_queue_name
 from quire.engine.worker.ranks.rendezvous import connect_store
 from quire.kernels.collective import RankEnded
 
@@ -108,13 +108,13 @@ def open_store_channel(assignment: RankAssignment) -> tuple[ReadMessage, Callabl
 
     def read_order() -> bytes | None:
         try:
-            return orders.queue_pop(order_queue(assignment.rank)) or None
+            return orders.queue_pop(order_queue_name(assignment.rank)) or None
         except RuntimeError:  # the store has gone
             return None
 
     def send_answer(answer: RankReply) -> None:
         try:
-            answers.queue_push(answer_queue(assignment.rank), encode_message(answer))
+            answers.queue_push(answer_queue_name(assignment.rank), encode_message(answer))
         except RuntimeError as error:
             raise ConnectionError from error
 

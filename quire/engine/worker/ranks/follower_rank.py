@@ -18,14 +18,14 @@ from quire.engine.lora.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from quire.engine.replicas.cores import stay_on
 from quire.engine.text.grammar_compiler import GrammarCompiler
 from quire.engine.types import Adapter
-from quire.engine.worker.device_memory import available_bytes, explain_weights_memory
+from quire.engine.worker.device_memory import available_kv_bytes, explain_weights_out_of_memory
 from quire.engine.worker.device_plan import choose_device_plan, configure_cpu
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
 from quire.engine.worker.images.tower_loader import LoadedTower, load_tower
 from quire.engine.worker.loading.adapter_loader import make_adapter_loader
 from quire.engine.worker.loading.drafts.draft_head_loader import LoadedDraftHead
 from quire.engine.worker.loading.drafts.mtp_loader import load_head_drafter
-from quire.engine.worker.loading.kv_allocation import KVAllocation, allocate_kv
+from quire.engine.worker.loading.kv_allocation import RunnerResources, allocate_runner_resources
 from quire.engine.worker.loading.model.loaded_model import LoadedModel, ModelPart
 from quire.engine.worker.loading.model.weight_sizes import resident_weight_bytes
 from quire.engine.worker.loading.model_loader import load_model
@@ -34,28 +34,28 @@ from quire.engine.worker.loading.weight_digest import compute_weight_digest
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.ranks.pipeline import StageRunner
 from quire.engine.worker.ranks.pipeline_stage import PipelineStage
-from quire.engine.worker.ranks.rank_adapters import FollowerAdapters
+from quire.engine.worker.ranks.rank_adapters import FollowerAdapterLoader
 from quire.engine.worker.ranks.rank_messages import (
     AllocateCommand,
     AllocationReply,
     AwaitAdapterCommand,
-    BeginCommand,
     CallCommand,
     CallReply,
     DraftCommand,
     DummyDraftCommand,
-    FindVariantsCommand,
+    FindKernelVariantsCommand,
     KernelVariantsReply,
     LoadAdapterCommand,
     LoadReply,
+    MakeRunnerCommand,
     MeasureMemoryCommand,
     MemoryReply,
-    PrepareCommand,
     RankCommand,
     RankReply,
     SampledTokens,
     StartCommand,
     StepCommand,
+    WarmUpCommand,
     decode_command,
 )
 from quire.engine.worker.ranks.rank_rpc import RankWorker, run_rank_call
@@ -72,7 +72,7 @@ class FollowerRank(ABC):
     setting: str
     """That asks for it."""
     loaded_message: LoadReply
-    _allocation: tuple[KVAllocation, int]
+    _allocation: tuple[RunnerResources, int]
     """And how many pages it has."""
     _runner: ModelRunner
     _head_runner: DraftHeadRunner
@@ -93,14 +93,14 @@ class FollowerRank(ABC):
         configure_cpu(config)
         self._device_plan = choose_device_plan(config, self._model_config, backend_tried=True)
         load_part = partial(load_model, config, self._path, self._model_config, self._device_plan)
-        with explain_weights_memory():
+        with explain_weights_out_of_memory():
             self._group = join_group(
                 start, config, self._device_plan, config.master_addr if assignment is None else assignment.address
             )
             self._loaded_model = self._load_part(load_part, progress)
-        self._adapters: FollowerAdapters | None = None
+        self._adapters: FollowerAdapterLoader | None = None
         if self._loaded_model.adapter_slots is not None:
-            self._adapters = FollowerAdapters(
+            self._adapters = FollowerAdapterLoader(
                 make_adapter_loader(
                     config, self._model_config, self._device_plan.spec, self._loaded_model.adapter_slots
                 )
@@ -111,7 +111,7 @@ class FollowerRank(ABC):
 
     @abstractmethod
     def _make_runner(
-        self, allocation: KVAllocation, num_blocks: int, *, captures_mixed_batches: bool
+        self, allocation: RunnerResources, num_blocks: int, *, captures_mixed_batches: bool
     ) -> ModelRunner: ...
 
     def _run_step(self, scheduler_output: SchedulerOutput, sampled_tokens: list[SampledTokens]) -> None:
@@ -130,11 +130,11 @@ class FollowerRank(ABC):
                 self._run_step(batch, picked)
             case DraftCommand(rows):
                 self._head_runner.draft_tokens(rows)
-            case PrepareCommand(what):
+            case WarmUpCommand(what):
                 getattr(self._runner, what)()
             case DummyDraftCommand(count):
                 self._head_runner.run_dummy_draft(count)
-            case BeginCommand(prompts):
+            case MakeRunnerCommand(prompts):
                 self._runner = self._make_runner(*self._allocation, captures_mixed_batches=prompts)
             case LoadAdapterCommand(slot, adapter, files):
                 assert self._adapters is not None
@@ -149,18 +149,20 @@ class FollowerRank(ABC):
     def _answer_command(self, command: RankCommand) -> RankReply:
         model = self._loaded_model.model
         match command:
-            case FindVariantsCommand(step_tokens):
+            case FindKernelVariantsCommand(step_tokens):
                 return _find_kernel_variants(self._runner, step_tokens)
             case MeasureMemoryCommand():
                 check_connection(self._group, self._device_plan.device, self.setting)
                 about = self._model_config, self._device_plan.backend, self._config
-                return MemoryReply(available_bytes(model, *about, self._tower.encoding_bytes))
+                return MemoryReply(available_kv_bytes(model, *about, self._tower.encoding_bytes))
             case CallCommand(content):
                 return CallReply(run_rank_call(RankWorker(self._rank, self._config.world_size, model), content))
             case AllocateCommand(pages, max_model_len, sequences, snapshots):
                 shares = StateShares(sequences, snapshots)
                 self._allocation = (
-                    allocate_kv(self._config, self._device_plan, self._loaded_model, pages, max_model_len, shares),
+                    allocate_runner_resources(
+                        self._config, self._device_plan, self._loaded_model, pages, max_model_len, shares
+                    ),
                     pages,
                 )
                 return AllocationReply()
@@ -189,12 +191,14 @@ class TensorParallelRank(FollowerRank):
         self.loaded_message = LoadReply(loaded.read_bytes + self._tower.weight_bytes, weight_digest=digest)
         return loaded
 
-    def _make_runner(self, allocation: KVAllocation, num_blocks: int, *, captures_mixed_batches: bool) -> ModelRunner:
+    def _make_runner(
+        self, allocation: RunnerResources, num_blocks: int, *, captures_mixed_batches: bool
+    ) -> ModelRunner:
         loaded = self._loaded_model
         config = self._config
         head_runner = None
         if self._draft_head is not None:
-            head_runner = self._head_runner = self._draft_head.make_head_runner(config, allocation, num_blocks)
+            head_runner = self._head_runner = self._draft_head.make_draft_head_runner(config, allocation, num_blocks)
         pooler = make_pooler(config, self._path, loaded)
         return ModelRunner(
             loaded.model,
@@ -215,11 +219,11 @@ class PipelineStageRank(FollowerRank):
     _runner: StageRunner
 
     def _load_part(self, load: Callable[..., LoadedModel], progress: Callable[[], None]) -> LoadedModel:
-        loaded = load(progress, part=ModelPart(kind=PipelineStage, stage=self._rank - 1))
+        loaded = load(progress, part=ModelPart(decoder_class=PipelineStage, stage=self._rank - 1))
         assert isinstance(loaded.model, PipelineStage)
         assert isinstance(self._group, DistributedCollective)
         if self._rank > 1:
-            loaded.model.receive_from(self._group, self._rank - 1)
+            loaded.model.set_previous_stage(self._group, self._rank - 1)
         held_bytes_total = resident_weight_bytes(
             loaded.model.parameters(), self._config, self._device_plan.backend, loaded.read_bytes
         )
@@ -230,7 +234,9 @@ class PipelineStageRank(FollowerRank):
         self.loaded_message = LoadReply(held_bytes_total, {name: (each.shape, str(each.dtype)) for name, each in table})
         return loaded
 
-    def _make_runner(self, allocation: KVAllocation, num_blocks: int, *, captures_mixed_batches: bool) -> ModelRunner:
+    def _make_runner(
+        self, allocation: RunnerResources, num_blocks: int, *, captures_mixed_batches: bool
+    ) -> ModelRunner:
         assert isinstance(self._group, DistributedCollective)
         return StageRunner(
             self._group,

@@ -46,10 +46,10 @@ class Stages(MultiProcessRanks):
         self._progress = progress
 
     def load_model(self, load: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
-        own = load(part=ModelPart(kind=PipelineStage))
+        own = load(part=ModelPart(decoder_class=PipelineStage))
         assert isinstance(own.model, PipelineStage)
         assert isinstance(self.group, DistributedCollective)
-        own.model.receive_from(self.group, self.count - 1)
+        own.model.set_previous_stage(self.group, self.count - 1)
         others = self.read_answers(LoadReply)
         checkpoint = own.expected_weights.merge_stages(each.weight_shapes for each in others)
         return replace(own, expected_weights=checkpoint), sum(each.weight_bytes for each in others)
@@ -63,7 +63,7 @@ class Stages(MultiProcessRanks):
     def runner(self, *parts: Any) -> ModelRunner:
         return PipelineRunner(self, *parts)
 
-    def make_head_runner(self, *parts: Any) -> DraftHeadRunner:
+    def make_draft_head_runner(self, *parts: Any) -> DraftHeadRunner:
         return DraftHeadRunner(*parts)
 
     def make_collective_rpc(self, model: Decoder) -> None:

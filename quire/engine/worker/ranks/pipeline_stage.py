@@ -11,11 +11,11 @@ from quire.kernels.distributed import DistributedCollective
 
 
 class PipelineStage(Decoder):
-    """Call `receive_from` before use, but for the first one."""
+    """Call `set_previous_stage` before use, but for the first one."""
 
     _previous: tuple[DistributedCollective, int] | None = None
 
-    def receive_from(self, group: DistributedCollective, previous_rank: int) -> None:
+    def set_previous_stage(self, group: DistributedCollective, previous_rank: int) -> None:
         """`previous_rank`: the rank in the group whose layers come before."""
         self._previous = group, previous_rank
 

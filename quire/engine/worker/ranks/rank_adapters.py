@@ -10,7 +10,7 @@ from quire.engine.worker.loading.adapter_loader import ModelAdapterLoader
 _WAIT_SECONDS = 1.0
 
 
-class FollowerAdapters:
+class FollowerAdapterLoader:
     """Those of a rank but the first; the first one has LeaderAdapterLoader (processes.py)."""
 
     def __init__(self, loader: ModelAdapterLoader) -> None:

@@ -43,7 +43,7 @@ class RankGroup(ABC):
         """This process' model runner, which leads the others'. `parts`: a ModelRunner's arguments."""
 
     @abstractmethod
-    def make_head_runner(self, *parts: Any) -> DraftHeadRunner:
+    def make_draft_head_runner(self, *parts: Any) -> DraftHeadRunner:
         """`parts`: a DraftHeadRunner's arguments."""
 
     @abstractmethod

@@ -46,7 +46,7 @@ class AllocateCommand(msgspec.Struct, frozen=True, tag=True):
     snapshots: int
 
 
-class BeginCommand(msgspec.Struct, frozen=True, tag=True):
+class MakeRunnerCommand(msgspec.Struct, frozen=True, tag=True):
     """Be ready for steps, in the room that was made."""
 
     captures_mixed_batches: bool
@@ -69,16 +69,16 @@ class StepCommand(msgspec.Struct, frozen=True, tag=True):
     """Of a stage, which cannot hear it from a collective: what was picked since the step before."""
 
 
-PreparationMethod = Literal["warm_up", "warm_sampler", "warm_prompts"]
+WarmUpMethod = Literal["warm_up_next", "warm_sampler", "warm_prompts"]
 
 
-class PrepareCommand(msgspec.Struct, frozen=True, tag=True):
+class WarmUpCommand(msgspec.Struct, frozen=True, tag=True):
     """A method of Runner."""
 
-    method: PreparationMethod
+    method: WarmUpMethod
 
 
-class FindVariantsCommand(msgspec.Struct, frozen=True, tag=True):
+class FindKernelVariantsCommand(msgspec.Struct, frozen=True, tag=True):
     """ModelRunner.kernel_variants. Answered by Kinds."""
 
     step_tokens: int
@@ -118,12 +118,12 @@ class CallCommand(msgspec.Struct, frozen=True, tag=True):
     content: bytes
 
 
-_StartupCommand = StartCommand | MeasureMemoryCommand | AllocateCommand | BeginCommand
+_StartupCommand = StartCommand | MeasureMemoryCommand | AllocateCommand | MakeRunnerCommand
 RankCommand = (
     _StartupCommand
     | StepCommand
-    | PrepareCommand
-    | FindVariantsCommand
+    | WarmUpCommand
+    | FindKernelVariantsCommand
     | DraftCommand
     | DummyDraftCommand
     | LoadAdapterCommand

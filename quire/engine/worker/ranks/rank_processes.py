@@ -127,10 +127,10 @@ class MultiProcessRanks(RankGroup):
         """Digests of the adapters that other machines have."""
         if chosen.device.type == "cuda" and not config.enforce_eager:
             os.environ.setdefault(_CUMEM_VARIABLE, "0")
-        gathering = NodeRendezvous(config) if config.nnodes > 1 else None
-        remote = [] if gathering is None else gathering.wait_for_ranks()
+        rendezvous = NodeRendezvous(config) if config.nnodes > 1 else None
+        remote = [] if rendezvous is None else rendezvous.wait_for_ranks()
         try:
-            self.group, memory, store = self._join_group(chosen, gathering)
+            self.group, memory, store = self._join_group(chosen, rendezvous)
             self._start_processes(memory, remote, store)
         except BaseException:
             for each in remote:
@@ -138,16 +138,16 @@ class MultiProcessRanks(RankGroup):
             raise
 
     def _join_group(
-        self, chosen: DevicePlan, gathering: NodeRendezvous | None
+        self, chosen: DevicePlan, rendezvous: NodeRendezvous | None
     ) -> tuple[Collective, list[int], tuple[str, int] | None]:
         """The ranks as this one sees them, and by which descriptors or at which place the others find them."""
         logits_row_bytes = 4 * -(-chosen.spec.vocab_size // self.count)
-        over_memory = self.can_share_memory and gathering is None
+        over_memory = self.can_share_memory and rendezvous is None
         memory = chosen.backend.create_rank_memory(self.count, logits_row_bytes) if over_memory else None
         if memory is not None:
             return chosen.backend.make_collective(memory, 0, self.count), [memory], None
-        host = "127.0.0.1" if gathering is None else gathering.host
-        store = open_store(socket.create_server((host, 0))) if gathering is None else gathering.store
+        host = "127.0.0.1" if rendezvous is None else rendezvous.host
+        store = open_store(socket.create_server((host, 0))) if rendezvous is None else rendezvous.store
         needs_order = needs_ordered_sums(self._config, chosen.device)
         sum_options = {"in_order": needs_order, "one_shot": self._config.one_shot_sums}
         group = join_ranks(store, 0, self.count, chosen.device, **sum_options, address=host)
@@ -160,11 +160,11 @@ class MultiProcessRanks(RankGroup):
         # NCCL waits in `stop_ranks` until the GPU has stopped, and until no decode graph holds its calls any more. The
         # thread is there from the start: this may be let go of when a program ends, which begins no threads then.
         closing = threading.Thread(
-            target=_close_group, args=(self._group_ended, self.group), name="let-go", daemon=True
+            target=_close_group_when_ended, args=(self._group_ended, self.group), name="let-go", daemon=True
         )
         closing.start()
         closing_thread = closing if on_cpu else None  # for the store's port, which the next engine listens at
-        weakref.finalize(self, _release_group, self._group_ended, closing_thread).atexit = False
+        weakref.finalize(self, _trigger_group_close, self._group_ended, closing_thread).atexit = False
         allowed = allowed_cores()
         cores = node_cores(num_local, allowed) if on_cpu else []
         self._end_processes = weakref.finalize(
@@ -176,7 +176,7 @@ class MultiProcessRanks(RankGroup):
                     StartCommand(config_json, rank, memory, sorted(cores[rank]) if cores else [], store)
                 )
             for rank, each in enumerate(remote, num_local):
-                self._start_rank(each, each.get_message, StartCommand(config_json, rank, [], [], store))
+                self._register_rank(each, each.get_message, StartCommand(config_json, rank, [], [], store))
             stay_on(cores[0] if cores else set())
             where = f", on cores {'; '.join(str(sorted(each)) for each in cores)}" if cores else ""
             where += "" if on_cpu else ", each on a GPU of its own"
@@ -234,7 +234,7 @@ class MultiProcessRanks(RankGroup):
             raise EngineError(self.failure) from error
 
     @contextmanager
-    def command_followers(self, message: RankCommand) -> Iterator[None]:
+    def run_with_followers(self, message: RankCommand) -> Iterator[None]:
         """All other ranks do what runs inside."""
         self.send_to_followers(message)
         with self.raise_rank_failures():
@@ -262,7 +262,7 @@ class MultiProcessRanks(RankGroup):
     def available_kv_bytes(self, measure: Callable[[], int]) -> int:
         """What the ranks of a machine have together, as the machine, or the GPU, with the least room decides; once all
         have reached each other. Raises ConfigError."""
-        with self.command_followers(MeasureMemoryCommand()):
+        with self.run_with_followers(MeasureMemoryCommand()):
             check_connection(self.group, self._device, self.setting)
             own_bytes = measure()
         min_bytes = min([own_bytes, *(each.available_bytes for each in self.read_answers(MemoryReply))])
@@ -283,7 +283,7 @@ class MultiProcessRanks(RankGroup):
         worker = RankWorker(0, self.count, model)
 
         def call_all_ranks(content: bytes) -> list[bytes]:
-            with self.command_followers(CallCommand(content)):
+            with self.run_with_followers(CallCommand(content)):
                 own_result = run_rank_call(worker, content)
             return [own_result, *(each.content for each in self.read_answers(CallReply))]
 
@@ -294,7 +294,7 @@ class MultiProcessRanks(RankGroup):
         if self._device.type != "cuda":
             return None
         return os.environ | {
-            _VISIBLE_VARIABLE: visible_gpus(rank, os.environ.get(_VISIBLE_VARIABLE), torch.cuda.device_count())
+            _VISIBLE_VARIABLE: visible_gpus_for_rank(rank, os.environ.get(_VISIBLE_VARIABLE), torch.cuda.device_count())
         }
 
     @property
@@ -314,9 +314,9 @@ class MultiProcessRanks(RankGroup):
             raise
         finally:
             os.close(answers_fd)
-        self._start_rank(child, Inbox(partial(read_frame, os.fdopen(answers, "rb"))).get_message, start)
+        self._register_rank(child, Inbox(partial(read_frame, os.fdopen(answers, "rb"))).get_message, start)
 
-    def _start_rank(
+    def _register_rank(
         self, process: RankProcess, read_answer: Callable[[float | None], bytes | None], start: StartCommand
     ) -> None:
         self._processes.append(process)
@@ -387,19 +387,19 @@ def end_processes(
             process.destroy()
 
 
-def _release_group(over: threading.Event, closing: threading.Thread | None) -> None:
-    over.set()
-    if closing is not None:
-        closing.join(STOP_SECONDS)
+def _trigger_group_close(group_ended: threading.Event, closing_thread: threading.Thread | None) -> None:
+    group_ended.set()
+    if closing_thread is not None:
+        closing_thread.join(STOP_SECONDS)
 
 
-def _close_group(over: threading.Event, group: Collective) -> None:
+def _close_group_when_ended(group_ended: threading.Event, group: Collective) -> None:
     """In a thread."""
-    over.wait()
+    group_ended.wait()
     group.close()
 
 
-def visible_gpus(rank: int, visible: str | None, count: int) -> str:
+def visible_gpus_for_rank(rank: int, visible: str | None, count: int) -> str:
     """CUDA_VISIBLE_DEVICES of a rank, by the engine's and the number of GPUs: its own first, so that in each rank every
     thread's GPU is the right one. It sees the others too, for where one rank sees a GPU and another does not, NCCL may
     choose different ways between them (https://github.com/NVIDIA/nccl/issues/1066)."""

@@ -11,7 +11,7 @@ import torch
 
 from quire.engine.checkpoint.files import stored_at
 from quire.engine.config import EngineConfig
-from quire.engine.errors import refuse_setting
+from quire.engine.errors import refuse_setting_if
 from quire.engine.settings.class_import import import_class
 from quire.engine.worker.device_plan import DevicePlan, can_capture_decodes, kv_cache_dtype_name
 from quire.engine.worker.ranks.pipeline import Stages
@@ -34,8 +34,8 @@ def start_ranks(
 ) -> RankGroup:
     """The processes that compute the model together with this one. given: the weights are in no file. Raises
     ConfigError."""
-    refuse_setting("node_rank", config.node_rank > 0 and "machines but the first run nothing but `quire serve`")
-    refuse_setting(
+    refuse_setting_if("node_rank", config.node_rank > 0 and "machines but the first run nothing but `quire serve`")
+    refuse_setting_if(
         "one_shot_sums",
         config.one_shot_sums
         and (config.tensor_parallel_size == 1 or chosen.device.type != "cuda")
@@ -76,7 +76,7 @@ def check_tensor_parallel(config: EngineConfig, chosen: DevicePlan, *, weights_a
     ranks = config.tensor_parallel_size
     device = chosen.device.type
     speculative = config.speculative_config
-    refuse_setting(
+    refuse_setting_if(
         "tensor_parallel_size",
         device != "cpu"
         and config.nnodes > 1
@@ -85,7 +85,7 @@ def check_tensor_parallel(config: EngineConfig, chosen: DevicePlan, *, weights_a
         weights_are_tensors and "weights given as tensors reach one rank alone; give them as a file",
     )
     if speculative is not None and speculative.uses_hidden_states and device == "cuda":
-        refuse_setting(
+        refuse_setting_if(
             "speculative_config",
             f"{speculative.method!r} does not go with several GPUs (tensor_parallel_size) yet; a draft_model does",
         )
@@ -111,7 +111,7 @@ def check_pipeline_parallel(config: EngineConfig, chosen: DevicePlan, *, weights
     stages = config.pipeline_parallel_size
     layers = chosen.spec.num_layers
     speculative = config.speculative_config
-    refuse_setting(
+    refuse_setting_if(
         "pipeline_parallel_size",
         chosen.device.type != "cpu" and "stages compute on CPUs alone so far; see --device",
         config.tensor_parallel_size > 1

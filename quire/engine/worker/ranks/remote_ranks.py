@@ -101,12 +101,12 @@ def make_join_request(
     return JoinRequest(VERSION, digest, computes, *parts)
 
 
-def order_queue(rank: int) -> str:
+def order_queue_name(rank: int) -> str:
     """The queue of what a rank is told; an empty message ends it."""
     return f"orders/{rank}"
 
 
-def answer_queue(rank: int) -> str:
+def answer_queue_name(rank: int) -> str:
     """The queue of what it answers, and of the signs of life of its machine."""
     return f"answers/{rank}"
 
@@ -142,7 +142,7 @@ class RemoteRank:
     def destroy(self) -> None:
         """Its machine ends it when the store is gone."""
         with suppress(RuntimeError):  # this first: once told to end, it may say code 0 at any moment
-            self._store.queue_push(answer_queue(self._rank), encode_message(RankEndReply(self._return_code)))
+            self._store.queue_push(answer_queue_name(self._rank), encode_message(RankEndReply(self._return_code)))
         self.end()
 
     def send(self, content: bytes) -> None:
@@ -156,13 +156,13 @@ class RemoteRank:
 
     def _push_order(self, content: bytes) -> None:
         with suppress(RuntimeError):
-            self._store.queue_push(order_queue(self._rank), content)
+            self._store.queue_push(order_queue_name(self._rank), content)
 
     def _next_answer(self, store: torch.distributed.TCPStore) -> bytes | None:
         """Its next answer; None where it has ended. In a thread."""
         with suppress(RuntimeError, msgspec.DecodeError):  # silence, or the store is gone
             while not isinstance(
-                answer := decode_reply(content := store.queue_pop(answer_queue(self._rank))), RankEndReply
+                answer := decode_reply(content := store.queue_pop(answer_queue_name(self._rank))), RankEndReply
             ):
                 if not isinstance(answer, ProgressReply):
                     return content
@@ -190,7 +190,7 @@ class NodeRendezvous:
         began = time.monotonic()
         try:
             while missing := self._missing_nodes():
-                self._report_waiting(missing, time.monotonic() - began)
+                self._report_or_time_out(missing, time.monotonic() - began)
                 while self.store.queue_len(JOIN_QUEUE):
                     self._answer_join(self.store.queue_pop(JOIN_QUEUE))
                 time.sleep(_POLL_SECONDS)
@@ -200,7 +200,7 @@ class NodeRendezvous:
             raise
         return [self._ranks[rank] for rank in sorted(self._ranks)]
 
-    def _report_waiting(self, missing: list[int], waited: float) -> None:
+    def _report_or_time_out(self, missing: list[int], waited: float) -> None:
         """Whom it waits for; raises ConfigError where that takes too long."""
         where = f"{self._config.master_addr}:{self._config.master_port}"
         who = f"machine {', '.join(map(str, missing))} of {self._config.nnodes}"

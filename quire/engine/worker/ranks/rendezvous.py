@@ -68,7 +68,7 @@ def check_connection(
     of it, and where what they add does not come, or comes wrong, as between GPUs behind some IOMMUs. `setting`:
     what asks for them. `seconds`: how long a sum may take."""
     try:
-        wrong = _check_sum(group, device, seconds)
+        wrong = _find_all_reduce_error(group, device, seconds)
     except (RankEnded, RuntimeError) as error:
         message_lines = (str(error.__cause__ or error).strip() or "no message").splitlines()
         wrong = next((line for line in message_lines if "rror" in line), message_lines[0])
@@ -82,7 +82,7 @@ def check_connection(
         raise ConfigError(f"{setting}: {wrong}", param=setting) from cause
 
 
-def _check_sum(group: Collective, device: torch.device, seconds: float) -> str | None:
+def _find_all_reduce_error(group: Collective, device: torch.device, seconds: float) -> str | None:
     """What is wrong with a sum of whole numbers, which float32 holds."""
     numbers = torch.arange(_PROBE_NUMBERS, device=device, dtype=torch.float32) % _PROBE_MODULUS
     total = group.all_reduce(numbers.clone())

@@ -33,7 +33,7 @@ class SingleProcess(RankGroup):
     def runner(self, *parts: Any) -> ModelRunner:
         return ModelRunner(*parts)
 
-    def make_head_runner(self, *parts: Any) -> DraftHeadRunner:
+    def make_draft_head_runner(self, *parts: Any) -> DraftHeadRunner:
         return DraftHeadRunner(*parts)
 
     def wrap_adapter_loader(self, loader: AdapterLoader) -> AdapterLoader:

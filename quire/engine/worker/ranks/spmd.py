@@ -25,11 +25,11 @@ from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.ranks.rank_messages import (
     DraftCommand,
     DummyDraftCommand,
-    FindVariantsCommand,
+    FindKernelVariantsCommand,
     KernelVariantsReply,
     LoadReply,
-    PrepareCommand,
     StepCommand,
+    WarmUpCommand,
 )
 from quire.engine.worker.ranks.rank_processes import MultiProcessRanks
 from quire.engine.worker.ranks.remote_ranks import RemoteRank
@@ -62,8 +62,8 @@ class SpmdRanks(MultiProcessRanks):
     def runner(self, *parts: Any) -> ModelRunner:
         return SpmdRunner(self, *parts)
 
-    def make_head_runner(self, *parts: Any) -> DraftHeadRunner:
-        return SpmdHeadRunner(self, *parts)
+    def make_draft_head_runner(self, *parts: Any) -> DraftHeadRunner:
+        return SpmdDraftHeadRunner(self, *parts)
 
 
 class SpmdRunner(ModelRunner):
@@ -75,19 +75,19 @@ class SpmdRunner(ModelRunner):
         self._ranks = ranks
 
     def launch(self, scheduler_output: SchedulerOutput) -> PendingOutput:
-        with self._ranks.command_followers(StepCommand(redact_for_followers(scheduler_output))):
+        with self._ranks.run_with_followers(StepCommand(redact_for_followers(scheduler_output))):
             return _WatchedStep(self._ranks, super().launch(scheduler_output))
 
-    def warm_up(self) -> bool:
-        with self._ranks.command_followers(PrepareCommand("warm_up")):
-            return super().warm_up()
+    def warm_up_next(self) -> bool:
+        with self._ranks.run_with_followers(WarmUpCommand("warm_up_next")):
+            return super().warm_up_next()
 
     def warm_sampler(self) -> None:
-        with self._ranks.command_followers(PrepareCommand("warm_sampler")):
+        with self._ranks.run_with_followers(WarmUpCommand("warm_sampler")):
             super().warm_sampler()
 
     def warm_prompts(self) -> None:
-        with self._ranks.command_followers(PrepareCommand("warm_prompts")):
+        with self._ranks.run_with_followers(WarmUpCommand("warm_prompts")):
             super().warm_prompts()
 
     def kernel_variants(self, step_tokens: int) -> list[KernelVariant]:
@@ -95,7 +95,7 @@ class SpmdRunner(ModelRunner):
         once. Meanwhile none meets another. Raises RuntimeError where one of them fails to find its own."""
         from quire.kernels.gpu.kernel_variant import KernelVariant
 
-        self._ranks.send_to_followers(FindVariantsCommand(step_tokens))
+        self._ranks.send_to_followers(FindKernelVariantsCommand(step_tokens))
         try:
             variants = dict.fromkeys(super().kernel_variants(step_tokens))
         finally:
@@ -109,7 +109,7 @@ class SpmdRunner(ModelRunner):
         return list(variants)
 
 
-class SpmdHeadRunner(DraftHeadRunner):
+class SpmdDraftHeadRunner(DraftHeadRunner):
     """The first rank's. All ranks have whole heads, which ask the decoder that the ranks share for embeddings and
     logits."""
 
@@ -119,11 +119,11 @@ class SpmdHeadRunner(DraftHeadRunner):
         self._ranks = ranks
 
     def draft_tokens(self, rows: Sequence[HeadDraftRequest]) -> list[list[int]]:
-        with self._ranks.command_followers(DraftCommand(list(rows))):
+        with self._ranks.run_with_followers(DraftCommand(list(rows))):
             return super().draft_tokens(rows)
 
     def run_dummy_draft(self, count: int) -> None:
-        with self._ranks.command_followers(DummyDraftCommand(count)):
+        with self._ranks.run_with_followers(DummyDraftCommand(count)):
             super().run_dummy_draft(count)
 
 

@@ -42,11 +42,11 @@ def _sample_rows(
     argmax: Callable[[Tensor], Tensor],
     draw: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    drawn_indices = [index for index, row in enumerate(rows) if not row.rules.params.greedy]
+    drawn_indices = [index for index, row in enumerate(rows) if not row.rules.params.is_greedy]
     if not drawn_indices:
         return argmax(logits)
     sampled = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    greedy_indices = [index for index, row in enumerate(rows) if row.rules.params.greedy]
+    greedy_indices = [index for index, row in enumerate(rows) if row.rules.params.is_greedy]
     if greedy_indices:
         sampled[greedy_indices] = argmax(logits[greedy_indices])
     drawn_rows = [rows[index] for index in drawn_indices]

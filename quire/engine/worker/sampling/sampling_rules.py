@@ -89,7 +89,7 @@ def is_greedy_only(params: SamplingParams) -> bool:
     changed = (params.thinking, params.allowed_token_ids, params.logit_bias or None, params.bad_words_ids or None)
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     plain = params.min_tokens == 0 and penalties == (1.0, 0.0, 0.0)
-    return params.greedy and plain and all(each is None for each in (*reported, *changed))
+    return params.is_greedy and plain and all(each is None for each in (*reported, *changed))
 
 
 def pad_logprob_token_ids(rules: Sequence[SamplingRules], device: torch.device) -> Tensor | None:

@@ -145,7 +145,7 @@ class SlotGrammars:
         GrammarCompiler.recompile_with_large_lexer does."""
         from llguidance.numpy import fill_next_token_bitmask
 
-        while has_lexer_error(state.matcher) or not _fill_after(state.matcher, drafts, words):
+        while has_lexer_error(state.matcher) or not _try_fill_draft_masks(state.matcher, drafts, words):
             state.restart_with_new_lexer(self.load_compiler().result())
             fill_next_token_bitmask(state.matcher, words, 0)
         if state.matcher.is_error() or not words[0].any():
@@ -183,7 +183,7 @@ class SlotGrammars:
         del self._states[slot]
 
 
-def _fill_after(matcher: LLMatcher, drafts: Sequence[int], words: np.ndarray) -> bool:
+def _try_fill_draft_masks(matcher: LLMatcher, drafts: Sequence[int], words: np.ndarray) -> bool:
     """The masks after each of the drafts, behind the one of the first pick: [1 + drafts, words]. After one that is not
     allowed all is: it will not be picked, so what is picked after it will be dropped. Returns whether the lexer could
     tell all of it."""

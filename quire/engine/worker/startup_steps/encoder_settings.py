@@ -6,7 +6,7 @@ import torch
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, refuse_setting
+from quire.engine.errors import ConfigError, refuse_setting_if
 from quire.kernels.backend import Backend
 from quire.kernels.backend_selection import select_backend
 from quire.kernels.reference import ReferenceBackend
@@ -16,9 +16,11 @@ _MAX_TOKENS = 2**17
 claims."""
 
 
-def check_batch_invariance(config: EngineConfig, backend: Backend, device: torch.device, dtype: torch.dtype) -> bool:
+def determine_batch_invariance(
+    config: EngineConfig, backend: Backend, device: torch.device, dtype: torch.dtype
+) -> bool:
     batch_invariant, name = backend.is_batch_invariant(device, dtype), str(dtype).removeprefix("torch.")
-    refuse_setting(
+    refuse_setting_if(
         "deterministic", config.deterministic and not batch_invariant and f"not promised for encoders in {name} here"
     )
     return batch_invariant
@@ -39,7 +41,7 @@ def check_encoder_config(config: EngineConfig) -> None:
         ("kv_cache_dtype", config.kv_cache_dtype != "auto", "encoders keep no KV cache"),
         ("quantize_embedding", config.quantize_embedding, "encoders are not quantized"),
     ):
-        refuse_setting(name, is_set and why)
+        refuse_setting_if(name, is_set and why)
 
 
 def encoder_context_length(

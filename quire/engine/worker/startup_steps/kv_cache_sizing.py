@@ -11,13 +11,13 @@ from quire.engine.checkpoint.page_groups import PageGroups, PageNeeds
 from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import EngineConfig
 from quire.engine.models.decoder import Decoder
-from quire.engine.worker.device_memory import block_bytes, slot_state_bytes, total_block_bytes
+from quire.engine.worker.device_memory import block_bytes, block_bytes_of_all_groups, slot_state_bytes
 from quire.engine.worker.loading.drafts.device_drafter import LoadedDrafter
-from quire.engine.worker.loading.drafts.spare_blocks import num_spare_blocks
+from quire.engine.worker.loading.drafts.spare_blocks import num_spare_blocks_per_slot
 
 
 @dataclass(frozen=True, slots=True)
-class _DraftNeeds:
+class _DraftMemoryNeeds:
     """What a drafter takes beside the served model."""
 
     block_bytes: int = 0
@@ -51,8 +51,8 @@ class KVCacheSizer:
         config = self._config
         model = self._model
         num_places = sum(places_of_stages(self._groups, config.pipeline_parallel_size))
-        formula = self._block_formula(num_places)
-        model_block_bytes = total_block_bytes(model, num_places) * self._num_ranks
+        formula = self._block_bytes_formula(num_places)
+        model_block_bytes = block_bytes_of_all_groups(model, num_places) * self._num_ranks
         slot_bytes = slot_state_bytes(model, config) * self._num_ranks
         available = measure_available()
         shares = share_states(
@@ -64,7 +64,7 @@ class KVCacheSizer:
             cached=config.enable_prefix_caching,
             gpu=model.device.type == "cuda",
         )
-        draft_needs = _DraftNeeds() if draft is None else self._draft_needs(draft)
+        draft_needs = _DraftMemoryNeeds() if draft is None else self._draft_memory_needs(draft)
         return plan_kv(
             self._model_config,
             PageNeeds(
@@ -80,12 +80,12 @@ class KVCacheSizer:
             state_bytes=slot_bytes * shares.slots + draft_needs.state_bytes,
         )
 
-    def _block_formula(self, num_places: int) -> str:
+    def _block_bytes_formula(self, num_places: int) -> str:
         if self._num_ranks == 1:
-            return self._model.bytes_formula(num_places)
+            return self._model.total_block_bytes_formula(num_places)
         return f"{self._model.block_bytes_formula} x {self._num_ranks} ranks"
 
-    def _draft_needs(self, draft: LoadedDrafter) -> _DraftNeeds:
+    def _draft_memory_needs(self, draft: LoadedDrafter) -> _DraftMemoryNeeds:
         config = self._config
         formula = f" + {draft.kv_module.block_bytes_formula}"
         draft_block_bytes = block_bytes(draft.kv_module)
@@ -93,9 +93,9 @@ class KVCacheSizer:
         if self._num_ranks > 1 and (draft.is_on_all_ranks or self._model.device.type == "cuda"):
             formula = f"{formula} x {self._num_ranks}"
             draft_block_bytes *= self._num_ranks
-        return _DraftNeeds(
+        return _DraftMemoryNeeds(
             block_bytes=draft_block_bytes,
-            state_bytes=draft.slot_state_bytes(config),
-            spare_bytes=num_spare_blocks(config, self._block_size) * config.max_num_seqs * draft_block_bytes,
+            state_bytes=draft.total_slot_state_bytes(config),
+            spare_bytes=num_spare_blocks_per_slot(config, self._block_size) * config.max_num_seqs * draft_block_bytes,
             formula=formula,
         )

@@ -14,7 +14,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.core.executor import AdapterLoader, CollectiveRPC, Executor
 from quire.engine.text.grammar_compiler import GrammarCompiler, make_grammar_vocabulary
 from quire.engine.types import EngineInfo
-from quire.engine.worker.loading.drafts.device_drafter import DraftWorker
+from quire.engine.worker.loading.drafts.device_drafter import StartedDrafter
 from quire.engine.worker.loading.pooler import read_tokenizer
 from quire.engine.worker.loading.weight_check import ExpectedWeights
 from quire.kernels.streaming.weight_offloader import OffloadCounts
@@ -44,7 +44,7 @@ class StartedWorker:
     ahead overlaps nothing but what other stages compute, and delays every token by a step."""
     micro_batches: int = 1
     """How many steps keep all stages of a pipeline busy, each of other sequences; 1: there is none."""
-    draft_worker: DraftWorker | None = None
+    started_drafter: StartedDrafter | None = None
     """The model or the heads that guess tokens, if some do."""
     adapter_loader: AdapterLoader | None = None
     """What loads adapters, where they are served."""

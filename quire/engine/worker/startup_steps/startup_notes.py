@@ -13,15 +13,15 @@ from quire.engine.config import EngineConfig
 from quire.engine.models.decoder import Decoder
 from quire.engine.types import EngineInfo
 from quire.engine.worker.device_plan import DevicePlan, kv_cache_dtype_name
-from quire.engine.worker.loading.kv_allocation import KVAllocation
-from quire.engine.worker.loading.transformers_support import transformers_suffix
+from quire.engine.worker.loading.kv_allocation import RunnerResources
+from quire.engine.worker.loading.transformers_support import transformers_class_suffix
 from quire.engine.worker.ranks.rank_group import RankGroup
 from quire.engine.worker.startup_steps.started_worker import make_engine_info
 from quire.engine.worker.startup_steps.worker_weights import WorkerWeights
 from quire.kernels.gpu.other_devices import is_other_device
 
 
-def describe_engine(
+def make_decoder_engine_info(
     config: EngineConfig,
     model_config: ModelConfig,
     device_plan: DevicePlan,
@@ -31,7 +31,7 @@ def describe_engine(
 ) -> EngineInfo:
     """What is told of a decoder's engine."""
     loaded_model = weights.loaded_model
-    suffix = transformers_suffix(loaded_model.model)
+    suffix = transformers_class_suffix(loaded_model.model)
     return make_engine_info(
         config,
         kv_plan,
@@ -55,7 +55,7 @@ def startup_notes(
     chosen: DevicePlan,
     model: Decoder,
     plan: KVPlan,
-    allocation: KVAllocation,
+    allocation: RunnerResources,
     ranks: RankGroup,
 ) -> list[str | bool | None]:
     """What was chosen otherwise than one might expect: texts, each in the place of a condition that does not hold."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.config import EngineConfig
-from quire.engine.worker.device_memory import explain_weights_memory
+from quire.engine.worker.device_memory import explain_weights_out_of_memory
 from quire.engine.worker.device_plan import DevicePlan
 from quire.engine.worker.drafter_loader import load_drafter
 from quire.engine.worker.images.tower_loader import LoadedTower, load_tower
@@ -17,7 +17,7 @@ from quire.engine.worker.loading.drafts.device_drafter import LoadedDrafter
 from quire.engine.worker.loading.model.loaded_model import LoadedModel
 from quire.engine.worker.loading.model.weight_sizes import resident_weight_bytes
 from quire.engine.worker.loading.model_loader import load_model
-from quire.engine.worker.loading.transformers_support import transformers_notes
+from quire.engine.worker.loading.transformers_support import check_transformers_batch_invariance
 from quire.engine.worker.loading.weight_loader import NamedTensors
 from quire.engine.worker.ranks.rank_group import RankGroup
 
@@ -46,7 +46,7 @@ def load_worker_weights(
 ) -> WorkerWeights:
     """Load the weights here, and the other ranks' parts. Raises ConfigError."""
     backend = device_plan.backend
-    with explain_weights_memory():
+    with explain_weights_out_of_memory():
         loaded_model, other_stages_bytes = ranks.load_model(
             partial(load_model, config, path, model_config, device_plan, progress, tensors)
         )
@@ -56,7 +56,7 @@ def load_worker_weights(
         if model.offload is not None:
             model_bytes -= model.offload.saved_bytes
         drafter = load_drafter(config, model_config, backend, progress, model)
-        is_batch_invariant, notes = transformers_notes(
+        is_batch_invariant, notes = check_transformers_batch_invariance(
             config, model, backend, backend.is_batch_invariant(device_plan.device, device_plan.dtype)
         )
     draft_bytes = 0 if drafter is None else drafter.weight_bytes

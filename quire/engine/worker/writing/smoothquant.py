@@ -20,7 +20,7 @@ from quire.engine.checkpoint.files import ModelConfig, read_model_config
 from quire.engine.checkpoint.safetensors import text_tensor
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ModelError
-from quire.engine.layers.sublayer import FoldableNorm, Sublayer
+from quire.engine.layers.sublayer import SmoothableNorm, Sublayer
 from quire.engine.worker.loading.forward_pass import compute_hidden_states, load_standalone_model
 from quire.engine.worker.loading.weight_loader import checkpoint_stream
 from quire.engine.worker.loading.weight_mapper import WeightMapper
@@ -69,17 +69,17 @@ def record_activation_ranges(path: Path, samples: Sequence[Sequence[int]]) -> li
     ]
 
 
-def _smoothable_norms(layer: Sequence[Sublayer]) -> list[FoldableNorm]:
+def _smoothable_norms(layer: Sequence[Sublayer]) -> list[SmoothableNorm]:
     """The norms of a layer of which every part that has them says which linears read them."""
-    norms = dict[str, FoldableNorm]()
+    norms = dict[str, SmoothableNorm]()
     for part in layer:
-        for each in part.foldable_norms():
+        for each in part.smoothable_norms():
             linears = norms[each.norm_name].linears if each.norm_name in norms else ()
             norms[each.norm_name] = replace(each, linears=(*linears, *each.linears))
     other_readers = {
         name
         for part in layer
-        for name in part.parameters().keys() - {f"{n.norm_name}.weight" for n in part.foldable_norms()}
+        for name in part.parameters().keys() - {f"{n.norm_name}.weight" for n in part.smoothable_norms()}
     }
     return [each for each in norms.values() if f"{each.norm_name}.weight" not in other_readers]
 
@@ -102,7 +102,7 @@ class Smoothing:
         config = read_model_config(path)
         factors = dict[str, Tensor]()
         norms = dict[str, Tensor]()
-        norm_weights, widest = _read_weight_ranges(path, WeightMapper(config))
+        norm_weights, widest = _read_norms_and_column_maxima(path, WeightMapper(config))
         for each in ranges:
             weights = [widest[name] for name in each.linears if name in widest]
             if each.norm not in norm_weights or len(weights) != len(each.linears):
@@ -128,7 +128,7 @@ class Smoothing:
     def smooth_tensor(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor that takes the place of this one, by its stored name: of linears in float32."""
         module, _, kind = (text_tensor(name) or "").rpartition(".")
-        module_name = self._weight_mapper.module_names(module)[0] if module else ""
+        module_name = self._weight_mapper.mapped_module_names(module)[0] if module else ""
         if module_name not in self._factors:
             return tensor
         if module_name in self._norm_weights:
@@ -138,12 +138,12 @@ class Smoothing:
         return tensor.float() * self._factors[module_name] if kind == "weight" else tensor
 
 
-def _read_weight_ranges(path: Path, arrangement: WeightMapper) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _read_norms_and_column_maxima(path: Path, arrangement: WeightMapper) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(weights of norms, and of whatever else is [n], in float32; of each matrix's columns the largest absolute
     number), by the names that parts of layers give them."""
     vectors, columns = dict[str, Tensor](), dict[str, Tensor]()
     for name, tensor in _iter_weights(path):
-        for own in arrangement.module_names(name):
+        for own in arrangement.mapped_module_names(name):
             if tensor.ndim == 1:
                 vectors[own] = tensor.float()
             elif tensor.ndim == 2:

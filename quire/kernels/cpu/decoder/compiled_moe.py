@@ -15,7 +15,7 @@ from quire.kernels.parameters.routing import SCORE_FUNCTIONS, Routing
 from quire.kernels.routing import Experts, MoE
 
 
-def compile_moe(library: native_library.NativeLibrary, experts: Experts) -> MoE | None:
+def make_compiled_moe(library: native_library.NativeLibrary, experts: Experts) -> MoE | None:
     """None where a linear is not one of ours."""
     linears = [experts.router, *experts.gate_up, *experts.down]
     ours = [each for each in linears if isinstance(each, CompiledLinear)]
@@ -64,7 +64,7 @@ class CompiledMoE:
         self.native = native_library.Experts(ctypes.pointer(router.native), self._gate_up, self._down, *rules, *gates)
         self._kernel = library.mix_experts[self._dtype]
         pairs = zip((*self._gate_up, *self._down), linears, strict=True)
-        each = [[PackedBuffer(*weights) for weights in linear.weight_pointers(struct)] for struct, linear in pairs]
+        each = [[PackedBuffer(*weights) for weights in linear.relocatable_weights(struct)] for struct, linear in pairs]
         self.expert_buffers = [up + down for up, down in zip(each[:num_experts], each[num_experts:], strict=True)]
         """The packed weights of each expert."""
 

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from quire.kernels.backend import Linear
 from quire.kernels.cpu import native_library
-from quire.kernels.cpu.decoder.mapped_experts import MappedWeightArena, PackedBuffer, disk_read_bytes, set_pointer
+from quire.kernels.cpu.decoder.mapped_experts import (
+    MappedWeightArena,
+    PackedBuffer,
+    disk_read_bytes,
+    set_weights_pointer,
+)
 from quire.kernels.cpu.linear import CompiledLinear
 from quire.kernels.streaming.layer_streamer import LayerSelector, LayerStreamer
 from quire.kernels.streaming.weight_offloader import OffloadCounts
@@ -38,10 +43,10 @@ class DiskLayerStreamer(LayerStreamer):
         self._pending_reads: dict[int, _PendingRead] = {}
         self._initial_disk_bytes = 0
 
-    def note_packed_linear(self, layer: int, linear: Linear) -> None:
+    def register_packed_linear(self, layer: int, linear: Linear) -> None:
         if isinstance(linear, CompiledLinear):
             self._buffers.setdefault(layer, []).extend(
-                PackedBuffer(*each) for each in linear.weight_pointers(linear.native)
+                PackedBuffer(*each) for each in linear.relocatable_weights(linear.native)
             )
 
     def finish_loading(self) -> None:
@@ -56,14 +61,14 @@ class DiskLayerStreamer(LayerStreamer):
         self.choose_streamed_layers(self._layer_bytes)
         resident = [layer for layer in range(count) if not self.is_streamed(layer)]
         self._resident_layers = [
-            self._point_layer(layer, self._allocate_aligned(self._layer_bytes[layer])) for layer in resident
+            self._set_layer_pointers(layer, self._allocate_aligned(self._layer_bytes[layer])) for layer in resident
         ]
         for layer, memory in zip(resident, self._resident_layers, strict=True):
             self._read_layer(layer, memory)
         self._slot_bytes = max((self._layer_bytes[layer] for layer in self.streamed_layers), default=0)
         self._slots = [self._allocate_aligned(self._slot_bytes) for _ in self.initial_layers]
         for layer in self.streamed_layers:
-            self._point_layer(layer, self._slots[self.slot_of(layer)])
+            self._set_layer_pointers(layer, self._slots[self.slot_of(layer)])
         self.begin_pass()
         self._initial_disk_bytes = disk_read_bytes()
 
@@ -76,11 +81,11 @@ class DiskLayerStreamer(LayerStreamer):
         whole = native_library.WeightArena().allocate_bytes(size + 2 * mmap.PAGESIZE)
         return whole[-whole.data_ptr() % mmap.PAGESIZE :]
 
-    def _point_layer(self, layer: int, memory: Tensor) -> Tensor:
+    def _set_layer_pointers(self, layer: int, memory: Tensor) -> Tensor:
         """Kernels find the layer's weights there from now on."""
         begin = 0
         for held in self._buffers.get(layer, ()):
-            set_pointer(held, memory[begin:])
+            set_weights_pointer(held, memory[begin:])
             begin += self._extent_bytes(held)
         return memory
 

@@ -15,14 +15,14 @@ from quire.kernels.backend import AttentionMetadata, CachePair
 from quire.kernels.collective import RankEnded
 from quire.kernels.cpu import native_library
 from quire.kernels.cpu.decoder import recurrence
-from quire.kernels.cpu.decoder.short_conv import check_columns
+from quire.kernels.cpu.decoder.short_conv import check_short_conv
 from quire.kernels.cpu.mla.per_head_linear import check_latent_params
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, KVScales
 from quire.kernels.latent_params import LatentParams
 from quire.kernels.parameters.activation import Activation
-from quire.kernels.qk_norm_rope import NORM_KINDS, Rope
+from quire.kernels.qk_norm_rope import NORM_KINDS, QKNormRopeParams
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
-from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
+from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 
 _UNLIMITED = 2**31 - 1
 
@@ -51,7 +51,7 @@ class KernelCalls(ABC):
         """An uninitialized result with x's shape and type."""
 
     @abstractmethod
-    def empty_half(self, x: Any) -> Any:
+    def empty_half_width(self, x: Any) -> Any:
         """An uninitialized result that is half as wide as x."""
 
     @abstractmethod
@@ -118,10 +118,10 @@ class KernelCalls(ABC):
 
     def call_gated(self, kernel: str, gate_up: Any, *rules: float) -> Any:
         """Call a kernel whose input is a gate and up, side by side."""
-        out = self.empty_half(gate_up)
+        out = self.empty_half_width(gate_up)
         return self.call_kernel(kernel, out, gate_up, out, *self.rows_and_width(out), *rules)
 
-    def mul_columns(self, x: Any, per_layer_inputs: Any, first: int) -> Any:
+    def mul_by_column_slice(self, x: Any, per_layer_inputs: Any, first: int) -> Any:
         return self.call_kernel(
             "mul_columns", x, x, per_layer_inputs, *self.rows_and_width(x), self.token_width(per_layer_inputs), first
         )
@@ -131,15 +131,17 @@ class KernelCalls(ABC):
             "sigmoid_mul", x, x, gate, self.num_elements(gate), self.token_width(x) // self.token_width(gate)
         )
 
-    def rope_and_store_kv(self, qkv: Any, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: Any) -> Any:
-        caches = _kernel_caches(qkv, (k_cache, v_cache), rope.kv_scales)
+    def rope_and_store_kv(
+        self, qkv: Any, rope: QKNormRopeParams, k_cache: Tensor, v_cache: Tensor, metadata: Any
+    ) -> Any:
+        caches = _kernel_cache_arguments(qkv, (k_cache, v_cache), rope.kv_scales)
         (pages, kv_heads, _), dim = caches[0].shape, rope.head_dim
         weights = (rope.q_norm, rope.k_norm, rope.v_norm, rope.cos_sin, rope.q_scale)
         for each in weights:
             if each is not None and each.dtype != torch.float32:
                 raise TypeError(f"weights of norms, cos_sin and q_scale must be float32, not {each.dtype}")
         heads = rope.num_query_heads(self.token_width(qkv), kv_heads)
-        q, kinds = self.empty_per_token(qkv, heads, dim), (NORM_KINDS.index(rope.norm_kind), rope.num_projected_kv)
+        q, kinds = self.empty_per_token(qkv, heads, dim), (NORM_KINDS.index(rope.norm_kind), rope.num_kv_projections)
         where = (metadata.rope_positions, metadata.slot_mapping, q, *caches, *_cache_strides(caches))
         sizes = (self.num_tokens(qkv), pages, heads, kv_heads, dim, rope.eps)
         error_message = f"slots outside the {pages} pages of the cache"
@@ -168,7 +170,7 @@ class KernelCalls(ABC):
         num_ranks: int = 1,
     ) -> Any:
         """`num_ranks`: the number of ranks that have as many heads as q each."""
-        pages, kernel_caches = len(caches[0]), _kernel_caches(q, caches, softmax.kv_scales)
+        pages, kernel_caches = len(caches[0]), _kernel_cache_arguments(q, caches, softmax.kv_scales)
         (*_, heads, dim), step = q.shape, self.step_inputs(metadata)
         out = self.empty_per_token(q, heads, softmax.value_dim or dim)
         where = (
@@ -184,7 +186,7 @@ class KernelCalls(ABC):
         native_library.check_sinks(softmax.sinks, heads)
         extras = (
             softmax.relative_bias,
-            *native_library.bias_layout(softmax.relative_bias),
+            *native_library.relative_bias_layout(softmax.relative_bias),
             softmax.sinks,
             softmax.value_dim or 0,
         )
@@ -195,7 +197,7 @@ class KernelCalls(ABC):
 
     def store_latent_kv(self, q: Any, kv: Any, latent: LatentParams, cache: Tensor, metadata: Any) -> Any:
         check_latent_params(latent)
-        cache, _, held = _kernel_caches(q, (cache, cache), latent.kv_scales)
+        cache, _, held = _kernel_cache_arguments(q, (cache, cache), latent.kv_scales)
         size, rotated = latent.latent_and_rope_dims
         heads = self.token_width(q) // (size + rotated)
         arguments_before = (
@@ -219,8 +221,8 @@ class KernelCalls(ABC):
             error_message=error_message,
         )
 
-    def short_conv(self, bcx: Any, conv: ShortConv, columns: ConvColumns, metadata: Any) -> Any:
-        check_columns(conv, columns, bcx.dtype)
+    def short_conv(self, bcx: Any, conv: ShortConv, columns: ConvStates, metadata: Any) -> Any:
+        check_short_conv(conv, columns, bcx.dtype)
         step, wide = self.step_inputs(metadata), self.token_width(bcx) // conv.inputs_per_channel
         assert step.state_slots is not None
         out, pages = self.empty_per_token(bcx, wide), 0 if columns.piece_ends is None else len(columns.piece_ends)
@@ -243,7 +245,7 @@ class KernelCalls(ABC):
     ) -> Any:
         recurrence.check_recurrence(rule, states, inputs.dtype)
         out = self.empty_like(z)
-        native_rule = recurrence.native_rule(rule)
+        kernel_arguments = recurrence.recurrence_kernel_arguments(rule)
         step = self.step_inputs(metadata)
         assert step.state_slots is not None
         where = (
@@ -255,11 +257,11 @@ class KernelCalls(ABC):
             len(states.matrices),
             step.num_sequences,
         )
-        weights_and_states = (*native_rule.weights, out, states.matrices, states.draft_inputs)
-        sizes = (*native_rule.sizes, states.draft_inputs.shape[1], *native_rule.rules)
+        weights_and_states = (*kernel_arguments.weights, out, states.matrices, states.draft_inputs)
+        sizes = (*kernel_arguments.sizes, states.draft_inputs.shape[1], *kernel_arguments.rules)
         error_message = "there is no such slot, or there are more guesses than it keeps"
         return self.call_kernel(
-            native_rule.kernel,
+            kernel_arguments.kernel,
             out,
             inputs,
             z,
@@ -280,7 +282,7 @@ class ImmediateCalls(KernelCalls):
     def empty_like(self, x: Tensor) -> Tensor:
         return torch.empty_like(x)
 
-    def empty_half(self, x: Tensor) -> Tensor:
+    def empty_half_width(self, x: Tensor) -> Tensor:
         return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
     def empty_per_token(self, x: Tensor, *shape: int) -> Tensor:
@@ -316,19 +318,19 @@ class ImmediateCalls(KernelCalls):
         return result
 
 
-def check_caches(x: Any, caches: CachePair) -> None:
+def check_cache_dtypes(x: Any, caches: CachePair) -> None:
     """Raise TypeError if the caches have a type that cannot serve x."""
     keys, values = (each.dtype for each in caches)
     if keys != values or (keys != x.dtype and keys not in QUANTIZED_KV_DTYPES):
         raise TypeError(f"keys and values of {keys} and {values} cannot serve {x.dtype}")
 
 
-def _kernel_caches(
+def _kernel_cache_arguments(
     x: Any, caches: CachePair, scales: KVScales
 ) -> tuple[Tensor, Tensor, native_library.KVFormat | None]:
     """The caches as kernels take them, and the format of their numbers."""
-    check_caches(x, caches)
-    k_cache, v_cache = (native_library.flatten_pieces(each) for each in caches)
+    check_cache_dtypes(x, caches)
+    k_cache, v_cache = (native_library.flatten_cache_pages(each) for each in caches)
     return k_cache, v_cache, native_library.kv_format(k_cache, scales)
 
 

@@ -43,7 +43,7 @@ class _StepArgument:
 
 
 @dataclass(slots=True, eq=False)
-class _Buffer(_StepArgument):
+class _PlaceholderTensor(_StepArgument):
     """Stands for a tensor [T, *shape]."""
 
     shape: tuple[int, ...]
@@ -53,8 +53,8 @@ class _Buffer(_StepArgument):
     def width(self) -> int:
         return prod(self.shape)
 
-    def flatten(self, _: int) -> _Buffer:
-        return _Buffer(self.kind, self.value, (self.width,), self.dtype)
+    def flatten(self, _: int) -> _PlaceholderTensor:
+        return _PlaceholderTensor(self.kind, self.value, (self.width,), self.dtype)
 
 
 _TOKENS, _PAGES = _StepArgument(_PER_TOKEN, 1), _StepArgument(_PAGES_FETCH, 0)
@@ -99,8 +99,8 @@ class _LayerRecorder(KernelCalls, Operations):
     def record_layer(self, layer: LayerFunction, *, starts: bool) -> None:
         """What a layer returns must be where it found it, so that any layers can be run."""
         self._used_bytes = 0
-        stream: Any = _Buffer(_STEP_VALUE, _RESIDUAL.value, (self._hidden,), self._dtype)
-        layer_input: Any = stream if starts else _Buffer(_STEP_VALUE, _X.value, (self._hidden,), self._dtype)
+        stream: Any = _PlaceholderTensor(_STEP_VALUE, _RESIDUAL.value, (self._hidden,), self._dtype)
+        layer_input: Any = stream if starts else _PlaceholderTensor(_STEP_VALUE, _X.value, (self._hidden,), self._dtype)
         x: Any
         x, residual = layer(self, layer_input, None if starts else stream, self._metadata)
         assert residual is stream
@@ -141,28 +141,28 @@ class _LayerRecorder(KernelCalls, Operations):
             raise _UnsupportedOperation
         return super().paged_attention(q, k_cache, v_cache, metadata, softmax)
 
-    def empty_like(self, x: _Buffer) -> _Buffer:
+    def empty_like(self, x: _PlaceholderTensor) -> _PlaceholderTensor:
         return self._allocate_buffer(*x.shape, dtype=x.dtype)
 
-    def empty_half(self, x: _Buffer) -> _Buffer:
+    def empty_half_width(self, x: _PlaceholderTensor) -> _PlaceholderTensor:
         return self._allocate_buffer(x.width // 2, dtype=x.dtype)
 
-    def empty_per_token(self, x: _Buffer, *shape: int) -> _Buffer:
+    def empty_per_token(self, x: _PlaceholderTensor, *shape: int) -> _PlaceholderTensor:
         return self._allocate_buffer(*shape, dtype=x.dtype)
 
-    def view_per_token(self, x: _Buffer, *shape: int) -> _Buffer:
-        return _Buffer(x.kind, x.value, shape, x.dtype)
+    def view_per_token(self, x: _PlaceholderTensor, *shape: int) -> _PlaceholderTensor:
+        return _PlaceholderTensor(x.kind, x.value, shape, x.dtype)
 
-    def rows_and_width(self, x: _Buffer) -> tuple[Any, int]:
+    def rows_and_width(self, x: _PlaceholderTensor) -> tuple[Any, int]:
         return _TOKENS, x.width
 
-    def num_tokens(self, x: _Buffer) -> Any:
+    def num_tokens(self, x: _PlaceholderTensor) -> Any:
         return _TOKENS
 
     def token_width(self, x: Any) -> Any:
-        return x.width if isinstance(x, _Buffer) else _WIDTH
+        return x.width if isinstance(x, _PlaceholderTensor) else _WIDTH
 
-    def num_elements(self, x: _Buffer) -> Any:
+    def num_elements(self, x: _PlaceholderTensor) -> Any:
         return _StepArgument(_PER_TOKEN, x.width)
 
     def step_inputs(self, metadata: Any) -> StepInputs:
@@ -178,7 +178,9 @@ class _LayerRecorder(KernelCalls, Operations):
         )
 
     def concat_columns(self, x: Any, y: Any) -> Any:
-        second = y.width if isinstance(y, _Buffer) else self._hidden  # what lies beside the stream, as wide as it
+        second = (
+            y.width if isinstance(y, _PlaceholderTensor) else self._hidden
+        )  # what lies beside the stream, as wide as it
         out = self._allocate_buffer(x.width + second)
         return self.call_kernel("join", out, x, y, out, *self.rows_and_width(x), second)
 
@@ -188,9 +190,9 @@ class _LayerRecorder(KernelCalls, Operations):
         out = self._allocate_buffer(*x.shape, dtype=dtype)
         return self.call_kernel("cast", out, x, out, self.num_elements(x))
 
-    def _allocate_buffer(self, *shape: int, dtype: torch.dtype | None = None) -> _Buffer:
+    def _allocate_buffer(self, *shape: int, dtype: torch.dtype | None = None) -> _PlaceholderTensor:
         """dtype: by default the model's."""
-        buffer = _Buffer(_BUFFER, self._used_bytes, shape, self._dtype if dtype is None else dtype)
+        buffer = _PlaceholderTensor(_BUFFER, self._used_bytes, shape, self._dtype if dtype is None else dtype)
         self._used_bytes += -(-buffer.width * buffer.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self._token_bytes = max(self._token_bytes, self._used_bytes)
         return buffer
@@ -211,8 +213,8 @@ class _LayerRecorder(KernelCalls, Operations):
             encoded = [
                 _encode_argument(*each) for each in zip(arguments, native_library.SIGNATURES[kernel], strict=True)
             ]
-            dtype = next(each.dtype for each in arguments if isinstance(each, _Buffer))
-            call.kernel, call.count = self._library.caller_address(kernel, dtype), len(encoded)
+            dtype = next(each.dtype for each in arguments if isinstance(each, _PlaceholderTensor))
+            call.kernel, call.count = self._library.call_wrapper_address(kernel, dtype), len(encoded)
             call.arguments = (native_library.Argument * len(encoded))(*encoded)
 
     def run_layers(

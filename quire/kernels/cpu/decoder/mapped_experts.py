@@ -231,7 +231,7 @@ class MappedDiskExperts(DiskExperts):
         for held in self._experts[expert]:
             copy = self._slots[begin : begin + len(held.weights)]
             copy.copy_(held.weights)
-            set_pointer(held, copy)
+            set_weights_pointer(held, copy)
             self._arena.drop_pages(held.weights)
             begin += _aligned_bytes(held.weights)
         self._slot_of[expert], self._tables.pinned[expert] = slot, 1
@@ -239,7 +239,7 @@ class MappedDiskExperts(DiskExperts):
     def _unpin_expert(self, expert: int) -> int:
         """The slot that it had."""
         for held in self._experts[expert]:
-            set_pointer(held, held.weights)
+            set_weights_pointer(held, held.weights)
         self._tables.pinned[expert] = 0
         return self._slot_of.pop(expert)
 
@@ -275,7 +275,7 @@ def _build_expert_tables(arena: MappedWeightArena) -> _ExpertTables:
     return _ExpertTables(structs, lists, all_starts, pinned, prefetched, uses, counts)
 
 
-def set_pointer(buffer: PackedBuffer, weights: Tensor) -> None:
+def set_weights_pointer(buffer: PackedBuffer, weights: Tensor) -> None:
     ctypes.c_void_p.from_address(buffer.pointer).value = weights.data_ptr()
 
 

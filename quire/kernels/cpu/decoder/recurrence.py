@@ -13,7 +13,7 @@ from quire.kernels.recurrent.selective_scan import SelectiveScan
 from quire.kernels.recurrent.state_space import StateSpace
 
 
-class NativeRule(NamedTuple):
+class RecurrenceKernelArguments(NamedTuple):
     """A rule as its kernel takes it."""
 
     kernel: str
@@ -23,24 +23,30 @@ class NativeRule(NamedTuple):
     rules: tuple[float, ...]
 
 
-def native_rule(rule: Recurrence) -> NativeRule:
+def recurrence_kernel_arguments(rule: Recurrence) -> RecurrenceKernelArguments:
     match rule:
         case DeltaRule():
             sizes = (rule.num_key_heads, rule.num_heads, rule.key_dim, rule.value_dim)
-            return NativeRule("delta_rule", (rule.decay_rate, rule.dt_bias, rule.norm_weight), sizes, (rule.eps,))
+            return RecurrenceKernelArguments(
+                "delta_rule", (rule.decay_rate, rule.dt_bias, rule.norm_weight), sizes, (rule.eps,)
+            )
         case StateSpace():
             weights = (rule.decay_rate, rule.dt_bias, rule.skip, rule.norm_weight)
             sizes = (rule.num_groups, rule.num_heads, rule.key_dim, rule.value_dim)
-            return NativeRule("state_space", weights, sizes, (rule.eps, *rule.dt_limits, rule.norm_before_gate))
+            return RecurrenceKernelArguments(
+                "state_space", weights, sizes, (rule.eps, *rule.dt_limits, rule.norm_before_gate)
+            )
         case SelectiveScan():
             read = (rule.decay_rate, rule.dt_bias, rule.skip, rule.b_norm, rule.c_norm)
-            return NativeRule("selective_scan", read, (1, rule.num_heads, rule.key_dim, rule.value_dim), (rule.eps,))
+            return RecurrenceKernelArguments(
+                "selective_scan", read, (1, rule.num_heads, rule.key_dim, rule.value_dim), (rule.eps,)
+            )
     raise TypeError(f"no kernel computes a {type(rule).__name__}")
 
 
 def check_recurrence(rule: Recurrence, states: RecurrentStates, dtype: torch.dtype) -> None:
     """Raise TypeError, or ValueError, for what the kernels do not take."""
-    _, weights, (groups, heads, key, value), _ = native_rule(rule)
+    _, weights, (groups, heads, key, value), _ = recurrence_kernel_arguments(rule)
     wide = [states.matrices, *(each for each in weights if each is not None)]
     if any(each.dtype != torch.float32 for each in wide):
         raise TypeError("a recurrence's weights and matrices must be float32")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
+from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 
 MAX_CONV_WIDTH = 16
 """That a token sees, itself included: as short_conv.cpp has it."""
 
 
-def check_columns(conv: ShortConv, columns: ConvColumns, dtype: torch.dtype) -> None:
+def check_short_conv(conv: ShortConv, columns: ConvStates, dtype: torch.dtype) -> None:
     """Raise TypeError, or ValueError, for what the kernel does not take."""
     if conv.weight.dtype != torch.float32 or (conv.bias is not None and conv.bias.dtype != torch.float32):
         raise TypeError("weight and bias of a convolution must be float32")

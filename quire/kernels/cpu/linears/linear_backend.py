@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.kernels.backend import Linear, QuantizedEmbedding
 from quire.kernels.cpu import linear, native_library, quantized_linear
-from quire.kernels.cpu.mla.per_head_linear import compile_per_head_linear
+from quire.kernels.cpu.mla.per_head_linear import make_compiled_per_head_linear
 from quire.kernels.cpu.quantization import float8_linear
 from quire.kernels.mla.per_head_linear import ReferencePerHeadLinear
 from quire.kernels.quantized_tensors import QuantizedWeight
@@ -48,9 +48,11 @@ class CpuLinearBackend(ReferenceBackend):
             return super().pack_linear(weight, bias, wide=wide)
         return linear.PackedLinear(self.library, weight, bias, wide=wide)
 
-    def pack_per_head_linear(self, weights: Sequence[Tensor], passed: int) -> Linear:
+    def pack_per_head_linear(self, weights: Sequence[Tensor], passthrough_dim: int) -> Linear:
         linears = [self.pack_linear(each, None) for each in weights]
-        return compile_per_head_linear(self.library, linears, passed) or ReferencePerHeadLinear(linears, passed)
+        return make_compiled_per_head_linear(self.library, linears, passthrough_dim) or ReferencePerHeadLinear(
+            linears, passthrough_dim
+        )
 
     def has_linear_kernel(self, dtype: torch.dtype) -> bool:
         """Whether unquantized linears of this type are our own kernel's, which layers run in one call need."""
@@ -65,18 +67,20 @@ class CpuLinearBackend(ReferenceBackend):
         dequantized."""
         if dtype not in self.library.linear:
             return super().pack_quantized(weights, bias, dtype=dtype, wide=wide)
-        if (floats := float8_linear.float8_weights(weights)) is not None:
+        if (floats := float8_linear.as_float8_weights(weights)) is not None:
             return float8_linear.Float8Linear(self.library, floats, bias, dtype=dtype, wide=wide)
-        if (grouped := quantized_linear.integer_weights(weights)) is None:
+        if (grouped := quantized_linear.as_grouped_weights(weights)) is None:
             return super().pack_quantized(weights, bias, dtype=dtype, wide=wide)
         return quantized_linear.CompiledQuantizedLinear(
             self.library, grouped, bias, dtype=dtype, wide=wide, activation_bits=self.activation_bits
         )
 
-    def pack_embedding(self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool) -> QuantizedEmbedding:
-        grouped = quantized_linear.integer_weights([weight])
+    def pack_quantized_embedding(
+        self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool
+    ) -> QuantizedEmbedding:
+        grouped = quantized_linear.as_grouped_weights([weight])
         if grouped is None or dtype not in self.library.linear:
-            return super().pack_embedding(weight, dtype=dtype, tied=tied)
+            return super().pack_quantized_embedding(weight, dtype=dtype, tied=tied)
         linear = quantized_linear.CompiledQuantizedLinear(
             self.library, grouped, None, dtype=dtype, wide=True, activation_bits=self.activation_bits
         )

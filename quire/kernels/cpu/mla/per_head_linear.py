@@ -23,25 +23,27 @@ def check_latent_params(latent: LatentParams) -> None:
         raise ValueError(f"a latent must be even, and its key of 2 to {MAX_ROPE_DIM} numbers, not {size} and {rotated}")
 
 
-def compile_per_head_linear(
-    library: native_library.NativeLibrary, linears: Sequence[Linear], passed: int
+def make_compiled_per_head_linear(
+    library: native_library.NativeLibrary, linears: Sequence[Linear], passthrough_dim: int
 ) -> Linear | None:
     """None where a linear is not one of ours."""
     ours = [each for each in linears if isinstance(each, CompiledLinear)]
-    return CompiledPerHeadLinear(library, ours, passed) if len(ours) == len(linears) else None
+    return CompiledPerHeadLinear(library, ours, passthrough_dim) if len(ours) == len(linears) else None
 
 
 class CompiledPerHeadLinear:
     """Linears of as many inputs and outputs, which are all compiled."""
 
-    def __init__(self, library: native_library.NativeLibrary, linears: Sequence[CompiledLinear], passed: int) -> None:
+    def __init__(
+        self, library: native_library.NativeLibrary, linears: Sequence[CompiledLinear], passthrough_dim: int
+    ) -> None:
         self._linear_refs = linears  # alive: what the pointers below point to
         first, count = linears[0], len(linears)
         self.dtype = first.dtype
-        self.in_features = count * (first.in_features + passed)
-        self.out_features = count * (first.out_features + passed)
+        self.in_features = count * (first.in_features + passthrough_dim)
+        self.out_features = count * (first.out_features + passthrough_dim)
         self._linears = (native_library.PackedLinear * count)(*(each.native for each in linears))
-        self.native = native_library.LinearBlocks(self._linears, count, passed)
+        self.native = native_library.LinearBlocks(self._linears, count, passthrough_dim)
         self._kernel = library.linear_blocks[self.dtype]
 
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:

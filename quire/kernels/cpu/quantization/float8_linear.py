@@ -16,7 +16,7 @@ _PANEL_OUTPUTS = 64
 """Outputs that are packed together."""
 
 
-def float8_weights(weights: Sequence[QuantizedWeight]) -> Sequence[Float8Weight] | None:
+def as_float8_weights(weights: Sequence[QuantizedWeight]) -> Sequence[Float8Weight] | None:
     """The weights, if the kernel can compute with them as one linear: blocks of equally many inputs, whole steps of
     four."""
     floats = [each for each in weights if isinstance(each, Float8Weight)]
@@ -27,7 +27,7 @@ def float8_weights(weights: Sequence[QuantizedWeight]) -> Sequence[Float8Weight]
 
 
 class Float8Linear(CompiledLinear):
-    """Of weights that are `float8_weights`, their outputs side by side. `bias` is added in float32."""
+    """Of weights that are `as_float8_weights`, their outputs side by side. `bias` is added in float32."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Float8Linear(CompiledLinear):
         linear = native_library.PackedLinear(None, bias_ptr, inner, outs, 0, wide, None, ctypes.pointer(self._float8))
         super().__init__(library, linear, dtype)
 
-    def weight_pointers(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
+    def relocatable_weights(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
         return [(ctypes.addressof(self._float8) + native_library.Float8Linear.packed.offset, self._codes)]
 
     @property

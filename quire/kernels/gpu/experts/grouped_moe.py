@@ -39,7 +39,7 @@ _MAX_WIDE_STEP, _WIDE_TILE_BYTES = 128, 120 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertStack:
+class ExpertLinearGroup:
     """One linear of every expert. The weights stay where they are; the kernel finds them by their addresses."""
 
     parts: list[PackedWeight]
@@ -50,7 +50,7 @@ class ExpertStack:
     has_fixed_tiles: bool
 
     @classmethod
-    def from_linears(cls, linears: Sequence[Linear], *, fixed: bool) -> ExpertStack | None:
+    def from_linears(cls, linears: Sequence[Linear], *, fixed: bool) -> ExpertLinearGroup | None:
         """None where they are of no kind that the kernel knows, or differ."""
         packed_parts = [_packed_weight_and_bias(each) for each in linears]
         known = [each for each in packed_parts if each is not None]
@@ -65,8 +65,8 @@ class ExpertStack:
             return None
         tensors = [
             [each.codes for each in parts],
-            [each.kernel_scales[0] for each in parts],
-            [each.kernel_scales[1] for each in parts],
+            [each.kernel_scales_and_offsets[0] for each in parts],
+            [each.kernel_scales_and_offsets[1] for each in parts],
             [each.factors for each in parts],
             biases or [each.factors for each in parts],
         ]
@@ -89,9 +89,9 @@ class ExpertStack:
         most = min(rows, rows // tiles.block_m + experts)
         bias = part.factors if self.biases is None else self.biases[0]
         kernels.multiply_experts[most * cdiv(outs, tiles.block_n),](
-            x, out, order, starts, self.address_table, part.codes, part.kernel_scales[0], part.factors, bias, rows,
-            most, outs, part.in_features, part.words_per_output, part.group_size, per_token, of_tokens, experts,
-            next_power_of_2(experts), *part.kernel_form, not numbers, self.biases is not None, tiles.block_m,
+            x, out, order, starts, self.address_table, part.codes, part.kernel_scales_and_offsets[0], part.factors,
+            bias, rows, most, outs, part.in_features, part.words_per_output, part.group_size, per_token, of_tokens,
+            experts, next_power_of_2(experts), *part.kernel_form, not numbers, self.biases is not None, tiles.block_m,
             tiles.block_n, part.inputs_per_step, part.interleaved_outputs, num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )  # fmt: skip
@@ -99,10 +99,10 @@ class ExpertStack:
 
 
 class GroupedMoE:
-    """Linears that `ExpertStack` knows. A row's sums follow from the row alone, in one order; where tiles are fixed,
-    its bits too."""
+    """Linears that `ExpertLinearGroup` knows. A row's sums follow from the row alone, in one order; where tiles are
+    fixed, its bits too."""
 
-    def __init__(self, backend: Backend, experts: Experts, gate_up: ExpertStack, down: ExpertStack) -> None:
+    def __init__(self, backend: Backend, experts: Experts, gate_up: ExpertLinearGroup, down: ExpertLinearGroup) -> None:
         self._backend = backend
         self._experts = experts
         self._gate_up = gate_up
@@ -133,7 +133,7 @@ class GroupedMoE:
             of_tokens=False,
         )
         size = out.shape[1]
-        kernels.weigh[len(x), cdiv(size, _COMBINE_BLOCK)](
+        kernels.combine_expert_outputs[len(x), cdiv(size, _COMBINE_BLOCK)](
             out, expert_outputs, shares, chosen, size, experts.first_expert, here, each, _COMBINE_BLOCK
         )
         return out
@@ -141,7 +141,7 @@ class GroupedMoE:
 
 def make_grouped_moe(backend: Backend, experts: Experts, *, fixed: bool) -> GroupedMoE | None:
     """None where a linear is of a kind that the kernels do not know."""
-    gate_up, down = (ExpertStack.from_linears(each, fixed=fixed) for each in (experts.gate_up, experts.down))
+    gate_up, down = (ExpertLinearGroup.from_linears(each, fixed=fixed) for each in (experts.gate_up, experts.down))
     return None if gate_up is None or down is None else GroupedMoE(backend, experts, gate_up, down)
 
 
@@ -156,7 +156,7 @@ def route_on_device(experts: Experts, x: Tensor) -> tuple[Tensor, Tensor, int]:
     chosen = torch.empty((rows, each), dtype=torch.int64, device=x.device)
     shares = torch.empty((rows, each), dtype=torch.float32, device=x.device)
     correction = experts.score_correction_bias
-    kernels.choose[rows,](
+    kernels.choose_experts[rows,](
         scores, scores if correction is None else correction, chosen, shares, routing.normalizer_eps, routing.scale,
         count, next_power_of_2(count), each, next_power_of_2(each), routing.score_function == "sigmoid",
         routing.is_normalized, correction is not None, num_warps=1,

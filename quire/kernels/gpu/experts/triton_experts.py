@@ -10,14 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.quantization.triton_quantized import lines_at, sum_whole
+from quire.kernels.gpu.quantization.triton_quantized import accumulate_tile, weight_row_pointers
 
 CODES, SCALES, OFFSETS, FACTORS, BIASES = range(5)
 """Rows of a table of addresses: where each expert's tensors lie."""
 
 
 @triton.jit
-def choose(
+def choose_experts(
     scores, correction, chosen, shares, added, scale,
     EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, PER_TOKEN: tl.constexpr, PER_TOKEN_PAD: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZED: tl.constexpr, CORRECTED: tl.constexpr,
@@ -71,7 +71,7 @@ def sort_rows(chosen, order, starts, rows, first, EXPERTS: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def _tile(starts, tile, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr):
+def _locate_expert_tile(starts, tile, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_M: tl.constexpr):
     """The expert whose tile this is, EXPERTS where there are fewer tiles; its first row, and where the expert's end."""
     expert = tl.arange(0, EXPERTS_PAD)
     real = expert < EXPERTS
@@ -86,7 +86,7 @@ def _tile(starts, tile, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def _of_expert(table, kind: tl.constexpr, expert, like, EXPERTS: tl.constexpr):
+def _expert_tensor_pointer(table, kind: tl.constexpr, expert, like, EXPERTS: tl.constexpr):
     """Where a tensor of the expert begins; of the type of `like`."""
     return tl.multiple_of(tl.load(table + kind * EXPERTS + expert).to(like.dtype), 16)
 
@@ -103,7 +103,7 @@ def multiply_experts(
     tokens', and out has the sorted order; else x has that, and out the rows' own. Grid: tiles times tiles of outputs.
     codes, scales, factors, bias: any expert's, for their types alone."""
     tile = tl.program_id(0) % tiles
-    expert, begin, end = _tile(starts, tile, EXPERTS, EXPERTS_PAD, BLOCK_M)
+    expert, begin, end = _locate_expert_tile(starts, tile, EXPERTS, EXPERTS_PAD, BLOCK_M)
     if expert >= EXPERTS:
         return
     at = begin + tl.arange(0, BLOCK_M)
@@ -116,27 +116,31 @@ def multiply_experts(
     n = (tl.program_id(0) // tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_inside = n < outs
     x_rows = x + read.to(tl.int64)[None, :] * inner
-    lines = lines_at(_of_expert(table, 0, expert, codes, EXPERTS), n, outs, stride, LINES, BLOCK_K)[:, None]
+    lines = weight_row_pointers(
+        _expert_tensor_pointer(table, 0, expert, codes, EXPERTS), n, outs, stride, LINES, BLOCK_K
+    )[:, None]
     own_scales, own_offsets = scales, scales
     if SCALED:
-        own_scales = _of_expert(table, 1, expert, scales, EXPERTS)
+        own_scales = _expert_tensor_pointer(table, 1, expert, scales, EXPERTS)
         if OFFSET:
-            own_offsets = _of_expert(table, 2, expert, scales, EXPERTS)
-    total = sum_whole(
+            own_offsets = _expert_tensor_pointer(table, 2, expert, scales, EXPERTS)
+    total = accumulate_tile(
         x_rows, inside, lines, n, n_inside, own_scales, own_offsets, outs, inner, 0, stride, stride,
         group, KIND, LOW, HIGH, SCALED, OFFSET, BLOCK_M, BLOCK_N, BLOCK_K, LINES,
     )  # fmt: skip
     if FACTORED:
-        total *= tl.load(_of_expert(table, 3, expert, factors, EXPERTS) + n, mask=n_inside, other=0.0)[:, None]
+        total *= tl.load(_expert_tensor_pointer(table, 3, expert, factors, EXPERTS) + n, mask=n_inside, other=0.0)[
+            :, None
+        ]
     if BIASED:
-        own_bias = _of_expert(table, 4, expert, bias, EXPERTS) + n
+        own_bias = _expert_tensor_pointer(table, 4, expert, bias, EXPERTS) + n
         total += tl.load(own_bias, mask=n_inside, other=0.0).to(tl.float32)[:, None]
     where = out + written.to(tl.int64)[None, :] * outs + n[:, None]
     tl.store(where, total.to(out.dtype.element_ty), mask=inside[None, :] & n_inside[:, None])
 
 
 @triton.jit(do_not_specialize=["first"])
-def weigh(
+def combine_expert_outputs(
     out, given, shares, chosen, size, first, EXPERTS: tl.constexpr, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """out [tokens, size] of what the experts gave, [tokens * PER_TOKEN, size], and shares [tokens, PER_TOKEN] float32,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.libraries.flash_backend import FlashLibraryBackend, gather_step_tokens, import_library
+from quire.kernels.gpu.libraries.flash_backend import FlashLibraryBackend, gather_step_kv, import_library
 
 REQUIREMENT = "flash-attn>=2.8,<2.8.4"
 """What pyproject.toml asks for too."""
@@ -30,7 +30,7 @@ class Flash2Backend(FlashLibraryBackend):
     def description(self) -> str:
         return f"flash-attn {self._library.__version__}"
 
-    def attend_part(
+    def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
         """One query per sequence goes to the split-KV decode kernel, everything else to the ragged one: with pages, or
@@ -62,8 +62,8 @@ class Flash2Backend(FlashLibraryBackend):
         plain = metadata.is_full_prefill and not self.deterministic
         out = self._library.flash_attn_varlen_func(
             q,
-            gather_step_tokens(k_cache, metadata) if plain else k_cache,
-            gather_step_tokens(v_cache, metadata) if plain else v_cache,
+            gather_step_kv(k_cache, metadata) if plain else k_cache,
+            gather_step_kv(v_cache, metadata) if plain else v_cache,
             block_table=None if plain else metadata.block_table,
             cu_seqlens_q=metadata.query_start,
             cu_seqlens_k=metadata.key_start,

@@ -25,7 +25,7 @@ class Flash3Backend(FlashLibraryBackend):
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(_import_flash3(), deterministic=deterministic)
 
-    def attend_part(
+    def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
         """One function for all: with cumulative counts its queries are ragged, without them one per sequence. It

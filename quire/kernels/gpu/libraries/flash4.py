@@ -48,7 +48,7 @@ class Flash4Backend(FlashLibraryBackend):
         """True if several thread blocks can share the keys of a sequence."""
         return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
-    def attend_part(
+    def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
         """Steps of one query each are Triton's on Hopper, where flash-attn 4 does not split keys.

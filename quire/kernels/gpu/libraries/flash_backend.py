@@ -17,10 +17,10 @@ from quire.kernels.backend import AttentionMetadata, Backend, Linear, QuantizedE
 from quire.kernels.gpu.prefill_decode_split import PagedAttentionBackend
 from quire.kernels.gpu.torch_backend import TorchBackend
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
-from quire.kernels.qk_norm_rope import Rope
+from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.quantized_tensors import QuantizedWeight
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
-from quire.kernels.recurrent.short_conv import ConvColumns, ShortConv
+from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 from quire.kernels.reference import ReferenceBackend
 from quire.kernels.routing import Experts, MoE
 
@@ -96,11 +96,11 @@ class FlashPagedBackend(PagedAttentionBackend):
         self._ops_for(k).store_kv(k, v, k_cache, v_cache, slots, scales)
 
     def rope_and_store_kv(
-        self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
+        self, qkv: Tensor, rope: QKNormRopeParams, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         return self._ops_for(qkv).rope_and_store_kv(qkv, rope, k_cache, v_cache, metadata)
 
-    def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvColumns, metadata: AttentionMetadata) -> Tensor:
+    def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvStates, metadata: AttentionMetadata) -> Tensor:
         return self._ops_for(bcx).short_conv(bcx, conv, columns, metadata)
 
     def run_recurrence(
@@ -125,8 +125,10 @@ class FlashPagedBackend(PagedAttentionBackend):
     ) -> Linear:
         return self._ops_for(weights[0].codes).pack_quantized(weights, bias, dtype=dtype, wide=wide)
 
-    def pack_embedding(self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool) -> QuantizedEmbedding:
-        return self._ops_for(weight.codes).pack_embedding(weight, dtype=dtype, tied=tied)
+    def pack_quantized_embedding(
+        self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool
+    ) -> QuantizedEmbedding:
+        return self._ops_for(weight.codes).pack_quantized_embedding(weight, dtype=dtype, tied=tied)
 
 
 class FlashLibraryBackend(FlashPagedBackend):
@@ -175,7 +177,7 @@ def import_library(name: str, what: str, install: str) -> ModuleType | str:
         return f"{what} cannot be loaded, install it for this PyTorch ({str(error).splitlines()[0]})"
 
 
-def gather_step_tokens(cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+def gather_step_kv(cache: Tensor, metadata: AttentionMetadata) -> Tensor:
     """The keys or values of the step's own tokens [T, K, D], out of their pages."""
     return cache.flatten(0, 1)[metadata.slot_mapping]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.libraries.flash2 import INSTALL
-from quire.kernels.gpu.libraries.flash_backend import FlashPagedBackend, gather_step_tokens, has_code_for
+from quire.kernels.gpu.libraries.flash_backend import FlashPagedBackend, gather_step_kv, has_code_for
 
 _MIN_TORCH_VERSION = (2, 13)
 _NO_SOFTCAP = f"PyTorch's varlen attention has no softcap; install flash-attn ({INSTALL})"
@@ -42,7 +42,7 @@ class TorchVarlenBackend(FlashPagedBackend):
             return f"this build of PyTorch has no kernels for compute capability {capability[0]}.{capability[1]}"
         return _NO_SOFTCAP if softcap else None
 
-    def attend_part(
+    def attend_batch_part(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams
     ) -> Tensor:
         """Raises NotImplementedError for a softcap.
@@ -64,8 +64,8 @@ class TorchVarlenBackend(FlashPagedBackend):
         )  # then a faster kernel takes copies of the keys in a row
         return self._library(
             q,
-            gather_step_tokens(k_cache, metadata) if plain else k_cache,
-            gather_step_tokens(v_cache, metadata) if plain else v_cache,
+            gather_step_kv(k_cache, metadata) if plain else k_cache,
+            gather_step_kv(v_cache, metadata) if plain else v_cache,
             metadata.query_start,
             metadata.key_start,
             metadata.max_query_len,

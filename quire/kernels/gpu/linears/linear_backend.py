@@ -24,8 +24,8 @@ class TritonLinearBackend(PagedAttentionBackend):
         weight = weight.contiguous()
         return DenseLinear(weight, bias, wide, super().pack_linear(weight, bias, wide=wide))
 
-    def pack_per_head_linear(self, weights: Sequence[Tensor], passed: int) -> Linear:
-        return TritonPerHeadLinear(weights, passed, fixed=self.deterministic)
+    def pack_per_head_linear(self, weights: Sequence[Tensor], passthrough_dim: int) -> Linear:
+        return TritonPerHeadLinear(weights, passthrough_dim, fixed=self.deterministic)
 
     def make_moe(self, experts: Experts) -> MoE:
         return make_grouped_moe(self, experts, fixed=self.deterministic) or super().make_moe(experts)
@@ -36,6 +36,8 @@ class TritonLinearBackend(PagedAttentionBackend):
         packed = quantized_linear.pack_quantized(weights, bias, dtype=dtype, wide=wide, fixed=self.deterministic)
         return super().pack_quantized(weights, bias, dtype=dtype, wide=wide) if packed is None else packed
 
-    def pack_embedding(self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool) -> QuantizedEmbedding:
-        packed = quantized_linear.pack_embedding(weight, dtype=dtype, tied=tied, fixed=self.deterministic)
-        return super().pack_embedding(weight, dtype=dtype, tied=tied) if packed is None else packed
+    def pack_quantized_embedding(
+        self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool
+    ) -> QuantizedEmbedding:
+        packed = quantized_linear.pack_quantized_embedding(weight, dtype=dtype, tied=tied, fixed=self.deterministic)
+        return super().pack_quantized_embedding(weight, dtype=dtype, tied=tied) if packed is None else packed

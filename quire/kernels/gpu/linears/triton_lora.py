@@ -17,9 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.backend import AdapterSlots, Linear, LinearContext, LinearWithLora, LoraDelta
+from quire.kernels.backend import AdapterSlotSpec, Linear, LinearContext, LinearWithLora, LoraDelta
 from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
-from quire.kernels.quantized_tensors import Activations, RoundedActivations, Rounding, RoundingLinear, linear_input
+from quire.kernels.quantized_tensors import (
+    ActivationRounding,
+    Activations,
+    RoundedActivations,
+    RoundedInputLinear,
+    select_linear_input,
+)
 
 _ROWS_PER_TILE = 16
 """Of a tile: the fewest that the tensor cores multiply, as most of a batch's adapters have few rows."""
@@ -32,7 +38,7 @@ _MAX_SHRINK_RANKS, _MAX_EXPAND_RANKS = 64, 32
 
 
 @triton.jit
-def _rows_of(adapters, order, rows, tile, nth, BLOCK_M: tl.constexpr):
+def _tile_rows_of_adapter(adapters, order, rows, tile, nth, BLOCK_M: tl.constexpr):
     """The rows of a tile, a mask of those that have its nth adapter, and that adapter's slot (0: none)."""
     i = tl.arange(0, BLOCK_M)
     at = tile * BLOCK_M + i
@@ -53,7 +59,9 @@ def _shrink_kernel(
 ):  # fmt: skip
     """middle [splits, rows, PARTS * RANKS] = x [rows, inner] @ down [slots, PARTS * RANKS, inner].T, for the ranks that
     a row's adapter has. Grid: tiles * most adapters of one, parts * blocks of ranks, splits."""
-    row, mine, slot = _rows_of(adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M)
+    row, mine, slot = _tile_rows_of_adapter(
+        adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M
+    )
     if slot == 0:
         return
     blocks: tl.constexpr = (RANKS + BLOCK_R - 1) // BLOCK_R
@@ -84,7 +92,9 @@ def _expand_kernel(
     """Adds middle @ up to out [rows, outs]. up [slots, RANKS * outs]: of each part, one after the other, [RANKS, its
     outs]; places [blocks, 4]: part, its first output, its end, the block's first output. Grid: tiles * most adapters of
     one, blocks of outputs."""
-    row, mine, slot = _rows_of(adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M)
+    row, mine, slot = _tile_rows_of_adapter(
+        adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M
+    )
     if slot == 0:
         return
     place = places + tl.program_id(1) * 4
@@ -122,8 +132,8 @@ class PinnedLoraDeltas:
     """[parts] int32."""
 
 
-class TritonLinearWithLora(LinearWithLora, RoundingLinear):
-    def __init__(self, linear: Linear, slots: AdapterSlots, split: int = _SPLIT_INPUTS) -> None:
+class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
+    def __init__(self, linear: Linear, slots: AdapterSlotSpec, split: int = _SPLIT_INPUTS) -> None:
         """split: inputs of one sum."""
         count = slots.num_slots
         parts = slots.output_sizes
@@ -147,13 +157,13 @@ class TritonLinearWithLora(LinearWithLora, RoundingLinear):
         ]
         self._output_blocks = torch.tensor(places, dtype=torch.int32).to(device)
 
-    def input_roundings(self, rows: int) -> tuple[Rounding | None, ...]:
+    def input_roundings(self, rows: int) -> tuple[ActivationRounding | None, ...]:
         """Adapters multiply x as it is."""
         linear = self._linear
-        return (*linear.input_roundings(rows), None) if isinstance(linear, RoundingLinear) else (None,)
+        return (*linear.input_roundings(rows), None) if isinstance(linear, RoundedInputLinear) else (None,)
 
     def __call__(self, x: Activations, context: LinearContext) -> Tensor:
-        out, adapters = self._linear(linear_input(self._linear, x), context), context.adapter_slots
+        out, adapters = self._linear(select_linear_input(self._linear, x), context), context.adapter_slots
         if adapters is None or not len(x):
             return out
         assert out.is_contiguous()

@@ -10,9 +10,9 @@ from quire.kernels.attention.context_shard import ContextShard
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.mla.triton_latents import attend_latent_splits, attend_latents
-from quire.kernels.gpu.ranks.context_parallel import allocate_output
-from quire.kernels.gpu.triton_attention import reduce_even, reduce_fixed
-from quire.kernels.gpu.triton_kv_quantization import kernel_cache_view
+from quire.kernels.gpu.ranks.context_parallel import allocate_attention_output
+from quire.kernels.gpu.triton_attention import reduce_even_splits, reduce_fixed_splits
+from quire.kernels.gpu.triton_kv_quantization import cache_format_and_views
 from quire.kernels.gpu.triton_launch_sizes import (
     FIXED_SPLIT,
     MAX_PARTIAL_SUMS,
@@ -52,7 +52,7 @@ def attend_absorbed(
     values = softmax.value_dim
     page = cache.shape[1]
     rank, ranks = (0, 1) if shard is None else (shard.rank, shard.world_size)
-    out = allocate_output(q, values, shard)
+    out = allocate_attention_output(q, values, shard)
     seqs = len(metadata.context_lens)
     device = q.device.index
     one_token, longest = metadata.max_query_len == 1, metadata.max_context_len
@@ -71,7 +71,7 @@ def attend_absorbed(
         splits = programs = num_even_splits(wanted, longest, one_token, least=_MIN_SPLIT, most=_MAX_SPLITS)
     if tokens * heads * splits * values > MAX_PARTIAL_SUMS:
         programs = 1
-    kv_format, codes, scales = kernel_cache_view(cache)
+    kv_format, codes, scales = cache_format_and_views(cache)
     inputs = (q, codes, scales, metadata.query_start, metadata.context_lens, metadata.block_table)
     strides = (metadata.block_table.stride(0), cache.stride(0), seqs)
     key_scale = softmax.kv_scales.key
@@ -89,12 +89,14 @@ def attend_absorbed(
         block = min(sizes[2], _FIXED_REDUCE_BLOCK)
         reduce_sizes = (heads, values, block, page, False, split, ranks, False)
         grid = (tokens * heads, cdiv(values, block))
-        reduce_fixed[grid](out, q, *parts, metadata.positions, splits, 0, rank, *reduce_sizes, num_warps=1)
+        reduce_fixed_splits[grid](out, q, *parts, metadata.positions, splits, 0, rank, *reduce_sizes, num_warps=1)
     else:
         most, numbers, num_warps = next(each for each in _REDUCE_SHAPES if splits <= each[0])
         block = min(sizes[2], numbers)
         even_sizes = (heads, values, block, most, ranks, False)
-        reduce_even[tokens * heads, cdiv(values, block)](out, q, *parts, splits, *even_sizes, num_warps=num_warps)
+        reduce_even_splits[tokens * heads, cdiv(values, block)](
+            out, q, *parts, splits, *even_sizes, num_warps=num_warps
+        )
     return out
 
 

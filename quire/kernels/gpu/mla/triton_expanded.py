@@ -9,13 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.mla.triton_latents import locate
+from quire.kernels.gpu.mla.triton_latents import find_tile_sequence
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _numbers_at(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, MASKED: tl.constexpr):
+def _load_kv_rows(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, MASKED: tl.constexpr):
     """[BLOCK_N, SIZE_PAD]. What is outside is 0."""
     if MASKED and SIZE != SIZE_PAD:
         return tl.load(at, mask=inside[:, None] & (d[None, :] < SIZE), other=0.0)
@@ -28,7 +28,7 @@ def _numbers_at(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, MASKE
 
 
 @triton.jit
-def _tile(
+def _expanded_softmax_step(
     peak, total, acc, q_plain, q_turned, m, begin, queries, plain, turned, v, to_base2,
     P: tl.constexpr, P_PAD: tl.constexpr, R: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, KEPT: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
@@ -36,12 +36,12 @@ def _tile(
     """One step of the online softmax: keys begin to begin + BLOCK_N, of them those before `queries` where MASKED."""
     n, p, e = begin + tl.arange(0, BLOCK_N), tl.arange(0, P_PAD), tl.arange(0, V_PAD)
     inside = n < queries
-    k = _numbers_at(plain + n[:, None] * P + p[None, :], inside, p, P, P_PAD, MASKED)
-    values = _numbers_at(v + n[:, None] * V + e[None, :], inside, e, V, V_PAD, MASKED)
+    k = _load_kv_rows(plain + n[:, None] * P + p[None, :], inside, p, P, P_PAD, MASKED)
+    values = _load_kv_rows(v + n[:, None] * V + e[None, :], inside, e, V, V_PAD, MASKED)
     scores = tl.dot(q_plain, tl.trans(k), input_precision="ieee")
     if R != 0:
         r = tl.arange(0, R)
-        t = _numbers_at(turned + n[:, None] * KEPT + r[None, :], inside, r, R, R, MASKED)
+        t = _load_kv_rows(turned + n[:, None] * KEPT + r[None, :], inside, r, R, R, MASKED)
         scores = tl.dot(q_turned, tl.trans(t), scores, input_precision="ieee")
     if MASKED:
         scores = tl.where(n[None, :] <= m[:, None], scores, float("-inf"))
@@ -62,7 +62,7 @@ def attend_expanded(
     """out [T, HEADS, V] of q [T, HEADS, P + R], plain [HEADS, T, P], turned [T, KEPT], of which the first R numbers
     are a key's, or R is 0, and v [HEADS, T, V]; the sequences of query_start are whole. Grid: HEADS, tiles."""
     head, tile = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)  # the longest start first
-    seq, tile = locate(query_start, num_seqs, tile, 1, BLOCK_M)
+    seq, tile = find_tile_sequence(query_start, num_seqs, tile, 1, BLOCK_M)
     start = tl.load(query_start + seq).to(tl.int64)
     queries = (tl.load(query_start + seq + 1) - start).to(tl.int32)
     m, p, e = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, P_PAD), tl.arange(0, V_PAD)
@@ -82,12 +82,12 @@ def attend_expanded(
     end = tl.where(tile * BLOCK_M < queries, tl.minimum(queries, tile * BLOCK_M + BLOCK_M), 0)
     full = seen // BLOCK_N * BLOCK_N
     for begin in range(0, full, BLOCK_N):
-        peak, total, acc = _tile(
+        peak, total, acc = _expanded_softmax_step(
             peak, total, acc, q_plain, q_turned, m, begin, queries, plain, turned, v, to_base2,
             P, P_PAD, R, V, V_PAD, KEPT, BLOCK_N, MASKED=False,
         )  # fmt: skip
     for begin in range(full, end, BLOCK_N):
-        peak, total, acc = _tile(
+        peak, total, acc = _expanded_softmax_step(
             peak, total, acc, q_plain, q_turned, m, begin, queries, plain, turned, v, to_base2,
             P, P_PAD, R, V, V_PAD, KEPT, BLOCK_N, MASKED=True,
         )  # fmt: skip

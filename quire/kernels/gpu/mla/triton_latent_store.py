@@ -8,13 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
-from quire.kernels.gpu.triton_kv_quantization import integer_scale, kernel_cache_view, to_float8, to_integer
+from quire.kernels.gpu.triton_kv_quantization import cache_format_and_views, integer_scale, to_float8, to_integer
 from quire.kernels.gpu.triton_launch_sizes import next_power_of_2
 from quire.kernels.latent_params import LatentParams
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
-def store_latents(
+def rope_and_store_latents(
     q, kv, weight, cos_sin, cache, scales, positions, slots, page_stride, eps, key_scale,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr,
     HALF_PAD: tl.constexpr, PAGE: tl.constexpr, NEIGHBOURS: tl.constexpr, HELD: tl.constexpr,
@@ -74,9 +74,9 @@ def store_latent_kv(q: Tensor, kv: Tensor, latent: LatentParams, cache: Tensor, 
     if q.ndim == 2:
         q = q.view(len(q), -1, size + rotated)
     tokens, heads, width = q.shape
-    kv_format, codes, scales = kernel_cache_view(cache)
+    kv_format, codes, scales = cache_format_and_views(cache)
     if tokens:
-        store_latents[tokens, heads + 1](
+        rope_and_store_latents[tokens, heads + 1](
             q, kv, latent.norm_weight, latent.cos_sin, codes, scales, metadata.positions, metadata.slot_mapping,
             cache.stride(0), latent.eps, latent.kv_scales.key, heads, width, size, next_power_of_2(size), rotated,
             next_power_of_2(rotated // 2), cache.shape[1], latent.is_interleaved, kv_format, num_warps=1,

@@ -10,14 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.triton_attention import merge, own_before, position_of
-from quire.kernels.gpu.triton_kv_quantization import numbers
+from quire.kernels.gpu.triton_attention import local_to_global_position, merge_softmax_parts, num_local_tokens_before
+from quire.kernels.gpu.triton_kv_quantization import kv_codes_to_floats
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def locate(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
+def find_tile_sequence(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
     """The sequence whose tile this is, and which of its tiles: sequence s begins at tile query_start[s] * HEADS //
     BLOCK_M + s, room enough for its rows, known without the host."""
     low, high = num_seqs * 0, num_seqs
@@ -31,7 +31,7 @@ def locate(query_start, num_seqs, tile, HEADS: tl.constexpr, BLOCK_M: tl.constex
 
 
 @triton.jit
-def _numbers_at(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
+def _load_latent_rows(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
     """[BLOCK_N, SIZE_PAD]. What is outside is 0: where nobody wrote, a page may hold anything."""
     if SIZE != SIZE_PAD:
         return tl.load(at, mask=inside[:, None] & (d[None, :] < SIZE), other=0.0)
@@ -40,7 +40,7 @@ def _numbers_at(at, inside, d, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
 
 
 @triton.jit
-def _pages_of(table, begin, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+def _load_page_ids(table, begin, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The page of each key from `begin` on, of those before `end`: one number where a tile lies in one page."""
     if PAGE % BLOCK_N == 0:
         return tl.load(table + begin // PAGE, mask=begin < end, other=0)
@@ -50,19 +50,20 @@ def _pages_of(table, begin, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _tile(
+def _latent_softmax_step(
     peak, total, acc, q_low, q_turned, position, begin, end, page, pages, rules,
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax: keys begin to begin + BLOCK_N, of them those before `end`; page: _pages_of."""
+    """One step of the online softmax: keys begin to begin + BLOCK_N, of them those before `end`; page:
+    _load_page_ids."""
     cache, scales, stride = pages
     to_base2, value_scale, rank = rules
     d, r, key = tl.arange(0, L_PAD), tl.arange(0, R_PAD), begin + tl.arange(0, BLOCK_N)
     inside, page = key < end, page.to(tl.int64)
     own = cache + (page * stride + (key % PAGE) * (L + R))[:, None]
-    low = numbers(_numbers_at(own + d[None, :], inside, d, L, L_PAD), HELD, q_low)
-    turned = numbers(_numbers_at(own + L + r[None, :], inside, r, R, R_PAD), HELD, q_low)
+    low = kv_codes_to_floats(_load_latent_rows(own + d[None, :], inside, d, L, L_PAD), HELD, q_low)
+    turned = kv_codes_to_floats(_load_latent_rows(own + L + r[None, :], inside, r, R, R_PAD), HELD, q_low)
     scores = tl.dot(q_low, tl.trans(low), input_precision="ieee")
     scores = tl.dot(q_turned, tl.trans(turned), scores, input_precision="ieee")
     factors = value_scale + tl.zeros([BLOCK_N], tl.float32)
@@ -70,7 +71,7 @@ def _tile(
         at = scales + page * (stride // 2) + PAGE * (L + R) // 2 + key % PAGE
         factors = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         scores *= factors[None, :]
-    place = position_of(key, rank, RANKS, PAGE)
+    place = local_to_global_position(key, rank, RANKS, PAGE)
     scores = tl.where(place[None, :] <= position[:, None], scores, float("-inf"))
     top = tl.maximum(peak, tl.max(scores, 1) * to_base2)
     anchor = tl.where(top == float("-inf"), 0.0, top)
@@ -86,7 +87,7 @@ def _tile(
 
 
 @triton.jit
-def _span(
+def _attend_key_range(
     q_low, q_turned, position, begin, end, table, pages, rules,
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
@@ -98,10 +99,10 @@ def _span(
     peak = tl.full([q_low.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([q_low.shape[0]], tl.float32)
     acc = tl.zeros([q_low.shape[0], L_PAD], tl.float32)
-    page = _pages_of(table, begin, end, PAGE, BLOCK_N)
+    page = _load_page_ids(table, begin, end, PAGE, BLOCK_N)
     for at in range(begin, end, BLOCK_N):
-        ahead = _pages_of(table, at + BLOCK_N, end, PAGE, BLOCK_N)
-        peak, total, acc = _tile(
+        ahead = _load_page_ids(table, at + BLOCK_N, end, PAGE, BLOCK_N)
+        peak, total, acc = _latent_softmax_step(
             peak, total, acc, q_low, q_turned, position, at, end, page, pages, rules,
             L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, RANKS,
         )  # fmt: skip
@@ -110,7 +111,7 @@ def _span(
 
 
 @triton.jit
-def _query_tile(
+def _load_query_tile(
     q, query_start, context_lens, num_seqs, rank,
     HEADS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, ONE_TOKEN: tl.constexpr, RANKS: tl.constexpr,
@@ -122,7 +123,7 @@ def _query_tile(
         TILES: tl.constexpr = (HEADS + BLOCK_M - 1) // BLOCK_M
         seq, tile = tile // TILES, tile % TILES
     else:
-        seq, tile = locate(query_start, num_seqs, tile, HEADS, BLOCK_M)
+        seq, tile = find_tile_sequence(query_start, num_seqs, tile, HEADS, BLOCK_M)
     start = tl.load(query_start + seq)
     queries = tl.load(query_start + seq + 1) - start
     before = tl.load(context_lens + seq) - queries
@@ -134,7 +135,7 @@ def _query_tile(
     q_turned = tl.load(at + L + r[None, :], mask=real[:, None] & (r[None, :] < R), other=0.0)
     last = tl.minimum(tile * BLOCK_M + BLOCK_M, queries * HEADS) - 1
     end = tl.where(tile * BLOCK_M < queries * HEADS, before + last // HEADS + 1, 0)
-    return seq, q_low, q_turned, before + packed // HEADS, row, real, own_before(end, rank, RANKS, PAGE)
+    return seq, q_low, q_turned, before + packed // HEADS, row, real, num_local_tokens_before(end, rank, RANKS, PAGE)
 
 
 @triton.jit(
@@ -149,24 +150,24 @@ def attend_latents(
 ):  # fmt: skip
     """out [T, HEADS, L], of RANKS [T, HEADS, L + 2], of q [T, HEADS, L + R]. Grid: tiles. SPLIT: keys in each part of
     the softmax; 0: it has one."""
-    seq, q_low, q_turned, position, row, real, end = _query_tile(
+    seq, q_low, q_turned, position, row, real, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, rank, HEADS, L, L_PAD, R, R_PAD, PAGE, BLOCK_M, ONE_TOKEN, RANKS
     )  # fmt: skip
     table, pages = block_table + seq.to(tl.int64) * table_stride, (cache, scales, stride)
     rules, d = (scale * _LOG2E, value_scale, rank), tl.arange(0, L_PAD)
     if SPLIT == 0:
-        peak, total, acc = _span(
+        peak, total, acc = _attend_key_range(
             q_low, q_turned, position, 0, end, table, pages, rules, L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, RANKS
         )  # fmt: skip
     else:
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total, acc = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, L_PAD], tl.float32)
         for origin in range(0, end, SPLIT):
-            peak2, total2, acc2 = _span(
+            peak2, total2, acc2 = _attend_key_range(
                 q_low, q_turned, position, origin, tl.minimum(end, origin + SPLIT), table, pages, rules,
                 L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, RANKS,
             )  # fmt: skip
-            peak, total, acc = merge(peak, total, acc, peak2, total2, acc2)
+            peak, total, acc = merge_softmax_parts(peak, total, acc, peak2, total2, acc2)
     if RANKS != 1:
         at = out + row * (L + 2)
         tl.store(at[:, None] + d[None, :], acc, mask=real[:, None] & (d[None, :] < L))
@@ -178,7 +179,7 @@ def attend_latents(
 
 
 @triton.jit
-def _store_split(
+def _attend_and_store_split(
     parts, kept, q_low, q_turned, position, split, length, end, table, pages, rules,
     L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, HELD: tl.constexpr, RANKS: tl.constexpr,
@@ -187,7 +188,7 @@ def _store_split(
     weighted, peaks, totals, splits = parts
     row, real = kept
     begin, d = split * length, tl.arange(0, L_PAD)
-    peak, total, acc = _span(
+    peak, total, acc = _attend_key_range(
         q_low, q_turned, position, begin, tl.minimum(end, begin + length), table, pages, rules,
         L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, RANKS,
     )  # fmt: skip
@@ -208,11 +209,11 @@ def attend_latent_splits(
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, SPLIT: tl.constexpr,
     HELD: tl.constexpr, RANKS: tl.constexpr, LOOPED: tl.constexpr,
 ):  # fmt: skip
-    """Parts of the softmax, for triton_attention.py's reduce_even or reduce_fixed, as its attend_splits stores them.
-    Grid: tiles, programs that share a tile's splits. SPLIT: keys in a split, counted from position 0; 0: a tile's keys
-    are split evenly; a split may be empty. LOOPED: a program may have several splits; where it has one, a loop around
-    it would take registers."""
-    seq, q_low, q_turned, position, row, real, end = _query_tile(
+    """Parts of the softmax, for triton_attention.py's reduce_even_splits or reduce_fixed_splits, as its attend_splits
+    stores them. Grid: tiles, programs that share a tile's splits. SPLIT: keys in a split, counted from position 0; 0: a
+    tile's keys are split evenly; a split may be empty. LOOPED: a program may have several splits; where it has one, a
+    loop around it would take registers."""
+    seq, q_low, q_turned, position, row, real, end = _load_query_tile(
         q, query_start, context_lens, num_seqs, rank, HEADS, L, L_PAD, R, R_PAD, PAGE, BLOCK_M, ONE_TOKEN, RANKS
     )  # fmt: skip
     table, pages = block_table + seq.to(tl.int64) * table_stride, (cache, scales, stride)
@@ -224,12 +225,12 @@ def attend_latent_splits(
     parts, row_and_mask = (weighted, peaks, totals, splits), (row, real)
     if LOOPED:
         for split in range(tl.program_id(1), count, tl.num_programs(1)):
-            _store_split(
+            _attend_and_store_split(
                 parts, row_and_mask, q_low, q_turned, position, split, length, end, table, pages, rules,
                 L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, RANKS,
             )  # fmt: skip
     else:
-        _store_split(
+        _attend_and_store_split(
             parts, row_and_mask, q_low, q_turned, position, tl.program_id(1), length, end, table, pages, rules,
             L, L_PAD, R, R_PAD, PAGE, BLOCK_N, HELD, RANKS,
         )  # fmt: skip

@@ -24,7 +24,7 @@ but some kernels more."""
 
 
 @triton.jit(do_not_specialize=["rows"])
-def multiply_blocks(
+def multiply_per_head(
     x, weight, out, rows, BLOCKS: tl.constexpr, OUTS: tl.constexpr, INNER: tl.constexpr, PASSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -56,10 +56,10 @@ def multiply_blocks(
 class TritonPerHeadLinear:
     """`Backend.pack_per_head_linear`, as ExpandablePerHeadLinear."""
 
-    def __init__(self, weights: Sequence[Tensor], passed: int, *, fixed: bool) -> None:
+    def __init__(self, weights: Sequence[Tensor], passthrough_dim: int, *, fixed: bool) -> None:
         self.weight = torch.stack(list(weights)).contiguous()
         """[B, out, in]"""
-        self._passed, self._fixed = passed, fixed
+        self._passthrough_dim, self._fixed = passthrough_dim, fixed
 
     def should_expand(self, cache: Tensor, metadata: AttentionMetadata) -> bool:
         whole = metadata.is_full_prefill and metadata.max_query_len >= _MIN_EXPANDED_TOKENS
@@ -74,14 +74,14 @@ class TritonPerHeadLinear:
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
         x = x.contiguous()
         (blocks, outs, inner) = self.weight.shape
-        passed = self._passed
+        passthrough_dim = self._passthrough_dim
         rows = len(x)
-        out = x.new_empty((rows, blocks * (outs + passed)))
+        out = x.new_empty((rows, blocks * (outs + passthrough_dim)))
         if not rows:
             return out
         few = not self._fixed and rows <= _MAX_DECODE_ROWS
         block_m = _MAX_DECODE_ROWS if few else _FIXED_TILE_ROWS
-        grid = (cdiv(rows, block_m), cdiv(outs, _OUTPUTS_PER_TILE) + cdiv(passed, _OUTPUTS_PER_TILE), blocks)
-        sizes = (blocks, outs, inner, passed, block_m, _OUTPUTS_PER_TILE, _INNER_STEP)
-        multiply_blocks[grid](x, self.weight, out, rows, *sizes, num_warps=4, num_stages=3)
+        grid = (cdiv(rows, block_m), cdiv(outs, _OUTPUTS_PER_TILE) + cdiv(passthrough_dim, _OUTPUTS_PER_TILE), blocks)
+        sizes = (blocks, outs, inner, passthrough_dim, block_m, _OUTPUTS_PER_TILE, _INNER_STEP)
+        multiply_per_head[grid](x, self.weight, out, rows, *sizes, num_warps=4, num_stages=3)
         return out

@@ -15,7 +15,7 @@ from quire.kernels.gpu import triton_fused
 from quire.kernels.gpu.quantization import triton_rounded as kernels
 from quire.kernels.gpu.quantization.weight_packing import SCALE_BLOCK
 from quire.kernels.gpu.triton_launch_sizes import cdiv
-from quire.kernels.quantized_tensors import RoundedActivations, Rounding
+from quire.kernels.quantized_tensors import ActivationRounding, RoundedActivations
 
 log = logging.getLogger("quire.kernels")
 
@@ -30,12 +30,12 @@ _TRIAL_SHAPE = (17, 4096)
 
 
 @dataclass(frozen=True, slots=True)
-class EightBitRounding(Rounding):
+class EightBitRounding(ActivationRounding):
     is_integer: bool
     """Else they are 8-bit floats."""
     has_block_scales: bool
     """A scale for each BLOCK inputs of a row, [blocks, rows]; else one for each row, [rows]."""
-    pair_step: int
+    pair_distance: int
     """Codes have the order that those of the weights have, in words of two: inputs of a step; 0: their own."""
 
     def round_rows(self, x: Tensor) -> RoundedActivations:
@@ -44,25 +44,32 @@ class EightBitRounding(Rounding):
         rows, inner = x.shape
         rounded = self._allocate_rounded(x, inner, whole=None)
         if self.has_block_scales and rows:
-            kernels.round_rows[rows, cdiv(len(rounded.scales), _BLOCKS_PER_PROGRAM)](
+            kernels.round_per_block[rows, cdiv(len(rounded.scales), _BLOCKS_PER_PROGRAM)](
                 x,
                 rounded.codes,
                 rounded.scales,
                 rows,
                 inner,
-                self._kernel_kind,
-                self.pair_step,
+                self._kernel_format_code,
+                self.pair_distance,
                 SCALE_BLOCK,
                 _BLOCKS_PER_PROGRAM,
                 num_warps=4,
             )
         elif rows:
-            kernels.round_whole_rows[rows,](
-                x, rounded.codes, rounded.scales, inner, self._kernel_kind, self.pair_step, _ROW_BLOCK, num_warps=8
+            kernels.round_per_row[rows,](
+                x,
+                rounded.codes,
+                rounded.scales,
+                inner,
+                self._kernel_format_code,
+                self.pair_distance,
+                _ROW_BLOCK,
+                num_warps=8,
             )
         return rounded
 
-    def round_norm(
+    def norm_and_round(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, *, whole: bool
     ) -> tuple[RoundedActivations, Tensor]:
         x = x.contiguous()
@@ -75,11 +82,11 @@ class EightBitRounding(Rounding):
             kernels.norm_rounded[rows,](
                 x if out is None else out, rounded.codes, rounded.scales, x, total, weight,
                 weight if bias is None else bias, eps, rows, size, row, residual is not None, bias is not None, whole,
-                self._kernel_kind, self.pair_step, SCALE_BLOCK, self.has_block_scales, num_warps=warps,
+                self._kernel_format_code, self.pair_distance, SCALE_BLOCK, self.has_block_scales, num_warps=warps,
             )  # fmt: skip
         return rounded, total
 
-    def round_gate(self, gate_up: Tensor, *, gelu: bool, whole: bool) -> RoundedActivations:
+    def gate_and_round(self, gate_up: Tensor, *, gelu: bool, whole: bool) -> RoundedActivations:
         gate_up = gate_up.contiguous()
         rows, size = len(gate_up), gate_up.shape[1] // 2
         out = gate_up.new_empty((rows, size)) if whole else None
@@ -92,20 +99,27 @@ class EightBitRounding(Rounding):
                 size,
                 gelu,
                 whole,
-                self._kernel_kind,
-                self.pair_step,
+                self._kernel_format_code,
+                self.pair_distance,
                 SCALE_BLOCK,
                 _BLOCKS_PER_PROGRAM,
                 num_warps=4,
             )
         elif rows:
-            kernels.gate_rounded_whole[rows,](
-                *kernel_tensors, size, gelu, whole, self._kernel_kind, self.pair_step, _GATE_BLOCK, num_warps=8
+            kernels.gate_rounded_per_row[rows,](
+                *kernel_tensors,
+                size,
+                gelu,
+                whole,
+                self._kernel_format_code,
+                self.pair_distance,
+                _GATE_BLOCK,
+                num_warps=8,
             )
         return rounded
 
     @property
-    def _kernel_kind(self) -> int:
+    def _kernel_format_code(self) -> int:
         return 0 if self.is_integer else 1
 
     def _allocate_rounded(self, like: Tensor, size: int, whole: Tensor | None) -> RoundedActivations:
@@ -145,9 +159,9 @@ def _differs_from_unfused(
     x, residual = torch.randn((2, rows, size), generator=generator).to(device, dtype)
     weight, bias = torch.randn((2, size), generator=generator).to(device)
     gate_up = torch.randn((rows, 2 * size), generator=generator).to(device, dtype)
-    pairs = [(form.round_gate(gate_up, gelu=False, whole=False), form.round_rows(triton_fused.silu_mul(gate_up)))]
+    pairs = [(form.gate_and_round(gate_up, gelu=False, whole=False), form.round_rows(triton_fused.silu_mul(gate_up)))]
     for each in (None, bias):
-        fused, total = form.round_norm(x.clone(), residual.clone(), weight, each, 1e-6, whole=False)
+        fused, total = form.norm_and_round(x.clone(), residual.clone(), weight, each, 1e-6, whole=False)
         wanted, summed = triton_fused.add_layer_norm(x.clone(), residual.clone(), weight, each, 1e-6)
         if not torch.equal(total, summed):
             return True

@@ -20,7 +20,7 @@ _MAGIC_BITS = {True: 0x4300, False: 0x6400}
 """A float whose last bit is 1: 128 and 1024. A small integer in its place of bits is added to it."""
 
 
-def _pack_twice(half: int) -> str:
+def _paired_half_literal(half: int) -> str:
     """Two equal numbers of 16 bits in a register."""
     return f"0x{half:04X}{half:04X}"
 
@@ -34,14 +34,14 @@ def _shift_asm(to: str, source: str, left: int) -> str:
 def _multiply_add_asm(to: str, wide: bool, factor: int, added: str) -> str:
     """A product and a sum of the two numbers in t; added: bits, or a register."""
     kind = "bf16x2" if wide else "f16x2"
-    return f"mov.b32 o, {_pack_twice(factor)}; mov.b32 m, {added}; fma.rn.{kind} {to}, t, o, m;"
+    return f"mov.b32 o, {_paired_half_literal(factor)}; mov.b32 m, {added}; fma.rn.{kind} {to}, t, o, m;"
 
 
 def _float_decode_asm(to: str, source: str, wide: bool, at: int, bits: int, mantissa: int, exponent: int) -> str:
     """Small floats of so many bits, which begin at bit `at` of each half of the source; 2^exponent is between what
     their bits mean in the larger type and what they stand for."""
     fraction = 7 if wide else 10
-    sign, rest = at + bits - 1, _pack_twice(((1 << (bits - 1)) - 1) << (fraction - mantissa))
+    sign, rest = at + bits - 1, _paired_half_literal(((1 << (bits - 1)) - 1) << (fraction - mantissa))
     factor = (127 + exponent) << 7 if wide else (15 + exponent) << 10
     return (
         _shift_asm("t", source, 15 - sign)
@@ -60,8 +60,8 @@ def _nibble_decode_asm(floats: bool, wide: bool, part: int) -> str:
         body = _float_decode_asm("$0", "$1", wide, 4 * part, 4, 1, 127 if wide else 15)
     else:
         magic = _MAGIC_BITS[wide]
-        body = _shift_asm("t", "$1", -4 * part) + f"lop3.b32 t, t, 0x000F000F, {_pack_twice(magic)}, 0xEA;"
-        body += _multiply_add_asm("$0", wide, _ONE_BITS[wide], _pack_twice(0x8000 | magic | 8))
+        body = _shift_asm("t", "$1", -4 * part) + f"lop3.b32 t, t, 0x000F000F, {_paired_half_literal(magic)}, 0xEA;"
+        body += _multiply_add_asm("$0", wide, _ONE_BITS[wide], _paired_half_literal(0x8000 | magic | 8))
     return "{.reg .b32 t, u, o, m;" + body + "}"
 
 
@@ -72,14 +72,14 @@ def _byte_decode_asm(floats: bool, wide: bool, part: int) -> str:
         body = _float_decode_asm("$0", "$1", wide, 8 * part, 8, 3, 120 if wide else 8)
     elif wide:  # 7 bits behind the point: the sign bit makes what is subtracted 256
         body = _shift_asm("t", "$1", -8 * part)
-        body += f"lop3.b32 u, t, 0x00800080, {_pack_twice(0x8000 | magic)}, 0xEA;"
-        body += f"lop3.b32 t, t, 0x007F007F, {_pack_twice(magic)}, 0xEA;" + _multiply_add_asm(
+        body += f"lop3.b32 u, t, 0x00800080, {_paired_half_literal(0x8000 | magic)}, 0xEA;"
+        body += f"lop3.b32 t, t, 0x007F007F, {_paired_half_literal(magic)}, 0xEA;" + _multiply_add_asm(
             "$0", wide, _ONE_BITS[wide], "u"
         )
     else:
         body = "xor.b32 u, $1, 0x80808080;" + _shift_asm("t", "u", -8 * part)
-        body += f"lop3.b32 t, t, 0x00FF00FF, {_pack_twice(magic)}, 0xEA;"
-        body += _multiply_add_asm("$0", wide, _ONE_BITS[wide], _pack_twice(0x8000 | magic | 128))
+        body += f"lop3.b32 t, t, 0x00FF00FF, {_paired_half_literal(magic)}, 0xEA;"
+        body += _multiply_add_asm("$0", wide, _ONE_BITS[wide], _paired_half_literal(0x8000 | magic | 128))
     return "{.reg .b32 t, u, o, m;" + body + "}"
 
 

@@ -18,18 +18,18 @@ from quire.kernels.gpu.quantization.weight_packing import (
     SCALE_BLOCK,
     PackedWeight,
     interleave_for_decode,
-    merge_neighbors,
+    merge_adjacent_weights,
     pack_float8,
-    pack_grouped,
+    pack_group_quantized,
 )
 from quire.kernels.gpu.triton_launch_sizes import cdiv
 from quire.kernels.quantized_tensors import (
+    ActivationRounding,
     Activations,
     Float8Weight,
     QuantizedWeight,
     RoundedActivations,
-    Rounding,
-    RoundingLinear,
+    RoundedInputLinear,
 )
 
 log = logging.getLogger("quire.kernels")
@@ -48,7 +48,7 @@ _MIN_STEPS = 4
 """Of a part of the inner dimension."""
 
 
-class TritonQuantizedLinear(RoundingLinear):
+class TritonQuantizedLinear(RoundedInputLinear):
     """Weights of one input, their outputs side by side. Memory: `parts`."""
 
     def __init__(
@@ -58,7 +58,7 @@ class TritonQuantizedLinear(RoundingLinear):
         *,
         wide: bool,
         fixed: bool,
-        products: Sequence[torch_matmul.TorchMatmul | None] = (),
+        products: Sequence[torch_matmul.TorchMatmulKind | None] = (),
         fuses: bool = False,
     ) -> None:
         """fixed: a row has the same bits in every batch. wide: the result is float32. products: by part, by which of
@@ -86,7 +86,7 @@ class TritonQuantizedLinear(RoundingLinear):
         large = [tensor for each in self.parts for tensor in (each.codes, each.scales, each.offsets)]
         return [each for each in large if each is not None]
 
-    def input_roundings(self, rows: int) -> tuple[Rounding | None, ...]:
+    def input_roundings(self, rows: int) -> tuple[ActivationRounding | None, ...]:
         return self._fused_roundings if self._should_round(rows) else self._unrounded
 
     def _should_round(self, rows: int) -> bool:
@@ -95,7 +95,9 @@ class TritonQuantizedLinear(RoundingLinear):
 
     def __call__(self, x: Activations, context: LinearContext) -> Tensor:
         rows, dtype = len(x), torch.float32 if self.has_float32_output else x.dtype
-        rounded_inputs = {x.rounding: x} if isinstance(x, RoundedActivations) else dict[Rounding, RoundedActivations]()
+        rounded_inputs = (
+            {x.rounding: x} if isinstance(x, RoundedActivations) else dict[ActivationRounding, RoundedActivations]()
+        )
         whole = x.unrounded if isinstance(x, RoundedActivations) else x.contiguous()
         out = None if len(self.parts) == 1 and rows else torch.empty((rows, self._outs), dtype=dtype, device=x.device)
         product, first = out, 0
@@ -148,13 +150,13 @@ class TritonQuantizedLinear(RoundingLinear):
         return out
 
 
-def _activation_rounding(part: PackedWeight, product: torch_matmul.TorchMatmul | None) -> EightBitRounding | None:
+def _activation_rounding(part: PackedWeight, product: torch_matmul.TorchMatmulKind | None) -> EightBitRounding | None:
     """How x is rounded for many rows; None: it is not."""
     if not part.rounds_activations:
         return None
     integers = part.kernel_form[0] == kernels.INTEGERS
     return EightBitRounding(
-        integers, product is None or product == torch_matmul.TorchMatmul.FLOAT8_BLOCK_SCALED, part.pair_step
+        integers, product is None or product == torch_matmul.TorchMatmulKind.FLOAT8_BLOCK_SCALED, part.pair_distance
     )
 
 
@@ -183,13 +185,13 @@ def pack_without_trial(
     parts: list[PackedWeight] = []
     for weight in weights:
         if isinstance(weight, Float8Weight):
-            packed = pack_float8(weight, native=has_float8(weight.codes))
+            packed = pack_float8(weight, native=can_multiply_float8(weight.codes))
         else:
-            packed = pack_grouped(weight)
+            packed = pack_group_quantized(weight)
         if packed is None:
             return None
         parts.append(packed)
-    parts = [interleave_for_decode(each) for each in merge_neighbors(parts)]
+    parts = [interleave_for_decode(each) for each in merge_adjacent_weights(parts)]
     products = [None if fixed or wide else torch_matmul.choose_matmul(each, dtype) for each in parts]
     forms = {_activation_rounding(*each) for each in zip(parts, products, strict=True)} - {None}
     fuses = all(
@@ -198,10 +200,10 @@ def pack_without_trial(
     return TritonQuantizedLinear(parts, bias, wide=wide, fixed=fixed, products=products, fuses=fuses)
 
 
-def pack_embedding(
+def pack_quantized_embedding(
     weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool, fixed: bool
 ) -> QuantizedEmbedding | None:
-    """As `Backend.pack_embedding`, likewise."""
+    """As `Backend.pack_quantized_embedding`, likewise."""
     linear = pack_quantized([weight], None, dtype=dtype, wide=True, fixed=fixed)
     if linear is None or linear.parts[0].input_order is not None:
         return None
@@ -209,7 +211,7 @@ def pack_embedding(
     return QuantizedEmbedding(lambda ids: look_up_rows(part, ids, dtype), linear if tied else None)
 
 
-def has_float8(codes: Tensor) -> bool:
+def can_multiply_float8(codes: Tensor) -> bool:
     """Whether the GPU multiplies 8-bit floats. Triton's interpreter, which needs none, does."""
     return not codes.is_cuda or torch.cuda.get_device_capability(codes.device) >= (8, 9)
 
@@ -244,7 +246,7 @@ def choose_matmul_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: Pac
     return MatmulTiles(128, 128, 8, 2) if dtype.itemsize == 1 else MatmulTiles(128, 64, 8, 2)
 
 
-def split_inner_dim(part: PackedWeight, tiles: MatmulTiles) -> tuple[int, int]:
+def choose_split_k(part: PackedWeight, tiles: MatmulTiles) -> tuple[int, int]:
     """How many parts of the inner dimension have sums of their own, and words of each part; by the weight's shape and
     the tiles' alone. Sums that are stored stay fewer bytes than the weights."""
     steps, columns = cdiv(part.words_per_output, part.inputs_per_step), cdiv(part.out_features, tiles.block_n)
@@ -258,14 +260,14 @@ def multiply_unrounded(part: PackedWeight, x: Tensor, bias: Tensor | None, out: 
     """x [rows, in] @ weight.T + bias to out, some columns of a wider tensor."""
     rows, outs = out.shape
     tiles = choose_matmul_tiles(rows, x.dtype, fixed=fixed, part=part)
-    count, length = split_inner_dim(part, tiles) if fixed or rows <= _MAX_SOME_ROWS else (1, part.words_per_output)
+    count, length = choose_split_k(part, tiles) if fixed or rows <= _MAX_SOME_ROWS else (1, part.words_per_output)
     grid = cdiv(rows, tiles.block_m) * cdiv(outs, tiles.block_n)
     shape = (tiles.block_m, tiles.block_n, part.inputs_per_step, part.interleaved_outputs)
     compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    inputs, added = (x, part.codes, *part.kernel_scales), part.factors if bias is None else bias
+    inputs, added = (x, part.codes, *part.kernel_scales_and_offsets), part.factors if bias is None else bias
     if count > 1 and rows <= _MAX_SOME_ROWS:
         sums = torch.empty((count, rows, outs), dtype=torch.float32, device=x.device)
-        kernels.multiply_part[grid, count](
+        kernels.multiply_split_k[grid, count](
             *inputs,
             sums,
             rows,
@@ -278,7 +280,7 @@ def multiply_unrounded(part: PackedWeight, x: Tensor, bias: Tensor | None, out: 
             *shape,
             **compiled,
         )
-        kernels.add_parts[rows, cdiv(outs, _COLUMN_BLOCK)](
+        kernels.reduce_split_k[rows, cdiv(outs, _COLUMN_BLOCK)](
             sums,
             part.factors,
             added,
@@ -292,7 +294,7 @@ def multiply_unrounded(part: PackedWeight, x: Tensor, bias: Tensor | None, out: 
             num_warps=4,
         )
         return
-    kernels.multiply_whole[grid,](
+    kernels.multiply_weight_only[grid,](
         *inputs, part.factors, added, out, rows, outs, part.in_features, part.words_per_output, out.stride(0),
         part.group_size, length, count, *part.kernel_form, bias is not None, *shape, count > 1, **compiled,
     )  # fmt: skip
@@ -306,9 +308,9 @@ def _multiply_rounded_codes(
     tiles = choose_matmul_tiles(rows, x.codes.dtype, fixed=fixed)
     code_dtype = torch.float8_e4m3fn if part.kernel_form[0] == kernels.FLOATS else torch.int8
     kernels.multiply_codes[cdiv(rows, tiles.block_m) * cdiv(outs, tiles.block_n),](
-        x.codes.view(code_dtype), x.scales, part.codes.view(code_dtype), part.kernel_scales[0], part.factors,
-        part.factors if bias is None else bias, out, rows, outs, part.in_features, out.stride(0), part.group_size,
-        part.scales is not None, bias is not None, tiles.block_m, tiles.block_n, SCALE_BLOCK,
+        x.codes.view(code_dtype), x.scales, part.codes.view(code_dtype), part.kernel_scales_and_offsets[0],
+        part.factors, part.factors if bias is None else bias, out, rows, outs, part.in_features, out.stride(0),
+        part.group_size, part.scales is not None, bias is not None, tiles.block_m, tiles.block_n, SCALE_BLOCK,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 
@@ -318,8 +320,8 @@ def look_up_rows(part: PackedWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
     ids = ids.contiguous()
     out = torch.empty((len(ids), part.in_features), dtype=dtype, device=ids.device)
     if len(ids):
-        kernels.look_up[len(ids), cdiv(part.in_features, _COLUMN_BLOCK)](
-            ids, part.codes, *part.kernel_scales, part.factors, out, part.out_features, part.in_features,
+        kernels.look_up_embedding_rows[len(ids), cdiv(part.in_features, _COLUMN_BLOCK)](
+            ids, part.codes, *part.kernel_scales_and_offsets, part.factors, out, part.out_features, part.in_features,
             part.words_per_output, part.group_size, *part.kernel_form, part.inputs_per_step, part.interleaved_outputs,
             _COLUMN_BLOCK, num_warps=4,
         )  # fmt: skip

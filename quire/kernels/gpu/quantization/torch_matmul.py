@@ -45,7 +45,7 @@ scaled_mm = torch._scaled_mm
 """PyTorch's product of 8-bit floats, whose public form older versions lack."""
 
 
-class TorchMatmul(StrEnum):
+class TorchMatmulKind(StrEnum):
     """What PyTorch multiplies, and how x is scaled."""
 
     FLOAT8_ROW_SCALED = "8-bit floats, a scale for each row"
@@ -53,7 +53,7 @@ class TorchMatmul(StrEnum):
     INT8 = "8-bit integers"
 
 
-def choose_matmul(part: PackedWeight, dtype: torch.dtype) -> TorchMatmul | None:
+def choose_matmul(part: PackedWeight, dtype: torch.dtype) -> TorchMatmulKind | None:
     """By which one of PyTorch's products x of this type is multiplied, if it is; the trial has passed there."""
     candidate = _candidate_matmul(part)
     if candidate is None or trial_failure_reason(candidate, dtype, part.codes.device) is not None:
@@ -61,35 +61,37 @@ def choose_matmul(part: PackedWeight, dtype: torch.dtype) -> TorchMatmul | None:
     return candidate
 
 
-def _candidate_matmul(part: PackedWeight) -> TorchMatmul | None:
+def _candidate_matmul(part: PackedWeight) -> TorchMatmulKind | None:
     if not part.rounds_activations or part.in_features % _DIM_MULTIPLE or part.out_features % _DIM_MULTIPLE:
         return None
     if part.kernel_form[0] == kernels.INTEGERS:
-        return TorchMatmul.INT8
+        return TorchMatmulKind.INT8
     if part.scales is None:
-        return TorchMatmul.FLOAT8_ROW_SCALED
+        return TorchMatmulKind.FLOAT8_ROW_SCALED
     return (
-        TorchMatmul.FLOAT8_BLOCK_SCALED
+        TorchMatmulKind.FLOAT8_BLOCK_SCALED
         if part.block_scales is not None and part.block_scales.shape[1] % 4 == 0
         else None
     )
 
 
 @cache
-def trial_failure_reason(product: TorchMatmul, dtype: torch.dtype, device: torch.device) -> str | None:
+def trial_failure_reason(product: TorchMatmulKind, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why the product is not PyTorch's for x of this type on the device, in one sentence; None: it computed right."""
     try:
         for rows, inner, outs in _TRIAL_SHAPES:
             for biased in (False, True):
-                if (error := _relative_error(product, dtype, device, (rows, inner, outs), biased=biased)) > _MAX_ERROR:
+                if (
+                    error := _trial_relative_error(product, dtype, device, (rows, inner, outs), biased=biased)
+                ) > _MAX_ERROR:
                     return f"computes something else (relative error {error:.2g})"
     except Exception as error:  # whatever it says, Triton's kernels compute instead
         return describe_kernel_error(error)
     return None
 
 
-def _relative_error(
-    product: TorchMatmul, dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int], *, biased: bool
+def _trial_relative_error(
+    product: TorchMatmulKind, dtype: torch.dtype, device: torch.device, shape: tuple[int, int, int], *, biased: bool
 ) -> float:
     """The relative error of a case; inf where something is no number."""
     rows, inner, outs = shape
@@ -100,36 +102,37 @@ def _relative_error(
     squares = (torch.rand((cdiv(outs, SCALE_BLOCK), cdiv(inner, SCALE_BLOCK)), generator=generator) + 0.5).to(device)
     bias = (torch.randn(outs, generator=generator) * 100).to(device, dtype) if biased else None
     scales = None
-    if product == TorchMatmul.INT8:
+    if product == TorchMatmulKind.INT8:
         form, stored = (kernels.INTEGERS, 0, 0, False, False), codes.to(torch.int8)
         weight = stored.double() * factors[:, None].double()
     else:
         eights = codes.to(torch.float8_e4m3fn)
         form, stored = (
-            (kernels.FLOATS, 0, 0, product == TorchMatmul.FLOAT8_BLOCK_SCALED, False),
+            (kernels.FLOATS, 0, 0, product == TorchMatmulKind.FLOAT8_BLOCK_SCALED, False),
             eights.view(torch.uint8),
         )
         by_input = squares.repeat_interleave(SCALE_BLOCK, 0)[:outs].repeat_interleave(SCALE_BLOCK, 1)[:, :inner]
-        if product == TorchMatmul.FLOAT8_BLOCK_SCALED:
+        if product == TorchMatmulKind.FLOAT8_BLOCK_SCALED:
             factors, scales = (
                 torch.ones_like(factors),
                 squares.repeat_interleave(SCALE_BLOCK, 0)[:outs].t().contiguous(),
             )
         weight = (
-            eights.double() * (by_input if product == TorchMatmul.FLOAT8_BLOCK_SCALED else factors[:, None]).double()
+            eights.double()
+            * (by_input if product == TorchMatmulKind.FLOAT8_BLOCK_SCALED else factors[:, None]).double()
         )
     part = PackedWeight(
         stored, factors, scales, None, SCALE_BLOCK, form, inner, 64, outs, rounds_activations=True, block_scales=squares
     )
     rounded = EightBitRounding(
-        product == TorchMatmul.INT8, product == TorchMatmul.FLOAT8_BLOCK_SCALED, pair_step=0
+        product == TorchMatmulKind.INT8, product == TorchMatmulKind.FLOAT8_BLOCK_SCALED, pair_distance=0
     ).round_rows(x)
     spread = (
         rounded.scales.t().repeat_interleave(SCALE_BLOCK, 1)
-        if product == TorchMatmul.FLOAT8_BLOCK_SCALED
+        if product == TorchMatmulKind.FLOAT8_BLOCK_SCALED
         else rounded.scales[:, None]
     )
-    codes = rounded.codes if product == TorchMatmul.INT8 else rounded.codes.view(torch.float8_e4m3fn)
+    codes = rounded.codes if product == TorchMatmulKind.INT8 else rounded.codes.view(torch.float8_e4m3fn)
     known = codes.double() * spread.double()
     wanted = known @ weight.t() + (0 if bias is None else bias.double())
     got = multiply_rounded(part, product, rounded, bias).double()
@@ -137,9 +140,11 @@ def _relative_error(
     return error if error == error else torch.inf
 
 
-def multiply_rounded(part: PackedWeight, product: TorchMatmul, x: RoundedActivations, bias: Tensor | None) -> Tensor:
+def multiply_rounded(
+    part: PackedWeight, product: TorchMatmulKind, x: RoundedActivations, bias: Tensor | None
+) -> Tensor:
     """x [rows, in], as the product takes it, @ weight.T + bias; integers of more than 16 rows."""
-    if product == TorchMatmul.INT8:
+    if product == TorchMatmulKind.INT8:
         out = torch.empty((len(x), part.out_features), dtype=x.dtype, device=x.device)
         tiles = _INT8_TILES
         programs = cdiv(len(x), tiles.block_m) * cdiv(part.out_features, tiles.block_n)
@@ -159,11 +164,11 @@ def multiply_rounded(part: PackedWeight, product: TorchMatmul, x: RoundedActivat
         return out
     codes = x.codes
     scales = x.scales
-    more = -len(x) % _ROW_MULTIPLE if product == TorchMatmul.FLOAT8_BLOCK_SCALED else 0
+    more = -len(x) % _ROW_MULTIPLE if product == TorchMatmulKind.FLOAT8_BLOCK_SCALED else 0
     if more:
         codes, scales = F.pad(codes, (0, 0, 0, more)), F.pad(scales, (0, more))
     eights, weight = codes.view(torch.float8_e4m3fn), part.codes.view(torch.float8_e4m3fn).t()
-    if product == TorchMatmul.FLOAT8_BLOCK_SCALED:
+    if product == TorchMatmulKind.FLOAT8_BLOCK_SCALED:
         assert part.block_scales is not None
         scale_a, scale_b = scales.t(), part.block_scales.t()
     else:
@@ -183,10 +188,10 @@ def multiply_dequantized(
     for first in range(0, part.out_features, most):
         count = min(most, part.out_features - first)
         weight = x.new_empty((count, part.in_features))
-        kernels.expand[cdiv(count, INTERLEAVED_OUTPUTS), cdiv(part.words_per_output, part.inputs_per_step)](
-            part.codes, *part.kernel_scales, part.factors, weight, part.out_features, first, part.in_features,
-            part.words_per_output, part.group_size, *part.kernel_form, INTERLEAVED_OUTPUTS, part.inputs_per_step,
-            part.interleaved_outputs, num_warps=4,
+        kernels.dequantize_weights[cdiv(count, INTERLEAVED_OUTPUTS), cdiv(part.words_per_output, part.inputs_per_step)](
+            part.codes, *part.kernel_scales_and_offsets, part.factors, weight, part.out_features, first,
+            part.in_features, part.words_per_output, part.group_size, *part.kernel_form, INTERLEAVED_OUTPUTS,
+            part.inputs_per_step, part.interleaved_outputs, num_warps=4,
         )  # fmt: skip
         out_columns = out[:, first : first + count]
         if bias is None:

@@ -1,14 +1,14 @@
 """Products with weights of few bits on a GPU, which stay in their bits until they are in registers.
 
-`multiply_whole` takes x as it is: codes become numbers of its type, which holds them exactly, and tensor cores multiply
-these; scales and offsets join the sums in float32, once for each step of the inner dimension, which lies in one group.
-`multiply_codes` takes x in 8 bits as triton_rounded.py makes it, integers or floats, with a scale for each 128 inputs
-of a row, and tensor cores multiply codes. Products are of weights by x, not of x by weights: 64 outputs fill a tensor
-core's rows also where x has few.
+`multiply_weight_only` takes x as it is: codes become numbers of its type, which holds them exactly, and tensor cores
+multiply these; scales and offsets join the sums in float32, once for each step of the inner dimension, which lies in
+one group. `multiply_codes` takes x in 8 bits as triton_rounded.py makes it, integers or floats, with a scale for each
+128 inputs of a row, and tensor cores multiply codes. Products are of weights by x, not of x by weights: 64 outputs fill
+a tensor core's rows also where x has few.
 
-Few rows fill a GPU only where the inner dimension is split. `multiply_part` sums one part of it, and `add_parts` adds
-the parts in their order; NESTED, `multiply_whole` makes the same sums in the same order by itself, so that with tiles
-of one size a row has the same bits in every batch. There are no atomics.
+Few rows fill a GPU only where the inner dimension is split. `multiply_split_k` sums one part of it, and
+`reduce_split_k` adds the parts in their order; NESTED, `multiply_weight_only` makes the same sums in the same order by
+itself, so that with tiles of one size a row has the same bits in every batch. There are no atomics.
 
 Nothing here converts an integer by the GPU's own instruction, of which there is one for eight additions: bits of a code
 become bits of a float, from which an addition takes what is too much.
@@ -35,7 +35,9 @@ def _codes_per_word(kind: int, bits: int) -> int:
 
 
 @triton.jit
-def _values(codes, part: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, dtype: tl.constexpr):
+def _decode_packed_codes(
+    codes, part: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, dtype: tl.constexpr
+):
     """What codes stand for, in that type; of words the part-th code. LOW and HIGH are a table's 16 values, a byte
     each."""
     wide: tl.constexpr = dtype == tl.bfloat16
@@ -52,11 +54,11 @@ def _values(codes, part: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HI
             nibble_decode_asm(KIND == 5, wide, part), "=r,r", [codes], dtype=short.value, is_pure=True, pack=2
         )
     else:
-        return _of_code(_code(codes, part, KIND), KIND, LOW, HIGH).to(dtype)
+        return _code_to_float32(_extract_code(codes, part, KIND), KIND, LOW, HIGH).to(dtype)
 
 
 @triton.jit
-def _code(words, part, KIND: tl.constexpr):
+def _extract_code(words, part, KIND: tl.constexpr):
     """The part-th code of words; a byte is one."""
     if KIND == 2 or KIND == 3 or KIND == 5:
         return (words >> (4 * part)) & 15
@@ -67,14 +69,14 @@ def _code(words, part, KIND: tl.constexpr):
 
 
 @triton.jit
-def _of_code(code, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
+def _code_to_float32(code, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
     """What single codes stand for, in float32."""
     if KIND == 0:
-        return _small(code ^ 128, 128.0)
+        return _offset_bytes_to_float32(code ^ 128, 128.0)
     elif KIND == 1:
         return from_float8(code)
     elif KIND == 2:
-        return _small(code, 8.0)
+        return _offset_bytes_to_float32(code, 8.0)
     elif KIND == 5:
         bits = code.to(tl.uint32)
         bits = ((bits & 7) << 22) | ((bits & 8) << 28)  # an exponent that is 126 too small
@@ -86,13 +88,13 @@ def _of_code(code, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 
 @triton.jit
-def _small(code, less: tl.constexpr):
+def _offset_bytes_to_float32(code, less: tl.constexpr):
     """float32 of unsigned bytes, less a number."""
     return (code.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + less)
 
 
 @triton.jit
-def lines_at(codes, n, outs, stride, LINES: tl.constexpr, STEP: tl.constexpr):
+def weight_row_pointers(codes, n, outs, stride, LINES: tl.constexpr, STEP: tl.constexpr):
     """Where the codes of outputs n begin: of every LINES outputs, STEP words of each lie side by side, then more. A
     tile may have outputs behind the last LINES: they are given those, for a read of what is not there may fault."""
     wide = n.to(tl.int64)
@@ -103,29 +105,29 @@ def lines_at(codes, n, outs, stride, LINES: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
-def _scales_at(
+def _load_scales_per_part(
     scales, at, n, n_inside, outs, inner, group, PARTS: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Of outputs n, for each part of a step whose inputs begin `at`: as many as PARTS."""
-    first = _scale_at(scales, at, n, n_inside, outs, inner, group)
+    first = _load_group_scale(scales, at, n, n_inside, outs, inner, group)
     if PARTS == 1:
         return (first,)
     elif PARTS == 2:
-        return (first, _scale_at(scales, at + BLOCK_K, n, n_inside, outs, inner, group))
+        return (first, _load_group_scale(scales, at + BLOCK_K, n, n_inside, outs, inner, group))
     else:
-        second = _scale_at(scales, at + BLOCK_K, n, n_inside, outs, inner, group)
-        third = _scale_at(scales, at + 2 * BLOCK_K, n, n_inside, outs, inner, group)
-        fourth = _scale_at(scales, at + 3 * BLOCK_K, n, n_inside, outs, inner, group)
+        second = _load_group_scale(scales, at + BLOCK_K, n, n_inside, outs, inner, group)
+        third = _load_group_scale(scales, at + 2 * BLOCK_K, n, n_inside, outs, inner, group)
+        fourth = _load_group_scale(scales, at + 3 * BLOCK_K, n, n_inside, outs, inner, group)
         return (first, second, third, fourth)
 
 
 @triton.jit
-def _scale_at(scales, at, n, n_inside, outs, inner, group):
+def _load_group_scale(scales, at, n, n_inside, outs, inner, group):
     return tl.load(scales + (at // group) * outs + n, mask=n_inside & (at < inner), other=0.0)
 
 
 @triton.jit
-def sum_whole(  # noqa: PLR0912
+def accumulate_tile(  # noqa: PLR0912
     x_rows, m_inside, lines, n, n_inside, scales, offsets, outs, inner, first, end, stride, group,
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
@@ -140,9 +142,11 @@ def sum_whole(  # noqa: PLR0912
     k = tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     if SCALED:
-        next_scales = _scales_at(scales, first * parts, n, n_inside, outs, inner, group, parts, BLOCK_K)
+        next_scales = _load_scales_per_part(scales, first * parts, n, n_inside, outs, inner, group, parts, BLOCK_K)
         if OFFSET:
-            next_offsets = _scales_at(offsets, first * parts, n, n_inside, outs, inner, group, parts, BLOCK_K)
+            next_offsets = _load_scales_per_part(
+                offsets, first * parts, n, n_inside, outs, inner, group, parts, BLOCK_K
+            )
     for begin in range(first, end, BLOCK_K):
         if LINES > 1:  # what fills up the last lines is there
             packed = tl.load(lines + begin * LINES + k[None, :])
@@ -153,15 +157,15 @@ def sum_whole(  # noqa: PLR0912
         if SCALED:
             after = (begin + BLOCK_K) * parts
             own_scales = next_scales
-            next_scales = _scales_at(scales, after, n, n_inside, outs, inner, group, parts, BLOCK_K)
+            next_scales = _load_scales_per_part(scales, after, n, n_inside, outs, inner, group, parts, BLOCK_K)
             if OFFSET:
                 own_offsets = next_offsets
-                next_offsets = _scales_at(offsets, after, n, n_inside, outs, inner, group, parts, BLOCK_K)
+                next_offsets = _load_scales_per_part(offsets, after, n, n_inside, outs, inner, group, parts, BLOCK_K)
         for part in tl.static_range(parts):
             at = begin * parts + part * BLOCK_K
             there = (at + k < inner)[:, None] & m_inside[None, :]
             right = tl.load(x_rows + at + k[:, None], mask=there, other=0.0)
-            left = _values(packed, part, KIND, LOW, HIGH, dtype)
+            left = _decode_packed_codes(packed, part, KIND, LOW, HIGH, dtype)
             if SCALED:
                 scale = own_scales[part].to(tl.float32)
                 total += tl.dot(left, right, input_precision="ieee") * scale[:, None]
@@ -178,7 +182,7 @@ def sum_whole(  # noqa: PLR0912
 
 
 @triton.jit
-def _finish(total, factors, bias, out, m, n, rows, outs, out_stride, BIASED: tl.constexpr):
+def _scale_and_store_tile(total, factors, bias, out, m, n, rows, outs, out_stride, BIASED: tl.constexpr):
     """Scale a tile of sums [outputs, rows] by its outputs' factors, and store it."""
     n_inside = n < outs
     added = tl.zeros_like(n).to(tl.float32)
@@ -191,7 +195,7 @@ def _finish(total, factors, bias, out, m, n, rows, outs, out_stride, BIASED: tl.
 
 
 @triton.jit(do_not_specialize=["rows", "parts"])
-def multiply_whole(
+def multiply_weight_only(
     x, codes, scales, offsets, factors, bias, out, rows, outs, inner, stride, out_stride, group, length, parts,
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
@@ -203,25 +207,25 @@ def multiply_whole(
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
     x_rows = x + m.to(tl.int64)[None, :] * inner
-    lines = lines_at(codes, n, outs, stride, LINES, BLOCK_K)[:, None]
+    lines = weight_row_pointers(codes, n, outs, stride, LINES, BLOCK_K)[:, None]
     if NESTED:
         total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         for part in range(parts):
-            total += sum_whole(
+            total += accumulate_tile(
                 x_rows, m < rows, lines, n, n < outs, scales, offsets, outs, inner,
                 part * length, tl.minimum((part + 1) * length, stride), stride, group,
                 KIND, LOW, HIGH, SCALED, OFFSET, BLOCK_M, BLOCK_N, BLOCK_K, LINES,
             )  # fmt: skip
     else:
-        total = sum_whole(
+        total = accumulate_tile(
             x_rows, m < rows, lines, n, n < outs, scales, offsets, outs, inner, 0, stride, stride, group,
             KIND, LOW, HIGH, SCALED, OFFSET, BLOCK_M, BLOCK_N, BLOCK_K, LINES,
         )  # fmt: skip
-    _finish(total, factors, bias, out, m, n, rows, outs, out_stride, BIASED)
+    _scale_and_store_tile(total, factors, bias, out, m, n, rows, outs, out_stride, BIASED)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def multiply_part(
+def multiply_split_k(
     x, codes, scales, offsets, sums, rows, outs, inner, stride, group, length,
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
@@ -230,9 +234,9 @@ def multiply_part(
     tiles_m, part = tl.cdiv(rows, BLOCK_M), tl.program_id(1)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = sum_whole(
+    total = accumulate_tile(
         x + m.to(tl.int64)[None, :] * inner, m < rows,
-        lines_at(codes, n, outs, stride, LINES, BLOCK_K)[:, None], n, n < outs,
+        weight_row_pointers(codes, n, outs, stride, LINES, BLOCK_K)[:, None], n, n < outs,
         scales, offsets, outs, inner, part * length, tl.minimum((part + 1) * length, stride), stride, group,
         KIND, LOW, HIGH, SCALED, OFFSET, BLOCK_M, BLOCK_N, BLOCK_K, LINES,
     )  # fmt: skip
@@ -241,7 +245,7 @@ def multiply_part(
 
 
 @triton.jit(do_not_specialize=["rows", "parts"])
-def add_parts(
+def reduce_split_k(
     sums, factors, bias, out, rows, outs, out_stride, parts, BIASED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """out [rows, outs] of the parts' sums, in their order. Grid: rows, blocks of outputs."""
@@ -257,7 +261,7 @@ def add_parts(
 
 
 @triton.jit
-def expand(
+def dequantize_weights(
     codes, scales, offsets, factors, out, outs, first, inner, stride, group,
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
@@ -267,12 +271,12 @@ def expand(
     row, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     n = first + row
     inside, begin = n < outs, tl.program_id(1) * BLOCK_K
-    where = lines_at(codes, n, outs, stride, LINES, BLOCK_K)[:, None] + begin * LINES + k[None, :]
+    where = weight_row_pointers(codes, n, outs, stride, LINES, BLOCK_K)[:, None] + begin * LINES + k[None, :]
     packed = tl.load(where, mask=inside[:, None] & (begin + k < stride)[None, :], other=0)
     factor = tl.load(factors + n, mask=inside, other=0.0)[:, None]
     for part in tl.static_range(parts):
         at = begin * parts + part * BLOCK_K
-        value = _values(packed, part, KIND, LOW, HIGH, out.dtype.element_ty).to(tl.float32)
+        value = _decode_packed_codes(packed, part, KIND, LOW, HIGH, out.dtype.element_ty).to(tl.float32)
         if SCALED:
             known = inside & (at < inner)
             of = (at // group) * outs + n
@@ -307,7 +311,7 @@ def multiply_codes(
             at = (begin // group) * outs + n
             part *= tl.load(scales + at, mask=n_inside, other=0.0).to(tl.float32)[:, None]
         total += part
-    _finish(total, factors, bias, out, m, n, rows, outs, out_stride, BIASED)
+    _scale_and_store_tile(total, factors, bias, out, m, n, rows, outs, out_stride, BIASED)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -364,7 +368,7 @@ def scale_sums(sums, x_scales, factors, bias, out, outs, out_stride, BIASED: tl.
 
 
 @triton.jit
-def look_up(
+def look_up_embedding_rows(
     ids, codes, scales, offsets, factors, out, outs, inner, stride, group,
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     STEP: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
@@ -373,13 +377,13 @@ def look_up(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
     row = tl.load(ids + tl.program_id(0)).to(tl.int64)
-    line = lines_at(codes, row, outs, stride, LINES, STEP)
+    line = weight_row_pointers(codes, row, outs, stride, LINES, STEP)
     parts: tl.constexpr = _codes_per_word(KIND, codes.dtype.element_ty.primitive_bitwidth)
     if parts == 1:
-        value = _of_code(_code(tl.load(line + column, mask=inside, other=0), 0, KIND), KIND, LOW, HIGH)
+        value = _code_to_float32(_extract_code(tl.load(line + column, mask=inside, other=0), 0, KIND), KIND, LOW, HIGH)
     else:
         packed = tl.load(line + column // (parts * STEP) * STEP * LINES + column % STEP, mask=inside, other=0)
-        value = _of_code(_code(packed, (column // STEP % parts).to(tl.int16), KIND), KIND, LOW, HIGH)
+        value = _code_to_float32(_extract_code(packed, (column // STEP % parts).to(tl.int16), KIND), KIND, LOW, HIGH)
     if SCALED:
         at = (column // group).to(tl.int64) * outs + row
         value *= tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)

@@ -10,24 +10,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.triton_fused import gated, normed_row
+from quire.kernels.gpu.triton_fused import gated_activation, norm_row_with_residual
 from quire.kernels.gpu.triton_kv_quantization import to_float8, to_integer
 
 
 @triton.jit
-def _scale(most, KIND: tl.constexpr):
+def _quantization_scale(most, KIND: tl.constexpr):
     """Of numbers up to `most`."""
     steps: tl.constexpr = 127.0 if KIND == 0 else 448.0
     return tl.maximum(tl.div_rn(most, steps), 1.1754943508222875e-38)
 
 
 @triton.jit
-def _codes(numbers, scales, KIND: tl.constexpr):
+def _quantize_values(numbers, scales, KIND: tl.constexpr):
     return to_integer(numbers, scales) if KIND == 0 else to_float8(tl.div_rn(numbers, scales))
 
 
 @triton.jit
-def _place(column, PAIRED: tl.constexpr):
+def _interleaved_column(column, PAIRED: tl.constexpr):
     """Where a column's code is in its row. PAIRED, if not 0: of two steps of so many columns the first ones are the
     lower bytes of words of 16 bits, the others the upper ones, as packing.py lays weights."""
     if PAIRED:
@@ -37,7 +37,7 @@ def _place(column, PAIRED: tl.constexpr):
 
 
 @triton.jit
-def _in_place(codes, PAIRED: tl.constexpr):
+def _interleave_codes(codes, PAIRED: tl.constexpr):
     """Codes of a row, of whole pairs of steps, as they lie there."""
     if PAIRED:
         size: tl.constexpr = codes.shape[0]
@@ -48,22 +48,24 @@ def _in_place(codes, PAIRED: tl.constexpr):
 
 
 @triton.jit
-def _store_blocks(numbers, codes, scales, row, rows, first, size, KIND: tl.constexpr, PAIRED: tl.constexpr):
+def _quantize_and_store_blocks(
+    numbers, codes, scales, row, rows, first, size, KIND: tl.constexpr, PAIRED: tl.constexpr
+):
     """Codes of numbers [BLOCKS, BLOCK], float32, those of a row from block `first` on, and their scales. A scale is NaN
     where one of its numbers is no number."""
     BLOCKS: tl.constexpr = numbers.shape[0]
     BLOCK: tl.constexpr = numbers.shape[1]
     block = first + tl.arange(0, BLOCKS)
     column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    scale = _scale(tl.max(tl.abs(numbers), 1), KIND)
-    rounded = _codes(numbers, tl.broadcast_to(scale[:, None], (BLOCKS, BLOCK)), KIND)
-    tl.store(codes + row * size + _place(column, PAIRED), rounded, mask=column < size)
+    scale = _quantization_scale(tl.max(tl.abs(numbers), 1), KIND)
+    rounded = _quantize_values(numbers, tl.broadcast_to(scale[:, None], (BLOCKS, BLOCK)), KIND)
+    tl.store(codes + row * size + _interleaved_column(column, PAIRED), rounded, mask=column < size)
     scale += tl.sum(numbers * 0.0, 1)  # 0, or NaN
     tl.store(scales + block.to(tl.int64) * rows + row, scale, mask=block * BLOCK < size)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def round_rows(
+def round_per_block(
     x, codes, scales, rows, size,
     KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -71,23 +73,23 @@ def round_rows(
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     column = (first + tl.arange(0, BLOCKS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     numbers = tl.load(x + row * size + column, mask=column < size, other=0.0).to(tl.float32)
-    _store_blocks(numbers, codes, scales, row, rows, first, size, KIND, PAIRED)
+    _quantize_and_store_blocks(numbers, codes, scales, row, rows, first, size, KIND, PAIRED)
 
 
 @triton.jit
-def round_whole_rows(x, codes, scales, size, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr):
+def round_per_row(x, codes, scales, size, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr):
     """The same with one scale for each row: scales [rows]. Grid: rows."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     most, bad = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, size, BLOCK):
         numbers = tl.load(x + row * size + begin + i, mask=begin + i < size, other=0.0).to(tl.float32)
         most, bad = tl.maximum(most, tl.abs(numbers)), bad + numbers * 0.0
-    scale = _scale(tl.max(most, 0), KIND)
+    scale = _quantization_scale(tl.max(most, 0), KIND)
     spread = tl.broadcast_to(scale, (BLOCK,))
     for begin in range(0, size, BLOCK):
         inside = begin + i < size
         numbers = tl.load(x + row * size + begin + i, mask=inside, other=0.0).to(tl.float32)
-        rounded = _in_place(_codes(numbers, spread, KIND), PAIRED)
+        rounded = _interleave_codes(_quantize_values(numbers, spread, KIND), PAIRED)
         tl.store(codes + row * size + begin + i, rounded, mask=inside)
     tl.store(scales + row, scale + tl.sum(bad, 0))
 
@@ -106,18 +108,18 @@ def norm_rounded(
     """
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, ROW)
     at, inside = row * SIZE + i, i < SIZE
-    normed = normed_row(x, residual, weight, bias, at, i, inside, eps, SIZE, ADD, CENTRED)
+    normed = norm_row_with_residual(x, residual, weight, bias, at, i, inside, eps, SIZE, ADD, CENTRED)
     if WHOLE:
         tl.store(out + at, normed, mask=inside)
     BLOCKS: tl.constexpr = ROW // BLOCK
     numbers = tl.reshape(tl.where(inside, normed.to(tl.float32), 0.0), (BLOCKS, BLOCK))
     if BY_BLOCKS:
-        _store_blocks(numbers, codes, scales, row, rows, 0, SIZE, KIND, PAIRED)
+        _quantize_and_store_blocks(numbers, codes, scales, row, rows, 0, SIZE, KIND, PAIRED)
     else:
-        scale = _scale(tl.max(tl.max(tl.abs(numbers), 1), 0), KIND)
+        scale = _quantization_scale(tl.max(tl.max(tl.abs(numbers), 1), 0), KIND)
         column = tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        rounded = _codes(numbers, tl.broadcast_to(scale, (BLOCKS, BLOCK)), KIND)
-        tl.store(codes + row * SIZE + _place(column, PAIRED), rounded, mask=column < SIZE)
+        rounded = _quantize_values(numbers, tl.broadcast_to(scale, (BLOCKS, BLOCK)), KIND)
+        tl.store(codes + row * SIZE + _interleaved_column(column, PAIRED), rounded, mask=column < SIZE)
         tl.store(scales + row, scale + tl.sum(tl.sum(numbers * 0.0, 1), 0))
 
 
@@ -131,14 +133,14 @@ def gate_rounded(
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     column = (first + tl.arange(0, BLOCKS))[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < size
-    gate_output = gated(gate_up + row * 2 * size, size, column, inside, GELU)
+    gate_output = gated_activation(gate_up + row * 2 * size, size, column, inside, GELU)
     if WHOLE:
         tl.store(out + row * size + column, gate_output, mask=inside)
-    _store_blocks(gate_output.to(tl.float32), codes, scales, row, rows, first, size, KIND, PAIRED)
+    _quantize_and_store_blocks(gate_output.to(tl.float32), codes, scales, row, rows, first, size, KIND, PAIRED)
 
 
 @triton.jit
-def gate_rounded_whole(
+def gate_rounded_per_row(
     out, codes, scales, gate_up, size,
     GELU: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, PAIRED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -148,16 +150,16 @@ def gate_rounded_whole(
     most, bad = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, size, BLOCK):
         inside = begin + i < size
-        gate_output = gated(gate_up + row * 2 * size, size, begin + i, inside, GELU)
+        gate_output = gated_activation(gate_up + row * 2 * size, size, begin + i, inside, GELU)
         if WHOLE:
             tl.store(out + row * size + begin + i, gate_output, mask=inside)
         numbers = gate_output.to(tl.float32)
         most, bad = tl.maximum(most, tl.abs(numbers)), bad + numbers * 0.0
-    scale = _scale(tl.max(most, 0), KIND)
+    scale = _quantization_scale(tl.max(most, 0), KIND)
     spread = tl.broadcast_to(scale, (BLOCK,))
     for begin in range(0, size, BLOCK):
         inside = begin + i < size
-        numbers = gated(gate_up + row * 2 * size, size, begin + i, inside, GELU).to(tl.float32)
-        rounded = _in_place(_codes(numbers, spread, KIND), PAIRED)
+        numbers = gated_activation(gate_up + row * 2 * size, size, begin + i, inside, GELU).to(tl.float32)
+        rounded = _interleave_codes(_quantize_values(numbers, spread, KIND), PAIRED)
         tl.store(codes + row * size + begin + i, rounded, mask=inside)
     tl.store(scales + row, scale + tl.sum(bad, 0))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.gpu.quantization import triton_quantized as kernels
-from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, has_same_order
+from quire.kernels.quantized_tensors import Float8Weight, GroupedWeight, has_same_input_order
 
 _STEP_SIZES = (64, 32, 16)
 """Inputs of one product of a program: the largest that divides a group."""
@@ -76,31 +76,31 @@ class PackedWeight:
         """How many codes a word has."""
         if self.kernel_form[0] in (kernels.NIBBLES, kernels.TABLE, kernels.NIBBLE_FLOATS):
             return _NIBBLES_PER_WORD
-        return 2 if self.pair_step else 1
+        return 2 if self.pair_distance else 1
 
     @property
-    def pair_step(self) -> int:
+    def pair_distance(self) -> int:
         """Where two codes of 8 bits are in a word, so that x in codes has their order: inputs of a step; else 0."""
         pairs = self.kernel_form[0] in (kernels.INTEGERS, kernels.FLOATS) and self.codes.dtype == torch.int16
         return self.inputs_per_step if pairs else 0
 
     @property
-    def kernel_scales(self) -> tuple[Tensor, Tensor]:
+    def kernel_scales_and_offsets(self) -> tuple[Tensor, Tensor]:
         """Something in the place of those that are not there."""
         scales = self.factors if self.scales is None else self.scales
         return scales, scales if self.offsets is None else self.offsets
 
 
-def pack_grouped(weight: GroupedWeight) -> PackedWeight | None:
+def pack_group_quantized(weight: GroupedWeight) -> PackedWeight | None:
     """8-bit integers with a scale for each output alone are multiplied by x in 8 bits, as on CPUs. None where a group
     is of no whole step."""
     (outs, inner), single = weight.shape, weight.scales.shape[1] == 1
     steps = [step for step in _STEP_SIZES if single or weight.group_size % step == 0]
     if not steps:
         return None
-    factors, scales, offsets = weight.to_half_scales()
+    factors, scales, offsets = weight.to_factors_and_half_scales()
     if weight.bits == 8:
-        kind, step = kernels.INTEGERS, _pair_step(steps, inner)
+        kind, step = kernels.INTEGERS, _choose_byte_pair_step(steps, inner)
         codes = _pack_byte_pairs(weight.codes, step)
     else:
         kind = kernels.NIBBLES if weight.code_values is None else kernels.TABLE
@@ -122,7 +122,7 @@ def pack_float8(weight: Float8Weight, *, native: bool) -> PackedWeight | None:
     steps = [step for step in _STEP_SIZES if single or weight.inputs_per_scale % step == 0]
     if not steps:
         return None
-    scales, step = weight.output_scales(), _pair_step(steps, inner)
+    scales, step = weight.output_scales(), _choose_byte_pair_step(steps, inner)
     codes = _pack_byte_pairs(weight.codes.view(torch.uint8), step)
     factors = scales[:, 0].contiguous() if single else torch.ones_like(scales[:, 0])
     transposed_scales = None if single else scales.t().contiguous()
@@ -150,7 +150,7 @@ def interleave_for_decode(part: PackedWeight) -> PackedWeight:
     return replace(part, codes=laid.reshape(padded.shape), interleaved_outputs=INTERLEAVED_OUTPUTS)
 
 
-def merge_neighbors(parts: Sequence[PackedWeight]) -> list[PackedWeight]:
+def merge_adjacent_weights(parts: Sequence[PackedWeight]) -> list[PackedWeight]:
     """Neighbours that are alike as one; before they are laid for decodes."""
     merged = list(parts[:1])
     for each in parts[1:]:
@@ -184,7 +184,7 @@ def _pack_nibbles(codes: Tensor, step: int) -> Tensor:
     return torch.stack((pairs[:, :, 0], pairs[:, :, 1]), dim=-1).flatten(1).view(torch.int16)
 
 
-def _pair_step(steps: Sequence[int], inner: int) -> int:
+def _choose_byte_pair_step(steps: Sequence[int], inner: int) -> int:
     """The longest step of which the inputs are pairs; the longest of all where they are of none."""
     return next((each for each in steps if inner % (2 * each) == 0), steps[0])
 
@@ -198,6 +198,6 @@ def _pack_byte_pairs(codes: Tensor, step: int) -> Tensor:
 
 
 def _can_merge(a: PackedWeight, b: PackedWeight) -> bool:
-    return (a.kernel_key, a.rounds_activations) == (b.kernel_key, b.rounds_activations) and has_same_order(
+    return (a.kernel_key, a.rounds_activations) == (b.kernel_key, b.rounds_activations) and has_same_input_order(
         a.input_order, b.input_order
     )

@@ -43,16 +43,16 @@ def quantized_format(weight: QuantizedWeight) -> QuantizedFormat:
             None,
             (
                 0 if weight.scale_block[0] >= outs else weight.scale_block[0],
-                _scale_inputs(weight.inputs_per_scale, inner),
+                _inputs_per_scale(weight.inputs_per_scale, inner),
             ),
             False,
         )
     return QuantizedFormat(
-        weight.bits, weight.code_values, (1, _scale_inputs(weight.group_size, inner)), weight.offsets is not None
+        weight.bits, weight.code_values, (1, _inputs_per_scale(weight.group_size, inner)), weight.offsets is not None
     )
 
 
-def _scale_inputs(inputs: int, inner: int) -> int:
+def _inputs_per_scale(inputs: int, inner: int) -> int:
     return 0 if inputs >= inner else inputs
 
 

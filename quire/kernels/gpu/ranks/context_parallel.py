@@ -11,7 +11,7 @@ from quire.kernels.gpu.triton_attention import merge_ranks
 from quire.kernels.gpu.triton_launch_sizes import next_power_of_2
 
 
-def allocate_output(q: Tensor, values: int, shard: ContextShard | None) -> Tensor:
+def allocate_attention_output(q: Tensor, values: int, shard: ContextShard | None) -> Tensor:
     """Room for what attention of q [T, H, any] gives, values of so many numbers; of several ranks, for its sums."""
     if shard is None:
         return q.new_empty((*q.shape[:2], values))

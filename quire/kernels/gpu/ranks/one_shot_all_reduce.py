@@ -51,13 +51,15 @@ _TRIAL_SUMS: tuple[SumShape, ...] = (
 class OneShotAllReduce:
     """One rank's view. Sums begin in the same order on all ranks, with as many numbers; no two of them run at once."""
 
-    def __init__(self, rank: int, rank_memories: Sequence[Tensor], words: Tensor, most_looks: int = _MAX_POLLS) -> None:
+    def __init__(
+        self, rank: int, rank_memories: Sequence[Tensor], host_flags: Tensor, max_polls: int = _MAX_POLLS
+    ) -> None:
         """memory: of each rank, `rank_memory_bytes` of zeros, as this one reaches it. words: [2] int32 of zeros in the
         host's memory, which the GPU reaches. most_looks: after so many at another's count a sum is given up."""
         self._rank = rank
         self.rank_memories = tuple(rank_memories)
-        self.host_flags = words
-        self.max_polls = most_looks
+        self.host_flags = host_flags
+        self.max_polls = max_polls
         device = rank_memories[rank].device
         addresses = torch.tensor([each.data_ptr() for each in rank_memories], dtype=torch.int64)
         self._addresses = addresses.to(device)
@@ -96,7 +98,7 @@ def rank_memory_bytes(ranks: int) -> int:
     return counter_bytes(ranks) + 2 * MAX_ELEMENTS * _MAX_ELEMENT_BYTES
 
 
-def try_all_reduce(
+def verify_all_reduce(
     sums: OneShotAllReduce,
     rank: int,
     count: int,
@@ -135,7 +137,7 @@ def connect_one_shot(
     device: torch.device,
     *,
     storages: Any = torch.UntypedStorage,
-    trial: Callable[[OneShotAllReduce, int, int, torch.device], None] = try_all_reduce,
+    trial: Callable[[OneShotAllReduce, int, int, torch.device], None] = verify_all_reduce,
 ) -> OneShotAllReduce | None:
     """All ranks call it, and all get the same: None where a GPU does not reach another's memory, or sums come wrong,
     which the log says. Raises RuntimeError where another rank does not come. storages: PyTorch's class, whose functions

@@ -24,7 +24,7 @@ _LOOKS = tl.constexpr(256)
 
 
 @triton.jit
-def _numbers(addresses, rank, place, dtype: tl.constexpr):
+def _rank_buffer_pointer(addresses, rank, place, dtype: tl.constexpr):
     """Where a rank's memory has numbers: in lines, so that they are read and written many at a time."""
     return tl.multiple_of((tl.load(addresses + rank) + place).to(tl.pointer_type(dtype)), 128)
 
@@ -45,7 +45,7 @@ def sum_over_ranks(
         inside = at < size
         count = tl.load(counts + program)
         place = HEAD + ((count % 2) * PROGRAMS + program) * (PART * 4)
-        own = _numbers(addresses, RANK, place, x.dtype.element_ty)
+        own = _rank_buffer_pointer(addresses, RANK, place, x.dtype.element_ty)
         tl.store(own + i, tl.load(x + at, mask=inside, other=0.0), mask=inside)
         tl.debug_barrier()  # all threads have stored before one of them tells
         rank = tl.arange(0, RANKS_PADDED)
@@ -68,10 +68,10 @@ def sum_over_ranks(
                 stopped = 1
         tl.debug_barrier()
         if stopped == 0:
-            first = _numbers(addresses, 0, place, x.dtype.element_ty)
+            first = _rank_buffer_pointer(addresses, 0, place, x.dtype.element_ty)
             total = tl.load(first + i, mask=inside, other=0.0).to(tl.float32)
             for other in tl.static_range(1, RANKS):
-                part = _numbers(addresses, other, place, x.dtype.element_ty)
+                part = _rank_buffer_pointer(addresses, other, place, x.dtype.element_ty)
                 total += tl.load(part + i, mask=inside, other=0.0).to(tl.float32)
             tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
             tl.store(counts + program, count + 1)

@@ -10,10 +10,10 @@ from triton import knobs
 from quire.kernels.gpu import triton_launch_sizes
 from quire.kernels.gpu.recurrent.triton_chunks import (
     RECURRENCE_CHUNK,
-    advance_pieces,
-    solve_delta,
-    weigh_delta,
-    weigh_space,
+    advance_chunks,
+    invert_delta_systems,
+    prepare_delta_chunks,
+    prepare_state_space_chunks,
 )
 from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
 from quire.kernels.recurrent.delta_rule import DeltaRule
@@ -73,15 +73,17 @@ def advance_chunked(
         systems = torch.empty(
             (pieces, heads, RECURRENCE_CHUNK, RECURRENCE_CHUNK), dtype=torch.float32, device=inputs.device
         )
-        weigh_delta[pieces, heads](systems, *prepared, *bounds, groups, heads, key, pad, value, num_warps=4)
-        solve_delta[pieces, heads](tiles, systems, *bounds, heads, num_warps=1)
+        prepare_delta_chunks[pieces, heads](systems, *prepared, *bounds, groups, heads, key, pad, value, num_warps=4)
+        invert_delta_systems[pieces, heads](tiles, systems, *bounds, heads, num_warps=1)
     else:
         groups = rule.num_groups
         skip = rule.skip
         at = (heads * value + rule.num_groups * key, heads * value, 0)
-        weigh_space[pieces, heads](*prepared, *bounds, *rule.dt_limits, groups, heads, key, pad, value, num_warps=4)
+        prepare_state_space_chunks[pieces, heads](
+            *prepared, *bounds, *rule.dt_limits, groups, heads, key, pad, value, num_warps=4
+        )
     shape = (rule.input_dim, *at, heads // groups, heads, key, pad, value, block, _PIPELINE_STAGES)
     tensors = (read, states.matrices, tiles, factors, inputs, skip)
-    advance_pieces[seqs, heads, cdiv(value, block)](
+    advance_chunks[seqs, heads, cdiv(value, block)](
         *tensors, *sequence_tensors, *kernel_flags, decodes, delta, *shape, num_warps=4
     )

@@ -9,20 +9,24 @@ i adds to the matrix, k_i d_i^T, before later tokens decay it:
 
 State spaces know d_j, the step times x. Of the delta rule d_i = beta_i (v_i - exp(G_i) k_i S - sum over j < i of
 exp(G_i - G_j) (k_i k_j) d_j), so d = (1 + A)^-1 beta (v - exp(G) k S), with A_ij = beta_i exp(G_i - G_j) (k_i k_j)
-(Yang et al., 2024: Gated Delta Networks). What takes no S, `weigh_*` compute for all pieces at once; `advance_pieces`
+(Yang et al., 2024: Gated Delta Networks). What takes no S, `weigh_*` compute for all pieces at once; `advance_chunks`
 then goes through a sequence's pieces with some columns of a head's matrix.
 
 What tokens give is bfloat16, and products of these are exact in float32. What is float32 is the sum of two bfloat16
-(`halves`), 16 of 24 bits; so products are some 100 times as exact as those of bfloat16 alone, at twice the price, three
-times it where both are float32. Matrices are float32 and stay in registers.
-"""
+(`split_into_bfloat16_pair`), 16 of 24 bits; so products are some 100 times as exact as those of bfloat16 alone, at
+twice the price, three times it where both are float32. Matrices are float32 and stay in registers."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.recurrent.triton_common import SEQUENCE_POINTERS, by_pieces, softplus, tokens_of
+from quire.kernels.gpu.recurrent.triton_common import (
+    SEQUENCE_POINTERS,
+    load_sequence_bounds,
+    softplus,
+    uses_chunked_kernel,
+)
 
 RECURRENCE_CHUNK = 64
 """Tokens: Hopper's matrix products have 64 rows."""
@@ -30,7 +34,7 @@ _SIZE: tl.constexpr = tl.constexpr(RECURRENCE_CHUNK)
 
 
 @triton.jit
-def halves(x):
+def split_into_bfloat16_pair(x):
     """Two bfloat16 whose sum is x, but for 2^-17 of it. The first is rounded by integers: conversions of single numbers
     are slow."""
     high = ((x.to(tl.int32, bitcast=True) + 32768) & -65536).to(tl.float32, bitcast=True)
@@ -38,7 +42,7 @@ def halves(x):
 
 
 @triton.jit
-def _piece_of(number, decodes, seqs, query_start):
+def _locate_chunk(number, decodes, seqs, query_start):
     """The sequence of a piece, and the number of the piece in it. Of the `seqs` sequences behind `decodes`, s has the
     pieces from number query_start[s] // 64 + s on, so that no two have one; there may be none with this number."""
     row = 0
@@ -51,26 +55,26 @@ def _piece_of(number, decodes, seqs, query_start):
 
 
 @triton.jit
-def _tokens_of(number, decodes, seqs, query_start, contexts, seen, known, guessed, long):
+def _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long):
     """Of a piece: its first token in the step, and how many tokens of its sequence begin with it; 0 where there is no
     such piece, or its sequence is not computed so."""
-    row, piece = _piece_of(number, decodes, seqs, query_start)
-    start, first, begin, stop, context = tokens_of(row, query_start, contexts, seen, known, guessed)
-    count = tl.where(by_pieces(first, begin, stop, context, long), context - first - piece * _SIZE, 0)
+    row, piece = _locate_chunk(number, decodes, seqs, query_start)
+    start, first, begin, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, guessed)
+    count = tl.where(uses_chunked_kernel(first, begin, stop, context, long), context - first - piece * _SIZE, 0)
     return start + piece * _SIZE, count
 
 
 @triton.jit
-def _keep(to, x):
+def _store_bfloat16_pair(to, x):
     at = tl.arange(0, _SIZE)
     where = at[:, None] * _SIZE + at[None, :]
-    high, low = halves(x)
+    high, low = split_into_bfloat16_pair(x)
     tl.store(to + where, high)
     tl.store(to + _SIZE * _SIZE + where, low)
 
 
 @triton.jit(do_not_specialize=["guessed", "long", "decodes", "seqs"], do_not_specialize_on_alignment=SEQUENCE_POINTERS)
-def weigh_delta(
+def prepare_delta_chunks(
     systems, tiles, factors, given, beside, rate, shift,
     query_start, contexts, seen, known, guessed, long, decodes, seqs,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
@@ -79,7 +83,7 @@ def weigh_delta(
     the latter two: what tokens read of d, in halves; factors [pieces, HEADS, 4, 64]: of q S, of k S, of d in the next
     matrix, of the matrix itself. Grid: pieces, HEADS."""
     number, head = tl.program_id(0), tl.program_id(1)
-    start, count = _tokens_of(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)
+    start, count = _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)
     at, k_at = tl.arange(0, _SIZE), tl.arange(0, KEY_PAD)
     if count > 0:
         inside, token = at < count, (start + at).to(tl.int64)
@@ -105,41 +109,41 @@ def weigh_delta(
         tl.store(to + 3 * _SIZE, tl.exp(total + tl.zeros_like(sums)))
         to = tiles + (number.to(tl.int64) * HEADS + head) * (4 * _SIZE * _SIZE)
         reads = tl.dot(q, tl.trans(k)) * between * of_q[:, None]
-        _keep(to + 2 * _SIZE * _SIZE, tl.where(at[:, None] >= at[None, :], reads, 0.0))
+        _store_bfloat16_pair(to + 2 * _SIZE * _SIZE, tl.where(at[:, None] >= at[None, :], reads, 0.0))
         keys = tl.dot(k, tl.trans(k)) * between * (beta * of_k)[:, None]
         to = systems + (number.to(tl.int64) * HEADS + head) * (_SIZE * _SIZE) + at[:, None] * _SIZE + at[None, :]
         tl.store(to, tl.where(past, keys, beta[None, :]), mask=at[:, None] >= at[None, :])
 
 
 @triton.jit
-def _block(system, row: tl.constexpr, column: tl.constexpr):
+def _load_block(system, row: tl.constexpr, column: tl.constexpr):
     i = tl.arange(0, 16)
     return tl.load(system + (row * 16 + i)[:, None] * _SIZE + column * 16 + i[None, :])
 
 
 @triton.jit
-def _times(a, b):
+def _dot_float32(a, b):
     return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit
-def _keep_block(to, system, row: tl.constexpr, column: tl.constexpr, x):
+def _store_beta_scaled_block(to, system, row: tl.constexpr, column: tl.constexpr, x):
     """With a column's beta."""
     i = tl.arange(0, 16)
     where = (row * 16 + i)[:, None] * _SIZE + column * 16 + i[None, :]
-    high, low = halves(x * tl.load(system + (column * 16 + i) * (_SIZE + 1))[None, :])
+    high, low = split_into_bfloat16_pair(x * tl.load(system + (column * 16 + i) * (_SIZE + 1))[None, :])
     tl.store(to + where, high)
     tl.store(to + _SIZE * _SIZE + where, low)
 
 
 @triton.jit(do_not_specialize=["guessed", "long", "decodes", "seqs"], do_not_specialize_on_alignment=SEQUENCE_POINTERS)
-def solve_delta(
+def invert_delta_systems(
     tiles, systems, query_start, contexts, seen, known, guessed, long, decodes, seqs, HEADS: tl.constexpr,
 ):  # fmt: skip
     """tiles, the former two: (1 + A)^-1 beta, in halves, which makes d of v - exp(G) k S. Four blocks of 16 rows on the
     diagonal row by row, all at once; those below by products of these. One warp. Grid: pieces, HEADS."""
     number, head = tl.program_id(0), tl.program_id(1)
-    _, count = _tokens_of(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)
+    _, count = _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)
     if count > 0:
         i, n = tl.arange(0, 16), tl.arange(0, 4)
         system = systems + (number.to(tl.int64) * HEADS + head) * (_SIZE * _SIZE)
@@ -155,33 +159,35 @@ def solve_delta(
         d1 = tl.sum(tl.where((n == 1)[:, None, None], solved, 0.0), 0)
         d2 = tl.sum(tl.where((n == 2)[:, None, None], solved, 0.0), 0)
         d3 = tl.sum(tl.where((n == 3)[:, None, None], solved, 0.0), 0)
-        below = _times(-d1, _times(_block(system, 1, 0), d0))
-        two = _times(_block(system, 2, 0), d0) + _times(_block(system, 2, 1), below)
-        three = _times(_block(system, 3, 0), d0) + _times(_block(system, 3, 1), below)
-        _keep_block(to, system, 0, 0, d0)
-        _keep_block(to, system, 1, 0, below)
-        below = _times(-d2, two)
-        _keep_block(to, system, 2, 0, below)
-        _keep_block(to, system, 3, 0, _times(-d3, three + _times(_block(system, 3, 2), below)))
-        below = _times(-d2, _times(_block(system, 2, 1), d1))
-        three = _times(_block(system, 3, 1), d1) + _times(_block(system, 3, 2), below)
-        _keep_block(to, system, 1, 1, d1)
-        _keep_block(to, system, 2, 1, below)
-        _keep_block(to, system, 3, 1, _times(-d3, three))
-        _keep_block(to, system, 2, 2, d2)
-        _keep_block(to, system, 3, 2, _times(-d3, _times(_block(system, 3, 2), d2)))
-        _keep_block(to, system, 3, 3, d3)
+        below = _dot_float32(-d1, _dot_float32(_load_block(system, 1, 0), d0))
+        two = _dot_float32(_load_block(system, 2, 0), d0) + _dot_float32(_load_block(system, 2, 1), below)
+        three = _dot_float32(_load_block(system, 3, 0), d0) + _dot_float32(_load_block(system, 3, 1), below)
+        _store_beta_scaled_block(to, system, 0, 0, d0)
+        _store_beta_scaled_block(to, system, 1, 0, below)
+        below = _dot_float32(-d2, two)
+        _store_beta_scaled_block(to, system, 2, 0, below)
+        _store_beta_scaled_block(
+            to, system, 3, 0, _dot_float32(-d3, three + _dot_float32(_load_block(system, 3, 2), below))
+        )
+        below = _dot_float32(-d2, _dot_float32(_load_block(system, 2, 1), d1))
+        three = _dot_float32(_load_block(system, 3, 1), d1) + _dot_float32(_load_block(system, 3, 2), below)
+        _store_beta_scaled_block(to, system, 1, 1, d1)
+        _store_beta_scaled_block(to, system, 2, 1, below)
+        _store_beta_scaled_block(to, system, 3, 1, _dot_float32(-d3, three))
+        _store_beta_scaled_block(to, system, 2, 2, d2)
+        _store_beta_scaled_block(to, system, 3, 2, _dot_float32(-d3, _dot_float32(_load_block(system, 3, 2), d2)))
+        _store_beta_scaled_block(to, system, 3, 3, d3)
         nothing = tl.zeros_like(d0)
-        _keep_block(to, system, 0, 1, nothing)
-        _keep_block(to, system, 0, 2, nothing)
-        _keep_block(to, system, 0, 3, nothing)
-        _keep_block(to, system, 1, 2, nothing)
-        _keep_block(to, system, 1, 3, nothing)
-        _keep_block(to, system, 2, 3, nothing)
+        _store_beta_scaled_block(to, system, 0, 1, nothing)
+        _store_beta_scaled_block(to, system, 0, 2, nothing)
+        _store_beta_scaled_block(to, system, 0, 3, nothing)
+        _store_beta_scaled_block(to, system, 1, 2, nothing)
+        _store_beta_scaled_block(to, system, 1, 3, nothing)
+        _store_beta_scaled_block(to, system, 2, 3, nothing)
 
 
 @triton.jit(do_not_specialize=["guessed", "long", "decodes", "seqs"], do_not_specialize_on_alignment=SEQUENCE_POINTERS)
-def weigh_space(
+def prepare_state_space_chunks(
     tiles, factors, given, beside, rate, shift,
     query_start, contexts, seen, known, guessed, long, decodes, seqs, least, most,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
@@ -189,7 +195,7 @@ def weigh_space(
     """tiles [pieces, HEADS, 2, 64, 64]: what tokens read of x; factors [pieces, HEADS, 4, 64]: as of delta rules, of c
     S, none, of x in the next matrix, of the matrix. Grid: pieces, HEADS."""
     number, head = tl.program_id(0), tl.program_id(1)
-    start, count = _tokens_of(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)
+    start, count = _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long)
     at, k_at = tl.arange(0, _SIZE), tl.arange(0, KEY_PAD)
     if count > 0:
         inside, token = at < count, (start + at).to(tl.int64)
@@ -206,7 +212,7 @@ def weigh_space(
         past = at[:, None] >= at[None, :]
         between = tl.exp(tl.where(past, sums[:, None] - sums[None, :], 0.0)) * step[None, :]
         to = tiles + (number.to(tl.int64) * HEADS + head) * (2 * _SIZE * _SIZE)
-        _keep(to, tl.where(past, tl.dot(c, tl.trans(b)) * between, 0.0))
+        _store_bfloat16_pair(to, tl.where(past, tl.dot(c, tl.trans(b)) * between, 0.0))
         to = factors + (number.to(tl.int64) * HEADS + head) * (4 * _SIZE) + at
         tl.store(to, tl.exp(sums))
         tl.store(to + 2 * _SIZE, tl.exp(total - sums) * step)
@@ -214,7 +220,7 @@ def weigh_space(
 
 
 @triton.jit(do_not_specialize=["guessed", "long", "decodes"], do_not_specialize_on_alignment=SEQUENCE_POINTERS)
-def advance_pieces(
+def advance_chunks(
     read, matrices, tiles, factors, given, skip, query_start, contexts, seen, known, slots, guessed, long, decodes,
     DELTA: tl.constexpr, INPUTS: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
     SHARING: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, KEY_PAD: tl.constexpr, VALUE: tl.constexpr,
@@ -226,8 +232,8 @@ def advance_pieces(
     row, head = decodes + tl.program_id(0), tl.program_id(1)
     at, k_at = tl.arange(0, _SIZE), tl.arange(0, KEY_PAD)
     v_at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    start, first, begin, stop, context = tokens_of(row, query_start, contexts, seen, known, guessed)
-    if by_pieces(first, begin, stop, context, long):
+    start, first, begin, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, guessed)
+    if uses_chunked_kernel(first, begin, stop, context, long):
         slot = tl.load(slots + row)
         own = matrices + (slot * HEADS + head) * (KEY * VALUE) + k_at[:, None] * VALUE + v_at[None, :]
         whole = (k_at < KEY)[:, None] & (v_at < VALUE)[None, :]
@@ -247,14 +253,14 @@ def advance_pieces(
             v = tl.load(numbers + V_AT + head * VALUE + v_at[None, :], mask=of_value, other=0.0)
             piece = (start // _SIZE + row - decodes + done // _SIZE).to(tl.int64) * HEADS + head
             tile, factor = tiles + piece * (TILES * _SIZE * _SIZE) + where, factors + piece * (4 * _SIZE)
-            high, low = halves(state)
+            high, low = split_into_bfloat16_pair(state)
             readout = tl.dot(q, high, tl.dot(q, low)) * tl.load(factor + at)[:, None]
             if DELTA:
                 solve, solve_low = tl.load(tile), tl.load(tile + _SIZE * _SIZE)
                 wanted = v.to(tl.float32) - tl.dot(k, high, tl.dot(k, low)) * tl.load(factor + _SIZE + at)[:, None]
-                wanted, wanted_low = halves(wanted)
+                wanted, wanted_low = split_into_bfloat16_pair(wanted)
                 d_wide = tl.dot(solve, wanted, tl.dot(solve, wanted_low, tl.dot(solve_low, wanted)))
-                d, d_low = halves(d_wide)
+                d, d_low = split_into_bfloat16_pair(d_wide)
                 weights, weights_low = tl.load(tile + 2 * _SIZE * _SIZE), tl.load(tile + 3 * _SIZE * _SIZE)
                 readout = tl.dot(weights, d, tl.dot(weights, d_low, tl.dot(weights_low, d, readout)))
             else:
@@ -263,7 +269,7 @@ def advance_pieces(
                 readout = tl.fma(d_wide, head_skip, readout)
             to = read + (token[:, None] * HEADS + head) * VALUE + v_at[None, :]
             tl.store(to, readout, mask=of_value)
-            added, added_low = halves(d_wide * tl.load(factor + 2 * _SIZE + at)[:, None])
+            added, added_low = split_into_bfloat16_pair(d_wide * tl.load(factor + 2 * _SIZE + at)[:, None])
             state = state * tl.load(factor + 3 * _SIZE)
             k = tl.trans(k)
             state = tl.dot(k, added, tl.dot(k, added_low, state))

@@ -18,7 +18,7 @@ SEQUENCE_POINTERS = ["query_start", "contexts", "seen", "known", "slots"]
 
 
 @triton.jit
-def tokens_of(row, query_start, contexts, seen, known, guessed):
+def load_sequence_bounds(row, query_start, contexts, seen, known, guessed):
     """Of a step's sequence: the number of its first token in the step; positions: of that token, of the first that the
     matrix has not seen, of the first guess, and of the sequence's end. guessed: there are `seen` and `known`, as
     Guesses has them."""
@@ -33,14 +33,14 @@ def tokens_of(row, query_start, contexts, seen, known, guessed):
 
 
 @triton.jit
-def by_pieces(first, begin, stop, context, long):
+def uses_chunked_kernel(first, begin, stop, context, long):
     """Whether triton_pieces.py computes a sequence: one of `long` tokens or more, where that is not 0, of which none is
     a guess or was one."""
     return (long > 0) & (begin == first) & (stop == context) & (context - first >= long)
 
 
 @triton.jit
-def token_at(
+def token_input_pointers(
     given, beside, guesses, slot, position, first, start,
     INPUTS: tl.constexpr, BESIDE: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
@@ -65,14 +65,14 @@ def softplus(x):
 
 
 @triton.jit(do_not_specialize_on_alignment=SEQUENCE_POINTERS)
-def keep_guesses(
+def store_draft_inputs(
     guesses, given, beside, query_start, contexts, seen, known, slots,
     INPUTS: tl.constexpr, BESIDE: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What the guesses of a step give, to their slots: after all programs have read those of the step before, which may
     lie in the same places. Grid: sequences, MOST."""
     row = tl.program_id(0)
-    start, first, _, stop, context = tokens_of(row, query_start, contexts, seen, known, True)
+    start, first, _, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, True)
     position = tl.maximum(stop, first) + tl.program_id(1)
     if position < context:
         token = (start + position - first).to(tl.int64)
@@ -86,7 +86,7 @@ def keep_guesses(
 
 
 @triton.jit(do_not_specialize=["total"])
-def finish(
+def norm_and_gate(
     out, read, z, norm, total, eps, SIZE: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
     NORMED: tl.constexpr, FIRST: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip

@@ -5,11 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.recurrent.triton_common import SEQUENCE_POINTERS, by_pieces, softplus, token_at, tokens_of
+from quire.kernels.gpu.recurrent.triton_common import (
+    SEQUENCE_POINTERS,
+    load_sequence_bounds,
+    softplus,
+    token_input_pointers,
+    uses_chunked_kernel,
+)
 
 
 @triton.jit
-def _taken(
+def _load_delta_token(
     numbers, others, wanted, head, k_at, v_at,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
@@ -33,24 +39,26 @@ def advance_delta(
     that adds: then both sums over the matrix are made at once. Grid: sequences, HEADS, blocks of VALUE."""
     row, head = tl.program_id(0), tl.program_id(1)
     k_at, v_at = tl.arange(0, KEY_PAD), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    start, first, begin, stop, context = tokens_of(row, query_start, contexts, seen, known, guessed)
-    context = tl.where(by_pieces(first, begin, stop, context, long), begin, context)
+    start, first, begin, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, guessed)
+    context = tl.where(uses_chunked_kernel(first, begin, stop, context, long), begin, context)
     slot = tl.load(slots + row)
     own = matrices + (slot * HEADS + head) * (KEY * VALUE) + k_at[:, None] * VALUE + v_at[None, :]
     inside = (k_at < KEY)[:, None] & (v_at < VALUE)[None, :]
     state = tl.load(own, mask=inside & (first != 0), other=0.0)
     head_rate, head_shift = tl.load(rate + head), tl.load(shift + head)
     INPUTS: tl.constexpr = 2 * KEY_HEADS * KEY + HEADS * VALUE
-    numbers, others = token_at(given, beside, guesses, slot, begin, first, start, INPUTS, 2 * HEADS, MOST)
-    q_raw, k_raw, v_raw, b, a = _taken(
+    numbers, others = token_input_pointers(given, beside, guesses, slot, begin, first, start, INPUTS, 2 * HEADS, MOST)
+    q_raw, k_raw, v_raw, b, a = _load_delta_token(
         numbers, others, begin < context, head, k_at, v_at, KEY_HEADS, HEADS, KEY, VALUE
     )  # fmt: skip
     for position in range(begin, context):
         q, k, v = q_raw.to(tl.float32), k_raw.to(tl.float32), v_raw.to(tl.float32)
         beta = 1.0 / (1.0 + tl.exp(-b.to(tl.float32)))
         decay = tl.exp(head_rate * softplus(a.to(tl.float32) + head_shift))
-        numbers, others = token_at(given, beside, guesses, slot, position + 1, first, start, INPUTS, 2 * HEADS, MOST)
-        q_raw, k_raw, v_raw, b, a = _taken(
+        numbers, others = token_input_pointers(
+            given, beside, guesses, slot, position + 1, first, start, INPUTS, 2 * HEADS, MOST
+        )
+        q_raw, k_raw, v_raw, b, a = _load_delta_token(
             numbers, others, position + 1 < context, head, k_at, v_at, KEY_HEADS, HEADS, KEY, VALUE
         )  # fmt: skip
         q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * KEY**-0.5)

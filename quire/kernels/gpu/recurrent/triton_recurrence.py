@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.recurrent.chunked_recurrence import MIN_CHUNKED_TOKENS, advance_chunked, can_run_chunked
-from quire.kernels.gpu.recurrent.triton_common import finish, keep_guesses
+from quire.kernels.gpu.recurrent.triton_common import norm_and_gate, store_draft_inputs
 from quire.kernels.gpu.recurrent.triton_delta_rule import advance_delta
 from quire.kernels.gpu.recurrent.triton_selective_scan import advance_scan
 from quire.kernels.gpu.recurrent.triton_state_space import advance_space
@@ -56,7 +56,7 @@ def run_recurrence(
     assert metadata.state_slots is not None
     value, most = states.matrices.shape[3], states.draft_inputs.shape[1]
     read = torch.empty((len(inputs), rule.num_heads, value), dtype=torch.float32, device=inputs.device)
-    sequences = metadata if metadata.state_sequences is None else metadata.state_sequences
+    sequences = metadata if metadata.recurrence_metadata is None else metadata.recurrence_metadata
     guesses = sequences.draft_state_lengths if most else None
     bounds = (
         (sequences.context_lens,) * 2 if guesses is None else (guesses.num_state_tokens, guesses.num_verified_tokens)
@@ -69,8 +69,8 @@ def run_recurrence(
         advance_chunked(read, (inputs, head_inputs), rule, states, sequence_tensors, kernel_flags, decodes)
     _advance_states(read, (inputs, head_inputs), rule, states, sequence_tensors, kernel_flags, fixed=fixed)
     if guesses is not None:
-        sizes = (rule.input_dim, rule.head_input_dim, most, _DRAFT_BLOCK)
-        keep_guesses[len(sequence_tensors[1]), most](
+        sizes = (rule.input_dim, rule.head_inputs_dim, most, _DRAFT_BLOCK)
+        store_draft_inputs[len(sequence_tensors[1]), most](
             states.draft_inputs, inputs, head_inputs, *sequence_tensors, *sizes, num_warps=4
         )
     _gate_outputs(out, read, z, rule, value)
@@ -114,7 +114,7 @@ def _gate_outputs(out: Tensor, read: Tensor, z: Tensor, rule: SupportedRule, val
     total = read.numel()
     if isinstance(rule, SelectiveScan) or rule.norm_weight is None:
         grid, sizes = (cdiv(total, _GATE_BLOCK),), (_GATE_BLOCK, 1, _GATE_BLOCK)
-        finish[grid](out, read, z, read, total, 0.0, *sizes, False, False, False, num_warps=4)
+        norm_and_gate[grid](out, read, z, read, total, 0.0, *sizes, False, False, False, num_warps=4)
         return
     of_delta = isinstance(rule, DeltaRule)
     pieces = 1 if isinstance(rule, DeltaRule) else rule.num_groups
@@ -122,6 +122,6 @@ def _gate_outputs(out: Tensor, read: Tensor, z: Tensor, rule: SupportedRule, val
     block = next_power_of_2(size)
     first = of_delta or (isinstance(rule, StateSpace) and rule.norm_before_gate)
     warps = min(16, max(1, block // 512))
-    finish[total // size,](
+    norm_and_gate[total // size,](
         out, read, z, rule.norm_weight, total, rule.eps, size, pieces, block, True, first, not of_delta, num_warps=warps
     )

@@ -6,11 +6,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.recurrent.triton_common import SEQUENCE_POINTERS, softplus, token_at, tokens_of
+from quire.kernels.gpu.recurrent.triton_common import (
+    SEQUENCE_POINTERS,
+    load_sequence_bounds,
+    softplus,
+    token_input_pointers,
+)
 
 
 @triton.jit
-def _taken(
+def _load_scan_token(
     numbers, others, wanted, k_at, channel, inside, KEY: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """A token's x and dt of some channels [BLOCK], b and c [KEY_PAD] of all; 0 where the token is not `wanted`."""
@@ -21,7 +26,7 @@ def _taken(
 
 
 @triton.jit
-def _normed(numbers, weight, eps, KEY: tl.constexpr):
+def _rms_norm(numbers, weight, eps, KEY: tl.constexpr):
     return numbers * tl.rsqrt(tl.sum(numbers * numbers, 0) / KEY + eps) * weight
 
 
@@ -36,7 +41,7 @@ def advance_scan(
     two before it are computed. Grid: sequences, HEADS, blocks of VALUE."""
     row, head = tl.program_id(0), tl.program_id(1)
     k_at, v_at = tl.arange(0, KEY_PAD), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    start, first, begin, stop, context = tokens_of(row, query_start, contexts, seen, known, guessed)
+    start, first, begin, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, guessed)
     slot, v_inside, channel = tl.load(slots + row), v_at < VALUE, head * VALUE + v_at
     within = k_at[:, None] * VALUE + v_at[None, :]
     own, inside = matrices + (slot * HEADS + head) * (KEY * VALUE) + within, (k_at < KEY)[:, None] & v_inside[None, :]
@@ -49,22 +54,26 @@ def advance_scan(
         reads = tl.load(read_norm + k_at, mask=k_at < KEY, other=0.0)
     CHANNELS: tl.constexpr = HEADS * VALUE
     INPUTS: tl.constexpr = CHANNELS + 2 * KEY
-    numbers, others = token_at(given, beside, guesses, slot, begin, first, start, INPUTS, CHANNELS, MOST)
-    x_raw, b_raw, c_raw, dt = _taken(numbers, others, begin < context, k_at, channel, v_inside, KEY, CHANNELS)
-    numbers, others = token_at(given, beside, guesses, slot, begin + 1, first, start, INPUTS, CHANNELS, MOST)
-    x_next, b_next, c_next, dt_next = _taken(
+    numbers, others = token_input_pointers(given, beside, guesses, slot, begin, first, start, INPUTS, CHANNELS, MOST)
+    x_raw, b_raw, c_raw, dt = _load_scan_token(numbers, others, begin < context, k_at, channel, v_inside, KEY, CHANNELS)
+    numbers, others = token_input_pointers(
+        given, beside, guesses, slot, begin + 1, first, start, INPUTS, CHANNELS, MOST
+    )
+    x_next, b_next, c_next, dt_next = _load_scan_token(
         numbers, others, begin + 1 < context, k_at, channel, v_inside, KEY, CHANNELS
     )  # fmt: skip
     for position in range(begin, context):
         x, b, c = x_raw.to(tl.float32), b_raw.to(tl.float32), c_raw.to(tl.float32)
         step = softplus(dt.to(tl.float32) + shifts)
         x_raw, b_raw, c_raw, dt = x_next, b_next, c_next, dt_next
-        numbers, others = token_at(given, beside, guesses, slot, position + 2, first, start, INPUTS, CHANNELS, MOST)
-        x_next, b_next, c_next, dt_next = _taken(
+        numbers, others = token_input_pointers(
+            given, beside, guesses, slot, position + 2, first, start, INPUTS, CHANNELS, MOST
+        )
+        x_next, b_next, c_next, dt_next = _load_scan_token(
             numbers, others, position + 2 < context, k_at, channel, v_inside, KEY, CHANNELS
         )  # fmt: skip
         if NORMED:
-            b, c = _normed(b, writes, eps, KEY), _normed(c, reads, eps, KEY)
+            b, c = _rms_norm(b, writes, eps, KEY), _rms_norm(c, reads, eps, KEY)
         state = tl.fma(b[:, None], (step * x)[None, :], state * tl.exp(rates * step[None, :]))
         readout = tl.fma(x, skips, tl.sum(state * c[:, None], 0))
         to = read + (start + position - first).to(tl.int64) * CHANNELS + channel

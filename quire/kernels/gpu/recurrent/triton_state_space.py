@@ -6,11 +6,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.recurrent.triton_common import SEQUENCE_POINTERS, by_pieces, softplus, token_at, tokens_of
+from quire.kernels.gpu.recurrent.triton_common import (
+    SEQUENCE_POINTERS,
+    load_sequence_bounds,
+    softplus,
+    token_input_pointers,
+    uses_chunked_kernel,
+)
 
 
 @triton.jit
-def _taken(
+def _load_space_token(
     numbers, others, wanted, head, k_at, v_at,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
@@ -33,23 +39,25 @@ def advance_space(
     token gives is loaded while this one is computed. Grid: sequences, HEADS, blocks of VALUE."""
     row, head = tl.program_id(0), tl.program_id(1)
     k_at, v_at = tl.arange(0, KEY_PAD), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    start, first, begin, stop, context = tokens_of(row, query_start, contexts, seen, known, guessed)
-    context = tl.where(by_pieces(first, begin, stop, context, long), begin, context)
+    start, first, begin, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, guessed)
+    context = tl.where(uses_chunked_kernel(first, begin, stop, context, long), begin, context)
     slot = tl.load(slots + row)
     own = matrices + (slot * HEADS + head) * (KEY * VALUE) + k_at[:, None] * VALUE + v_at[None, :]
     inside = (k_at < KEY)[:, None] & (v_at < VALUE)[None, :]
     state = tl.load(own, mask=inside & (first != 0), other=0.0)
     head_rate, head_shift, head_skip = tl.load(rate + head), tl.load(shift + head), tl.load(skip + head)
     INPUTS: tl.constexpr = HEADS * VALUE + 2 * GROUPS * KEY
-    numbers, others = token_at(given, beside, guesses, slot, begin, first, start, INPUTS, HEADS, MOST)
-    x_raw, b_raw, c_raw, dt = _taken(
+    numbers, others = token_input_pointers(given, beside, guesses, slot, begin, first, start, INPUTS, HEADS, MOST)
+    x_raw, b_raw, c_raw, dt = _load_space_token(
         numbers, others, begin < context, head, k_at, v_at, GROUPS, HEADS, KEY, VALUE
     )  # fmt: skip
     for position in range(begin, context):
         x, b, c = x_raw.to(tl.float32), b_raw.to(tl.float32), c_raw.to(tl.float32)
         step = tl.minimum(tl.maximum(softplus(dt.to(tl.float32) + head_shift), least), most)
-        numbers, others = token_at(given, beside, guesses, slot, position + 1, first, start, INPUTS, HEADS, MOST)
-        x_raw, b_raw, c_raw, dt = _taken(
+        numbers, others = token_input_pointers(
+            given, beside, guesses, slot, position + 1, first, start, INPUTS, HEADS, MOST
+        )
+        x_raw, b_raw, c_raw, dt = _load_space_token(
             numbers, others, position + 1 < context, head, k_at, v_at, GROUPS, HEADS, KEY, VALUE
         )  # fmt: skip
         state = tl.fma(b[:, None], (step * x)[None, :], state * tl.exp(head_rate * step))

@@ -35,7 +35,7 @@ _PNG = {"--png": {"type": Path, "metavar": "OUT.png", "help": "draw the latencie
 REPORT_FLAGS, DRAWN_REPORT_FLAGS = {"report": FlagGroup(_FLAGS)}, {"report": FlagGroup(_FLAGS | _PNG)}
 
 
-def check_report(json_path: Path | None, png_path: Path | None = None) -> None:
+def check_report_paths(json_path: Path | None, png_path: Path | None = None) -> None:
     """Raise ConfigError for a report that could not be written. Called before anything is measured."""
     for path in (json_path, png_path):
         if path is not None and not path.absolute().parent.is_dir():

@@ -39,7 +39,7 @@ def _read_custom(path: Path, length: int, *, chats: bool) -> list[dict[str, Any]
             prompt = entry["prompt"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ConfigError(f"{path}, line {number}: must be an object with a prompt") from None
-        entries.append(_dataset_entry(prompt, int(entry.get("output_tokens") or length), chats=chats))
+        entries.append(_request_body(prompt, int(entry.get("output_tokens") or length), chats=chats))
     if not entries:
         raise ConfigError(f"{path} holds no prompts")
     return entries
@@ -69,7 +69,7 @@ def _read_sharegpt(args: argparse.Namespace, count_tokens: Callable[[str], int])
             continue
         if args.dataset_output_len is None and length < _MIN_TOKENS:
             continue
-        entries.append(_dataset_entry(prompt, length, chats=args.chats))
+        entries.append(_request_body(prompt, length, chats=args.chats))
     if not entries:
         raise ConfigError(f"{path} holds no conversations of {_MIN_TOKENS} to {_MAX_PROMPT_TOKENS} tokens")
     return entries
@@ -83,7 +83,7 @@ def _first_turns(entry: dict[str, Any]) -> tuple[str, str] | None:
     return str(turns[0]["value"]), str(turns[1]["value"])
 
 
-def count_server_tokens(http: httpx.Client, model: str, text: str) -> int:
+def count_tokens_by_server(http: httpx.Client, model: str, text: str) -> int:
     """How many a text has, as the server counts them; a guess where it does not. The client's base is its /v1."""
     try:
         answer = http.post("../tokenize", json={"model": model, "prompt": text})
@@ -92,7 +92,7 @@ def count_server_tokens(http: httpx.Client, model: str, text: str) -> int:
         return max(1, len(text) // _CHARACTERS_PER_TOKEN)
 
 
-def _dataset_entry(prompt: str, length: int, *, chats: bool) -> dict[str, Any]:
+def _request_body(prompt: str, length: int, *, chats: bool) -> dict[str, Any]:
     content: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if chats else {"prompt": prompt}
     return content | {"max_tokens": length}
 

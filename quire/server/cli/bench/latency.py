@@ -13,7 +13,7 @@ from pathlib import Path
 from quire.engine.config import EngineConfig
 from quire.engine.offline.llm import LLM
 from quire.engine.offline.params import SamplingParams
-from quire.server.cli.bench.bench_report import check_report
+from quire.server.cli.bench.bench_report import check_report_paths
 from quire.server.cli.bench.vllm_result import interpolated_percentile
 from quire.server.cli.bench.workload import FIRST_TOKEN_ID
 from quire.server.cli.flags import add_flag_table, build_parser
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         },
     )
     args, config = parse_settings(parser, argv, EngineConfig, "name")
-    check_report(args.output_json)
+    check_report_paths(args.output_json)
     llm = LLM(**config.model_dump())
     try:
         seconds = measure_latencies(llm, args)

@@ -68,7 +68,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     return ordered[min(len(ordered) - 1, int(percent * len(ordered) / 100))]
 
 
-def distribution(seconds: Iterable[float]) -> LatencyDistribution | None:
+def latency_distribution(seconds: Iterable[float]) -> LatencyDistribution | None:
     """The distribution of values given in seconds; None if there are none."""
     ordered = sorted(1000 * value for value in seconds)
     if not ordered:
@@ -107,7 +107,7 @@ def summarize(results: Sequence[BenchAnswer | BenchFailure], seconds: float) -> 
         requests_per_second=len(answers) / seconds,
         output_tokens_per_second=output_tokens / seconds,
         total_tokens_per_second=(prompt_tokens + output_tokens) / seconds,
-        **{name: distribution(samples) for name, samples in latency_samples(answers).items()},
+        **{name: latency_distribution(samples) for name, samples in latency_samples(answers).items()},
     )
 
 

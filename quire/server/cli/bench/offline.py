@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from quire.engine.config import EngineConfig
 from quire.engine.offline.llm import LLM
 from quire.engine.offline.params import SamplingParams
-from quire.server.cli.bench.bench_report import REPORT_FLAGS, check_report, write_json
+from quire.server.cli.bench.bench_report import REPORT_FLAGS, check_report_paths, write_json
 from quire.server.cli.bench.workload import WORKLOAD_FLAGS, check_workload, random_prompts
 from quire.server.cli.flags import add_flag_table, build_parser
 from quire.server.cli.settings_flags import add_settings_flags, parse_settings
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     add_flag_table(parser, WORKLOAD_FLAGS | REPORT_FLAGS)
     args, config = parse_settings(parser, argv, EngineConfig, "name")
     check_workload(parser, args)
-    check_report(args.json)
+    check_report_paths(args.json)
     llm = LLM(**config.model_dump())
     try:
         figures = measure_throughput(llm, args)

@@ -20,12 +20,12 @@ import uvloop
 from quire.engine.errors import EngineError
 from quire.server.cli.bench.bench_report import (
     DRAWN_REPORT_FLAGS,
-    check_report,
+    check_report_paths,
     draw_latencies,
     print_table,
     write_json,
 )
-from quire.server.cli.bench.datasets import count_server_tokens, read_dataset
+from quire.server.cli.bench.datasets import count_tokens_by_server, read_dataset
 from quire.server.cli.bench.latency_stats import (
     BenchAnswer,
     BenchFailure,
@@ -39,9 +39,15 @@ from quire.server.cli.bench.vllm_flags import RATE_FLAG, VLLM_FLAGS, apply_vllm_
 from quire.server.cli.bench.vllm_result import build_result, goodput, save_result
 from quire.server.cli.bench.workload import WORKLOAD_FLAGS, check_workload, random_lengths, random_prompts, read_prompts
 from quire.server.cli.flags import build_parser
-from quire.server.cli.server_client import auth_headers, client_ssl_context, fetch_model_names, server_flags, server_url
+from quire.server.cli.server_client import (
+    auth_headers,
+    client_ssl_context,
+    fetch_model_names,
+    normalize_server_url,
+    server_flags,
+)
 from quire.server.cli.settings_flags import bounded_number
-from quire.server.cli.unknown_flags import parse_known_flags
+from quire.server.cli.unknown_flags import parse_flags
 
 WARMUP_TOKENS = 4
 _COMMON_WORDS = (  # noqa: SIM905 - a list of words in quotes is harder to read
@@ -140,10 +146,10 @@ async def run_open_loop(
 ) -> list[BenchAnswer | BenchFailure]:
     """Send each request at its time, no matter how many are still open; with `concurrency` later, once fewer are."""
     started = time.perf_counter()
-    room = asyncio.Semaphore(concurrency or len(jobs) or 1)
+    free_slots = asyncio.Semaphore(concurrency or len(jobs) or 1)
 
     async def send_when_free(job: BenchJob) -> BenchAnswer | BenchFailure:
-        async with room:
+        async with free_slots:
             return await send_request(client, job)
 
     tasks = []
@@ -219,7 +225,7 @@ async def measure_server(
         client.close()
 
 
-def serve_bench_parser() -> argparse.ArgumentParser:
+def build_serve_bench_parser() -> argparse.ArgumentParser:
     return build_parser(
         "quire bench serve",
         __doc__,
@@ -251,17 +257,17 @@ def serve_bench_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = serve_bench_parser()
-    args = parse_known_flags(parser, argv)
+    parser = build_serve_bench_parser()
+    args = parse_flags(parser, argv)
     apply_vllm_flags(parser, args)
     check_workload(parser, args)
-    check_report(args.json, args.png)
+    check_report_paths(args.json, args.png)
     ssl_context = client_ssl_context(args.cacert)
     client = StreamClient(args.url, args.api_key, keep_alive=not args.no_keepalive, trust=ssl_context)
-    base = server_url(args.url, tls=args.cacert is not None) + "/v1"
+    base = normalize_server_url(args.url, tls=args.cacert is not None) + "/v1"
     with httpx.Client(base_url=base, headers=auth_headers(args.api_key), verify=ssl_context) as http:
         model = args.model or fetch_model_names(http)[0]
-        dataset = [] if args.dataset_path is None else read_dataset(args, partial(count_server_tokens, http, model))
+        dataset = [] if args.dataset_path is None else read_dataset(args, partial(count_tokens_by_server, http, model))
     measured = uvloop.run(measure_server(args, client, model, dataset))
     summary = summarize(measured.results, measured.seconds)
     report_measurement(args, model, measured, summary)

@@ -20,12 +20,12 @@ from typing import IO
 import uvloop
 
 from quire.engine.errors import ConfigError, EngineError
-from quire.server.cli.bench.bench_report import REPORT_FLAGS, check_report, write_json
+from quire.server.cli.bench.bench_report import REPORT_FLAGS, check_report_paths, write_json
 from quire.server.cli.bench.serve import ReceivedStream
 from quire.server.cli.bench.stream_client import StreamClient, StreamError
 from quire.server.cli.flags import build_parser
 from quire.server.cli.settings_flags import bounded_number
-from quire.server.cli.unknown_flags import parse_known_flags
+from quire.server.cli.unknown_flags import parse_flags
 
 QUIRE_COMMAND = [sys.executable, "-m", "quire", "serve", "--port", "{port}"]
 POLL_SECONDS = 0.02
@@ -60,15 +60,15 @@ def main(argv: Sequence[str]) -> int:
         usage="quire bench start [flags] [-- COMMAND ... {port} ...]",
         epilog="COMMAND must serve on the port put for {port}; default: quire serve with the embedded model.",
     )
-    args = parse_known_flags(parser, argv[:split])
-    check_report(args.json)
+    args = parse_flags(parser, argv[:split])
+    check_report_paths(args.json)
     if not any("{port}" in word for word in server_command):
         raise ConfigError("the command must say {port} where its port goes")
     print(f"{args.label or shlex.join(server_command)}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # treat it as Ctrl-C, so that the started server ends too
     seconds = []
     for run in range(args.runs):
-        seconds.append(seconds_to_first_token(server_command, args.model, args.timeout))
+        seconds.append(measure_time_to_first_token(server_command, args.model, args.timeout))
         print(f"run {run + 1}: {seconds[-1]:.2f} s", flush=True)
     low = min(seconds)
     high = max(seconds)
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def seconds_to_first_token(command: Sequence[str], model: str | None, timeout: float) -> float:
+def measure_time_to_first_token(command: Sequence[str], model: str | None, timeout: float) -> float:
     """Start a server, send it requests until one is answered, and end it.
 
     Returns the seconds from its start to the first token. Raises EngineError.

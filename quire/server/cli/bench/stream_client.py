@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from quire.server.cli.server_client import server_url
+from quire.server.cli.server_client import normalize_server_url
 
 TIMEOUT_SECONDS = 1800.0
 MAX_ERROR_CHARACTERS = 200
@@ -42,7 +42,7 @@ class StreamClient:
     ) -> None:
         """`base` may end in /v1 or not. `trust`: of certificates; None: the system's. Raises ConfigError if it is no
         server's URL."""
-        parts = urlsplit(server_url(base))
+        parts = urlsplit(normalize_server_url(base))
         assert parts.hostname is not None
         self._address = (parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme])
         self._tls = (trust or True) if parts.scheme == "https" else None

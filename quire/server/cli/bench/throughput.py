@@ -12,7 +12,7 @@ from typing import Any
 from quire.engine.config import EngineConfig
 from quire.engine.offline.llm import LLM
 from quire.engine.offline.params import SamplingParams
-from quire.server.cli.bench.bench_report import check_report
+from quire.server.cli.bench.bench_report import check_report_paths
 from quire.server.cli.bench.datasets import read_dataset
 from quire.server.cli.bench.workload import WORKLOAD_FLAGS, check_workload, random_lengths, random_prompts
 from quire.server.cli.flags import add_flag_table, build_parser
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     if args.dataset_name in ("sharegpt", "custom") and args.dataset_path is None:
         parser.error(f"argument --dataset-name: {args.dataset_name} needs --dataset-path FILE")
     check_workload(parser, args)
-    check_report(args.output_json)
+    check_report_paths(args.output_json)
     llm = LLM(**config.model_dump())
     try:
         figures = measure_throughput(llm, args)

@@ -24,11 +24,11 @@ latencies are always told."""
 _BODY_FIELDS = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logprobs")
 
 
-def _rate(text: str) -> float:
+def _parse_rate(text: str) -> float:
     return float("inf") if text.lower() == "inf" else float(bounded_number(float, 1e-6)(text))
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def _parse_json_object(text: str) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -38,26 +38,26 @@ def _json_object(text: str) -> dict[str, Any]:
     return content
 
 
-def _name_value_pair(text: str) -> tuple[str, str]:
+def _parse_name_value_pair(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
     return name, value
 
 
-def _goal(text: str) -> tuple[str, float]:
+def _parse_goodput_goal(text: str) -> tuple[str, float]:
     name, colon, value = text.partition(":")
     if name not in ("ttft", "tpot", "e2el") or not colon:
         raise argparse.ArgumentTypeError(f"must be ttft:MS, tpot:MS or e2el:MS, got {text!r}")
     return name, float(bounded_number(float, 0)(value))
 
 
-def _percentiles(text: str) -> list[float]:
+def _parse_percentiles(text: str) -> list[float]:
     return [float(bounded_number(float, 0, 100)(part)) for part in text.split(",")]
 
 
 RATE_FLAG = {
-    "type": _rate,
+    "type": _parse_rate,
     "metavar": "NUMBER",
     "help": "requests a second, arriving at random (Poisson); inf: all at once",
 }
@@ -94,21 +94,26 @@ VLLM_FLAGS = {
                 "metavar": "R",
                 "help": "lengths are from 1-R to 1+R of what is asked (0)",
             },
-            "--goodput": {"type": _goal, "nargs": "+", "metavar": "NAME:MS", "help": "requests a second within these"},
+            "--goodput": {
+                "type": _parse_goodput_goal,
+                "nargs": "+",
+                "metavar": "NAME:MS",
+                "help": "requests a second within these",
+            },
             "--metric-percentiles": {
-                "type": _percentiles,
+                "type": _parse_percentiles,
                 "default": [99.0],
                 "metavar": "N,N",
                 "help": "in the result",
             },
-            "--extra-body": {"type": _json_object, "metavar": "JSON", "help": "more fields of every request"},
+            "--extra-body": {"type": _parse_json_object, "metavar": "JSON", "help": "more fields of every request"},
             "--save-result": {"action": "store_true", "help": "write vLLM's JSON of the result"},
             "--save-detailed": {"action": "store_true", "help": "with the figures of every request"},
             "--append-result": {"action": "store_true", "help": "as a line more of the file"},
             "--result-dir": {"type": Path, "metavar": "DIR", "help": "where (here)"},
             "--result-filename": {"metavar": "FILE", "help": "its name; default: of backend, rate, model and time"},
             "--metadata": {
-                "type": _name_value_pair,
+                "type": _parse_name_value_pair,
                 "nargs": "+",
                 "metavar": "NAME=VALUE",
                 "help": "more of what it says",

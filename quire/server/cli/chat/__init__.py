@@ -16,25 +16,31 @@ from quire.server.cli.chat.chat_session import ChatSession
 from quire.server.cli.chat.piped_chat import chat_over_pipes
 from quire.server.cli.flags import build_parser
 from quire.server.cli.models.pull import pull_missing
-from quire.server.cli.server_client import auth_headers, choose_model, client_ssl_context, server_flags, server_url
+from quire.server.cli.server_client import (
+    auth_headers,
+    choose_model,
+    client_ssl_context,
+    normalize_server_url,
+    server_flags,
+)
 from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 from quire.server.config import ServerConfig
 
 
 @contextmanager
-def open_http_client(
+def connect_or_start_server(
     url: str | None, config: ServerConfig, key: str | None, cacert: Path | None
 ) -> Iterator[httpx.Client]:
     """An HTTP client whose base is the /v1 of the server at `url`, or of a server that is started for it."""
     with ExitStack() as stack:
         if url is None:
-            from quire.server.cli.http_server import local_server  # imported only when needed: it is slow
+            from quire.server.cli.http_server import run_local_server  # imported only when needed: it is slow
 
-            transport = httpx.HTTPTransport(uds=stack.enter_context(local_server(config)))
+            transport = httpx.HTTPTransport(uds=stack.enter_context(run_local_server(config)))
             base = "http://quire"
         else:
             base, transport = (
-                server_url(url, tls=cacert is not None),
+                normalize_server_url(url, tls=cacert is not None),
                 httpx.HTTPTransport(verify=client_ssl_context(cacert)),
             )
         timeout = httpx.Timeout(10, read=None)
@@ -79,7 +85,7 @@ def run_chat(
     """A conversation with the server at `url`, or one that is started for it: at a terminal, or through pipes.
     `requested_model`: the model; None: the first. Returns the exit status."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        http = stack.enter_context(open_http_client(url, config, args.bearer, args.cacert))
+        http = stack.enter_context(connect_or_start_server(url, config, args.bearer, args.cacert))
         return chat_over_pipes(
             ChatSession(http, choose_model(http, requested_model), options, args.system), sys.stdin, sys.stdout
         )
@@ -89,7 +95,7 @@ def run_chat(
 
     console = Console(highlight=False)
     with terminal.hide_typed_keys(), console.status("connecting" if url else f"loading {config.model_names[0]}"):
-        http = stack.enter_context(open_http_client(url, config, args.bearer, args.cacert))
+        http = stack.enter_context(connect_or_start_server(url, config, args.bearer, args.cacert))
         model = choose_model(http, requested_model)
     console.print(f"[bold]{model}[/]; /help lists the commands")
     return terminal.chat_in_terminal(ChatSession(http, model, options, args.system), console)

@@ -46,7 +46,7 @@ class ChatSession:
         self.pending_images = []
         received: list[str] = []
         try:
-            for piece in self._stream_pieces():
+            for piece in self._stream_content_deltas():
                 received.append(piece)
                 yield piece
         except QuireError:
@@ -101,7 +101,7 @@ class ChatSession:
             {"role": turn["role"], "content": turn["content"]} for turn in turns if turn["role"] != "system"
         ]
 
-    def _stream_pieces(self) -> Iterator[str]:
+    def _stream_content_deltas(self) -> Iterator[str]:
         system = [{"role": "system", "content": self.system}] if self.system else []
         body = {"model": self.model, "messages": [*system, *self.messages], "stream": True, **self.options}
         try:
@@ -114,7 +114,7 @@ class ChatSession:
                     if line.startswith("data:") and event != "[DONE]":
                         chunk = json.loads(event)
                         self.usage = chunk.get("usage") or self.usage
-                        yield from _content_pieces(chunk)
+                        yield from _content_deltas(chunk)
                         self.was_truncated |= any(
                             choice.get("finish_reason") == "length" for choice in chunk["choices"]
                         )
@@ -122,7 +122,7 @@ class ChatSession:
             raise EngineError(f"the server does not answer: {error}") from None
 
 
-def _content_pieces(chunk: dict[str, Any]) -> Iterator[str]:
+def _content_deltas(chunk: dict[str, Any]) -> Iterator[str]:
     if "error" in chunk:
         raise EngineError(chunk["error"]["message"])
     for choice in chunk["choices"]:
@@ -141,10 +141,10 @@ def _is_message(turn: object) -> bool:
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         return False
     content = turn.get("content")
-    return isinstance(content, str) or (isinstance(content, list) and all(map(_is_part, content)))
+    return isinstance(content, str) or (isinstance(content, list) and all(map(_is_content_part, content)))
 
 
-def _is_part(part: object) -> bool:
+def _is_content_part(part: object) -> bool:
     match part:
         case {"type": "text", "text": str()} | {"type": "image_url", "image_url": {"url": str()}}:
             return True

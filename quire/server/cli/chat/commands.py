@@ -87,7 +87,7 @@ def _run_command(chat: ChatSession, line: str) -> CommandOutcome:
         case "/help":
             return CommandOutcome(f"{COMMAND_HELP}\n{KEY_HELP}")
         case "/retry" | "/undo" | "/edit":
-            return _take_back(chat, command, rest)
+            return _retry_undo_or_edit(chat, command, rest)
         case "/image":
             return _attach_image(chat, rest)
         case "/save" | "/load":
@@ -107,7 +107,7 @@ def _run_command(chat: ChatSession, line: str) -> CommandOutcome:
     return CommandOutcome(f"{command}: no such command; {advice}")
 
 
-def _take_back(chat: ChatSession, command: str, rest: str) -> CommandOutcome:
+def _retry_undo_or_edit(chat: ChatSession, command: str, rest: str) -> CommandOutcome:
     text = chat.undo_last_turn()
     if text is None:
         return CommandOutcome(f"{command}: nothing was said yet")

@@ -17,7 +17,7 @@ _REFRESHES_PER_SECOND = 12
 """Drawings a second."""
 
 
-def split_blocks(text: str) -> tuple[list[str], str]:
+def split_finished_blocks(text: str) -> tuple[list[str], str]:
     """The blocks that nothing that follows can change, and the rest. A block ends at a blank line outside of a fence,
     when the line behind it shows that it does not go on."""
     blocks = []
@@ -69,7 +69,7 @@ def print_stream(console: Console, pieces: Iterable[str], waiting: str = "") -> 
         with live:
             for piece in pieces:
                 text += piece
-                blocks, rest = split_blocks(text)
+                blocks, rest = split_finished_blocks(text)
                 for block in blocks:
                     _print_block(console, block, first=printed == 0)
                     printed += 1

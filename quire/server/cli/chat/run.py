@@ -16,13 +16,13 @@ import httpx
 
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
-from quire.server.cli.chat import open_http_client, run_chat
+from quire.server.cli.chat import connect_or_start_server, run_chat
 from quire.server.cli.chat.chat_session import ChatSession
 from quire.server.cli.chat.piped_chat import print_answer
 from quire.server.cli.flags import build_parser
 from quire.server.cli.models.model_names import equivalent_names
 from quire.server.cli.models.pull import pull_missing
-from quire.server.cli.server_client import auth_headers, choose_model, server_flags, server_url
+from quire.server.cli.server_client import auth_headers, choose_model, normalize_server_url, server_flags
 from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 from quire.server.config import ServerConfig
 
@@ -34,7 +34,7 @@ _IGNORED_FLAGS = ("--nowordwrap", "--insecure", "--hidethinking", "--truncate", 
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status."""
-    parser = _run_parser()
+    parser = _build_run_parser()
     args, config = parse_settings(parser, argv, ServerConfig, "name")
     if args.name is None and "model" not in config.model_fields_set:
         parser.error(
@@ -50,7 +50,7 @@ def main(argv: Sequence[str], started: float) -> int:
     with ExitStack() as stack:
         if prompt is None:
             return run_chat(stack, url, config, args, requested_model, options)
-        http = stack.enter_context(open_http_client(url, config, args.bearer, args.cacert))
+        http = stack.enter_context(connect_or_start_server(url, config, args.bearer, args.cacert))
         chat = ChatSession(http, choose_model(http, requested_model), options, args.system)
         began = time.perf_counter()
         status = print_answer(chat, prompt, sys.stdout)
@@ -59,7 +59,7 @@ def main(argv: Sequence[str], started: float) -> int:
         return status
 
 
-def _run_parser() -> argparse.ArgumentParser:
+def _build_run_parser() -> argparse.ArgumentParser:
     unneeded = {name: {"action": "store_true", "help": argparse.SUPPRESS} for name in _IGNORED_FLAGS}
     parser = build_parser(
         "quire run",
@@ -141,7 +141,7 @@ def _find_server(args: argparse.Namespace, config: ServerConfig) -> tuple[str | 
     if args.bearer == os.environ.get("OPENAI_API_KEY"):
         args.bearer = None  # nobody has said that it is meant for whoever listens here
     with suppress(httpx.HTTPError, ValueError, LookupError, TypeError, ConfigError):
-        base = server_url(_LOCAL_URL if config.port == 8000 else f"http://127.0.0.1:{config.port}")
+        base = normalize_server_url(_LOCAL_URL if config.port == 8000 else f"http://127.0.0.1:{config.port}")
         answer = httpx.get(f"{base}/v1/models", headers=auth_headers(args.bearer), timeout=_PROBE_SECONDS)
         served = [str(each["id"]) for each in answer.json()["data"]]
         with suppress(ModelError):

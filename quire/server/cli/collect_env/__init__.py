@@ -14,8 +14,8 @@ from pathlib import Path
 from quire.engine import VERSION
 from quire.engine.settings.settings_reader import ENV_PREFIX
 from quire.server.cli.flags import build_parser
-from quire.server.cli.plan.machine import this_machine
-from quire.server.cli.unknown_flags import parse_known_flags
+from quire.server.cli.plan.machine import detect_machine
+from quire.server.cli.unknown_flags import parse_flags
 
 _PACKAGES = (
     "torch",
@@ -54,7 +54,7 @@ _TIMEOUT_SECONDS = 10.0
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status."""
-    parse_known_flags(build_parser("quire collect-env", __doc__, {}), argv)
+    parse_flags(build_parser("quire collect-env", __doc__, {}), argv)
     for name, value in environment_facts():
         print(f"{name:<18}{value}")
     return 0
@@ -65,7 +65,7 @@ def environment_facts() -> Iterator[tuple[str, str]]:
     yield "quire", VERSION
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
     yield "system", f"{platform.system()} {platform.release()}, {platform.machine()}, {' '.join(platform.libc_ver())}"
-    machine = this_machine()
+    machine = detect_machine()
     yield "computes on", f"{machine.name}, {machine.memory / 2**30:.1f} GiB free for a model"
     yield "cpu", f"{_cpu_name()}; {os.cpu_count()} threads, {len(os.sched_getaffinity(0))} of them for this process"
     yield "container", "yes" if Path("/.dockerenv").exists() or Path("/run/.containerenv").exists() else "not seen"

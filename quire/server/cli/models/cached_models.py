@@ -12,7 +12,7 @@ from quire.engine.checkpoint.families import why_not_served
 from quire.engine.checkpoint.files import read_raw_config
 from quire.engine.errors import ConfigError, ModelError
 from quire.server.cli.models.downloaded import DownloadedModel, iterate_downloads, scan_hub_cache
-from quire.server.cli.plan.machine import this_machine
+from quire.server.cli.plan.machine import detect_machine
 from quire.server.fleet.models_config import ModelsConfig, ModelsFileOptions, parse_model_tables
 
 log = logging.getLogger("quire.server.cli.models.cache")
@@ -23,7 +23,7 @@ _MEMORY_SHARE = 0.9
 """Of the memory that is free when the server starts, what its models may take together."""
 
 
-def read_cached_models(flags: Mapping[str, Any]) -> ModelsConfig:
+def build_cached_models_config(flags: Mapping[str, Any]) -> ModelsConfig:
     """The downloaded models, the smallest first: it is loaded at the start, and answers what names no model. What
     cannot be served is logged and left out. Raises ConfigError where nothing is left."""
     cache = scan_hub_cache()
@@ -42,7 +42,7 @@ def read_cached_models(flags: Mapping[str, Any]) -> ModelsConfig:
         tables[each.name] = table
     if not tables:
         raise ConfigError("models: nothing is downloaded that could be served: quire pull MODEL downloads one")
-    machine = this_machine(gpu=flags.get("device") != "cpu")
+    machine = detect_machine(gpu=flags.get("device") != "cpu")
     return parse_model_tables(
         "models: cache", tables, ModelsFileOptions(memory=_MEMORY_SHARE * machine.memory / 2**30), flags
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.engine.gguf.file_selection import group_by_tag
 from quire.server.cli.flags import build_parser
-from quire.server.cli.unknown_flags import parse_known_flags
+from quire.server.cli.unknown_flags import parse_flags
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedFileInfo, CachedRevisionInfo, HFCacheInfo
@@ -42,7 +42,7 @@ class DownloadedModel:
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status."""
-    parse_known_flags(build_parser("quire list", __doc__, {}), argv)
+    parse_flags(build_parser("quire list", __doc__, {}), argv)
     cache = scan_hub_cache()
     downloads = [] if cache is None else sorted(iterate_downloads(cache), key=lambda each: (each.name, each.ref))
     if not downloads:

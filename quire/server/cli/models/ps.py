@@ -9,14 +9,14 @@ from quire.server.cli.flags import build_parser
 from quire.server.cli.models.downloaded import format_size
 from quire.server.cli.models.server_requests import LOCAL_URL, open_client, request_json
 from quire.server.cli.server_client import server_flags
-from quire.server.cli.unknown_flags import parse_known_flags
+from quire.server.cli.unknown_flags import parse_flags
 
 _HEADER = ("NAME", "SIZE", "CONTEXT", "STATE")
 
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status."""
-    args = parse_known_flags(build_parser("quire ps", __doc__, server_flags(LOCAL_URL)), argv)
+    args = parse_flags(build_parser("quire ps", __doc__, server_flags(LOCAL_URL)), argv)
     with open_client(args) as http:
         loaded_models = request_json(http, "GET", "/api/ps")["models"]
         states = {each["id"]: each.get("state", "awake") for each in request_json(http, "GET", "/v1/models")["data"]}

@@ -12,12 +12,12 @@ from quire.engine.config import EngineConfig
 from quire.engine.gguf.model_files import GGUF_SUFFIX, part_paths
 from quire.server.cli.flags import build_parser
 from quire.server.cli.models.downloaded import format_size
-from quire.server.cli.unknown_flags import parse_known_flags
+from quire.server.cli.unknown_flags import parse_flags
 
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status."""
-    args = parse_known_flags(
+    args = parse_flags(
         build_parser(
             "quire pull",
             __doc__,

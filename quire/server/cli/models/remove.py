@@ -13,7 +13,7 @@ from quire.engine.gguf.model_files import PACKAGED_MODELS
 from quire.engine.unsupported_options import suggest_nearest
 from quire.server.cli.flags import build_parser
 from quire.server.cli.models.downloaded import DownloadedModel, format_size, iterate_downloads, scan_hub_cache
-from quire.server.cli.unknown_flags import parse_known_flags
+from quire.server.cli.unknown_flags import parse_flags
 
 if TYPE_CHECKING:
     from huggingface_hub import HFCacheInfo
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status."""
     names = "as `quire list` prints it; OWNER/REPO is all of that repository"
-    args = parse_known_flags(
+    args = parse_flags(
         build_parser("quire rm", __doc__, {"names": {"nargs": "+", "metavar": "MODEL", "help": names}}), argv
     )
     for name in args.names:

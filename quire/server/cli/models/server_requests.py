@@ -14,7 +14,7 @@ from quire.server.cli.server_client import (
     auth_headers,
     client_ssl_context,
     error_from_response,
-    server_url,
+    normalize_server_url,
     unreachable_error,
 )
 
@@ -25,7 +25,7 @@ _TIMEOUT_SECONDS = 30.0
 @contextmanager
 def open_client(args: argparse.Namespace) -> Iterator[httpx.Client]:
     """A client of the server that connect.server_flags name; its base has no /v1. Raises ConfigError."""
-    base = server_url(args.url, tls=args.cacert is not None)
+    base = normalize_server_url(args.url, tls=args.cacert is not None)
     with httpx.Client(
         base_url=base,
         headers=auth_headers(args.api_key),

@@ -20,7 +20,7 @@ from quire.server.cli.models.downloaded import format_size
 from quire.server.cli.models.model_names import equivalent_names
 from quire.server.cli.models.server_requests import LOCAL_URL, open_client, request_json
 from quire.server.cli.server_client import ServerUnreachable, server_flags
-from quire.server.cli.unknown_flags import parse_known_flags
+from quire.server.cli.unknown_flags import parse_flags
 
 _PART_FLAGS = {
     "--license": "its licence",
@@ -41,7 +41,7 @@ def main(argv: Sequence[str], started: float) -> int:
         **unneeded,
         **server_flags(LOCAL_URL),
     }
-    args = parse_known_flags(build_parser("quire show", __doc__, flags), argv)
+    args = parse_flags(build_parser("quire show", __doc__, flags), argv)
     description = _describe_served(args)
     if description is None:
         description = _describe_stored(args.name)
@@ -76,7 +76,7 @@ def _describe_served(args: argparse.Namespace) -> dict[str, Any] | None:
         "Capabilities": details.get("capabilities", []),
         "parameters": details.get("parameters", ""),
         "template": details.get("template", ""),
-        "modelfile": _models_file_table(name, {}),
+        "modelfile": _models_file_toml(name, {}),
     }
 
 
@@ -101,7 +101,7 @@ def _describe_stored(name: str) -> dict[str, Any]:
         "parameters": "",
         "template": "",
         "license": "" if entry is None else entry.licence,
-        "modelfile": _models_file_table(name, {}),
+        "modelfile": _models_file_toml(name, {}),
     }
     if folder is not None:
         defaults = read_generation_defaults(folder)
@@ -138,7 +138,7 @@ def _total_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def _models_file_table(name: str, settings: Mapping[str, Any]) -> str:
+def _models_file_toml(name: str, settings: Mapping[str, Any]) -> str:
     return "\n".join([f'["mine"]\nmodel = "{name}"', *(f"{key} = {value}" for key, value in settings.items())])
 
 

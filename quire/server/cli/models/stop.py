@@ -11,13 +11,13 @@ from quire.server.cli.flags import build_parser
 from quire.server.cli.models.model_names import equivalent_names
 from quire.server.cli.models.server_requests import LOCAL_URL, open_client, request_json
 from quire.server.cli.server_client import server_flags
-from quire.server.cli.unknown_flags import parse_known_flags
+from quire.server.cli.unknown_flags import parse_flags
 
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status."""
     flags = {"names": {"nargs": "+", "metavar": "MODEL", "help": "as quire ps prints it"}, **server_flags(LOCAL_URL)}
-    args = parse_known_flags(build_parser("quire stop", __doc__, flags), argv)
+    args = parse_flags(build_parser("quire stop", __doc__, flags), argv)
     with open_client(args) as http:
         cards = request_json(http, "GET", "/v1/models")["data"]
         served = [str(each["id"]) for each in cards]

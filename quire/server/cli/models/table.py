@@ -19,10 +19,10 @@ from quire.server.cli.flags import ExclusiveFlags, build_parser
 from quire.server.cli.plan.cpu_rates import with_cpu_rates
 from quire.server.cli.plan.estimate import PlanRequest
 from quire.server.cli.plan.estimate_builder import estimate_model
-from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine, this_machine
+from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine, detect_machine
 from quire.server.cli.plan.plan_report import unserved_reasons
 from quire.server.cli.settings_flags import bounded_number
-from quire.server.cli.unknown_flags import parse_known_flags
+from quire.server.cli.unknown_flags import parse_flags
 
 CONTEXT_TOKENS = 4096
 """Tokens of context for which memory is given, and which have to fit."""
@@ -53,7 +53,7 @@ class ModelRow:
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status."""
     bandwidth = bounded_number(float, 0, above=True)
-    args = parse_known_flags(
+    args = parse_flags(
         build_parser(
             "quire models",
             __doc__,
@@ -76,9 +76,9 @@ def main(argv: Sequence[str], started: float) -> int:
         argv,
     )
     if args.laptops:
-        print(format_markdown())
+        print(format_laptops_markdown())
         return 0
-    machine = this_machine()
+    machine = detect_machine()
     if args.bandwidth is not None:
         machine = replace(machine, bandwidth=args.bandwidth * 1e9, flops=machine.flops or _LAPTOP_FLOPS)
     elif machine.bandwidth is None:
@@ -105,14 +105,14 @@ def build_row(model: CatalogEntry, machine: Machine) -> ModelRow:
         else 0
     )
     speed = (
-        model_estimate.decode_limit(1, min(_SPEED_CONTEXT_TOKENS, min_context))
+        model_estimate.max_decode_tokens_per_second(1, min(_SPEED_CONTEXT_TOKENS, min_context))
         if model_estimate.block_bytes and model.use in ("chat", "code")
         else None
     )
     return ModelRow(model, sizes.parameters, memory, context, speed)
 
 
-def catalog_config(model: CatalogEntry) -> tuple[dict[str, Any], StoredWeights | None]:
+def catalog_config_and_weights(model: CatalogEntry) -> tuple[dict[str, Any], StoredWeights | None]:
     """What config.json would say of a model, and the header of its GGUF file."""
     if model.gigabytes is None:
         return dict(model.config), None
@@ -124,7 +124,7 @@ def catalog_config(model: CatalogEntry) -> tuple[dict[str, Any], StoredWeights |
 
 def _catalog_sizes(model: CatalogEntry) -> tuple[ModelSizes, StoredWeights | None]:
     """A model's sizes, and what its GGUF file's header would say of them."""
-    config, stored = catalog_config(model)
+    config, stored = catalog_config_and_weights(model)
     return read_sizes(config), stored
 
 
@@ -137,11 +137,11 @@ def _row_cells(row: ModelRow) -> tuple[str, ...]:
         _format_gib(row.memory),
         fits,
         _format_speed(row),
-        *_source_cells(row.model),
+        *_licence_and_hub_cells(row.model),
     )
 
 
-def _source_cells(model: CatalogEntry) -> tuple[str, str]:
+def _licence_and_hub_cells(model: CatalogEntry) -> tuple[str, str]:
     return model.licence, model.hub.shown
 
 
@@ -159,7 +159,7 @@ def _format_gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"
 
 
-def read_laptops() -> list[Machine]:
+def read_laptop_machines() -> list[Machine]:
     table = tomllib.loads(_LAPTOPS_FILE.read_text(encoding="utf-8"))
     return [
         Machine(name, memory=each["free"] * GIB, gpu=False, bandwidth=each["bandwidth"] * 1e9, flops=_LAPTOP_FLOPS)
@@ -167,9 +167,9 @@ def read_laptops() -> list[Machine]:
     ]
 
 
-def format_markdown() -> str:
+def format_laptops_markdown() -> str:
     """The table of the documents: what each class of laptops can do at most, in tokens a second; -: does not fit."""
-    machines = read_laptops()
+    machines = read_laptop_machines()
     lines = [f"| name | parameters | memory | {' | '.join(each.name for each in machines)} | licence | from |"]
     lines.append("|---" * (5 + len(machines)) + "|")
     for model in known_models().values():
@@ -180,7 +180,7 @@ def format_markdown() -> str:
             _format_count(rows[0].parameters),
             _format_gib(rows[0].memory),
             *fast,
-            *_source_cells(model),
+            *_licence_and_hub_cells(model),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

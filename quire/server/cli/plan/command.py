@@ -18,21 +18,21 @@ from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weigh
 from quire.engine.checkpoint.sizes import ModelSizes
 from quire.engine.errors import ConfigError
 from quire.server.cli.flags import ExclusiveFlags, add_flag_table, build_parser
-from quire.server.cli.models.table import catalog_config
+from quire.server.cli.models.table import catalog_config_and_weights
 from quire.server.cli.plan.cpu_rates import with_cpu_rates
 from quire.server.cli.plan.estimate import Estimate, PlanRequest
 from quire.server.cli.plan.estimate_builder import estimate_model
-from quire.server.cli.plan.images_plan import parse_images, plan_images, read_model_vision
-from quire.server.cli.plan.machine import Machine, find_gpu, gpu_with_memory, read_gpu_table, this_machine
+from quire.server.cli.plan.images_plan import load_vision_spec, parse_image_count_and_size, plan_images
+from quire.server.cli.plan.machine import Machine, detect_machine, find_gpu, gpu_with_memory, read_gpu_table
 from quire.server.cli.plan.model_plan import (
     build_plan_request,
-    divide_among_processes,
+    divide_machine_for_config,
     find_fitting_quantization,
     find_smallest_gpu,
-    serving_sizes,
+    served_model_sizes,
 )
-from quire.server.cli.plan.plan_report import estimate_dict, format_table, format_text
-from quire.server.cli.plan.svg_chart import draw_estimate
+from quire.server.cli.plan.plan_report import estimate_dict, format_gpu_table, format_report
+from quire.server.cli.plan.svg_chart import draw_estimate_svg
 from quire.server.cli.settings_flags import add_field_flags, bounded_number, parse_settings
 from quire.server.config import ServerConfig
 
@@ -60,7 +60,7 @@ _SHOWN_FLAGS = (
 
 
 @dataclass(frozen=True, slots=True)
-class _PlannedModel:
+class _ModelToPlan:
     raw: dict[str, Any]
     """config.json."""
     folder: Path | None
@@ -71,7 +71,7 @@ class _PlannedModel:
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status: 0 if the model fits, else 1."""
-    args, config = parse_settings(_plan_parser(), argv, ServerConfig, "name")
+    args, config = parse_settings(_build_plan_parser(), argv, ServerConfig, "name")
     _check_flags(args, config)
     if "max_loras" in vars(args):
         config = config.model_copy(update={"enable_lora": True})
@@ -79,13 +79,13 @@ def main(argv: Sequence[str], started: float) -> int:
     request = build_plan_request(config, model.raw, model.folder, args.concurrency)
     vision = None
     if args.images is not None:
-        vision = read_model_vision(config.model, config.revision, model.raw, model.folder)
+        vision = load_vision_spec(config.model, config.revision, model.raw, model.folder)
     if args.gpu == "all":
         if vision is not None:
             raise ConfigError("--images: of one machine, not of --gpu all")
         _print_table(config, model, request)
         return 0
-    machine = divide_among_processes(_requested_machine(args), config)
+    machine = divide_machine_for_config(_requested_machine(args), config)
     estimate = estimate_model(model.sizes, machine, request, model.stored)
     smallest_gpu = None
     if not estimate.fits and model.sizes.model_type not in WITH_EXPERTS:
@@ -101,7 +101,7 @@ def main(argv: Sequence[str], started: float) -> int:
     else:
         config_flags = () if args.config is None else ("--config", args.config)
         estimate = replace(estimate, flags=(*config_flags, *estimate.flags))
-        print(format_text(estimate, config.model, smallest_gpu, fitting_quantization, images_plan))
+        print(format_report(estimate, config.model, smallest_gpu, fitting_quantization, images_plan))
     return 0 if estimate.fits else 1
 
 
@@ -115,22 +115,22 @@ def _check_flags(args: argparse.Namespace, config: ServerConfig) -> None:
         raise ConfigError("--kv-offload-disk: says how much --kv-offload-dir DIR may take, which is not given")
 
 
-def _read_model(config: ServerConfig) -> _PlannedModel:
+def _read_model(config: ServerConfig) -> _ModelToPlan:
     entry = known_models().get(config.model.lower())
     if entry is not None and must_come(config.model, config.revision):  # nothing of it needs to be on this machine
-        raw, stored = catalog_config(entry)
+        raw, stored = catalog_config_and_weights(entry)
         raw = with_overrides(raw, config.hf_overrides or {})
-        return _PlannedModel(raw, None, serving_sizes(config, raw), stored)
+        return _ModelToPlan(raw, None, served_model_sizes(config, raw), stored)
     raw, folder = configured(config)
-    sizes = serving_sizes(config, raw)
+    sizes = served_model_sizes(config, raw)
     stored = None if folder is None else read_stored_weights(folder, without_mtp(sizes.num_layers))
-    return _PlannedModel(raw, folder, sizes, stored)
+    return _ModelToPlan(raw, folder, sizes, stored)
 
 
-def _print_table(config: ServerConfig, model: _PlannedModel, request: PlanRequest) -> None:
+def _print_table(config: ServerConfig, model: _ModelToPlan, request: PlanRequest) -> None:
     """Print what fits on every GPU of the table."""
-    gpus = [divide_among_processes(gpu, config) for gpu in read_gpu_table().values()]
-    print(format_table([estimate_model(model.sizes, gpu, request, model.stored) for gpu in gpus]))
+    gpus = [divide_machine_for_config(gpu, config) for gpu in read_gpu_table().values()]
+    print(format_gpu_table([estimate_model(model.sizes, gpu, request, model.stored) for gpu in gpus]))
 
 
 def _write_picture(file: Path, estimate: Estimate, name: str) -> None:
@@ -138,12 +138,12 @@ def _write_picture(file: Path, estimate: Estimate, name: str) -> None:
     if estimate.fits and not estimate.block_bytes:
         raise ConfigError("--picture: an encoder keeps no KV cache that could be drawn")
     try:
-        file.write_text(draw_estimate(estimate, name), encoding="utf-8")
+        file.write_text(draw_estimate_svg(estimate, name), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--picture: cannot write {file}: {error.strerror}") from None
 
 
-def _plan_parser() -> argparse.ArgumentParser:
+def _build_plan_parser() -> argparse.ArgumentParser:
     positive = bounded_number(float, 0, above=True)
     where = {
         "--gpu": {"metavar": "NAME", "help": "a GPU of the table, or all of them; default: this machine"},
@@ -164,7 +164,7 @@ def _plan_parser() -> argparse.ArgumentParser:
             "metavar": "N",
             "help": "requests at once; default: what fits",
         },
-        "--images": {"type": parse_images, "metavar": "COUNTxWIDTHxHEIGHT", "help": shown},
+        "--images": {"type": parse_image_count_and_size, "metavar": "COUNTxWIDTHxHEIGHT", "help": shown},
         "--json": {"action": "store_true", "help": "print JSON"},
         "--picture": {"type": Path, "metavar": "OUT.svg", "help": "draw memory and what fits"},
     }
@@ -182,7 +182,7 @@ def _requested_machine(args: argparse.Namespace) -> Machine:
     if args.gpu is not None:
         machine = find_gpu(args.gpu)
     else:
-        machine = this_machine() if args.memory is None else gpu_with_memory(args.memory)
+        machine = detect_machine() if args.memory is None else gpu_with_memory(args.memory)
     if (args.bandwidth is None) != (args.tflops is None) and machine.bandwidth is None:
         raise ConfigError("--bandwidth and --tflops go together: a limit needs both")
     if not machine.gpu and args.bandwidth is None and args.tflops is None:

@@ -25,7 +25,7 @@ class DraftPlan:
     """Of what keeps keys and values of its own; None: it keeps none."""
 
     @property
-    def is_model(self) -> bool:
+    def is_separate_model(self) -> bool:
         """Whether it is a model of its own: tiers keep none of its keys and values, while those of heads go with the
         served model's."""
         return self.speculative_config.method == "draft_model"
@@ -34,7 +34,7 @@ class DraftPlan:
         """In a type of `width` bytes a number."""
         return self.stored.floats * width + self.stored.other_bytes
 
-    def num_spare_blocks(self, block_size: int) -> int:
+    def num_draft_blocks_per_request(self, block_size: int) -> int:
         """Pages of each sequence for drafts beyond its own, as engine/worker/loading/drafts/draft_model_loader.py has
         them."""
         return 1 + -(-self.speculative_config.num_speculative_tokens // block_size)
@@ -43,7 +43,7 @@ class DraftPlan:
 ONE_STATE_SLOT = StateShares(1, 0)
 
 
-def plan_state_shares(
+def plan_state_slots(
     served: ModelSizes, slot: int, budget: int, state_memory: float | None, sequences: int, *, cached: bool, gpu: bool
 ) -> StateShares:
     """Who has the slots of so many bytes; where not even one sequence's fits, one all the same, so that the plan says
@@ -55,13 +55,18 @@ def plan_state_shares(
 
 
 def state_slot_bytes(
-    served: ModelSizes, drafting: ModelSizes | None, max_draft_tokens: int, width: int, split: int, sharing: int
+    served: ModelSizes,
+    drafting: ModelSizes | None,
+    max_draft_tokens: int,
+    number_bytes: int,
+    num_parts: int,
+    num_devices_per_memory: int,
 ) -> int:
     """Bytes that layers keep of a sequence beside pages, with up to `max_draft_tokens` guesses in a step, on each of so
-    many devices; as engine/worker/device_memory.py's allocate_slot_states has it. `sharing`: parts of one memory, of
-    which one has what drafts."""
-    own = 0 if drafting is None else drafting.slot_bytes(max_draft_tokens, width)
-    return served.slot_bytes(max_draft_tokens, width) // split + own // sharing
+    many devices; as engine/worker/device_memory.py's allocate_slot_states has it. `num_devices_per_memory`: parts of
+    one memory, of which one has what drafts."""
+    own = 0 if drafting is None else drafting.slot_bytes(max_draft_tokens, number_bytes)
+    return served.slot_bytes(max_draft_tokens, number_bytes) // num_parts + own // num_devices_per_memory
 
 
 def plan_draft(

@@ -16,12 +16,12 @@ from quire.engine.lora.target_modules import ModuleShapes
 from quire.server.cli.plan.draft_plan import ONE_STATE_SLOT, DraftPlan
 from quire.server.cli.plan.experts_plan import ExpertsPlan
 from quire.server.cli.plan.machine import Machine
-from quire.server.cli.plan.streamed_layers import LayersPlan
+from quire.server.cli.plan.streamed_layers import StreamedLayersPlan
 from quire.server.cli.plan.tier_plan import TierPlan
 
 _DEFAULTS = EngineConfig()
 _NO_EXPERTS = ExpertsPlan(0, 0, has_whole_experts=False)
-_NO_STREAMED_LAYERS = LayersPlan()
+_NO_STREAMED_LAYERS = StreamedLayersPlan()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Estimate:
     state_shares: StateShares = ONE_STATE_SLOT
     """How many sequences and snapshots have these slots."""
     experts_plan: ExpertsPlan = _NO_EXPERTS
-    layers_plan: LayersPlan = _NO_STREAMED_LAYERS
+    layers_plan: StreamedLayersPlan = _NO_STREAMED_LAYERS
     tier_plans: tuple[TierPlan, ...] = ()
     """Below the KV cache."""
     reasons: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ class Estimate:
         return not self.reasons
 
     @property
-    def other_weight_kinds(self) -> list[str]:
+    def extra_weight_names(self) -> list[str]:
         """What `device_weight_bytes` counts besides the model's own weights."""
         return [name for name, size in (("adapters", self.adapter_bytes), ("drafts", self.draft_bytes)) if size]
 
@@ -109,7 +109,7 @@ class Estimate:
         return self.num_fitting_blocks * self.block_size
 
     @property
-    def num_group_blocks(self) -> int:
+    def total_group_blocks(self) -> int:
         """Pages of single groups for which there is room."""
         return self.num_fitting_blocks * len(self.block_needs.windows)
 
@@ -119,7 +119,7 @@ class Estimate:
             return length * self.kv_token_bytes
         return self.block_needs.most(length) * self.block_bytes // len(self.block_needs.windows)
 
-    def decode_limit(self, streams: int, context: int) -> float | None:
+    def max_decode_tokens_per_second(self, streams: int, context: int) -> float | None:
         """The most tokens per second of `streams` streams together, each with `context` tokens.
 
         None if the machine's bandwidth and arithmetic are unknown.
@@ -133,7 +133,7 @@ class Estimate:
         work = turns * (2 * sizes.active_parameters + 4 * sizes.attention_width * context) / machine.count
         return streams / max(read / machine.bandwidth, work / machine.flops)
 
-    def prefill_seconds(self, tokens: int) -> float | None:
+    def min_prefill_seconds(self, tokens: int) -> float | None:
         """The least seconds from a prompt to its first token; None if the machine's speed is unknown."""
         machine, sizes = self.machine, self.sizes
         if machine.bandwidth is None or machine.flops is None:

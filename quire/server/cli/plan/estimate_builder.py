@@ -23,15 +23,15 @@ from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import EngineConfig
 from quire.engine.images.vision_config import ENCODER_CACHE_BYTES
 from quire.engine.lora.target_modules import max_cached_adapters, num_adapter_weights
-from quire.server.cli.plan.draft_plan import plan_state_shares, state_slot_bytes
+from quire.server.cli.plan.draft_plan import plan_state_slots, state_slot_bytes
 from quire.server.cli.plan.estimate import Estimate, PlanRequest
 from quire.server.cli.plan.experts_plan import ExpertsPlan, imbalance_bytes, plan_experts
 from quire.server.cli.plan.machine import Machine
 from quire.server.cli.plan.misfit import misfit_reason
 from quire.server.cli.plan.serve_flags import serve_flags
-from quire.server.cli.plan.streamed_layers import LayersPlan, plan_layers
+from quire.server.cli.plan.streamed_layers import StreamedLayersPlan, plan_streamed_layers
 from quire.server.cli.plan.tier_plan import TierPlan, host_tier_bytes, plan_tiers
-from quire.server.cli.plan.weight_sizes import kv_token_bytes, model_weight_bytes, resolve_dtypes
+from quire.server.cli.plan.weight_sizes import kv_token_bytes, resolve_dtypes, total_and_device_weight_bytes
 
 _DEFAULTS = EngineConfig()
 
@@ -52,11 +52,11 @@ class _WeightPlan:
     adapter_bytes: int
     draft_bytes: int
     experts: ExpertsPlan
-    layers: LayersPlan
+    layers: StreamedLayersPlan
 
 
 @dataclass(frozen=True, slots=True)
-class _TokenBytes:
+class _KVBytesPerToken:
     """Bytes of a token's keys and values."""
 
     model: int
@@ -69,7 +69,7 @@ class _TokenBytes:
     """Number of parts into which devices divide the served model's."""
 
     @property
-    def device(self) -> int:
+    def per_device(self) -> int:
         return self.model // self.split + self.draft_share
 
 
@@ -108,12 +108,12 @@ class EstimateBuilder:
 
     def build(self) -> Estimate:
         weights = self._plan_weights()
-        token_bytes = self._count_token_bytes()
+        token_bytes = self._count_kv_token_bytes()
         blocks = self._plan_blocks(token_bytes)
-        step_bytes = _peak_step_bytes(self._sizes, self._machine, self._config, self._width)
+        step_bytes = _step_and_graph_bytes(self._sizes, self._machine, self._config, self._width)
         budget = self._kv_budget_bytes(weights.device_bytes, step_bytes)
         states = self._plan_states(budget, token_bytes.split)
-        spare_bytes = self._spare_block_bytes(blocks.size, token_bytes)
+        spare_bytes = self._draft_block_bytes(blocks.size, token_bytes)
         partial_estimate = Estimate(
             sizes=self._sizes,
             machine=self._machine,
@@ -121,7 +121,7 @@ class EstimateBuilder:
             dtype=self._dtype,
             weight_bytes=weights.model_bytes,
             weight_source="config.json" if self._stored is None or self._quantized else "the files' headers",
-            kv_token_bytes=token_bytes.device,
+            kv_token_bytes=token_bytes.per_device,
             block_size=blocks.size,
             kv_cache_dtype=self._kv_type,
             block_bytes=blocks.num_bytes,
@@ -142,10 +142,10 @@ class EstimateBuilder:
 
     @property
     def _has_draft_model(self) -> bool:
-        return self._draft is not None and self._draft.is_model
+        return self._draft is not None and self._draft.is_separate_model
 
     @property
-    def _draft_divisor(self) -> int:
+    def _num_devices_sharing_draft(self) -> int:
         """Devices of one memory that share what drafts: one rank alone has a model; all ranks have whole heads."""
         return self._machine.devices_per_memory if self._has_draft_model else 1
 
@@ -158,19 +158,19 @@ class EstimateBuilder:
         machine = self._machine
         config = self._config
         in_8_bits = int8_embedding(self._quantized, config.quantize_embedding)
-        model_bytes, on_device = model_weight_bytes(
+        model_bytes, on_device = total_and_device_weight_bytes(
             sizes, machine, self._dtype, self._stored, self._quantized, in_8_bits=in_8_bits
         )
         experts = plan_experts(config, sizes, machine, self._dtype)
-        layers = plan_layers(config, sizes, machine, self._dtype, on_device)
+        layers = plan_streamed_layers(config, sizes, machine, self._dtype, on_device)
         on_device += imbalance_bytes(config, sizes, machine, on_device)
         on_device += experts.memory_bytes - experts.disk_bytes
         on_device -= layers.saved_bytes
         adapter_bytes = self._count_adapter_bytes()
         draft_bytes = 0 if self._draft is None else self._draft.draft_weight_bytes(self._width)
         on_device += adapter_bytes // machine.devices_per_memory
-        on_device += draft_bytes // self._draft_divisor
-        on_device += self._tower_bytes()
+        on_device += draft_bytes // self._num_devices_sharing_draft
+        on_device += self._vision_tower_bytes()
         return _WeightPlan(model_bytes, on_device, adapter_bytes, draft_bytes, experts, layers)
 
     def _count_adapter_bytes(self) -> int:
@@ -184,11 +184,11 @@ class EstimateBuilder:
         num_weights = num_adapter_weights(self._request.lora_modules, config.max_lora_rank, head=on_gpu)
         return count * num_weights * self._width
 
-    def _tower_bytes(self) -> int:
+    def _vision_tower_bytes(self) -> int:
         """Of a tower for images on each device: each rank has all of it, of stages the first one."""
         return self._sizes.tower_bytes(self._width, self._quantized) // self._machine.stages
 
-    def _count_token_bytes(self) -> _TokenBytes:
+    def _count_kv_token_bytes(self) -> _KVBytesPerToken:
         machine = self._machine
         draft = 0
         if self._draft_sizes is not None:
@@ -197,9 +197,9 @@ class EstimateBuilder:
         if machine.stages > 1 or self._config.uses_context_parallel:
             split = machine.count
         model = kv_token_bytes(self._sizes, self._dtype, self._kv_type)
-        return _TokenBytes(model, draft, draft // self._draft_divisor, split)
+        return _KVBytesPerToken(model, draft, draft // self._num_devices_sharing_draft, split)
 
-    def _plan_blocks(self, token_bytes: _TokenBytes) -> _BlockPlan:
+    def _plan_blocks(self, token_bytes: _KVBytesPerToken) -> _BlockPlan:
         sizes = self._sizes
         machine = self._machine
         config = self._config
@@ -238,7 +238,7 @@ class EstimateBuilder:
         slot_bytes = state_slot_bytes(
             sizes, self._draft_sizes, most_drafts(config), self._width, split, machine.devices_per_memory
         )
-        shares = plan_state_shares(
+        shares = plan_state_slots(
             sizes,
             slot_bytes,
             budget,
@@ -249,15 +249,15 @@ class EstimateBuilder:
         )
         return _StatePlan(slot_bytes * shares.slots, shares)
 
-    def _spare_block_bytes(self, block_size: int, token_bytes: _TokenBytes) -> int:
+    def _draft_block_bytes(self, block_size: int, token_bytes: _KVBytesPerToken) -> int:
         """Of the pages that sequences have for drafts beyond their own."""
         if self._draft is None:
             return 0
-        num_blocks = self._draft.num_spare_blocks(block_size) * self._max_num_seqs
-        return num_blocks * token_bytes.draft * block_size // self._draft_divisor
+        num_blocks = self._draft.num_draft_blocks_per_request(block_size) * self._max_num_seqs
+        return num_blocks * token_bytes.draft * block_size // self._num_devices_sharing_draft
 
-    def _plan_tiers(self, token_bytes: _TokenBytes, block_size: int) -> tuple[TierPlan, ...]:
-        tier_token_bytes = token_bytes.device
+    def _plan_tiers(self, token_bytes: _KVBytesPerToken, block_size: int) -> tuple[TierPlan, ...]:
+        tier_token_bytes = token_bytes.per_device
         if self._has_draft_model:  # see ModelRunner.make_block_mover
             tier_token_bytes -= token_bytes.draft_share
         return plan_tiers(self._config, self._machine.replicas, tier_token_bytes * block_size, block_size)
@@ -289,7 +289,7 @@ def _graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, step
     return graphs_bytes(step_bytes, tokens, most, calls, drafts=config.has_draft_weights)
 
 
-def _peak_step_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, width: int) -> int:
+def _step_and_graph_bytes(sizes: ModelSizes, machine: Machine, config: EngineConfig, width: int) -> int:
     """Bytes of the largest step on a GPU, of the encoder cache and of CUDA graphs. width: bytes of a number."""
     tokens = max_step_tokens(machine, config)
     step_bytes = max_step_bytes(sizes, width, tokens)
@@ -309,7 +309,7 @@ def _complete_estimate(estimate: Estimate, request: PlanRequest) -> Estimate:
     longest = estimate.sizes.max_position
     max_model_len = estimate.config.max_model_len
     if max_model_len is None and request.concurrency is not None:
-        max_model_len = needs.longest(estimate.num_group_blocks // request.concurrency, longest)
+        max_model_len = needs.longest(estimate.total_group_blocks // request.concurrency, longest)
     seqs = estimate.state_shares.sequences
     context, needed, blocks = fit_pages(
         estimate.num_fitting_blocks, needs, max_position=longest, max_num_seqs=seqs, max_model_len=max_model_len
@@ -319,7 +319,7 @@ def _complete_estimate(estimate: Estimate, request: PlanRequest) -> Estimate:
         estimate,
         num_blocks=blocks,
         context=context,
-        concurrency=min(estimate.num_group_blocks // needed, seqs),
+        concurrency=min(estimate.total_group_blocks // needed, seqs),
         fitting=_fitting_contexts(estimate),
         flags=serve_flags(estimate, request.draft, flag_context, seqs),
     )
@@ -330,7 +330,7 @@ def _fitting_contexts(estimate: Estimate) -> tuple[tuple[int, int], ...]:
     longest = estimate.sizes.max_position
     lengths = [2**power for power in range(9, 24) if 2**power < longest]
     lengths.append(longest)
-    counts = [(length, estimate.num_group_blocks // estimate.block_needs.most(length)) for length in lengths]
+    counts = [(length, estimate.total_group_blocks // estimate.block_needs.most(length)) for length in lengths]
     return tuple((length, count) for length, count in counts if count)
 
 

@@ -8,7 +8,7 @@ from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.checkpoint.sizes import ModelSizes
 from quire.engine.config import EngineConfig
 from quire.server.cli.plan.machine import Machine
-from quire.server.cli.plan.weight_sizes import linear_bytes
+from quire.server.cli.plan.weight_sizes import device_linear_bytes
 
 
 def experts_problem(config: EngineConfig, sizes: ModelSizes, machine: Machine) -> str | None:
@@ -44,7 +44,7 @@ def plan_experts(config: EngineConfig, sizes: ModelSizes, machine: Machine, dtyp
     least, most = sizes.experts // ranks, -(-sizes.experts // ranks)
     if config.weights_on_disk is None or not sizes.experts or machine.gpu:
         return ExpertsPlan(least, most, whole)
-    of_all = linear_bytes(sizes.expert_parameters, sizes, machine, dtype, config.online_quantization)
+    of_all = device_linear_bytes(sizes.expert_parameters, sizes, machine, dtype, config.online_quantization)
     size = round(of_all * fullest_device_ratio(config, sizes, machine))
     memory = int((config.weights_in_memory or 0.0) * GIB)
     memory_bytes = min(memory // (machine.devices_per_memory * machine.replicas), size)
@@ -52,10 +52,10 @@ def plan_experts(config: EngineConfig, sizes: ModelSizes, machine: Machine, dtyp
     return ExpertsPlan(least, most, whole, size, memory_bytes, round(chosen * (1 - memory_bytes / size)))
 
 
-def imbalance_bytes(config: EngineConfig, sizes: ModelSizes, machine: Machine, on_device: int) -> int:
+def imbalance_bytes(config: EngineConfig, sizes: ModelSizes, machine: Machine, device_weight_bytes: int) -> int:
     """Bytes that the device with the most experts has beside what all would have if it went evenly."""
     more = fullest_device_ratio(config, sizes, machine) - 1
-    return round(on_device * more * sizes.expert_parameters / sizes.parameters)
+    return round(device_weight_bytes * more * sizes.expert_parameters / sizes.parameters)
 
 
 def fullest_device_ratio(config: EngineConfig, sizes: ModelSizes, machine: Machine) -> float:

@@ -26,7 +26,7 @@ _IMAGES_FORMAT = re.compile(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,5})x([1-9]\d{0,5})"
 
 
 @dataclass(frozen=True, slots=True)
-class RequestImages:
+class ImageCountAndSize:
     """Those of a request, all of one size."""
 
     count: int
@@ -38,7 +38,7 @@ class RequestImages:
 class ImagesPlan:
     """What they take of a model's context and of memory, in bytes."""
 
-    images: RequestImages
+    images: ImageCountAndSize
     tiles: int
     """What the tower reads one by one, of all images, as all figures are."""
     tokens: int
@@ -49,7 +49,7 @@ class ImagesPlan:
     tower_bytes: int
     """0 where the tower is not loaded."""
 
-    def images_dict(self) -> dict[str, Any]:
+    def to_json_dict(self) -> dict[str, Any]:
         images = self.images
         return {
             "count": images.count,
@@ -64,7 +64,7 @@ class ImagesPlan:
         }
 
 
-def parse_images(text: str) -> RequestImages:
+def parse_image_count_and_size(text: str) -> ImageCountAndSize:
     """From COUNTxWIDTHxHEIGHT or WIDTHxHEIGHT, as argparse wants it."""
     match = _IMAGES_FORMAT.fullmatch(text.lower())
     if match is None:
@@ -72,10 +72,10 @@ def parse_images(text: str) -> RequestImages:
     count, width, height = (int(each or 1) for each in match.groups())
     if width * height > MAX_PIXELS:
         raise argparse.ArgumentTypeError(f"an image of more than {MAX_PIXELS:,} pixels is not read")
-    return RequestImages(count, width, height)
+    return ImageCountAndSize(count, width, height)
 
 
-def read_model_vision(model: str, revision: str | None, raw: dict[str, Any], folder: Path | None) -> VisionSpec:
+def load_vision_spec(model: str, revision: str | None, raw: dict[str, Any], folder: Path | None) -> VisionSpec:
     """What the model reads of images; of a hub id the files that say how they are prepared are fetched. Raises
     ConfigError where it reads none, and ModelError."""
     vision: VisionSpec | None = None
@@ -89,12 +89,12 @@ def read_model_vision(model: str, revision: str | None, raw: dict[str, Any], fol
     return vision
 
 
-def plan_images(images: RequestImages, vision: VisionSpec, estimate: Estimate) -> ImagesPlan:
+def plan_images(images: ImageCountAndSize, vision: VisionSpec, estimate: Estimate) -> ImagesPlan:
     """What they take with the model of an estimate."""
-    layout = vision.make_layout(images.width, images.height, several=images.count > 1)
+    layout = vision.make_layout(images.width, images.height, has_other_images=images.count > 1)
     width, count = DTYPE_BYTES[estimate.dtype], images.count
     hidden = estimate.sizes.head_parameters // estimate.sizes.vocab_size
-    contents = layout.prepare_contents(Image.new("RGB", (images.width, images.height)))
+    contents = layout.make_tower_inputs(Image.new("RGB", (images.width, images.height)))
     return ImagesPlan(
         images,
         count * len(layout.token_runs),

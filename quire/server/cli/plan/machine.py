@@ -131,22 +131,22 @@ def find_gpu(name: str) -> Machine:
     Raises ConfigError, with similar names, if there is none.
     """
     cards = read_gpu_table()
-    plain_name = _plain_name(name)
+    plain_name = _normalize_gpu_name(name)
     for known, gpu in cards.items():
-        if _plain_name(known) == plain_name:
+        if _normalize_gpu_name(known) == plain_name:
             return gpu
-    words = _name_words(name)
-    if inside := [gpu for known, gpu in cards.items() if _name_words(known) <= words]:
+    words = _gpu_name_words(name)
+    if inside := [gpu for known, gpu in cards.items() if _gpu_name_words(known) <= words]:
         return max(inside, key=lambda gpu: len(gpu.name))
-    close = [known for known in cards if plain_name in _plain_name(known)]
-    if len(close) == 1 and _plain_name(close[0]).endswith(plain_name):  # 4090
+    close = [known for known in cards if plain_name in _normalize_gpu_name(known)]
+    if len(close) == 1 and _normalize_gpu_name(close[0]).endswith(plain_name):  # 4090
         return cards[close[0]]
     hint = f"did you mean {' or '.join(close)}" if close else f"it has {', '.join(cards)}"
     asks = "?" if close else ""
     raise ConfigError(f"gpu: {name!r} is not in the table; {hint}; or give --memory in GiB{asks}", param="gpu")
 
 
-def this_machine(*, gpu: bool = True) -> Machine:
+def detect_machine(*, gpu: bool = True) -> Machine:
     """The first GPU of this machine that is in the table, or else its CPU with the memory that is free now."""
     for file in sorted(_DRIVER_FOLDER.glob("*/information")) if gpu else ():
         model = next((line for line in file.read_text().splitlines() if line.startswith("Model:")), "")
@@ -191,9 +191,9 @@ def gpu_with_memory(gib: float) -> Machine:
     return Machine(f"a GPU of {gib:g} GiB", memory=int(gib * GIB), gpu=True)
 
 
-def _plain_name(name: str) -> str:
+def _normalize_gpu_name(name: str) -> str:
     return "".join(char for char in name.lower() if char.isalnum())
 
 
-def _name_words(name: str) -> set[str]:
+def _gpu_name_words(name: str) -> set[str]:
     return set(re.split(r"[^a-z0-9]+", name.lower())) - {""}

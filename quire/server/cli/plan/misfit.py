@@ -11,18 +11,18 @@ from quire.server.cli.plan.machine import FLASH_BLOCK_SIZES
 def misfit_reason(estimate: Estimate, request: PlanRequest) -> str | None:
     """The first reason why the model does not fit; None if it does."""
     return (
-        _number_type_reason(estimate)
-        or _division_reason(estimate)
+        _dtype_or_block_size_reason(estimate)
+        or _parallelism_reason(estimate)
         or estimate.layers_plan.problem
         or experts_problem(estimate.config, estimate.sizes, estimate.machine)
-        or _length_reason(estimate)
-        or _cache_reason(estimate)
+        or _too_few_layers_or_positions_reason(estimate)
+        or _kv_cache_size_reason(estimate)
         or _weights_reason(estimate)
         or _concurrency_reason(estimate, request.concurrency or 1)
     )
 
 
-def _number_type_reason(estimate: Estimate) -> str | None:
+def _dtype_or_block_size_reason(estimate: Estimate) -> str | None:
     machine = estimate.machine
     config = estimate.config
     if estimate.dtype == "bfloat16" and not machine.bf16:
@@ -32,7 +32,7 @@ def _number_type_reason(estimate: Estimate) -> str | None:
     return None
 
 
-def _division_reason(estimate: Estimate) -> str | None:
+def _parallelism_reason(estimate: Estimate) -> str | None:
     """Why the model cannot be divided among these devices."""
     machine = estimate.machine
     config = estimate.config
@@ -46,7 +46,7 @@ def _division_reason(estimate: Estimate) -> str | None:
     return None
 
 
-def _length_reason(estimate: Estimate) -> str | None:
+def _too_few_layers_or_positions_reason(estimate: Estimate) -> str | None:
     """Why the model has too few layers or positions."""
     machine = estimate.machine
     sizes = estimate.sizes
@@ -58,15 +58,15 @@ def _length_reason(estimate: Estimate) -> str | None:
     return None
 
 
-def _cache_reason(estimate: Estimate) -> str | None:
+def _kv_cache_size_reason(estimate: Estimate) -> str | None:
     """Why a KV cache of a given size does not fit."""
     machine = estimate.machine
     gib = estimate.config.kv_cache_memory
-    left = machine.max_kv_bytes(estimate.device_weight_bytes, estimate.step_bytes)
-    if gib is None or estimate.kv_budget_bytes + estimate.state_bytes <= left:
+    available_bytes = machine.max_kv_bytes(estimate.device_weight_bytes, estimate.step_bytes)
+    if gib is None or estimate.kv_budget_bytes + estimate.state_bytes <= available_bytes:
         return None
     wanted_cache = f"a KV cache of {gib:g} GiB (--kv-cache-memory)"
-    return f"{wanted_cache} does not fit in the {left / GIB:.1f} GiB that are left on {machine.name}"
+    return f"{wanted_cache} does not fit in the {available_bytes / GIB:.1f} GiB that are left on {machine.name}"
 
 
 def _weights_reason(estimate: Estimate) -> str | None:
@@ -74,16 +74,16 @@ def _weights_reason(estimate: Estimate) -> str | None:
     if estimate.num_fitting_blocks >= 1:
         return None
     machine = estimate.machine
-    room: float = machine.memory
+    available_bytes: float = machine.memory
     if machine.gpu:
-        room = machine.memory * estimate.config.gpu_memory_utilization - CUDA_CONTEXT_BYTES
+        available_bytes = machine.memory * estimate.config.gpu_memory_utilization - CUDA_CONTEXT_BYTES
     weights = "the weights"
-    if estimate.other_weight_kinds:
-        weights = " and ".join(["weights", *estimate.other_weight_kinds])
+    if estimate.extra_weight_names:
+        weights = " and ".join(["weights", *estimate.extra_weight_names])
     each = " on each device" if machine.count > 1 else ""
     return (
         f"{weights} take {estimate.device_weight_bytes / GIB:.1f} GiB{each} "
-        f"and {machine.name} has {room / GIB:.1f} GiB "
+        f"and {machine.name} has {available_bytes / GIB:.1f} GiB "
         "for them: nothing is left for a KV cache"
     )
 
@@ -92,19 +92,19 @@ def _concurrency_reason(estimate: Estimate, concurrency: int) -> str | None:
     """Why that many requests do not fit at once."""
     context = estimate.config.max_model_len
     if context is not None:
-        num_contexts = estimate.num_group_blocks // estimate.block_needs.most(context)
+        num_contexts = estimate.total_group_blocks // estimate.block_needs.most(context)
         if num_contexts < concurrency:
-            return _context_reason(estimate, concurrency, context, num_contexts)
+            return _too_many_contexts_message(estimate, concurrency, context, num_contexts)
     if estimate.num_fitting_blocks < concurrency:
         return f"{concurrency} requests at once need a page each, and {estimate.num_fitting_blocks} pages fit"
     return None
 
 
-def _context_reason(estimate: Estimate, concurrency: int, context: int, num_contexts: int) -> str:
+def _too_many_contexts_message(estimate: Estimate, concurrency: int, context: int, num_contexts: int) -> str:
     """num_contexts: how many contexts of that length fit, which are too few."""
     needs = estimate.block_needs
     needed = concurrency * needs.most(context) * estimate.block_bytes / len(needs.windows)
-    shorter = needs.longest(estimate.num_group_blocks // concurrency, context)
+    shorter = needs.longest(estimate.total_group_blocks // concurrency, context)
     fewer = f", or {num_contexts} x {context:,}" if num_contexts else ""
     return (
         f"{concurrency} x {context:,} tokens need {needed / GIB:.2f} GiB of KV cache, "

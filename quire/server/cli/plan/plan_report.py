@@ -20,7 +20,7 @@ _SHORT_CONTEXT = 1024
 """Tokens of context for which the speed of a single stream is given."""
 
 
-def format_text(
+def format_report(
     estimate: Estimate,
     name: str,
     smallest_gpu: Machine | None,
@@ -35,7 +35,7 @@ def format_text(
         ("model", _model_text(estimate)),
         ("weights", _weights_text(estimate)),
         *_expert_lines(estimate),
-        *_layer_lines(estimate),
+        *_streamed_layer_lines(estimate),
         ("KV", _kv_text(estimate)),
     ]
     if estimate.adapter_bytes:
@@ -83,7 +83,7 @@ def _kv_text(estimate: Estimate) -> str:
 
 
 def _fitting_lines(estimate: Estimate, name: str) -> list[tuple[str, str]]:
-    lines = [("cache", _cache_text(estimate))]
+    lines = [("cache", _kv_cache_text(estimate))]
     if estimate.tier_plans:
         lines.append(("below it", _tiers_text(estimate)))
     size = _format_size(estimate.context_bytes(estimate.context))
@@ -125,7 +125,7 @@ def _expert_lines(estimate: Estimate) -> list[tuple[str, str]]:
     return [("experts", "; ".join(texts))] if texts else []
 
 
-def _layer_lines(estimate: Estimate) -> list[tuple[str, str]]:
+def _streamed_layer_lines(estimate: Estimate) -> list[tuple[str, str]]:
     plan = estimate.layers_plan
     if not plan.num_layers:
         return []
@@ -224,7 +224,7 @@ def estimate_dict(
         }
         | {"step_bytes": estimate.layers_plan.read_bytes},
         "state_bytes": estimate.state_bytes,
-        "images": None if images_plan is None else images_plan.images_dict(),
+        "images": None if images_plan is None else images_plan.to_json_dict(),
         "machine": {"name": machine.name, "memory_bytes": machine.memory, "count": machine.count, "gpu": machine.gpu}
         | {"stages": machine.stages, "replicas": machine.replicas, "nodes": machine.nodes},
         "kv": {
@@ -247,9 +247,11 @@ def estimate_dict(
         "limits": None
         if machine.bandwidth is None or not estimate.fits or not estimate.block_bytes
         else {
-            "decode_tokens_per_second_alone": estimate.decode_limit(1, min(_SHORT_CONTEXT, estimate.context)),
-            "decode_tokens_per_second_full": estimate.decode_limit(many, estimate.context),
-            "prefill_seconds": estimate.prefill_seconds(estimate.context),
+            "decode_tokens_per_second_alone": estimate.max_decode_tokens_per_second(
+                1, min(_SHORT_CONTEXT, estimate.context)
+            ),
+            "decode_tokens_per_second_full": estimate.max_decode_tokens_per_second(many, estimate.context),
+            "prefill_seconds": estimate.min_prefill_seconds(estimate.context),
         },
         "served": not unserved_reasons(estimate),
         "flags": [] if unserved_reasons(estimate) else list(estimate.flags),
@@ -258,7 +260,7 @@ def estimate_dict(
     }
 
 
-def format_table(estimates: Sequence[Estimate]) -> str:
+def format_gpu_table(estimates: Sequence[Estimate]) -> str:
     """A table with one line per card: what fits, and the limits of speed."""
     lines = [
         f"{'':<18} {'':>9} {'memory':>9} {'KV cache,':>11} {'context, tokens':>22} {'tokens/s':>9} {'tokens/s':>9}",
@@ -272,8 +274,8 @@ def format_table(estimates: Sequence[Estimate]) -> str:
             lines.append(row + f"  {estimate.reasons[0]}")
             continue
         alone, full = (
-            estimate.decode_limit(1, min(_SHORT_CONTEXT, estimate.context)),
-            estimate.decode_limit(estimate.concurrency, estimate.context),
+            estimate.max_decode_tokens_per_second(1, min(_SHORT_CONTEXT, estimate.context)),
+            estimate.max_decode_tokens_per_second(estimate.concurrency, estimate.context),
         )
         shape = f"{estimate.context:,} x {estimate.concurrency:,}"
         lines.append(
@@ -312,11 +314,13 @@ def estimate_notes(estimate: Estimate) -> list[str]:
         layers = ", ".join(str(len(each)) for each in stage_layers(sizes.num_layers, stages))
         texts.append(f"stages of {layers} layers; these are the figures of one on average")
     if sizes.sliding:
-        texts.append(f"{sizes.sliding} of {sizes.num_layers} layers see a sliding window; {_window_note(estimate)}")
+        texts.append(
+            f"{sizes.sliding} of {sizes.num_layers} layers see a sliding window; {_sliding_window_note(estimate)}"
+        )
     return texts
 
 
-def _window_note(estimate: Estimate) -> str:
+def _sliding_window_note(estimate: Estimate) -> str:
     if estimate.block_needs.windows == (None,):
         return "all their keys are kept"
     if not estimate.fits:
@@ -342,7 +346,7 @@ def _serve_command(name: str, flags: Sequence[str]) -> str:
     return shlex.join(["quire", "serve", *([] if name == DEMO_MODEL else [model]), *flags])
 
 
-_ROUNDING = 4
+_ROUNDING_MIB = 4
 """MiB by which four rounded figures may differ."""
 
 
@@ -354,7 +358,7 @@ def _memory_text(estimate: Estimate) -> str:
         round(size / MIB)
         for size in (machine.memory * utilization, estimate.device_weight_bytes, estimate.kv_budget_bytes)
     )
-    others = "".join(f" and {name}" for name in estimate.other_weight_kinds)
+    others = "".join(f" and {name}" for name in estimate.extra_weight_names)
     weights = f"{weights_mib:,} MiB of weights{others}"
     if not machine.gpu:
         total, own = round(machine.memory / MIB), round(ENGINE_HOST_BYTES / MIB)
@@ -366,7 +370,7 @@ def _memory_text(estimate: Estimate) -> str:
     if all_of_it < cuda + weights_mib:
         return f"{each} {whole} - {cuda:,} MiB for CUDA - {weights}: {cuda + weights_mib - all_of_it:,} MiB too few"
     room = all_of_it - cuda - weights_mib - step
-    if room > cache + _ROUNDING:  # less than fits was asked for
+    if room > cache + _ROUNDING_MIB:  # less than fits was asked for
         left = f"{room:,} MiB; of it {cache:,} MiB for the KV cache"
     else:
         step, left = max(all_of_it - cuda - weights_mib - cache, 0), f"{cache:,} MiB for the KV cache"
@@ -374,7 +378,7 @@ def _memory_text(estimate: Estimate) -> str:
     return f"{each} {whole} - {cuda:,} MiB for CUDA - {weights} - {step:,} MiB for the largest step{graphs} = {left}"
 
 
-def _cache_text(estimate: Estimate) -> str:
+def _kv_cache_text(estimate: Estimate) -> str:
     tokens = estimate.num_blocks * estimate.block_size
     all_used = (
         f": all that {estimate.concurrency:,} full contexts (--max-num-seqs) use" if tokens < estimate.kv_tokens else ""
@@ -395,8 +399,11 @@ def _tiers_text(estimate: Estimate) -> str:
 
 def _speed_lines(estimate: Estimate) -> list[tuple[str, str]]:
     short = min(_SHORT_CONTEXT, estimate.context)
-    alone, full = estimate.decode_limit(1, short), estimate.decode_limit(estimate.concurrency, estimate.context)
-    first = estimate.prefill_seconds(estimate.context)
+    alone, full = (
+        estimate.max_decode_tokens_per_second(1, short),
+        estimate.max_decode_tokens_per_second(estimate.concurrency, estimate.context),
+    )
+    first = estimate.min_prefill_seconds(estimate.context)
     if alone is None or full is None or first is None:
         return [("speed", "unknown: --bandwidth and --tflops give its limits")]
     most = "about" if estimate.machine.measured else "at most"

@@ -10,14 +10,14 @@ from quire.engine.checkpoint.sizes import ModelSizes
 from quire.engine.checkpoint.stages import FREE_FOR_LAYERS, STREAM_SLOTS, most_kept, most_streamed
 from quire.engine.config import EngineConfig
 from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine
-from quire.server.cli.plan.weight_sizes import linear_bytes
+from quire.server.cli.plan.weight_sizes import device_linear_bytes
 
 _BUS_BYTES_PER_SECOND, _DISK_BYTES_PER_SECOND = 25e9, 1e9
 """Bytes a second: of 16 lanes of PCIe 4.0, and what a disk's speed is told for."""
 
 
 @dataclass(frozen=True, slots=True)
-class LayersPlan:
+class StreamedLayersPlan:
     """Of each device."""
 
     num_layers: int = 0
@@ -43,27 +43,31 @@ class LayersPlan:
         )
 
 
-def plan_layers(config: EngineConfig, sizes: ModelSizes, machine: Machine, dtype: str, on_device: int) -> LayersPlan:
+def plan_streamed_layers(
+    config: EngineConfig, sizes: ModelSizes, machine: Machine, dtype: str, device_weight_bytes: int
+) -> StreamedLayersPlan:
     """on_device: bytes of weights that each device has where none are streamed."""
     from_disk, offloaded = config.weights_on_disk is not None, config.cpu_offload_gb
     if offloaded and not machine.gpu:
-        return LayersPlan(problem="layers in the host's memory (--cpu-offload-gb) are a GPU's; see --weights-on-disk")
+        return StreamedLayersPlan(
+            problem="layers in the host's memory (--cpu-offload-gb) are a GPU's; see --weights-on-disk"
+        )
     if from_disk and machine.gpu:
-        return LayersPlan(problem="weights on a disk (--weights-on-disk) are for CPUs; see --cpu-offload-gb")
+        return StreamedLayersPlan(problem="weights on a disk (--weights-on-disk) are for CPUs; see --cpu-offload-gb")
     if not offloaded and (not from_disk or sizes.experts):
-        return LayersPlan()
+        return StreamedLayersPlan()
     count = sizes.num_layers // machine.stages
-    whole = linear_bytes(sizes.parameters - sizes.embeddings, sizes, machine, dtype, config.online_quantization)
+    whole = device_linear_bytes(sizes.parameters - sizes.embeddings, sizes, machine, dtype, config.online_quantization)
     each, parts = whole // count, machine.devices_per_memory * machine.replicas
     if config.weights_in_memory is None:
-        memory = int(FREE_FOR_LAYERS * max(machine.memory - ENGINE_HOST_BYTES - on_device + whole, 0))
+        memory = int(FREE_FOR_LAYERS * max(machine.memory - ENGINE_HOST_BYTES - device_weight_bytes + whole, 0))
     else:
         memory = int(config.weights_in_memory * GIB) // parts
     try:
         layer_bytes = [each] * count
         order = most_kept(layer_bytes, memory) if from_disk else most_streamed(layer_bytes, int(offloaded * GIB))
     except ValueError as error:
-        return LayersPlan(problem=str(error))
+        return StreamedLayersPlan(problem=str(error))
     read = each * len(order)
     saved = max(read - each * STREAM_SLOTS, 0)
-    return LayersPlan(count, len(order), from_disk, whole if from_disk else read, read, saved)
+    return StreamedLayersPlan(count, len(order), from_disk, whole if from_disk else read, read, saved)

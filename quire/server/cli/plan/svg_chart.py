@@ -18,7 +18,7 @@ BAR_COLORS = {"weights": "#2a6f97", "overhead": "#8d99ae", "KV cache": "#52b788"
 TEXT_COLOR, MARK_COLOR = "#333333", "#c1440e"
 
 
-def draw_estimate(estimate: Estimate, name: str) -> str:
+def draw_estimate_svg(estimate: Estimate, name: str) -> str:
     """The SVG document, as text."""
     title = f"{Path(name).name}, {estimate.dtype}, on {estimate.machine.count} x {estimate.machine.name}"
     parts = [
@@ -37,7 +37,7 @@ def draw_estimate(estimate: Estimate, name: str) -> str:
     return "\n".join(parts)
 
 
-def memory_shares(estimate: Estimate) -> dict[str, int]:
+def memory_bytes_by_use(estimate: Estimate) -> dict[str, int]:
     """Bytes of one device by what they are used for."""
     machine = estimate.machine
     weights = estimate.weight_bytes // machine.count
@@ -52,7 +52,7 @@ def memory_shares(estimate: Estimate) -> dict[str, int]:
 
 
 def _draw_memory_bar(estimate: Estimate) -> list[str]:
-    bytes_by_use = memory_shares(estimate)
+    bytes_by_use = memory_bytes_by_use(estimate)
     scale = (RIGHT - LEFT) / max(sum(bytes_by_use.values()), 1)
     parts, x = [], float(LEFT)
     for index, (label, size) in enumerate(bytes_by_use.items()):

@@ -14,7 +14,7 @@ COMPRESSION_SAVING = 0.24
 uncompressed (kernels/cpu/compress12.h)."""
 
 
-def model_weight_bytes(
+def total_and_device_weight_bytes(
     sizes: ModelSizes,
     machine: Machine,
     dtype: str,
@@ -26,20 +26,22 @@ def model_weight_bytes(
     """Of all weights as they are read, and of those of each device as they are kept. quantized: how they are quantized
     at load; in_8_bits: so the embedding is."""
     width = DTYPE_BYTES[dtype]
-    weights = _computed_weight_bytes(sizes, dtype) if stored is None else stored.floats * width + stored.other_bytes
+    weights = _weight_bytes_from_sizes(sizes, dtype) if stored is None else stored.floats * width + stored.other_bytes
     if quantized is not None:
         weights = round((sizes.parameters - sizes.embeddings) * QUANTIZED_BITS[quantized] / 8)
         weights += sizes.embeddings * width
     if in_8_bits:
         weights -= round(sizes.embeddings * (width - TABLE_BITS / 8))
-    on_device = weights // machine.count + _tied_head_bytes(sizes, machine, width, _embedding_bits(stored, in_8_bits))
+    on_device = weights // machine.count + _tied_head_copy_bytes(
+        sizes, machine, width, _quantized_embedding_bits(stored, in_8_bits)
+    )
     if quantized is None and machine.compresses_weights and dtype == "bfloat16" and not sizes.quantization:
         # Of all but the embedding table.
         on_device -= round((on_device - sizes.head_parameters * width // machine.count) * COMPRESSION_SAVING)
     return weights, on_device
 
 
-def linear_bytes(numbers: int, sizes: ModelSizes, machine: Machine, dtype: str, quantized: str | None) -> int:
+def device_linear_bytes(numbers: int, sizes: ModelSizes, machine: Machine, dtype: str, quantized: str | None) -> int:
     """Of so many numbers of linears, as a device keeps its part of them."""
     bits = QUANTIZED_BITS[quantized] if quantized is not None else sizes.bits or 8.0 * DTYPE_BYTES[dtype]
     if quantized is None and not sizes.bits and machine.compresses_weights and dtype == "bfloat16":
@@ -47,19 +49,19 @@ def linear_bytes(numbers: int, sizes: ModelSizes, machine: Machine, dtype: str, 
     return round(numbers * bits / 8) // machine.count
 
 
-def _computed_weight_bytes(sizes: ModelSizes, dtype: str) -> int:
+def _weight_bytes_from_sizes(sizes: ModelSizes, dtype: str) -> int:
     """Bytes of the weights in this type; quantized linear layers take their own number of bits."""
     return round(sizes.parameters * DTYPE_BYTES[dtype] * sizes.weight_ratio)
 
 
-def _embedding_bits(stored: StoredWeights | None, in_8_bits: bool) -> float | None:
+def _quantized_embedding_bits(stored: StoredWeights | None, in_8_bits: bool) -> float | None:
     """Bits of the embedding's numbers where these are few: made so at load, or stored so."""
     if in_8_bits:
         return TABLE_BITS
     return None if stored is None else stored.table_bits
 
 
-def _tied_head_bytes(sizes: ModelSizes, machine: Machine, width: int, bits: float | None) -> int:
+def _tied_head_copy_bytes(sizes: ModelSizes, machine: Machine, width: int, bits: float | None) -> int:
     """What each device has beside the weights for a head that is the embedding: both ends of a pipeline have that, and
     of one in full precision the CPU kernels pack a copy. `bits`: of the embedding's numbers, where these are few."""
     tied = sizes.embeddings < 2 * sizes.head_parameters

@@ -15,8 +15,8 @@ from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.cli.flags import build_parser
-from quire.server.cli.quantize.calibration import read_samples
-from quire.server.cli.unknown_flags import parse_known_flags
+from quire.server.cli.quantize.calibration import read_tokenized_samples
+from quire.server.cli.unknown_flags import parse_flags
 
 QUANTIZATION_FORMATS = ("int8", "w8a8", "int4", "fp8")
 """w8a8 is another name of int8."""
@@ -26,7 +26,7 @@ _DEFAULT_STRENGTH = 0.5
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status."""
-    args = parse_known_flags(
+    args = parse_flags(
         build_parser(
             "quire quantize",
             __doc__,
@@ -55,9 +55,9 @@ def main(argv: Sequence[str], started: float) -> int:
         ),
         argv,
     )
-    _check_out(args.out)
+    _check_output_folder(args.out)
     path = resolve_model(args.model, args.revision)
-    _check_model(path)
+    _check_quantizable(path)
     name, samples = args.format.replace("w8a8", "int8"), None
     program = [
         sys.executable,
@@ -69,7 +69,7 @@ def main(argv: Sequence[str], started: float) -> int:
         name,
     ]
     if args.smooth is not None:
-        samples = _encode_samples(args.smooth, args.smooth_strength, name, path)
+        samples = _build_samples_json(args.smooth, args.smooth_strength, name, path)
         program.append(str(args.smooth_strength))
     status = subprocess.run(program, input=samples, text=True).returncode
     if status < 0:  # for one, the system killed it for memory
@@ -77,7 +77,7 @@ def main(argv: Sequence[str], started: float) -> int:
     return 1 if status < 0 else status
 
 
-def _encode_samples(file: Path, strength: float, name: str, path: Path) -> str:
+def _build_samples_json(file: Path, strength: float, name: str, path: Path) -> str:
     """What the process that writes takes of the texts in `file`, as JSON. Raises ConfigError."""
     if name != "int8":
         raise ConfigError(f"smooth: {name} does not round activations to integers: --format int8", param="smooth")
@@ -85,10 +85,10 @@ def _encode_samples(file: Path, strength: float, name: str, path: Path) -> str:
         raise ConfigError(f"smooth_strength: {strength:g} is not in 0 to 1", param="smooth_strength")
     config = read_model_config(path)
     tokenizer = Tokenizer.from_pretrained(path, model_vocab_size=config.vocab_size)
-    return json.dumps(read_samples(file, tokenizer, config.max_position))
+    return json.dumps(read_tokenized_samples(file, tokenizer, config.max_position))
 
 
-def _check_out(out: Path) -> None:
+def _check_output_folder(out: Path) -> None:
     """Raise ConfigError for what cannot become a new directory."""
     if out.is_dir() and not out.is_symlink():
         if any(out.iterdir()):
@@ -99,7 +99,7 @@ def _check_out(out: Path) -> None:
         raise ConfigError(f"OUT: there is no directory {out.absolute().parent}")
 
 
-def _check_model(path: Path) -> None:
+def _check_quantizable(path: Path) -> None:
     """Raise ModelError for a model that is not to be quantized."""
     if not path.is_dir():
         raise ModelError(f"model: {path.name} is quantized already; give the checkpoint that it was made of")

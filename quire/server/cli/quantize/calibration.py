@@ -14,11 +14,11 @@ from quire.engine.text.tokenizer import Tokenizer
 from quire.server.protocol.chat import ChatRequest
 from quire.server.resolve.parse import validate_body
 
-PIECE_TOKENS = 512
+MAX_SAMPLE_TOKENS = 512
 """Tokens of a piece of text, at most."""
-MAX_TOKENS = 16_384
+MAX_TOTAL_TOKENS = 16_384
 """How many are read. More changes little: of each input the largest counts, and large ones are so everywhere."""
-_MAX_CHARACTERS = 16 * MAX_TOKENS
+_MAX_CHARACTERS = 16 * MAX_TOTAL_TOKENS
 """Of a text, as many as are enough."""
 
 
@@ -30,32 +30,32 @@ class _SampleLine(msgspec.Struct):
     messages: list[dict[str, Any]] | None = None
 
 
-def read_samples(file: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list[int]]:
+def read_tokenized_samples(file: Path, tokenizer: Tokenizer, max_tokens: int) -> list[list[int]]:
     """Pieces of at most `max_tokens` tokens, and PIECE: of a file whose name ends with .jsonl each line's beginning, of
     any other one piece after another.
 
     Raises ConfigError for a file that cannot be read, and for one that gives no token.
     """
-    max_tokens = min(PIECE_TOKENS, max_tokens)
+    max_tokens = min(MAX_SAMPLE_TOKENS, max_tokens)
     try:
         with file.open(encoding="utf-8") as opened:
             if file.suffix == ".jsonl":
-                pieces = _tokenize_samples(opened, tokenizer, max_tokens)
+                pieces = _tokenize_jsonl_lines(opened, tokenizer, max_tokens)
             else:
-                pieces = _split_pieces(tokenizer.encode(opened.read(_MAX_CHARACTERS)), max_tokens)
-            samples = _take_pieces(pieces)
+                pieces = _split_token_chunks(tokenizer.encode(opened.read(_MAX_CHARACTERS)), max_tokens)
+            samples = _limit_total_tokens(pieces)
     except OSError as error:
-        raise _smooth_error(f"{file}: {error.strerror or error}") from error
+        raise _smooth_flag_error(f"{file}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise _smooth_error(f"{file}: is not UTF-8") from error
+        raise _smooth_flag_error(f"{file}: is not UTF-8") from error
     except InvalidRequest as error:
-        raise _smooth_error(f"{file}: {error}") from error
+        raise _smooth_flag_error(f"{file}: {error}") from error
     if not samples:
-        raise _smooth_error(f"{file}: has no text")
+        raise _smooth_flag_error(f"{file}: has no text")
     return samples
 
 
-def _tokenize_samples(lines: Iterator[str], tokenizer: Tokenizer, longest: int) -> Iterator[list[int]]:
+def _tokenize_jsonl_lines(lines: Iterator[str], tokenizer: Tokenizer, max_tokens: int) -> Iterator[list[int]]:
     renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens)
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -63,16 +63,16 @@ def _tokenize_samples(lines: Iterator[str], tokenizer: Tokenizer, longest: int) 
         try:
             read = msgspec.json.decode(line, type=_SampleLine)
         except msgspec.MsgspecError as error:
-            raise _smooth_error(f"line {number}: {error}") from error
+            raise _smooth_flag_error(f"line {number}: {error}") from error
         text = read.prompt if read.text is None else read.text
         if read.messages is not None:
             yield tokenizer.encode(_render_messages(read.messages, renderer, number), add_special_tokens=False)[
-                :longest
+                :max_tokens
             ]
         elif text is not None:
-            yield tokenizer.encode(text[:_MAX_CHARACTERS])[:longest]
+            yield tokenizer.encode(text[:_MAX_CHARACTERS])[:max_tokens]
         else:
-            raise _smooth_error(f"line {number}: has neither text, prompt nor messages")
+            raise _smooth_flag_error(f"line {number}: has neither text, prompt nor messages")
 
 
 def _render_messages(messages: list[dict[str, Any]], renderer: ChatRenderer, line: int) -> str:
@@ -80,16 +80,16 @@ def _render_messages(messages: list[dict[str, Any]], renderer: ChatRenderer, lin
         talk = validate_body({"messages": messages}, ChatRequest).messages
         return renderer.render([message.to_template_message() for message in talk], add_generation_prompt=False)
     except InvalidRequest as error:
-        raise _smooth_error(f"line {line}: {error}") from error
+        raise _smooth_flag_error(f"line {line}: {error}") from error
 
 
-def _split_pieces(ids: list[int], longest: int) -> Iterator[list[int]]:
-    return (ids[first : first + longest] for first in range(0, len(ids), longest))
+def _split_token_chunks(ids: list[int], max_tokens: int) -> Iterator[list[int]]:
+    return (ids[first : first + max_tokens] for first in range(0, len(ids), max_tokens))
 
 
-def _take_pieces(pieces: Iterator[list[int]]) -> list[list[int]]:
-    taken, left = list[list[int]](), MAX_TOKENS
-    for piece in pieces:
+def _limit_total_tokens(samples: Iterator[list[int]]) -> list[list[int]]:
+    taken, left = list[list[int]](), MAX_TOTAL_TOKENS
+    for piece in samples:
         if piece:
             taken.append(piece[:left])
             left -= len(taken[-1])
@@ -98,5 +98,5 @@ def _take_pieces(pieces: Iterator[list[int]]) -> list[list[int]]:
     return taken
 
 
-def _smooth_error(message: str) -> ConfigError:
+def _smooth_flag_error(message: str) -> ConfigError:
     return ConfigError(f"smooth: {message}", param="smooth")

@@ -32,7 +32,7 @@ from quire.server.cli.flags import build_parser
 from quire.server.cli.models.pull import pull_missing
 from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 from quire.server.config import DEMO_NAME
-from quire.server.encoding import EVENT_PREFIX, encode_ascii
+from quire.server.encoding import EVENT_PREFIX, encode_ascii_json
 
 MAX_CONCURRENT_RECEIPTS = 32
 """Receipts that are computed at the same time."""
@@ -65,10 +65,10 @@ def main(argv: Sequence[str], started: float) -> int:
     args, config = parse_settings(parser, argv, EngineConfig)
     config = replay_config(config, read_first_receipt(args.file), lora=bool(args.adapter))
     pull_missing(config)
-    return uvloop.run(_print_verdicts(config, args))
+    return uvloop.run(_replay_and_print(config, args))
 
 
-async def _print_verdicts(config: EngineConfig, args: argparse.Namespace) -> int:
+async def _replay_and_print(config: EngineConfig, args: argparse.Namespace) -> int:
     """Print all verdicts. Returns the exit status."""
     counts: Counter[str] = Counter()
     tokens, last_warning = 0, ""
@@ -76,7 +76,7 @@ async def _print_verdicts(config: EngineConfig, args: argparse.Namespace) -> int
         counts[verdict.outcome] += 1
         tokens += verdict.tokens
         if args.json:
-            print(encode_ascii(asdict(verdict)).decode(), flush=True)
+            print(encode_ascii_json(asdict(verdict)).decode(), flush=True)
             continue
         if verdict.warning and verdict.warning != last_warning:
             last_warning = verdict.warning
@@ -128,7 +128,7 @@ async def replay_receipts(
     try:
         info = await client.link.start()
         model = ReplayModel(
-            hashes=await hashes.hash_versions(["1"]),
+            hashes=await hashes.get_receipt_hashes(["1"]),
             computed=await hashes.describe_compute(info),
             tokenizer=tokenizer,
             max_model_len=info.max_model_len,
@@ -137,7 +137,7 @@ async def replay_receipts(
             images=read_images(path, tokenizer, images),
         )
         running: deque[asyncio.Task[ReplayVerdict]] = deque()
-        for number, encoded in enumerate(read_receipts(file), 1):
+        for number, encoded in enumerate(read_encoded_receipts(file), 1):
             running.append(asyncio.create_task(_replay_receipt(encoded, f"line {number}", model, client)))
             while len(running) >= MAX_CONCURRENT_RECEIPTS:
                 yield await running.popleft()
@@ -152,15 +152,15 @@ async def _replay_receipt(encoded: bytes, where: str, model: ReplayModel, client
         receipt = decode_receipt(encoded)
     except InvalidRequest as error:
         return ReplayVerdict(where, "refused", error.message)
-    return await replay_receipt(_with_line_number(receipt, where), model, client)
+    return await replay_receipt(_add_line_to_id(receipt, where), model, client)
 
 
-def _with_line_number(receipt: Receipt, where: str) -> Receipt:
+def _add_line_to_id(receipt: Receipt, where: str) -> Receipt:
     """With an id of its own: callers may give several answers the same."""
     return msgspec.structs.replace(receipt, id=f"{receipt.id} ({where})")
 
 
-def read_receipts(file: Path) -> Iterator[bytes]:
+def read_encoded_receipts(file: Path) -> Iterator[bytes]:
     """Each receipt of a file, still as JSON: a line each, in events of a stream, or one that is all of the file. Raises
     ConfigError where it cannot be read."""
     try:
@@ -181,7 +181,7 @@ def read_receipts(file: Path) -> Iterator[bytes]:
 def read_first_receipt(file: Path) -> Receipt:
     """Raises ConfigError where there is none."""
     why = "it has no lines of JSON"
-    for encoded in read_receipts(file):
+    for encoded in read_encoded_receipts(file):
         try:
             return decode_receipt(encoded)
         except InvalidRequest as error:

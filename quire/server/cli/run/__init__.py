@@ -73,7 +73,7 @@ def is_failure(result: dict[str, Any]) -> bool:
     return (result["response"] or {}).get("status_code") != 200
 
 
-def is_permanent(result: dict[str, Any]) -> bool:
+def is_permanent_failure(result: dict[str, Any]) -> bool:
     """Whether a failure would be the same again: the request was refused, and not for want of room or time."""
     response, error = result["response"], result.get("error") or {}
     if response is None:
@@ -81,7 +81,7 @@ def is_permanent(result: dict[str, Any]) -> bool:
     return 400 <= response.get("status_code", 0) < 500 and response["status_code"] not in (408, 429)
 
 
-def failure_kind(result: dict[str, Any]) -> tuple[str, str]:
+def failure_kind_and_message(result: dict[str, Any]) -> tuple[str, str]:
     """What kind of failure a result is, and its message."""
     response = result["response"]
     if response is None:
@@ -109,7 +109,7 @@ def prepare_resume(path: Path, requested: Collection[str], *, retry_refused: boo
                 break
             try:
                 result = json.loads(line)
-                ids = refused if is_permanent(result) and not retry_refused else retried
+                ids = refused if is_permanent_failure(result) and not retry_refused else retried
                 (ids if is_failure(result) else done).add(result["custom_id"])
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise ConfigError(f"{path} is no output of quire run: no result at byte {complete_bytes}") from None
@@ -166,11 +166,12 @@ class RequestFileRunner:
         self._duplicates = duplicates
         self._bar = progress.add_task("requests", total=total)
 
-    async def answer_all(self, lines: Iterator[tuple[int, str]], at_once: int) -> None:
-        """Answer all lines, `at_once` at a time. Raises EngineError when the engine is gone; written results stay."""
+    async def answer_all(self, lines: Iterator[tuple[int, str]], concurrency: int) -> None:
+        """Answer all lines, `concurrency` at a time. Raises EngineError when the engine is gone; written results
+        stay."""
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(at_once):
+                for _ in range(concurrency):
                     group.create_task(self._answer_lines(lines))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
@@ -180,18 +181,20 @@ class RequestFileRunner:
             name = read_custom_id(number, line)
             try:
                 if number in self._duplicates:
-                    taken, name = name, f"line-{number}"
-                    raise InvalidRequest(f"the custom_id {taken!r} is an earlier line's", param="custom_id")
+                    duplicate_id, name = name, f"line-{number}"
+                    raise InvalidRequest(f"the custom_id {duplicate_id!r} is an earlier line's", param="custom_id")
                 response = await self._post_with_retry(parse_line(line))
             except InvalidRequest as error:
-                self._write_result(encode_error_line(name, "invalid_request", f"line {number}: {error}", error.param))
+                self._write_and_count_result(
+                    encode_error_line(name, "invalid_request", f"line {number}: {error}", error.param)
+                )
                 continue
             self._tally.ignored_params.update(filter(None, response.headers.get("x-ignored-params", "").split(", ")))
             body = response.json()
             usage = body.get("usage") or {}
             self._tally.num_tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
             id = response.headers.get("x-request-id", body.get("id", ""))
-            self._write_result(encode_answer_line(name, response.status_code, id, response.content))
+            self._write_and_count_result(encode_answer_line(name, response.status_code, id, response.content))
 
     async def _post_with_retry(self, job: LineRequest) -> httpx.Response:
         for attempt in range(MAX_ATTEMPTS):
@@ -203,16 +206,16 @@ class RequestFileRunner:
             await asyncio.sleep(float(response.headers.get("retry-after", 2**attempt)))
         return response
 
-    def _write_result(self, line: bytes) -> None:
+    def _write_and_count_result(self, line: bytes) -> None:
         """One line of OpenAI's batch output."""
         self._out.write_all(line + b"\n")
         result = json.loads(line)
         failed = is_failure(result)
         if failed:
-            kind, message = failure_kind(result)
+            kind, message = failure_kind_and_message(result)
             self._tally.failures_by_kind[kind] += 1
             self._tally.examples.setdefault(kind, f"{result['custom_id']}: {message}")
-            self._tally.num_refused += is_permanent(result)
+            self._tally.num_refused += is_permanent_failure(result)
         self._tally.num_failed += failed
         self._tally.num_done += not failed
         self._progress.advance(self._bar)
@@ -261,7 +264,7 @@ def _run_file(args: argparse.Namespace, config: ServerConfig, file: Path, starte
     places = read_custom_ids(file)
     duplicates = find_duplicate_lines(file, places)
     requested = {*places, *(f"line-{number}" for number in duplicates)}
-    answered, refused = _read_earlier_results(args, requested)
+    answered, refused = _resume_output_file(args, requested)
     done = answered | refused
     total = len(requested - done)
     lines = (
@@ -301,7 +304,7 @@ def shorten_line(text: str) -> str:
     return line if len(line) <= MAX_SHOWN_CHARACTERS else f"{line[: MAX_SHOWN_CHARACTERS - 1]}…"
 
 
-def _read_earlier_results(args: argparse.Namespace, requested: set[str]) -> tuple[set[str], set[str]]:
+def _resume_output_file(args: argparse.Namespace, requested: set[str]) -> tuple[set[str], set[str]]:
     """The custom_ids of `requested` that the output has answers for already, and those that were refused for good.
 
     Raises ConfigError when the output has results but --resume is not given, so that they are not overwritten, and when
@@ -328,7 +331,7 @@ async def answer_requests(
     lines: Iterator[tuple[int, str]],
     total: int,
     output: Path,
-    at_once: int,
+    concurrency: int,
     tally: RequestTally,
     duplicates: Collection[int],
 ) -> None:
@@ -343,5 +346,5 @@ async def answer_requests(
             with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
                 async with httpx.AsyncClient(transport=transport, base_url="http://quire", timeout=None) as http:
                     await RequestFileRunner(http, client, out, tally, progress, total, duplicates).answer_all(
-                        lines, at_once
+                        lines, concurrency
                     )

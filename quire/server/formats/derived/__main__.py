@@ -10,7 +10,7 @@ from pathlib import Path
 from quire.engine.text.chat_template import ChatRenderer
 from quire.server.formats.derived.call_inference import infer_call_form
 from quire.server.formats.derived.template_prober import TemplateInferenceError, TemplateProber
-from quire.server.formats.derived.turn_inference import infer_turn
+from quire.server.formats.derived.turn_inference import infer_turn_form
 from quire.server.formats.forms.argument_forms import JsonArguments, LiteralArguments
 from quire.server.formats.forms.call_form import CallForm
 from quire.server.formats.forms.slots import ID_SLOT, INDEX_SLOT, KEY_SLOT, NAME_SLOT
@@ -34,8 +34,8 @@ def table_row(name: str, template: str) -> str:
     thought = ""
     try:
         prober = TemplateProber(renderer)
-        prober.render_prompt()
-        turn = infer_turn(prober)
+        prober.learn_generation_prompt()
+        turn = infer_turn_form(prober)
         thought = (
             f"{markdown_code(turn.reasoning_begin)} {markdown_code(turn.reasoning_end)}" if turn.reasoning_begin else ""
         )

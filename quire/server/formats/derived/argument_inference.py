@@ -19,7 +19,7 @@ from quire.server.formats.derived.template_prober import (
     parse_json_or_none,
 )
 from quire.server.formats.forms.argument_forms import ArgumentsForm, LiteralArguments
-from quire.server.formats.forms.lark_rules import LiteralWords
+from quire.server.formats.forms.lark_rules import LiteralSpelling
 from quire.server.formats.forms.literal_syntax import LiteralSyntax
 from quire.server.formats.forms.slots import KEY_SLOT, common_prefix, common_suffix
 from quire.server.formats.forms.tagged_arguments import TaggedArguments
@@ -59,15 +59,15 @@ class EntryLayout:
     ends: dict[str, str]
     """By type of the value: the text after it."""
     separator: str
-    words: LiteralWords
+    spelling: LiteralSpelling
     sort: bool
     """The template sorts arguments by key."""
 
 
 def find_arguments_region(prober: TemplateProber) -> ArgumentsRegion:
     """What stands around the arguments of a call: what a call without any has in common with one that has two."""
-    empty = prober.render_turn([ProbeCall(PROBE_NAMES[0], {})])
-    full = prober.render_turn([ProbeCall(PROBE_NAMES[0], dict(zip(PROBE_KEYS, PROBE_VALUES, strict=True)))])
+    empty = prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], {})])
+    full = prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], dict(zip(PROBE_KEYS, PROBE_VALUES, strict=True)))])
     before = common_prefix(empty, full)
     after = common_suffix(empty[len(before) :], full[len(before) :])
     if any(one not in full[len(before) : len(full) - len(after)] for one in (*PROBE_KEYS, *PROBE_VALUES)):
@@ -75,10 +75,10 @@ def find_arguments_region(prober: TemplateProber) -> ArgumentsRegion:
     return ArgumentsRegion(before, after)
 
 
-def infer_arguments(prober: TemplateProber, region: ArgumentsRegion) -> ArgumentsForm:
+def infer_arguments_form(prober: TemplateProber, region: ArgumentsRegion) -> ArgumentsForm:
     """Raises TemplateInferenceError."""
     full = region.arguments_text(
-        prober.render_turn([ProbeCall(PROBE_NAMES[0], dict(zip(PROBE_KEYS, PROBE_VALUES, strict=True)))])
+        prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], dict(zip(PROBE_KEYS, PROBE_VALUES, strict=True)))])
     )
     sort = full.index(PROBE_KEYS[1]) < full.index(PROBE_KEYS[0])
     order = (1, 0) if sort else (0, 1)
@@ -92,13 +92,13 @@ def infer_arguments(prober: TemplateProber, region: ArgumentsRegion) -> Argument
     written: dict[str, str] = {}
     for kind, sample in SAMPLE_VALUES.items():
         try:
-            one = region.arguments_text(prober.render_turn([ProbeCall(PROBE_NAMES[0], {SAMPLE_KEY: sample})]))
+            one = region.arguments_text(prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], {SAMPLE_KEY: sample})]))
             infixes[kind], written[kind], ends[kind] = _split_entry(one, before_key, after, kind, sample, infix)
         except (TemplateInferenceError, ValueError):
             continue
     if "number" not in infixes:
         raise TemplateInferenceError("it does not show numbers in arguments")
-    layout = EntryLayout(before_key, infixes, ends, separator, _infer_words(written), sort)
+    layout = EntryLayout(before_key, infixes, ends, separator, _infer_literal_spelling(written), sort)
     quote = _infer_quote(infixes, ends)
     if quote is not None:
         return _infer_literal_arguments(prober, region, layout, quote)
@@ -133,7 +133,7 @@ def _split_entry(
     splits = [
         (rest[:place], one, rest[place + len(one) :])
         for one in candidate_spellings(sample)
-        for place in _find_places(rest, one)
+        for place in _find_occurrences(rest, one)
     ]
     if splits:
         return next((each for each in splits if each[2] == after), splits[0])
@@ -142,7 +142,7 @@ def _split_entry(
     raise TemplateInferenceError(f"it does not show a {kind}")
 
 
-def _find_places(text: str, part: str) -> list[int]:
+def _find_occurrences(text: str, part: str) -> list[int]:
     return [place for place in range(len(text)) if text.startswith(part, place)] if part else []
 
 
@@ -156,8 +156,8 @@ def candidate_spellings(value: Any) -> Iterator[str]:
         yield "none"
 
 
-def _infer_words(written: dict[str, str]) -> LiteralWords:
-    return LiteralWords(
+def _infer_literal_spelling(written: dict[str, str]) -> LiteralSpelling:
+    return LiteralSpelling(
         true=written.get("boolean", "true"),
         false="False" if written.get("boolean") == "True" else "false",
         null=written.get("null", "null") or "null",
@@ -178,7 +178,9 @@ def _infer_quote(infixes: dict[str, str], ends: dict[str, str]) -> str | None:
 def _infer_literal_arguments(
     prober: TemplateProber, region: ArgumentsRegion, layout: EntryLayout, quote: str
 ) -> ArgumentsForm:
-    arguments_text = region.arguments_text(prober.render_turn([ProbeCall(PROBE_NAMES[0], {SAMPLE_KEY: TRICKY_STRING})]))
+    arguments_text = region.arguments_text(
+        prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], {SAMPLE_KEY: TRICKY_STRING})])
+    )
     raw = quote + TRICKY_STRING + quote in arguments_text
     infix = layout.infixes["number"]
     ends_by = r"\s*,\s*[\w.-]+\s*=|\s*\)" if infix.strip() == "=" else r"\s*[,\])}]"
@@ -188,7 +190,7 @@ def _infer_literal_arguments(
         infix,
         layout.separator,
         literals,
-        layout.words,
+        layout.spelling,
         layout.ends["number"],
         layout.sort,
     )
@@ -197,7 +199,7 @@ def _infer_literal_arguments(
 def _infer_tagged_arguments(prober: TemplateProber, region: ArgumentsRegion, layout: EntryLayout) -> ArgumentsForm:
     try:
         arguments_text = region.arguments_text(
-            prober.render_turn([ProbeCall(PROBE_NAMES[0], {SAMPLE_KEY: TRICKY_STRING})])
+            prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], {SAMPLE_KEY: TRICKY_STRING})])
         )
     except TemplateInferenceError:
         arguments_text = ""
@@ -207,7 +209,7 @@ def _infer_tagged_arguments(prober: TemplateProber, region: ArgumentsRegion, lay
         layout.infixes,
         layout.ends["string"],
         layout.separator,
-        layout.words,
+        layout.spelling,
         layout.sort,
         uses_cdata=f"<![CDATA[{TRICKY_STRING}]]>" in arguments_text,
         has_html_entities=TRICKY_STRING not in arguments_text
@@ -221,7 +223,7 @@ def _render_array(prober: TemplateProber, region: ArgumentsRegion, infix: str) -
     """A list as it is written, and what follows."""
     try:
         arguments_text = region.arguments_text(
-            prober.render_turn([ProbeCall(PROBE_NAMES[0], {SAMPLE_KEY: ["qitemq"]})])
+            prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], {SAMPLE_KEY: ["qitemq"]})])
         )
     except TemplateInferenceError:
         return ""

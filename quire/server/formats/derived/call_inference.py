@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.engine.text.chat_template import ChatRenderer
-from quire.server.formats.derived.argument_inference import find_arguments_region, infer_arguments
+from quire.server.formats.derived.argument_inference import find_arguments_region, infer_arguments_form
 from quire.server.formats.derived.template_prober import (
     LONG_IDS,
     PROBE_KEYS,
@@ -18,7 +18,7 @@ from quire.server.formats.derived.template_prober import (
     TemplateProber,
     parse_json_or_none,
 )
-from quire.server.formats.derived.turn_inference import AssistantTurnForm, infer_turn
+from quire.server.formats.derived.turn_inference import AssistantTurnForm, infer_turn_form
 from quire.server.formats.derived.wrapping_inference import infer_wrapping
 from quire.server.formats.forms.argument_forms import ArgumentsForm, JsonArguments
 from quire.server.formats.forms.call_form import CallForm
@@ -52,31 +52,31 @@ VERIFICATION_PROPERTIES = {
 def infer_call_form(renderer: ChatRenderer, turn: AssistantTurnForm | None = None) -> CallForm:
     """Raises TemplateInferenceError, which says why."""
     prober = TemplateProber(renderer)
-    prober.render_prompt()
-    turn = turn or infer_turn(prober)
+    prober.learn_generation_prompt()
+    turn = turn or infer_turn_form(prober)
     if not renderer.capabilities.shows_calls:
         raise TemplateInferenceError("it does not show calls in an assistant's turn")
-    form = _infer_form(prober, turn)
+    form = _infer_unverified_form(prober, turn)
     verify_form(form, prober, turn)
     return form
 
 
-def _infer_form(prober: TemplateProber, turn: AssistantTurnForm) -> CallForm:
-    one_turn = prober.render_turn([ProbeCall(PROBE_NAMES[0], FULL_ARGUMENTS)])
+def _infer_unverified_form(prober: TemplateProber, turn: AssistantTurnForm) -> CallForm:
+    one_turn = prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], FULL_ARGUMENTS)])
     if PROBE_NAMES[0] not in one_turn and ID_SLOT not in one_turn:
         raise TemplateInferenceError("it does not show calls in an assistant's turn")
     named_ids = PROBE_NAMES[0] not in one_turn
-    arguments_text, arguments = _find_arguments(prober, one_turn)
+    arguments_text, arguments = _find_arguments_and_form(prober, one_turn)
     try:
-        two_turn = prober.render_turn(
+        two_turn = prober.render_assistant_turn(
             [ProbeCall(PROBE_NAMES[0], FULL_ARGUMENTS), ProbeCall(PROBE_NAMES[1], FULL_ARGUMENTS)]
         )
         shows_both = two_turn.count(ID_SLOT) > 1 if named_ids else PROBE_NAMES[1] in two_turn
-        two = _insert_slots(turn.strip_prompt(two_turn), arguments_text) if shows_both else None
+        two = _insert_slots(turn.extract_model_text(two_turn), arguments_text) if shows_both else None
     except TemplateInferenceError:
         two = None
     prober.named_ids = named_ids
-    answer = turn.strip_prompt(one_turn)
+    answer = turn.extract_model_text(one_turn)
     wrapping = infer_wrapping(
         turn.generation_prompt, _insert_slots(answer, arguments_text), two, turn.content_end + turn.end
     )
@@ -84,7 +84,7 @@ def _infer_form(prober: TemplateProber, turn: AssistantTurnForm) -> CallForm:
     if not wrapping.allows_many and turn.repeats_generation_prompt:
         head, prompt_head = turn.generation_prompt.lstrip() + head, turn.generation_prompt.lstrip()
     return CallForm(
-        inner_heads=_heads_without_outer_tag(wrapping.begin, head),
+        unwrapped_heads=_heads_without_outer_tag(wrapping.begin, head),
         begin=wrapping.begin,
         head=head,
         arguments=arguments,
@@ -112,13 +112,13 @@ def _heads_without_outer_tag(begin: str, head: str) -> tuple[str, ...]:
     return (inner,) if NAME_TAG_OPENING.match(inner) else ()
 
 
-def _find_arguments(prober: TemplateProber, turn: str) -> tuple[str, ArgumentsForm]:
+def _find_arguments_and_form(prober: TemplateProber, turn: str) -> tuple[str, ArgumentsForm]:
     """The text of the arguments in a turn, and how it is written."""
     json_arguments = _find_json_arguments(turn)
     if json_arguments is not None:
         return json_arguments
     region = find_arguments_region(prober)
-    return region.arguments_text(turn), infer_arguments(prober, region)
+    return region.arguments_text(turn), infer_arguments_form(prober, region)
 
 
 def _insert_slots(answer: str, arguments_text: str) -> str:
@@ -133,7 +133,7 @@ def _needs_short_ids(prober: TemplateProber) -> bool:
         prober.renderer, ids=LONG_IDS, prompt_before=prober.prompt_before, generation_prompt=prober.generation_prompt
     )
     try:
-        long.render_turn([ProbeCall(PROBE_NAMES[0], FULL_ARGUMENTS)])
+        long.render_assistant_turn([ProbeCall(PROBE_NAMES[0], FULL_ARGUMENTS)])
     except TemplateInferenceError:
         return True
     return False
@@ -193,7 +193,7 @@ def can_read_back(format: ToolFormat, renderer: ChatRenderer, turn: AssistantTur
     """Whether a format reads the single calls that a template writes."""
     prober = TemplateProber(renderer)
     try:
-        prober.render_prompt()
+        prober.learn_generation_prompt()
         return all(_find_mismatch(format, prober, turn, calls[:1]) is None for calls in VERIFICATION_CALLS)
     except TemplateInferenceError:
         return False
@@ -214,16 +214,16 @@ def _find_mismatch(
     tools = {
         name: Tool(name, {"type": "object", "properties": VERIFICATION_PROPERTIES}) for name in ("get_it", "set-x")
     }
-    answer = turn.strip_prompt(prober.render_turn(calls))
+    answer = turn.extract_model_text(prober.render_assistant_turn(calls))
     expected = [(call.name, call.arguments) for call in calls]
     for pieces in ([answer], list(answer)):
-        content, parsed_calls = parse_pieces(format, tools, pieces)
+        content, parsed_calls = parse_answer_pieces(format, tools, pieces)
         if parsed_calls != expected or content.strip():
             return f"{answer!r} as {parsed_calls}"
     return None
 
 
-def parse_pieces(
+def parse_answer_pieces(
     format: ToolFormat, tools: dict[str, Tool], pieces: Sequence[str]
 ) -> tuple[str, list[tuple[str, Any]]]:
     """The content and the calls of an answer that comes in pieces."""

@@ -61,14 +61,16 @@ class TemplateProber:
     generation_prompt: str = ""
     """What the prompt ends with when an answer is asked for."""
 
-    def render_prompt(self) -> None:
+    def learn_generation_prompt(self) -> None:
         """Render the prompt. Raises TemplateInferenceError."""
         user = {"role": "user", "content": USER_TEXT}
         self.prompt_before = self._render_probe([user], False)
         prompt = self._render_probe([user], True)
         self.generation_prompt = prompt[len(common_prefix(self.prompt_before, prompt)) :]
 
-    def render_turn(self, calls: Sequence[ProbeCall] = (), *, content: str = "", reasoning: str | None = None) -> str:
+    def render_assistant_turn(
+        self, calls: Sequence[ProbeCall] = (), *, content: str = "", reasoning: str | None = None
+    ) -> str:
         """An assistant's turn as the template writes it, with what the prompt may have begun of it.
 
         Ids in it are replaced by the character ID. Raises TemplateInferenceError.
@@ -77,7 +79,7 @@ class TemplateProber:
         if reasoning is not None:
             message["reasoning_content"] = reasoning
         if calls:
-            message["tool_calls"] = [self._tool_call_message(call, index) for index, call in enumerate(calls)]
+            message["tool_calls"] = [self._build_tool_call(call, index) for index, call in enumerate(calls)]
         whole = self._render_probe([{"role": "user", "content": USER_TEXT}, message], False)
         if USER_TEXT not in whole or USER_TEXT not in self.prompt_before:
             raise TemplateInferenceError("it does not show the user's message")
@@ -88,7 +90,7 @@ class TemplateProber:
             rest = rest.replace(one, ID_SLOT)
         return rest
 
-    def _tool_call_message(self, call: ProbeCall, index: int) -> dict[str, Any]:
+    def _build_tool_call(self, call: ProbeCall, index: int) -> dict[str, Any]:
         function = {"name": call.name, "arguments": dict(call.arguments)}
         id = f"functions.{call.name}:{index}" if self.named_ids else self.ids[index % 2]
         return {"id": id, "type": "function", "function": function}

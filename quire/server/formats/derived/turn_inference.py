@@ -31,10 +31,10 @@ class AssistantTurnForm:
     """White space in front of what begins reasoning."""
     repeats_generation_prompt: bool = False
     """The lead stands again between reasoning and content."""
-    plain_turn: str = ""
+    content_only_turn: str = ""
     """A turn with content and nothing else."""
 
-    def strip_prompt(self, turn: str) -> str:
+    def extract_model_text(self, turn: str) -> str:
         """What the model writes of a turn: behind the prompt's end, and behind empty reasoning."""
         if turn.startswith(self.generation_prompt):
             rest = turn[len(self.generation_prompt) :]
@@ -42,7 +42,9 @@ class AssistantTurnForm:
             shared = common_prefix(self.generation_prompt, turn)
             rest = turn[len(shared) :]
             if not self.reasoning_end:
-                rest = rest[len(common_prefix(rest, self.plain_turn[len(shared) :].partition(CONTENT_TEXT)[0])) :]
+                rest = rest[
+                    len(common_prefix(rest, self.content_only_turn[len(shared) :].partition(CONTENT_TEXT)[0])) :
+                ]
         if self.reasoning_end:
             head, separator, after = rest.partition(self.reasoning_end)
             begin = self.reasoning_begin.strip()
@@ -51,21 +53,23 @@ class AssistantTurnForm:
         return rest.removeprefix(self.content_begin + self.content_end) if self.content_end else rest
 
 
-def infer_turn(prober: TemplateProber) -> AssistantTurnForm:
+def infer_turn_form(prober: TemplateProber) -> AssistantTurnForm:
     """Raises TemplateInferenceError if the template does not show content."""
-    plain = prober.render_turn(content=CONTENT_TEXT)
-    if CONTENT_TEXT not in plain:
+    content_only_turn = prober.render_assistant_turn(content=CONTENT_TEXT)
+    if CONTENT_TEXT not in content_only_turn:
         raise TemplateInferenceError("it does not show the content of an assistant's turn")
-    begin, end, repeats = infer_reasoning(prober, plain)
-    bare = AssistantTurnForm(
-        prober.generation_prompt, reasoning_begin=begin.strip(), reasoning_end=end, plain_turn=plain
+    begin, end, repeats = infer_reasoning_markers(prober, content_only_turn)
+    form_without_content = AssistantTurnForm(
+        prober.generation_prompt, reasoning_begin=begin.strip(), reasoning_end=end, content_only_turn=content_only_turn
     )
-    before, _, after = bare.strip_prompt(plain).partition(CONTENT_TEXT)
-    frame = before if before.strip() and (plain.startswith(prober.generation_prompt) or end) else ""
+    before, _, after = form_without_content.extract_model_text(content_only_turn).partition(CONTENT_TEXT)
+    frame = before if before.strip() and (content_only_turn.startswith(prober.generation_prompt) or end) else ""
     content_end = ""
     if frame:
         try:
-            called = bare.strip_prompt(prober.render_turn([ProbeCall(PROBE_NAMES[0], {})]))
+            called = form_without_content.extract_model_text(
+                prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], {})])
+            )
         except TemplateInferenceError:
             called = ""
         if called.startswith(frame):
@@ -81,17 +85,19 @@ def infer_turn(prober: TemplateProber) -> AssistantTurnForm:
         end,
         space,
         repeats_generation_prompt=repeats,
-        plain_turn=plain,
+        content_only_turn=content_only_turn,
     )
 
 
-def infer_reasoning(prober: TemplateProber, plain: str) -> tuple[str, str, bool]:
+def infer_reasoning_markers(prober: TemplateProber, content_only_turn: str) -> tuple[str, str, bool]:
     """What stands before and behind reasoning, and whether what the prompt ends with stands again behind it. Empty
     texts if the template shows no reasoning."""
     for calls, content in (((), CONTENT_TEXT), ((ProbeCall(PROBE_NAMES[0], {}),), "")):
         try:
-            turn = prober.render_turn(calls, content=content, reasoning=REASONING_TEXT)
-            turn_without_reasoning = prober.render_turn(calls, content=content) if calls else plain
+            turn = prober.render_assistant_turn(calls, content=content, reasoning=REASONING_TEXT)
+            turn_without_reasoning = (
+                prober.render_assistant_turn(calls, content=content) if calls else content_only_turn
+            )
         except TemplateInferenceError:
             continue
         if REASONING_TEXT in turn:

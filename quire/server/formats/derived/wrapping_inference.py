@@ -30,14 +30,14 @@ class CallWrapping:
     first_index: int
 
 
-def infer_wrapping(lead: str, one: str, two: str | None, plain_end: str) -> CallWrapping:
+def infer_wrapping(lead: str, one: str, two: str | None, end_without_calls: str) -> CallWrapping:
     """`one` and `two`: answers with one call and with two, arguments replaced by their slot, without the `lead` that
-    the prompt ends with. `plain_end`: what follows content in an answer without calls. Raises
+    the prompt ends with. `end_without_calls`: what follows content in an answer without calls. Raises
     TemplateInferenceError."""
     before, _, after = one.partition(ARGUMENTS_SLOT)
     single = two is None or two.count(ARGUMENTS_SLOT) != 2
     if single or two is None:
-        end, turn_end = split_turn_end(after, plain_end)
+        end, turn_end = split_turn_end(after, end_without_calls)
         return CallWrapping("", before, end, "", "", turn_end, False, "", 0)
     start, middle, last = two.split(ARGUMENTS_SLOT)
     start, middle, first_index = insert_index_slots(start, middle)
@@ -56,7 +56,7 @@ def infer_wrapping(lead: str, one: str, two: str | None, plain_end: str) -> Call
         raise TemplateInferenceError("it does not show where a second call begins")
     begin = "" if prompt_head else start[: len(start) - len(head)]
     between = rest[: len(rest) - len(head)]
-    end, turn_end = split_turn_end(last[len(tail) :], plain_end)
+    end, turn_end = split_turn_end(last[len(tail) :], end_without_calls)
     return CallWrapping(begin, head, tail, between, end, turn_end, True, prompt_head, first_index)
 
 
@@ -84,11 +84,11 @@ def _insert_tail_index(last: str, middle: str) -> str:
     return "".join(right)
 
 
-def split_turn_end(text: str, plain_end: str) -> tuple[str, str]:
+def split_turn_end(text: str, end_without_calls: str) -> tuple[str, str]:
     """What ends calls, and what ends the turn: what a turn without calls ends with too."""
-    shared = common_suffix(text, plain_end)
+    shared = common_suffix(text, end_without_calls)
     end = text[: len(text) - len(shared)]
-    tag = last_tag(plain_end)
+    tag = last_tag(end_without_calls)
     if tag and tag in end:
         end = end[: end.index(tag)]
     elif not shared.strip():

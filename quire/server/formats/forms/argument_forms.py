@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.text.grammar_compiler import lark_json_rule
-from quire.server.formats.forms.lark_rules import JSON_STRING_QUOTE, LarkRules, LiteralRuleWriter, LiteralWords
+from quire.server.formats.forms.lark_rules import JSON_STRING_QUOTE, LarkRules, LiteralRuleWriter, LiteralSpelling
 from quire.server.formats.forms.literal_syntax import LiteralSyntax, UnreadableLiteral
 from quire.server.formats.schema_node import SchemaNode
 from quire.server.formats.tools import strict_json
 from quire.server.formats.tools.json_calls import read_json_arguments
 from quire.server.formats.tools.json_repair import repair_json
-from quire.server.formats.tools.lark_calls import separate_items, tool_properties
+from quire.server.formats.tools.lark_calls import separated_items_expressions, tool_properties
 from quire.server.formats.tools.text_source import ParserSteps, TextSource, partial_match_length
 from quire.server.formats.tools.tool_call_sink import ToolCallSink
 from quire.server.formats.tools.tool_parser import Schema, Tool
@@ -40,12 +40,12 @@ class ArgumentsForm(ABC):
         return True
         yield
 
-    def can_follow(self, source: TextSource, tail: str) -> ParserSteps[bool]:
+    def is_argument_or_tail_next(self, source: TextSource, tail: str) -> ParserSteps[bool]:
         """Whether arguments come next, or the `tail` that follows them. Takes nothing."""
-        return (yield from is_next(source, self.before_key)) or (yield from is_next(source, tail))
+        return (yield from is_literal_next(source, self.before_key)) or (yield from is_literal_next(source, tail))
 
     @abstractmethod
-    def pass_arguments(self, source: TextSource, sink: ToolCallSink, schema: Schema, tail: str) -> ParserSteps[bool]:
+    def stream_arguments(self, source: TextSource, sink: ToolCallSink, schema: Schema, tail: str) -> ParserSteps[bool]:
         """Pass on the arguments of the open call as JSON; `tail` follows them. False: they break off or are broken."""
 
     @abstractmethod
@@ -69,7 +69,7 @@ class JsonArguments(ArgumentsForm):
         source.take_text(len(source.text) - len(source.text.lstrip()))
         return True
 
-    def pass_arguments(self, source: TextSource, sink: ToolCallSink, schema: Schema, tail: str) -> ParserSteps[bool]:
+    def stream_arguments(self, source: TextSource, sink: ToolCallSink, schema: Schema, tail: str) -> ParserSteps[bool]:
         if (yield from source.peek_character()) == '"':
             try:
                 written = yield from LiteralSyntax('"').read_literal(source)
@@ -84,7 +84,7 @@ class JsonArguments(ArgumentsForm):
     def lark_expressions(self, tool: Tool, rules: LarkRules) -> list[str]:
         if self.is_json_string:
             string_rules = LiteralRuleWriter(
-                rules, LiteralWords(json_lists=False, json_objects=False), JSON_STRING_QUOTE, sort=self.sort
+                rules, LiteralSpelling(json_lists=False, json_objects=False), JSON_STRING_QUOTE, sort=self.sort
             )
             return [
                 '"\\""',
@@ -103,7 +103,7 @@ class LiteralArguments(ArgumentsForm):
     colon: str
     separator: str
     syntax: LiteralSyntax
-    words: LiteralWords
+    spelling: LiteralSpelling
     after_value: str = ""
     sort: bool = False
 
@@ -115,23 +115,23 @@ class LiteralArguments(ArgumentsForm):
     def literals(self) -> tuple[str, ...]:
         return (self.before_key, self.colon, self.separator, self.syntax.quote, self.after_value)
 
-    def pass_arguments(self, source: TextSource, sink: ToolCallSink, schema: Schema, tail: str) -> ParserSteps[bool]:
+    def stream_arguments(self, source: TextSource, sink: ToolCallSink, schema: Schema, tail: str) -> ParserSteps[bool]:
         has_entries = False
         sink.add_arguments("{")
         try:
-            while not (yield from is_next(source, tail)):
+            while not (yield from is_literal_next(source, tail)):
                 if has_entries and not (yield from source.take_ignoring_space(self.separator)):
                     return False
-                if has_entries and (yield from is_next(source, tail)):
+                if has_entries and (yield from is_literal_next(source, tail)):
                     break
-                yield from self._read_entry(source, sink, has_entries)
+                yield from self._stream_entry(source, sink, has_entries)
                 has_entries = True
         except UnreadableLiteral:
             return False
         sink.add_arguments("}")
         return True
 
-    def _read_entry(self, source: TextSource, sink: ToolCallSink, begun: bool) -> ParserSteps[None]:
+    def _stream_entry(self, source: TextSource, sink: ToolCallSink, begun: bool) -> ParserSteps[None]:
         bare = self.before_key.strip("\"' \n\t")
         if bare and not (yield from source.take_ignoring_space(bare)):
             raise UnreadableLiteral
@@ -142,7 +142,7 @@ class LiteralArguments(ArgumentsForm):
         sink.add_arguments(f"{', ' if begun else ''}{strict_json.write_json(key)}: ")
         quote = self.syntax.quote
         if len(quote) > 1 and self.syntax.raw and (yield from source.take_after_space(quote)):
-            yield from _pass_string_text(source, sink, quote)
+            yield from _stream_string_text(source, sink, quote)
         else:
             sink.add_arguments(strict_json.write_json((yield from self.syntax.read_literal(source))))
         if self.after_value.strip() and not (yield from source.take_ignoring_space(self.after_value)):
@@ -155,14 +155,14 @@ class LiteralArguments(ArgumentsForm):
         for name, node, required in sorted(known_properties, key=_property_name) if self.sort else known_properties:
             begin, end = rules.split_literal(self.before_key + name + self.colon), rules.split_literal(self.after_value)
             entries.append((" ".join([*begin, writer.value_expression(node), *end]), required))
-        return separate_items(entries, " ".join(rules.split_literal(self.separator)))
+        return separated_items_expressions(entries, " ".join(rules.split_literal(self.separator)))
 
     def rule_writer(self, rules: LarkRules) -> LiteralRuleWriter:
         """Writes the rules of values. What stands inside other values has the words and quotes of these."""
         uses_own_quotes = len(self.syntax.quote) > 1
         colon, comma = (self.colon, self.separator) if uses_own_quotes else (": ", ", ")
         return LiteralRuleWriter(
-            rules, self.words, self.syntax.quote, self.syntax.raw, uses_own_quotes, colon, comma, sort=self.sort
+            rules, self.spelling, self.syntax.quote, self.syntax.raw, uses_own_quotes, colon, comma, sort=self.sort
         )
 
 
@@ -180,7 +180,7 @@ def _property_name(property_entry: tuple[str, SchemaNode, bool]) -> str:
     return property_entry[0]
 
 
-def is_next(source: TextSource, literal: str) -> ParserSteps[bool]:
+def is_literal_next(source: TextSource, literal: str) -> ParserSteps[bool]:
     """Whether a literal comes next. Takes nothing."""
     if not literal.strip():
         return not (yield from source.peek_character())
@@ -191,7 +191,7 @@ def is_next(source: TextSource, literal: str) -> ParserSteps[bool]:
     return was_taken
 
 
-def _pass_string_text(source: TextSource, sink: ToolCallSink, end: str) -> ParserSteps[None]:
+def _stream_string_text(source: TextSource, sink: ToolCallSink, end: str) -> ParserSteps[None]:
     """Pass on text as a JSON string while it comes, up to `end`."""
     sink.add_arguments('"')
     while (place := source.text.find(end)) < 0:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 
-from quire.server.formats.forms.call_form_grammar import CallFormGrammar
+from quire.server.formats.forms.call_form_grammar import CallFormGrammarWriter
 from quire.server.formats.forms.call_form_reader import CallFormReader
 from quire.server.formats.forms.call_form_texts import DISTINCT_MARK, CallFormTexts, marker_prefix, num_letters
 from quire.server.formats.forms.slots import ID_SLOT, INDEX_SLOT, NAME_SLOT, TAG
@@ -29,7 +29,7 @@ class CallForm(CallFormTexts, ToolFormat):
         marker_texts = [
             marker_prefix(self.opening),
             *map(marker_prefix, self.other_heads),
-            *map(marker_prefix, self.inner_heads),
+            *map(marker_prefix, self.unwrapped_heads),
         ]
         if self.begin.strip() and TAG.search(self.fixed_head):
             marker_texts.append(marker_prefix(self.fixed_head))
@@ -41,8 +41,8 @@ class CallForm(CallFormTexts, ToolFormat):
         return tuple(dict.fromkeys(marker_texts))
 
     @cached_property
-    def inner_markers(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(map(marker_prefix, self.inner_heads))
+    def unwrapped_markers(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(map(marker_prefix, self.unwrapped_heads))
 
     @property
     def literals(self) -> tuple[str, ...]:
@@ -58,11 +58,11 @@ class CallForm(CallFormTexts, ToolFormat):
             .replace(INDEX_SLOT, str(self.first_index))
         )
 
-    def new_call_id(self, name: str) -> str:
+    def derive_call_id(self, name: str) -> str:
         if self.short_ids:
             digest = blake2b(name.encode(), digest_size=9).digest()
             return "".join(ID_CHARACTERS[byte % len(ID_CHARACTERS)] for byte in digest)
-        return super().new_call_id(name)
+        return super().derive_call_id(name)
 
     def parse_answer(
         self, source: TextSource, sink: ToolCallSink, tools: ToolsByName, *, in_blocks: bool = False
@@ -74,7 +74,7 @@ class CallForm(CallFormTexts, ToolFormat):
         if self.markers or in_blocks:
             yield from super().parse_answer(source, sink, tools, in_blocks=in_blocks)
         else:
-            yield from _pass_remaining_content(source, sink)
+            yield from _stream_remaining_content(source, sink)
 
     def read_calls(self, source: TextSource, sink: ToolCallSink, tools: ToolsByName, marker: str) -> ParserSteps[bool]:
         return CallFormReader(self, source, sink, tools).read_form_calls(marker)
@@ -82,10 +82,10 @@ class CallForm(CallFormTexts, ToolFormat):
     def build_calls_grammar(
         self, tools: Sequence[Tool], many: bool, token: LiteralEncoder, *, must: bool = True
     ) -> str:
-        return CallFormGrammar(self, self.markers, token).write_grammar(tools, many, must_call=must)
+        return CallFormGrammarWriter(self, self.markers, token).write_grammar(tools, many, must_call=must)
 
 
-def _pass_remaining_content(source: TextSource, sink: ToolCallSink) -> ParserSteps[None]:
+def _stream_remaining_content(source: TextSource, sink: ToolCallSink) -> ParserSteps[None]:
     while not source.is_closed:
         sink.add_content(source.take_text(len(source.text)))
         yield

@@ -22,7 +22,7 @@ from quire.server.formats.tools.tool_parser import LiteralEncoder, Tool
 ID_REGEX, INDEX_REGEX = "/[A-Za-z0-9_.:-]{1,64}/", "/[0-9]{1,3}/"
 
 
-class CallFormGrammar:
+class CallFormGrammarWriter:
     """Writes one grammar."""
 
     def __init__(self, form: CallFormTexts, markers: Sequence[str], token: LiteralEncoder) -> None:
@@ -34,7 +34,7 @@ class CallFormGrammar:
         """As ToolFormat.build_calls_grammar."""
         form = self._form
         rules = self._rules
-        first = self._form.answer_opening
+        first = self._form.opening_after_prompt
         opening = rules.split_literal(first.lstrip())
         calls = [self._call_expressions(tool) for tool in tools]
         space = form.tail[len(form.tail.rstrip()) :]  # behind the last call it may be missing
@@ -64,7 +64,7 @@ class CallFormGrammar:
         """The start rule where an answer may be text, in which calls follow the `opening`, and the rules it needs."""
         form = self._form
         rules = self._rules
-        first = self._form.answer_opening
+        first = self._form.opening_after_prompt
         whole = " ".join([*opening, rest])
         anything = "TEXT: /(?s:.*)/"
         if form.content_begin and not form.has_distinct_marker:
@@ -113,5 +113,5 @@ class CallFormGrammar:
 
     def _call_start_regex(self) -> str:
         """A regular expression of how an answer begins that is calls, and not text."""
-        start = marker_prefix(self._form.answer_opening)
+        start = marker_prefix(self._form.opening_after_prompt)
         return r"\s*" + r"\s*".join(map(re.escape, split_into_atoms(start)[:3]))

@@ -63,9 +63,11 @@ class CallFormReader:
             return True
         prompt_head = form.prompt_head if head != form.head else ""
         heads = [other.removeprefix(prompt_head) for other in form.other_heads]
-        heads += [] if form.json_keys is not None or (outside and head in form.inner_heads) else [head]
-        for one in sorted({*heads, *form.inner_heads}, key=len, reverse=True):  # a short one fits where a long one does
-            if (yield from self._read_call_parts(one, inner=one in form.inner_heads and one not in heads)):
+        heads += [] if form.json_keys is not None or (outside and head in form.unwrapped_heads) else [head]
+        for one in sorted(
+            {*heads, *form.unwrapped_heads}, key=len, reverse=True
+        ):  # a short one fits where a long one does
+            if (yield from self._read_call_parts(one, unwrapped=one in form.unwrapped_heads and one not in heads)):
                 return True
         return False
 
@@ -85,10 +87,10 @@ class CallFormReader:
         yield from self._skip_literal(form.tail[form.tail.rindex("}") + 1 :])
         return True
 
-    def _read_call_parts(self, head: str, *, inner: bool) -> ParserSteps[bool]:
-        """Read a call that begins with a head: an `inner` one may be spoken of, so the name must be a tool's, and
+    def _read_call_parts(self, head: str, *, unwrapped: bool) -> ParserSteps[bool]:
+        """Read a call that begins with a head: an `unwrapped` one may be spoken of, so the name must be a tool's, and
         arguments must follow."""
-        must_be_known = inner or not self._form.has_distinct_marker
+        must_be_known = unwrapped or not self._form.has_distinct_marker
         form = self._form
         source = self._source
         sink = self._sink
@@ -109,11 +111,13 @@ class CallFormReader:
             source.restore_place(place)
             return False
         tool, tail = tools.get(name), form.tail.replace(NAME_SLOT, name)
-        if inner and not (yield from form.arguments.can_follow(source, tail)):
+        if unwrapped and not (yield from form.arguments.is_argument_or_tail_next(source, tail)):
             source.restore_place(place)
             return False
         sink.open_call(name, id if VALID_CALL_ID.fullmatch(id) else "")
-        if (yield from form.arguments.pass_arguments(source, sink, tool.parameters if tool is not None else {}, tail)):
+        if (
+            yield from form.arguments.stream_arguments(source, sink, tool.parameters if tool is not None else {}, tail)
+        ):
             sink.close_call()
             yield from self._skip_literal(tail)
         return True

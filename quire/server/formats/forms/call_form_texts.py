@@ -48,7 +48,7 @@ class CallFormTexts:
     short_ids: bool = False
     """The template refuses ids that are not nine letters and digits."""
     first_index: int = 0
-    inner_heads: tuple[str, ...] = ()
+    unwrapped_heads: tuple[str, ...] = ()
     """Heads without the tag around them, which models forget. They are read if the name is a tool's."""
     other_heads: tuple[str, ...] = ()
     """Heads that are read too, and that a grammar does not allow."""
@@ -72,14 +72,14 @@ class CallFormTexts:
         return [one[0] for one in first_atoms if one] or ["{"]
 
     @cached_property
-    def answer_opening(self) -> str:
+    def opening_after_prompt(self) -> str:
         """What the model writes before the first slot of the first call."""
         return self.opening.removeprefix(self.prompt_head)
 
     @cached_property
     def has_distinct_marker(self) -> bool:
         """Whether calls begin with a mark that other text will not have. If not, names must be those of tools."""
-        marker = marker_prefix(self.answer_opening)
+        marker = marker_prefix(self.opening_after_prompt)
         return DISTINCT_MARK.search(marker) is not None or (self.json_keys is not None and num_letters(marker) > 4)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from quire.server.formats.forms.lark_rules import LiteralWords
+from quire.server.formats.forms.lark_rules import LiteralSpelling
 from quire.server.formats.forms.plain_values import value_to_json
 from quire.server.formats.schema_node import SchemaNode
 from quire.server.formats.tools import strict_json
@@ -32,7 +32,7 @@ def parse_element(written: str, before: str, item: str, node: SchemaNode) -> Any
     if not written.strip() and kinds <= {"array", "object", "null"}:
         return [] if is_list else {} if is_object else None
     variants = node.variants()
-    return strict_json.parse_json(value_to_json(written, variants, LiteralWords()))
+    return strict_json.parse_json(value_to_json(written, variants, LiteralSpelling()))
 
 
 def _child_elements(written: str, before: str) -> list[tuple[str, str]] | None:

@@ -12,7 +12,7 @@ from quire.engine.text.grammar_compiler import lark_json_rule
 from quire.server.formats.forms.schema_patterns import pattern_terminal, schema_pattern
 from quire.server.formats.forms.slots import TAG
 from quire.server.formats.schema_node import SchemaNode, TypeVariant
-from quire.server.formats.tools.lark_calls import lark_string, separate_items
+from quire.server.formats.tools.lark_calls import lark_string, separated_items_expressions
 
 LiteralEncoder = Callable[[str], str]
 LITERAL_PIECES = re.compile(r'"(?:[^"\\]|\\.)*"|<\[\d+\]>')
@@ -23,7 +23,7 @@ NUMBER_REGEX = r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/"
 
 
 @dataclass(frozen=True, slots=True)
-class LiteralWords:
+class LiteralSpelling:
     """How a template writes constants, and values that hold others."""
 
     true: str = "true"
@@ -112,7 +112,7 @@ class LiteralRuleWriter:
     """Writes rules of values that fit a JSON schema. What Lark cannot say of a schema is left open."""
 
     rules: LarkRules
-    words: LiteralWords
+    spelling: LiteralSpelling
     quote: str = "'"
     is_raw: bool = False
     bare_keys: bool = False
@@ -128,7 +128,7 @@ class LiteralRuleWriter:
         return f"( {' | '.join(expressions)} )" if len(expressions) > 1 else next(iter(expressions))
 
     def _variant_expression(self, variant: TypeVariant, node: SchemaNode, depth: int) -> str:
-        words, schema = self.words, variant.schema
+        spelling, schema = self.spelling, variant.schema
         if variant.enum is not None:
             return f"( {' | '.join(map(self.constant_expression, variant.enum))} )"
         match variant.type:
@@ -137,12 +137,12 @@ class LiteralRuleWriter:
             case "integer" | "number":
                 return lark_json_rule(node.with_schema(schema).standalone_schema())
             case "boolean":
-                return f"( {lark_string(words.true)} | {lark_string(words.false)} )"
+                return f"( {lark_string(spelling.true)} | {lark_string(spelling.false)} )"
             case "null":
-                return lark_string(words.null)
-            case "array" if self.words.json_lists and not depth:
+                return lark_string(spelling.null)
+            case "array" if self.spelling.json_lists and not depth:
                 return lark_json_rule(node.with_schema(schema).standalone_schema())
-            case "object" if self.words.json_objects and not depth:
+            case "object" if self.spelling.json_objects and not depth:
                 return lark_json_rule(node.with_schema(schema).standalone_schema())
             case "array":
                 return self._array_expression(schema, node.with_schema(schema), depth)
@@ -173,7 +173,7 @@ class LiteralRuleWriter:
             (f"{self._key_expression(key)} {self.value_expression(value, depth + 1)}", required)
             for key, value, required in (sorted(known, key=lambda one: one[0]) if self.sort else known)
         ]
-        return " ".join(['"{"', *separate_items(entries, lark_string(self.comma)), '"}"'])
+        return " ".join(['"{"', *separated_items_expressions(entries, lark_string(self.comma)), '"}"'])
 
     def _key_expression(self, key: str) -> str:
         return " ".join(self.rules.split_literal((key if self.bare_keys else self.quote_string(key)) + self.colon))
@@ -185,11 +185,13 @@ class LiteralRuleWriter:
 
     def _any_value_expression(self, depth: int) -> str:
         """Any value, by a rule that refers to itself."""
-        if not depth and self.words.json_lists and self.words.json_objects:
-            constants = " | ".join(lark_string(word) for word in (self.words.true, self.words.false, self.words.null))
+        if not depth and self.spelling.json_lists and self.spelling.json_objects:
+            constants = " | ".join(
+                lark_string(word) for word in (self.spelling.true, self.spelling.false, self.spelling.null)
+            )
             return f"( {lark_json_rule(True)} | {constants} )"
-        name, words = "anyvalue", self.words
-        constants = " | ".join(lark_string(word) for word in (words.true, words.false, words.null))
+        name, spelling = "anyvalue", self.spelling
+        constants = " | ".join(lark_string(word) for word in (spelling.true, spelling.false, spelling.null))
         array = f'"[" ( {name} ( {lark_string(self.comma)} {name} )* )? "]"'
         return self.rules.names_by_body.setdefault(
             f": {self.string_expression()} | {NUMBER_REGEX} | {constants} | "
@@ -213,21 +215,21 @@ class LiteralRuleWriter:
         return r"""/'([^'\\\n]|\\.)*'|"([^"\\\n]|\\.)*"/"""
 
     def constant_expression(self, value: Any) -> str:
-        return " ".join(self.rules.split_literal(self.write_literal(value)))
+        return " ".join(self.rules.split_literal(self.format_literal(value)))
 
-    def write_literal(self, value: Any) -> str:
+    def format_literal(self, value: Any) -> str:
         """A value as the template writes it."""
-        words = self.words
+        spelling = self.spelling
         if isinstance(value, str):
             return self.quote_string(value)
         if value is None or isinstance(value, bool):
-            return words.null if value is None else words.true if value else words.false
+            return spelling.null if value is None else spelling.true if value else spelling.false
         if isinstance(value, list):
-            return f"[{self.comma.join(map(self.write_literal, value))}]"
+            return f"[{self.comma.join(map(self.format_literal, value))}]"
         if isinstance(value, dict):
             keys = sorted(value) if self.sort else value
             entries = [
-                (key if self.bare_keys else self.quote_string(key)) + self.colon + self.write_literal(value[key])
+                (key if self.bare_keys else self.quote_string(key)) + self.colon + self.format_literal(value[key])
                 for key in keys
             ]
             return f"{{{self.comma.join(entries)}}}"

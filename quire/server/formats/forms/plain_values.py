@@ -6,7 +6,7 @@ import ast
 import re
 from typing import Any
 
-from quire.server.formats.forms.lark_rules import LiteralWords
+from quire.server.formats.forms.lark_rules import LiteralSpelling
 from quire.server.formats.schema_node import ANY_TYPE, TypeVariant, json_type_of_value
 from quire.server.formats.tools import strict_json
 
@@ -19,12 +19,12 @@ def is_string_only(variants: list[TypeVariant]) -> bool:
     return all(variant.type == "string" for variant in variants)
 
 
-def may_be_literal(begun: str, variants: list[TypeVariant], words: LiteralWords) -> bool:
+def may_be_literal(begun: str, variants: list[TypeVariant], spelling: LiteralSpelling) -> bool:
     """Whether a text that begins so may turn out to be another value than a string."""
     kinds = {variant.numeric_merged_type for variant in variants}
     if kinds & {ANY_TYPE} or not kinds & {"string"}:
         return True
-    constants = {"boolean": (words.true, words.false, "true", "false"), "null": (words.null, "null")}
+    constants = {"boolean": (spelling.true, spelling.false, "true", "false"), "null": (spelling.null, "null")}
     if any(word.startswith(begun) for kind in kinds & constants.keys() for word in constants[kind]):
         return True
     if "number" in kinds and PARTIAL_NUMBER.fullmatch(begun):
@@ -32,7 +32,7 @@ def may_be_literal(begun: str, variants: list[TypeVariant], words: LiteralWords)
     return bool(kinds & {"array", "object"}) and begun[:1] in ("", "[", "{", "(")
 
 
-def value_to_json(written: str, variants: list[TypeVariant], words: LiteralWords) -> str:
+def value_to_json(written: str, variants: list[TypeVariant], spelling: LiteralSpelling) -> str:
     """The value of a text as JSON.
 
     Where a schema allows strings among others, a text is another value only if it is, from its first character to its
@@ -45,7 +45,7 @@ def value_to_json(written: str, variants: list[TypeVariant], words: LiteralWords
         if any(enum is not None and written in enum for enum in enums):
             return strict_json.write_json(written)
         literal_json = _literal_to_json(
-            written, {"null": "null", "true": "true", "false": "false", **_json_by_constant(words)}, words
+            written, {"null": "null", "true": "true", "false": "false", **_json_by_constant(spelling)}, spelling
         )
         fits = (
             literal_json is not None
@@ -54,20 +54,20 @@ def value_to_json(written: str, variants: list[TypeVariant], words: LiteralWords
         )
         return literal_json if literal_json is not None and fits else strict_json.write_json(written)
     text = written.strip()
-    constants = {**JSON_BY_PYTHON_CONSTANT, **_json_by_constant(words)}
+    constants = {**JSON_BY_PYTHON_CONSTANT, **_json_by_constant(spelling)}
     if kinds <= {"boolean", "null"}:
         constants |= {word.lower(): json for word, json in constants.items()}
         text = text.lower() if text.lower() in constants else text
-    literal_json = _literal_to_json(text, constants, words, python=True)
+    literal_json = _literal_to_json(text, constants, spelling, python=True)
     return strict_json.write_json(written) if literal_json is None else literal_json
 
 
-def _json_by_constant(words: LiteralWords) -> dict[str, str]:
-    return {words.true: "true", words.false: "false", words.null: "null"}
+def _json_by_constant(spelling: LiteralSpelling) -> dict[str, str]:
+    return {spelling.true: "true", spelling.false: "false", spelling.null: "null"}
 
 
 def _literal_to_json(
-    written: str, constants: dict[str, str], words: LiteralWords, *, python: bool = False
+    written: str, constants: dict[str, str], spelling: LiteralSpelling, *, python: bool = False
 ) -> str | None:
     """The JSON of a literal; None for any other text. Literals of Python are read too with `python`, or where the
     template writes such lists or objects."""
@@ -80,7 +80,7 @@ def _literal_to_json(
         pass
     if written[:1] not in ("[", "{", "("):
         return None
-    if python or not (words.json_lists and words.json_objects):
+    if python or not (spelling.json_lists and spelling.json_objects):
         try:
             return strict_json.write_json(ast.literal_eval(written))
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

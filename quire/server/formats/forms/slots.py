@@ -30,14 +30,14 @@ def split_into_atoms(text: str) -> list[str]:
 
 
 def common_prefix(one: str, other: str) -> str:
-    return "".join(_common_atoms(split_into_atoms(one), split_into_atoms(other)))
+    return "".join(_common_leading_atoms(split_into_atoms(one), split_into_atoms(other)))
 
 
 def common_suffix(one: str, other: str) -> str:
-    return "".join(reversed(_common_atoms(split_into_atoms(one)[::-1], split_into_atoms(other)[::-1])))
+    return "".join(reversed(_common_leading_atoms(split_into_atoms(one)[::-1], split_into_atoms(other)[::-1])))
 
 
-def _common_atoms(one: list[str], other: list[str]) -> list[str]:
+def _common_leading_atoms(one: list[str], other: list[str]) -> list[str]:
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return [left for left, _ in pairs]
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from quire.engine.text.grammar_compiler import lark_json_rule
 from quire.server.formats.forms import element_values
-from quire.server.formats.forms.argument_forms import ArgumentsForm, is_next
-from quire.server.formats.forms.lark_rules import MAX_DEPTH, LarkRules, LiteralRuleWriter, LiteralWords
+from quire.server.formats.forms.argument_forms import ArgumentsForm, is_literal_next
+from quire.server.formats.forms.lark_rules import MAX_DEPTH, LarkRules, LiteralRuleWriter, LiteralSpelling
 from quire.server.formats.forms.plain_values import is_string_only, may_be_literal, value_to_json
 from quire.server.formats.forms.schema_patterns import schema_pattern
 from quire.server.formats.forms.slots import KEY_SLOT, TAG, split_into_atoms
 from quire.server.formats.schema_node import ANY_TYPE, SchemaNode, TypeVariant
 from quire.server.formats.tools import strict_json
-from quire.server.formats.tools.lark_calls import lark_string, separate_items, tool_properties
+from quire.server.formats.tools.lark_calls import lark_string, separated_items_expressions, tool_properties
 from quire.server.formats.tools.text_source import ParserSteps, TextSource, partial_match_length
 from quire.server.formats.tools.tool_call_sink import ToolCallSink
 from quire.server.formats.tools.tool_parser import Schema, Tool
@@ -35,7 +35,7 @@ class TaggedArguments(ArgumentsForm):
     end: str
     """What follows a value. It may hold the character for the KEY."""
     separator: str
-    words: LiteralWords
+    spelling: LiteralSpelling
     sort: bool = False
     uses_cdata: bool = False
     """Strings with markup stand in a CDATA section."""
@@ -54,10 +54,10 @@ class TaggedArguments(ArgumentsForm):
     def literals(self) -> tuple[str, ...]:
         return (self.before_key, *self.infixes.values(), self.end, self.separator, self.element_prefix)
 
-    def can_follow(self, source: TextSource, tail: str) -> ParserSteps[bool]:
-        return (yield from is_next(source, self.before_key)) or (yield from _is_call_end(source, tail))
+    def is_argument_or_tail_next(self, source: TextSource, tail: str) -> ParserSteps[bool]:
+        return (yield from is_literal_next(source, self.before_key)) or (yield from _is_call_end(source, tail))
 
-    def pass_arguments(self, source: TextSource, sink: ToolCallSink, schema: Schema, tail: str) -> ParserSteps[bool]:
+    def stream_arguments(self, source: TextSource, sink: ToolCallSink, schema: Schema, tail: str) -> ParserSteps[bool]:
         whole = SchemaNode.from_document(schema)
         has_entries = False
         sink.add_arguments("{")
@@ -72,7 +72,7 @@ class TaggedArguments(ArgumentsForm):
             key, kind = key_and_kind
             sink.add_arguments(f"{', ' if has_entries else ''}{strict_json.write_json(key)}: ")
             has_entries = True
-            if not (yield from _read_value(self, source, sink, key, whole.property_node(key), kind)):
+            if not (yield from _stream_value(self, source, sink, key, whole.property_node(key), kind)):
                 return False
             end = self.end.replace(KEY_SLOT, key).strip()
             while end and (yield from source.take_after_space(end)):
@@ -87,14 +87,14 @@ class TaggedArguments(ArgumentsForm):
             entries.append((_argument_expression(self, name, node, rules), required))
         separator = " ".join(rules.split_literal(self.separator))
         if separator:
-            return separate_items(entries, separator)
+            return separated_items_expressions(entries, separator)
         return [f"( {entry} ){'' if required else '?'}" for entry, required in entries]
 
 
 def _is_call_end(source: TextSource, tail: str) -> ParserSteps[bool]:
     """Whether the end of the call comes next: one of its tags, for models forget some, or all of it if it has none."""
     for mark in TAG.findall(tail) or [tail]:
-        if (yield from is_next(source, mark)):
+        if (yield from is_literal_next(source, mark)):
             return True
     return False
 
@@ -122,7 +122,7 @@ def _read_key(form: TaggedArguments, source: TextSource) -> ParserSteps[tuple[st
     return None
 
 
-def _read_value(
+def _stream_value(
     form: TaggedArguments, source: TextSource, sink: ToolCallSink, key: str, node: SchemaNode, kind: str
 ) -> ParserSteps[bool]:
     """Pass on a value, and take what follows it. `kind`: "string" or "other" where the text tells it. False when it
@@ -133,7 +133,7 @@ def _read_value(
     variants = node.variants()
     if form.uses_cdata and (yield from source.take_exactly(CDATA_BEGIN)):
         sink.add_arguments('"')
-        if not (yield from _pass_text(source, sink, (CDATA_END,), html_entities=False)):
+        if not (yield from _stream_text(source, sink, (CDATA_END,), html_entities=False)):
             return False
         yield from source.take_ignoring_space(core)
         sink.add_arguments('"')
@@ -153,19 +153,19 @@ def _read_value(
             sink.add_arguments(_tagged_value_to_json(form, written.removesuffix(space), node, variants))
             return True
     sink.add_arguments('"')
-    if not (yield from _pass_text(source, sink, ends, html_entities=form.has_html_entities)):
+    if not (yield from _stream_text(source, sink, ends, html_entities=form.has_html_entities)):
         return False
     sink.add_arguments('"')
     return True
 
 
-def _pass_text(
+def _stream_text(
     source: TextSource, sink: ToolCallSink, ends: tuple[str, ...], *, html_entities: bool
 ) -> ParserSteps[bool]:
     """Pass on text up to the first of `ends`, which is taken too."""
     pieces: list[str] = []
 
-    def pass_piece(piece: str) -> None:
+    def stream_piece(piece: str) -> None:
         if html_entities:
             pieces.append(piece)
         else:
@@ -175,12 +175,12 @@ def _pass_text(
         end_places = [(place, -len(end)) for end in ends if (place := source.text.find(end)) >= 0]
         if end_places:
             place, length = min(end_places)
-            pass_piece(source.take_text(place))
+            stream_piece(source.take_text(place))
             source.take_text(-length)
             sink.add_arguments(strict_json.write_json(html.unescape("".join(pieces)))[1:-1])
             return True
         keep = partial_match_length(source.text, ends)
-        pass_piece(source.take_text(len(source.text) - keep))
+        stream_piece(source.take_text(len(source.text) - keep))
         if source.is_closed:
             sink.add_arguments(strict_json.write_json(html.unescape("".join(pieces)))[1:-1])
             source.take_text(keep)
@@ -206,7 +206,7 @@ def _read_until_end(source: TextSource, end: str, begin: str) -> ParserSteps[str
 def _may_become_literal(form: TaggedArguments, begun: str, ends: tuple[str, ...], variants: list[TypeVariant]) -> bool:
     """Whether a value that begins so, of which the last characters may begin its end, may be no string."""
     return bool(form.item_name) or may_be_literal(
-        begun[: len(begun) - partial_match_length(begun, ends)], variants, form.words
+        begun[: len(begun) - partial_match_length(begun, ends)], variants, form.spelling
     )
 
 
@@ -215,7 +215,7 @@ def _tagged_value_to_json(form: TaggedArguments, written: str, node: SchemaNode,
         written = html.unescape(written)
     if form.item_name:
         return strict_json.write_json(element_values.parse_element(written, form.element_prefix, form.item_name, node))
-    return value_to_json(written, variants, form.words)
+    return value_to_json(written, variants, form.spelling)
 
 
 def _argument_expression(form: TaggedArguments, name: str, node: SchemaNode, rules: LarkRules) -> str:
@@ -243,14 +243,14 @@ def _value_expressions(
     if form.item_name and (variant.type in ("array", "object", ANY_TYPE)):
         return _element_expressions(form, variant, node, end, rules, 0)
     if variant.type in ("boolean", "null", "array", "object", ANY_TYPE):
-        return [LiteralRuleWriter(rules, form.words).value_expression(node.with_schema(variant.schema)), *closing]
+        return [LiteralRuleWriter(rules, form.spelling).value_expression(node.with_schema(variant.schema)), *closing]
     return [lark_json_rule(node.with_schema(variant.schema).standalone_schema()), *closing]
 
 
 def _string_expressions(form: TaggedArguments, variant: TypeVariant, end: str, rules: LarkRules) -> list[str]:
     closing = rules.split_literal(end)
     if variant.enum is not None:
-        texts = [write_string(form, str(one)) for one in variant.enum]
+        texts = [encode_tagged_string(form, str(one)) for one in variant.enum]
         return [f"( {' | '.join(' '.join(rules.split_literal(one)) or lark_string('') for one in texts)} )", *closing]
     pattern = None if form.has_html_entities else schema_pattern(variant.schema)
     if form.uses_cdata and pattern is not None:
@@ -285,7 +285,7 @@ def _element_expressions(
     return [*expressions, *rules.split_literal(end)]
 
 
-def write_string(form: TaggedArguments, value: str) -> str:
+def encode_tagged_string(form: TaggedArguments, value: str) -> str:
     """A string as the template writes it."""
     if form.uses_cdata and any(one in value for one in "<&\n"):
         return f"{CDATA_BEGIN}{value}{CDATA_END}"

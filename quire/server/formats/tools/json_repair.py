@@ -111,13 +111,13 @@ class JsonRepairer:
             self._expected = "value"
             return ":", place + 1
         if character in "{[" and self._expected != "key":
-            before = self._missing_separator()
+            before = self._write_missing_separator()
             self._open_closers.append(CLOSING_BRACKETS[character])
             self._num_open[CLOSING_BRACKETS[character]] += 1
             self._expected, self._is_first = ("key" if character == "{" else "value"), True
             return before + character, place + 1
         if character in "\"'":
-            before = self._missing_separator()
+            before = self._write_missing_separator()
             self._quote = character
             return before + '"', place + 1
         return self._read_word(text, place, closed)
@@ -137,12 +137,12 @@ class JsonRepairer:
             return "", place
         if word.end() == len(text) and not closed:
             return None
-        before = self._missing_separator()
+        before = self._write_missing_separator()
         written = json.dumps(word[0]) if self._expected == "key" else repair_word(word[0])
         self._expect_after_value()
         return before + written, word.end()
 
-    def _missing_separator(self) -> str:
+    def _write_missing_separator(self) -> str:
         """What is missing before a key or value."""
         before = self._pending_comma
         self._pending_comma = ""

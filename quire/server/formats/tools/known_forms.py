@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.server.formats.forms.argument_forms import JsonArguments
 from quire.server.formats.forms.call_form import CallForm
-from quire.server.formats.forms.lark_rules import LiteralWords
+from quire.server.formats.forms.lark_rules import LiteralSpelling
 from quire.server.formats.forms.slots import ID_SLOT, NAME_SLOT
 from quire.server.formats.forms.tagged_arguments import TaggedArguments
 from quire.server.formats.tools.json_calls import DEFAULT_KEYS
@@ -117,12 +117,12 @@ def xml_call_form(outer: str) -> CallForm:
             infixes={"string": ">\n"},
             end="\n</parameter>\n",
             separator="",
-            words=LiteralWords(),
+            spelling=LiteralSpelling(),
         ),
         tail=f"</function>\n</{outer}>",
         between="\n",
         end="",
-        inner_heads=(f"<function={NAME_SLOT}>",),
+        unwrapped_heads=(f"<function={NAME_SLOT}>",),
     )
 
 

@@ -60,10 +60,10 @@ def keyword_call_expressions(tool: Tool) -> list[str]:
         (f"{lark_string(name + '=')} {lark_json_rule(node.standalone_schema())}", required)
         for name, node, required in tool_properties(tool)
     ]
-    return [lark_string(f"{tool.name}("), *separate_items(arguments, lark_string(", ")), lark_string(")")]
+    return [lark_string(f"{tool.name}("), *separated_items_expressions(arguments, lark_string(", ")), lark_string(")")]
 
 
-def separate_items(items: Sequence[tuple[str, bool]], separator: str) -> list[str]:
+def separated_items_expressions(items: Sequence[tuple[str, bool]], separator: str) -> list[str]:
     """The items that are present, each with whether it must be, with the separator, an expression, between.
 
     There is one alternative for each item that may come first.

@@ -34,12 +34,12 @@ class LlamaJsonFormat(ToolFormat):
     def read_calls(self, source: TextSource, sink: ToolCallSink, tools: ToolsByName, marker: str) -> ParserSteps[bool]:
         if not (yield from read_json_call(source, sink, tools)):
             return False
-        while (yield from self._read_another(source, sink, tools)):
+        while (yield from self._read_next_call(source, sink, tools)):
             pass
         yield from source.take_after_space("<|python_end|>")
         return True
 
-    def _read_another(self, source: TextSource, sink: ToolCallSink, tools: ToolsByName) -> ParserSteps[bool]:
+    def _read_next_call(self, source: TextSource, sink: ToolCallSink, tools: ToolsByName) -> ParserSteps[bool]:
         """Read one more call, behind a semicolon, a comma, white space or its own marker. Else nothing is taken."""
         place = source.save_place()
         for between in (";", ",", *self.other_markers, *self.markers):

@@ -73,7 +73,7 @@ class TextSource:
         """Take `literal`, with whatever white space. False, with nothing taken, when something else comes next."""
         wanted = "".join(literal.split())
         while True:
-            end = find_loose_end(self.text, wanted)
+            end = find_end_ignoring_space(self.text, wanted)
             if end is not None:
                 self.take_text(max(end, 0))
                 return end >= 0
@@ -122,7 +122,7 @@ class TextSource:
         return text[:1]
 
 
-def find_loose_end(text: str, wanted: str) -> int | None:
+def find_end_ignoring_space(text: str, wanted: str) -> int | None:
     """Where `wanted` ends, read from the text's beginning over white space; -1: something else is there; None: the text
     ends before that is decided."""
     place = 0

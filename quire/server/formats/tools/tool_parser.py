@@ -37,7 +37,7 @@ class ToolFormat(ABC):
 
     markers: ClassVar[tuple[str, ...]] = ()
     """The texts that calls begin with. They may be special tokens; the parser sees them all the same."""
-    inner_markers: ClassVar[tuple[str, ...]] = ()
+    unwrapped_markers: ClassVar[tuple[str, ...]] = ()
     """Those of the markers that models also write to speak of calls: they begin one at the beginning of a line alone,
     and in no code block."""
     other_markers: ClassVar[tuple[str, ...]] = ()
@@ -66,7 +66,7 @@ class ToolFormat(ABC):
         fences = 0
         line = ""
         passed = ""
-        while (marker := (yield from pass_content(source, sink, markers))) is not None:
+        while (marker := (yield from stream_content_until_marker(source, sink, markers))) is not None:
             before = source.taken_text.removesuffix(marker)
             more = before.removeprefix(passed)
             fences += more.count(CODE_FENCE) + (marker == CODE_FENCE)
@@ -74,7 +74,7 @@ class ToolFormat(ABC):
             source.reset_taken(marker)
             if marker == CODE_FENCE:
                 read = yield from blocks.read_fenced_calls(source, sink, names, before)
-            elif marker in self.inner_markers and (line.strip() or fences % 2):
+            elif marker in self.unwrapped_markers and (line.strip() or fences % 2):
                 read = False
             else:
                 read = yield from self.read_calls(source, sink, tools, marker)
@@ -96,13 +96,15 @@ class ToolFormat(ABC):
         Unless calls `must` be made, it matches any text, which may end with such calls.
         """
 
-    def new_call_id(self, name: str) -> str:
+    def derive_call_id(self, name: str) -> str:
         """The id of a call whose model gave it none. `name`: the answer's and the call's number in it; so an answer
         that is made again has the same ids."""
         return "call_" + blake2b(name.encode(), digest_size=12).hexdigest()
 
 
-def pass_content(source: TextSource, sink: ToolCallSink, markers: tuple[str, ...]) -> ParserSteps[str | None]:
+def stream_content_until_marker(
+    source: TextSource, sink: ToolCallSink, markers: tuple[str, ...]
+) -> ParserSteps[str | None]:
     """Pass on content up to a marker, take the marker and give it; None at the end of the text."""
     while True:
         next_marker = find_first_literal(source.text, markers)
@@ -132,7 +134,7 @@ class ToolParser:
     ) -> None:
         """Calls beyond `max_calls` are left out. `name`: the answer's; no other has it. in_blocks: see parse."""
         self._source = TextSource()
-        self._sink = ToolCallSink(lambda number: format.new_call_id(f"{name}/{number}"), max_calls)
+        self._sink = ToolCallSink(lambda number: format.derive_call_id(f"{name}/{number}"), max_calls)
         self._steps = format.parse_answer(self._source, self._sink, tools, in_blocks=in_blocks)
 
     @property

@@ -22,7 +22,7 @@ class AnswerWriter(ABC):
         """`fingerprint`: see ServedModel."""
         self._spec = spec
         self._tokenizer = tokenizer
-        self._fingerprint = spec.fingerprint(fingerprint)
+        self._fingerprint = spec.system_fingerprint(fingerprint)
 
     MEDIA_TYPE: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
     """The type of a stream."""
@@ -39,7 +39,7 @@ class AnswerWriter(ABC):
 
     @property
     def receipt_field(self) -> dict[str, bytes]:
-        """The field of the receipt, as `encode_object` takes it."""
+        """The field of the receipt, as `encode_with_raw_fields` takes it."""
         return {} if self.receipt is None else {"receipt": self.receipt}
 
     def set_usage(self, usage: Usage) -> None:

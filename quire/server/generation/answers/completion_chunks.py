@@ -9,12 +9,12 @@ from typing import ClassVar
 import msgspec
 
 from quire.engine.text.tokenizer import Tokenizer
-from quire.server.encoding import DONE_EVENT, EVENT_END, EVENT_PREFIX, encode_json, encode_object
+from quire.server.encoding import DONE_EVENT, EVENT_END, EVENT_PREFIX, encode_json, encode_with_raw_fields
 from quire.server.formats.tools.tool_call_sink import ToolCallDelta
 from quire.server.generation.answers.answer_writer import AnswerWriter
 from quire.server.generation.answers.custom_tool_input import CustomInputDecoder, decode_custom_input
 from quire.server.generation.answers.logprob_fields import chat_logprobs, completion_logprobs, prompt_logprobs
-from quire.server.generation.choice_state import ChoiceDelta, TokenText
+from quire.server.generation.choice_state import AnswerToken, ChoiceDelta
 from quire.server.generation.generation import Usage
 from quire.server.generation.output_parts import CollectedChoice, OutputPart
 from quire.server.generation.request_specs import GenerationSpec
@@ -85,7 +85,7 @@ class ChunkWriter(AnswerWriter):
         """The events of one choice in a step."""
 
     @abstractmethod
-    def logprobs_field(self, tokens: Sequence[TokenText]) -> dict[str, object]: ...
+    def logprobs_field(self, tokens: Sequence[AnswerToken]) -> dict[str, object]: ...
 
     def _choice_head(self, index: int) -> bytes:
         """The begin of a choice's chunk without token ids, up to the text."""
@@ -94,7 +94,7 @@ class ChunkWriter(AnswerWriter):
             opening = self._choice_heads[index] = self._chunk_head + self.BEFORE_TEXT % index
         return opening
 
-    def _finish_event(self, event: bytes, delta: ChoiceDelta) -> bytes:
+    def _append_event_end(self, event: bytes, delta: ChoiceDelta) -> bytes:
         """The whole of an event that is written up to its text."""
         if delta.finish_reason is None and not delta.tokens:
             return event + self._unfinished_chunk_end
@@ -157,16 +157,16 @@ class CompletionWriter(ChunkWriter):
         if self._spec.return_token_ids:
             about = self._chunk_head, delta.index, encode_json(delta.prompt_ids), encode_json(delta.token_ids)
             opening = b'%b[{"index":%d,"prompt_token_ids":%b,"token_ids":%b,"text":' % about
-        return self._finish_event(opening + encode_json(delta.text), delta)
+        return self._append_event_end(opening + encode_json(delta.text), delta)
 
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
         choices = [
             self._choice_fields(answer, {"text": answer.text}) | self._prompt_fields(answer) for answer in answers
         ]
         body = {**self._response_fields(self.OBJECT_TYPE), "choices": choices, **self._usage_fields(usage)}
-        return encode_object(body, **self.receipt_field)
+        return encode_with_raw_fields(body, **self.receipt_field)
 
-    def logprobs_field(self, tokens: Sequence[TokenText]) -> dict[str, object]:
+    def logprobs_field(self, tokens: Sequence[AnswerToken]) -> dict[str, object]:
         return completion_logprobs(tokens, self._tokenizer, as_token_ids=self._spec.return_tokens_as_token_ids)
 
 
@@ -240,15 +240,17 @@ class ChatWriter(ChunkWriter):
         if self._spec.return_token_ids:
             ids = encode_json(delta.token_ids)
             opening = b'%b[{"index":%d,"token_ids":%b,"delta":{' % (self._chunk_head, delta.index, ids)
-        return self._finish_event(opening + self.TEXT_KEY + encode_json(delta.text) if delta.text else opening, delta)
+        return self._append_event_end(
+            opening + self.TEXT_KEY + encode_json(delta.text) if delta.text else opening, delta
+        )
 
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
         choices = [self._choice_fields(answer, {"message": self._message_fields(answer)}) for answer in answers]
         fields = self._response_fields("chat.completion")
         body = {**fields, "choices": choices, **self._usage_fields(usage), **self._prompt_fields(answers[0])}
-        return encode_object(body, **self.receipt_field)
+        return encode_with_raw_fields(body, **self.receipt_field)
 
-    def logprobs_field(self, tokens: Sequence[TokenText]) -> dict[str, object]:
+    def logprobs_field(self, tokens: Sequence[AnswerToken]) -> dict[str, object]:
         return chat_logprobs(tokens, self._tokenizer, as_token_ids=self._spec.return_tokens_as_token_ids)
 
     def _message_fields(self, answer: CollectedChoice) -> dict[str, object]:

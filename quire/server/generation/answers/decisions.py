@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.engine import clock
 from quire.engine.text.tokenizer import Tokenizer
-from quire.server.encoding import encode_json, encode_object
+from quire.server.encoding import encode_json, encode_with_raw_fields
 from quire.server.generation.answers.answer_writer import NonStreamingWriter
 from quire.server.generation.answers.responses import responses_usage
 from quire.server.generation.generation import Usage
@@ -32,7 +32,9 @@ class DecisionsWriter(NonStreamingWriter):
             decision_fields(question, answer) for question, answer in zip(self._spec.questions, answers, strict=True)
         ]
         about = {"model": self._spec.model, "weights_version": self.weights_version}
-        return encode_object({**about, "answers": decisions, "usage": responses_usage(usage)}, **self.receipt_field)
+        return encode_with_raw_fields(
+            {**about, "answers": decisions, "usage": responses_usage(usage)}, **self.receipt_field
+        )
 
 
 def decision_fields(question: OptionQuestion, answer: CollectedChoice) -> dict[str, Any]:
@@ -70,23 +72,23 @@ def option_probabilities(question: OptionQuestion, answer: CollectedChoice) -> l
     return [weight / sum(weights) for weight in weights]
 
 
-class SystemOneWriter(NonStreamingWriter):
+class SystemOneApiWriter(NonStreamingWriter):
     """Writes decisions in the fields of the System One API. Fields that its specification does not have begin with
     x_."""
 
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
         pairs = zip(self._spec.questions, answers, strict=True)
         answers_by_name = {
-            question.name: systemone_fields(question, option_probabilities(question, answer))
+            question.name: systemone_api_fields(question, option_probabilities(question, answer))
             for question, answer in pairs
         }
         head = {"model": self._spec.model, "answers": answers_by_name, "usage": responses_usage(usage)}
         head |= {"x_id": self._spec.answer_id, "x_system_fingerprint": self._fingerprint}
         head["x_weights_version"] = self.weights_version
-        return encode_object(head, **{f"x_{name}": value for name, value in self.receipt_field.items()})
+        return encode_with_raw_fields(head, **{f"x_{name}": value for name, value in self.receipt_field.items()})
 
 
-def systemone_fields(question: OptionQuestion, shares: Sequence[float]) -> dict[str, Any]:
+def systemone_api_fields(question: OptionQuestion, shares: Sequence[float]) -> dict[str, Any]:
     if question.type == "predicate":
         return {"type": "noul", "noul": shares[0]}
     best = max(range(len(shares)), key=lambda index: shares[index])

@@ -58,7 +58,7 @@ class EventIdWriter(AnswerWriter):
         self._text_event_template: bytes | None = None
         """The same of an event of the only choice that has a text alone: a form of the count, and the text's JSON.
         None: there is no such event, or the reader has seen more of them."""
-        self._switch_kind(0)
+        self._switch_event_kind(0)
 
     @property
     def ping_event(self) -> bytes:
@@ -77,7 +77,7 @@ class EventIdWriter(AnswerWriter):
     def step_events(self, deltas: Sequence[ChoiceDelta]) -> bytes:
         if self._is_journaled_step is not None and not self._is_journaled_step():
             self._is_journaled_step = None
-            if self._has_unsent_events(slice(1, -1)):
+            if self._is_reader_ahead(slice(1, -1)):
                 raise Conflict("What its reader has of this answer is not all kept, and would not come again")
         if len(deltas) == 1:
             delta = deltas[0]
@@ -96,12 +96,12 @@ class EventIdWriter(AnswerWriter):
         return b"".join([self._add_event_ids(1 + delta.index, self._writer.step_events([delta])) for delta in deltas])
 
     def last_events(self, usage: Usage) -> bytes:
-        if self._has_unsent_events(slice(0, -1)):
+        if self._is_reader_ahead(slice(0, -1)):
             raise Conflict("Last-Event-ID is the id of no event of this stream: it has fewer")
         self._writer.weights_version, self._writer.receipt = self.weights_version, self.receipt
         return self._add_event_ids(len(self._sent_counts) - 1, self._writer.last_events(usage))
 
-    def _has_unsent_events(self, kinds: slice) -> bool:
+    def _is_reader_ahead(self, kinds: slice) -> bool:
         """Whether the reader has seen events of these kinds that were not sent."""
         self._sent_counts[self._kind] = self._kind_count
         return any(seen > sent for seen, sent in zip(self._seen_counts[kinds], self._sent_counts[kinds], strict=True))
@@ -115,7 +115,7 @@ class EventIdWriter(AnswerWriter):
 
     def _add_event_ids(self, kind: int, events: bytes) -> bytes:
         if kind != self._kind:
-            self._switch_kind(kind)
+            self._switch_event_kind(kind)
         if events.find(EVENT_END) != len(events) - len(EVENT_END):
             return b"".join([self._add_event_id(event + EVENT_END) for event in events.split(EVENT_END) if event])
         self._kind_count = count = self._kind_count + 1
@@ -125,7 +125,7 @@ class EventIdWriter(AnswerWriter):
         self._kind_count += 1
         return self._event_template % (self._kind_count, event) if self._kind_count > self._kind_seen_count else b""
 
-    def _switch_kind(self, kind: int) -> None:
+    def _switch_event_kind(self, kind: int) -> None:
         """Of a choice that has not caught up with its reader, ids say what the reader has seen."""
         self._sent_counts[self._kind] = self._kind_count
         self._kind = kind

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import TokenLogprob
-from quire.server.generation.choice_state import TokenText
+from quire.server.generation.choice_state import AnswerToken
 
 MIN_LOGPROB = -9999.0
 """Written instead of -inf, which JSON does not have, as vLLM does."""
@@ -18,7 +18,7 @@ TokenNamer = Callable[[int], str]
 
 
 def completion_logprobs(
-    tokens: Sequence[TokenText], tokenizer: Tokenizer, *, as_token_ids: bool = False
+    tokens: Sequence[AnswerToken], tokenizer: Tokenizer, *, as_token_ids: bool = False
 ) -> dict[str, Any]:
     """Four lists with one entry for each token. As in vLLM, top_logprobs begins with the token that was picked."""
     name = token_id_name if as_token_ids else tokenizer.token_text
@@ -32,7 +32,7 @@ def completion_logprobs(
     }
 
 
-def chat_logprobs(tokens: Sequence[TokenText], tokenizer: Tokenizer, *, as_token_ids: bool = False) -> dict[str, Any]:
+def chat_logprobs(tokens: Sequence[AnswerToken], tokenizer: Tokenizer, *, as_token_ids: bool = False) -> dict[str, Any]:
     name = token_id_name if as_token_ids else tokenizer.token_text
     content = []
     for token in tokens:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from quire.engine.text.tokenizer import Tokenizer
-from quire.server.encoding import encode_event, encode_json, encode_object
+from quire.server.encoding import encode_event, encode_json, encode_with_raw_fields
 from quire.server.error_responses import error_info
 from quire.server.generation.answers.answer_writer import OutputPartWriter
 from quire.server.generation.choice_state import ChoiceDelta
@@ -62,7 +62,7 @@ class MessagesWriter(OutputPartWriter):
         content = [content_block(part) for part in answer.parts.parts or [OutputPart("text")]]
         ended = stop_reason_fields(answer.finish_reason, answer.stop_reason, self._spec, usage)
         usage_and_version = {"usage": anthropic_usage(usage), "weights_version": self.weights_version}
-        return encode_object(
+        return encode_with_raw_fields(
             {**self._message_fields(), "content": content, **ended, **usage_and_version}, **self.receipt_field
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.generation.answers.custom_tool_input import decode_custom_input
 from quire.server.generation.answers.logprob_fields import chat_logprobs
-from quire.server.generation.choice_state import TokenText
+from quire.server.generation.choice_state import AnswerToken
 from quire.server.generation.output_parts import OutputPart
 from quire.server.generation.request_specs import GenerationSpec, ResponsesApiFields
 from quire.server.protocol.response_items import encode_reasoning
@@ -63,7 +63,7 @@ class OutputItemBuilder:
             "logprobs": self.part_logprobs(part.tokens),
         }
 
-    def part_logprobs(self, tokens: list[TokenText]) -> list[Any]:
+    def part_logprobs(self, tokens: list[AnswerToken]) -> list[Any]:
         content = chat_logprobs(tokens, self._tokenizer, as_token_ids=self._spec.return_tokens_as_token_ids)["content"]
         assert isinstance(content, list)
         return content

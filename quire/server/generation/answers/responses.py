@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.engine import clock
 from quire.engine.text.tokenizer import Tokenizer
-from quire.server.encoding import encode_event, encode_json, encode_list, encode_object
+from quire.server.encoding import encode_event, encode_json, encode_with_raw_fields, join_json_array
 from quire.server.error_responses import error_info
 from quire.server.generation.answers.answer_writer import OutputPartWriter
 from quire.server.generation.answers.custom_tool_input import CustomInputDecoder
@@ -107,8 +107,8 @@ class ResponsesWriter(OutputPartWriter):
             "usage": None if usage is None else responses_usage(usage),
             "weights_version": None if usage is None else self.weights_version,
         }
-        output = encode_list(item.data for item in self.output_items)
-        encoded = encode_object(head, output=output, **({} if usage is None else self.receipt_field))
+        output = join_json_array(item.data for item in self.output_items)
+        encoded = encode_with_raw_fields(head, output=output, **({} if usage is None else self.receipt_field))
         return b"%b,%b" % (encoded[:-1], self._echoed_fields[1:])
 
     def _add_item(self, item: Mapping[str, Any]) -> bytes:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StrictBool, StrictStr
 
 from quire.engine.errors import InvalidRequest
-from quire.server.protocol.chat_translation import CHAT_EXTENSIONS, TranslatedBody
+from quire.server.protocol.chat_translation import CHAT_EXTENSIONS, TranslatableBody
 from quire.server.protocol.field_limits import MaxEntries, TextOrList
 from quire.server.protocol.request_bodies import BodyModel
 from quire.server.protocol.response_items import TextContents, TextOrItems
@@ -63,7 +63,7 @@ class Score(DecisionQuestion):
 AnyQuestion = Annotated[Predicate | Choice | Score, Field(discriminator="type")]
 
 
-class DecisionRequest(TranslatedBody):
+class DecisionRequest(TranslatableBody):
     input: TextOrItems
     questions: Annotated[list[AnyQuestion], MaxEntries(MAX_QUESTIONS), Field(min_length=1)]
 

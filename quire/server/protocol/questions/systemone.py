@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from quire.server.protocol.chat_translation import TranslatedBody
+from quire.server.protocol.chat_translation import TranslatableBody
 from quire.server.protocol.field_limits import MAX_CONTENT_PARTS, MaxEntries
 from quire.server.protocol.questions.decisions import MAX_OPTIONS, MAX_QUESTIONS, SUPPORTED_EXTENSIONS
 from quire.server.protocol.request_bodies import BodyModel
@@ -66,7 +66,7 @@ AnyQuestion = Annotated[Noul | Choice | Score, Field(discriminator="type")]
 QuestionId = Annotated[str, Field(min_length=1)]
 
 
-class SystemOneRequest(TranslatedBody):
+class SystemOneRequest(TranslatableBody):
     """Fields that it does not name are ignored, and named in X-Ignored-Params."""
 
     accepted_extensions: ClassVar[tuple[str, ...]] = SUPPORTED_EXTENSIONS

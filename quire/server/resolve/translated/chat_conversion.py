@@ -11,18 +11,18 @@ from typing import Any
 
 from quire.engine.errors import InvalidRequest
 from quire.engine.images.image_decoding import top_level_field
-from quire.engine.text.conversation.literal_encoding import encode_literally
+from quire.engine.text.conversation.literal_encoding import encode_with_literal_texts
 from quire.server.config import ServerConfig
-from quire.server.images.image_parts import UnfetchedImages
+from quire.server.images.image_parts import UnfetchedImagesError
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.request_bodies import ADAPTED_HEADER, build_adapted_header
-from quire.server.resolve.checks import check_text
+from quire.server.resolve.checks import check_no_surrogates
 from quire.server.resolve.common import Resolved
 from quire.server.resolve.prompts import adaptation_summary, expand_image_placeholders, render_chat
-from quire.server.resolve.tool_use import resolve_tool_use
+from quire.server.resolve.tool_use import resolve_request_tools
 from quire.server.served_model import ServedModel
 
-FieldPlaces = dict[str, str]
+CallerFields = dict[str, str]
 """The caller's names of images' fields, by the names that a chat has for them."""
 ChatTurn = dict[str, Any]
 FIELD_KEY = "\0field"
@@ -31,41 +31,43 @@ it out; no JSON has such a key."""
 
 
 @contextmanager
-def rename_error_fields(names: Mapping[str, str]) -> Iterator[FieldPlaces]:
+def rename_fields_in_raised_errors(names: Mapping[str, str]) -> Iterator[CallerFields]:
     """Renames fields in errors that the block raises, from a chat's names to the caller's: by `names`, and by the
     places that `merge_user_turns` notes in what this yields."""
-    places: FieldPlaces = {}
+    caller_fields: CallerFields = {}
     try:
-        yield places
-    except UnfetchedImages as needed:
-        needed.fields_by_url = {url: places.get(place, place) for url, place in needed.fields_by_url.items()}
+        yield caller_fields
+    except UnfetchedImagesError as needed:
+        needed.fields_by_url = {url: caller_fields.get(place, place) for url, place in needed.fields_by_url.items()}
         raise
     except InvalidRequest as error:
         place, _, why = error.message.partition(": ")
-        if place in places:
-            error.message, error.param = f"{places[place]}: {why}", top_level_field(places[place])
+        if place in caller_fields:
+            error.message, error.param = f"{caller_fields[place]}: {why}", top_level_field(caller_fields[place])
         else:
-            error.message = rename_message_fields(error.message, error.param, names)
+            error.message = rename_fields_in_error_text(error.message, error.param, names)
             error.param = names.get(error.param or "", error.param)
         error.args = (error.message,)
         raise
 
 
-def rename_request_fields(call: Resolved, names: Mapping[str, str], places: FieldPlaces | None = None) -> Resolved:
+def with_caller_field_names(
+    call: Resolved, names: Mapping[str, str], caller_fields: CallerFields | None = None
+) -> Resolved:
     """The call, with the caller's names of the fields that its grammars come from, and of what was adapted."""
-    if places and (adapted := call.spec.headers.get(ADAPTED_HEADER)):
-        headers = {**call.spec.headers, ADAPTED_HEADER: rename_adapted_places(adapted, places)}
+    if caller_fields and (adapted := call.spec.headers.get(ADAPTED_HEADER)):
+        headers = {**call.spec.headers, ADAPTED_HEADER: rename_adaptation_fields(adapted, caller_fields)}
         call = replace(call, spec=replace(call.spec, headers=headers))
     grammars = [(names.get(param, param), grammar) for param, grammar in call.grammars]
     return replace(call, grammars=grammars, names=names)
 
 
-def rename_adapted_places(adapted: str, places: FieldPlaces) -> str:
+def rename_adaptation_fields(adapted: str, caller_fields: CallerFields) -> str:
     """What was adapted, with the caller's names of the places."""
-    return re.sub(r"messages\[\d+\]", lambda match: places.get(match[0], match[0]), adapted)
+    return re.sub(r"messages\[\d+\]", lambda match: caller_fields.get(match[0], match[0]), adapted)
 
 
-def rename_message_fields(message: str, param: str | None, names: Mapping[str, str]) -> str:
+def rename_fields_in_error_text(message: str, param: str | None, names: Mapping[str, str]) -> str:
     """The message with its parameter's own name, and that of paths, which cannot be words of the text."""
     for name, caller_name in names.items():
         if name == param or "." in name:
@@ -85,7 +87,7 @@ def append_parts(turns: list[ChatTurn], role: str, parts: Sequence[ChatTurn]) ->
     turns[-1]["content"] += parts
 
 
-def mark_turn_field(turns: Sequence[ChatTurn], field: str) -> None:
+def record_caller_field(turns: Sequence[ChatTurn], field: str) -> None:
     """Note where the caller has the turns that have no place yet."""
     for turn in reversed(turns):
         if FIELD_KEY in turn:
@@ -99,9 +101,9 @@ def tool_result_turn(call_id: str, content: str | list[ChatTurn], names: Mapping
     return {**turn, "name": names[call_id]} if call_id in names else turn
 
 
-def merge_user_turns(turns: Sequence[ChatTurn], places: FieldPlaces) -> list[ChatTurn]:
-    """The turns, those of a user behind one another as one. `places` receives where the caller has each turn and its
-    images. Content is a list of parts, or a tool's text."""
+def merge_user_turns(turns: Sequence[ChatTurn], caller_fields: CallerFields) -> list[ChatTurn]:
+    """The turns, those of a user behind one another as one. `caller_fields` receives where the caller has each turn and
+    its images. Content is a list of parts, or a tool's text."""
     merged: list[ChatTurn] = []
     for turn in turns:
         if turn["role"] == "user" and merged and merged[-1]["role"] == "user":
@@ -110,20 +112,22 @@ def merge_user_turns(turns: Sequence[ChatTurn], places: FieldPlaces) -> list[Cha
             merged.append(dict(turn))
     for index, turn in enumerate(merged):
         if field := turn.pop(FIELD_KEY, None):
-            places[f"messages[{index}]"] = field
+            caller_fields[f"messages[{index}]"] = field
         for place, part in enumerate(turn["content"] if isinstance(turn["content"], list) else ()):
             if field := part.pop(FIELD_KEY, None):
-                places[f"messages[{index}].content[{place}].image_url.url"] = field
+                caller_fields[f"messages[{index}].content[{place}].image_url.url"] = field
     return merged
 
 
 def count_chat_tokens(
-    chat: ChatRequest, model: ServedModel, config: ServerConfig, places: FieldPlaces
+    chat: ChatRequest, model: ServedModel, config: ServerConfig, caller_fields: CallerFields
 ) -> tuple[int, dict[str, str]]:
     """How many the prompt has that a chat makes, and headers of the answer. Raises InvalidRequest."""
-    template_tools = resolve_tool_use(chat, model.chat_formats.tool_format).template_tools
+    template_tools = resolve_request_tools(chat, model.chat_formats.tool_format).template_tools
     conversation = render_chat(chat, model, template_tools, trusted=config.trust_request_chat_template)
     text = expand_image_placeholders(conversation.text, chat.messages, model)
-    check_text(text, "messages")
-    ids = encode_literally(model.tokenizer, text, conversation.moved_texts, add_special_tokens=chat.add_special_tokens)
-    return len(ids), build_adapted_header(rename_adapted_places(adaptation_summary(conversation), places))
+    check_no_surrogates(text, "messages")
+    ids = encode_with_literal_texts(
+        model.tokenizer, text, conversation.moved_texts, add_special_tokens=chat.add_special_tokens
+    )
+    return len(ids), build_adapted_header(rename_adaptation_fields(adaptation_summary(conversation), caller_fields))

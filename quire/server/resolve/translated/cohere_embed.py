@@ -12,7 +12,7 @@ from quire.server.protocol.pooling import CohereEmbedRequest, EmbeddingRequest, 
 from quire.server.protocol.request_bodies import ignored_params_header
 from quire.server.resolve.parse import parse_body, validate_body
 from quire.server.resolve.pooling_requests import build_embedding_spec
-from quire.server.resolve.translated.chat_conversion import rename_error_fields
+from quire.server.resolve.translated.chat_conversion import rename_fields_in_raised_errors
 from quire.server.served_model import ServedModel
 
 COHERE_FIELD_NAMES = {"input": "texts", "dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens"}
@@ -30,6 +30,6 @@ def resolve_cohere_embedding(body_bytes: bytes, model: ServedModel, config: Serv
         fields["truncate_prompt_tokens"] = min(body.max_tokens or model.context_length, model.context_length)
         fields["truncation_side"] = "left" if body.truncate == "START" else "right"
     answer = partial(cohere_embed_body, tuple(body.embedding_types), tuple(body.texts))
-    with rename_error_fields(COHERE_FIELD_NAMES):
+    with rename_fields_in_raised_errors(COHERE_FIELD_NAMES):
         spec = build_embedding_spec(validate_body(fields, EmbeddingRequest), answer, model, config)
     return replace(spec, headers=ignored_params_header(body.find_ignored_params(), config.strict))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from quire.server.config import ServerConfig
-from quire.server.generation.answers.decisions import DecisionsWriter, SystemOneWriter
+from quire.server.generation.answers.decisions import DecisionsWriter, SystemOneApiWriter
 from quire.server.generation.request_specs import QuestionType
 from quire.server.protocol.questions.decisions import AnyQuestion, Choice, DecisionRequest, Score
 from quire.server.protocol.questions.systemone import SystemOneRequest, is_model_alias, to_prompt_text
@@ -13,7 +13,7 @@ from quire.server.protocol.response_items import InputItem, Message
 from quire.server.resolve.common import Resolved
 from quire.server.resolve.parse import parse_body
 from quire.server.resolve.translated.input_items import content_texts
-from quire.server.resolve.translated.option_questions import DecisionApi, PromptQuestion
+from quire.server.resolve.translated.option_questions import DecisionApiVariant, PromptQuestion
 from quire.server.served_model import ServedModel
 
 DECISION_FIELD_NAMES = {"messages": "input"}
@@ -31,7 +31,7 @@ def resolve_decisions(body_bytes: bytes, model: ServedModel, config: ServerConfi
     items: Sequence[InputItem] = (
         body.input if isinstance(body.input, list) else [Message(role="user", content=body.input)]
     )
-    call = DecisionApi(DecisionsWriter, "decision_", DECISION_FIELD_NAMES, options_are_distinct=True)
+    call = DecisionApiVariant(DecisionsWriter, "decision_", DECISION_FIELD_NAMES, options_are_distinct=True)
     return call.resolve_questions(body, name, items, posed, model, config)
 
 
@@ -44,7 +44,7 @@ def question_options(question: AnyQuestion) -> list[tuple[str | bool, str]]:
     return [("yes", ""), ("no", "")]
 
 
-def resolve_systemone(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> Resolved:
+def resolve_systemone_request(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> Resolved:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
     body = parse_body(body_bytes, SystemOneRequest)
     served_name = is_model_alias(body.model, (*model.names, *model.adapters))
@@ -56,5 +56,5 @@ def resolve_systemone(body_bytes: bytes, model: ServedModel, config: ServerConfi
         for id, question in body.questions.items()
     ]
     state = [Message(role="user", content=to_prompt_text(body.state))]
-    call = DecisionApi(SystemOneWriter, "systemone_", {"messages": "state"}, options_are_distinct=False)
+    call = DecisionApiVariant(SystemOneApiWriter, "systemone_", {"messages": "state"}, options_are_distinct=False)
     return call.resolve_questions(body, name, state, posed, model, config)

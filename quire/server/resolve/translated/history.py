@@ -20,7 +20,7 @@ from quire.server.protocol.response_items import (
     Reasoning,
     TextContent,
 )
-from quire.server.resolve.checks import check_json_texts
+from quire.server.resolve.checks import check_json_no_surrogates
 from quire.server.store.response_store import (
     ConversationLimits,
     StoreReader,
@@ -115,10 +115,10 @@ def resolve_item_references(
     return known
 
 
-def to_stored_items(items: Sequence[InputItem], param: str, *, conversation: bool = False) -> list[StoredItem]:
-    """Items of an input as they are stored and given back, each with an id. `conversation`: they are added to one.
+def to_stored_items(items: Sequence[InputItem], param: str, *, in_conversation: bool = False) -> list[StoredItem]:
+    """Items of an input as they are stored and given back, each with an id. `in_conversation`: they are added to one.
     Raises InvalidRequest."""
-    if conversation and len(items) > MAX_ADDED_ITEMS:
+    if in_conversation and len(items) > MAX_ADDED_ITEMS:
         message = f"{param}: a request adds at most {MAX_ADDED_ITEMS} items to a conversation, got {len(items)}"
         raise InvalidRequest(message, param=param)
     if len(items) > MAX_ITEMS:
@@ -129,7 +129,7 @@ def to_stored_items(items: Sequence[InputItem], param: str, *, conversation: boo
         try:
             stored_items.append(StoredItem(fields["id"], encode_json(fields)))
         except UnicodeEncodeError:
-            check_json_texts(fields, param)
+            check_json_no_surrogates(fields, param)
             raise
         size += len(stored_items[-1].data)
         if size > MAX_INPUT_BYTES:

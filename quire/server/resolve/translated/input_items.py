@@ -23,12 +23,14 @@ from quire.server.resolve.translated.chat_conversion import (
     ChatTurn,
     append_parts,
     image_content_part,
-    mark_turn_field,
+    record_caller_field,
     tool_result_turn,
 )
 
 
-def turns_from_items(items: Sequence[InputItem], system: str, *, developer: bool, earlier: int = 0) -> list[ChatTurn]:
+def turns_from_items(
+    items: Sequence[InputItem], system: str, *, has_developer_role: bool, num_earlier: int = 0
+) -> list[ChatTurn]:
     """A chat's messages. developer: whether the template knows that role. earlier: how many of the items precede the
     request's own input.
 
@@ -39,27 +41,31 @@ def turns_from_items(items: Sequence[InputItem], system: str, *, developer: bool
     names: dict[str, str] = {}
     if system:
         append_parts(turns, "system", chat_content_parts(system, "instructions"))
-        mark_turn_field(turns, "instructions")
+        record_caller_field(turns, "instructions")
     for index, item in enumerate(items):
-        field = f"input[{index - earlier}]" if index >= earlier else "previous_response_id"
+        field = f"input[{index - num_earlier}]" if index >= num_earlier else "previous_response_id"
         if isinstance(item, Message) and item.role == "assistant":
-            open_assistant_turn(turns, "tool_calls")["content"] += chat_content_parts(item.content, f"{field}.content")
+            get_or_add_assistant_turn(turns, "tool_calls")["content"] += chat_content_parts(
+                item.content, f"{field}.content"
+            )
         elif isinstance(item, Message):
-            role = "system" if item.role == "developer" and not developer else item.role
+            role = "system" if item.role == "developer" and not has_developer_role else item.role
             append_parts(turns, role, chat_content_parts(item.content, f"{field}.content"))
         elif isinstance(item, CallOutput):
             turns.append(tool_result_turn(item.call_id, tool_output_content(item, f"{field}.output"), names))
         elif isinstance(item, Reasoning):
             if thought := reasoning_text(item):
-                open_assistant_turn(turns, "reasoning_content", "content", "tool_calls")["reasoning_content"] = thought
+                get_or_add_assistant_turn(turns, "reasoning_content", "content", "tool_calls")["reasoning_content"] = (
+                    thought
+                )
         else:
             names[item.call_id] = namespaced_tool_name(item.namespace, item.name)
-            open_assistant_turn(turns).setdefault("tool_calls", []).append(tool_call_from_item(item))
-        mark_turn_field(turns, field)
+            get_or_add_assistant_turn(turns).setdefault("tool_calls", []).append(tool_call_from_item(item))
+        record_caller_field(turns, field)
     return turns
 
 
-def open_assistant_turn(turns: list[ChatTurn], *later_fields: str) -> ChatTurn:
+def get_or_add_assistant_turn(turns: list[ChatTurn], *later_fields: str) -> ChatTurn:
     """The assistant's turn that an item is part of: the last one, unless it has a field that goes `later_fields`."""
     if not turns or turns[-1]["role"] != "assistant" or any(turns[-1].get(name) for name in later_fields):
         turns.append({"role": "assistant", "content": []})

@@ -16,7 +16,7 @@ from quire.server.resolve.common import Resolved
 from quire.server.resolve.completions import resolve_completion_request
 from quire.server.resolve.parse import read_json_object, validate_body
 from quire.server.resolve.text_pairs import resolve_score
-from quire.server.resolve.translated.chat_conversion import rename_error_fields, rename_request_fields
+from quire.server.resolve.translated.chat_conversion import rename_fields_in_raised_errors, with_caller_field_names
 from quire.server.served_model import ServedModel
 
 LABEL_SCORE_FIELD_NAMES = {"prompt": "items", "logprob_token_ids": "label_token_ids"}
@@ -46,9 +46,9 @@ def resolve_label_scores(body: LabelScoreRequest, model: ServedModel, config: Se
             raise InvalidRequest("items must be texts where the query is one, and else token ids", param="items")
     fields = {"prompt": prompts, "logprob_token_ids": body.label_token_ids, "logprobs": 0}
     fields |= {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
-    with rename_error_fields(LABEL_SCORE_FIELD_NAMES):
+    with rename_fields_in_raised_errors(LABEL_SCORE_FIELD_NAMES):
         call = resolve_completion_request(
-            validate_body({**fields, **body.shared_fields}, CompletionRequest),
+            validate_body({**fields, **body.completion_fields}, CompletionRequest),
             model,
             config,
             writer=LabelScoresWriter,
@@ -56,4 +56,4 @@ def resolve_label_scores(body: LabelScoreRequest, model: ServedModel, config: Se
         )
     question = OptionQuestion("shares" if body.apply_softmax else "labels", None, (), body.label_token_ids)
     spec = replace(call.spec, questions=[question])
-    return rename_request_fields(replace(call, spec=spec, receipts=False), LABEL_SCORE_FIELD_NAMES)
+    return with_caller_field_names(replace(call, spec=spec, receipts=False), LABEL_SCORE_FIELD_NAMES)

@@ -30,16 +30,16 @@ from quire.server.resolve.common import Resolved
 from quire.server.resolve.parse import parse_body, validate_body
 from quire.server.resolve.tokenize_requests import JsonReply
 from quire.server.resolve.translated.chat_conversion import (
+    CallerFields,
     ChatTurn,
-    FieldPlaces,
     append_parts,
     count_chat_tokens,
     image_content_part,
-    mark_turn_field,
     merge_user_turns,
-    rename_error_fields,
-    rename_request_fields,
+    record_caller_field,
+    rename_fields_in_raised_errors,
     tool_result_turn,
+    with_caller_field_names,
 )
 from quire.server.served_model import ServedModel
 
@@ -61,7 +61,7 @@ def resolve_message(body_bytes: bytes, model: ServedModel, config: ServerConfig)
     body = parse_body(body_bytes, MessagesRequest)
     model.response_model_name(body.model)
     ignored = [*body.find_ignored_params(), *ignored_thinking_params(body, model)]
-    with rename_error_fields(ANTHROPIC_FIELD_NAMES) as places:
+    with rename_fields_in_raised_errors(ANTHROPIC_FIELD_NAMES) as caller_fields:
         fields = {
             "max_tokens": body.max_tokens,
             "stop": body.stop_sequences,
@@ -71,17 +71,17 @@ def resolve_message(body_bytes: bytes, model: ServedModel, config: ServerConfig)
             "stream": body.stream,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True} if body.stream else None,
         }
-        chat = chat_request_from_messages(body, model, fields, places)
+        chat = chat_request_from_messages(body, model, fields, caller_fields)
         call = resolve_chat_request(chat, model, config, writer=MessagesWriter, id_prefix="msg_", ignored=ignored)
-    return rename_request_fields(call, ANTHROPIC_FIELD_NAMES, places)
+    return with_caller_field_names(call, ANTHROPIC_FIELD_NAMES, caller_fields)
 
 
 def count_message_tokens(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> JsonReply:
     """The number of tokens of the prompt that these messages make. Raises as above."""
     body = parse_body(body_bytes, CountTokensRequest)
     model.response_model_name(body.model)
-    with rename_error_fields(ANTHROPIC_FIELD_NAMES) as places:
-        chat = chat_request_from_messages(body, model, {}, places)
+    with rename_fields_in_raised_errors(ANTHROPIC_FIELD_NAMES) as caller_fields:
+        chat = chat_request_from_messages(body, model, {}, caller_fields)
         others = [name for name in body.model_extra or () if name not in CHAT_EXTENSIONS]
         ignored = [
             *others,
@@ -89,7 +89,7 @@ def count_message_tokens(body_bytes: bytes, model: ServedModel, config: ServerCo
             *params_ignored_by_template(chat, model.chat_formats),
         ]
         headers = ignored_params_header(ignored, config.strict)
-        count, adapted = count_chat_tokens(chat, model, config, places)
+        count, adapted = count_chat_tokens(chat, model, config, caller_fields)
     return JsonReply(encode_json({"input_tokens": count}), headers | adapted)
 
 
@@ -107,10 +107,10 @@ def ignored_thinking_params(body: CountTokensRequest, model: ServedModel) -> lis
 
 
 def chat_request_from_messages(
-    body: CountTokensRequest, model: ServedModel, fields: dict[str, Any], places: FieldPlaces
+    body: CountTokensRequest, model: ServedModel, fields: dict[str, Any], caller_fields: CallerFields
 ) -> ChatRequest:
     """The chat that a body asks for, with more `fields`. Raises InvalidRequest."""
-    turns = merge_user_turns(turns_from_messages(body), places)
+    turns = merge_user_turns(turns_from_messages(body), caller_fields)
     chat: dict[str, Any] = {
         **fields,
         "model": body.model,
@@ -145,7 +145,7 @@ def chat_thinking_fields(body: CountTokensRequest, model: ServedModel) -> dict[s
     kind = "disabled" if thinking is None else thinking.type
     variables: dict[str, Any] = {}
     if kind != "adaptive":
-        variables |= model.chat_formats.thinking_switch.switch_variables(kind == "enabled", body.thinking_effort)
+        variables |= model.chat_formats.thinking_switch.thinking_variables(kind == "enabled", body.thinking_effort)
     template_kwargs = body.pick_extensions().get("chat_template_kwargs", {})
     fields: dict[str, Any] = {
         "chat_template_kwargs": {**variables, **template_kwargs}
@@ -178,26 +178,26 @@ def turns_from_messages(body: CountTokensRequest) -> list[ChatTurn]:
     turns: list[ChatTurn] = []
     if any(system):
         turns.append({"role": "system", "content": text_parts([text for text in system if text])})
-        mark_turn_field(turns, "system")
+        record_caller_field(turns, "system")
     names_by_call_id: dict[str, str] = {}
     for index, message in enumerate(body.messages):
         if message.role == "assistant":
             turns.append(assistant_turn(message, names_by_call_id))
         else:
             append_user_turns(turns, message, names_by_call_id, f"messages[{index}]")
-        mark_turn_field(turns, f"messages[{index}]")
+        record_caller_field(turns, f"messages[{index}]")
     if not turns:
         raise InvalidRequest("messages must have content", param="messages")
     return turns
 
 
 def append_user_turns(
-    turns: list[ChatTurn], message: InputMessage, names_by_call_id: dict[str, str], where: str
+    turns: list[ChatTurn], message: InputMessage, names_by_call_id: dict[str, str], message_field: str
 ) -> None:
     """Add a user's message: each result of a tool is a turn of its own, and texts behind one another are one turn.
-    `where`: its field."""
+    `message_field`: its field."""
     for place, block in enumerate(message_blocks(message)):
-        field = f"{where}.content[{place}]"
+        field = f"{message_field}.content[{place}]"
         if isinstance(block, ToolResultBlock):
             turns.append(tool_result_turn(block.tool_use_id, tool_result_content(block, field), names_by_call_id))
         elif isinstance(block, TextBlock | ImageBlock):

@@ -37,8 +37,8 @@ from quire.server.resolve.translated.chat_conversion import (
     FIELD_KEY,
     image_content_part,
     merge_user_turns,
-    rename_error_fields,
-    rename_request_fields,
+    rename_fields_in_raised_errors,
+    with_caller_field_names,
 )
 from quire.server.served_model import ServedModel
 
@@ -80,13 +80,13 @@ def resolve_ollama_generate(body_bytes: bytes, model: ServedModel, config: Serve
         turns = [{"role": "system", "content": content_with_images(body.system, (), "")}] if body.system else []
         content = content_with_images(body.prompt, body.images, "images")
         return _resolve_chat_turns(body, [*turns, {"role": "user", "content": content}], (), name, model, config)
-    with rename_error_fields(OLLAMA_FIELD_NAMES):
+    with rename_fields_in_raised_errors(OLLAMA_FIELD_NAMES):
         fields = {**sampling_fields(body, model), "prompt": body.prompt, "model": name}
         if body.suffix:
             fields["suffix"] = body.suffix
         request, ignored = validate_body(fields, CompletionRequest), body.find_ignored_params()
         call = resolve_completion_request(request, model, config, writer=OllamaWriter, ignored=ignored)
-    return rename_request_fields(call, OLLAMA_FIELD_NAMES)
+    return with_caller_field_names(call, OLLAMA_FIELD_NAMES)
 
 
 def _resolve_chat_turns(
@@ -99,11 +99,11 @@ def _resolve_chat_turns(
 ) -> Resolved:
     is_chat = isinstance(body, OllamaChatRequest)
     names = OLLAMA_FIELD_NAMES if is_chat else {**OLLAMA_FIELD_NAMES, "messages": "prompt"}
-    with rename_error_fields(names) as places:
+    with rename_fields_in_raised_errors(names) as caller_fields:
         fields = {
             **sampling_fields(body, model),
             "model": name,
-            "messages": merge_user_turns(turns, places),
+            "messages": merge_user_turns(turns, caller_fields),
             "tools": [tool.to_template_tool() for tool in tools],
             **thinking_fields(body, model),
         }
@@ -111,7 +111,7 @@ def _resolve_chat_turns(
         call = resolve_chat_request(
             validate_body(fields, ChatRequest), model, config, writer=writer, ignored=body.find_ignored_params()
         )
-    return rename_request_fields(call, names, places)
+    return with_caller_field_names(call, names, caller_fields)
 
 
 def model_name_without_tag(requested_name: str | None, model: ServedModel) -> str | None:
@@ -184,7 +184,7 @@ def thinking_fields(body: OllamaGenerationBody, model: ServedModel) -> dict[str,
         return {}
     fields: dict[str, Any] = {"include_reasoning": think is not False}
     effort = think if isinstance(think, str) else None
-    fields["chat_template_kwargs"] = switch.switch_variables(think is not False, effort)
+    fields["chat_template_kwargs"] = switch.thinking_variables(think is not False, effort)
     if effort is not None and switch.effort_words:
         fields["reasoning_effort"] = think
     return fields

@@ -14,16 +14,20 @@ from quire.server.config import ServerConfig
 from quire.server.generation.answers.answer_writer import WriterFactory
 from quire.server.generation.request_specs import OptionQuestion, Prompt, QuestionType
 from quire.server.protocol.chat import ChatRequest
-from quire.server.protocol.chat_translation import TranslatedBody
+from quire.server.protocol.chat_translation import TranslatableBody
 from quire.server.protocol.field_limits import MAX_PROMPT_ENTRIES
 from quire.server.protocol.request_bodies import ignored_params_header
 from quire.server.protocol.response_items import InputItem, Message
 from quire.server.resolve.chat import PROMPT_TAIL_TOKENS
-from quire.server.resolve.checks import check_json_texts, check_prompt_length
+from quire.server.resolve.checks import check_json_no_surrogates, check_prompt_length
 from quire.server.resolve.common import Resolved, resolved
 from quire.server.resolve.parse import validate_body
 from quire.server.resolve.prompts import build_chat_prompt
-from quire.server.resolve.translated.chat_conversion import FieldPlaces, merge_user_turns, rename_error_fields
+from quire.server.resolve.translated.chat_conversion import (
+    CallerFields,
+    merge_user_turns,
+    rename_fields_in_raised_errors,
+)
 from quire.server.resolve.translated.input_items import turns_from_items
 from quire.server.served_model import ServedModel
 
@@ -62,19 +66,19 @@ class PromptQuestion:
 
 
 @dataclass(frozen=True, slots=True)
-class DecisionApi:
+class DecisionApiVariant:
     """The differences between the APIs that ask questions."""
 
     writer: WriterFactory
     id_prefix: str
     field_names: Mapping[str, str]
-    """See rename_error_fields."""
+    """See rename_fields_in_raised_errors."""
     options_are_distinct: bool
     """Whether a question's options must be distinct."""
 
     def resolve_questions(
         self,
-        body: TranslatedBody,
+        body: TranslatableBody,
         name: str,
         items: Sequence[InputItem],
         posed: Sequence[PromptQuestion],
@@ -87,13 +91,15 @@ class DecisionApi:
         labels = single_token_labels(model.tokenizer, max(len(each.options) for each in posed))
         ids = tuple(labels.values())
         questions = [each.to_option_question(ids, must_be_distinct=self.options_are_distinct) for each in posed]
-        check_json_texts([[question.name, *question.options] for question in questions], "questions")
-        with rename_error_fields(self.field_names) as places:
-            chats = [question_chat_request(body, items, each.question_text(labels), model, places) for each in posed]
-            prompts = [build_answer_prompt(chats[0], model)]
+        check_json_no_surrogates([[question.name, *question.options] for question in questions], "questions")
+        with rename_fields_in_raised_errors(self.field_names) as caller_fields:
+            chats = [
+                question_chat_request(body, items, each.question_text(labels), model, caller_fields) for each in posed
+            ]
+            prompts = [build_non_thinking_prompt(chats[0], model)]
             if len(prompts[0].ids) * len(chats) > MAX_PROMPT_ENTRIES:
                 raise InvalidRequest("questions: too many about so long an input: ask fewer at once", param="questions")
-            prompts += [build_answer_prompt(chat, model) for chat in chats[1:]]
+            prompts += [build_non_thinking_prompt(chat, model) for chat in chats[1:]]
             params = SamplingParams(
                 max_tokens=1, temperature=0.0, logprobs=0, logprob_token_ids=ids, allowed_token_ids=ids, ignore_eos=True
             )
@@ -114,7 +120,7 @@ class DecisionApi:
 def single_token_labels(tokenizer: Tokenizer, count: int) -> dict[str, int]:
     """So many short texts that are one token each: letters first, then pairs and triples of letters. Raises
     InvalidRequest."""
-    labels = dict(islice(_iterate_single_tokens(tokenizer), count))
+    labels = dict(islice(_iterate_single_token_labels(tokenizer), count))
     if len(labels) < count:
         raise InvalidRequest(
             f"questions: this model's vocabulary can tell {len(labels)} options apart, got {count}", param="questions"
@@ -122,7 +128,7 @@ def single_token_labels(tokenizer: Tokenizer, count: int) -> dict[str, int]:
     return labels
 
 
-def _iterate_single_tokens(tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
+def _iterate_single_token_labels(tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
     """The most readable ones first. All are different tokens."""
     capitals, small = list(ascii_uppercase), list(ascii_lowercase)
     kinds = [capitals], [capitals] * 2, [capitals, small], [small] * 2, [small] * 3
@@ -136,12 +142,14 @@ def _iterate_single_tokens(tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
 
 
 def question_chat_request(
-    body: TranslatedBody, items: Sequence[InputItem], question: str, model: ServedModel, places: FieldPlaces
+    body: TranslatableBody, items: Sequence[InputItem], question: str, model: ServedModel, caller_fields: CallerFields
 ) -> ChatRequest:
     """The conversation with the question as its last message, which one of the labels answers."""
     question_message = Message(role="user", content=question)
-    turns = turns_from_items([*items, question_message], "", developer="developer" in model.chat_formats.template_text)
-    turns = merge_user_turns(turns, places)
+    turns = turns_from_items(
+        [*items, question_message], "", has_developer_role="developer" in model.chat_formats.template_text
+    )
+    turns = merge_user_turns(turns, caller_fields)
     fields = body.pick_extensions()
     if model.chat_formats.thinking_switch.off_variables:
         template_kwargs = fields.get("chat_template_kwargs", {})
@@ -153,7 +161,7 @@ def question_chat_request(
     return validate_body({**fields, "messages": turns}, ChatRequest)
 
 
-def build_answer_prompt(chat: ChatRequest, model: ServedModel) -> Prompt:
+def build_non_thinking_prompt(chat: ChatRequest, model: ServedModel) -> Prompt:
     """The prompt; one that the template begins to think in ends behind the thinking. Raises InvalidRequest."""
     prompt, reasoning = build_chat_prompt(chat, model, None, trusted=False), model.chat_formats.reasoning_format
     if reasoning is None or not reasoning.starts_in_thinking(

@@ -28,16 +28,16 @@ from quire.server.protocol.responses import (
     ResponsesRequest,
 )
 from quire.server.resolve.chat import params_ignored_by_template, resolve_chat_request
-from quire.server.resolve.checks import NeedsWorker, check_json_texts, check_text
+from quire.server.resolve.checks import NeedsWorker, check_json_no_surrogates, check_no_surrogates
 from quire.server.resolve.common import Resolved
 from quire.server.resolve.parse import parse_body, validate_body
 from quire.server.resolve.tokenize_requests import JsonReply
 from quire.server.resolve.translated.chat_conversion import (
-    FieldPlaces,
+    CallerFields,
     count_chat_tokens,
     merge_user_turns,
-    rename_error_fields,
-    rename_request_fields,
+    rename_fields_in_raised_errors,
+    with_caller_field_names,
 )
 from quire.server.resolve.translated.history import (
     conversation_items,
@@ -88,8 +88,8 @@ def resolve_response(body_bytes: bytes, model: ServedModel, config: ServerConfig
     ignored = params_without_effect(body, model)
     if body.store and config.data_dir is None:
         ignored.append("store")
-    with rename_error_fields(RESPONSES_FIELD_NAMES) as places:
-        chat = chat_request_from_items(body, earlier, items, model, places)
+    with rename_fields_in_raised_errors(RESPONSES_FIELD_NAMES) as caller_fields:
+        chat = chat_request_from_items(body, earlier, items, model, caller_fields)
         call = resolve_chat_request(chat, model, config, writer=ResponsesWriter, id_prefix="resp_", ignored=ignored)
     if chat.logprobs and call.spec.message_format is not None:  # which tokens are the text's, the parsers do not tell
         message = "log probabilities are not available here with tools or thinking: /v1/chat/completions has them"
@@ -97,12 +97,14 @@ def resolve_response(body_bytes: bytes, model: ServedModel, config: ServerConfig
     stored = config.data_dir is not None and body.store is not False
     conversation = body.conversation_id
     stored_input = (
-        to_stored_items(items, "input", conversation=conversation is not None) if stored or conversation else ()
+        to_stored_items(items, "input", in_conversation=conversation is not None) if stored or conversation else ()
     )
     fields = ResponsesApiFields(
         echoed_fields=encode_echoed_fields({**echoed_fields(body, call.spec.params), "store": stored}),
         namespaces={
-            namespaced_tool_name(space, tool.name): (space, tool.name) for space, tool in body.namespaced_tools if space
+            namespaced_tool_name(space, tool.name): (space, tool.name)
+            for space, tool in body.tools_with_namespace
+            if space
         },
         encrypts_reasoning=INCLUDE_ENCRYPTED_REASONING in body.include,
         store=stored,
@@ -111,8 +113,8 @@ def resolve_response(body_bytes: bytes, model: ServedModel, config: ServerConfig
         previous_id=body.previous_response_id,
         conversation_id=conversation,
     )
-    return rename_request_fields(
-        replace(call, spec=replace(call.spec, responses_fields=fields)), RESPONSES_FIELD_NAMES, places
+    return with_caller_field_names(
+        replace(call, spec=replace(call.spec, responses_fields=fields)), RESPONSES_FIELD_NAMES, caller_fields
     )
 
 
@@ -123,11 +125,11 @@ def count_input_tokens(body_bytes: bytes, model: ServedModel, config: ServerConf
     check_store_fields(body, config)
     earlier, items = load_items(body, model, config, owner)
     ignored = [*params_without_effect(body, model), *sorted(FIELDS_NOT_OF_PROMPT & body.model_fields_set)]
-    with rename_error_fields(RESPONSES_FIELD_NAMES) as places:
-        chat = chat_request_from_items(body, earlier, items, model, places)
+    with rename_fields_in_raised_errors(RESPONSES_FIELD_NAMES) as caller_fields:
+        chat = chat_request_from_items(body, earlier, items, model, caller_fields)
         ignored += params_ignored_by_template(chat, model.chat_formats)
         headers = ignored_params_header(ignored, config.strict)
-        count, adapted = count_chat_tokens(chat, model, config, places)
+        count, adapted = count_chat_tokens(chat, model, config, caller_fields)
     return JsonReply(encode_json({"object": "response.input_tokens", "input_tokens": count}), headers | adapted)
 
 
@@ -135,7 +137,7 @@ def encode_echoed_fields(fields: Mapping[str, Any]) -> bytes:
     """The fields that the answer repeats. Raises InvalidRequest for those that are not text, or too large together."""
     sizes = {}
     for name, value in fields.items():
-        check_json_texts(value, name)
+        check_json_no_surrogates(value, name)
         sizes[name] = len(encode_json(value))
     if sum(sizes.values()) > MAX_ECHOED_BYTES:
         name = max(sizes, key=lambda one: sizes[one])
@@ -149,8 +151,8 @@ def check_store_fields(body: ResponsesRequest, config: ServerConfig) -> None:
     for name in ("previous_response_id", "conversation", "background"):
         if getattr(body, name) and config.data_dir is None:
             raise InvalidRequest(f"{name}: {NO_STORE_MESSAGE}", param=name)
-    check_text(body.previous_response_id or "", "previous_response_id")
-    check_text(body.conversation_id or "", "conversation")
+    check_no_surrogates(body.previous_response_id or "", "previous_response_id")
+    check_no_surrogates(body.conversation_id or "", "conversation")
     if body.previous_response_id is not None and body.conversation is not None:
         raise InvalidRequest("conversation and previous_response_id exclude each other", param="conversation")
     if body.background and body.store is False:
@@ -203,15 +205,17 @@ def chat_request_from_items(
     earlier: Sequence[InputItem],
     items: Sequence[InputItem],
     model: ServedModel,
-    places: FieldPlaces,
+    caller_fields: CallerFields,
 ) -> ChatRequest:
     """The chat that a body asks for. Raises InvalidRequest."""
     developer = "developer" in model.chat_formats.template_text
-    turns = turns_from_items([*earlier, *items], body.instructions or "", developer=developer, earlier=len(earlier))
-    turns = merge_user_turns(turns, places)
+    turns = turns_from_items(
+        [*earlier, *items], body.instructions or "", has_developer_role=developer, num_earlier=len(earlier)
+    )
+    turns = merge_user_turns(turns, caller_fields)
     if not turns:
         raise InvalidRequest(f"input must not be empty{body.misspelling_hint()}", param="input")
-    tools, choice = chat_tools(body)
+    tools, choice = chat_tools_and_choice(body)
     chat: dict[str, Any] = {
         "model": body.model,
         "messages": turns,
@@ -237,10 +241,10 @@ def chat_request_from_items(
     return validate_body(chat, ChatRequest)
 
 
-def chat_tools(body: ResponsesRequest) -> tuple[list[dict[str, Any]], Any]:
+def chat_tools_and_choice(body: ResponsesRequest) -> tuple[list[dict[str, Any]], Any]:
     """The tools and the tool_choice of a chat. Raises InvalidRequest."""
     tools: dict[str, FunctionTool | CustomTool] = {}
-    for namespace, tool in body.namespaced_tools:
+    for namespace, tool in body.tools_with_namespace:
         name = namespaced_tool_name(namespace, tool.name)
         if name in tools:
             raise InvalidRequest(f"tools: there are two tools named {name}", param="tools")

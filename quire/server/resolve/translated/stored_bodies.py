@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from quire.engine import clock, random_source
 from quire.server.config import ServerConfig
 from quire.server.protocol.stored_objects import BatchRequest, ConversationRequest, ItemsRequest, MetadataRequest
-from quire.server.resolve.checks import check_json_texts
+from quire.server.resolve.checks import check_json_no_surrogates
 from quire.server.resolve.parse import parse_body
 from quire.server.resolve.translated.history import to_stored_items
 from quire.server.served_model import ServedModel
@@ -27,14 +27,14 @@ class NewConversation:
 def parse_new_conversation(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> NewConversation:
     """Raises InvalidRequest naming the field."""
     body = parse_body(body_bytes or b"{}", ConversationRequest)
-    check_json_texts(body.metadata, "metadata")
+    check_json_no_surrogates(body.metadata, "metadata")
     return NewConversation(dict(body.metadata), to_stored_items(body.items, "items"))
 
 
 def parse_metadata(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> dict[str, str]:
     """Raises as above."""
     metadata = parse_body(body_bytes, MetadataRequest).metadata
-    check_json_texts(metadata, "metadata")
+    check_json_no_surrogates(metadata, "metadata")
     return dict(metadata)
 
 
@@ -46,7 +46,7 @@ def parse_new_items(body_bytes: bytes, model: ServedModel, config: ServerConfig)
 def parse_new_batch(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> Batch:
     """Raises InvalidRequest naming the field."""
     body = parse_body(body_bytes, BatchRequest)
-    check_json_texts(body.metadata or {}, "metadata")
+    check_json_no_surrogates(body.metadata or {}, "metadata")
     now = int(clock.time())
     window = body.completion_window
     keep = body.output_expires_after

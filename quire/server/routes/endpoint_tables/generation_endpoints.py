@@ -11,7 +11,7 @@ from quire.server.protocol.questions.decisions import DecisionRequest
 from quire.server.protocol.questions.systemone import SystemOneRequest
 from quire.server.resolve.chat import resolve_chat
 from quire.server.resolve.completions import resolve_completion
-from quire.server.resolve.translated.decisions import resolve_decisions, resolve_systemone
+from quire.server.resolve.translated.decisions import resolve_decisions, resolve_systemone_request
 from quire.server.resolve.translated.messages import count_message_tokens, resolve_message
 from quire.server.routes.endpoint_tables.endpoint import Endpoint
 
@@ -44,7 +44,7 @@ GENERATION_ENDPOINTS = (
         SYSTEM_ONE_PATH,
         "evaluate",
         "Answer questions about a state by the probabilities of their options; no text is generated.",
-        resolve_systemone,
+        resolve_systemone_request,
         (SystemOneRequest,),
     ),
 )

@@ -15,8 +15,8 @@ from quire.server.encoding import encode_json
 from quire.server.protocol.stored_objects import BatchRequest
 from quire.server.resolve.translated.stored_bodies import parse_new_batch
 from quire.server.routes.bodies import Documented, owner_of, worked_on
-from quire.server.routes.stored.files import BATCH_PURPOSE, file_not_found, require_batches
-from quire.server.routes.stored.list_pages import Limit, find_or_raise, list_page_response, unknown_cursor
+from quire.server.routes.stored.files import BATCH_PURPOSE, file_not_found, require_batch_runner
+from quire.server.routes.stored.list_pages import Limit, find_or_raise, list_page_response, unknown_cursor_error
 from quire.server.store.batches import Batch
 
 router = APIRouter(route_class=StoredDataRoute)
@@ -25,7 +25,7 @@ router = APIRouter(route_class=StoredDataRoute)
 @router.post("/v1/batches", response_model=None, openapi_extra=Documented(BatchRequest))
 async def create_batch(request: Request) -> Response:
     """Process a file of requests at lower priority than all other requests."""
-    runner, owner = require_batches(request), owner_of(request)
+    runner, owner = require_batch_runner(request), owner_of(request)
     batch = await worked_on(request, parse_new_batch)
     not_found = file_not_found(batch.input_file_id, "input_file_id")
     file = await find_or_raise(request, runner.files.find, batch.input_file_id, not_found=not_found)
@@ -39,7 +39,11 @@ async def create_batch(request: Request) -> Response:
 async def list_batches(request: Request, limit: Limit = 20, after: str | None = None) -> Response:
     """The newest first."""
     page = await find_or_raise(
-        request, require_batches(request).batches.page, limit, after, not_found=unknown_cursor("batch", after)
+        request,
+        require_batch_runner(request).batches.page,
+        limit,
+        after,
+        not_found=unknown_cursor_error("batch", after),
     )
     return list_page_response([batch_object(batch) for batch in page[0]], has_more=page[1])
 
@@ -49,14 +53,14 @@ async def retrieve_batch(batch_id: str, request: Request) -> Response:
     """The state of a batch."""
     not_found = RequestNotFound(f"No batch `{batch_id}` is known here", param="batch_id")
     return _batch_response(
-        await find_or_raise(request, require_batches(request).batches.find, batch_id, not_found=not_found)
+        await find_or_raise(request, require_batch_runner(request).batches.find, batch_id, not_found=not_found)
     )
 
 
 @router.post("/v1/batches/{batch_id}/cancel", response_model=None)
 async def cancel_batch(batch_id: str, request: Request) -> Response:
     """End a batch. The results so far are put into its files."""
-    return _batch_response(await require_batches(request).cancel_batch(owner_of(request), batch_id))
+    return _batch_response(await require_batch_runner(request).cancel_batch(owner_of(request), batch_id))
 
 
 def _batch_response(batch: Batch) -> Response:

@@ -51,7 +51,7 @@ async def update_conversation(conversation_id: str, request: Request) -> Respons
     store = require_store(request, conversation_id)
     metadata, not_found = await worked_on(request, parse_metadata), _conversation_not_found(conversation_id)
     return json_response(
-        request, await find_or_raise(request, store.describe, conversation_id, metadata, not_found=not_found)
+        request, await find_or_raise(request, store.replace_metadata, conversation_id, metadata, not_found=not_found)
     )
 
 
@@ -77,7 +77,7 @@ async def list_items(
 async def add_items(conversation_id: str, request: Request) -> Response:
     store = require_store(request, conversation_id)
     added = await worked_on(request, parse_new_items)
-    if not await write_in_owner_thread(request, store.append, conversation_id, added, CONVERSATION_BOUNDS):
+    if not await write_in_owner_thread(request, store.append_items, conversation_id, added, CONVERSATION_BOUNDS):
         raise _conversation_not_found(conversation_id)
     return json_response(request, encode_item_page(ItemPage(added, more=False)))
 
@@ -87,7 +87,8 @@ async def retrieve_item(conversation_id: str, item_id: str, request: Request) ->
     await _find_conversation(request, conversation_id)
     store = require_store(request, conversation_id)
     return json_response(
-        request, await find_or_raise(request, store.item, conversation_id, item_id, not_found=_item_not_found(item_id))
+        request,
+        await find_or_raise(request, store.get_item, conversation_id, item_id, not_found=_item_not_found(item_id)),
     )
 
 

@@ -22,13 +22,13 @@ from starlette.responses import FileResponse, Response
 
 from quire.engine.errors import InvalidRequest, Overloaded, RequestNotFound
 from quire.server.access.admission import FileRoute
-from quire.server.access.content_encoding import BodyDecoder, BodyTooLarge, decode_in_thread, parse_encodings
+from quire.server.access.content_encoding import BodyDecoder, BodyTooLarge, iter_parts_in_thread, parse_encodings
 from quire.server.batches.runner import BatchRunner
 from quire.server.encoding import encode_json
 from quire.server.peers import StoreUnreachable
 from quire.server.protocol.stored_objects import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS
 from quire.server.routes.bodies import owner_of
-from quire.server.routes.stored.list_pages import Order, find_or_raise, list_page_response, unknown_cursor
+from quire.server.routes.stored.list_pages import Order, find_or_raise, list_page_response, unknown_cursor_error
 from quire.server.runtime.server_context import get_server_context
 from quire.server.sse import CLIENT_CLOSED_REQUEST
 from quire.server.store.files import STORAGE_FULL_MESSAGE, StoredFile, new_file, new_file_id
@@ -73,11 +73,11 @@ UPLOAD_FORM_SCHEMA = {
 @router.post("/v1/files", response_model=None, openapi_extra={"requestBody": UPLOAD_FORM_SCHEMA})
 async def upload_file(request: Request) -> Response:
     """Keep a file, in the fields `file` and `purpose` of a form."""
-    runner, owner = require_batches(request), owner_of(request)
-    _check_sender(request)
+    runner, owner = require_batch_runner(request), owner_of(request)
+    _check_origin(request)
     if not runner.uploads.has_room(owner, 1):
         raise Overloaded("Too many files are uploaded at the same time. Please try again later")
-    runner.uploads.take_room(owner, 1)
+    runner.uploads.add_usage(owner, 1)
     upload = _Upload(request, runner, owner)
     try:
         await upload.reserve_announced()
@@ -88,7 +88,7 @@ async def upload_file(request: Request) -> Response:
     except OSError as error:
         raise Overloaded(f"The file cannot be kept now: {error.strerror}", param="data_dir") from None
     finally:
-        runner.uploads.take_room(owner, -1)
+        runner.uploads.add_usage(owner, -1)
         await asyncio.shield(upload.release_reservation())
     return _file_response(file)
 
@@ -108,15 +108,15 @@ class _Upload:
 
     async def reserve_announced(self) -> None:
         """Raises HTTPException where the form that is announced is too large."""
-        await self._reserve(self._expected_bytes)
+        await self._reserve_largest_size(self._expected_bytes)
 
-    async def count_received(self, size: int) -> None:
+    async def count_and_reserve_bytes(self, size: int) -> None:
         """Raises HTTPException where `size` bytes more are too many."""
         self._received_bytes += size
         if self._received_bytes > self._reserved_bytes:  # its length was not announced
-            await self._reserve(self._received_bytes, self._received_bytes + _AHEAD_BYTES)
+            await self._reserve_largest_size(self._received_bytes, self._received_bytes + _AHEAD_BYTES)
 
-    async def _reserve(self, *sizes: int) -> None:
+    async def _reserve_largest_size(self, *sizes: int) -> None:
         """The largest of these sizes for which there is room; the first is needed."""
         if sizes[0] > MAX_FILE_BYTES:
             raise HTTPException(413, f"A file may have {MAX_FILE_BYTES} bytes")
@@ -155,8 +155,10 @@ async def list_files(
     after: str | None = None,
     purpose: str | None = None,
 ) -> Response:
-    method = partial(require_batches(request).files.page, newest_first=order == "desc", after=after, purpose=purpose)
-    page = await find_or_raise(request, method, limit, not_found=unknown_cursor("file", after))
+    method = partial(
+        require_batch_runner(request).files.page, newest_first=order == "desc", after=after, purpose=purpose
+    )
+    page = await find_or_raise(request, method, limit, not_found=unknown_cursor_error("file", after))
     return list_page_response([file_object(file) for file in page[0]], has_more=page[1])
 
 
@@ -169,15 +171,17 @@ async def retrieve_file(file_id: str, request: Request) -> Response:
 async def retrieve_content(file_id: str, request: Request) -> Response:
     """The content of a file; only a range of bytes if the header Range names one."""
     file = await _find_file(request, file_id)
-    if not await asyncio.to_thread(require_batches(request).contents.content_path(file.id).exists):
+    if not await asyncio.to_thread(require_batch_runner(request).contents.content_path(file.id).exists):
         raise RequestNotFound(f"The content of `{file_id}` is not on the disk any more", param="file_id")
     media = "application/jsonl" if file.name.endswith(".jsonl") else "application/octet-stream"
-    return FileResponse(require_batches(request).contents.content_path(file.id), media_type=media, filename=file.name)
+    return FileResponse(
+        require_batch_runner(request).contents.content_path(file.id), media_type=media, filename=file.name
+    )
 
 
 @router.delete("/v1/files/{file_id}", response_model=None)
 async def delete_file(file_id: str, request: Request) -> dict[str, Any]:
-    runner, owner = require_batches(request), owner_of(request)
+    runner, owner = require_batch_runner(request), owner_of(request)
     if await asyncio.to_thread(runner.is_file_in_use, file_id, owner):
         raise InvalidRequest("file_id: a batch that has not ended reads it: cancel that first", param="file_id")
     await find_or_raise(request, runner.files.delete, file_id, not_found=file_not_found(file_id, "file_id"))
@@ -196,18 +200,18 @@ async def _receive_form(request: Request, upload: _Upload) -> AsyncIterator[tupl
         try:
             async for chunk in request.stream():
                 if not encodings:
-                    await upload.count_received(len(chunk))
+                    await upload.count_and_reserve_bytes(len(chunk))
                     yield chunk
                     await asyncio.sleep(0)
                     continue
-                async for part in decode_in_thread(decoder.decode_chunk(chunk)):
-                    await upload.count_received(len(part))
+                async for part in iter_parts_in_thread(decoder.decode_chunk(chunk)):
+                    await upload.count_and_reserve_bytes(len(part))
                     yield part
             decoder.check_complete()
         except BodyTooLarge:
             raise HTTPException(413, f"A file may have {MAX_FILE_BYTES} bytes") from None
 
-    headers = _form_headers(request.headers.get("content-type", ""))
+    headers = _sanitize_form_headers(request.headers.get("content-type", ""))
     parser = MultiPartParser(headers, decoded_stream(), max_files=1, max_fields=len(_FORM_FIELDS), max_part_size=256)
     try:
         async with asyncio.timeout(_MAX_UPLOAD_SECONDS):
@@ -236,7 +240,7 @@ async def _receive_form(request: Request, upload: _Upload) -> AsyncIterator[tupl
         await form.close()
 
 
-def _form_headers(content_type: str) -> Headers:
+def _sanitize_form_headers(content_type: str) -> Headers:
     """What the parser reads of a form's type: its boundary. Names of charsets are left out, as RFC 7578 knows none:
     Python has charsets that decode to half surrogates, take quadratic time, or are none of texts. So names are UTF-8,
     or else Latin-1. Raises InvalidRequest."""
@@ -275,7 +279,7 @@ def _parse_keep_seconds(anchor: object, seconds: object) -> int | None:
     return int(seconds)
 
 
-def _check_sender(request: Request) -> None:
+def _check_origin(request: Request) -> None:
     """Raises HTTPException for a web page whose origin may not call the server: browsers let any page send a form."""
     origin = request.headers.get("origin")
     allowed = get_server_context(request).config.allowed_origins
@@ -287,7 +291,7 @@ def _check_sender(request: Request) -> None:
 async def _find_file(request: Request, file_id: str) -> StoredFile:
     """Raises RequestNotFound."""
     return await find_or_raise(
-        request, require_batches(request).files.find, file_id, not_found=file_not_found(file_id, "file_id")
+        request, require_batch_runner(request).files.find, file_id, not_found=file_not_found(file_id, "file_id")
     )
 
 
@@ -295,7 +299,7 @@ def file_not_found(file_id: str, param: str) -> RequestNotFound:
     return RequestNotFound(f"No file `{file_id}` is kept here, or not any more", param=param)
 
 
-def require_batches(request: Request) -> BatchRunner:
+def require_batch_runner(request: Request) -> BatchRunner:
     """Raises RequestNotFound where nothing is kept."""
     runner = get_server_context(request).batch_runner
     if runner is None:

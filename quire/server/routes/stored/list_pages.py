@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.errors import InvalidRequest, QuireError
-from quire.server.access.memory_lease import lease_memory
+from quire.server.access.memory_lease import grow_request_lease
 from quire.server.encoding import encode_json
 from quire.server.routes.bodies import owner_of
 from quire.server.store.response_store import ItemPage, Store
@@ -22,7 +22,7 @@ Limit = Annotated[int, Query(ge=1, le=100)]
 Order = Literal["asc", "desc"]
 
 
-def unknown_cursor(kind: str, after: str | None) -> InvalidRequest:
+def unknown_cursor_error(kind: str, after: str | None) -> InvalidRequest:
     return InvalidRequest(f"after: there is no {kind} `{after}`", param="after")
 
 
@@ -31,8 +31,8 @@ async def list_items_response(
 ) -> Response:
     """The next `limit` items of a stored object behind the one with the id `after`. Raises InvalidRequest, and
     Overloaded where too much waits to be sent."""
-    method = partial(store.page, newest_first=order == "desc", after=after)
-    page = await find_or_raise(request, method, id, limit, not_found=unknown_cursor("item", after))
+    method = partial(store.read_item_page, newest_first=order == "desc", after=after)
+    page = await find_or_raise(request, method, id, limit, not_found=unknown_cursor_error("item", after))
     return json_response(request, encode_item_page(page))
 
 
@@ -62,5 +62,5 @@ def list_page_response(objects: Sequence[Mapping[str, Any]], *, has_more: bool) 
 
 def json_response(request: Request, body: bytes) -> Response:
     """What is stored, as JSON. Raises Overloaded where too much waits to be sent."""
-    lease_memory(request.scope, len(body))
+    grow_request_lease(request.scope, len(body))
     return Response(body, media_type="application/json")

@@ -44,7 +44,7 @@ async def resume_stream(stream_id: str, request: Request) -> Response:
         alternative = f"GET /v1/responses/{stream_id}, with stream=true and starting_after"
         raise InvalidRequest(f"The response goes on in the background: {alternative}", param="stream_id")
     claims: list[Claim] = []
-    return _ReplayResponse(await streams.resume_call(owner, call, seen_events, claims), claims)
+    return _ReplayResponse(await streams.prepare_resume(owner, call, seen_events, claims), claims)
 
 
 class _ReplayResponse(Response):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from quire.engine.config import EngineConfig
 from quire.engine.worker.device_memory import KVModule
 from quire.engine.worker.graphs.graph_capture import GraphSet
-from quire.engine.worker.loading.drafts.spare_blocks import SpareBlocks
-from quire.engine.worker.loading.kv_allocation import KVAllocation
+from quire.engine.worker.loading.drafts.spare_blocks import SpareBlockLayout
+from quire.engine.worker.loading.kv_allocation import RunnerResources
 
 if TYPE_CHECKING:
     from quire.engine.worker.draft_head_runner import DraftHeadRunner
@@ -35,7 +35,7 @@ class DeviceDrafter(Protocol):
         """None: guesses run without."""
 
     def capture_next_graph(self) -> bool:
-        """As Executor.warm_up."""
+        """As Executor.warm_up_next."""
 
     def launch_kernel_variants(self, step_tokens: int) -> None:
         """Launch every kind of kernel that guesses, and what follows steps of up to so many tokens, may launch. What it
@@ -54,24 +54,24 @@ class LoadedDrafter(Protocol):
     @property
     def weight_bytes(self) -> int: ...
 
-    def slot_state_bytes(self, config: EngineConfig) -> int:
+    def total_slot_state_bytes(self, config: EngineConfig) -> int:
         """Of what layers keep of sequences beside pages."""
 
     def start_drafter(
         self,
         config: EngineConfig,
-        allocation: KVAllocation,
+        allocation: RunnerResources,
         num_blocks: int,
         make_runner: Callable[..., DraftHeadRunner],
-    ) -> DraftWorker:
+    ) -> StartedDrafter:
         """With pages for as many tokens as the served model has pages for, and some for drafts beyond these.
         `allocation`: the served model's. `make_runner`: where it is heads, of what Heads takes."""
 
 
 @dataclass(frozen=True, slots=True)
-class DraftWorker:
+class StartedDrafter:
     drafter: DeviceDrafter
-    spare_blocks: SpareBlocks
+    spare_blocks: SpareBlockLayout
     step_costs: list[tuple[int, float]]
     """What one guess more costs, by the number of sequences."""
     head_runner: DraftHeadRunner | None = None

@@ -29,9 +29,9 @@ from quire.engine.models.heads.medusa import MedusaHead
 from quire.engine.models.spec import base_decoder_spec
 from quire.engine.worker.device_memory import allocate_kv_blocks
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
-from quire.engine.worker.loading.drafts.device_drafter import DraftWorker
-from quire.engine.worker.loading.drafts.spare_blocks import SpareBlocks, num_spare_blocks
-from quire.engine.worker.loading.kv_allocation import KVAllocation
+from quire.engine.worker.loading.drafts.device_drafter import StartedDrafter
+from quire.engine.worker.loading.drafts.spare_blocks import SpareBlockLayout, num_spare_blocks_per_slot
+from quire.engine.worker.loading.kv_allocation import RunnerResources
 from quire.engine.worker.loading.weight_loader import (
     iter_file_tensors,
     load_weights,
@@ -54,23 +54,23 @@ class LoadedDraftHead:
     decoder: Decoder
     is_on_all_ranks: ClassVar[bool] = True
 
-    def slot_state_bytes(self, config: EngineConfig) -> int:
+    def total_slot_state_bytes(self, config: EngineConfig) -> int:
         return 0
 
     def start_drafter(
         self,
         config: EngineConfig,
-        allocation: KVAllocation,
+        allocation: RunnerResources,
         num_blocks: int,
         make_runner: Callable[..., DraftHeadRunner],
-    ) -> DraftWorker:
-        heads = self.make_head_runner(config, allocation, num_blocks, make_runner)
-        return DraftWorker(heads, heads.spare_blocks, heads.measure_draft_costs(), head_runner=heads)
+    ) -> StartedDrafter:
+        heads = self.make_draft_head_runner(config, allocation, num_blocks, make_runner)
+        return StartedDrafter(heads, heads.spare_blocks, heads.measure_draft_costs(), head_runner=heads)
 
-    def make_head_runner(
+    def make_draft_head_runner(
         self,
         config: EngineConfig,
-        allocation: KVAllocation,
+        allocation: RunnerResources,
         num_blocks: int,
         make_runner: Callable[..., DraftHeadRunner] = DraftHeadRunner,
     ) -> DraftHeadRunner:
@@ -80,8 +80,10 @@ class LoadedDraftHead:
             allocation.input_batch,
             allocation.capture is not None,
         )  # the served model's scratch page has its number here too
-        spare_blocks = SpareBlocks(
-            num_blocks + has_scratch_block, num_spare_blocks(config, input_batch.block_size), self.decoder.max_model_len
+        spare_blocks = SpareBlockLayout(
+            num_blocks + has_scratch_block,
+            num_spare_blocks_per_slot(config, input_batch.block_size),
+            self.decoder.max_model_len,
         )
         kv_tensors = allocate_kv_blocks(
             self.kv_module, spare_blocks.first_spare_block + spare_blocks.spare_per_slot * config.max_num_seqs
@@ -155,12 +157,12 @@ def eagle_spec(path: Path, tensors: dict[str, Tensor], decoder: Decoder, *, is_e
             "draft_vocab_size": model.raw.get("draft_vocab_size") or model.vocab_size,
             "has_token_map": "d2t" in tensors,
         }
-    base = base_decoder_spec(model).replace_sublayers(
+    base = base_decoder_spec(model).replace_sublayer_fields(
         AttentionLayerSpec, qkv_bias="layers.0.self_attn.q_proj.bias" in tensors
     )
     read = 2 * model.hidden_size if is_eagle3 else model.hidden_size
     (first, *_), *others = (
-        base.replace_sublayers(AttentionLayerSpec, input_norm=False, input_size=read).layers,
+        base.replace_sublayer_fields(AttentionLayerSpec, input_norm=False, input_size=read).layers,
         *base.layers[1:],
     )
     return EagleSpec((first, *others), base.hidden_size, base.norm, "fc.bias" in tensors, **eagle3_fields)

@@ -20,16 +20,16 @@ from quire.engine.models.requirements import (
     has_chunked_attention,
     has_mla,
     has_sinks,
-    widest_attention,
+    widest_attention_spec,
 )
 from quire.engine.worker.device_memory import allocate_kv_blocks, allocate_slot_states, slot_state_bytes
 from quire.engine.worker.device_plan import can_capture_decodes, check_attention_support
 from quire.engine.worker.draft_model_runner import DraftModelRunner
 from quire.engine.worker.input_batch import InputBatch, SlotStates
 from quire.engine.worker.loading.checkpoint_weights import open_weights
-from quire.engine.worker.loading.drafts.device_drafter import DraftWorker
-from quire.engine.worker.loading.drafts.spare_blocks import SpareBlocks, num_spare_blocks
-from quire.engine.worker.loading.kv_allocation import KVAllocation
+from quire.engine.worker.loading.drafts.device_drafter import StartedDrafter
+from quire.engine.worker.loading.drafts.spare_blocks import SpareBlockLayout, num_spare_blocks_per_slot
+from quire.engine.worker.loading.kv_allocation import RunnerResources
 from quire.engine.worker.loading.transformers_support import decoder_class
 from quire.engine.worker.loading.weight_loader import load_weights
 from quire.kernels.backend import Backend
@@ -46,19 +46,21 @@ class LoadedDraftModel:
     weight_bytes: int
     is_on_all_ranks: ClassVar[bool] = False
 
-    def slot_state_bytes(self, config: EngineConfig) -> int:
+    def total_slot_state_bytes(self, config: EngineConfig) -> int:
         return slot_state_bytes(self.kv_module, config) * (config.max_num_seqs + 1)
 
     def start_drafter(
-        self, config: EngineConfig, allocation: KVAllocation, num_blocks: int, make_heads: object
-    ) -> DraftWorker:
+        self, config: EngineConfig, allocation: RunnerResources, num_blocks: int, make_heads: object
+    ) -> StartedDrafter:
         """Allocate pages for as many tokens as the served model has pages for, and some for drafts beyond these."""
         decoder = self.kv_module
         block_size = self.backend.block_size
         capture = allocation.capture
         if decoder.transformers_class or not can_capture_decodes(self.backend, decoder.spec):
             capture = None
-        spare_blocks = SpareBlocks(num_blocks, num_spare_blocks(config, block_size), decoder.max_model_len)
+        spare_blocks = SpareBlockLayout(
+            num_blocks, num_spare_blocks_per_slot(config, block_size), decoder.max_model_len
+        )
         total_blocks = num_blocks + spare_blocks.spare_per_slot * config.max_num_seqs
         kv_tensors = allocate_kv_blocks(decoder, total_blocks + (capture is not None))
         max_positions = decoder.max_model_len + spare_blocks.spare_per_slot * block_size
@@ -74,7 +76,7 @@ class LoadedDraftModel:
         )
         runner = DraftModelRunner(decoder, kv_tensors, input_batch, self.eos_token_ids, capture)
         costs = runner.measure_draft_costs(num_blocks, decoder.max_model_len)
-        return DraftWorker(runner, spare_blocks, costs, model_runner=runner)
+        return StartedDrafter(runner, spare_blocks, costs, model_runner=runner)
 
 
 def load_draft_model(
@@ -102,7 +104,7 @@ def load_draft_model(
                 f"a {model.model_type}, whose large states cannot take back a guess of their own, does not draft"
             )
         attention = AttentionRequirements(
-            softcap=widest_attention(spec).softcap is not None,
+            softcap=widest_attention_spec(spec).softcap is not None,
             sinks=has_sinks(spec),
             latents=has_mla(spec),
             chunks=has_chunked_attention(spec),

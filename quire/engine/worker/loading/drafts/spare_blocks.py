@@ -7,15 +7,15 @@ from typing import NamedTuple
 from quire.engine.config import EngineConfig
 
 
-class SpareBlocks(NamedTuple):
-    """As DraftBlocks of engine/drafting/model_drafter.py has them."""
+class SpareBlockLayout(NamedTuple):
+    """As DraftBlockLayout of engine/drafting/model_drafter.py has them."""
 
     first_spare_block: int
     spare_per_slot: int
     max_model_len: int
 
 
-def num_spare_blocks(config: EngineConfig, block_size: int) -> int:
+def num_spare_blocks_per_slot(config: EngineConfig, block_size: int) -> int:
     """Of each slot, for drafts beyond the pages of its sequence."""
     assert config.speculative_config is not None
     return 1 + -(-config.speculative_config.num_speculative_tokens // block_size)

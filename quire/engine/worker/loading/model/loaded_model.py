@@ -40,7 +40,7 @@ class ModelPart:
 
     shard: ModelShard = UNSHARDED
     """Whose part of each layer."""
-    kind: type[Decoder] = Decoder
+    decoder_class: type[Decoder] = Decoder
     """Of a model that transformers' class does not compute."""
     stage: int = -1
     """Which of a pipeline's; the last one alone has all layers where there is no pipeline."""

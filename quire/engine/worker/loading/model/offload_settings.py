@@ -11,7 +11,7 @@ from quire.engine.architecture.shared_transformer import SharedTransformerSpec
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.safetensors import LAYERS, ROUTED
 from quire.engine.config import EngineConfig
-from quire.engine.errors import refuse_setting
+from quire.engine.errors import refuse_setting_if
 from quire.engine.worker.device_plan import DevicePlan
 from quire.kernels.gpu.other_devices import is_other_device
 
@@ -25,7 +25,7 @@ def check_offload(config: EngineConfig, model_config: ModelConfig, chosen: Devic
     by_class = model_config.given is not None and "the model's layers are computed by transformers' class"
     shared_weights = bool(chosen.spec.sublayers_of_kind(SharedTransformerSpec)) and "layers of the model share weights"
     if config.cpu_offload_gb:
-        refuse_setting(
+        refuse_setting_if(
             GPU_PARAM,
             device == "cpu" and "a CPU's weights are in the host's memory; weights_on_disk leaves them on a disk",
             is_other_device(chosen.device) and f"layers are copied to GPUs of CUDA's alone so far, not to {device}",
@@ -35,9 +35,9 @@ def check_offload(config: EngineConfig, model_config: ModelConfig, chosen: Devic
     if config.weights_on_disk is None:
         is_set = config.weights_in_memory is not None
         why = "says how many GiB of weights are kept in memory that are on a disk (weights_on_disk)"
-        refuse_setting("weights_in_memory", is_set and why)
+        refuse_setting_if("weights_in_memory", is_set and why)
         return
-    refuse_setting(
+    refuse_setting_if(
         DISK_PARAM,
         device != "cpu" and "it is for CPUs; cpu_offload_gb leaves a GPU's layers in the host's memory",
         by_class,
@@ -46,7 +46,7 @@ def check_offload(config: EngineConfig, model_config: ModelConfig, chosen: Devic
     )
 
 
-def on_disk_pattern(config: EngineConfig, spec: DecoderSpec) -> re.Pattern[str] | None:
+def disk_tensor_name_pattern(config: EngineConfig, spec: DecoderSpec) -> re.Pattern[str] | None:
     """What the names of tensors have that lie there; None: none do."""
     if config.weights_on_disk is None:
         return None

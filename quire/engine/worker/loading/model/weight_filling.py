@@ -33,7 +33,7 @@ def check_weights_fit(
     on_disk: re.Pattern[str] | None = None,
 ) -> None:
     """Raise ConfigError where a CPU's memory has no room for the weights of so many layers in the files at `path`.
-    on_disk: as on_disk_pattern gives it."""
+    on_disk: as disk_tensor_name_pattern gives it."""
     if device.type == "cpu" and config.load_format == "auto" and path is not None:
         stored = read_stored_weights(path, without_mtp(layers), without=on_disk)
         check_room(stored, str(dtype).removeprefix("torch."), config.online_quantization)
@@ -48,7 +48,7 @@ def fill_weights(
     on_disk: re.Pattern[str] | None = None,
 ) -> int:
     """Load a model's weights from the stream, and those of its dense modules from their folders in `path`, if that is
-    where they are; or make them up. Returns their bytes. on_disk: as on_disk_pattern gives it."""
+    where they are; or make them up. Returns their bytes. on_disk: as disk_tensor_name_pattern gives it."""
     table = expected_weights.parameter_table
     all_tensors = chain(
         match_table_names(stream, table, expected_weights.optional_prefixes),

@@ -14,10 +14,12 @@ from quire.kernels.backend import Backend
 def resident_weight_bytes(table: ParameterTable, config: EngineConfig, backend: Backend, read_bytes: int) -> int:
     """Bytes of weights as they are held, where `read_bytes` were read."""
     quantizes = config.online_quantization is not None or config.quantize_embedding
-    return count_quantized_bytes(table, config) if backend.keeps_weights_quantized and quantizes else read_bytes
+    return (
+        weight_bytes_after_quantization(table, config) if backend.keeps_weights_quantized and quantizes else read_bytes
+    )
 
 
-def count_quantized_bytes(table: ParameterTable, config: EngineConfig) -> int:
+def weight_bytes_after_quantization(table: ParameterTable, config: EngineConfig) -> int:
     """Of all weights, as they are held after what is quantized at load."""
     bits, in_8_bits = 0.0, int8_embedding(config.online_quantization, config.quantize_embedding)
     for name, each in table.items():

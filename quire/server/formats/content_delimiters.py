@@ -8,7 +8,7 @@ from quire.server.formats.tools.text_source import ParserSteps, TextSource, find
 
 
 @dataclass(frozen=True, slots=True)
-class ContentFrame:
+class ContentDelimiters:
     """The texts around content."""
 
     begin: str
@@ -23,12 +23,12 @@ class ContentFrame:
     """Behind content, up to what ends the answer."""
 
 
-class ContentFrameParser:
+class ContentExtractor:
     """Passes on the content of one answer without its frame, while it comes."""
 
-    def __init__(self, frame: ContentFrame) -> None:
+    def __init__(self, delimiters: ContentDelimiters) -> None:
         self._source = TextSource()
-        self._frame = frame
+        self._delimiters = delimiters
         self._content: list[str] = []
         self._steps = self._parse_content()
 
@@ -39,29 +39,33 @@ class ContentFrameParser:
         return shown
 
     def _parse_content(self) -> ParserSteps[None]:
-        source, frame = self._source, self._frame
-        for begin in (frame.begin, *frame.other_begins):
+        source, delimiters = self._source, self._delimiters
+        for begin in (delimiters.begin, *delimiters.other_begins):
             if (yield from source.take_ignoring_space(begin)):
                 break
-        marks = tuple(dict.fromkeys(one for one in (*frame.later_begins, *frame.ends) if one))
+        markers = tuple(dict.fromkeys(one for one in (*delimiters.later_begins, *delimiters.ends) if one))
         pending_end = ""
         while True:
-            next_mark = find_first_literal(source.text, marks)
+            next_marker = find_first_literal(source.text, markers)
             if (
-                next_mark is not None
-                and len(source.text) < next_mark[0] + max(map(len, marks))
+                next_marker is not None
+                and len(source.text) < next_marker[0] + max(map(len, markers))
                 and not source.is_closed
             ):
-                next_mark = None if any(one.startswith(source.text[next_mark[0] :]) for one in marks) else next_mark
-            count = len(source.text) - partial_match_length(source.text, marks) if next_mark is None else next_mark[0]
-            text = source.take_text(len(source.text) if next_mark is None and source.is_closed else count)
+                next_marker = (
+                    None if any(one.startswith(source.text[next_marker[0] :]) for one in markers) else next_marker
+                )
+            count = (
+                len(source.text) - partial_match_length(source.text, markers) if next_marker is None else next_marker[0]
+            )
+            text = source.take_text(len(source.text) if next_marker is None and source.is_closed else count)
             if text.strip() and pending_end:
                 self._content.append(pending_end)  # it did not end there
                 pending_end = ""
             self._content.append(text)
-            if next_mark is not None:
-                mark = source.take_text(len(next_mark[1]))
-                pending_end = pending_end + mark if next_mark[1] not in frame.later_begins else ""
+            if next_marker is not None:
+                marker = source.take_text(len(next_marker[1]))
+                pending_end = pending_end + marker if next_marker[1] not in delimiters.later_begins else ""
             elif source.is_closed:
                 return
             else:

@@ -12,8 +12,8 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-class EventLoopTurns:
-    """`async with turns:` runs its block in a turn of the event loop in which no other block of the same EventLoopTurns
+class EventLoopGuard:
+    """`async with turns:` runs its block in a turn of the event loop in which no other block of the same EventLoopGuard
     runs."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ _THREADS = 5
 Result = TypeVar("Result")
 
 
-class ExternalTier:
+class GuardedTier:
     """A Tier whose calls end in time, but for `lookup`, which answers from memory. After one that did not, it has
     nothing and takes nothing, until the engine is built anew."""
 
