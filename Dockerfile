@@ -90,7 +90,7 @@ RUN pip install --no-deps --no-build-isolation .
 ARG KIND
 ARG KERNELS="80 89 90"
 RUN if [ "$KIND" = cuda ]; then for card in $KERNELS; do \
-        TRITON_CACHE_DIR=/opt/quire/share/quire-kernels python -P -m quire.engine.worker.compiling.fill "$card"; \
+        TRITON_CACHE_DIR=/opt/quire/share/quire-kernels python -P -m quire.engine.worker.kernel_compilation.fill "$card"; \
     done; fi
 # A model for the first try, 92 MB, where nothing can be downloaded from the hub: smollm2.
 RUN if [ "$KIND" = cpu ]; then \

@@ -25,7 +25,7 @@ from tests.tree import ROOT, source_files
 LINKED = {"server", "engine", "kernels", "configs"}
 """The folders of quire/ that have links at the top: imported as quire.server and so on, never by these names alone."""
 HEAVY = {"torch", "transformers", "flash_attn", "triton"}
-ADAPTED = "engine.models.adapted"
+ADAPTED = "engine.models.transformers_backend"
 
 ALLOWED = {
     "quire": {"server", "control"},
@@ -130,7 +130,7 @@ ROOMS = {
         "routes",
         "app_builder",
         "app",
-        "fleet",
+        "multi_model",
         "cli",
         "asgi",
     ),
@@ -153,9 +153,9 @@ ROOMS = {
         "checkpoint",
         "processes",
         "core",
-        "prefixes",
+        "prefix_misses",
         "lora",
-        "drafting",
+        "spec_decode",
         "tiers",
         "link",
         "receipts",
@@ -435,7 +435,7 @@ def _heavy_imports(path: Path) -> list[str]:
             if not fallback:
                 wrong.append(
                     f"{found}: it costs seconds; only a function of engine/text/tokenizer.py may, as a fallback, and "
-                    "engine/models/adapted, which is imported where transformers' class computes a model"
+                    "engine/models/transformers_backend, which is imported where transformers' class computes a model"
                 )
         elif found.module.startswith(f"quire.{ADAPTED}") and not (
             found.lazy or path.parent == Path("quire", *ADAPTED.split("."))

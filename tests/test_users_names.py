@@ -42,6 +42,7 @@ from quire.engine.tiers.guarded_tier import GuardedTier
 from quire.engine.tiers.kv_identity import WeightFiles
 from quire.engine.tiers.tier import Tier
 from quire.engine.types import Image, MediaSpan
+from quire.engine.worker.checkpoint_writer.quantized_formats import make_quantized_format
 from quire.engine.worker.ranks.remote_ranks import (
     JOIN_QUEUE,
     JoinReply,
@@ -50,7 +51,6 @@ from quire.engine.worker.ranks.remote_ranks import (
     order_queue_name,
 )
 from quire.engine.worker.ranks.single_process import SingleProcess
-from quire.engine.worker.writing.quantized_formats import make_quantized_format
 from quire.kernels.reference import ReferenceBackend
 from quire.server.access.tenants import KeyEntry
 from quire.server.adapter_registry import open_adapter_registry
@@ -60,8 +60,8 @@ from quire.server.cli.plan.cpu_rates import read_or_measure_rates
 from quire.server.cli.verify import CheckResult
 from quire.server.config import ServerConfig
 from quire.server.error_responses import error_info
-from quire.server.fleet.added_models import AddedModels
 from quire.server.generation.background import Background
+from quire.server.multi_model.added_models import AddedModels
 from quire.server.observe.live_view import LiveViewStream
 from quire.server.observe.log_setup import EXTRA_FIELDS, JsonFormatter
 from quire.server.persistence import STATUS_TOPIC
@@ -115,8 +115,8 @@ TYPES: dict[str, Any] = {
 """What is kept or sent by the names of a type's fields."""
 MODELS: dict[str, Any] = {"settings": ServerConfig, "--api-key-file: a table": KeyEntry}
 MODULES: dict[str, tuple[str, ...]] = {
-    "--models: the file": ("server.fleet.models_config",),
-    "POST /v1/models/load and unload": ("server.fleet.multi_model_app",),
+    "--models: the file": ("server.multi_model.models_config",),
+    "POST /v1/models/load and unload": ("server.multi_model.multi_model_app",),
     "batches: a line": ("server.batches.batch_lines",),
     "batches: read of answers": ("server.batches.output_files",),
     "quire bench: read of other servers": ("server.cli.bench.serve",),

@@ -15,7 +15,7 @@ import quire.kernels.probes.mla_probe
 import quire.kernels.probes.recurrence_probe
 from benchmarks.flight import experts, kernels, layers
 from benchmarks.flight.finding import Finding, Say
-from quire.engine.worker.compiling.kernel_compiler import compile_variants
+from quire.engine.worker.kernel_compilation.kernel_compiler import compile_variants
 from quire.kernels.gpu.quantization import activation_rounding, torch_matmul, weight_trial
 
 _PROBES = (quire.kernels.probes.backend_probe, quire.kernels.probes.mla_probe, quire.kernels.probes.recurrence_probe)

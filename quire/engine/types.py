@@ -293,7 +293,7 @@ MissReason = (
     Literal["evicted", "computing", "restarted", "replica", "cache_salt", "adapter", "weights", "prompt_logprobs"]
     | Literal["diverged", "rewritten"]
 )
-"""Why tokens that were computed before were not found in the prefix cache: engine/prefixes/miss_tracker.py."""
+"""Why tokens that were computed before were not found in the prefix cache: engine/prefix_misses/miss_tracker.py."""
 
 
 class PrefixDivergence(msgspec.Struct, frozen=True, array_like=True, gc=False):

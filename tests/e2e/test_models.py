@@ -15,8 +15,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.engine.config import DEMO_MODEL
-from quire.server.fleet.added_models import AddedModels
-from quire.server.fleet.models_config import read_models_file
+from quire.server.multi_model.added_models import AddedModels
+from quire.server.multi_model.models_config import read_models_file
 from tests.e2e.server import Server
 from tests.tiny_models import save_tiny_model
 

@@ -19,12 +19,12 @@ from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.config import EngineConfig
 from quire.engine.core.drafter import NullDrafter
-from quire.engine.drafting.draft_length import AdaptiveLengthDrafter
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import AdapterError, ConfigError
 from quire.engine.lora.adapter_files import read_adapter_specs
 from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.models import decoder_spec
+from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter
 from quire.engine.worker.device_plan import check_attention_support
 from quire.server.cli.plan.machine import Machine
 from quire.server.cli.plan.model_plan import predict_kv_tokens

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
 from quire.engine.core.drafter import Drafter, NullDrafter
-from quire.engine.drafting.draft_length import AdaptiveLengthDrafter, StepCosts
-from quire.engine.drafting.drafter_factory import choose_drafter
-from quire.engine.drafting.grammar_drafter import GrammarDrafter
-from quire.engine.drafting.ngram_drafter import NgramDrafter, SuffixDrafter
-from quire.engine.drafting.selective_drafter import SelectiveDrafter
 from quire.engine.engine_core import EngineCore
+from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter, StepCosts
+from quire.engine.spec_decode.drafter_factory import choose_drafter
+from quire.engine.spec_decode.grammar_drafter import GrammarDrafter
+from quire.engine.spec_decode.ngram_drafter import NgramDrafter, SuffixDrafter
+from quire.engine.spec_decode.selective_drafter import SelectiveDrafter
 from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.types import EngineCoreRequest, Grammar, SamplingParams, ThinkingBudget
 from tests.engine.harness import Answer, run

@@ -11,11 +11,11 @@ import pytest
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.core.drafter import Draft, Drafter, NullDrafter, RequestsToDraft
 from quire.engine.core.request import Request
-from quire.engine.drafting.draft_length import AdaptiveLengthDrafter, StepCosts
-from quire.engine.drafting.ngram_drafter import NgramDrafter, SuffixDrafter
 from quire.engine.engine_builder.drafter_builder import make_configured_drafter
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
+from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter, StepCosts
+from quire.engine.spec_decode.ngram_drafter import NgramDrafter, SuffixDrafter
 from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.types import EngineCoreRequest, SamplingParams, ThinkingBudget
 from quire.engine.worker.startup_steps.started_worker import StartedWorker

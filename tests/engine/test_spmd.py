@@ -24,11 +24,11 @@ from torch import Tensor
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.core.scheduler_output import BlockCopy, NewRequestData, ScheduledRequest, SchedulerOutput
-from quire.engine.drafting.draft_length import AdaptiveLengthDrafter
-from quire.engine.drafting.ngram_drafter import NgramDrafter, SuffixDrafter
 from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.errors import ConfigError, EngineError
 from quire.engine.layers.shard import ModelShard
+from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter
+from quire.engine.spec_decode.ngram_drafter import NgramDrafter, SuffixDrafter
 from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.types import EngineCoreRequest, Grammar, PoolingParams, SamplingParams
 from quire.engine.worker import startup

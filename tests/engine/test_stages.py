@@ -22,10 +22,10 @@ from quire.engine.checkpoint.stages import groups_of_stage, places_of_stages, st
 from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
 from quire.engine.core.drafter import Drafter
 from quire.engine.core.scheduler_output import SchedulerOutput
-from quire.engine.drafting.drafter_factory import choose_drafter
 from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.errors import ConfigError
 from quire.engine.processes.heartbeat import NullHeartbeat
+from quire.engine.spec_decode.drafter_factory import choose_drafter
 from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.types import EngineCoreRequest, PoolingParams
 from quire.engine.worker import device_plan

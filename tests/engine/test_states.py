@@ -20,9 +20,9 @@ from quire.engine.architecture.kv_cache_spec import MatrixState
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.config import EngineConfig
 from quire.engine.core.drafter import NullDrafter
-from quire.engine.drafting.draft_length import AdaptiveLengthDrafter
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
+from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter
 from quire.engine.types import EngineCoreRequest
 from quire.server.cli import main as cli
 from quire.server.cli.plan.machine import Machine

@@ -22,12 +22,12 @@ from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.core.block_pool import BlockPool
 from quire.engine.core.scheduler_output import SlotCopy
 from quire.engine.core.state_snapshots import PooledStateSnapshots, SnapshotConfig
-from quire.engine.drafting.draft_length import AdaptiveLengthDrafter
 from quire.engine.engine_core import EngineCore
 from quire.engine.link.client import EngineClient
 from quire.engine.link.weights import Weights
 from quire.engine.models import decoder_spec
 from quire.engine.offline.in_process import InProcessLink
+from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter
 from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.types import EngineCoreRequest
 from tests.engine.harness import request, run

@@ -17,8 +17,8 @@ from quire.engine.link.client import EngineClient
 from quire.engine.link.hub_messages import HUB
 from quire.engine.types import EngineCoreRequest
 from quire.server import resumption
-from quire.server.generation.answers.event_ids import EventIdWriter
 from quire.server.generation.request_specs import GenerationSpec
+from quire.server.generation.response_writers.event_ids import EventIdWriter
 from quire.server.generation.sampling_generation import SamplingGeneration
 from quire.server.owner_budget import BytesByOwner
 from quire.server.peers import Peers, RunFromThread

@@ -5,9 +5,9 @@ from __future__ import annotations
 from quire.engine.architecture.kv_cache_spec import PIECE
 from quire.engine.config import EngineConfig
 from quire.engine.core.drafter import Drafter, StepwiseDrafter
-from quire.engine.drafting.drafter_factory import choose_drafter
-from quire.engine.drafting.head_drafter import HeadDrafter
-from quire.engine.drafting.model_drafter import DraftBlockLayout, ModelDrafter
+from quire.engine.spec_decode.drafter_factory import choose_drafter
+from quire.engine.spec_decode.head_drafter import HeadDrafter
+from quire.engine.spec_decode.model_drafter import DraftBlockLayout, ModelDrafter
 from quire.engine.worker.startup_steps.started_worker import StartedWorker
 
 

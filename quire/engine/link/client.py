@@ -20,8 +20,8 @@ from quire.engine.core.stats import EngineView, StepRecord
 from quire.engine.errors import EngineError, QuireError, SlowReader
 from quire.engine.link.link import Link
 from quire.engine.link.output_stream import OutputStream, Reader
-from quire.engine.prefixes.miss_tracker import PrefixMissTracker
-from quire.engine.prefixes.recent_turns import RecentTurns
+from quire.engine.prefix_misses.miss_tracker import PrefixMissTracker
+from quire.engine.prefix_misses.recent_turns import RecentTurns
 from quire.engine.types import Adapter, EngineCoreOutput, EngineCoreRequest
 
 log = logging.getLogger("quire.client")

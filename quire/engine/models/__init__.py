@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def decoder_spec(config: ModelConfig) -> DecoderSpec:
     """The spec of a model, by its family, or by transformers' class. Raises ModelError where neither serves it."""
     if config.given is not None:
-        spec: DecoderSpec = import_module("quire.engine.models.adapted.spec").transformers_spec(config)
+        spec: DecoderSpec = import_module("quire.engine.models.transformers_backend.spec").transformers_spec(config)
         return spec
     with told_as_in_file(config.names):
         return _native_decoder_spec(config)

@@ -15,10 +15,10 @@ from torch import Tensor
 from quire.engine.core.scheduler_output import HeadDraftRequest, NewRequestData, SchedulerOutput
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.heads.draft_head import DraftHead
-from quire.engine.worker.compiling.kernel_variants import launch_draft_head_variants
 from quire.engine.worker.device_memory import kv_cache_by_layer, prefill_metadata
 from quire.engine.worker.graphs.draft_head_graphs import DraftHeadGraphs
 from quire.engine.worker.input_batch import ForwardInputs, InputBatch, SampleTargets
+from quire.engine.worker.kernel_compilation.kernel_variants import launch_draft_head_variants
 from quire.engine.worker.loading.drafts.spare_blocks import SpareBlockLayout
 from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.step_costs import MEASURED_CONTEXT_TOKENS, measure_best_times
@@ -266,7 +266,7 @@ class DraftHeadRunner:
         return self.graphs is not None and self.graphs.capture_next()
 
     def launch_kernel_variants(self, step_tokens: int) -> None:
-        """As engine/worker/compiling/kernel_variants.py has it for models."""
+        """As engine/worker/kernel_compilation/kernel_variants.py has it for models."""
         launch_draft_head_variants(
             self.head,
             self._hidden_by_slot.shape[2],

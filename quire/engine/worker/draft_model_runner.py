@@ -13,11 +13,11 @@ from torch import Tensor
 from quire.engine.core.scheduler_output import DrafterCatchUp, DraftToken, NewRequestData, ScheduledRequest
 from quire.engine.models.decoder import Decoder
 from quire.engine.types import SamplingParams
-from quire.engine.worker.compiling.kernel_variants import launch_kernel_variants
 from quire.engine.worker.device_memory import kv_cache_by_layer
 from quire.engine.worker.graphs.decode_graphs import DecodeGraphs, StepFunctions
 from quire.engine.worker.graphs.graphable_steps import GraphableSteps
 from quire.engine.worker.input_batch import InputBatch, SlotRequest
+from quire.engine.worker.kernel_compilation.kernel_variants import launch_kernel_variants
 from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.sampling.sampling_rules import make_sampling_rules
 from quire.engine.worker.step_costs import MEASURED_CONTEXT_TOKENS, MEASURED_TOKEN_COUNTS, measure_best_times

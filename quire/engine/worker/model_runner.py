@@ -17,8 +17,6 @@ from quire.engine.layers.pooling import Pooler, PoolingChunk
 from quire.engine.models.decoder import Decoder, MediaEmbeddings, has_finite_logits
 from quire.engine.types import PoolingParams, SamplingParams
 from quire.engine.worker.block_movers import choose_block_mover
-from quire.engine.worker.compiling.kernel_compiler import CompileResult, compile_variants
-from quire.engine.worker.compiling.kernel_variants import launch_kernel_variants
 from quire.engine.worker.device_memory import KVPrefaulter, copy_block, copy_slot_states, kv_cache_by_layer
 from quire.engine.worker.draft_head_runner import DraftHeadRunner, HiddenStates
 from quire.engine.worker.dummy_inputs import dummy_prefill
@@ -28,6 +26,8 @@ from quire.engine.worker.graphs.graphable_steps import GraphableSteps
 from quire.engine.worker.graphs.mixed_batch_graphs import GraphPlan, MixedBatchGraphs
 from quire.engine.worker.images.encoder_cache import ImageEncoderCache
 from quire.engine.worker.input_batch import ForwardInputs, SampleTargets, SlotRequest
+from quire.engine.worker.kernel_compilation.kernel_compiler import CompileResult, compile_variants
+from quire.engine.worker.kernel_compilation.kernel_variants import launch_kernel_variants
 from quire.engine.worker.loading.drafts.device_drafter import DeviceDrafter
 from quire.engine.worker.loading.kv_allocation import RunnerResources
 from quire.engine.worker.pending_step import NONFINITE_TOKEN, PendingStep, PromptLogprobsChunk

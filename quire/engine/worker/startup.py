@@ -10,9 +10,9 @@ from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_plan import KVPlan, StateShares
 from quire.engine.config import EngineConfig
 from quire.engine.core.executor import AdapterLoader
-from quire.engine.worker.compiling.kernel_cache import prepare_kernel_cache
 from quire.engine.worker.device_memory import available_kv_bytes, check_kv_cache_memory
 from quire.engine.worker.device_plan import DevicePlan, choose_device, choose_device_plan, configure_cpu
+from quire.engine.worker.kernel_compilation.kernel_cache import prepare_kernel_cache
 from quire.engine.worker.loading.adapter_loader import make_adapter_loader
 from quire.engine.worker.loading.kv_allocation import RunnerResources, allocate_runner_resources
 from quire.engine.worker.loading.pooler import make_pooler

@@ -17,10 +17,10 @@ from quire.server.access.tenants import Tenants
 from quire.server.cli.announcement import curl_command
 from quire.server.cli.models.cached_models import CACHE_KEYWORD, build_cached_models_config
 from quire.server.config import ServerConfig
-from quire.server.fleet.added_models import AddedModels
-from quire.server.fleet.model_manager import ModelManager
-from quire.server.fleet.models_config import ModelEntry, read_models_file
-from quire.server.fleet.multi_model_app import create_multi_model_app
+from quire.server.multi_model.added_models import AddedModels
+from quire.server.multi_model.model_manager import ModelManager
+from quire.server.multi_model.models_config import ModelEntry, read_models_file
+from quire.server.multi_model.multi_model_app import create_multi_model_app
 from quire.server.runtime.model_runtime import ModelRuntime
 from quire.server.runtime.model_startup import open_runtime
 

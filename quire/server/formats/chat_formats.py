@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.config import ServerConfig
+from quire.server.formats.call_forms.call_form import CallForm
+from quire.server.formats.call_forms.slots import TAG, last_tag
 from quire.server.formats.content_delimiters import ContentDelimiters
-from quire.server.formats.derived.call_inference import can_read_back, infer_call_form
-from quire.server.formats.derived.template_prober import TemplateInferenceError, TemplateProber
-from quire.server.formats.derived.turn_inference import AssistantTurnForm, infer_turn_form
-from quire.server.formats.forms.call_form import CallForm
-from quire.server.formats.forms.slots import TAG, last_tag
 from quire.server.formats.reasoning_parser import REASONING_FORMATS as REASONING
 from quire.server.formats.reasoning_parser import ReasoningFormat, find_reasoning_format
+from quire.server.formats.template_inference.call_inference import can_read_back, infer_call_form
+from quire.server.formats.template_inference.template_prober import TemplateInferenceError, TemplateProber
+from quire.server.formats.template_inference.turn_inference import AssistantTurnForm, infer_turn_form
 from quire.server.formats.thinking_switch import NO_SWITCH, ThinkingSwitch
 from quire.server.formats.tools.named_formats import TOOL_FORMATS, find_tool_format
 from quire.server.formats.tools.tool_parser import ToolFormat

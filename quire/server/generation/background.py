@@ -12,8 +12,8 @@ from typing import Any
 
 from quire.engine.errors import may_succeed_later
 from quire.server.encoding import encode_msgpack, method_codec, method_handler
-from quire.server.generation.answers.answer_writer import AnswerWriter
-from quire.server.generation.answers.responses import ResponsesWriter
+from quire.server.generation.response_writers.answer_writer import AnswerWriter
+from quire.server.generation.response_writers.responses import ResponsesWriter
 from quire.server.peers import Peers
 
 logger = logging.getLogger("quire.server")

@@ -11,7 +11,7 @@ from typing import Any
 from quire.engine.link.client import EngineClient
 from quire.engine.link.hub_link import HubLink
 from quire.engine.link.hub_messages import LASTING
-from quire.engine.prefixes.recent_turns import Turn
+from quire.engine.prefix_misses.recent_turns import Turn
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.encoding import encode_json, encode_msgpack, method_codec, method_handler

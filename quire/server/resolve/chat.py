@@ -12,9 +12,9 @@ from quire.server.formats.chat_formats import ChatFormats
 from quire.server.formats.message_parser import MessageFormat
 from quire.server.formats.reasoning_parser import resolve_thinking_budget
 from quire.server.formats.thinking_switch import NO_SWITCH, SWITCH_ALIASES
-from quire.server.generation.answers.answer_writer import WriterFactory
-from quire.server.generation.answers.completion_chunks import ChatWriter
 from quire.server.generation.request_specs import Prompt
+from quire.server.generation.response_writers.answer_writer import WriterFactory
+from quire.server.generation.response_writers.completion_chunks import ChatWriter
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.request_bodies import build_adapted_header, ignored_params_header
 from quire.server.resolve.answer_grammar import AnswerGrammar

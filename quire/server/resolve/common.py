@@ -16,8 +16,8 @@ from quire.engine.text.grammar_compiler import MAX_GRAMMAR_BYTES
 from quire.engine.types import Grammar, SamplingParams
 from quire.server.config import ServerConfig
 from quire.server.formats.message_parser import MessageFormat
-from quire.server.generation.answers.answer_writer import WriterFactory
 from quire.server.generation.request_specs import GenerationSpec, Prompt, RepetitionRule
+from quire.server.generation.response_writers.answer_writer import WriterFactory
 from quire.server.generation.vector_generation import VectorSpec
 from quire.server.protocol.request_bodies import GenerationBody
 from quire.server.resolve.answer_grammar import AnswerGrammar

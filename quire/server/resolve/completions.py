@@ -9,8 +9,8 @@ import msgspec
 from quire.engine.errors import InvalidRequest
 from quire.engine.text.null_tokenizer import check_text_params
 from quire.server.config import ServerConfig
-from quire.server.generation.answers.answer_writer import WriterFactory
-from quire.server.generation.answers.completion_chunks import CompletionWriter
+from quire.server.generation.response_writers.answer_writer import WriterFactory
+from quire.server.generation.response_writers.completion_chunks import CompletionWriter
 from quire.server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from quire.server.protocol.request_bodies import ignored_params_header
 from quire.server.resolve.answer_grammar import AnswerGrammar

@@ -12,7 +12,7 @@ from quire.engine.errors import ContextLengthExceeded, InvalidRequest
 from quire.engine.text.pooling_inputs import encode_truncated
 from quire.engine.types import PoolingParams, Task
 from quire.server.config import ServerConfig
-from quire.server.generation.answers.vector_bodies import classification_body, embeddings_body
+from quire.server.generation.response_writers.vector_bodies import classification_body, embeddings_body
 from quire.server.generation.vector_generation import VectorBodyWriter, VectorInput, VectorSpec
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.pooling import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from quire.engine.prefixes.recent_turns import Turn
+from quire.engine.prefix_misses.recent_turns import Turn
 from quire.server.config import ServerConfig
-from quire.server.generation.answers.decisions import SessionWarmupWriter
+from quire.server.generation.response_writers.decisions import SessionWarmupWriter
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.request_bodies import ignored_params_header
 from quire.server.protocol.stored_objects import WarmRequest

@@ -9,7 +9,7 @@ from quire.engine.errors import InvalidRequest
 from quire.engine.text.pooling_inputs import encode_pairs, encode_reranker_prompts
 from quire.engine.types import PoolingParams
 from quire.server.config import ServerConfig
-from quire.server.generation.answers.vector_bodies import ScorePairs, rerank_body, scores_body
+from quire.server.generation.response_writers.vector_bodies import ScorePairs, rerank_body, scores_body
 from quire.server.generation.vector_generation import VectorSpec
 from quire.server.protocol.pooling import RerankRequest, ScoreRequest, TextPairBody
 from quire.server.resolve.checks import NeedsWorker, check_no_surrogates

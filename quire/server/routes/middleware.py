@@ -20,7 +20,7 @@ from quire.server.observe.log_setup import log_request
 from quire.server.observe.request_log import RequestLogMiddleware, RequestRecord
 from quire.server.observe.request_spans import RequestSpanExporter
 from quire.server.owner_budget import OwnerBudget
-from quire.server.routes.stored.streams import ResumptionMiddleware
+from quire.server.routes.data_dir.streams import ResumptionMiddleware
 
 
 def add_middleware(

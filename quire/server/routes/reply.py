@@ -14,14 +14,14 @@ from quire.engine.errors import InvalidRequest
 from quire.server.access.admission import AdmissionTicket, admission_of
 from quire.server.access.authentication import tenant_of
 from quire.server.access.memory_lease import lease_of
-from quire.server.generation.answers.answer_writer import AnswerWriter
-from quire.server.generation.answers.event_ids import EventIdWriter
 from quire.server.generation.background import RunningAnswer
 from quire.server.generation.beam_search_generation import BeamSearchGeneration
 from quire.server.generation.choice_state import ChoiceDelta
 from quire.server.generation.generation import Generation
 from quire.server.generation.output_parts import CollectedChoice, collect_choices
 from quire.server.generation.request_specs import GenerationSpec
+from quire.server.generation.response_writers.answer_writer import AnswerWriter
+from quire.server.generation.response_writers.event_ids import EventIdWriter
 from quire.server.generation.sampling_generation import SamplingGeneration
 from quire.server.generation.vector_generation import VectorGeneration, VectorSpec
 from quire.server.resumable_calls import (

@@ -15,15 +15,15 @@ from quire.engine.errors import InvalidRequest, Overloaded, RequestNotFound
 from quire.server.access.admission import GenerationRoute, RateLimitedRoute, admission_of
 from quire.server.access.memory_lease import grow_request_lease, lease_of
 from quire.server.encoding import encode_event
-from quire.server.generation.answers.responses import ResponsesWriter
 from quire.server.generation.background import RunningAnswer
 from quire.server.generation.request_specs import GenerationSpec
+from quire.server.generation.response_writers.responses import ResponsesWriter
 from quire.server.protocol.responses import ResponsesRequest
-from quire.server.resolve.translated.responses import count_input_tokens, resolve_response
+from quire.server.resolve.other_apis.responses import count_input_tokens, resolve_response
 from quire.server.resumable_calls import RESUMED_SCOPE_KEY
 from quire.server.routes.bodies import Documented, owner_of, resolved_spec, worked_on
+from quire.server.routes.data_dir.list_pages import Limit, Order, find_or_raise, json_response, list_items_response
 from quire.server.routes.reply import begin, events_of, journaled, nothing, reply
-from quire.server.routes.stored.list_pages import Limit, Order, find_or_raise, json_response, list_items_response
 from quire.server.runtime.model_runtime import get_runtime
 from quire.server.runtime.server_context import get_server_context
 from quire.server.served_model import get_model

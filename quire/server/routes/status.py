@@ -85,6 +85,6 @@ def health_response(request: Request, *, is_healthy: bool) -> Response:
 
 def _single_runtime(request: Request) -> ModelRuntime:
     """The model of a server of one: one of several has routes of its own for these paths
-    (server/fleet/multi_model_app.py)."""
+    (server/multi_model/multi_model_app.py)."""
     (runtime,) = get_server_context(request).models.loaded_runtimes
     return runtime

@@ -18,7 +18,7 @@ from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
 from quire.server.resolve.answer_grammar import AnswerGrammar
 from quire.server.resolve.common import Resolved, with_answer
-from quire.server.resolve.translated.chat_conversion import rename_fields_in_error_text
+from quire.server.resolve.other_apis.chat_conversion import rename_fields_in_error_text
 from quire.server.served_model import ServedModel
 from quire.server.workers.pool import WorkerPool
 from quire.server.workers.worker import JobLimits

@@ -17,9 +17,9 @@ from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError, ModelError
-from quire.engine.models.adapted.interface import MaskFunction
-from quire.engine.models.adapted.model_builder import build_model
-from quire.engine.models.adapted.probe import probe_attention, window_from_mask
+from quire.engine.models.transformers_backend.interface import MaskFunction
+from quire.engine.models.transformers_backend.model_builder import build_model
+from quire.engine.models.transformers_backend.probe import probe_attention, window_from_mask
 from quire.engine.types import EngineCoreRequest
 from tests.engine.harness import Answer, request, run
 from tests.engine.test_speculation import always
@@ -259,7 +259,7 @@ def test_unknown_families_are_refused_and_their_code_is_not_run(tmp_path: Path) 
 
 def test_a_class_that_counts_positions_itself_is_refused(laguna: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial at the start finds it: no sequence would have its own numbers beside others."""
-    from quire.engine.models.adapted import decoder
+    from quire.engine.models.transformers_backend import decoder
 
     def counting(body: nn.Module, ids: Tensor, positions: Tensor) -> dict[str, Any]:
         return {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None], "use_cache": False}

@@ -43,11 +43,11 @@ def test_the_cause_of_an_exit(code: int, sender: int | None, oom: int | None, de
 
 PROGRAM = """
 import ctypes, os, sys, time
-from quire.engine.main import block_fault_signals, report_fault_signals
+from quire.engine.main import block_fault_signals, start_fault_signal_reporter
 from quire.engine.processes.heartbeat import PipeHeartbeat
 block_fault_signals()
 heartbeat = PipeHeartbeat(int(sys.argv[1]))
-report_fault_signals(heartbeat)
+start_fault_signal_reporter(heartbeat)
 heartbeat.begin_step(["up"])
 {act}
 time.sleep(60)

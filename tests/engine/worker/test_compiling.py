@@ -19,9 +19,9 @@ from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.models import decoder
 from quire.engine.worker import draft_head_runner, draft_model_runner, input_batch, model_runner, startup
-from quire.engine.worker.compiling.kernel_compiler import CompileResult, compile_variants
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
 from quire.engine.worker.draft_model_runner import DraftModelRunner
+from quire.engine.worker.kernel_compilation.kernel_compiler import CompileResult, compile_variants
 from quire.engine.worker.loading import kv_allocation
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.sampling import device_sampler, sampling_rules
@@ -286,9 +286,9 @@ class Named:
 
 def test_processes_that_die_have_compiled_nothing_and_say_why(tmp_path: Path) -> None:
     kinds = [Named(str(tmp_path))] * 5
-    found = compile_variants(kinds, lambda: None, "quire.engine.worker.compiling.nobody")  # type: ignore[arg-type]
+    found = compile_variants(kinds, lambda: None, "quire.engine.worker.kernel_compilation.nobody")  # type: ignore[arg-type]
     assert (found.num_compiled, found.num_failed) == (0, 5)
-    assert found.first_error.endswith("No module named quire.engine.worker.compiling.nobody")
+    assert found.first_error.endswith("No module named quire.engine.worker.kernel_compilation.nobody")
     assert found.summary.startswith("0 of 5 kinds of kernels compiled, the others when steps first need them: ")
 
 
@@ -322,7 +322,7 @@ def test_another_process_compiles_what_this_one_finds(h100: Path) -> None:
 
 @pytest.mark.slow
 def test_the_images_kernels_are_those_of_models_without_weights(h100: Path) -> None:
-    from quire.engine.worker.compiling.fill import model_kernel_variants, read_common_models
+    from quire.engine.worker.kernel_compilation.fill import model_kernel_variants, read_common_models
 
     found = [{kind.name for kind in model_kernel_variants(model, 256)} for model in read_common_models()]
     attention = {"attend", "attend_splits", "reduce_even_splits", "_norm_rope_store_kernel", "_norm_kernel"}
@@ -333,7 +333,7 @@ def test_the_images_kernels_are_those_of_models_without_weights(h100: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gfx942", *slow("gfx1100")])
 def test_attention_compiles_for_amd_and_fits_there(name: str, h100: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quire.engine.worker.compiling.fill import model_kernel_variants, parse_gpu_target, read_common_models
+    from quire.engine.worker.kernel_compilation.fill import model_kernel_variants, parse_gpu_target, read_common_models
     from quire.kernels.gpu.kernel_variant import set_compile_target
 
     set_compile_target(parse_gpu_target(name))
@@ -350,7 +350,7 @@ def test_attention_compiles_for_amd_and_fits_there(name: str, h100: Path, monkey
 
 
 def test_architectures_by_name() -> None:
-    from quire.engine.worker.compiling.fill import parse_gpu_target
+    from quire.engine.worker.kernel_compilation.fill import parse_gpu_target
 
     found = [(each.backend, each.arch, each.warp_size) for each in map(parse_gpu_target, ("90", "gfx942", "gfx1100"))]
     assert found == [("cuda", 90, 32), ("hip", "gfx942", 64), ("hip", "gfx1100", 32)]

@@ -17,7 +17,6 @@ from quire.engine.errors import ConfigError
 from quire.engine.models import decoder_spec
 from quire.engine.worker import backend_trials
 from quire.engine.worker import device_plan as devices
-from quire.engine.worker.compiling.kernel_cache import prepare_kernel_cache
 from quire.engine.worker.device_memory import explain_out_of_memory
 from quire.engine.worker.device_plan import (
     check_attention_support,
@@ -25,6 +24,7 @@ from quire.engine.worker.device_plan import (
     choose_device,
     nvidia_driver_version,
 )
+from quire.engine.worker.kernel_compilation.kernel_cache import prepare_kernel_cache
 from quire.engine.worker.ranks import rank_startup
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.installed import install_flash

@@ -20,11 +20,11 @@ from torch.nn import functional
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
-from quire.engine.drafting.draft_length import AdaptiveLengthDrafter
 from quire.engine.engine_core import EngineCore
 from quire.engine.layers.adapters import EMBED_TOKENS, LM_HEAD, LoRALayerWeights
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.lora.target_modules import adaptable_modules
+from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter
 from quire.engine.types import Adapter, EngineCoreRequest, Grammar, ThinkingBudget
 from quire.engine.worker import backend_trials, device_memory, device_plan, startup
 from quire.engine.worker.draft_head_runner import DraftHeadRunner

@@ -18,8 +18,8 @@ from quire.engine.checkpoint.safetensors import read_file_headers, read_stored_w
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
+from quire.engine.worker.checkpoint_writer.quantize_checkpoint import quantize_folder
 from quire.engine.worker.loading.weight_loader import checkpoint_stream
-from quire.engine.worker.writing.quantize_checkpoint import quantize_folder
 from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import request, run
 from tests.tiny_classes import save_tiny_class

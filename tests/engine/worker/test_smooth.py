@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quire.engine.config import EngineConfig
+from quire.engine.worker.checkpoint_writer.quantize_checkpoint import quantize_folder
+from quire.engine.worker.checkpoint_writer.smoothquant import fit_smoothing
 from quire.engine.worker.loading.forward_pass import ForwardPass
-from quire.engine.worker.writing.quantize_checkpoint import quantize_folder
-from quire.engine.worker.writing.smoothquant import fit_smoothing
 from quire.kernels.reference import ReferenceBackend
 from tests.tiny_models import VOCAB, save_tiny_model
 

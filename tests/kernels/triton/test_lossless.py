@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from quire.engine.config import EngineConfig
-from quire.engine.drafting.draft_length import AdaptiveLengthDrafter
 from quire.engine.engine_core import EngineCore
+from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter
 from quire.engine.worker.graphs import mixed_batch_graphs as prompt_graphs
 from quire.engine.worker.loading import kv_allocation
 from quire.kernels import backend_selection

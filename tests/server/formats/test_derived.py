@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.grammar_compiler import GrammarCompiler, make_grammar_vocabulary
 from quire.engine.types import Grammar
-from quire.server.formats.derived.call_inference import infer_call_form
-from quire.server.formats.derived.template_prober import TemplateInferenceError
-from quire.server.formats.forms.argument_forms import JsonArguments
-from quire.server.formats.forms.call_form import CallForm
+from quire.server.formats.call_forms.argument_forms import JsonArguments
+from quire.server.formats.call_forms.call_form import CallForm
 from quire.server.formats.grammar_composition import lark_literal
+from quire.server.formats.template_inference.call_inference import infer_call_form
+from quire.server.formats.template_inference.template_prober import TemplateInferenceError
 from quire.server.formats.tools.tool_parser import ToolParser
 from quire.server.protocol.chat import ChatRequest
 from quire.server.resolve.tool_use import resolve_request_tools

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.server.formats.forms.call_form import CallForm
+from quire.server.formats.call_forms.call_form import CallForm
 from quire.server.formats.message_parser import MessageParser
 from quire.server.formats.tools.call_trial import CallTrial
 from quire.server.formats.tools.named_formats import find_tool_format

@@ -10,8 +10,8 @@ import pytest
 
 from quire.engine.text.grammar_compiler import GrammarCompiler, make_grammar_vocabulary
 from quire.engine.text.tokenizer import Tokenizer
-from quire.server.formats.forms.argument_forms import LiteralArguments
-from quire.server.formats.forms.schema_patterns import full_match_pattern
+from quire.server.formats.call_forms.argument_forms import LiteralArguments
+from quire.server.formats.call_forms.schema_patterns import full_match_pattern
 from quire.server.formats.tools.named_formats import TOOL_FORMATS, NamedToolFormat
 from quire.server.formats.tools.tool_parser import ToolFormat, ToolParser
 from quire.server.protocol.chat import ChatRequest

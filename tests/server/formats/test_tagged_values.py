@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from quire.engine.text.grammar_compiler import GrammarCompiler, make_grammar_vocabulary
 from quire.engine.types import Grammar
-from quire.server.formats.forms.call_form import CallForm
-from quire.server.formats.forms.tagged_arguments import TaggedArguments
+from quire.server.formats.call_forms.call_form import CallForm
+from quire.server.formats.call_forms.tagged_arguments import TaggedArguments
 from quire.server.formats.grammar_composition import lark_literal
 from quire.server.formats.message_parser import MessageParser
 from quire.server.formats.tools.tool_parser import Tool

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from quire.engine.types import SamplingParams
 from quire.server.encoding import encode_json
-from quire.server.generation.answers.completion_chunks import ChatWriter, CompletionWriter
 from quire.server.generation.choice_state import ChoiceDelta
 from quire.server.generation.generation import Usage
 from quire.server.generation.request_specs import GenerationSpec, Prompt
+from quire.server.generation.response_writers.completion_chunks import ChatWriter, CompletionWriter
 from tests.texts import byte_level_tokenizer
 
 ODD = ['"', "\\", "\u2028\u2029", "\x00\x1f\x7f", "👩‍👩‍👧", "</script>", "é\ufffd\U0010ffff", "\r\n\ndata: x\n\n"]

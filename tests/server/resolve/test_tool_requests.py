@@ -19,9 +19,9 @@ from quire.engine.types import SamplingParams
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.formats.tools.tool_call_sink import ToolCallDelta
-from quire.server.generation.answers.completion_chunks import ChatWriter
 from quire.server.generation.choice_state import ChoiceDelta
 from quire.server.generation.request_specs import GenerationSpec, Prompt
+from quire.server.generation.response_writers.completion_chunks import ChatWriter
 from quire.server.served_model import ServedModelSpec
 from tests.server.api import Api, open_api, parse_events
 from tests.server.fake import FakeEngine, scripted

@@ -16,8 +16,8 @@ from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
 from quire.engine.errors import Overloaded
-from quire.server.resolve.translated import history
-from quire.server.routes.stored import conversations
+from quire.server.resolve.other_apis import history
+from quire.server.routes.data_dir import conversations
 from quire.server.store.database import DATABASE_FILE
 from quire.server.store.response_store import ConversationLimits
 from tests.server.api import NAME, Api, open_api

@@ -19,7 +19,7 @@ from quire.engine.receipts.receipt import decode_receipt
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
-from quire.server.generation.answers.decisions import choice_confidence, score_confidence
+from quire.server.generation.response_writers.decisions import choice_confidence, score_confidence
 from quire.server.served_model import ServedModelSpec
 from tests.server.api import NAME
 from tests.server.forked import FORKED

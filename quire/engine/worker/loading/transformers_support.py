@@ -19,7 +19,7 @@ from quire.engine.models.decoder import Decoder, KVCache
 from quire.kernels.backend import AttentionMetadata, Backend
 
 if TYPE_CHECKING:
-    from quire.engine.models.adapted.decoder import TransformersDecoder
+    from quire.engine.models.transformers_backend.decoder import TransformersDecoder
 
 _TRIAL_LENGTHS = (5, 21, 40, 13)
 """Tokens of sequences that are computed alone, and in pieces beside each other."""
@@ -30,7 +30,9 @@ _DEFAULT_MAX_DEVIATION = 0.5
 
 def transformers_decoder_class() -> type[TransformersDecoder]:
     """What computes such a model. Importing transformers takes seconds, so it is done for these alone."""
-    decoder_type: type[TransformersDecoder] = import_module("quire.engine.models.adapted.decoder").TransformersDecoder
+    decoder_type: type[TransformersDecoder] = import_module(
+        "quire.engine.models.transformers_backend.decoder"
+    ).TransformersDecoder
     return decoder_type
 
 

@@ -80,7 +80,7 @@ def check_weights(expected: ExpectedWeights, served: ModelConfig, path: Path, se
         return
     shapes = split_into_linears(served, _read_meta_tensors(path))
     if served.given is not None:
-        shapes = import_module("quire.engine.models.adapted.weight_conversion").convert_meta_tensors(
+        shapes = import_module("quire.engine.models.transformers_backend.weight_conversion").convert_meta_tensors(
             served.given, shapes
         )
     stream = match_table_names(shapes, expected.parameter_table, expected.optional_prefixes)

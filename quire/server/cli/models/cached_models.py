@@ -13,7 +13,7 @@ from quire.engine.checkpoint.files import read_raw_config
 from quire.engine.errors import ConfigError, ModelError
 from quire.server.cli.models.downloaded import DownloadedModel, iterate_downloads, scan_hub_cache
 from quire.server.cli.plan.machine import detect_machine
-from quire.server.fleet.models_config import ModelsConfig, ModelsFileOptions, parse_model_tables
+from quire.server.multi_model.models_config import ModelsConfig, ModelsFileOptions, parse_model_tables
 
 log = logging.getLogger("quire.server.cli.models.cache")
 

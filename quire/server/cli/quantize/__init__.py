@@ -63,7 +63,7 @@ def main(argv: Sequence[str], started: float) -> int:
         sys.executable,
         "-P",
         "-m",
-        "quire.engine.worker.writing.quantize_checkpoint",
+        "quire.engine.worker.checkpoint_writer.quantize_checkpoint",
         str(path),
         str(args.out),
         name,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from quire.server.formats.forms.argument_forms import JsonArguments
-from quire.server.formats.forms.call_form import CallForm
-from quire.server.formats.forms.lark_rules import LiteralSpelling
-from quire.server.formats.forms.slots import ID_SLOT, NAME_SLOT
-from quire.server.formats.forms.tagged_arguments import TaggedArguments
+from quire.server.formats.call_forms.argument_forms import JsonArguments
+from quire.server.formats.call_forms.call_form import CallForm
+from quire.server.formats.call_forms.lark_rules import LiteralSpelling
+from quire.server.formats.call_forms.slots import ID_SLOT, NAME_SLOT
+from quire.server.formats.call_forms.tagged_arguments import TaggedArguments
 from quire.server.formats.tools.json_calls import DEFAULT_KEYS
 
 OBJECT_HEAD = f'{{"name": "{NAME_SLOT}", "arguments": '

@@ -11,8 +11,8 @@ from quire.server.protocol.questions.decisions import DecisionRequest
 from quire.server.protocol.questions.systemone import SystemOneRequest
 from quire.server.resolve.chat import resolve_chat
 from quire.server.resolve.completions import resolve_completion
-from quire.server.resolve.translated.decisions import resolve_decisions, resolve_systemone_request
-from quire.server.resolve.translated.messages import count_message_tokens, resolve_message
+from quire.server.resolve.other_apis.decisions import resolve_decisions, resolve_systemone_request
+from quire.server.resolve.other_apis.messages import count_message_tokens, resolve_message
 from quire.server.routes.endpoint_tables.endpoint import Endpoint
 
 GENERATION_ENDPOINTS = (

@@ -8,7 +8,7 @@ from quire.server.protocol.ollama import (
     OllamaEmbedRequest,
     OllamaGenerateRequest,
 )
-from quire.server.resolve.translated import ollama
+from quire.server.resolve.other_apis import ollama
 from quire.server.routes.endpoint_tables.endpoint import Endpoint
 
 OLLAMA_ENDPOINTS = (

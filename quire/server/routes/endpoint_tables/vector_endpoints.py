@@ -14,10 +14,10 @@ from quire.server.protocol.pooling import (
     ScoreRequest,
 )
 from quire.server.protocol.questions.label_scores import LabelScoreRequest
+from quire.server.resolve.other_apis.cohere_embed import resolve_cohere_embedding
+from quire.server.resolve.other_apis.label_scores import resolve_score_or_label_scores
 from quire.server.resolve.pooling_requests import resolve_classification, resolve_embedding, resolve_pooling
 from quire.server.resolve.text_pairs import resolve_rerank
-from quire.server.resolve.translated.cohere_embed import resolve_cohere_embedding
-from quire.server.resolve.translated.label_scores import resolve_score_or_label_scores
 from quire.server.routes.endpoint_tables.endpoint import Endpoint
 
 VECTOR_ENDPOINTS = (

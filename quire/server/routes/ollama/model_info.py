@@ -11,7 +11,7 @@ from starlette.requests import Request
 from quire.engine import VERSION
 from quire.server.access.admission import ModelRoute
 from quire.server.protocol.ollama import OllamaShowRequest
-from quire.server.resolve.translated.ollama import model_name_without_tag
+from quire.server.resolve.other_apis.ollama import model_name_without_tag
 from quire.server.routes.bodies import Documented, parsed
 from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
 from quire.server.served_model import ServedModel, get_model

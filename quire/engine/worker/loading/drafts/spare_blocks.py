@@ -8,7 +8,7 @@ from quire.engine.config import EngineConfig
 
 
 class SpareBlockLayout(NamedTuple):
-    """As DraftBlockLayout of engine/drafting/model_drafter.py has them."""
+    """As DraftBlockLayout of engine/spec_decode/model_drafter.py has them."""
 
     first_spare_block: int
     spare_per_slot: int

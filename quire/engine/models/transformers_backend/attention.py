@@ -1,0 +1,79 @@
+"""Attention of transformers' classes on our pages: the tokens of a step are one row of the class's, ragged over
+sequences in ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.engine.checkpoint.page_groups import PageGroups
+from quire.engine.errors import ModelError
+from quire.engine.models.transformers_backend.interface import AttentionCall
+from quire.engine.models.transformers_backend.probe import TransformersAttentionSpec
+from quire.kernels.attention_params import AttentionParams
+from quire.kernels.backend import AttentionMetadata, Backend, LayerCache
+
+
+class PagedAttentionFunction:
+    """Attends by way of pages. A class calls its attention in the order in which it did when it was probed, so the
+    n-th call of a step is the n-th layer's."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        layers: Sequence[TransformersAttentionSpec],
+        groups: PageGroups,
+        report_progress: Callable[[], None],
+    ) -> None:
+        self._backend = backend
+        self._layers = layers
+        self._groups = groups
+        self._report_progress = report_progress
+        self._attention_params = [AttentionParams(each.scale, each.window, each.softcap) for each in layers]
+        self._metadata: AttentionMetadata | None = None
+        self._kv_cache: Sequence[LayerCache] = ()
+        self._num_calls = 0
+
+    def bind_step(self, metadata: AttentionMetadata, kv_cache: Sequence[LayerCache]) -> None:
+        """Before each step; `kv_cache`: by place."""
+        self._metadata = metadata
+        self._kv_cache = kv_cache
+        self._num_calls = 0
+
+    def finish_step(self) -> None:
+        if self._num_calls != len(self._layers):
+            raise ModelError(
+                f"model: its class attended {self._num_calls} times in a step, not {len(self._layers)} times"
+            )
+        self._metadata, self._kv_cache = None, ()
+
+    @property
+    def positions(self) -> Tensor:
+        """[T], of the tokens of the step."""
+        assert self._metadata is not None
+        return self._metadata.positions
+
+    def __call__(self, call: AttentionCall) -> Tensor:
+        call_index = self._num_calls
+        self._num_calls += 1
+        kwargs = call.kwargs
+        assert self._metadata is not None
+        spec, metadata = self._layers[call_index], self._metadata.group_metadata(self._groups.group_of[call_index])
+        k_cache, v_cache = self._kv_cache[self._groups.place_of[call_index]]
+        q, k, v = (_pad_head_dim(each, spec.head_dim) for each in (call.query, call.key, call.value))
+        self._backend.store_kv(k, v, k_cache, v_cache, metadata.slot_mapping)
+        params = self._attention_params[call_index]
+        if spec.sinks:
+            sinks = kwargs["s_aux"] if kwargs.get("s_aux") is not None else kwargs["sinks"]
+            params = AttentionParams(params.scale, params.window, params.softcap, sinks=sinks.flatten().float())
+        out = self._backend.paged_attention(q, k_cache, v_cache, metadata, params)
+        self._report_progress()
+        return out[None, ..., : spec.value_dim].contiguous()
+
+
+def _pad_head_dim(x: Tensor, width: int) -> Tensor:
+    """[1, heads, T, D] to [T, heads, width], zeros behind D."""
+    rows = x[0].transpose(0, 1)
+    return (F.pad(rows, (0, width - x.shape[3])) if x.shape[3] < width else rows).contiguous()

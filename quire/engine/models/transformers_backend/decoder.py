@@ -1,0 +1,270 @@
+"""A model that transformers' class computes, behind the interface of our Decoder: pages, hidden states, logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.pytorch_utils import Conv1D
+
+from quire.engine.checkpoint.adapted import first_position
+from quire.engine.errors import ModelError
+from quire.engine.layers.linear import FusedLinear
+from quire.engine.layers.parameters import LoadableParameter, ParameterTable, identity
+from quire.engine.layers.schemes import UnquantizedScheme
+from quire.engine.layers.shard import UNSHARDED
+from quire.engine.layers.sublayer import BuildContext
+from quire.engine.models.decoder import Decoder, KVCache, MediaEmbeddings, has_finite_logits
+from quire.engine.models.transformers_backend.attention import PagedAttentionFunction
+from quire.engine.models.transformers_backend.batch_invariance import BatchInvariantOps
+from quire.engine.models.transformers_backend.experts import QuireExperts
+from quire.engine.models.transformers_backend.interface import set_attention, set_experts
+from quire.engine.models.transformers_backend.model_builder import build_model, find_body, format_error
+from quire.engine.models.transformers_backend.modules import (
+    BatchInvariantModule,
+    QuireLinear,
+    conv1d_as_linear,
+    find_unreplaced_matmuls,
+    has_custom_matmul,
+    make_quire_norm,
+    transpose_parameter,
+)
+from quire.engine.models.transformers_backend.positions import (
+    CachedRotary,
+    StepPositions,
+    has_length_based_positions,
+    is_rotary,
+)
+from quire.engine.models.transformers_backend.probe import body_inputs, build_transformers_attention
+from quire.engine.models.transformers_backend.spec import ROUTERS, TransformersSpec
+from quire.engine.models.transformers_backend.tensor_parallel import REPLICATED_PLAN, make_tensor_parallel_plan
+from quire.engine.models.transformers_backend.weight_conversion import TensorStream, WeightConversion
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext
+
+
+class _BodyOutput(BaseModelOutputWithPast):
+    """What a body returns: the hidden states, and None of whatever else a class's body may return."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
+class _BodyStub(nn.Module):
+    """In the place of the body while the head is computed: it gives the hidden states that it was given."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _BodyOutput(last_hidden_state=self.hidden)
+
+
+class TransformersDecoder(Decoder):
+    """Fill it by way of `parameters()` before use, then call `ready`."""
+
+    reduces_results = True
+    """Whether ranks add up their parts of a result. False while one rank computes alone, whose numbers mean nothing."""
+
+    def build_modules(self, build_context: BuildContext) -> None:
+        """It has all layers: see check_transformers_config."""
+        spec, backend = self.spec, build_context.backend
+        assert isinstance(spec, TransformersSpec)
+        self._spec = spec
+        self._first_position = first_position(spec.config_fields)
+        self._module_context = build_context
+        attention, self.transformers_class = spec.rank_attention_specs(build_context.shard), spec.transformers_class
+        self._layers = [[build_transformers_attention(each, build_context, "")] for each in attention]
+        self._linear_context = NO_ADAPTERS
+        self._model = model = build_model(spec.config_fields, build_context.dtype)
+        self._tensor_parallel_plan = (
+            REPLICATED_PLAN
+            if build_context.shard.world_size == 1
+            else make_tensor_parallel_plan(model, build_context.shard.world_size)
+        )
+        self._conversion = WeightConversion(model)
+        self._paged_attention = PagedAttentionFunction(backend, attention, self.groups, self.report_progress)
+        # A GPU computes each number alike, wherever it stands.
+        on_cpu = build_context.device.type == "cpu"
+        self._batch_invariant_ops: AbstractContextManager[object] = (
+            BatchInvariantOps(backend) if on_cpu else nullcontext()
+        )
+        self._table = self._replace_modules()
+        set_attention(model, self._paged_attention)
+        (name, self._body), self._body_stub = find_body(model), _BodyStub()
+        _set_module(model, name, self._body_stub)
+
+    @property
+    def compute_identity(self) -> str:
+        return f"{super().compute_identity}, {self.transformers_class} of transformers {transformers.__version__}"
+
+    def parameters(self) -> ParameterTable:
+        return dict(self._table)
+
+    def convert_weights(self, stream: Iterable[tuple[str, Tensor]]) -> TensorStream:
+        """Buffers, which not all checkpoints hold, go to their
+        modules."""
+        for name, tensor in self._conversion.convert_weights(stream):
+            own = name.rpartition(".")[2]
+            if (module := self._buffer_modules.get(name)) is not None:
+                setattr(module, own, tensor.to(device=self.device, dtype=getattr(module, own).dtype))
+            else:
+                yield name, tensor
+
+    def forward_with_aux(
+        self,
+        token_ids: Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: KVCache,
+        rows: Tensor,
+        aux_layers: Sequence[int],
+        features: MediaEmbeddings | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        assert not aux_layers
+        assert features is None
+        self._paged_attention.bind_step(metadata, kv_cache)
+        self._linear_context = metadata.linear_context
+        positions = metadata.positions[None]
+        positions = positions + self._first_position if self._first_position else positions
+        with self._batch_invariant_ops:
+            output = self._body(**body_inputs(self._body, token_ids.long()[None], positions))
+        self._paged_attention.finish_step()
+        return output[0][0][rows], []
+
+    def compute_logits(self, hidden: Tensor, context: LinearContext = NO_ADAPTERS) -> Tensor:
+        self.report_progress()
+        self._body_stub.hidden, self._linear_context = hidden[None], context
+        with self._batch_invariant_ops:  # embeddings are not asked for, so that nothing looks ids up
+            logits: Tensor = self._model(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        self._body_stub.hidden = None
+        return logits.float()
+
+    def greedy_tokens(self, hidden: Tensor, context: LinearContext = NO_ADAPTERS) -> tuple[Tensor, Tensor]:
+        """Of logits that the class itself puts together, where there are ranks."""
+        logits = self.compute_logits(hidden, context)
+        best, group = self.argmax(logits), self.shard.group
+        return best if group is None else group.broadcast(best), has_finite_logits(hidden, logits)
+
+    def _replace_modules(self) -> ParameterTable:
+        """Put our modules in the place of the class's where they are the same function; the tensors of all."""
+        model, table = self._model, ParameterTable()
+        head, replaced = model.get_output_embeddings(), dict[int, nn.Module]()
+        positions, context = self.max_model_len, self._spec.rope_context or self.max_model_len
+        for name, module in list(model.named_modules(remove_duplicate=False)):
+            if id(module) in replaced:
+                _set_module(model, name, replaced[id(module)])
+            elif type(module) is nn.Linear and name in self._spec.called_modules:
+                linear, parameters = self._make_linear(name, module, wide=module is head)
+                self._merge_parameters(table, parameters)
+                _set_module(model, name, replaced.setdefault(id(module), linear))
+            elif (norm := make_quire_norm(name, module, self._module_context)) is not None:
+                self._merge_parameters(table, norm.weights.parameters())
+                _set_module(model, name, replaced.setdefault(id(module), norm))
+            elif type(module) is Conv1D and name in self._spec.called_modules:
+                linear, parameters = self._make_linear(name, conv1d_as_linear(module), wide=module is head)
+                self._merge_parameters(
+                    table, {each: transpose_parameter(parameter) for each, parameter in parameters.items()}
+                )
+                _set_module(model, name, replaced.setdefault(id(module), linear))
+            elif QuireExperts.is_experts_module(module):
+                shard_args = (
+                    (self.shard, self._all_reduce)
+                    if name in self._tensor_parallel_plan.expert_modules
+                    else (UNSHARDED, None)
+                )
+                experts = QuireExperts(module, name, self._module_context.scheme, self.dtype, *shard_args)
+                self._merge_parameters(table, experts.parameters())
+                set_experts(module, experts)
+        self._make_buffers()
+        self._merge_parameters(table, self._remaining_parameters())
+        self.unreplaced_matmuls = find_unreplaced_matmuls(model, self._spec.called_modules)
+        self._buffer_modules = {name: model.get_submodule(name.rpartition(".")[0]) for name, _ in model.named_buffers()}
+        for name, module in list(model.named_modules()):
+            if is_rotary(module):
+                _set_module(model, name, CachedRotary(module, positions, context))
+            elif has_custom_matmul(module):
+                _set_module(model, name, BatchInvariantModule(module, self._module_context.backend))
+            elif has_length_based_positions(module):
+                _set_module(model, name, StepPositions(module, lambda: self._paged_attention.positions))
+        return table
+
+    def _merge_parameters(self, table: ParameterTable, parameters: ParameterTable) -> None:
+        """Add to a table, under the names that are the parameters' own; what is there goes to both."""
+        for name, parameter in parameters.items():
+            canonical_name = self._conversion.canonical_name(name)
+            table[canonical_name] = table[canonical_name].tie_with(parameter) if canonical_name in table else parameter
+
+    def _make_linear(self, name: str, module: nn.Linear, *, wide: bool) -> tuple[QuireLinear, ParameterTable]:
+        outs, scheme = {name: module.out_features}, self._module_context.scheme
+        weight_spec = scheme.linear_tensor_specs(name, module.in_features, module.out_features, bias=False).get(
+            "weight"
+        )
+        if name.endswith(ROUTERS) and weight_spec is not None and weight_spec.dtype == self.dtype:
+            scheme = UnquantizedScheme(
+                self._module_context.backend, self.dtype
+            )  # no router gets few bits: its choices would change
+        adapters = self.adapters if name in (self._spec.lora_target_sizes or ()) else None
+        cut = self._tensor_parallel_plan.linear_slice(name, module, self.shard)
+        fused = FusedLinear(
+            scheme,
+            module.in_features,
+            outs,
+            bias=module.bias is not None,
+            wide=wide,
+            adapters=adapters,
+            cuts={name: cut},
+        )
+        reduce = None if cut.input_range is None else self._all_reduce
+        return QuireLinear(
+            fused, module, self.dtype, self.device, lambda: self._linear_context, cut, reduce
+        ), fused.parameters()
+
+    def _slice_heads(self, numbers: Tensor) -> Tensor:
+        span = self.shard.rank_span(len(numbers))
+        return numbers[span.start : span.stop]
+
+    def _all_reduce(self, x: Tensor) -> Tensor:
+        return self.shard.all_reduce(x) if self.reduces_results else x
+
+    def _make_buffers(self) -> None:
+        """Buffers that no checkpoint holds, as the class makes them. Raises ModelError where it makes none."""
+        makers = {name: each for name, each in self._model.named_modules() if isinstance(each, PreTrainedModel)}
+        for path, module in self._model.named_modules():
+            missing = [(name, each) for name, each in module.named_buffers(recurse=False) if each.is_meta]
+            for name, buffer in missing:
+                setattr(module, name, torch.zeros_like(buffer, device=self.device))
+            if missing:
+                nearest = max((name for name in makers if f"{path}.".startswith(f"{name}." if name else "")), key=len)
+                try:
+                    makers[nearest]._init_weights(module)
+                except Exception as error:  # whatever it makes of config.json's numbers
+                    what = f"transformers' {type(self._model).__name__} does not make {path}.{missing[0][0]}"
+                    raise ModelError(f"model: {what}: {format_error(error)}") from error
+
+    def _remaining_parameters(self) -> ParameterTable:
+        """The parameters that stay in modules of the class."""
+        table: ParameterTable = {}
+        for name, module in self._model.named_modules():
+            for own, each in module.named_parameters(recurse=False):
+                full = f"{name}.{own}" if name else own
+                cut = self._slice_heads if full in self._tensor_parallel_plan.per_head_parameters else identity
+                self._merge_parameters(
+                    table,
+                    {full: LoadableParameter(tuple(each.shape), each.dtype, partial(_set_parameter, module, own), cut)},
+                )
+        return table
+
+
+def _set_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:
+    setattr(module, name, nn.Parameter(tensor, requires_grad=False))
+
+
+def _set_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent) if parent else model, own, module)

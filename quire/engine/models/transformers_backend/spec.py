@@ -1,0 +1,99 @@
+"""A DecoderSpec of a model that transformers' class computes: what its layers keep, as the class itself says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from quire.engine.architecture.decoder import DecoderSpec
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.errors import ModelError
+from quire.engine.layers.shard import ModelShard
+from quire.engine.models.transformers_backend.model_builder import build_model
+from quire.engine.models.transformers_backend.probe import (
+    NO_NORM,
+    TransformersAttentionSpec,
+    check_lm_head,
+    probe_attention,
+    record_called_modules,
+)
+from quire.engine.models.transformers_backend.tensor_parallel import probe_sharded_attention
+
+ROUTERS = (".gate", ".router", ".shared_expert_gate")
+"""What the names of linears end with that choose experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersSpec(DecoderSpec):
+    config_fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """config.json, of which much means nothing here."""
+    transformers_class: str = ""
+    """The class's name."""
+    rope_context: int | None = None
+    """As the model's config has it."""
+    max_len: int = 0
+    """Tokens of contexts."""
+    called_modules: frozenset[str] = frozenset()
+    """The names of modules that it calls; of others it may use the weights in other ways."""
+
+    @property
+    def attention_specs(self) -> list[TransformersAttentionSpec]:
+        """By call."""
+        return self.sublayers_of_kind(TransformersAttentionSpec)
+
+    def rank_attention_specs(self, shard: ModelShard) -> list[TransformersAttentionSpec]:
+        """The same of a rank's part. Raises ModelError where the class's plan cannot divide it."""
+        if shard.world_size == 1:
+            return self.attention_specs
+        return probe_sharded_attention(self.config_fields, self.max_len, shard)
+
+    def context_parallel_error(self) -> str | None:
+        return "a model by transformers' classes keeps its own keys and values; see --model-impl"
+
+    def tensor_parallel_error(self, ranks: int) -> str | None:
+        try:
+            self.rank_attention_specs(ModelShard(0, ranks))
+        except ModelError as error:
+            return str(error)
+        return None
+
+
+def transformers_spec(config: ModelConfig) -> TransformersSpec:
+    """Builds the class without weights. Raises ModelError where pages do not serve it."""
+    assert config.given is not None
+    model = build_model(config.given, torch.float32)
+    with record_called_modules(model) as names:
+        calls = probe_attention(model, longest := config.context or config.max_position)
+        check_lm_head(model, config.vocab_size, config.hidden_size)
+    return TransformersSpec(
+        config.vocab_size,
+        config.hidden_size,
+        tuple((each,) for each in calls),
+        NO_NORM,
+        tie_embeddings=config.tie_embeddings,
+        config_fields=config.given,
+        transformers_class=type(model).__name__,
+        rope_context=config.rope_context,
+        max_len=longest,
+        called_modules=frozenset(names),
+        lora_target_sizes=_lora_target_sizes(model, names),
+    )
+
+
+def _lora_target_sizes(model: PreTrainedModel, called: Mapping[str, bool]) -> dict[str, tuple[int, int]]:
+    """(in, out) of those that may have adapters, which PEFT knows by these names: what multiplies each token of a step
+    once, and chooses no experts."""
+    sizes = {}
+    for name, module in model.named_modules():
+        if called.get(name) and not name.endswith(ROUTERS):
+            if type(module) is nn.Linear:
+                sizes[name] = module.in_features, module.out_features
+            elif type(module) is Conv1D:
+                sizes[name] = module.weight.shape[0], module.weight.shape[1]
+    return sizes

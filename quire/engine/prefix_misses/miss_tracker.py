@@ -1,0 +1,348 @@
+"""Reports for each prompt which of its tokens were computed before, and why the prefix cache did not have them.
+
+The owner of the engines' link reports what happens: new requests, steps, outputs that end requests, lost caches. For
+each tenant, prefix_tree.py remembers the tokens that were computed recently, up to a limit of bytes. This module
+compares them with what the engine found. The scheduler never calls it. A tenant learns nothing about the pages of other
+tenants: a page that is gone counts as "evicted", whoever needed the room."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from quire.engine.core.stats import EngineStats, StepRecord
+from quire.engine.prefix_misses.prefix_tree import (
+    EMPTY_TREE_BYTES,
+    PIECE_TOKENS,
+    CacheNamespace,
+    Conversation,
+    Neighbour,
+    PrefixMatch,
+    PrefixTree,
+    Visit,
+)
+from quire.engine.prefix_misses.token_diff import TOKEN_BYTES, find_equal_runs
+from quire.engine.types import EngineCoreRequest, MissReason, PrefixDivergence, PrefixMissReport
+
+MAX_TENANT_BYTES = 16 << 20
+"""The limit for one tenant: about 900,000 tokens."""
+MAX_TOTAL_BYTES = 64 << 20
+"""The limit for all tenants together. The tenant whose last request is the oldest loses its tokens first."""
+_MAX_TURN_SLACK = 8
+"""How many last tokens of a prompt the next turn may lack: they start the answer."""
+_NUM_CONTEXT_TOKENS = 24
+"""How many tokens a report shows on each side of a difference."""
+
+
+@dataclass(slots=True)
+class _OpenRequest:
+    """An open request without output, or with incomplete output."""
+
+    request: EngineCoreRequest
+    turn: _Turn
+    visit: Visit | None = None
+    """None: no engine has started it, or that engine has ended."""
+    report: PrefixMissReport | None = None
+    num_computed: int = 0
+    """The number of prompt tokens that were computed."""
+    seconds: float = 0.0
+    """Their share of the time of their steps."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One turn of a conversation. All requests of a call with the same prompt share it."""
+
+    prompt: list[int]
+    conversation: Conversation | None = None
+    turn_number: int = 0
+
+
+@dataclass(slots=True)
+class _EngineCacheInfo:
+    generation: int = 0
+    stats: EngineStats = field(default_factory=EngineStats)
+
+
+class PrefixMissTracker:
+    def __init__(
+        self, engines: int, max_tenant_bytes: int = MAX_TENANT_BYTES, max_total_bytes: int = MAX_TOTAL_BYTES
+    ) -> None:
+        """`engines`: how many engines there are, each with its own cache."""
+        self._engines = [_EngineCacheInfo() for _ in range(engines)]
+        self._max_tenant_bytes, self._max_total_bytes = max_tenant_bytes, max_total_bytes
+        self._trees: OrderedDict[str, PrefixTree] = OrderedDict()
+        """By owner (see `_tree_of_request`), the most recent owner at the end."""
+        self._open_requests: dict[str, _OpenRequest] = {}
+        self.total_bytes = 0
+        """The size of all trees."""
+
+    def add_requests(self, requests: Sequence[EngineCoreRequest]) -> None:
+        """A call has submitted these requests."""
+        turn = None
+        for each in requests:
+            if each.sampling_params is None:
+                continue  # a vector may need all tokens of its prompt computed
+            if turn is None or (turn.prompt is not each.prompt_ids and turn.prompt != each.prompt_ids):
+                turn = _Turn(each.prompt_ids)
+            self._open_requests[each.id] = _OpenRequest(each, turn)
+
+    def track_step(self, step: StepRecord, engine: int, stats: EngineStats, weights: str) -> None:
+        """An engine computed a step with this version of the weights. `stats`: the engine's stats after the step."""
+        self._engines[engine].stats = stats
+        if not stats.prefix_unit:
+            return
+        for request_id, start, count in step.chunks:
+            open_request = self._open_requests.get(request_id)
+            if open_request is None:
+                continue
+            if open_request.visit is None:
+                self._start_request(open_request, start, engine, weights)
+            assert open_request.visit is not None
+            open_request.visit.num_computed = max(open_request.visit.num_computed, start + count)
+            if start < len(open_request.request.prompt_ids):
+                open_request.num_computed += count
+                open_request.seconds += (step.computed_at - step.scheduled_at) * count / max(step.num_tokens, 1)
+
+    def get_report(self, request_id: str) -> PrefixMissReport | None:
+        """The report for a request, once its first output has come."""
+        open_request = self._open_requests.get(request_id)
+        if open_request is None or (report := open_request.report) is None:
+            return None
+        share = min(report.num_missed_tokens / max(open_request.num_computed, 1), 1.0)
+        return PrefixMissReport(
+            report.tokens_by_reason,
+            round(open_request.seconds * share, 6),
+            report.conversation,
+            report.turn,
+            report.own_load,
+            report.nearest,
+        )
+
+    def finish_request(self, request_id: str, generated: Sequence[int]) -> None:
+        """A request has ended. `generated`: the tokens that it generated after its `emitted_ids`."""
+        open_request = self._open_requests.pop(request_id, None)
+        if open_request is None or (visit := open_request.visit) is None:
+            return
+        request, visit.is_open = open_request.request, False
+        tree = self._tree_of_request(request)
+        tree.total_load += open_request.num_computed + len(generated)
+        visit.tenant_load = tree.total_load
+        if visit.num_computed >= len(request.prompt_ids):
+            answer = [*request.emitted_ids, *generated]
+            visit.num_computed = len(request.prompt_ids) + len(answer) - 1
+            self._store_visit(tree, _encode_tokens(request) + array("i", answer).tobytes(), visit)
+
+    def record_cache_reset(self, engine: int) -> None:
+        """An engine's cache was emptied."""
+        self._engines[engine].generation += 1
+
+    def record_engine_loss(self, engine: int, request_ids: Iterable[str] | None) -> None:
+        """An engine has ended. Another engine will compute these requests; None: all of its requests."""
+        self.record_cache_reset(engine)
+        for each in [*self._open_requests] if request_ids is None else request_ids:
+            open_request = self._open_requests.get(each)
+            if open_request is not None and open_request.visit is not None and open_request.visit.engine == engine:
+                open_request.visit.is_open = False
+                open_request.visit = None
+                open_request.report = None
+                open_request.num_computed, open_request.seconds = 0, 0.0
+
+    def _start_request(self, open_request: _OpenRequest, num_cached: int, engine: int, weights: str) -> None:
+        """An engine starts a request. It has found `num_cached` of its tokens in its cache."""
+        request = open_request.request
+        adapter = "" if request.adapter is None else request.adapter.digest
+        namespace = CacheNamespace(request.cache_salt, adapter, weights)
+        tree, tokens = self._tree_of_request(request), _encode_tokens(request)
+        prefix_match = tree.match_prefix(tokens, namespace)
+        comparison = _PromptComparison(
+            prefix_match, tokens, namespace, min(num_cached, len(request.prompt_ids)), self._engines, engine
+        )
+        missed, own_load = comparison.count_lost_tokens(tree.total_load)
+        other_misses = comparison.count_other_namespaces()
+        nearest = None
+        similar_visit = prefix_match.tail_visit or (
+            prefix_match.matched_visits[-1] if prefix_match.matched_visits else None
+        )
+        earlier = (
+            similar_visit
+            if similar_visit is not None and prefix_match.num_common_tokens >= similar_visit.prompt_tokens
+            else None
+        )
+        is_repeat = earlier is not None and earlier.prompt_tokens == len(request.prompt_ids)
+        if prefix_match.neighbours and not other_misses and num_cached <= prefix_match.num_common_tokens:
+            nearest, num_moved, rewritten_visit, same_end = comparison.find_nearest_divergence()
+            if rewritten_visit is not None:
+                earlier, is_repeat = rewritten_visit, same_end
+            other_misses = Counter(
+                {"diverged" if rewritten_visit is None else "rewritten": num_moved} if num_moved else {}
+            )
+        missed += other_misses
+        if missed and request.sampling_params is not None and request.sampling_params.prompt_logprobs is not None:
+            missed = Counter({"prompt_logprobs": missed.total()})
+        turn = open_request.turn
+        if turn.conversation is None:
+            turn.conversation, turn.turn_number = _next_turn(earlier, request.id, is_repeat=is_repeat)
+        if open_request.report is None:
+            reasons = sorted(missed.items(), key=lambda each: -each[1])
+            open_request.report = PrefixMissReport(
+                reasons, 0.0, turn.conversation.id, turn.turn_number, own_load, nearest
+            )
+        generation = self._engines[engine].generation
+        open_request.visit = Visit(
+            namespace, engine, generation, len(request.prompt_ids), turn.conversation, turn.turn_number, num_cached
+        )
+        self._store_visit(tree, tokens, open_request.visit)
+
+    def _tree_of_request(self, request: EngineCoreRequest) -> PrefixTree:
+        """The tree of the request's tenant. Without API keys, all callers are one tenant, and only their salts separate
+        them. Then each salt has its own tree."""
+        tree_key = f"key:{request.tenant}" if request.tenant else f"salt:{request.cache_salt}"
+        tree = self._trees.get(tree_key)
+        if tree is None:
+            tree = self._trees[tree_key] = PrefixTree(self._max_tenant_bytes)
+            self.total_bytes += tree.num_bytes
+        self._trees.move_to_end(tree_key)
+        return tree
+
+    def _store_visit(self, tree: PrefixTree, tokens: bytes, visit: Visit) -> None:
+        """Store the tokens of a visit. Above the limit for all tenants, the least recent tenants lose their tokens."""
+        self.total_bytes -= tree.num_bytes
+        tree.add_visit(tokens, visit)
+        self.total_bytes += tree.num_bytes
+        while (excess := self.total_bytes - self._max_total_bytes) > 0 and len(self._trees) > 1:
+            tree_key, oldest = next(iter(self._trees.items()))
+            self.total_bytes -= oldest.num_bytes
+            oldest.shrink(oldest.num_bytes - excess)
+            if oldest.num_bytes > EMPTY_TREE_BYTES:
+                self.total_bytes += oldest.num_bytes
+            else:
+                del self._trees[tree_key]
+
+
+@dataclass(slots=True)
+class _PromptComparison:
+    """Compares one prompt with what is known about its beginning."""
+
+    prefix_match: PrefixMatch
+    tokens: bytes
+    namespace: CacheNamespace
+    num_cached: int
+    engines: Sequence[_EngineCacheInfo]
+    engine: int
+
+    @property
+    def _match_unit(self) -> int:
+        return self.engines[self.engine].stats.prefix_unit
+
+    @property
+    def _max_cached(self) -> int:
+        """The most tokens that the cache can hold for the prompt. Its last token is always computed."""
+        return (len(self.tokens) // TOKEN_BYTES - 1) // self._match_unit * self._match_unit
+
+    def count_lost_tokens(self, load: int) -> tuple[Counter[MissReason], bool]:
+        """Counts, by reason, the tokens that were computed before after the same tokens, but were not found. The second
+        value says whether the tenant's own `load` explains evictions."""
+        prefix_match = self.prefix_match
+        missed = Counter[MissReason]()
+        own_load = False
+        num_comparable = min(prefix_match.num_common_tokens // self._match_unit * self._match_unit, self._max_cached)
+        for index in range(self.num_cached // PIECE_TOKENS, -(-num_comparable // PIECE_TOKENS)):
+            visit = (
+                prefix_match.matched_visits[index]
+                if index < len(prefix_match.matched_visits)
+                else prefix_match.tail_visit
+            )
+            assert visit is not None
+            begin, end = max(index * PIECE_TOKENS, self.num_cached), min((index + 1) * PIECE_TOKENS, num_comparable)
+            reason = self._miss_reason(visit, end)
+            if begin < end and reason is not None:
+                missed[reason] += end - begin
+                capacity = self.engines[self.engine].stats.cache_tokens
+                own_load |= reason == "evicted" and load - visit.tenant_load >= capacity
+        return missed, own_load
+
+    def count_other_namespaces(self) -> Counter[MissReason]:
+        """Counts the tokens after these that were computed after the same tokens, but with another origin."""
+        prefix_match, missed = self.prefix_match, Counter[MissReason]()
+        for index, visit in enumerate(prefix_match.other_visits, len(prefix_match.matched_visits)):
+            begin, end = (
+                max(index * PIECE_TOKENS, self.num_cached, prefix_match.num_common_tokens),
+                min((index + 1) * PIECE_TOKENS, self._max_cached),
+            )
+            if begin < end and visit.num_computed >= end and visit.namespace != self.namespace:
+                missed[self._namespace_reason(visit.namespace)] += end - begin
+        return missed
+
+    def _miss_reason(self, visit: Visit, end: int) -> MissReason | None:
+        """Why the tokens of a visit up to `end` were not found; None: they were never computed."""
+        if visit.num_computed < end:
+            return "computing" if visit.is_open else None
+        if visit.engine != self.engine:
+            return "replica"
+        return "evicted" if visit.cache_generation == self.engines[self.engine].generation else "restarted"
+
+    def _namespace_reason(self, namespace: CacheNamespace) -> MissReason:
+        if namespace.weights != self.namespace.weights:
+            return "weights"
+        return "adapter" if namespace.adapter != self.namespace.adapter else "cache_salt"
+
+    def find_nearest_divergence(self) -> tuple[PrefixDivergence, int, Visit | None, bool]:
+        """Returns four things: where the prompt first differs from the nearest earlier sequence; how many of its later
+        tokens occur in that sequence too; the sequence's visit, if the prompt continues its conversation; and whether
+        both prompts have the same end, so that the later one is the earlier one in another form."""
+        comparisons = [self._compare_neighbour(each) for each in self.prefix_match.neighbours]
+        is_same_conversation, num_shared, same_end, nearest_neighbour = max(
+            comparisons, key=lambda comparison: comparison[:2]
+        )  # equal ones: the first is the nearest
+        common, visit = nearest_neighbour.num_common, nearest_neighbour.visit
+        nearest = PrefixDivergence(
+            common,
+            "answer" if common >= visit.prompt_tokens else "prompt",
+            _decode_text_tokens(self.tokens[max(common - _NUM_CONTEXT_TOKENS, 0) * TOKEN_BYTES : common * TOKEN_BYTES]),
+            _decode_text_tokens(nearest_neighbour.rest[: _NUM_CONTEXT_TOKENS * TOKEN_BYTES]),
+            _decode_text_tokens(self.tokens[common * TOKEN_BYTES : (common + _NUM_CONTEXT_TOKENS) * TOKEN_BYTES]),
+        )
+        return (
+            nearest,
+            max(min(num_shared, self._max_cached - common), 0),
+            visit if is_same_conversation else None,
+            same_end,
+        )
+
+    def _compare_neighbour(self, neighbour: Neighbour) -> tuple[bool, int, bool, Neighbour]:
+        """Whether the prompt continues an earlier sequence's conversation, how many tokens both share after their first
+        difference, and whether the earlier prompt's end is this prompt's end too."""
+        rest = self.tokens[neighbour.num_common * TOKEN_BYTES :]
+        runs = find_equal_runs(neighbour.rest, rest)
+        end = min(neighbour.visit.prompt_tokens - neighbour.num_common, len(neighbour.rest) // TOKEN_BYTES)
+        end_runs = [each for each in runs if each.old_start + each.length > end - _MAX_TURN_SLACK]
+        same_end = any(
+            each.new_start + each.length >= len(rest) // TOKEN_BYTES and each.old_start + each.length <= end
+            for each in end_runs
+        )
+        return end <= 0 or bool(end_runs), sum(each.length for each in runs), same_end, neighbour
+
+
+def _next_turn(earlier_visit: Visit | None, request_id: str, *, is_repeat: bool) -> tuple[Conversation, int]:
+    """The conversation of a prompt and its turn in it. `earlier_visit`: the visit whose prompt it continues, or
+    repeats. A first prompt that somebody repeats begins a conversation of its own."""
+    if earlier_visit is None or (is_repeat and earlier_visit.turn == 1):
+        return Conversation(request_id), 1
+    return earlier_visit.conversation, earlier_visit.turn if is_repeat else earlier_visit.turn + 1
+
+
+def _encode_tokens(request: EngineCoreRequest) -> bytes:
+    """A prompt's tokens, four bytes each. An image's tokens are a negative number that depends on its content."""
+    token_ids = array("i", request.prompt_ids)
+    for span in request.spans:
+        placeholder = -1 - int.from_bytes(span.digest[:4], "little") % 2**31
+        token_ids[span.start : span.start + span.count] = array("i", [max(placeholder, -(2**31))] * span.count)
+    return token_ids.tobytes()
+
+
+def _decode_text_tokens(tokens: bytes) -> list[int]:
+    """The tokens without those of images."""
+    return [token for token in array("i", tokens) if token >= 0]

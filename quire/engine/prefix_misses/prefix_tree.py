@@ -1,0 +1,234 @@
+"""Stores the tokens that were computed for one tenant recently, as a tree of pieces. One look-up for each piece finds
+the known beginning of a prompt. The tree has a size limit: it drops the least recently used pieces first, and the end
+of a sequence before its beginning."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+from quire.engine.prefix_misses.token_diff import TOKEN_BYTES, common_prefix_length
+
+PIECE_TOKENS = 64
+"""The tokens of a piece. The last piece of a sequence may have fewer."""
+EMPTY_TREE_BYTES = 2000
+"""The size of an empty tree."""
+NODE_BYTES = 900
+"""The size of a piece without its tokens but with its place in the order of use. Measured, and rounded up."""
+_MAX_NAMESPACES = 3
+"""How many origins (salts, adapters, versions) each piece remembers."""
+_MAX_NEIGHBOURS = 32
+"""How many pieces after an equal beginning are compared with a prompt, the most recently used first."""
+_MAX_COMPARED_TOKENS = 65_536
+"""How many tokens after a difference are compared."""
+
+
+class CacheNamespace(NamedTuple):
+    """What a prefix was computed with. Prefixes of different origins share no pages."""
+
+    salt: str
+    adapter: str
+    """The digest of its content; "": no adapter."""
+    weights: str
+
+
+@dataclass(eq=False, slots=True)
+class Conversation:
+    id: str
+    """The id of its first request."""
+
+
+@dataclass(eq=False, slots=True)
+class Visit:
+    """A request that computed some pieces, or found them cached."""
+
+    namespace: CacheNamespace
+    engine: int
+    cache_generation: int
+    """The number of the engine's cache, which counts up when the cache is lost."""
+    prompt_tokens: int
+    conversation: Conversation
+    turn: int = 1
+    """The place of this prompt in the conversation, from 1 on."""
+    num_computed: int = 0
+    """The tokens that are computed so far."""
+    is_open: bool = True
+    tenant_load: int = 0
+    """The tenant's PrefixTree.total_load when the request ended."""
+
+
+@dataclass(eq=False, slots=True)
+class PrefixNode:
+    tokens: bytes
+    """The tokens of this piece."""
+    parent: PrefixNode | None
+    visits: tuple[Visit, ...] = ()
+    """The latest visit of each origin, the latest first."""
+    children: dict[bytes, PrefixNode] | None = None
+    """In the order of their use, the last used at the end."""
+
+    def find_visit(self, namespace: CacheNamespace) -> Visit | None:
+        return next((each for each in self.visits if each.namespace == namespace), None)
+
+
+class Neighbour(NamedTuple):
+    """An earlier sequence that continues differently from a prompt."""
+
+    num_common: int
+    """The number of tokens with which both start."""
+    rest: bytes
+    """The sequence's tokens after these, at most _MOST_AHEAD."""
+    visit: Visit
+    """The visit of the last of these tokens."""
+
+
+@dataclass(slots=True)
+class PrefixMatch:
+    """What is known about the beginning of a prompt."""
+
+    matched_visits: list[Visit] = field(default_factory=list)
+    """For each of its first pieces: the last visit of the prompt's own origin."""
+    other_visits: list[Visit] = field(default_factory=list)
+    """For each piece after these: the last visit of another origin."""
+    num_tail_tokens: int = 0
+    """How many tokens after the pieces in `matched_visits` the nearest sequence of the same origin has in common with
+    it."""
+    tail_visit: Visit | None = None
+    neighbours: list[Neighbour] = field(default_factory=list)
+    """The sequences that continue differently, the nearest first. Empty where an earlier sequence ended."""
+
+    @property
+    def num_common_tokens(self) -> int:
+        """How many of its first tokens an earlier sequence of the same origin has."""
+        return len(self.matched_visits) * PIECE_TOKENS + self.num_tail_tokens
+
+
+class PrefixTree:
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = EMPTY_TREE_BYTES
+        self.total_load = 0
+        """How many tokens were computed for this tenant in all."""
+        self._root = PrefixNode(b"", None)
+        self._nodes_by_use: OrderedDict[PrefixNode, None] = OrderedDict()
+        """All pieces in the order of their use, the last used at the end. A piece comes after the pieces that follow it
+        in a sequence."""
+
+    def match_prefix(self, tokens: bytes, namespace: CacheNamespace) -> PrefixMatch:
+        """What is known about the beginning of a sequence."""
+        prefix_match, node = PrefixMatch(), self._root
+        num_pieces = len(tokens) // (PIECE_TOKENS * TOKEN_BYTES)
+        for index in range(num_pieces):
+            visit, child = None, self._child_at(node, tokens, index)
+            if child is None or (visit := child.find_visit(namespace)) is None:
+                break
+            prefix_match.matched_visits.append(visit)
+            node = child
+        self._find_neighbours(
+            prefix_match, node, tokens[len(prefix_match.matched_visits) * PIECE_TOKENS * TOKEN_BYTES :], namespace
+        )
+        for index in range(len(prefix_match.matched_visits), num_pieces):
+            if (child := self._child_at(node, tokens, index)) is None:
+                break
+            prefix_match.other_visits.append(child.visits[0])
+            node = child
+        return prefix_match
+
+    def add_visit(self, tokens: bytes, visit: Visit) -> None:
+        """Store the tokens of a visit, which becomes the latest visit of their pieces."""
+        node, path = self._root, list[PrefixNode]()
+        size = PIECE_TOKENS * TOKEN_BYTES
+        for at in range(0, len(tokens), size):
+            key = tokens[at : at + size]
+            child = None if node.children is None else node.children.pop(key, None)
+            if child is None:
+                self._drop_shorter_nodes(node, key, visit.namespace)
+                child = PrefixNode(key, node)
+                self.num_bytes += NODE_BYTES + len(key)
+            node.children = node.children or {}
+            node.children[key] = child  # at the end
+            others = [each for each in child.visits if each.namespace != visit.namespace]
+            child.visits = (visit, *others[: _MAX_NAMESPACES - 1])
+            path.append(child)
+            node = child
+        for child in reversed(path):
+            self._nodes_by_use[child] = None
+            self._nodes_by_use.move_to_end(child)
+        self.shrink(self._max_bytes)
+
+    def shrink(self, max_bytes: int) -> None:
+        """Drop the least recently used pieces until the tree has at most `max_bytes` bytes."""
+        while self.num_bytes > max_bytes and self._nodes_by_use:
+            node, _ = self._nodes_by_use.popitem(last=False)
+            self._remove_node(node)
+
+    def _remove_node(self, node: PrefixNode) -> None:
+        assert not node.children, "a piece is dropped before one that follows it"
+        self.num_bytes -= NODE_BYTES + len(node.tokens)
+        parent = node.parent
+        assert parent is not None
+        assert parent.children is not None
+        del parent.children[node.tokens]
+        if not parent.children:
+            parent.children = None
+
+    def _drop_shorter_nodes(self, node: PrefixNode, key: bytes, namespace: CacheNamespace) -> None:
+        """Drop short last pieces that the new piece begins with, such as the end of a prompt when its answer comes."""
+        for child in [*islice(reversed((node.children or {}).values()), 4)]:
+            has_one_namespace = all(each.namespace == namespace for each in child.visits)
+            if has_one_namespace and len(child.tokens) < len(key) and key.startswith(child.tokens):
+                del self._nodes_by_use[child]
+                self._remove_node(child)
+
+    @staticmethod
+    def _child_at(node: PrefixNode, tokens: bytes, index: int) -> PrefixNode | None:
+        if node.children is None:
+            return None
+        return node.children.get(tokens[index * PIECE_TOKENS * TOKEN_BYTES : (index + 1) * PIECE_TOKENS * TOKEN_BYTES])
+
+    def _find_neighbours(
+        self, prefix_match: PrefixMatch, node: PrefixNode, rest: bytes, namespace: CacheNamespace
+    ) -> None:
+        """Compare a sequence with others that have the same pieces up to `node`. `rest`: its tokens after these."""
+        num_matched = len(prefix_match.matched_visits) * PIECE_TOKENS
+        candidates: list[tuple[int, PrefixNode, Visit]] = []
+        for child in islice(reversed((node.children or {}).values()), _MAX_NEIGHBOURS):
+            visit = child.find_visit(namespace)
+            if visit is not None:
+                candidates.append((common_prefix_length(child.tokens, rest), child, visit))
+        if not candidates:
+            return
+        candidates.sort(key=lambda each: -each[0])  # stable: equal ones stay in the order of use
+        prefix_match.num_tail_tokens, _, prefix_match.tail_visit = candidates[0]
+        if any(
+            count * TOKEN_BYTES == len(child.tokens)
+            for count, child, _ in candidates
+            if count == prefix_match.num_tail_tokens
+        ):
+            return  # this sequence continues an earlier one
+        if prefix_match.num_tail_tokens * TOKEN_BYTES == len(rest):
+            return  # an earlier sequence continues this one
+        for count, child, visit in candidates[:3]:
+            tail, last_visit = self._follow_sequence(child, namespace, visit)
+            prefix_match.neighbours.append(Neighbour(num_matched + count, tail[count * TOKEN_BYTES :], last_visit))
+
+    @staticmethod
+    def _follow_sequence(node: PrefixNode, namespace: CacheNamespace, visit: Visit) -> tuple[bytes, Visit]:
+        """The tokens of a piece and of the most recently used pieces that follow it, and the visit of the last one."""
+        parts = [node.tokens]
+        while node.children and len(parts) * PIECE_TOKENS < _MAX_COMPARED_TOKENS:
+            next_node = next(
+                (
+                    (child, child_visit)
+                    for child in islice(reversed(node.children.values()), 4)
+                    if (child_visit := child.find_visit(namespace))
+                ),
+                None,
+            )
+            if next_node is None:
+                break
+            node, visit = next_node
+            parts.append(node.tokens)
+        return b"".join(parts), visit

@@ -1,0 +1,49 @@
+"""Which drafter a configuration means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from quire.engine.config import SpeculativeConfig
+from quire.engine.core.drafter import Drafter, NullDrafter, StepwiseDrafter
+from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter, StepCosts
+from quire.engine.spec_decode.grammar_drafter import GrammarDrafter
+from quire.engine.spec_decode.ngram_drafter import NgramDrafter, SuffixDrafter
+from quire.engine.spec_decode.selective_drafter import SelectiveDrafter
+from quire.engine.spec_decode.stepwise_drafter import AdaptiveStepwiseDrafter
+from quire.engine.text.grammar_compiler import GrammarCompiler
+
+MeasuredCosts = Sequence[tuple[int, float]]
+"""(tokens, seconds) of steps, ascending."""
+ASSUMED_COSTS = ((1, 1.0), (2, 1.5))
+"""Where nothing was measured. What a grammar forces must be computed anyway, so hardly a cost is too high for it."""
+
+
+def choose_drafter(
+    config: SpeculativeConfig | None,
+    costs: MeasuredCosts,
+    model: tuple[Drafter | StepwiseDrafter, MeasuredCosts] | None,
+    compiler: Callable[[], GrammarCompiler],
+) -> Drafter | None:
+    """None where nothing is guessed. `config`: None where nobody said how, which costs nothing where no grammar is.
+    `model`: what asks a model or heads that draft, where some do, and what each of their steps costs. `compiler`: of
+    grammars."""
+    if config is None:
+        config, costs = SpeculativeConfig(method="grammar"), ASSUMED_COSTS
+    if config.method == "none":
+        return None
+    max_drafts, step_costs = config.num_speculative_tokens, StepCosts(*zip(*costs, strict=True))
+    drafter: Drafter = NullDrafter()
+    if model is not None:
+        model_drafter, draft_costs = model[0], StepCosts(*zip(*model[1], strict=True))
+        if isinstance(model_drafter, StepwiseDrafter):
+            drafter = AdaptiveStepwiseDrafter(model_drafter, max_drafts, step_costs, draft_costs)
+        else:
+            drafter = AdaptiveLengthDrafter(model_drafter, max_drafts, step_costs, draft_costs)
+    elif config.method != "grammar":
+        drafter_class = NgramDrafter if config.method == "ngram" else SuffixDrafter
+        drafter = drafter_class(config.prompt_lookup_min)
+    grammar_drafter: Drafter = GrammarDrafter(drafter, compiler)
+    if model is None:
+        grammar_drafter = SelectiveDrafter(grammar_drafter, step_costs)
+    return AdaptiveLengthDrafter(grammar_drafter, max_drafts, step_costs)

@@ -1,0 +1,73 @@
+"""Under load guesses pay only where they are nearly certain: behind long matches, which are still there some tokens
+later. So then a sequence of which nothing is guessed is looked at once in a while, and a server with nothing to guess
+does not spend its steps on looking."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+
+from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft, request_grammar
+from quire.engine.core.request import Request
+from quire.engine.spec_decode.draft_length import StepCosts
+from quire.engine.types import EngineCoreRequest
+
+PROBE_INTERVAL = 8
+"""Tokens."""
+MAX_DRAFTS = 32
+LOAD_THRESHOLD = 0.5
+"""The least probability of being right with which a draft pays, from which on that is so."""
+
+
+class SelectiveDrafter(Drafter):
+    def __init__(self, drafter: Drafter, costs: StepCosts) -> None:
+        self._drafter = drafter
+        self._break_even_rate = lru_cache(1024)(partial(break_even_rate, costs=costs))
+        """By rows and tokens of a step."""
+        self._recently_verified: set[str] = set()
+        """Request ids: of whose guesses some were computed in the last step."""
+
+    def can_draft(self, request: EngineCoreRequest) -> bool:
+        return self._drafter.can_draft(request)
+
+    def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
+        is_loaded = self._break_even_rate(len(draft_requests), num_step_tokens) >= LOAD_THRESHOLD
+        indices = [
+            index for index, (request, _) in enumerate(draft_requests) if not is_loaded or self._should_probe(request)
+        ]
+        self._recently_verified.clear()
+        drafts = [Draft([]) for _ in draft_requests]
+        if indices:
+            proposed_drafts = self._drafter.propose([draft_requests[index] for index in indices], num_step_tokens)
+            for index, draft in zip(indices, proposed_drafts, strict=True):
+                drafts[index] = draft
+        return drafts
+
+    def record_acceptance(self, request: Request, drafts: int, accepted: int) -> None:
+        self._recently_verified.add(request.engine_request.id)
+        self._drafter.record_acceptance(request, drafts, accepted)
+
+    def forget_request(self, request: Request) -> None:
+        self._recently_verified.discard(request.engine_request.id)
+        self._drafter.forget_request(request)
+
+    def _should_probe(self, request: Request) -> bool:
+        """Some sequences in each step, rather than all in the same one. What a grammar forces is certain anywhere."""
+        is_due = (len(request.token_ids) + request.arrival) % PROBE_INTERVAL == 0
+        return (
+            is_due
+            or request.engine_request.id in self._recently_verified
+            or request_grammar(request.engine_request) is not None
+        )
+
+
+def break_even_rate(num_requests: int, num_step_tokens: int, costs: StepCosts) -> float:
+    """With what chance of being right up to MOST_DRAFTS drafts pay at the least, in a step that computes
+    `num_step_tokens` tokens of so many rows."""
+    step_seconds = costs.estimate_seconds(num_step_tokens)
+    measured_counts = [
+        count - num_step_tokens for count in costs.num_tokens if 1 < count - num_step_tokens < MAX_DRAFTS
+    ]  # lines lie between these
+    return min(
+        num_requests * (costs.estimate_seconds(num_step_tokens + num_drafts) / step_seconds - 1.0) / num_drafts
+        for num_drafts in (1, *measured_counts, MAX_DRAFTS)
+    )

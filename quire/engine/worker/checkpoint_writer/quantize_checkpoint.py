@@ -1,0 +1,173 @@
+"""`python -m quire.engine.worker.checkpoint_writer.quantize_checkpoint MODEL OUT FORMAT [STRENGTH]`: writes a model's
+folder anew, its linears in few bits; with STRENGTH smoothed first (engine/worker/checkpoint_writer/smoothquant.py) by
+the samples that stdin has, a JSON list of lists of token ids. `quire quantize` starts it, because it needs torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.engine.checkpoint.safetensors import INDEX, read_file_headers, text_tensor, weight_files
+from quire.engine.errors import ModelError, QuireError
+from quire.engine.folder_reader import read_json
+from quire.engine.worker.checkpoint_writer.quantized_formats import QuantizedFormat, TensorLayout, make_quantized_format
+from quire.engine.worker.checkpoint_writer.safetensors_writer import DTYPE_BYTES, SafetensorsWriter
+from quire.engine.worker.checkpoint_writer.smoothquant import Smoothing, fit_smoothing
+from quire.engine.worker.loading.weight_loader import iter_file_tensors, require_shards
+from quire.kernels.backend import Backend
+from quire.kernels.cpu.backend import CpuBackend
+from quire.kernels.reference import ReferenceBackend
+
+_LINEAR_NAME = re.compile(r"(?:^|\.)layers\.\d+\..*\.weight$")
+"""Weights of a decoder's layers; those of two axes are linears."""
+_ROUTER_NAME = re.compile(r"\.(?:gate|router)\.weight$")
+"""Those that choose experts, which stay as they are."""
+_UNSUPPORTED_FAMILIES = ("bloom", "falcon", "gpt2", "gpt_bigcode", "gptj", "mpt")
+"""Families whose layers are not called layers, or whose weights are [in, out]."""
+_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+_COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
+_VISION_LINEARS = ("re:.*vision_tower.*", "re:.*multi_modal_projector.*")
+"""Linears that Quire does not serve, and which stay as they are."""
+
+
+def quantize_folder(
+    model: Path, out: Path, name: str, backend: Backend, make_smoothing: Callable[[], Smoothing] | None = None
+) -> str:
+    """Write the checkpoint of folder `model` to the new folder `out`, its linears in the format of this name. No more
+    than one tensor is held, and what it becomes. Returns what was done, for people to read. `backend` searches for 4
+    bits; `make_smoothing` is called once it is known that the files can be written.
+
+    Raises ModelError for files that cannot be read; OSError goes through. What was begun is removed, then.
+    """
+    partial_folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.absolute().parent))
+    try:
+        summary = _write_quantized(model, partial_folder, make_quantized_format(name, backend), make_smoothing)
+        mask = os.umask(0)
+        os.umask(mask)
+        partial_folder.chmod(0o777 & ~mask)
+        partial_folder.rename(out)
+    except BaseException:
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        raise
+    return summary
+
+
+@torch.inference_mode()
+def _write_quantized(
+    model: Path, out: Path, target_format: QuantizedFormat, make_smoothing: Callable[[], Smoothing] | None
+) -> str:
+    config = read_json(model / "config.json") or {}
+    if (kind := str(config.get("model_type"))) in _UNSUPPORTED_FAMILIES:
+        raise ModelError(
+            f"model: checkpoints of {kind} models are not written in few bits; serve it with --quantization"
+        )
+    shards = require_shards(weight_files(model))
+    layouts = {  # what becomes of each tensor of a file, by whole names; one tensor stays as it is
+        shard: {
+            name: _tensor_layout(name, *header, target_format)
+            for name, header in (read_file_headers(shard) or {}).items()
+        }
+        for shard in shards
+    }
+    _copy_other_files(model, out)
+    smoother = None if make_smoothing is None else make_smoothing()
+    index: dict[str, str] = {}
+    linears = 0
+    before = 0
+    after = 0
+    for shard, tensor_layouts in layouts.items():
+        file_name = f"{shard.stem.replace('pytorch_model', 'model')}.safetensors"
+        tensors = {name: each for layout in tensor_layouts.values() for name, each in layout.items()}
+        with SafetensorsWriter(out / file_name, tensors) as file:
+            for name, stored in iter_file_tensors(shard):
+                tensor = stored if smoother is None else smoother.smooth_tensor(name, stored)
+                if len(tensor_layouts[name]) == 1:
+                    file.write_tensor(name, tensor.to(stored.dtype))
+                    continue
+                linears += 1
+                for part, content in target_format.quantize_weight(tensor).items():
+                    file.write_tensor(f"{_linear_name(name)}.{part}", content)
+        index |= dict.fromkeys(tensors, file_name)
+        before, after = before + shard.stat().st_size, after + (out / file_name).stat().st_size
+    if {*index.values()} != {"model.safetensors"}:
+        _write_json(out / INDEX, {"metadata": {"total_size": after}, "weight_map": index})
+    unquantized = _list_unquantized({name: layout for each in layouts.values() for name, layout in each.items()})
+    _write_json(out / "config.json", config | {"quantization_config": target_format.quantization_config(unquantized)})
+    norms = "" if smoother is None else f", {smoother.num_norms} norms smoothed"
+    return f"{linears} linears {target_format.format_name}{norms}; {before / 1e6:,.1f} MB became {after / 1e6:,.1f} MB"
+
+
+def _tensor_layout(name: str, dtype: str, shape: tuple[int, ...], target_format: QuantizedFormat) -> TensorLayout:
+    if dtype not in DTYPE_BYTES:
+        raise ModelError(f"model: {name[:100]} is stored as {dtype}, which is not known")
+    linear = _LINEAR_NAME.search(name) and not _ROUTER_NAME.search(name) and text_tensor(name) is not None
+    if linear and len(shape) == 2 and dtype in _FLOAT_DTYPES:
+        parts = target_format.tensor_layout(*shape)
+        if parts is not None:
+            return {f"{_linear_name(name)}.{part}": each for part, each in parts.items()}
+    return {name: (dtype, shape)}
+
+
+def _list_unquantized(layouts: Mapping[str, TensorLayout]) -> list[str]:
+    """The linears that stay as they are. The head is named where it is tied as well: other programs have it."""
+    linears = ["lm_head"]
+    for name, layout in layouts.items():
+        linear = _linear_name(name)
+        is_matrix = len(layout) == 1 and len(layout[name][1]) == 2 and name.endswith(".weight")
+        if is_matrix and text_tensor(name) is not None and "embed" not in linear and linear not in linears:
+            linears.append(linear)
+    return linears + (list(_VISION_LINEARS) if any(text_tensor(name) is None for name in layouts) else [])
+
+
+def _linear_name(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _copy_other_files(model: Path, out: Path) -> None:
+    """The files beside the weights, and the folders of a model that makes vectors."""
+    for pattern in _COPIED_PATTERNS:
+        for file in model.glob(pattern):
+            if file.is_file() and file.name != "config.json" and not file.name.endswith(".index.json"):
+                shutil.copyfile(file, out / file.name)
+    for file in [*model.glob("[0-9]_*/*.json"), *model.glob("[0-9]_*/*.safetensors")]:
+        (out / file.parent.name).mkdir(exist_ok=True)
+        shutil.copyfile(file, out / file.parent.name / file.name)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def main(model: str, out: str, name: str, strength: str | None = None) -> int:
+    """Returns the exit status."""
+    cpu, smooth = CpuBackend(), None
+    if strength is not None:
+        smooth = partial(fit_smoothing, Path(model), json.load(sys.stdin), float(strength))
+    try:
+        summary = quantize_folder(
+            Path(model), Path(out), name, ReferenceBackend() if cpu.missing_reason else cpu, smooth
+        )
+    except QuireError as error:
+        print(f"quire quantize: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # such as a full disk
+        print(f"quire quantize: OUT: {error.filename or out}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print(f"{out}: {summary}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

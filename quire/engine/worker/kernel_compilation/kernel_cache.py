@@ -1,0 +1,67 @@
+"""Where a GPU's compiled kernels are kept from one start to the next."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from quire.engine.errors import ConfigError
+
+_CACHE_VARIABLE = "TRITON_CACHE_DIR"
+SHIPPED_KERNELS = Path(sys.prefix, "share", "quire-kernels")
+"""What the Dockerfile lets engine/worker/kernel_compilation/fill.py compile."""
+
+
+_OTHER_CACHE_VARIABLES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR", "CUTE_DSL_CACHE_DIR")
+"""Those of flash-attn 4 and its libraries, which raise where they cannot write; without them they take the temporary
+folder."""
+
+
+def prepare_kernel_cache(temporary: Path | None = None, uid: int | None = None) -> str | None:
+    """See to it that Triton can keep what it compiles: where its folder cannot be written, in one of this user's in the
+    temporary folder. Returns a note if it came to that. Triton reads the variable when it first compiles. `temporary`,
+    `uid`: by default the system's folder, and this process's user."""
+    for name in _OTHER_CACHE_VARIABLES:
+        if (folder := os.environ.get(name)) and _find_write_error(Path(folder)) is not None:
+            del os.environ[name]
+    folder_wanted = Path(os.environ.get(_CACHE_VARIABLE) or os.path.expanduser("~/.triton/cache"))
+    if (reason := _find_write_error(folder_wanted)) is None:
+        _copy_shipped_kernels(folder_wanted)
+        return None
+    uid = os.getuid() if uid is None else uid
+    fallback = (temporary or Path(tempfile.gettempdir())) / f"quire-triton-{uid}"
+    if (failed := _find_write_error(fallback)) is not None or fallback.stat().st_uid != uid:
+        whose = failed or "it is another user's"
+        raise ConfigError(
+            f"Triton's kernels cannot be kept: {folder_wanted} ({reason}), "
+            f"nor {fallback} ({whose}); set {_CACHE_VARIABLE}"
+        )
+    os.environ[_CACHE_VARIABLE] = str(fallback)
+    _copy_shipped_kernels(fallback)
+    return f"Triton's kernels are kept in {fallback}, for uid {uid} cannot write to {folder_wanted} ({reason})"
+
+
+def _copy_shipped_kernels(folder: Path) -> None:
+    """Put what the image has of compiled kernels where Triton looks; it cannot look in two places."""
+
+    def copy_new(source: str, target: str) -> None:
+        if not os.path.exists(target):
+            shutil.copyfile(source, target)
+
+    with suppress(OSError, shutil.Error):  # without them all is compiled
+        if SHIPPED_KERNELS.is_dir():
+            shutil.copytree(SHIPPED_KERNELS, folder, copy_function=copy_new, dirs_exist_ok=True)
+
+
+def _find_write_error(folder: Path) -> str | None:
+    """Why files cannot be made in the folder; it is made if it is not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return (error.strerror or str(error)).lower()

@@ -1,0 +1,78 @@
+"""Compiles kinds of kernels in several processes, each of which gets a part of them."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass
+from subprocess import DEVNULL
+from typing import IO, TYPE_CHECKING
+
+from quire.engine.processes.child import Child, module
+from quire.engine.processes.exit_cause import exit_cause
+from quire.engine.replicas.cores import usable_cpus
+
+if TYPE_CHECKING:
+    from quire.kernels.gpu.kernel_variant import KernelVariant
+
+_MAX_PROCESSES = 8
+"""Each takes some 500 MB, for it imports PyTorch."""
+_MIN_VARIANTS_PER_PROCESS = 4
+"""Of a process, whose start takes as long as a few of them."""
+_POLL_SECONDS = 0.1
+_COMPILE_WORKER = "quire.engine.worker.kernel_compilation.compile_worker"
+
+
+@dataclass(frozen=True, slots=True)
+class CompileResult:
+    """Kinds that were not compiled before: how many are now, and how many are not."""
+
+    num_compiled: int = 0
+    num_failed: int = 0
+    first_error: str = ""
+    """The first error, where some failed."""
+
+    @property
+    def summary(self) -> str:
+        if not self.num_failed:
+            return f"{self.num_compiled} kinds of kernels compiled"
+        total = self.num_compiled + self.num_failed
+        return (
+            f"{self.num_compiled} of {total} kinds of kernels compiled, "
+            f"the others when steps first need them: {self.first_error}"
+        )
+
+
+def compile_variants(
+    variants: Sequence[KernelVariant], progress: Callable[[], None], worker_module: str = _COMPILE_WORKER
+) -> CompileResult:
+    """A kind that does not compile is left to its first launch. `progress` is called meanwhile. child: the module that
+    compiles what it reads from its input."""
+    missing = [kind for kind in variants if not kind.marker_path.exists()]
+    count = min(_MAX_PROCESSES, usable_cpus(), -(-len(missing) // _MIN_VARIANTS_PER_PROCESS))
+    children: list[tuple[Child, IO[bytes]]] = []
+    with ExitStack() as stack:
+        for part in range(count):
+            jobs = json.dumps([astuple(each) for each in missing[part::count]]).encode()
+            errors = stack.enter_context(tempfile.TemporaryFile())
+            process = Child(module(worker_module), jobs, stdout=DEVNULL, stderr=errors.fileno())
+            stack.callback(process.destroy)
+            children.append((process, errors))
+        while any(process.returncode is None for process, _ in children):
+            progress()
+            time.sleep(_POLL_SECONDS)
+        reasons = [_failure_reason(process, errors) for process, errors in children if process.returncode]
+    failed = sum(not kind.marker_path.exists() for kind in missing)
+    return CompileResult(len(missing) - failed, failed, next(iter(reasons), "no error was told") if failed else "")
+
+
+def _failure_reason(child: Child, errors: IO[bytes]) -> str:
+    """The last line that it wrote, which is an exception's message; how it ended, where it wrote none."""
+    errors.seek(0)
+    lines = errors.read().decode(errors="replace").splitlines()
+    assert child.returncode is not None
+    ended = exit_cause(child.returncode, sender=None, oom_kills=None).description
+    return next((line.strip() for line in reversed(lines) if line.strip()), f"a process that compiles {ended}")

@@ -1,0 +1,110 @@
+"""Renders made-up turns of an assistant, and cuts out of each rendering what the model writes in its turn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.engine.errors import QuireError
+from quire.engine.text.chat_template import ChatRenderer
+from quire.server.formats.call_forms.slots import ID_SLOT, common_prefix, common_suffix
+
+USER_TEXT = "quserq"
+CONTENT_TEXT, REASONING_TEXT = "qcontentq", "qthoughtq"
+PROBE_NAMES = ("qfirstq", "qsecondq")
+PROBE_KEYS = ("qkeyoneq", "qkeyaq")
+"""In another order than the alphabet's."""
+PROBE_VALUES = ("qvaloneq", "qvaltwoq")
+SHORT_IDS = ("qidaaaaa1", "qidaaaaa2")
+"""Mistral's templates refuse ids that are not nine letters and digits."""
+LONG_IDS = ("call_qidaaaaaaaaaaaaaaa1", "call_qidaaaaaaaaaaaaaaa2")
+PROBE_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "d",
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"type": "string", "description": "d"} for key in PROBE_KEYS},
+                "required": [PROBE_KEYS[0]],
+            },
+        },
+    }
+    for name in PROBE_NAMES
+]
+
+
+class TemplateInferenceError(Exception):
+    """Says why a template's form cannot be found out."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeCall:
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class TemplateProber:
+    """Renders turns with one template."""
+
+    renderer: ChatRenderer
+    tools: Sequence[dict[str, Any]] | None = field(default_factory=lambda: PROBE_TOOLS)
+    ids: tuple[str, ...] = SHORT_IDS
+    named_ids: bool = False
+    """Calls have ids like functions.name:0."""
+    prompt_before: str = ""
+    """The prompt without what begins the answer."""
+    generation_prompt: str = ""
+    """What the prompt ends with when an answer is asked for."""
+
+    def learn_generation_prompt(self) -> None:
+        """Render the prompt. Raises TemplateInferenceError."""
+        user = {"role": "user", "content": USER_TEXT}
+        self.prompt_before = self._render_probe([user], False)
+        prompt = self._render_probe([user], True)
+        self.generation_prompt = prompt[len(common_prefix(self.prompt_before, prompt)) :]
+
+    def render_assistant_turn(
+        self, calls: Sequence[ProbeCall] = (), *, content: str = "", reasoning: str | None = None
+    ) -> str:
+        """An assistant's turn as the template writes it, with what the prompt may have begun of it.
+
+        Ids in it are replaced by the character ID. Raises TemplateInferenceError.
+        """
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if reasoning is not None:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = [self._build_tool_call(call, index) for index, call in enumerate(calls)]
+        whole = self._render_probe([{"role": "user", "content": USER_TEXT}, message], False)
+        if USER_TEXT not in whole or USER_TEXT not in self.prompt_before:
+            raise TemplateInferenceError("it does not show the user's message")
+        start = common_prefix(self.prompt_before, whole)
+        rest, after = whole[len(start) :], self.prompt_before[len(start) :]
+        rest = rest.removesuffix(common_suffix(rest, after))
+        for one in self.ids:
+            rest = rest.replace(one, ID_SLOT)
+        return rest
+
+    def _build_tool_call(self, call: ProbeCall, index: int) -> dict[str, Any]:
+        function = {"name": call.name, "arguments": dict(call.arguments)}
+        id = f"functions.{call.name}:{index}" if self.named_ids else self.ids[index % 2]
+        return {"id": id, "type": "function", "function": function}
+
+    def _render_probe(self, messages: list[dict[str, Any]], prompt: bool) -> str:
+        try:
+            return self.renderer.render_unadapted(messages, tools=self.tools, add_generation_prompt=prompt)
+        except QuireError as error:
+            raise TemplateInferenceError(error.message) from error
+
+
+def parse_json_or_none(text: str) -> Any:
+    """The value of a JSON text; None for any other text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None

@@ -1,0 +1,99 @@
+"""Infers what stands around calls, and around the arguments of each, from turns with one call and with two."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from quire.server.formats.call_forms.slots import (
+    ARGUMENTS_SLOT,
+    INDEX_SLOT,
+    TAG,
+    common_prefix,
+    common_suffix,
+    last_tag,
+    split_into_atoms,
+)
+from quire.server.formats.template_inference.template_prober import TemplateInferenceError
+
+
+@dataclass(frozen=True, slots=True)
+class CallWrapping:
+    begin: str
+    head: str
+    tail: str
+    between: str
+    end: str
+    turn_end: str
+    allows_many: bool
+    prompt_head: str
+    first_index: int
+
+
+def infer_wrapping(lead: str, one: str, two: str | None, end_without_calls: str) -> CallWrapping:
+    """`one` and `two`: answers with one call and with two, arguments replaced by their slot, without the `lead` that
+    the prompt ends with. `end_without_calls`: what follows content in an answer without calls. Raises
+    TemplateInferenceError."""
+    before, _, after = one.partition(ARGUMENTS_SLOT)
+    single = two is None or two.count(ARGUMENTS_SLOT) != 2
+    if single or two is None:
+        end, turn_end = split_turn_end(after, end_without_calls)
+        return CallWrapping("", before, end, "", "", turn_end, False, "", 0)
+    start, middle, last = two.split(ARGUMENTS_SLOT)
+    start, middle, first_index = insert_index_slots(start, middle)
+    last = _insert_tail_index(last, middle)
+    tail = common_prefix(middle, last)
+    rest = middle[len(tail) :]
+    head = common_suffix(lead + start, rest)
+    prompt_head = ""
+    if len(head) > len(start):
+        extra = head[: len(head) - len(start)]
+        if extra.strip():
+            head, prompt_head = head.lstrip(), extra.lstrip()
+        else:
+            head = start
+    if not head.strip():
+        raise TemplateInferenceError("it does not show where a second call begins")
+    begin = "" if prompt_head else start[: len(start) - len(head)]
+    between = rest[: len(rest) - len(head)]
+    end, turn_end = split_turn_end(last[len(tail) :], end_without_calls)
+    return CallWrapping(begin, head, tail, between, end, turn_end, True, prompt_head, first_index)
+
+
+def insert_index_slots(start: str, middle: str) -> tuple[str, str, int]:
+    """The texts before two calls, with INDEX where each has its number."""
+    left, right = split_into_atoms(start), split_into_atoms(middle)
+    first = 0
+    for place in range(1, min(len(left), len(right)) + 1):
+        one, other = left[-place], right[-place]
+        if one == other:
+            continue
+        if not (one.isdigit() and other.isdigit() and int(other) == int(one) + 1):
+            break
+        first = int(one)
+        left[-place] = right[-place] = INDEX_SLOT
+    return "".join(left), "".join(right), first
+
+
+def _insert_tail_index(last: str, middle: str) -> str:
+    """The end of the last call, with INDEX where the end of the call before has its number."""
+    left, right = split_into_atoms(middle), split_into_atoms(last)
+    for place, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other and one.isdigit() and other.isdigit():
+            right[place] = INDEX_SLOT
+    return "".join(right)
+
+
+def split_turn_end(text: str, end_without_calls: str) -> tuple[str, str]:
+    """What ends calls, and what ends the turn: what a turn without calls ends with too."""
+    shared = common_suffix(text, end_without_calls)
+    end = text[: len(text) - len(shared)]
+    tag = last_tag(end_without_calls)
+    if tag and tag in end:
+        end = end[: end.index(tag)]
+    elif not shared.strip():
+        # Another token ends a turn with calls: <|eom_id|> and not <|eot_id|>. It is the end's last tag.
+        match = re.search(rf"\s*({TAG.pattern})\s*$", end)
+        if match is not None and match[1].startswith("<|") | match[1].startswith("<｜"):
+            return end[: match.start()], text[match.start() :]
+    return end, text[len(end) :]

@@ -1,0 +1,142 @@
+"""Numbers the events of a stream, so that the stream can go on where its reader was cut off.
+
+A resumable spec always produces the same events: those before the first token, those of each choice, and those at the
+end. An event's id says how many events of each kind were sent: `chatcmpl-…:1.7.0` follows the first 7 events of the
+only choice. Events of different choices may come in another order the next time, so each choice is counted by itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from quire.engine.errors import Conflict
+from quire.server.encoding import EVENT_END, encode_json
+from quire.server.generation.choice_state import ChoiceDelta
+from quire.server.generation.generation import Usage
+from quire.server.generation.output_parts import CollectedChoice
+from quire.server.generation.request_specs import GenerationSpec
+from quire.server.generation.response_writers.answer_writer import AnswerWriter
+from quire.server.protocol.request_bodies import SAFE_ID_PATTERN
+
+_EVENT_ID = re.compile(rf"({SAFE_ID_PATTERN}):(\d{{1,9}}(?:\.\d{{1,9}}){{2,4096}})")
+
+
+def parse_event_id(event_id: str) -> tuple[str, tuple[int, ...]] | None:
+    """The call's id, and how many events of each kind were sent, read from an event's id; None for any other text."""
+    match = _EVENT_ID.fullmatch(event_id)
+    return None if match is None else (match[1], tuple(map(int, match[2].split("."))))
+
+
+class EventIdWriter(AnswerWriter):
+    """Gives each event of another writer its id, and leaves out those that the reader has seen."""
+
+    MEDIA_TYPE: ClassVar[bytes]
+
+    def __init__(
+        self,
+        writer: AnswerWriter,
+        spec: GenerationSpec,
+        seen_counts: Sequence[int] = (),
+        is_journaled_step: Callable[[], bool] | None = None,
+    ) -> None:
+        """known: whether the step at hand repeats tokens of the journal; None where tokens are the same when they are
+        computed again. Otherwise the first step behind the journal raises Conflict if the reader has seen events that
+        the journal lacks: they might differ now."""
+        self._writer = writer
+        self._is_journaled_step = is_journaled_step
+        self._id = spec.id.encode()
+        self._sent_counts = [0] * (spec.num_choices + 2)
+        """Events by kind; of the kind at hand `_kind_count` says it, for a list costs each token more memory to
+        touch."""
+        self._seen_counts = [*seen_counts, *self._sent_counts[len(seen_counts) :]]
+        self._kind = self._kind_count = self._kind_seen_count = 0
+        """The kind at hand, its events so far, and those of them that the reader has seen."""
+        self._event_template = b""
+        """An event with its id: a form of the count of the kind at hand, and the event."""
+        self._text_event_template: bytes | None = None
+        """The same of an event of the only choice that has a text alone: a form of the count, and the text's JSON.
+        None: there is no such event, or the reader has seen more of them."""
+        self._switch_event_kind(0)
+
+    @property
+    def ping_event(self) -> bytes:
+        return self._writer.ping_event
+
+    @property
+    def holds_logprobs(self) -> bool:
+        return self._writer.holds_logprobs
+
+    def set_usage(self, usage: Usage) -> None:
+        self._writer.set_usage(usage)
+
+    def first_events(self) -> bytes:
+        return self._add_event_ids(0, self._writer.first_events())
+
+    def step_events(self, deltas: Sequence[ChoiceDelta]) -> bytes:
+        if self._is_journaled_step is not None and not self._is_journaled_step():
+            self._is_journaled_step = None
+            if self._is_reader_ahead(slice(1, -1)):
+                raise Conflict("What its reader has of this answer is not all kept, and would not come again")
+        if len(deltas) == 1:
+            delta = deltas[0]
+            if (
+                delta.index == self._kind - 1
+                and (form := self._text_event_template) is not None
+                and delta.text
+                and delta.finish_reason is None
+                and not (delta.tokens or delta.reasoning or delta.tool_calls)
+            ):  # as nearly all are
+                self._kind_count = count = self._kind_count + 1
+                return form % (count, encode_json(delta.text))
+        self._writer.weights_version = self.weights_version
+        if len(deltas) == 1:
+            return self._add_event_ids(1 + deltas[0].index, self._writer.step_events(deltas))
+        return b"".join([self._add_event_ids(1 + delta.index, self._writer.step_events([delta])) for delta in deltas])
+
+    def last_events(self, usage: Usage) -> bytes:
+        if self._is_reader_ahead(slice(0, -1)):
+            raise Conflict("Last-Event-ID is the id of no event of this stream: it has fewer")
+        self._writer.weights_version, self._writer.receipt = self.weights_version, self.receipt
+        return self._add_event_ids(len(self._sent_counts) - 1, self._writer.last_events(usage))
+
+    def _is_reader_ahead(self, kinds: slice) -> bool:
+        """Whether the reader has seen events of these kinds that were not sent."""
+        self._sent_counts[self._kind] = self._kind_count
+        return any(seen > sent for seen, sent in zip(self._seen_counts[kinds], self._sent_counts[kinds], strict=True))
+
+    def error_event(self, error: Exception) -> bytes:
+        """This event has no id: after it the stream can be requested once more."""
+        return self._writer.error_event(error)
+
+    def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
+        return self._writer.response_body(answers, usage)
+
+    def _add_event_ids(self, kind: int, events: bytes) -> bytes:
+        if kind != self._kind:
+            self._switch_event_kind(kind)
+        if events.find(EVENT_END) != len(events) - len(EVENT_END):
+            return b"".join([self._add_event_id(event + EVENT_END) for event in events.split(EVENT_END) if event])
+        self._kind_count = count = self._kind_count + 1
+        return self._event_template % (count, events) if count > self._kind_seen_count else b""
+
+    def _add_event_id(self, event: bytes) -> bytes:
+        self._kind_count += 1
+        return self._event_template % (self._kind_count, event) if self._kind_count > self._kind_seen_count else b""
+
+    def _switch_event_kind(self, kind: int) -> None:
+        """Of a choice that has not caught up with its reader, ids say what the reader has seen."""
+        self._sent_counts[self._kind] = self._kind_count
+        self._kind = kind
+        self._kind_count = self._sent_counts[kind]
+        self._kind_seen_count = self._seen_counts[kind]
+        counts = [b"%d" % each for each in map(max, self._sent_counts, self._seen_counts)]
+        counts[kind] = b"%d"
+        id = b"id: %b:%b\n" % (self._id, b".".join(counts))
+        self._event_template, self._text_event_template = id + b"%b", None
+        if (
+            kind == 1 == len(self._sent_counts) - 2 and self._kind_count >= self._kind_seen_count
+        ):  # of several, each token is a turn
+            form = self._writer.text_event_template(0)
+            self._text_event_template = None if form is None else id + form

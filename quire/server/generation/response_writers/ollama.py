@@ -1,0 +1,136 @@
+"""Answers in Ollama's shapes: a line of JSON for each step, or one for the whole answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from quire.engine import clock
+from quire.engine.text.tokenizer import Tokenizer
+from quire.server.encoding import encode_json
+from quire.server.error_responses import error_info
+from quire.server.generation.generation import Usage
+from quire.server.generation.output_parts import CollectedChoice, OutputPart
+from quire.server.generation.request_specs import GenerationSpec
+from quire.server.generation.response_writers.answer_writer import OutputPartWriter
+from quire.server.generation.response_writers.messages import parse_tool_arguments
+from quire.server.generation.vector_generation import VectorSpec
+
+OllamaShape = Literal["message", "response"]
+"""Where the text is: in the message of /api/chat, or the response of /api/generate."""
+
+
+class OllamaWriter(OutputPartWriter):
+    """Sends text and thinking as they come, and each call when it is complete. Writes answers of /api/generate."""
+
+    MEDIA_TYPE: ClassVar[bytes] = b"application/x-ndjson"
+    SHAPE: ClassVar[OllamaShape] = "response"
+
+    def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
+        super().__init__(spec, tokenizer, fingerprint)
+        self._start_nanoseconds = int(clock.monotonic() * 1e9)
+
+    @property
+    def ping_event(self) -> bytes:
+        """A line without text: clients of Ollama read no comments."""
+        return self._json_line()
+
+    def last_events(self, usage: Usage) -> bytes:
+        reason = None if self._final_delta is None else self._final_delta.finish_reason
+        return self.part_end_events() + self._json_line(done=self._done_fields(reason, usage))
+
+    def error_event(self, error: Exception) -> bytes:
+        return error_info(error).encode_ollama() + b"\n"
+
+    def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
+        (answer,) = answers
+        calls = [ollama_tool_call(part) for part in answer.parts.parts if part.kind == "call"]
+        ended = self._done_fields(answer.finish_reason, usage)
+        return self._json_line(text=answer.text, reasoning=answer.reasoning, calls=calls, done=ended)
+
+    def part_start_events(self, part: OutputPart) -> bytes:
+        return b""
+
+    def part_delta_events(self, part: OutputPart, piece: str) -> bytes:
+        if not piece or part.kind == "call":
+            return b""
+        return self._json_line(text=piece) if part.kind == "text" else self._json_line(reasoning=piece)
+
+    def part_end_events(self) -> bytes:
+        call = self._open_part
+        return b"" if call is None or call.kind != "call" else self._json_line(calls=[ollama_tool_call(call)])
+
+    def _json_line(
+        self,
+        *,
+        text: str = "",
+        reasoning: str = "",
+        calls: Sequence[dict[str, Any]] = (),
+        done: dict[str, object] | None = None,
+    ) -> bytes:
+        text_fields: dict[str, object] = {"content" if self.SHAPE == "message" else "response": text}
+        if reasoning:
+            text_fields["thinking"] = reasoning
+        if calls:
+            text_fields["tool_calls"] = calls
+        about = {"model": self._spec.model, "created_at": utc_timestamp()}
+        shaped_fields = {"message": {"role": "assistant", **text_fields}} if self.SHAPE == "message" else text_fields
+        return encode_json({**about, **shaped_fields, "done": done is not None, **(done or {})}) + b"\n"
+
+    def _done_fields(self, reason: str | None, usage: Usage) -> dict[str, object]:
+        """Ollama's reasons are stop and length. Times are in nanoseconds."""
+        ended = int(clock.monotonic() * 1e9)
+        first = ended if usage.first_token_time is None else int(usage.first_token_time * 1e9)
+        return {
+            "done_reason": "length" if reason == "length" else "stop",
+            "total_duration": ended - self._start_nanoseconds,
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": first - self._start_nanoseconds,
+            "eval_count": usage.completion_tokens,
+            "eval_duration": ended - first,
+            **usage.cache_miss_fields,
+        }
+
+
+class OllamaChatWriter(OllamaWriter):
+    """Answers of /api/chat."""
+
+    SHAPE: ClassVar[OllamaShape] = "message"
+
+
+def ollama_embed_body(spec: VectorSpec, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
+    """The answer of /api/embed."""
+    took = {"total_duration": 0, "load_duration": 0, "prompt_eval_count": spec.prompt_tokens}
+    return encode_json({"model": spec.model, "embeddings": [normalize_vector(each) for each in vectors], **took})
+
+
+def ollama_embeddings_body(spec: VectorSpec, weights_version: str, vectors: Sequence[np.ndarray]) -> bytes:
+    """The answer of /api/embeddings, of one prompt."""
+    return encode_json({"embedding": vectors[0].tolist()})
+
+
+def normalize_vector(vector: np.ndarray) -> list[float]:
+    """Scaled to length 1, as Ollama returns all vectors."""
+    length = float(np.linalg.norm(vector))
+    normalized: list[float] = (vector / length if length else vector).tolist()
+    return normalized
+
+
+def ollama_tool_call(part: OutputPart) -> dict[str, Any]:
+    return {"id": part.call_id, "function": {"name": part.function_name, "arguments": parse_tool_arguments(part.text)}}
+
+
+def model_loaded_body(model: str, shape: OllamaShape) -> bytes:
+    """The answer to a request without a prompt."""
+    empty: object = {"role": "assistant", "content": ""} if shape == "message" else ""
+    return encode_json(
+        {"model": model, "created_at": utc_timestamp(), shape: empty, "done": True, "done_reason": "load"}
+    )
+
+
+def utc_timestamp() -> str:
+    return datetime.fromtimestamp(clock.time(), UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")

@@ -1,0 +1,112 @@
+"""From the items of the Responses API to the messages of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.server.protocol.response_items import (
+    CallOutput,
+    CustomToolCall,
+    FunctionCall,
+    ImageContent,
+    InputItem,
+    Message,
+    MessageContent,
+    MessagePart,
+    Reasoning,
+    TextContents,
+    decode_reasoning,
+    namespaced_tool_name,
+)
+from quire.server.resolve.other_apis.chat_conversion import (
+    ChatTurn,
+    append_parts,
+    image_content_part,
+    record_caller_field,
+    tool_result_turn,
+)
+
+
+def turns_from_items(
+    items: Sequence[InputItem], system: str, *, has_developer_role: bool, num_earlier: int = 0
+) -> list[ChatTurn]:
+    """A chat's messages. developer: whether the template knows that role. earlier: how many of the items precede the
+    request's own input.
+
+    Consecutive messages of a user or of the system become one. So does everything that an assistant did before its
+    tools answered: reasoning, text and calls.
+    """
+    turns: list[ChatTurn] = []
+    names: dict[str, str] = {}
+    if system:
+        append_parts(turns, "system", chat_content_parts(system, "instructions"))
+        record_caller_field(turns, "instructions")
+    for index, item in enumerate(items):
+        field = f"input[{index - num_earlier}]" if index >= num_earlier else "previous_response_id"
+        if isinstance(item, Message) and item.role == "assistant":
+            get_or_add_assistant_turn(turns, "tool_calls")["content"] += chat_content_parts(
+                item.content, f"{field}.content"
+            )
+        elif isinstance(item, Message):
+            role = "system" if item.role == "developer" and not has_developer_role else item.role
+            append_parts(turns, role, chat_content_parts(item.content, f"{field}.content"))
+        elif isinstance(item, CallOutput):
+            turns.append(tool_result_turn(item.call_id, tool_output_content(item, f"{field}.output"), names))
+        elif isinstance(item, Reasoning):
+            if thought := reasoning_text(item):
+                get_or_add_assistant_turn(turns, "reasoning_content", "content", "tool_calls")["reasoning_content"] = (
+                    thought
+                )
+        else:
+            names[item.call_id] = namespaced_tool_name(item.namespace, item.name)
+            get_or_add_assistant_turn(turns).setdefault("tool_calls", []).append(tool_call_from_item(item))
+        record_caller_field(turns, field)
+    return turns
+
+
+def get_or_add_assistant_turn(turns: list[ChatTurn], *later_fields: str) -> ChatTurn:
+    """The assistant's turn that an item is part of: the last one, unless it has a field that goes `later_fields`."""
+    if not turns or turns[-1]["role"] != "assistant" or any(turns[-1].get(name) for name in later_fields):
+        turns.append({"role": "assistant", "content": []})
+    return turns[-1]
+
+
+def tool_call_from_item(item: FunctionCall | CustomToolCall) -> dict[str, Any]:
+    name = namespaced_tool_name(item.namespace, item.name)
+    if isinstance(item, FunctionCall):
+        return {"id": item.call_id, "type": "function", "function": {"name": name, "arguments": item.arguments}}
+    return {"id": item.call_id, "type": "custom", "custom": {"name": name, "input": item.input}}
+
+
+def reasoning_text(item: Reasoning) -> str:
+    """The text of the thinking. A client that does not keep content sends it back as encrypted_content."""
+    full_text = "\n".join(part.text for part in item.content) or decode_reasoning(item.encrypted_content)
+    return full_text or "\n".join(part.text for part in item.summary)
+
+
+def content_texts(content: str | TextContents) -> list[str]:
+    return [content] if isinstance(content, str) else [part.text for part in content]
+
+
+def tool_output_content(item: CallOutput, field: str) -> str | list[ChatTurn]:
+    """What a tool returned: text, or parts where some are images."""
+    if isinstance(item.output, str):
+        return item.output
+    if any(isinstance(part, ImageContent) for part in item.output):
+        return chat_content_parts(item.output, field)
+    return "\n".join(part.text for part in item.output if not isinstance(part, ImageContent))
+
+
+def chat_content_parts(content: str | MessageContent, field: str) -> list[ChatTurn]:
+    """A chat's content; `field`: where the caller has it."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [chat_content_part(part, f"{field}[{place}]") for place, part in enumerate(content)]
+
+
+def chat_content_part(part: MessagePart, field: str) -> ChatTurn:
+    if not isinstance(part, ImageContent):
+        return {"type": "text", "text": part.text}
+    detail = "high" if part.detail == "original" else part.detail
+    return image_content_part(part.image_url, f"{field}.image_url", detail=detail)

@@ -1,0 +1,101 @@
+"""The file of `quire serve --models`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import pytest
+
+from quire.engine.config import DEMO_MODEL
+from quire.engine.errors import ConfigError, ModelNotFound
+from quire.server.multi_model.model_manager import ModelManager
+from quire.server.multi_model.models_config import ModelEntry, read_models_file
+from quire.server.runtime.model_runtime import ModelRuntime
+
+LORA = 'enable_lora = true\nlora_modules = ["a=/a"]\n'
+ONE = f'[one]\nmodel = "{DEMO_MODEL}"\n'
+
+
+def test_models_have_the_files_bounds_the_commands_settings_and_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text(
+        f'memory = 2.5\nidle_seconds = 5\n{ONE}dtype = "float32"\n\n["owner/two"]\nmodel = "{DEMO_MODEL}"\n'
+        'served_model_name = ["second"]\nidle_seconds = 0\nsleep_level = 2\nnum_kv_blocks = 8\n'
+    )
+    fleet = read_models_file(file, {"threads": 1, "dtype": "bfloat16", "data_dir": tmp_path})
+    one, two = fleet.entries
+    assert (fleet.memory_limit_bytes, fleet.slice_seconds) == (int(2.5 * 2**30), 10.0)
+    assert (one.idle_seconds, one.sleep_level, two.idle_seconds, two.sleep_level) == (5, 1, 0, 2)
+    assert (one.config.dtype, two.config.dtype, one.config.threads) == ("float32", "bfloat16", 1)
+    assert (one.config.kv_cache_memory, two.config.kv_cache_memory, two.config.num_kv_blocks) == (1.0, None, 8)
+    assert two.config.model_names == ("owner/two", "second")
+    assert (one.config.data_dir, two.config.data_dir) == (tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "has no model"),
+        ("[one", "models.toml is not TOML: "),
+        ('[[models]]\nmodel = "x"\n', r'models; each model is a table of its name, such as \["small"\]'),
+        ('one = "/models/one"\n', "one; each model is a table of its name"),
+        ("memory = 0\n" + ONE, "memory"),
+        (ONE + 'lora_modules = ["a=/a"]\n', "one: lora_modules: need --enable-lora"),
+        (ONE + LORA + ONE.replace("one", "a"), "one and a are both called 'a'"),
+        ("memroy = 1\n" + ONE, "memroy"),
+        ("sleep_level = 3\n" + ONE, "sleep_level"),
+        ("[one]\n", "one: model is missing"),
+        (ONE + "port = 3\n", "one: port is the whole server's"),
+        (ONE + 'api_key = ["a"]\n', "one: api_key is the whole server's"),
+        (ONE + "dtpye = 3\n", "one: dtpye"),
+        (ONE + "served_model_name = 3\n", "one: served_model_name"),
+        (ONE + "idle_seconds = -1\n", "one: .*idle_seconds"),
+        (ONE + ONE.replace("one", "two") + 'served_model_name = ["one"]\n', "one and two are both called 'one'"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_models_file(file, {})
+
+
+def test_adapters_are_known_before_their_model_is_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text(ONE.replace("one", "two") + ONE + LORA)
+    fleet = ModelManager(read_models_file(file, {}), never)
+    assert fleet.find_model("a") is fleet.managed_models[1]
+    with pytest.raises(ModelNotFound, match="served here: two, one, a"):
+        fleet.find_model("b")
+
+
+def never(entry: ModelEntry) -> AbstractAsyncContextManager[ModelRuntime]:
+    raise AssertionError("nothing is loaded here")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        (" a", {"model": DEMO_MODEL}, "model: a name"),
+        ("a" * 300, {"model": DEMO_MODEL}, "model: a name"),
+        ("new", {}, "settings: model is missing"),
+        ("new", {"model": DEMO_MODEL, "port": 1}, "settings: port is the whole server's"),
+        ("new", {"model": DEMO_MODEL, "dtpye": 1}, "settings: dtpye"),
+        ("new", {"model": DEMO_MODEL, "kv_offload_tier": "os:system"}, "settings: kv_offload_tier can be set in the"),
+        ("new", {"model": DEMO_MODEL, "scheduler_cls": "os:system"}, "settings: scheduler_cls can be set in the"),
+    ],
+)
+def test_models_that_are_added_later_are_held_to_the_same(
+    name: str, settings: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "models.toml").write_text(ONE)
+    fleet = read_models_file(tmp_path / "models.toml", {"threads": 1})
+    with pytest.raises(ConfigError, match=said):
+        fleet.parse_added_entry(name, settings)
+    assert fleet.parse_added_entry("new", {"model": DEMO_MODEL}).config.threads == 1
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_models_file(tmp_path / "none.toml", {})

@@ -1,0 +1,240 @@
+"""The application of several models on fake engines: whose a request is, what it holds meanwhile, what all share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.engine.errors import ModelError
+from quire.engine.link.client import EngineClient
+from quire.server.access.tenants import Tenants
+from quire.server.config import ServerConfig
+from quire.server.multi_model.added_models import AddedModels
+from quire.server.multi_model.model_manager import ModelManager
+from quire.server.multi_model.models_config import ModelEntry, ModelsConfig, ModelsFileOptions
+from quire.server.multi_model.multi_model_app import create_multi_model_app
+from quire.server.runtime import server_startup
+from quire.server.runtime.model_runtime import ModelRuntime
+from quire.server.runtime.model_startup import open_runtime
+from quire.server.runtime.server_context import ServerContext
+from quire.server.served_model import ServedModelSpec
+from tests.server.api import VOCAB_SIZE
+from tests.server.fake import FakeEngine, scripted
+from tests.server.forked import FORKED
+from tests.texts import CHATML, byte_level_tokenizer
+
+KIB = 1024
+BODY = 200 * KIB
+NEVER = "never"
+"""The name of a model whose load does not end,"""
+WRONG = "wrong"
+"""and of one whose files are no model."""
+
+
+@asynccontextmanager
+async def engine_of(over: asyncio.Event, entry: ModelEntry) -> AsyncIterator[ModelRuntime]:
+    """A model that writes its own name, again and again. `over`: the test is."""
+    if entry.name == NEVER:
+        await over.wait()
+    if entry.name == WRONG:
+        raise ModelError("model: wrong has no config.json")
+    tokenizer = byte_level_tokenizer(CHATML).tokenizer
+    source = ServedModelSpec(entry.config, tokenizer, VOCAB_SIZE, {})
+    engine = FakeEngine(scripted(entry.name.encode() * 500, 0), step_seconds=0.001)
+    async with open_runtime(
+        source, None, EngineClient(engine), has_api_keys=False, folder=None, launch_process=FORKED
+    ) as runtime:
+        yield runtime
+
+
+@asynccontextmanager
+async def opened(*names: str, **options: Any) -> AsyncIterator[tuple[ServerContext, httpx.AsyncClient]]:
+    """A server of these models, of which the first is loaded."""
+    config = ServerConfig(max_body_size=1 / 4, **options)
+    entries = tuple(ModelEntry(name, config.model_copy(update={"served_model_name": [name]}), 0.0, 1) for name in names)
+    over = asyncio.Event()
+    settings = ModelsConfig(entries, None, 1.0, ModelsFileOptions(), {})
+    app = create_multi_model_app(
+        ModelManager(settings, partial(engine_of, over)), settings, AddedModels(settings, None), config, Tenants(config)
+    )
+    transport = httpx.ASGITransport(app=app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://quire") as http,
+    ):
+        try:
+            yield app.state.server, http
+        finally:
+            over.set()
+
+
+async def test_a_start_that_fails_names_the_model() -> None:
+    with pytest.raises(ModelError, match=f"models: {WRONG}: model: wrong has"):
+        async with opened(WRONG):
+            pass
+
+
+def body(model: str | None, **more: Any) -> dict[str, Any]:
+    return {"prompt": "x", "max_tokens": 3, **more} | ({} if model is None else {"model": model})
+
+
+async def states(http: httpx.AsyncClient) -> dict[str, str]:
+    return {card["id"]: card["state"] for card in (await http.get("/v1/models")).json()["data"]}
+
+
+async def test_each_request_is_for_the_model_that_it_names() -> None:
+    async with opened("abc", "def") as (server, http):
+        for query, asked, answers in (("", "def", "def"), ("?model=def", None, "def"), ("", None, "abc")):
+            answer = (await http.post(f"/v1/completions{query}", json=body(asked))).json()
+            assert (answer["model"], answer["choices"][0]["text"]) == (answers, answers)
+        lost = await http.post("/v1/completions", json=body("none"), headers={"X-Request-Id": "mine"})
+        assert (lost.status_code, lost.json()["error"]["code"]) == (404, "model_not_found")
+        assert lost.headers["X-Request-Id"] == "mine"
+        assert (await http.get("/v1/models/def")).json()["id"] == "def"
+        assert server.body_reader.reserved_bytes == 0
+
+
+async def test_a_body_stays_in_the_budget_until_its_model_has_taken_it_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_startup, "BODY_BUDGET_BYTES", 2 * 256 * KIB)  # two of the bodies fill it
+    async with opened("a", NEVER) as (server, http):
+        large = body(NEVER, user="u" * BODY)
+        posts = [asyncio.create_task(http.post("/v1/completions", json=large)) for _ in range(5)]
+        async with asyncio.timeout(10):
+            while server.body_reader.reserved_bytes < 2 * BODY:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert 2 * BODY < server.body_reader.reserved_bytes < 3 * BODY
+            for post in posts:
+                post.cancel()
+            await asyncio.gather(*posts, return_exceptions=True)
+        assert server.body_reader.reserved_bytes == 0
+        assert (await http.post("/v1/completions", json=body("a", user="u" * 2 * BODY))).status_code == 413
+
+
+async def test_what_is_stored_is_every_models(tmp_path: Path) -> None:
+    async with opened("abc", "def", data_dir=tmp_path) as (server, http):
+        made = (await http.post("/v1/conversations", json={"metadata": {"k": "u"}})).json()
+        asked = {"model": "def", "input": "x", "max_output_tokens": 3, "conversation": made["id"]}
+        response = (await http.post("/v1/responses", json=asked)).json()
+        after = (await http.post("/v1/responses", json=asked | {"model": "abc"})).json()
+        texts = [each["output"][0]["content"][0]["text"] for each in (response, after)]
+        assert texts == ["def", "abc"]
+        items = (await http.get(f"/v1/conversations/{made['id']}/items")).json()["data"]
+        assert len(items) == 4, "the second model read what the first had written"
+        assert (await http.post("/v1/models/unload", json={"model": "abc"})).json()["state"] == "unloaded"
+        assert (await http.get(f"/v1/responses/{after['id']}")).json()["model"] == "abc"
+        changed = await http.post(f"/v1/conversations/{made['id']}", json={"metadata": {"k": "v" * 500}})
+        assert changed.json()["metadata"] == {"k": "v" * 500}
+        lost = await http.post("/v1/conversations/conv_none", json={"metadata": {"k": "v"}})
+        assert lost.status_code == 404
+        assert await states(http) == {"abc": "unloaded", "def": "awake"}
+        assert server.body_reader.reserved_bytes == 0
+
+
+async def ended(http: httpx.AsyncClient, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch of these lines that is completed."""
+    content = "\n".join(map(json.dumps, lines)).encode()
+    file = await http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("lines.jsonl", content)})
+    asked = {"input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch: dict[str, Any] = (await http.post("/v1/batches", json=asked)).json()
+    async with asyncio.timeout(20):
+        while batch["status"] != "completed":
+            await asyncio.sleep(0.01)
+            batch = (await http.get(f"/v1/batches/{batch['id']}")).json()
+    return batch
+
+
+async def test_a_batch_has_lines_for_several_models(tmp_path: Path) -> None:
+    async with opened("abc", "def", data_dir=tmp_path) as (_, http):
+        lines = [
+            {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body(name)}
+            for name in ("abc", "def", "none")
+        ]
+        batch = await ended(http, lines)
+        assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+        output = (await http.get(f"/v1/files/{batch['output_file_id']}/content")).text.splitlines()
+        texts = {each["custom_id"]: each["response"]["body"]["choices"][0]["text"] for each in map(json.loads, output)}
+        assert texts == {"abc": "abc", "def": "def"}
+
+
+async def test_a_stream_goes_on_with_its_own_model(tmp_path: Path) -> None:
+    async with opened("abc", "def", data_dir=tmp_path) as (_, http):
+        asked = body(None, max_tokens=30, stream=True, seed=1)
+        whole = await http.post("/v1/completions?model=def", json=asked)
+        id = whole.headers["X-Stream-Id"]
+        again = await http.get(f"/v1/streams/{id}")
+        assert again.text == whole.text
+        last = [line for line in whole.text.splitlines() if line.startswith("id: ")][-3].removeprefix("id: ")
+        rest = await http.get(f"/v1/streams/{id}", headers={"Last-Event-ID": last})
+        assert whole.text.endswith(rest.text)
+        assert 0 < len(rest.text) < len(whole.text)
+
+
+async def test_requests_are_explained_and_cancelled_whichever_model_has_them() -> None:
+    async with opened("abc", "def") as (server, http):
+        await http.post("/v1/completions", json=body("def"), headers={"X-Request-Id": "one"})
+        assert (await http.get("/v1/requests/one/explain")).json()["model"] == "def"
+        long = body("def", max_tokens=400)
+        post = asyncio.create_task(http.post("/v1/completions", json=long, headers={"X-Request-Id": "two"}))
+        async with asyncio.timeout(10):
+            while not server.models.loaded_runtimes[1].client.num_open:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        assert (await http.delete("/v1/requests/cmpl-two")).json()["cancelled"]
+        assert (await post).json()["choices"][0]["finish_reason"] == "abort"
+        assert (await http.delete("/v1/requests/cmpl-two")).status_code == 404
+
+
+async def test_metrics_of_all_are_told_apart(tmp_path: Path) -> None:
+    async with opened("abc", "def", data_dir=tmp_path) as (_, http):
+        await http.post("/v1/completions", json=body("def"))
+        families = list(text_string_to_metric_families((await http.get("/metrics")).text))
+        assert len({family.name for family in families}) == len(families)
+        samples = [each for family in families for each in family.samples]
+        kinds = [(each.name, *sorted(each.labels.items())) for each in samples]
+        assert len(set(kinds)) == len(kinds), "each series is there once"
+        ended = {
+            each.labels["model_name"]: each.value for each in samples if each.name == "vllm:request_params_n_count"
+        }
+        assert ended == {"abc": 0.0, "def": 1.0}
+        assert {each.labels["model_name"] for each in samples if each.name == "quire:ranks"} == {"abc", "def"}
+
+
+async def test_ollamas_clients_see_and_name_every_model() -> None:
+    async with opened("abc", "def") as (_, http):
+        tags = (await http.get("/api/tags")).json()["models"]
+        assert [each["model"] for each in tags] == ["abc", "def"]
+        assert all(len(each["digest"]) >= 12 for each in tags), "Ollama's own client shows so many characters"
+        assert [each["model"] for each in (await http.get("/api/ps")).json()["models"]] == ["abc"]
+        shown = await http.post("/api/show", json={"name": "def"})
+        assert shown.json()["model_info"]["general.basename"] == "def"
+        asked = {"model": "def:latest", "prompt": "x", "stream": False, "options": {"num_predict": 3}}
+        assert (await http.post("/api/generate", json=asked)).json()["response"] == "def"
+        assert [each["model"] for each in (await http.get("/api/ps")).json()["models"]] == ["abc", "def"]
+
+
+async def test_a_name_that_is_empty_is_nobodys() -> None:
+    async with opened("abc", "def") as (_, http):
+        answer = await http.post("/v1/completions", json=body(""))
+        assert answer.status_code == 404
+        assert answer.json()["error"]["message"].endswith("served here: abc, def")
+
+
+async def test_a_batch_does_not_wait_for_a_model_whose_files_are_wrong(tmp_path: Path) -> None:
+    async with opened("abc", WRONG, data_dir=tmp_path) as (_, http):
+        answer = await http.post("/v1/completions", json=body(WRONG))
+        assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "false")
+        lines = [
+            {"custom_id": str(place), "method": "POST", "url": "/v1/completions", "body": body(name)}
+            for place, name in enumerate((*[WRONG] * 8, "abc"))
+        ]
+        assert (await ended(http, lines))["request_counts"] == {"total": 9, "completed": 1, "failed": 8}

@@ -1,0 +1,154 @@
+"""A name of one's own: a system message and defaults, on the engine of another table's model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.engine.config import DEMO_MODEL
+from quire.engine.errors import ConfigError
+from quire.engine.link.client import EngineClient
+from quire.server.access.tenants import Tenants
+from quire.server.config import ServerConfig
+from quire.server.multi_model.added_models import AddedModels
+from quire.server.multi_model.model_manager import ModelManager
+from quire.server.multi_model.models_config import ModelEntry, ModelsConfig, read_models_file
+from quire.server.multi_model.multi_model_app import create_multi_model_app
+from quire.server.runtime.model_runtime import ModelRuntime
+from quire.server.runtime.model_startup import open_runtime
+from quire.server.runtime.server_context import ServerContext
+from quire.server.served_model import ServedModelSpec
+from tests.server.api import VOCAB_SIZE
+from tests.server.fake import FakeEngine, hashed
+from tests.server.forked import FORKED
+from tests.texts import CHATML, byte_level_tokenizer
+
+SMALL = f'[small]\nmodel = "{DEMO_MODEL}"\n'
+PIRATE = (
+    '[pirate]\nmodel = "small"\nserved_model_name = ["buccaneer"]\nsystem = "Speak as a pirate."\n'
+    "parameters = {temperature = 0.25, top_k = 3, max_tokens = 4, stop = ['z']}\n"
+)
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def fleet(tmp_path: Path, text: str) -> ModelsConfig:
+    file = tmp_path / "models.toml"
+    file.write_text(text)
+    return read_models_file(file, {})
+
+
+@asynccontextmanager
+async def opened(settings: ModelsConfig) -> AsyncIterator[tuple[list[FakeEngine], httpx.AsyncClient, ServerContext]]:
+    engines: list[FakeEngine] = []
+
+    @asynccontextmanager
+    async def of(entry: ModelEntry) -> AsyncIterator[ModelRuntime]:
+        source = ServedModelSpec(entry.config, byte_level_tokenizer(CHATML).tokenizer, VOCAB_SIZE, {})
+        engines.append(engine := FakeEngine(hashed(b"abcdef")))
+        async with open_runtime(
+            source, None, EngineClient(engine), has_api_keys=False, folder=None, launch_process=FORKED
+        ) as runtime:
+            yield runtime
+
+    config = ServerConfig()
+    app = create_multi_model_app(
+        ModelManager(settings, of), settings, AddedModels(settings, None), config, Tenants(config)
+    )
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://quire") as http,
+    ):
+        yield engines, http, app.state.server
+
+
+def prompt(engine: FakeEngine) -> str:
+    return byte_level_tokenizer(None).tokenizer.decode(list(engine.seen[-1].prompt_ids), skip_special_tokens=False)
+
+
+async def test_a_name_has_a_system_message_and_defaults_on_the_same_engine(tmp_path: Path) -> None:
+    async with opened(fleet(tmp_path, SMALL + PIRATE)) as (engines, http, _):
+        listed = (await http.get("/v1/models")).json()["data"]
+        assert [each["id"] for each in listed] == ["small", "pirate", "buccaneer"]
+        for name in ("pirate", "buccaneer"):
+            answer = (await http.post("/v1/chat/completions", json={"model": name, "messages": MESSAGES})).json()
+            assert (answer["model"], answer["usage"]["completion_tokens"]) == (name, 4)
+            params = engines[0].seen[-1].params
+            assert (params.temperature, params.top_k, params.stop) == (0.25, 3, ("z",))
+            assert "Speak as a pirate." in prompt(engines[0])
+        await http.post("/v1/chat/completions", json={"model": "small", "messages": MESSAGES, "max_tokens": 2})
+        assert "pirate" not in prompt(engines[0])
+        assert engines[0].seen[-1].params.temperature == 1.0
+        assert len(engines) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 4}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/api/chat", {"messages": MESSAGES, "stream": False}),
+        ("/api/generate", {"prompt": "Hi", "stream": False}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_api_gets_them(path: str, body: dict[str, Any], stream: bool, tmp_path: Path) -> None:
+    async with opened(fleet(tmp_path, SMALL + PIRATE)) as (engines, http, _):
+        name = "pirate:latest" if path.startswith("/api/") else "pirate"
+        answer = await http.post(path, json={**body, "model": name, "stream": stream})
+        assert answer.status_code == 200, answer.text
+        assert "Speak as a pirate." in prompt(engines[0])
+        assert engines[0].seen[-1].params.temperature == 0.25
+        assert engines[0].seen[-1].params.max_tokens == 4
+
+
+async def test_a_request_s_own_words_go_first(tmp_path: Path) -> None:
+    own = [{"role": "system", "content": "Be brief."}, *MESSAGES]
+    async with opened(fleet(tmp_path, SMALL + PIRATE)) as (engines, http, _):
+        body = {"model": "pirate", "messages": own, "temperature": 0, "max_completion_tokens": 2}
+        answer = (await http.post("/v1/chat/completions", json=body)).json()
+        assert answer["usage"]["completion_tokens"] == 2
+        assert "Be brief." in prompt(engines[0])
+        assert "pirate" not in prompt(engines[0])
+        assert engines[0].seen[-1].params.temperature == 0
+        wrong = await http.post("/v1/chat/completions", json={"model": "pirate", "messages": "no"})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "messages")
+        broken = await http.post(
+            "/v1/chat/completions?model=pirate", content=b"{", headers={"content-type": "application/json"}
+        )
+        assert broken.status_code == 400
+
+
+async def test_a_table_with_a_model_of_its_own_has_them_too(tmp_path: Path) -> None:
+    async with opened(fleet(tmp_path, SMALL + 'system = "Be kind."\n')) as (engines, http, _):
+        for body in ({"messages": MESSAGES}, {"messages": MESSAGES, "model": "small"}):
+            await http.post("/v1/chat/completions", json=body)
+            assert "Be kind." in prompt(engines[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[a]\nmodel = "small"\ndtype = "float32"\n', "a: dtype is the engine's, which is that of small"),
+        ('[a]\nmodel = "b"\n[b]\nmodel = "small"\n', "a: model: b is a name too"),
+        ('[a]\nmodel = "small"\nsystem = 3\n', "a: system: must be a text"),
+        ('[a]\nmodel = "small"\nparameters = 3\n', "a: parameters: must be a table"),
+        ('[a]\nmodel = "small"\nparameters = {n = 2}\n', "a: parameters.n: there are temperature"),
+        ('[a]\nmodel = "small"\nparameters = {temperature = 9}\n', "a: parameters.*temperature"),
+        ('[a]\nmodel = "small"\nserved_model_name = ["small"]\n', "small is called 'small' twice"),
+        ('[a]\nmodel = "small"\nserved_model_name = "x"\n', "a: served_model_name: must be a list"),
+    ],
+)
+def test_what_a_name_may_not_say_is_named(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        fleet(tmp_path, SMALL + text)
+
+
+def test_a_model_that_is_added_later_has_no_name_of_this_kind(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="system can be set in the file alone"):
+        fleet(tmp_path, SMALL).parse_added_entry("b", {"model": DEMO_MODEL, "system": "x"})
