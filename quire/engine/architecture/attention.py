@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from quire.engine.architecture.kv_cache_spec import PagedState, SharedState
 from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_shapes, norm_shapes
 from quire.engine.architecture.rope import QueryScaling
 from quire.engine.architecture.sublayer import SublayerSpec, divisibility_error
 
@@ -69,6 +70,36 @@ class AttentionLayerSpec(SublayerSpec):
         if self.kv_source_layer is not None:
             return SharedState(self.kv_source_layer, self.window)
         return PagedState(2 * self.num_kv_heads * self.head_dim, self.window, self.head_dim)
+
+    def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
+        prefix = f"{layer}.self_attn"
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        in_features = self.input_size or hidden_size
+        shapes = linear_shapes([f"{prefix}.q_proj"], q_size, in_features, bias=self.qkv_bias)
+        if self.kv_source_layer is None:
+            names = ["k_proj"] if self.keys_are_values else ["k_proj", "v_proj"]
+            shapes |= linear_shapes([f"{prefix}.{name}" for name in names], kv_size, in_features, bias=self.qkv_bias)
+        if self.has_output_gate:
+            shapes |= linear_shapes([f"{prefix}.gate_proj"], q_size, hidden_size, bias=self.qkv_bias)
+        elif self.head_gates:
+            shapes |= linear_shapes([f"{prefix}.gate_proj"], self.num_heads, hidden_size)
+        shapes |= linear_shapes([f"{prefix}.o_proj"], hidden_size, q_size, bias=self.out_bias)
+        norms = {f"{layer}.input_layernorm": hidden_size} if self.input_norm else {}
+        if self.output_norm:
+            norms[f"{layer}.post_attention_layernorm"] = hidden_size
+        shapes |= norm_shapes(norms, self.norm) | self._qk_norm_shapes(prefix)
+        if self.sinks:
+            shapes[f"{prefix}.sinks"] = (self.num_heads,)
+        return shapes
+
+    def _qk_norm_shapes(self, prefix: str) -> ParameterShapes:
+        if self.qk_norm in (None, "unit"):
+            return {}
+        norms_all_heads = self.qk_norm in ("whole", "centred")
+        sizes = {f"{prefix}.q_norm": self.num_heads * self.head_dim if norms_all_heads else self.head_dim}
+        if self.kv_source_layer is None:
+            sizes[f"{prefix}.k_norm"] = self.num_kv_heads * self.head_dim if norms_all_heads else self.head_dim
+        return norm_shapes(sizes, NormSpec(self.norm.eps))
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
         if (heads := divisibility_error(self.num_heads, f"{self.num_heads} heads", ranks)) is not None:

@@ -11,9 +11,12 @@ from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.kv_cache_spec import LayerStates, MatrixState, PagedState, SharedState, State
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_shapes, norm_shapes
 from quire.engine.architecture.stream import PerLayerInputsSpec
 from quire.engine.architecture.sublayer import SublayerSpec
 
+EMBED_TOKENS, EMBED_POSITIONS, LM_HEAD = "model.embed_tokens", "model.embed_positions", "lm_head"
+FINAL_NORM, EMBEDDING_NORM = "model.norm", "model.embed_norm"
 LayerSpec = tuple[SublayerSpec, ...]
 SpecT = TypeVar("SpecT", bound=SublayerSpec)
 
@@ -45,6 +48,24 @@ class DecoderSpec:
     lora_target_sizes: Mapping[str, tuple[int, int]] | None = field(default=None, compare=False)
     """(in, out) of those that may have adapters, by name, where a class of transformers has them; None: as
     engine/lora/target_modules.py says it."""
+
+    def parameter_shapes(self) -> ParameterShapes:
+        """All parameters, each once: those of a tied head are the embedding's."""
+        hidden, vocab = self.hidden_size, self.vocab_size
+        shapes: ParameterShapes = {f"{EMBED_TOKENS}.weight": (vocab, hidden)}
+        if self.positions is not None:
+            shapes[f"{EMBED_POSITIONS}.weight"] = (self.positions, hidden)
+        if self.embedding_norm:
+            shapes |= norm_shapes({EMBEDDING_NORM: hidden}, self.norm)
+        if self.per_layer_inputs is not None:
+            shapes |= self.per_layer_inputs.parameter_shapes(hidden)
+        for index, layer in enumerate(self.layers):
+            for sublayer in layer:
+                shapes |= sublayer.parameter_shapes(f"model.layers.{index}", hidden)
+        shapes |= norm_shapes({FINAL_NORM: hidden}, self.norm)
+        if not self.tie_embeddings:
+            shapes |= linear_shapes([LM_HEAD], vocab, hidden, bias=self.head_bias)
+        return shapes
 
     @property
     def num_layers(self) -> int:

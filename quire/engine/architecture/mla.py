@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.engine.architecture.kv_cache_spec import PagedState
 from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_shapes, norm_shapes
 from quire.engine.architecture.sublayer import SublayerSpec, divisibility_error
 
 
@@ -52,6 +53,24 @@ class MLALayerSpec(SublayerSpec):
     @property
     def kv_cache_spec(self) -> PagedState:
         return PagedState(self.head_dim, None, self.head_dim)
+
+    def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
+        prefix = f"{layer}.self_attn"
+        query_size = self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        value_size = self.num_heads * self.v_head_dim
+        norms = {f"{prefix}.kv_a_layernorm": self.kv_lora_rank}
+        if self.q_lora_rank is None:
+            shapes = linear_shapes([f"{prefix}.q_proj"], query_size, hidden_size)
+        else:
+            shapes = linear_shapes([f"{prefix}.q_a_proj"], self.q_lora_rank, hidden_size, bias=self.bias)
+            shapes |= linear_shapes([f"{prefix}.q_b_proj"], query_size, self.q_lora_rank)
+            norms[f"{prefix}.q_a_layernorm"] = self.q_lora_rank
+        shapes |= linear_shapes([f"{prefix}.kv_a_proj_with_mqa"], self.head_dim, hidden_size, bias=self.bias)
+        kv_size = self.num_heads * self.qk_nope_head_dim + value_size
+        shapes |= linear_shapes([f"{prefix}.kv_b_proj"], kv_size, self.kv_lora_rank)
+        shapes |= linear_shapes([f"{prefix}.o_proj"], hidden_size, value_size, bias=self.bias)
+        shapes |= norm_shapes({f"{layer}.input_layernorm": hidden_size}, self.norm)
+        return shapes | norm_shapes(norms, NormSpec(self.latent_eps))
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
         return divisibility_error(self.num_heads, f"{self.num_heads} heads", ranks)

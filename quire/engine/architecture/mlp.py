@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.parameter_shapes import ParameterShapes, mlp_shapes, norm_shapes
 from quire.engine.architecture.sublayer import SublayerSpec, divisibility_error
 
 
@@ -31,6 +32,26 @@ class MLPSpec(SublayerSpec):
     """In a checkpoint, behind the layer's; and what is called so there too,"""
     output_norm_name: str = "post_feedforward_layernorm"
     """the norm of what it gives."""
+
+    def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
+        prefix = f"{layer}.{self.name}"
+        shapes = mlp_shapes(prefix, self.intermediate_size, hidden_size, gated=self.gated, bias=self.bias)
+        if self.activation == "xielu":
+            shapes |= {f"{prefix}.act_fn.alpha_p": (1,), f"{prefix}.act_fn.alpha_n": (1,), f"{prefix}.act_fn.beta": ()}
+        norms = {}
+        if self.input_norm:
+            norms[f"{layer}.{self.input_norm_name}"] = hidden_size
+        if self.output_norm:
+            norms[f"{layer}.{self.output_norm_name}"] = hidden_size
+        return shapes | norm_shapes(norms, self.norm)
+
+    @property
+    def input_norm_name(self) -> str:
+        """In a checkpoint, behind the layer's."""
+        if self.shares_norm:
+            return "input_layernorm"
+        # In families with output norms, post_attention_layernorm is attention's output norm instead.
+        return "pre_feedforward_layernorm" if self.output_norm else "post_attention_layernorm"
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
         return divisibility_error(self.intermediate_size, f"intermediate_size {self.intermediate_size}", ranks)

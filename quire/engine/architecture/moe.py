@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_shapes, mlp_shapes, norm_shapes
 from quire.engine.architecture.sublayer import SublayerSpec, divisibility_error
 from quire.kernels.parameters.activation import ClampedSwiGLU
 from quire.kernels.parameters.routing import Routing
@@ -83,6 +84,51 @@ class MoELayerSpec(SublayerSpec):
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+
+    def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
+        prefix = self.prefix(layer)
+        shapes = linear_shapes([f"{prefix}.{self.router}"], self.num_experts, hidden_size, bias=self.router_bias)
+        shapes |= self.expert_shapes(layer, hidden_size)
+        input_norm, output_norm = self.norm_names
+        norms = {}
+        if self.input_norm:
+            norms[f"{layer}.{'input_layernorm' if self.shares_norm else input_norm}"] = hidden_size
+        if self.output_norm:
+            norms[f"{layer}.{output_norm}"] = hidden_size
+        shapes |= norm_shapes(norms, self.norm)
+        if self.correction is not None:
+            shapes[f"{prefix}.{self.correction}"] = (1,) * self.correction_row + (self.num_experts,)
+        if self.expert_scales is not None:
+            shapes[f"{prefix}.{self.expert_scales}"] = (self.num_experts,)
+        if self.router_scale is not None:
+            shapes[f"{prefix}.{self.router_scale}"] = (hidden_size,)
+        if (shared := self.shared_expert) is not None:
+            shared_prefix = f"{layer}.{shared.name}"
+            size = shared.intermediate_size
+            shapes |= mlp_shapes(shared_prefix, size, hidden_size, gated=self.gated, bias=shared.bias)
+            if shared.gate_name is not None:
+                shapes |= linear_shapes([f"{layer}.{shared.gate_name}"], 1, hidden_size)
+        if (latent := self.latent) is not None:
+            into, out_of = (f"{layer}.{name}" for name in latent.projection_names)
+            shapes |= linear_shapes([into], latent.latent_size, hidden_size, bias=latent.bias)
+            shapes |= linear_shapes([out_of], hidden_size, latent.latent_size, bias=latent.bias)
+        return shapes
+
+    def expert_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
+        """The parameters of the routed experts alone."""
+        width = hidden_size if self.latent is None else self.latent.latent_size
+        up_names = (self.gate, self.up) if self.gated else (self.up,)
+        shapes = ParameterShapes()
+        for index in range(self.num_experts):
+            expert = f"{self.prefix(layer)}.experts.{index}"
+            names = [f"{expert}.{name}" for name in up_names]
+            shapes |= linear_shapes(names, self.intermediate_size, width, bias=self.bias)
+            shapes |= linear_shapes([f"{expert}.{self.down}"], width, self.intermediate_size, bias=self.bias)
+        return shapes
+
+    def prefix(self, layer: str) -> str:
+        """What the names of the router and of the experts begin with."""
+        return f"{layer}.{self.name}" if self.name else layer
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
         if self.is_expert_parallel and ranks > self.num_experts:

@@ -10,7 +10,10 @@ from typing import Literal, NamedTuple
 
 from quire.engine.architecture.kv_cache_spec import ColumnState, MatrixState
 from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_shapes, norm_shapes
 from quire.engine.architecture.sublayer import SublayerSpec, divisibility_error
+
+CONV_WEIGHT, CONV_BIAS = "conv1d.weight", "conv1d.bias"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,10 @@ class MatrixStateSpec(SublayerSpec):
             self.num_channels, self.conv_width - 1, self.num_heads, self.key_dim, self.value_dim, num_extra_values
         )
 
+    def _conv_shapes(self, prefix: str, *, bias: bool) -> ParameterShapes:
+        shapes: ParameterShapes = {f"{prefix}.{CONV_WEIGHT}": (self.num_channels, 1, self.conv_width)}
+        return shapes | ({f"{prefix}.{CONV_BIAS}": (self.num_channels,)} if bias else {})
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetSpec(MatrixStateSpec):
@@ -60,6 +67,26 @@ class DeltaNetSpec(MatrixStateSpec):
 
     def extra_values_per_draft(self, heads: int) -> int:
         return 2 * heads
+
+    def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
+        prefix = f"{layer}.linear_attn"
+        key_size, value_size = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
+        shapes = ParameterShapes()
+        sizes = {
+            "q": key_size,
+            "k": key_size,
+            "v": value_size,
+            "z": value_size,
+            "b": self.num_heads,
+            "a": self.num_heads,
+        }
+        for name, size in sizes.items():
+            shapes |= linear_shapes([f"{prefix}.in_proj_{name}"], size, hidden_size)
+        shapes |= linear_shapes([f"{prefix}.out_proj"], hidden_size, value_size)
+        shapes |= {f"{prefix}.A_log": (self.num_heads,), f"{prefix}.dt_bias": (self.num_heads,)}
+        shapes |= self._conv_shapes(prefix, bias=False)
+        shapes |= norm_shapes({f"{layer}.input_layernorm": hidden_size}, self.norm)
+        return shapes | norm_shapes({f"{prefix}.norm": self.value_dim}, NormSpec(self.norm.eps))
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
         return divisibility_error(self.num_key_heads, f"{self.num_key_heads} key heads of delta nets", ranks)
@@ -119,6 +146,21 @@ class Mamba2LayerSpec(MatrixStateSpec):
         sizes = {"z": values, "x": values, "b": keys, "c": keys, "dt": self.num_heads}
         return {f"in_proj_{name}": size for name, size in sizes.items()}
 
+    def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
+        if self.parent_module:
+            layer = f"{layer}.{self.parent_module}"
+        prefix = f"{layer}.mamba"
+        values = self.num_heads * self.value_dim
+        shapes = ParameterShapes()
+        for name, size in self.projection_sizes.items():
+            shapes |= linear_shapes([f"{prefix}.{name}"], size, hidden_size, bias=self.bias)
+        shapes |= linear_shapes([f"{prefix}.out_proj"], hidden_size, values, bias=self.out_bias)
+        shapes |= {f"{prefix}.{name}": (self.num_heads,) for name in ("A_log", "dt_bias", "D")}
+        if self.result_norm is not None:
+            shapes[f"{prefix}.norm.weight"] = (values,)
+        shapes |= self._conv_shapes(prefix, bias=self.conv_bias)
+        return shapes | norm_shapes({f"{layer}.input_layernorm": hidden_size}, self.norm)
+
     def tensor_parallel_error(self, ranks: int) -> str | None:
         return divisibility_error(self.num_groups, f"{self.num_groups} groups of a state space's heads", ranks)
 
@@ -151,6 +193,20 @@ class MambaLayerSpec(MatrixStateSpec):
         projected = {"x_proj_dt": self.dt_rank, "x_proj_b": self.key_dim, "x_proj_c": self.key_dim}
         return {"in_proj_x": self.num_channels, "in_proj_z": self.num_channels} | projected
 
+    def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
+        prefix, channels = f"{layer}.mamba", self.num_channels
+        shapes = linear_shapes([f"{prefix}.in_proj_x", f"{prefix}.in_proj_z"], channels, hidden_size, bias=self.bias)
+        shapes |= linear_shapes([f"{prefix}.x_proj_dt"], self.dt_rank, channels)
+        shapes |= linear_shapes([f"{prefix}.x_proj_b", f"{prefix}.x_proj_c"], self.key_dim, channels)
+        shapes |= linear_shapes([f"{prefix}.dt_proj"], channels, self.dt_rank, bias=True)
+        shapes |= linear_shapes([f"{prefix}.out_proj"], hidden_size, channels, bias=self.bias)
+        shapes |= {f"{prefix}.A_log": (channels, self.key_dim), f"{prefix}.D": (channels,)}
+        shapes |= self._conv_shapes(prefix, bias=self.conv_bias)
+        if self.inner_norm == "learned":
+            sizes = {"dt": self.dt_rank, "b": self.key_dim, "c": self.key_dim}
+            shapes |= {f"{prefix}.{name}_layernorm.weight": (size,) for name, size in sizes.items()}
+        return shapes | norm_shapes({f"{layer}.input_layernorm": hidden_size}, self.norm)
+
     def tensor_parallel_error(self, ranks: int) -> str | None:
         channels = f"{self.num_channels} channels of selective scans, {self.value_dim} of which are computed together,"
         return divisibility_error(self.num_heads, channels, ranks)
@@ -171,6 +227,19 @@ class ShortConvSpec(SublayerSpec):
     @property
     def kv_cache_spec(self) -> ColumnState:
         return ColumnState(self.num_channels, self.conv_width - 1)
+
+    def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
+        prefix, channels = f"{layer}.conv", self.num_channels
+        names = [f"{prefix}.{name}_proj" for name in "bcx"]
+        shapes = linear_shapes(names, channels, hidden_size, bias=self.bias)
+        shapes |= linear_shapes([f"{prefix}.out_proj"], hidden_size, channels, bias=self.bias)
+        shapes[f"{prefix}.conv.weight"] = (channels, 1, self.conv_width)
+        if self.bias:
+            shapes[f"{prefix}.conv.bias"] = (channels,)
+        norms = {f"{layer}.input_layernorm": hidden_size}
+        if self.output_norm:
+            norms[f"{layer}.post_attention_layernorm"] = hidden_size
+        return shapes | norm_shapes(norms, self.norm)
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
         return divisibility_error(self.num_channels, f"{self.num_channels} channels of convolutions", ranks)

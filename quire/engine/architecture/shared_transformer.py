@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.kv_cache_spec import PagedState
 from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_shapes, mlp_shapes, norm_shapes
 from quire.engine.architecture.sublayer import SublayerSpec, divisibility_error
 from quire.kernels.parameters.activation import Activation
+
+SHARED_TRANSFORMER = "shared_transformer"
+"""What a checkpoint calls it, behind the layer's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,27 @@ class SharedTransformerSpec(SublayerSpec):
         state = self.attention.kv_cache_spec
         assert isinstance(state, PagedState)
         return state
+
+    def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
+        """Of this use: the weights that all uses share are the first one's, in `weights_layer`."""
+        weights = f"model.layers.{self.weights_layer}.{SHARED_TRANSFORMER}"
+        attention = self.attention
+        shapes = linear_shapes([f"{layer}.linear"], hidden_size, hidden_size)
+        if layer == f"model.layers.{self.weights_layer}":
+            shapes |= attention.parameter_shapes(weights, hidden_size)
+            shapes |= mlp_shapes(f"{weights}.feed_forward", self.intermediate_size, hidden_size, bias=self.bias)
+        shapes |= norm_shapes({f"{weights}.input_layernorm": 2 * hidden_size}, self.norm)
+        if self.adapts_attention:
+            for name in "qkv":
+                adapter = f"{weights}.self_attn.linear_{name}_adapter_list.{self.use_index}"
+                heads = attention.num_heads if name == "q" else attention.num_kv_heads
+                shapes |= linear_shapes([f"{adapter}.0"], self.adapter_rank, 2 * hidden_size)
+                shapes |= linear_shapes([f"{adapter}.1"], heads * attention.head_dim, self.adapter_rank)
+        adapter = f"{weights}.feed_forward.gate_up_proj_adapter_list.{self.use_index}"
+        shapes |= linear_shapes([f"{adapter}.0"], self.adapter_rank, hidden_size)
+        return shapes | linear_shapes(
+            [f"{adapter}.1.gate", f"{adapter}.1.up"], self.intermediate_size, self.adapter_rank
+        )
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
         return divisibility_error(

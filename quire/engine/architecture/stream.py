@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_shapes, norm_shapes
 from quire.engine.architecture.sublayer import SublayerSpec
+
+EMBED_TOKENS_PER_LAYER, PER_LAYER_MODEL_PROJECTION = "model.embed_tokens_per_layer", "model.per_layer_model_projection"
+PER_LAYER_PROJECTION_NORM = "model.per_layer_projection_norm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +20,9 @@ class OutputNormSpec(SublayerSpec):
     norm_name: str
     """In a checkpoint, behind the layer's."""
 
+    def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
+        return norm_shapes({f"{layer}.{self.norm_name}": hidden_size}, self.norm)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerScalarSpec(SublayerSpec):
@@ -23,6 +30,9 @@ class LayerScalarSpec(SublayerSpec):
 
     scalar_name: str
     """In a checkpoint, behind the layer's."""
+
+    def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
+        return {f"{layer}.{self.scalar_name}": (1,)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +47,12 @@ class PerLayerInputsSpec:
     image_token_id: int
     """Whose numbers the tokens have that stand for a part of an image."""
 
+    def parameter_shapes(self, hidden_size: int) -> ParameterShapes:
+        size = self.size_per_layer * self.num_layers
+        shapes: ParameterShapes = {f"{EMBED_TOKENS_PER_LAYER}.weight": (self.vocab_size, size)}
+        shapes |= linear_shapes([PER_LAYER_MODEL_PROJECTION], size, hidden_size)
+        return shapes | norm_shapes({PER_LAYER_PROJECTION_NORM: self.size_per_layer}, self.norm)
+
 
 @dataclass(frozen=True, slots=True)
 class PerLayerInputGateSpec(SublayerSpec):
@@ -45,3 +61,8 @@ class PerLayerInputGateSpec(SublayerSpec):
     size_per_layer: int
     layer_index: int
     norm: NormSpec
+
+    def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
+        shapes = linear_shapes([f"{layer}.per_layer_input_gate"], self.size_per_layer, hidden_size)
+        shapes |= linear_shapes([f"{layer}.per_layer_projection"], hidden_size, self.size_per_layer)
+        return shapes | norm_shapes({f"{layer}.post_per_layer_input_norm": hidden_size}, self.norm)

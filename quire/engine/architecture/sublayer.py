@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.architecture.kv_cache_spec import State
+from quire.engine.architecture.parameter_shapes import ParameterShapes
 
 
 class SublayerSpec:
@@ -14,6 +15,10 @@ class SublayerSpec:
     def kv_cache_spec(self) -> State | None:
         """What it keeps of a sequence; None: nothing."""
         return None
+
+    def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
+        """`layer`: the layer's name in the checkpoint. `hidden_size`: the width of the residual stream."""
+        raise NotImplementedError(f"{type(self).__name__} does not say its parameters")
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
         """What of it cannot be divided among so many ranks; None: all can."""

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.engine.architecture.decoder import EMBED_TOKENS
 from quire.engine.errors import AdapterError
 from quire.engine.layers.shard import LinearSlice
 from quire.kernels.backend import AdapterSlotSpec, Backend, Linear, LinearContext, LinearWithLora, LoraDelta
-
-EMBED_TOKENS = "model.embed_tokens"
-LM_HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)

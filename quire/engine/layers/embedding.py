@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.layers.adapters import EMBED_TOKENS, LM_HEAD
+from quire.engine.architecture.decoder import EMBED_POSITIONS, EMBED_TOKENS, LM_HEAD
 from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_parameter
 from quire.engine.layers.sublayer import BuildContext
 from quire.kernels.backend import Linear, LinearContext, QuantizedEmbedding
 
-_EMBED_WEIGHT, EMBED_POSITIONS = f"{EMBED_TOKENS}.weight", "model.embed_positions"
+_EMBED_WEIGHT = f"{EMBED_TOKENS}.weight"
 
 
 class Embedding:

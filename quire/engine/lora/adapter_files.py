@@ -15,11 +15,12 @@ from typing import Annotated, Any, TypedDict
 
 from msgspec import Meta
 
+from quire.engine.architecture.decoder import EMBED_TOKENS
 from quire.engine.checkpoint.layouts import LAYER
 from quire.engine.checkpoint.safetensors import TensorHeader, read_file_headers, text_tensor
 from quire.engine.errors import AdapterError, ModelError
 from quire.engine.folder_reader import read_json, validate_json
-from quire.engine.lora.target_modules import EMBED_TOKENS, ModuleShapes
+from quire.engine.lora.target_modules import ModuleShapes
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 256

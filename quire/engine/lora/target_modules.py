@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.engine.architecture.decoder import EMBED_TOKENS, LM_HEAD
 from quire.engine.architecture.kv_cache_spec import MatrixState
 from quire.engine.checkpoint.alike.fields import named_alike
 from quire.engine.checkpoint.families import (
@@ -27,7 +28,6 @@ from quire.engine.checkpoint.parts import shared_blocks, unequal
 from quire.engine.checkpoint.parts.states import state_of
 from quire.engine.errors import ConfigError
 
-EMBED_TOKENS, LM_HEAD = "model.embed_tokens", "lm_head"
 ModuleShapes = Mapping[str, tuple[int, int]]
 """(in_features, out_features) by name."""
 

@@ -14,11 +14,17 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from quire.engine.architecture.decoder import DecoderSpec
+from quire.engine.architecture.decoder import (
+    EMBED_POSITIONS,
+    EMBED_TOKENS,
+    EMBEDDING_NORM,
+    FINAL_NORM,
+    LM_HEAD,
+    DecoderSpec,
+)
 from quire.engine.checkpoint.page_groups import PageGroups, one_group
-from quire.engine.layers.adapters import EMBED_TOKENS, LM_HEAD
 from quire.engine.layers.builders import build_sublayer
-from quire.engine.layers.embedding import EMBED_POSITIONS, Embedding, PositionEmbedding
+from quire.engine.layers.embedding import Embedding, PositionEmbedding
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, merge_parameters
@@ -43,7 +49,6 @@ KVCache = list[LayerCache]
 for them."""
 _MAX_SINGLE_CALL_TOKENS = 64
 """Steps of up to this many tokens run all recorded layers in one call; longer ones report progress after each layer."""
-_FINAL_NORM, _EMBEDDING_NORM = "model.norm", "model.embed_norm"
 
 
 class _BoundSublayer(NamedTuple):
@@ -160,9 +165,9 @@ class Decoder:
         self._per_layer_inputs = (
             None if spec.per_layer_inputs is None else PerLayerInputs(spec.per_layer_inputs, build_context)
         )
-        embedding_norm = {_EMBEDDING_NORM: spec.hidden_size} if spec.embedding_norm else {}
+        embedding_norm = {EMBEDDING_NORM: spec.hidden_size} if spec.embedding_norm else {}
         self._embedding_norm = NormWeights(embedding_norm, dtype, spec.norm)
-        self._norm = NormWeights({_FINAL_NORM: spec.hidden_size}, dtype, spec.norm)
+        self._norm = NormWeights({FINAL_NORM: spec.hidden_size}, dtype, spec.norm)
         size = spec.hidden_size
         parts = {LM_HEAD: spec.vocab_size}
         cuts = {LM_HEAD: shard.output_slice(spec.vocab_size)}
@@ -211,8 +216,8 @@ class Decoder:
         """Prefixes of the names of tensors that other stages have, or that a model without logits does not need."""
         other_layers = [index for index in range(self.spec.num_layers) if index not in self.layers]
         end_modules = [
-            *([] if self.is_first_stage else [EMBED_TOKENS, EMBED_POSITIONS, _EMBEDDING_NORM]),
-            *([] if self.is_last_stage else [_FINAL_NORM]),
+            *([] if self.is_first_stage else [EMBED_TOKENS, EMBED_POSITIONS, EMBEDDING_NORM]),
+            *([] if self.is_last_stage else [FINAL_NORM]),
             *([] if self.has_head or (self.is_last_stage and self.spec.tie_embeddings) else [LM_HEAD]),
         ]
         return tuple(f"{name}." for name in (*(f"model.layers.{index}" for index in other_layers), *end_modules))
@@ -299,7 +304,7 @@ class Decoder:
         x, residual, aux_hidden_states = self._run_stage(
             token_ids, metadata, kv_cache, output_rows, aux_layers, features
         )
-        return self._norm.add_and_norm(self._backend, _FINAL_NORM, x, residual)[0], aux_hidden_states
+        return self._norm.add_and_norm(self._backend, FINAL_NORM, x, residual)[0], aux_hidden_states
 
     def _run_stage(
         self,
@@ -345,7 +350,7 @@ class Decoder:
         x = self._embedding.embed_tokens(token_ids, metadata.linear_context)
         if self._positions is not None:
             x = self._positions.add_positions(x, metadata.positions)
-        return self._embedding_norm.apply_norm(self._backend, _EMBEDDING_NORM, x), None
+        return self._embedding_norm.apply_norm(self._backend, EMBEDDING_NORM, x), None
 
     def forward_stage(
         self, token_ids: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, features: MediaEmbeddings | None = None

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quire.engine.architecture.decoder import EMBED_TOKENS, LM_HEAD
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.engine_core import EngineCore
-from quire.engine.layers.adapters import EMBED_TOKENS, LM_HEAD, LoRALayerWeights
+from quire.engine.layers.adapters import LoRALayerWeights
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter

@@ -9,10 +9,10 @@ from functools import cached_property
 from torch import Tensor
 
 from quire.engine.architecture.norm import NormSpec
-from quire.engine.architecture.recurrent import DeltaNetSpec
+from quire.engine.architecture.recurrent import CONV_WEIGHT, DeltaNetSpec
 from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, make_row_slicer, merge_parameters
-from quire.engine.layers.recurrent.mixer import CONV_WEIGHT, MatrixStateMixer
+from quire.engine.layers.recurrent.mixer import MatrixStateMixer
 from quire.engine.layers.sublayer import BuildContext, ForwardContext, SmoothableNorm
 from quire.kernels.backend import Operations
 from quire.kernels.recurrent.delta_rule import DeltaRule

@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from quire.engine.architecture.recurrent import MambaLayerSpec
+from quire.engine.architecture.recurrent import CONV_BIAS, CONV_WEIGHT, MambaLayerSpec
 from quire.engine.layers.parameters import ParameterTable, make_row_slicer, merge_parameters
-from quire.engine.layers.recurrent.mixer import CONV_BIAS, CONV_WEIGHT, MatrixStateMixer
+from quire.engine.layers.recurrent.mixer import MatrixStateMixer
 from quire.engine.layers.shard import LinearSlice
 from quire.engine.layers.sublayer import BuildContext, ForwardContext
 from quire.kernels.backend import Operations

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.architecture.norm import NormSpec
-from quire.engine.architecture.recurrent import MatrixStateSpec
+from quire.engine.architecture.recurrent import CONV_BIAS, CONV_WEIGHT, MatrixStateSpec
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, identity, make_parameter
@@ -19,8 +19,6 @@ from quire.engine.layers.sublayer import BuildContext, CacheTensorSpec, ForwardC
 from quire.kernels.backend import Operations
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
 from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
-
-CONV_WEIGHT, CONV_BIAS = "conv1d.weight", "conv1d.bias"
 
 
 class RecurrentMixer(Sublayer):

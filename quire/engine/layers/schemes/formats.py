@@ -8,6 +8,7 @@ from itertools import islice, takewhile
 
 import torch
 
+from quire.engine.architecture.decoder import LM_HEAD
 from quire.engine.checkpoint.quantization import WeightFormat, WeightFormats
 from quire.engine.checkpoint.safetensors import TensorHeader
 from quire.engine.errors import ModelError
@@ -21,7 +22,6 @@ from quire.engine.layers.schemes.floats import (
 from quire.engine.layers.schemes.integers import AWQFormat, GPTQFormat, Int8Format, PackQuantizedFormat
 from quire.engine.layers.schemes.mixed import LinearFormat
 
-_LM_HEAD = "lm_head"
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -62,7 +62,7 @@ def make_format_lookup(
 
     def format_of(linear: str) -> LinearFormat | None:
         weight_format, tensors = formats.of(config_name_of(linear)), read_tensor_specs(linear)
-        if weight_format is None or ((is_extra_layer or linear == _LM_HEAD) and _is_unquantized(tensors)):
+        if weight_format is None or ((is_extra_layer or linear == LM_HEAD) and _is_unquantized(tensors)):
             return None
         return _make_format(weight_format, tensors, linear)
 

@@ -8,7 +8,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire.engine.architecture.stream import PerLayerInputGateSpec, PerLayerInputsSpec
+from quire.engine.architecture.stream import (
+    EMBED_TOKENS_PER_LAYER,
+    PER_LAYER_MODEL_PROJECTION,
+    PER_LAYER_PROJECTION_NORM,
+    PerLayerInputGateSpec,
+    PerLayerInputsSpec,
+)
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, make_parameter, merge_parameters
@@ -16,8 +22,6 @@ from quire.engine.layers.sublayer import BuildContext, ForwardContext, Sublayer
 from quire.kernels.backend import LinearContext, Operations, QuantizedEmbedding
 from quire.kernels.parameters.activation import Activation
 
-EMBED_TOKENS_PER_LAYER, PER_LAYER_MODEL_PROJECTION = "model.embed_tokens_per_layer", "model.per_layer_model_projection"
-PER_LAYER_PROJECTION_NORM = "model.per_layer_projection_norm"
 _GELU = Activation("gelu_tanh")
 
 

@@ -10,7 +10,7 @@ from functools import partial, reduce
 
 from torch import Tensor
 
-from quire.engine.architecture.shared_transformer import SharedTransformerSpec
+from quire.engine.architecture.shared_transformer import SHARED_TRANSFORMER, SharedTransformerSpec
 from quire.engine.layers.adapters import AdapterManager
 from quire.engine.layers.attention import Attention
 from quire.engine.layers.linear import FusedLinear, Projection
@@ -21,9 +21,6 @@ from quire.engine.layers.shard import LinearSlice
 from quire.engine.layers.sublayer import BuildContext, CacheTensorSpec, ForwardContext, Sublayer
 from quire.kernels.backend import LinearContext, Operations
 from quire.kernels.quantized_tensors import Activations
-
-SHARED_TRANSFORMER = "shared_transformer"
-"""What a checkpoint calls it, behind the layer's name."""
 
 
 class SharedTransformer(Sublayer):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from quire.engine.architecture.stream import EMBED_TOKENS_PER_LAYER
 from quire.engine.checkpoint.kv_plan import QUANTIZED_BITS, TABLE_BITS, int8_embedding
 from quire.engine.config import EngineConfig
 from quire.engine.layers.parameters import ParameterTable
-from quire.engine.layers.stream.per_layer_inputs import EMBED_TOKENS_PER_LAYER
 from quire.kernels.backend import Backend
 
 

@@ -1,0 +1,46 @@
+"""The names and shapes of parameters, as a checkpoint that is not quantized has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+
+from quire.engine.architecture.norm import NormSpec
+
+ParameterShapes = dict[str, tuple[int, ...]]
+"""By the tensor's name in the checkpoint, under the names that Quire's own modules use."""
+
+
+def linear_shapes(names: Iterable[str], out_features: int, in_features: int, *, bias: bool = False) -> ParameterShapes:
+    """Linears of equal sizes."""
+    shapes = ParameterShapes()
+    for name in names:
+        shapes[f"{name}.weight"] = (out_features, in_features)
+        if bias:
+            shapes[f"{name}.bias"] = (out_features,)
+    return shapes
+
+
+def mlp_shapes(
+    prefix: str, intermediate_size: int, hidden_size: int, *, gated: bool = True, bias: bool = False
+) -> ParameterShapes:
+    """An MLP of two linears, or of three where it is gated."""
+    names = ("gate_proj", "up_proj") if gated else ("up_proj",)
+    shapes = linear_shapes([f"{prefix}.{name}" for name in names], intermediate_size, hidden_size, bias=bias)
+    return shapes | linear_shapes([f"{prefix}.down_proj"], hidden_size, intermediate_size, bias=bias)
+
+
+def norm_shapes(sizes: Mapping[str, int], norm: NormSpec) -> ParameterShapes:
+    """`sizes`: by the norm's name."""
+    shapes: ParameterShapes = {f"{name}.weight": (size,) for name, size in sizes.items()}
+    if norm.is_layer_norm and norm.bias:
+        shapes |= {f"{name}.bias": (size,) for name, size in sizes.items()}
+    return shapes
+
+
+def prefix_names(prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> ParameterShapes:
+    return {f"{prefix}.{name}": shape for name, shape in shapes.items()}
+
+
+def count_parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(prod(shape) for shape in shapes.values())

@@ -1,0 +1,35 @@
+"""The shapes of parameters that specs say, compared with what the modules take and what transformers has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.engine.architecture.parameter_shapes import count_parameters
+from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.safetensors import read_stored_weights
+from quire.engine.layers.schemes import UnquantizedScheme
+from quire.engine.layers.sublayer import BuildContext
+from quire.engine.models import decoder_spec
+from quire.engine.models.decoder import Decoder
+from quire.kernels.reference import ReferenceBackend
+from tests import tiny_models
+
+CPU = torch.device("cpu")
+NOT_LOADED = {"apertus": 3, "opt": 2 * 64}
+"""Numbers that a checkpoint has and no module takes: an eps of each layer's xIELU; the first two positions."""
+
+
+@pytest.mark.few(12)
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_a_spec_says_the_parameters_of_its_decoder(family: str, tmp_path: Path) -> None:
+    path = tiny_models.save_tiny_model(tmp_path, family)
+    spec = decoder_spec(read_model_config(path))
+    backend = ReferenceBackend()
+    scheme = UnquantizedScheme(backend, torch.float32)
+    context = BuildContext(backend, scheme, spec.hidden_size, torch.float32, torch.float32, CPU, max_model_len=64)
+    shapes = spec.parameter_shapes()
+    assert shapes == {name: each.shape for name, each in Decoder(spec, context, lambda: None).parameters().items()}
+    assert count_parameters(shapes) + NOT_LOADED.get(family, 0) == read_stored_weights(path).floats
