@@ -16,9 +16,6 @@ from torch import Tensor
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
 from quire.kernels.qk_norm_rope import rms_norm
 
-MAX_ROPE_DIM = 512
-"""Numbers of a rotated key, as kernels/cpu/mla/latent_store.cpp has room for."""
-
 
 @dataclass(frozen=True, slots=True)
 class LatentParams:

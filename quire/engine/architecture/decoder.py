@@ -15,8 +15,11 @@ from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_s
 from quire.engine.architecture.stream import PerLayerInputsSpec
 from quire.engine.architecture.sublayer import SublayerSpec
 
-EMBED_TOKENS, EMBED_POSITIONS, LM_HEAD = "model.embed_tokens", "model.embed_positions", "lm_head"
-FINAL_NORM, EMBEDDING_NORM = "model.norm", "model.embed_norm"
+EMBED_TOKENS = "model.embed_tokens"
+EMBED_POSITIONS = "model.embed_positions"
+LM_HEAD = "lm_head"
+FINAL_NORM = "model.norm"
+EMBEDDING_NORM = "model.embed_norm"
 LayerSpec = tuple[SublayerSpec, ...]
 SpecT = TypeVar("SpecT", bound=SublayerSpec)
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from quire.kernels.backend import Linear, LinearContext
 from quire.kernels.cpu import native_library
 from quire.kernels.cpu.linear import CompiledLinear
-from quire.kernels.latent_params import MAX_ROPE_DIM, LatentParams
+from quire.kernels.latent_params import LatentParams
+from quire.kernels.parameters.latent import MAX_ROPE_DIM
 
 
 def check_latent_params(latent: LatentParams) -> None:

@@ -20,13 +20,13 @@ from quire.engine.checkpoint.files import HEAD_FILES, read_model_config, resolve
 from quire.engine.checkpoint.safetensors import weight_files
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.errors import ModelError
+from quire.engine.families.spec import base_decoder_spec
 from quire.engine.layers.online_quantization import OnlineQuantizedScheme
 from quire.engine.layers.schemes import QuantizationScheme, UnquantizedScheme
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.heads.draft_head import DraftHead
 from quire.engine.models.heads.eagle import Eagle3Head, EagleHead, EagleSpec
 from quire.engine.models.heads.medusa import MedusaHead
-from quire.engine.models.spec import base_decoder_spec
 from quire.engine.worker.device_memory import allocate_kv_blocks
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
 from quire.engine.worker.loading.drafts.device_drafter import StartedDrafter

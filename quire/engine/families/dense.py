@@ -11,8 +11,8 @@ from quire.engine.checkpoint.fields import LONGROPE, OneRope
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.layouts import rope_of_layers
 from quire.engine.errors import ModelError
-from quire.engine.models.config_fields import ConfigReader, attention_bias_readers, field_reader, flag_reader
-from quire.engine.models.family import Family, FamilyEntry, FamilySpecBuilder, sliding_windows, window_only_ropes
+from quire.engine.families.config_fields import ConfigReader, attention_bias_readers, field_reader, flag_reader
+from quire.engine.families.family import Family, FamilyEntry, FamilySpecBuilder, sliding_windows, window_only_ropes
 
 POST_NORMS = {"input_norm": False, "output_norm": True}
 """Norms stand behind attention and the MLP instead of before them."""

@@ -9,15 +9,15 @@ from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.architecture.norm import NormSpec
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.models.activations import hidden_activation
-from quire.engine.models.config_fields import (
+from quire.engine.families.activations import hidden_activation
+from quire.engine.families.config_fields import (
     SpecFields,
     attention_bias_readers,
     default_true_reader,
     field_reader,
     flag_reader,
 )
-from quire.engine.models.family import Family, FamilyEntry, FamilySpecBuilder, sliding_windows, window_only_ropes
+from quire.engine.families.family import Family, FamilyEntry, FamilySpecBuilder, sliding_windows, window_only_ropes
 
 _PARALLEL_MLP: SpecFields = {"parallel": True, "shares_norm": True}
 """The MLP reads what attention reads, behind the same norm."""

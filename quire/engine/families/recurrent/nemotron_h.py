@@ -10,9 +10,9 @@ from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.sublayer import SublayerSpec
 from quire.engine.checkpoint.families import NARROW
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.models.config_fields import flag_reader
-from quire.engine.models.moe_fields import GROUPED_ROUTING, expert_intermediate_size, moe_reader, shared_expert_reader
-from quire.engine.models.recurrent.mamba2_fields import mamba2_spec
+from quire.engine.families.config_fields import flag_reader
+from quire.engine.families.moe_fields import GROUPED_ROUTING, expert_intermediate_size, moe_reader, shared_expert_reader
+from quire.engine.families.recurrent.mamba2_fields import mamba2_spec
 
 
 def _latent_moe_spec(config: ModelConfig) -> LatentMoESpec | None:

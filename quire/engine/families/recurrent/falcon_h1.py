@@ -10,8 +10,8 @@ from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.recurrent import Mamba2LayerSpec, ProjectionMultipliers
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.models.family import FamilySpecBuilder
-from quire.engine.models.recurrent.mamba2_fields import mamba2_spec
+from quire.engine.families.family import FamilySpecBuilder
+from quire.engine.families.recurrent.mamba2_fields import mamba2_spec
 
 
 def falcon_h1_spec(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpec:

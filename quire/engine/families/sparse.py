@@ -11,16 +11,16 @@ from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.rope import QueryScaling
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.models.config_fields import (
+from quire.engine.families.config_fields import (
     SpecFields,
     attention_bias_readers,
     default_true_reader,
     field_reader,
     flag_reader,
 )
-from quire.engine.models.dense import interleaved_nope_ropes, phi3_rope, ropes_by_window_reader
-from quire.engine.models.family import Family, FamilyEntry, sliding_windows
-from quire.engine.models.moe_fields import (
+from quire.engine.families.dense import interleaved_nope_ropes, phi3_rope, ropes_by_window_reader
+from quire.engine.families.family import Family, FamilyEntry, sliding_windows
+from quire.engine.families.moe_fields import (
     GATED_SHARED_MOE,
     GROUPED_MOE,
     GROUPED_ROUTING,

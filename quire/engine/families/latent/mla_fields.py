@@ -10,8 +10,8 @@ from quire.engine.architecture.sublayer import SublayerSpec
 from quire.engine.checkpoint.families import LATENT_SIZES
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.models.config_fields import ConfigReader
-from quire.kernels.latent_params import MAX_ROPE_DIM
+from quire.engine.families.config_fields import ConfigReader
+from quire.kernels.parameters.latent import MAX_ROPE_DIM
 
 LATENT_EPS = 1e-6
 """Of latents' norms in all families, whatever rms_norm_eps is."""

@@ -15,9 +15,9 @@ from quire.engine.architecture.sublayer import SublayerSpec
 from quire.engine.checkpoint.families import layer_windows
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.models.config_fields import SpecFields, read_fields
-from quire.engine.models.moe_fields import with_moe_layers
-from quire.engine.models.spec import base_decoder_spec
+from quire.engine.families.config_fields import SpecFields, read_fields
+from quire.engine.families.moe_fields import with_moe_layers
+from quire.engine.families.spec import base_decoder_spec
 
 FamilySpecBuilder = Callable[[str, ModelConfig], DecoderSpec]
 """The spec that a family, by its model_type, makes of a config.json, which may be of a family that is like it. Raises
@@ -28,7 +28,7 @@ FamilyEntry = Callable[[ModelConfig, FamilySpecBuilder], DecoderSpec]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A row. A reader among the values of fields (engine/models/config_fields.py) is asked for each model."""
+    """A row. A reader among the values of fields (engine/families/config_fields.py) is asked for each model."""
 
     base: str = ""
     """The model_type of the family that it is like; "": it begins with base_decoder_spec."""

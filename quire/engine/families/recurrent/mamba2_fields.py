@@ -7,7 +7,7 @@ from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.recurrent import Mamba2LayerSpec
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.models.config_fields import require_sizes
+from quire.engine.families.config_fields import require_sizes
 
 _SIZE_FIELDS = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
 

@@ -14,13 +14,13 @@ from quire.engine.architecture.sublayer import SublayerSpec
 from quire.engine.checkpoint.families import STATES, shared_experts
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.models.config_fields import ConfigReader, attention_bias_readers, default_true_reader
-from quire.engine.models.dense import ropes_by_window_reader
-from quire.engine.models.family import Family, FamilyEntry, FamilySpecBuilder, sliding_windows
-from quire.engine.models.moe_fields import moe_reader, optional_moe_reader
-from quire.engine.models.recurrent.falcon_h1 import falcon_h1_spec
-from quire.engine.models.recurrent.mamba2_fields import mamba2_spec
-from quire.engine.models.recurrent.mamba_fields import mamba_spec
+from quire.engine.families.config_fields import ConfigReader, attention_bias_readers, default_true_reader
+from quire.engine.families.dense import ropes_by_window_reader
+from quire.engine.families.family import Family, FamilyEntry, FamilySpecBuilder, sliding_windows
+from quire.engine.families.moe_fields import moe_reader, optional_moe_reader
+from quire.engine.families.recurrent.falcon_h1 import falcon_h1_spec
+from quire.engine.families.recurrent.mamba2_fields import mamba2_spec
+from quire.engine.families.recurrent.mamba_fields import mamba_spec
 
 SublayerReader = Callable[[ModelConfig, NormSpec], SublayerSpec]
 

@@ -10,8 +10,8 @@ from quire.engine.architecture.shared_transformer import SharedTransformerSpec
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.parts.shared_blocks import MOST_USES, Use, uses_of
 from quire.engine.errors import ModelError
-from quire.engine.models.activations import hidden_activation
-from quire.engine.models.recurrent.mamba2_fields import mamba2_spec
+from quire.engine.families.activations import hidden_activation
+from quire.engine.families.recurrent.mamba2_fields import mamba2_spec
 from quire.kernels.parameters.activation import GELU, Activation
 
 _GATE_ACTIVATIONS: dict[str, Activation] = {

@@ -16,8 +16,8 @@ from quire.engine.architecture.stream import LayerScalarSpec, OutputNormSpec, Pe
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.parts.unequal import UnequalLayer, unequal_layers
 from quire.engine.errors import ModelError
-from quire.engine.models.moe_fields import expert_intermediate_size, read_routing
-from quire.engine.models.spec import base_decoder_spec
+from quire.engine.families.moe_fields import expert_intermediate_size, read_routing
+from quire.engine.families.spec import base_decoder_spec
 
 _DEFAULT_ROPES = {
     True: {"rope_type": "default", "rope_theta": 10_000.0},

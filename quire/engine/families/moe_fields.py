@@ -12,7 +12,7 @@ from quire.engine.architecture.norm import NormSpec
 from quire.engine.checkpoint.families import shared_experts, sparse_layers
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.models.config_fields import ConfigReader, SpecFields, field_reader, flag_reader, read_fields
+from quire.engine.families.config_fields import ConfigReader, SpecFields, field_reader, flag_reader, read_fields
 from quire.kernels.parameters.routing import Routing
 
 _MAX_TOTAL_EXPERTS = 2**16

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from quire.engine.architecture.norm import NormSpec
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.models.config_fields import SpecFields, default_true_reader, field_reader
-from quire.engine.models.family import Family, FamilyEntry
-from quire.engine.models.latent.mla_fields import mla_mixers_reader
-from quire.engine.models.moe_fields import (
+from quire.engine.families.config_fields import SpecFields, default_true_reader, field_reader
+from quire.engine.families.family import Family, FamilyEntry
+from quire.engine.families.latent.mla_fields import mla_mixers_reader
+from quire.engine.families.moe_fields import (
     GROUPED_MOE,
     expert_intermediate_size,
     moe_reader,
