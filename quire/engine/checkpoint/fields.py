@@ -201,7 +201,7 @@ class ServedFields(SharedFields, total=False):
     use_bidirectional_attention: bool | Text | None
     num_local_experts: _Experts0 | None
     num_experts: _Experts | None
-    num_experts_per_tok: _Experts | None
+    num_experts_per_tok: _Experts0 | None
     moe_intermediate_size: Width | None
     shared_expert_intermediate_size: Width | None
     n_shared_experts: _Experts0 | None

@@ -234,16 +234,24 @@ def read_model_config(
     ends = read_eos_token_ids(files, tokenizer=others, chat_template=chat_template)
     if by_class(content, impl):
         return _class_config(files, content, label, ends, forced=impl == "transformers")
-    if str(content.get("model_type")) in WITH_IMAGES:
-        content = _text_config(content, label)
-    with told_as_in_file(names := names_in_file(content)):
-        raw = validate_json(named_alike(content), ServedFields, label)
-        if (quantized := raw.get("quantization_config")) and files.folder is not None:
+    content = _text_config(content, label) if str(content.get("model_type")) in WITH_IMAGES else content
+    config = parse_family_config(content, label, ends)
+    with told_as_in_file(config.names):
+        if (quantized := config.raw.get("quantization_config")) and files.folder is not None:
             weight_formats(quantized)
         _read_generation_config(files)
+    return config
+
+
+def parse_family_config(content: Mapping[str, Any], label: str, eos_token_ids: Sequence[int] = ()) -> ModelConfig:
+    """`content`: of a config.json of a family that a file of ours serves. `label`: what errors call the file. Raises
+    ModelError, naming a wrong field."""
+    with told_as_in_file(names := names_in_file(content)):
+        raw = validate_json(named_alike(content), ServedFields, label)
         heads = _integer(raw, "num_attention_heads")
         hidden = _integer(raw, "hidden_size")
-        vocab_size, rope = _integer(raw, "vocab_size"), rope_of(raw)
+        vocab_size = _integer(raw, "vocab_size")
+        rope = rope_of(raw)
         config = ModelConfig(
             model_type=raw.get("model_type") or "",
             vocab_size=vocab_size,
@@ -258,7 +266,7 @@ def read_model_config(
             tie_embeddings=bool(raw.get("tie_word_embeddings")),
             dtype=stored_dtype(raw),
             rope=rope,
-            eos_token_ids=tuple(token for token in ends if 0 <= token < vocab_size),
+            eos_token_ids=tuple(token for token in eos_token_ids if 0 <= token < vocab_size),
             raw=raw,
             names=names,
         )

@@ -1,6 +1,7 @@
 """Sizes computed from config.json, compared with the models that transformers builds from it."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,36 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from quire.engine.checkpoint.families import FAMILIES
 from quire.engine.checkpoint.files import read_model_config, read_raw_config
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
-from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.errors import ModelError
+from quire.engine.families.model_sizes import read_sizes
 from tests import tiny_models
 
 OTHERS = ("axk1",)
+MROPE = {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": [16, 24, 24]}
 UNSAID: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 4, "moe_topk": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "qwen2_5_vl_text": {"rope_parameters": MROPE},
+    "qwen2_vl_text": {"rope_parameters": MROPE},
     "nemotron": {"num_key_value_heads": 48},
 }
 """What transformers cannot do without, and has no default of."""
+
+
+NOT_COUNTED: dict[str, Callable[[Any], int]] = {
+    "apertus": lambda config: config.num_hidden_layers,  # xIELU's beta, a buffer in transformers
+    "opt": lambda config: -2 * config.hidden_size,  # positions that no token has
+}
+"""What the sizes count otherwise than the number of transformers' parameters."""
+
+
+def content_of(kind: str, **fields: Any) -> dict[str, Any]:
+    """A config.json as transformers writes it."""
+    content: dict[str, Any] = json.loads(AutoConfig.for_model(kind, **fields).to_json_string(use_diff=False))
+    return content
 
 
 def count_parameters(model: torch.nn.Module) -> int:
@@ -40,8 +58,9 @@ def test_parameters_are_those_of_the_real_model(kind: str) -> None:
     config = AutoConfig.for_model(kind, **UNSAID.get(kind, {}))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    found = read_sizes(config.to_dict())
-    assert found.parameters == pytest.approx(count_parameters(model), rel=0 if kind in FAMILIES else 0.001)
+    found = read_sizes(content_of(kind, **UNSAID.get(kind, {})))
+    expected = count_parameters(model) + NOT_COUNTED.get(kind, lambda config: 0)(config)
+    assert found.parameters == pytest.approx(expected, rel=0 if kind in FAMILIES else 0.001)
 
 
 @pytest.mark.few(6)
@@ -50,12 +69,13 @@ def test_the_headers_of_a_checkpoint_give_the_number_of_its_weights(family: str,
     path = tiny_models.save_tiny_model(tmp_path, family, dtype=torch.bfloat16)
     raw, folder = read_raw_config(str(path))
     assert folder is not None
-    buffers = 2 * raw["num_hidden_layers"] if family == "apertus" else 0  # xIELU's, which nobody has trained
-    assert read_stored_weights(folder) == StoredWeights(read_sizes(raw).parameters + buffers, 0)
+    layers, hidden = (int(raw.get(name) or 0) for name in ("num_hidden_layers", "hidden_size"))
+    others = {"apertus": layers, "opt": 2 * hidden}  # an eps of each layer; positions that no token has
+    assert read_stored_weights(folder) == StoredWeights(read_sizes(raw).parameters + others.get(family, 0), 0)
 
 
 def test_experts_are_read_only_when_chosen() -> None:
-    found = read_sizes(AutoConfig.for_model("mixtral").to_dict())
+    found = read_sizes(content_of("mixtral"))
     assert found.active_parameters == pytest.approx(12.9e9, rel=0.02), "the number that Mixtral's authors give"
     assert found.active_parameters < found.touched(4) < found.touched(64) <= found.parameters
 
@@ -75,12 +95,12 @@ def test_experts_of_smaller_vectors_are_counted_with_what_stands_around_them() -
 
 
 def test_latent_attention_caches_the_latent() -> None:
-    found = read_sizes(AutoConfig.for_model("deepseek_v32").to_dict())
+    found = read_sizes(content_of("deepseek_v32"))
     assert (found.kv_numbers, found.kv_heads) == ((512 + 64) * 61, 1)
 
 
 def test_latent_attention_by_transformers_class_caches_what_it_makes_of_the_latent() -> None:
-    config = AutoConfig.for_model("deepseek_v3").to_dict()
+    config = content_of("deepseek_v3")
     found = read_sizes({**config, "model_type": "axk1"})
     assert (found.kv_numbers, found.kv_heads) == (2 * 128 * (128 + 64) * 61, 128)
     ours = read_sizes(config)
@@ -88,14 +108,14 @@ def test_latent_attention_by_transformers_class_caches_what_it_makes_of_the_late
 
 
 def test_only_the_text_part_of_a_model_with_images_is_counted() -> None:
-    text = AutoConfig.for_model("qwen3").to_dict()
+    text = content_of("qwen3")
     found = read_sizes({"model_type": "some_vl", "text_config": text})
     assert found.parameters == read_sizes(text).parameters
     assert any("text part" in note for note in found.notes)
 
 
 def test_quantized_linear_layers_take_their_number_of_bits() -> None:
-    llama = AutoConfig.for_model("llama").to_dict()
+    llama = content_of("llama")
     plain = read_sizes(llama)
     packed = read_sizes(llama | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}})
     assert packed.parameters == plain.parameters
@@ -105,7 +125,7 @@ def test_quantized_linear_layers_take_their_number_of_bits() -> None:
 
 def test_mxfp4_is_of_experts_alone() -> None:
     """gpt-oss-20b, whose file names no type: its index says 13,761,264,768 bytes."""
-    config = AutoConfig.for_model("gpt_oss", num_hidden_layers=24, num_local_experts=32).to_dict()
+    config = content_of("gpt_oss", num_hidden_layers=24, num_local_experts=32)
     config |= {"quantization_config": {"quant_method": "mxfp4"}, "dtype": None}
     found = read_sizes(config)
     assert (found.dtype, found.unserved) == ("bfloat16", ())

@@ -22,10 +22,10 @@ from quire.engine.checkpoint.families import FAMILIES
 from quire.engine.checkpoint.files import read_model_config, read_raw_config
 from quire.engine.checkpoint.kv_plan import CALL_BYTES, DRAFT_GRAPHS_BYTES, GIB, GRAPH_BYTES, MOST_GRAPHS
 from quire.engine.checkpoint.safetensors import read_stored_weights
-from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError, ModelError
+from quire.engine.families.model_sizes import read_sizes
 from quire.engine.images.image_reader import RequestImage, make_image_reader
 from quire.engine.layers.rope import rope_table
 from quire.engine.text.tokenizer import Tokenizer

@@ -42,27 +42,3 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 def _head(text: Mapping[str, Any], hidden: int) -> int:
     return int(text.get("head_dim") or 2 * hidden // max(int(text.get("num_attention_heads") or 1), 1))
-
-
-class BlockNumbers(NamedTuple):
-    """Parameters."""
-
-    stored: int
-    """Of all blocks, and what is each use's own."""
-    again: int
-    """What a step reads of blocks beyond the first time."""
-
-
-NO_BLOCKS = BlockNumbers(0, 0)
-
-
-def block_numbers(text: Mapping[str, Any], hidden: int) -> BlockNumbers:
-    uses, shapes = uses_of(text), use_modules(text, hidden)
-    inner, rank = int(text.get("intermediate_size") or 0), int(text.get("adapter_rank") or 128)
-    biased = bool(text.get("mamba_proj_bias")) * (2 * inner + hidden)
-    block = sum(a * b for name, (a, b) in shapes.items() if name != "linear") + biased + 3 * hidden
-    small = rank * (hidden + 2 * inner)
-    if text.get("use_shared_attention_adapter"):
-        small += sum(rank * sum(shapes[f"shared_transformer.self_attn.{name}_proj"]) for name in "qkv")
-    homes = len({use.home for use in uses})
-    return BlockNumbers(homes * block + len(uses) * (small + hidden * hidden), (len(uses) - homes) * block)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from quire.engine.architecture.kv_cache_spec import ColumnState, LayerStates, MatrixState, PagedState
-from quire.engine.checkpoint.families import DELTA_NETS, SELECTIVE_SCANS, STATE_SPACES, STATES, layer_parts
+from quire.engine.architecture.kv_cache_spec import ColumnState, MatrixState
+from quire.engine.checkpoint.families import DELTA_NETS, SELECTIVE_SCANS, STATE_SPACES, STATES
 
 
 def state_of(text: Mapping[str, Any], hidden: int) -> ColumnState | MatrixState | None:
@@ -26,19 +26,3 @@ def state_of(text: Mapping[str, Any], hidden: int) -> ColumnState | MatrixState 
             return MatrixState(channels, max(width, 2) - 1, heads, key, value, channels + 2 * key)
         return MatrixState(heads * value + 2 * groups * key, max(width, 2) - 1, heads, key, value, heads)
     return ColumnState(hidden, max(int(text.get("conv_L_cache") or 3), 2) - 1) if kind in STATES else None
-
-
-def in_layers(
-    text: Mapping[str, Any],
-    state: ColumnState | MatrixState | None,
-    attention: Sequence[PagedState],
-    layers: int,
-) -> tuple[LayerStates, ...]:
-    """What layers keep, in their order: this state, what those with attention keep, or both."""
-    if state is None:
-        return tuple((each,) for each in attention)
-    rest, found = iter(attention), list[LayerStates]()
-    for parts in layer_parts(text, layers):
-        own = next(rest, None) if parts.attends else None
-        found.append(((own,) if own is not None else ()) + ((state,) if parts.keeps else ()))
-    return tuple(found)

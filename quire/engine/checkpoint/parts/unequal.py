@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.engine.architecture.kv_cache_spec import LayerStates, PagedState, SharedState
+from quire.engine.architecture.kv_cache_spec import PagedState, SharedState
 from quire.engine.errors import ModelError
 
 KINDS = ("gemma4_text",)
@@ -120,52 +120,6 @@ def _of_layer(each: Mapping[str, Any], layer: int) -> Mapping[str, Any]:
         if int(number) == layer:
             return own or {}
     return {}
-
-
-@dataclass(frozen=True, slots=True)
-class UnequalSizes:
-    """What `quire plan` counts of all layers together."""
-
-    parameters: int
-    """Of layers, without routed experts; and of what gives each layer its embeddings, but its table."""
-    table: int
-    """Parameters of that table."""
-    states: tuple[LayerStates, ...]
-    formula: str
-    kv_heads: int
-    head_dim: int
-    """Of the layers that keep something, the least and the largest."""
-    attention_width: int
-
-
-def unequal_sizes(text: Mapping[str, Any], hidden: int) -> UnequalSizes:
-    """Raises ModelError."""
-    layers, numbers = unequal_layers(text), 0
-    for each in layers:
-        queries, keys = each.heads * each.head_dim, each.kv_heads * each.head_dim
-        projected = 0 if each.source is not None else keys * (1 if each.keys_are_values else 2)
-        biases = (queries + projected + hidden) * bool(text.get("attention_bias"))
-        norms = 4 * hidden + each.head_dim * (1 if each.source is not None else 2)
-        numbers += hidden * (2 * queries + projected) + biases + norms + 3 * hidden * each.inner + 1
-    if experts := _number(text, "num_experts"):
-        # norms of both halves, the router, its scale and its factors
-        numbers += len(layers) * (3 * hidden + experts * hidden + hidden + experts)
-    size, table = int(text.get("hidden_size_per_layer_input") or 0), 0
-    if size:
-        table = int(text["vocab_size_per_layer_input"]) * len(layers) * size
-        numbers += len(layers) * (2 * hidden * size + hidden) + hidden * len(layers) * size + size
-    own = [each for each in layers if each.source is None]
-    kinds = dict.fromkeys(f"2 x {each.kv_heads} heads x {each.head_dim}" for each in own)
-    counts = [sum(f"2 x {each.kv_heads} heads x {each.head_dim}" == kind for each in own) for kind in kinds]
-    return UnequalSizes(
-        parameters=numbers,
-        table=table,
-        states=tuple((each.state,) for each in layers),
-        formula=" + ".join(f"{kind} x {count} layers" for kind, count in zip(kinds, counts, strict=True)),
-        kv_heads=min(each.kv_heads for each in own),
-        head_dim=max(each.head_dim for each in own),
-        attention_width=sum(each.heads * each.head_dim for each in layers),
-    )
 
 
 def unequal_modules(text: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, int]]:

@@ -15,8 +15,8 @@ from quire.engine.checkpoint.families import WITH_EXPERTS
 from quire.engine.checkpoint.files import must_come
 from quire.engine.checkpoint.overrides import configured, with_overrides
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
-from quire.engine.checkpoint.sizes import ModelSizes
 from quire.engine.errors import ConfigError
+from quire.engine.families.model_sizes import ModelSizes
 from quire.server.cli.flags import ExclusiveFlags, add_flag_table, build_parser
 from quire.server.cli.models.table import catalog_config_and_weights
 from quire.server.cli.plan.cpu_rates import with_cpu_rates

@@ -10,11 +10,11 @@ from typing import Any
 from quire.engine.checkpoint.alike.mtp import find_mtp, mtp_fields
 from quire.engine.checkpoint.files import HEAD_FILES, read_raw_config, resolve_model, text_config
 from quire.engine.checkpoint.kv_plan import StateShares, share_states
-from quire.engine.checkpoint.parts.parameters import given_size
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
-from quire.engine.checkpoint.sizes import ModelSizes, read_sizes
 from quire.engine.config import SpeculativeConfig
 from quire.engine.errors import ConfigError
+from quire.engine.families.guessed_sizes import required_size
+from quire.engine.families.model_sizes import ModelSizes, read_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def _plan_mtp(speculative_config: SpeculativeConfig, text: Mapping[str, Any], fo
     """The layer for that in the served model's checkpoint."""
     layers = read_sizes(text).num_layers
     sizes = read_sizes(mtp_fields(text, layers))
-    hidden = given_size(text, "hidden_size")
+    hidden = required_size(text, "hidden_size")
     numbers = sizes.parameters - sizes.embeddings + 2 * hidden**2 + 2 * hidden  # a norm at the end is counted there
     draft_weights = None
     if folder is not None and read_stored_weights(folder) is not None:  # else there is a config.json alone

@@ -13,9 +13,9 @@ from quire.engine.checkpoint.files import text_config
 from quire.engine.checkpoint.overrides import configured
 from quire.engine.checkpoint.page_groups import context_decides, rope_context
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
-from quire.engine.checkpoint.sizes import ModelSizes, read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
+from quire.engine.families.model_sizes import ModelSizes, read_sizes
 from quire.engine.lora.target_modules import modules_of_config
 from quire.server.cli.plan.draft_plan import plan_draft
 from quire.server.cli.plan.estimate import Estimate, PlanRequest
