@@ -58,7 +58,7 @@ PICKED = 300
 def stage(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """`upload` up to the copy to the device."""
     staged = torch.empty(host_transfer._end_offsets(arrays)[-1], dtype=torch.uint8)
-    host_transfer.pack_arrays(staged, arrays)
+    host_transfer.pack_arrays_into(staged, arrays)
     return host_transfer.unpack_arrays(staged, arrays)
 
 
@@ -97,7 +97,7 @@ def engine_of(rows: int) -> EngineCore:
     engine.executor._model = SimpleNamespace(
         forward_with_aux=lambda ids, metadata, cache, kept, *_: (hidden[: len(kept)], []),
         compute_logits=lambda states, context: logits[: len(states)],
-        greedy_tokens=lambda states, context: (picked[: len(states)], known[: len(states)]),
+        greedy_tokens_and_finite_flags=lambda states, context: (picked[: len(states)], known[: len(states)]),
         offload=None,
         shard=SimpleNamespace(rank=0),
     )

@@ -29,7 +29,7 @@ from quire.engine.checkpoint.families import has_file
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import QuireError
-from quire.engine.folder_reader import read_json
+from quire.engine.folder_reader import read_json_if_present
 from tests.engine.harness import Answer, request, run
 from tests.float64_rule import exact_rules
 from tests.tiny_classes import KINDS, save_tiny_class
@@ -76,7 +76,7 @@ def tried(kind: str, path: Path) -> Outcome:
         if MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]._is_stateful:
             return Outcome(kind, "", _STATE)
         return Outcome(kind, "", f"no small model of it could be made to try it ({type(error).__name__})")
-    given = read_json(path / "config.json") or {}
+    given = read_json_if_present(path / "config.json") or {}
     by = "quire" if has_file(given) else "transformers"
     try:
         engine = EngineCore(EngineConfig(model=str(path), model_impl=by, num_kv_blocks=96, max_num_batched_tokens=40))

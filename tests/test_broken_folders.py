@@ -12,7 +12,7 @@ import pytest
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
-from quire.server.cli.http_server import read_model_files
+from quire.server.cli.http_server import load_served_model_spec
 from quire.server.cli.main import main
 from quire.server.config import ServerConfig
 from tests.broken_folders import ALL, Broken, copy_demo
@@ -32,7 +32,7 @@ TRIED = (
 def read_model(folder: str) -> None:
     """What the server reads before an engine is ready."""
     config = ServerConfig(model=folder)
-    source, _ = read_model_files(config)
+    source, _ = load_served_model_spec(config)
     source.build_served_model()
 
 

@@ -16,17 +16,17 @@ from deploy.ray.link import JournalLink
 from deploy.ray.members import Members
 from deploy.ray.resume import KeptStream
 from quire.engine.errors import ConfigError, Overloaded
-from quire.server.peers import Peers, make_blocking_ask
+from quire.server.peers import Peers, make_blocking_data_dir_call
 from quire.server.persistence import STATUS_TOPIC
 from quire.server.store.data_dir import DataDir, ProcessStatus
 from quire.server.store.data_dir_rpc import remote_data_dir
-from quire.server.store.journal import JournaledCall, ProgressUpdate, ReplayInputs
+from quire.server.store.journal import JournaledCall, PinnedReplayFields, ProgressUpdate
 from quire.server.store.progress import CallProgress
 from quire.server.store.write_ahead_log import WriteAheadLog
 
 A = "a"
 CALL = JournaledCall(
-    path="/v1/completions", body=b"{}", pins=ReplayInputs("s", "", 1, 7), progress=CallProgress([[]], [], [None])
+    path="/v1/completions", body=b"{}", pins=PinnedReplayFields("s", "", 1, 7), progress=CallProgress([[]], [], [None])
 )
 
 
@@ -60,7 +60,7 @@ class Cluster:
 
         link.answering.add(STATUS_TOPIC, told)
         await link.begin(self.folder)
-        return remote_data_dir(self.folder, make_blocking_ask(link))
+        return remote_data_dir(self.folder, make_blocking_data_dir_call(link))
 
     async def end(self) -> None:
         for each in self.links.values():
@@ -128,8 +128,8 @@ async def test_what_may_not_have_been_done_is_said_as_by_a_disk(tmp_path: Path) 
         data = await cluster.replica("one", ProcessStatus())
         cluster.lost = 1
         with pytest.raises(sqlite3.OperationalError, match="ended"):
-            await do(data.calls.claim, A, "s", "one", 1)
-        assert not await do(data.calls.claim, A, "s", "one", 2), "the one before was made"
+            await do(data.calls.try_claim_call, A, "s", "one", 1)
+        assert not await do(data.calls.try_claim_call, A, "s", "one", 2), "the one before was made"
     finally:
         await cluster.end()
 

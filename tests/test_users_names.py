@@ -45,8 +45,8 @@ from quire.engine.types import Image, MediaSpan
 from quire.engine.worker.checkpoint_writer.quantized_formats import make_quantized_format
 from quire.engine.worker.ranks.remote_ranks import (
     JOIN_QUEUE,
-    JoinReply,
     JoinRequest,
+    JoinVerdict,
     answer_queue_name,
     order_queue_name,
 )
@@ -67,12 +67,12 @@ from quire.server.observe.log_setup import EXTRA_FIELDS, JsonFormatter
 from quire.server.persistence import STATUS_TOPIC
 from quire.server.resumable_calls import ResumableCalls
 from quire.server.resumption import ComputeIdentity, input_digest
-from quire.server.routes.engine_admin import server_facts
+from quire.server.routes.engine_admin import build_server_facts
 from quire.server.store.batches import Batch
 from quire.server.store.data_dir import ProcessStatus
 from quire.server.store.data_dir_rpc import DATA_DIR_TOPIC, RPC_METHODS
 from quire.server.store.garbage import GarbageKind as Garbage
-from quire.server.store.journal import ReplayInputs
+from quire.server.store.journal import PinnedReplayFields
 from quire.server.store.progress import CallProgress, ChoiceFinish
 from quire.server.store.write_ahead_log import WriteAheadLog
 from quire.server.workers import pool
@@ -99,13 +99,13 @@ from tests.users_names import (
 from tests.written_names import Written, written
 
 TYPES: dict[str, Any] = {
-    "journal: calls.pins": ReplayInputs,
+    "journal: calls.pins": PinnedReplayFields,
     "journal: calls.progress": CallProgress,
     "batches.data": Batch,
     "garbage.kind": Garbage,
     "receipts": Receipt,
     "machines: who joins": JoinRequest,
-    "machines: what it is answered": JoinReply,
+    "machines: what it is answered": JoinVerdict,
     "Ray: what a replica says when it joins": ProcessStatus,
     "phases of a request": TimelinePhase,
     "quire verify --json: a check": CheckResult,
@@ -201,7 +201,7 @@ def kv_tier(folder: Path) -> dict[str, list[str]]:
     identity, root = b"i" * 16, root_hash("salt")
     outside = GuardedTier(DiskTier(str(folder / "kv"), 2**20, identity), identity)
     outside.put(b"d" * 16, b"page")
-    outside.shut_down()
+    outside.disable_and_stop_threads()
     (path,) = (folder / "kv").rglob("6464*")
     config = EngineConfig(model=DEMO_MODEL)
     (folder / "memory").mkdir()
@@ -384,7 +384,7 @@ async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Written
     """A server that answered, with its data folder."""
 
     def watched(api: Api) -> AsyncGenerator[bytes]:
-        return LiveViewStream(api.runtime.live_view).events(server_facts(api.runtime, api.runtime.model))
+        return LiveViewStream(api.runtime.live_view).events(build_server_facts(api.runtime, api.runtime.model))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "Child", ForkedChild)

@@ -28,8 +28,8 @@ from benchmarks.common.options import options
 from benchmarks.common.servers import served
 from quire.server.store.data_dir import DataDir, open_data_dir
 from quire.server.store.database import DATABASE_FILE, ROW_OVERHEAD_BYTES, Database
-from quire.server.store.journal import JournaledCall, ReplayInputs
-from quire.server.store.response_store import ObjectToStore, StoredItem, StoredObject
+from quire.server.store.journal import JournaledCall, PinnedReplayFields
+from quire.server.store.response_store import ObjectToStore, ObjectWithoutItems, StoredItem
 from tests.server.store.version_2 import TABLES
 
 OWNER = ""
@@ -129,7 +129,7 @@ def measure(data: DataDir, held: Held, rounds: int) -> None:
         number = 0
         while not done.is_set():
             number += 1
-            pins = ReplayInputs(id=f"by{number}", name="", created=0, seed=1)
+            pins = PinnedReplayFields(id=f"by{number}", name="", created=0, seed=1)
             what, began = doing[0], time.perf_counter()
             data.calls.put(
                 "bystander", JournaledCall(path="/v1/completions", body=b"{}", pins=pins), time.time() + 60, "0"
@@ -178,7 +178,9 @@ def writes(data: DataDir) -> dict[str, Callable[[int], object]]:
 
         def write(number: int) -> None:
             items = [StoredItem(f"msg_{n:032x}", content) for n in range(count)]
-            data.store.put(OWNER, ObjectToStore(f"{name}{number}", StoredObject("conversation", {}, b"{}"), items))
+            data.store.put(
+                OWNER, ObjectToStore(f"{name}{number}", ObjectWithoutItems("conversation", {}, b"{}"), items)
+            )
 
         return write
 

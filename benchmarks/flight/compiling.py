@@ -27,10 +27,10 @@ def ahead(device: torch.device, say: Say) -> None:
     if device.type != "cuda":
         say(Finding("kernels", "nothing to compile on a CPU"))
         return
-    from quire.kernels.gpu.kernel_variant import record_variants
+    from quire.kernels.gpu.kernel_variant import dry_run_for_variants
 
     began = time.monotonic()
-    kinds = dict.fromkeys(record_variants(lambda: _stages(device)))
+    kinds = dict.fromkeys(dry_run_for_variants(lambda: _stages(device)))
     found = time.monotonic()
     compiled = compile_variants(list(kinds), lambda: None)
     took = f"found in {found - began:.0f} s; in {time.monotonic() - found:.0f} s {compiled.summary}"

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.flight.finding import Finding, Say, tried
 from benchmarks.gpu import times
-from quire.kernels.backend import Backend, Experts
+from quire.kernels.backend import Backend, MoEComponents
 from quire.kernels.parameters.routing import Routing
 from quire.kernels.reference import ReferenceBackend
 from quire.kernels.routing import MoE
@@ -47,7 +47,7 @@ def _weights(shape: tuple[int, int, int, int], device: torch.device, *, down: bo
 
 def _mixture(backend: Backend, weights: list[torch.Tensor], router: torch.Tensor, routing: Routing) -> MoE:
     gate_up, down = ([backend.pack_linear(each, None) for each in stacked] for stacked in weights)
-    return backend.make_moe(Experts(backend.pack_linear(router, None, wide=True), gate_up, down, routing))
+    return backend.make_moe(MoEComponents(backend.pack_linear(router, None, wide=True), gate_up, down, routing))
 
 
 def _right(backend: Backend, weights: list[torch.Tensor], router: torch.Tensor, routing: Routing) -> str:

@@ -164,7 +164,7 @@ def _timed(device: torch.device) -> str:
 def _shown(vision: VisionSpec, seed: int, side: int) -> EngineCoreRequest:
     pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
     layout = vision.make_layout(side, side)
-    (content,) = layout.make_tower_inputs(Pillow.fromarray(pixels))
+    (content,) = layout.iter_resized_images(Pillow.fromarray(pixels))
     content = msgspec.structs.replace(content, encoder_cost=vision.encoder_cost(content))
     ids = [5, *[vision.image_token_id] * layout.num_tokens, 6]
     asked = request(str(seed), ids, 1)

@@ -38,7 +38,7 @@ def look(device: torch.device, say: Say) -> None:
 def cores(device: torch.device, say: Say) -> None:
     """Our CPU kernels on 1 to 16 threads: a decode of one row, and a prompt of 512 tokens."""
     most = os.cpu_count() or 1
-    if isinstance(missing := native_library.load_library(), str):
+    if isinstance(missing := native_library.load_library_or_reason(), str):
         say(Finding("CPU kernels", missing, held=device.type == "cpu"))
     args = argparse.Namespace(device="cpu", attention_backend="auto", deterministic=False, enforce_eager=True)
     with model_directory("tiny" if device.type == "cpu" else "qwen3-0.6b") as path:

@@ -100,7 +100,7 @@ def _seconds(group: DistributedCollective, x: torch.Tensor) -> float:
 def _left(group: DistributedCollective) -> str:
     """How long a sum waits for a rank that has ended."""
     x, done = torch.ones(4096, dtype=torch.bfloat16, device="cuda"), torch.cuda.Event()
-    threading.Timer(_DEAD_SECONDS, group.close).start()
+    threading.Timer(_DEAD_SECONDS, group.abort_collectives).start()
     began = time.monotonic()
     group.all_reduce(x)
     done.record()

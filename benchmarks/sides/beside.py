@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from benchmarks.common.options import options
 from benchmarks.common.servers import by_turns, compared
 from quire.server.cli.bench.latency_stats import summarize
-from quire.server.cli.bench.serve import build_jobs, run_closed_loop
+from quire.server.cli.bench.serve import build_measured_and_warmup_jobs, run_closed_loop
 from quire.server.cli.bench.stream_client import StreamClient
 
 PAUSE = 0.7
@@ -50,7 +50,7 @@ async def rate(server: str, case: Case, seed: int, vocab: int) -> float:
     url, model, *close = server.split("=")
     load = {"prompts": None, "vocab": vocab, "ignore_eos": True, "temperature": 0.0, "warmup": 1, "shared_prefix": 0}
     load |= {"num_requests": case.requests, "input_len": case.inputs, "output_len": case.outputs, "seed": seed}
-    jobs, warming = build_jobs(argparse.Namespace(**load, chats=False, body={}), model)
+    jobs, warming = build_measured_and_warmup_jobs(argparse.Namespace(**load, chats=False, body={}), model)
     client = StreamClient(url, keep_alive=not close)
     try:
         await run_closed_loop(client, warming, 1)

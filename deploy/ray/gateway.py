@@ -32,7 +32,7 @@ from quire.server.config import ServerConfig
 from quire.server.error_responses import (
     RETRY_AFTER_SECONDS,
     UnexpectedErrorMiddleware,
-    encode_stream_error,
+    encode_openai_stream_error,
     error_info,
     error_response,
     http_error_info,
@@ -97,7 +97,7 @@ class Gateway:
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             yield make_call(scope, scope["headers"], b"", seeds=False)
             return
-        async with self._bodies.read_body(Request(scope, receive), json=scope["path"] != FILES) as body:
+        async with self._bodies.hold_request_body(Request(scope, receive), json=scope["path"] != FILES) as body:
             whole = b"".join(body.chunks)
             body.chunks.clear()
             yield make_call(scope, scope["headers"], whole, seeds=not self._keeps)
@@ -183,7 +183,7 @@ async def _send(parts: AsyncGenerator[Head | bytes], call: Call, send: Send) -> 
             raise RuntimeError("the answer was cut off") from error  # as the connection then is
         told = _told(error)
         anthropic = b"event: error\ndata: %b\n\n" % error_info(told).encode_anthropic()
-        last = anthropic if call.path == "/v1/messages" else encode_stream_error(told)
+        last = anthropic if call.path == "/v1/messages" else encode_openai_stream_error(told)
     await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

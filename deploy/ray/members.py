@@ -95,7 +95,7 @@ class Members:
         if process not in self._members:
             self._members[process] = _Member()
             told = ProcessStatus() if standing is None else msgspec.msgpack.decode(standing, type=ProcessStatus)
-            self._data.processes.join_process(process, told)
+            self._data.processes.rejoin_process(process, told)
             self._awaited.discard(process)
         return self.life
 

@@ -259,7 +259,7 @@ class EngineConfig(BaseModel):
         return self.quantization if self.quantization in get_args(OnlineQuantization) else None  # type: ignore[return-value]
 
     @property
-    def checkpoint_quantization(self) -> str | None:
+    def required_checkpoint_quant_method(self) -> str | None:
         """What config.json must say as quant_method; None: nothing was asked for."""
         quantization = None if self.online_quantization else self.quantization
         return quantization and quantization.removesuffix("_marlin")
@@ -285,7 +285,7 @@ class EngineConfig(BaseModel):
         """Most tokens in one step."""
         return self.max_num_batched_tokens or DEFAULT_STEP_TOKENS
 
-    def with_gpu_defaults(self, memory: int) -> EngineConfig:
+    def with_gpu_default_step_tokens(self, memory: int) -> EngineConfig:
         """The same for a GPU of so many bytes: large ones compute long steps fastest, and have the memory for them."""
         if self.max_num_batched_tokens is not None or memory < LARGE_GPU_BYTES:
             return self
@@ -345,7 +345,7 @@ class EngineConfig(BaseModel):
 
     @field_validator("max_num_seqs")
     @classmethod
-    def cap_max_num_seqs(cls, value: int) -> int:
+    def clamp_to_max_sequences(cls, value: int) -> int:
         return min(value, MAX_SEQUENCES)
 
     @field_validator("kv_cache_memory", mode="before")

@@ -126,7 +126,7 @@ class SpeculativeConfig(BaseModel):
         settings = {name: each for name, each in value.items() if name not in _IGNORED_VLLM_KEYS}
         method = settings.get("method")
         if method is None and settings.get("model") is not None:
-            settings["method"] = infer_draft_method(str(settings["model"]))
+            settings["method"] = infer_draft_method_from_name(str(settings["model"]))
         if method in UNSUPPORTED_DRAFT_METHODS:
             return {"method": "none"}
         return settings
@@ -170,7 +170,7 @@ def ignored_speculative_keys_reason(value: object) -> str:
     return f"{', '.join(names)}: guesses are made with the served model's settings" if names else ""
 
 
-def infer_draft_method(model: str) -> str:
+def infer_draft_method_from_name(model: str) -> str:
     """The method for a draft that comes without one, by its name, as vLLM chooses it."""
     name = model.lower()
     return next((method for method in ("eagle3", "eagle", "medusa") if method in name), "draft_model")

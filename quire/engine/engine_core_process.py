@@ -62,9 +62,9 @@ def run_engine_core(config: EngineConfig, address: str, heartbeat: Heartbeat) ->
             free_engine_memory()
             if isinstance(change, Sleep):
                 _send_message(socket, Asleep())
-                (config, engine), failure = _sleep_until_load(config, socket, heartbeat), None
+                (config, engine), failure = _sleep_then_build_engine(config, socket, heartbeat), None
             else:
-                config, engine, failure = _rebuild_engine(config, change, heartbeat)
+                config, engine, failure = _rebuild_engine_or_previous(config, change, heartbeat)
     except QuireError as error:
         _send_message(socket, Failed(error.message, error.param))
         socket.close(linger=_ERROR_LINGER_MS)
@@ -75,14 +75,14 @@ def run_engine_core(config: EngineConfig, address: str, heartbeat: Heartbeat) ->
 def _run_until_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> Sleep | EngineConfig:
     """Compute until the engine is to be let go: to sleep, or for one of another configuration."""
     while True:
-        if (change := _handle_messages(engine, socket)) is not None:
+        if (change := _handle_messages_and_get_change(engine, socket)) is not None:
             return change
         outputs = engine.step()
         if outputs or engine.last_step_record is not None:
             _send_message(socket, Stepped(outputs, engine.engine_stats, engine.last_step_record))
 
 
-def _handle_messages(engine: EngineCore, socket: zmq.Socket[bytes]) -> Sleep | EngineConfig | None:  # noqa: PLR0912 (one case per message)
+def _handle_messages_and_get_change(engine: EngineCore, socket: zmq.Socket[bytes]) -> Sleep | EngineConfig | None:  # noqa: PLR0912 (one case per message)
     """Handle all messages that have arrived. With nothing to compute, warm up, or wait for a message. Returns what the
     engine is to be let go for."""
     is_idle = not engine.has_work
@@ -138,7 +138,7 @@ def _parse_config_or_refuse(engine: EngineCore, socket: zmq.Socket[bytes], text:
     return config
 
 
-def _sleep_until_load(
+def _sleep_then_build_engine(
     config: EngineConfig, socket: zmq.Socket[bytes], heartbeat: Heartbeat
 ) -> tuple[EngineConfig, EngineCore]:
     """Wait without an engine until there is one again."""
@@ -156,7 +156,7 @@ def _sleep_until_load(
             _send_message(socket, refused)
 
 
-def _rebuild_engine(
+def _rebuild_engine_or_previous(
     previous: EngineConfig, config: EngineConfig, heartbeat: Heartbeat
 ) -> tuple[EngineConfig, EngineCore, str | None]:
     """An engine of `config`, or where it cannot start one of `previous`, and why; with its configuration. The engine

@@ -55,7 +55,7 @@ def open_required(path: Path) -> BinaryIO:
     return file
 
 
-def read_bytes(path: Path, max_bytes: int, *, may_be_empty: bool = False) -> bytes | None:
+def read_bytes_if_present(path: Path, max_bytes: int, *, may_be_empty: bool = False) -> bytes | None:
     """The content of a file of up to `max_bytes` bytes; None if there is no such file. Raises ModelError."""
     file = open_if_present(path)
     if file is None:
@@ -72,18 +72,18 @@ def read_bytes(path: Path, max_bytes: int, *, may_be_empty: bool = False) -> byt
     return content
 
 
-def read_text(path: Path, max_bytes: int) -> str | None:
+def read_text_if_present(path: Path, max_bytes: int) -> str | None:
     """The same as text. Raises ModelError also for what is not UTF-8."""
-    content = read_bytes(path, max_bytes)
+    content = read_bytes_if_present(path, max_bytes)
     try:
         return None if content is None else content.decode()
     except UnicodeDecodeError as error:
         raise ModelError(f"model: {path.name} is not UTF-8: byte {error.start}") from None
 
 
-def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
+def read_json_if_present(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
     """The object in a JSON file; None if there is no such file. Raises ModelError for anything else."""
-    text = read_text(path, max_bytes)
+    text = read_text_if_present(path, max_bytes)
     if text is None:
         return None
     try:
@@ -98,7 +98,7 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any] | N
     return content
 
 
-def validate_json(content: dict[str, Any], kind: type[Validated], file: str) -> Validated:
+def convert_parsed_json(content: dict[str, Any], kind: type[Validated], file: str) -> Validated:
     """The content of `file` as a `kind`, a TypedDict; keys that it does not have are left out.
 
     Raises ModelError, naming the first wrong field.

@@ -50,9 +50,9 @@ def start_fault_signal_reporter(heartbeat: PipeHeartbeat) -> None:
 def run_node(config: EngineConfig) -> int:
     """Compute with the first of several machines, in this process; see engine/worker_node.py."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns, a page long, each time that the first one ends
-    from quire.engine.worker_node import run_worker_node
+    from quire.engine.worker_node import run_worker_node_until_signal
 
-    return run_worker_node(config)
+    return run_worker_node_until_signal(config)
 
 
 def main() -> None:

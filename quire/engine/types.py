@@ -396,7 +396,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Most tokens in one step."""
     content: str = ""
     code: str = ""
-    """Digests of the model's files, wherever they lie (see model_content_digest), and of the code that computes."""
+    """Digests of the model's files, wherever they lie (see model_sample_digest), and of the code that computes."""
     adaptable: dict[str, tuple[int, int]] = {}
     """(in, out) of linears that may have adapters, where transformers' class has them; {}: as lora/target_modules.py
     says."""

@@ -50,13 +50,13 @@ def foreign_flags() -> Mapping[str, ForeignFlag]:
 
 
 @cache
-def _server_only_flags() -> Mapping[str, ForeignFlag]:
+def _server_only_flag_table() -> Mapping[str, ForeignFlag]:
     """Flags of `quire serve` that are no options of `LLM`."""
     table = _read_table()["programs"]
     return {**_parse_section(table["without_effect"], True), **_parse_section(table["instead"], False)}
 
 
-def redundant_value_reason(name: str, value: object) -> str:
+def redundant_vllm_value_reason(name: str, value: object) -> str:
     """Why a value of vLLM's for a flag of ours changes nothing; "" for all other values. `name`: without dashes."""
     foreign = _parse_section(_read_table()["usual"], False).get(name.replace("_", "-"))
     return foreign.text if foreign is not None and str(value) in foreign.default_values else ""
@@ -64,7 +64,7 @@ def redundant_value_reason(name: str, value: object) -> str:
 
 def is_server_only(name: str) -> bool:
     """Whether it is a setting of the server's, and vLLM's `LLM` takes it too."""
-    return name.replace("_", "-") in _server_only_flags()
+    return name.replace("_", "-") in _server_only_flag_table()
 
 
 @cache
@@ -90,7 +90,7 @@ def redundant_option_reason(name: str, value: object) -> str:
     know it. None asks for nothing, and False for what `--no-…` does."""
     flag = name.replace("_", "-")
     foreign = (
-        _server_only_flags().get(flag)
+        _server_only_flag_table().get(flag)
         or (find_foreign_flag(f"no-{flag}") if value is False else None)
         or find_foreign_flag(flag)
     )
@@ -132,6 +132,6 @@ def suggest_flag(flag: str, known: Iterable[str]) -> str:
 def suggest_setting(name: str, known: Iterable[str]) -> str:
     """The same for a name as Python, TOML files and variables write it: `max_model_len`."""
     flag = name.replace("_", "-")
-    foreign = _server_only_flags().get(flag) or find_foreign_flag(flag)
+    foreign = _server_only_flag_table().get(flag) or find_foreign_flag(flag)
     text = f"use --{flag_aliases()[flag]}" if flag in flag_aliases() else foreign.text if foreign else ""
     return re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), text) or suggest_nearest(name, known)

@@ -31,8 +31,8 @@ from quire.engine.worker.ranks.rank_processes import FOLLOWER_PROGRAM
 from quire.engine.worker.ranks.remote_ranks import (
     JOIN_QUEUE,
     SILENCE_TIMEOUT,
-    JoinReply,
     JoinRequest,
+    JoinVerdict,
     RankAssignment,
     answer_queue_name,
     make_join_request,
@@ -51,7 +51,7 @@ _OUT_OF_MEMORY_CODE = 137
 cannot tell, and would take the signal for somebody's, who has nothing to do with what was computed."""
 
 
-def run_worker_node(config: EngineConfig) -> int:
+def run_worker_node_until_signal(config: EngineConfig) -> int:
     """Until SIGTERM, SIGINT or SIGHUP; the exit status. Raises QuireError where this machine cannot join."""
     node = WorkerNode(config)
 
@@ -109,7 +109,7 @@ class WorkerNode:
                 joined = self._join_engine(local_rank, process, copies)
                 if joined is not None:
                     child.tell(msgspec.json.encode(joined))
-                    self._wait_for_rank(process, heartbeat := NodeHeartbeat(joined))
+                    self._wait_for_rank_or_kill_stopped(process, heartbeat := NodeHeartbeat(joined))
                     code = -signal.SIGKILL if process.returncode is None else process.returncode
                     if process.returncode == -signal.SIGKILL and (kills_before is None or oom_kills() != kills_before):
                         code = _OUT_OF_MEMORY_CODE
@@ -132,7 +132,7 @@ class WorkerNode:
                     return None
                 raise ConfigError(f"node_rank: a rank's process ended with code {process.returncode} before it joined")
             try:
-                joined = self._request_join(local_rank, process.pid, copies)
+                joined = self._request_rank_assignment(local_rank, process.pid, copies)
                 self._print_for_first_rank(
                     local_rank, f"{node_name} has joined {address} with {self._config.local_world_size} rank(s)"
                 )
@@ -151,7 +151,7 @@ class WorkerNode:
             self.stop_event.wait(_RETRY_SECONDS)
         return None
 
-    def _request_join(self, local_rank: int, pid: int, copies: str) -> RankAssignment:
+    def _request_rank_assignment(self, local_rank: int, pid: int, copies: str) -> RankAssignment:
         """Raises OSError and RuntimeError where nobody answers, or asks us to come again, and ConfigError where
         we need not come again."""
         config = self._config
@@ -164,7 +164,7 @@ class WorkerNode:
         store.set_timeout(timedelta(seconds=_CONNECT_SECONDS))
         join = replace(self._join_message, place=local_rank, pid=pid, host=local[0], reply=reply)
         store.queue_push(JOIN_QUEUE, encode_message(join))
-        answer = msgspec.msgpack.decode(store.queue_pop(reply), type=JoinReply)
+        answer = msgspec.msgpack.decode(store.queue_pop(reply), type=JoinVerdict)
         refused = f"{config.master_addr}:{config.master_port} refused: {answer.refused}"
         refuse_setting_if("node_rank", bool(answer.refused) and answer.final and refused)
         if answer.refused:
@@ -177,7 +177,7 @@ class WorkerNode:
         bound_cores = sorted(cores[local_rank]) if cores else []
         return RankAssignment((peer[0], peer[1]), rank, settings, bound_cores, config.niceness, local[0], copies)
 
-    def _wait_for_rank(self, process: subprocess.Popen[bytes], heartbeat: NodeHeartbeat) -> None:
+    def _wait_for_rank_or_kill_stopped(self, process: subprocess.Popen[bytes], heartbeat: NodeHeartbeat) -> None:
         """Until it has ended, or all shall, or it does not end by itself though machine 0 has gone."""
         stopped = Stopped()
         while not self.stop_event.is_set():

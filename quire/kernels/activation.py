@@ -17,32 +17,32 @@ def sigmoid(x: Tensor) -> Tensor:
     instructions, so that a row's bits would depend on the rows beside it. Its exp, erf and tanh do (2.13)."""
     if x.device.type != "cpu":
         return torch.sigmoid(x)
-    return torch.exp(-_upcast_to_float32(x)).add_(1).reciprocal_().to(x.dtype)
+    return torch.exp(-_to_at_least_float32(x)).add_(1).reciprocal_().to(x.dtype)
 
 
 def silu(x: Tensor) -> Tensor:
     if x.device.type != "cpu":
         return F.silu(x)
-    wide = _upcast_to_float32(x)
+    wide = _to_at_least_float32(x)
     return (wide / torch.exp(-wide).add_(1)).to(x.dtype)
 
 
 def gelu(x: Tensor) -> Tensor:
     if x.device.type != "cpu":
         return F.gelu(x)
-    wide = _upcast_to_float32(x)
+    wide = _to_at_least_float32(x)
     return torch.erf(wide * math.sqrt(0.5)).add_(1).mul_(0.5).mul_(wide).to(x.dtype)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
     if x.device.type != "cpu":
         return F.gelu(x, approximate="tanh")
-    wide = _upcast_to_float32(x)
+    wide = _to_at_least_float32(x)
     inner = (wide * wide).mul_(0.044715).add_(1).mul_(wide).mul_(math.sqrt(2 / math.pi))
     return inner.tanh_().add_(1).mul_(0.5).mul_(wide).to(x.dtype)
 
 
-def _upcast_to_float32(x: Tensor) -> Tensor:
+def _to_at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -60,7 +60,7 @@ def apply_activation(x: Tensor, activation: Activation) -> Tensor:
         case "times":
             return x * activation.slope
         case "xielu":
-            wide = _upcast_to_float32(x)
+            wide = _to_at_least_float32(x)
             above, below = wide.clamp(min=0), wide.clamp(max=0)
             curved = activation.positive_alpha * above.square() + activation.negative_alpha * (
                 torch.expm1(below) - below

@@ -45,11 +45,11 @@ class AttentionParams:
         return position // self.window * self.window if self.has_chunked_window else position - self.window + 1
 
     @property
-    def native_window(self) -> int:
+    def window_or_negative_chunk(self) -> int:
         """As kernels/cpu/attention_tile.h has it: 0: there is none; below 0: chunks of so many keys."""
         return (self.window or 0) * (-1 if self.has_chunked_window else 1)
 
-    def effective_window(self, longest: int) -> int | None:
+    def window_if_limiting(self, longest: int) -> int | None:
         """The window in contexts of up to `longest` keys: None too where it hides none of them, as kernels are faster
         without. Not for deterministic backends: `longest` depends on the batch."""
         return None if self.window is None or self.window >= longest else self.window

@@ -15,13 +15,13 @@ from torch import Tensor
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.collective import Collective
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
-from quire.kernels.latent_params import LatentParams
+from quire.kernels.latent_params import LatentNormRopeParams
 from quire.kernels.parameters.activation import Activation, ClampedSwiGLU
 from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.quantized_tensors import Activations, QuantizedWeight
-from quire.kernels.recurrent.recurrence import DraftStateLengths, Recurrence, RecurrenceMetadata, RecurrentStates
+from quire.kernels.recurrent.recurrence import Recurrence, RecurrenceMetadata, RecurrentStates, StateAndVerifiedCounts
 from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
-from quire.kernels.routing import Experts, MoE
+from quire.kernels.routing import MoE, MoEComponents
 
 CachePair = tuple[Tensor, Tensor]
 CudaGraphSupport = Literal["steps", "decodes", "nothing"]  # what a CUDA graph can hold: what does not look at the host
@@ -127,7 +127,9 @@ class AttentionMetadata:
     """The same with the block tables and slots of the other groups of layers, from the second on, where layers of
     different windows have pages of their own. What a table names before a window's tokens is of no sequence."""
     state_slots: Tensor | None = None  # [S] int64: where each sequence keeps what is not in pages; None: no layer does
-    draft_state_lengths: DraftStateLengths | None = None  # None: no token is one, or was one in the step before
+    state_and_verified_counts: StateAndVerifiedCounts | None = (
+        None  # None: no token is one, or was one in the step before
+    )
     rope_position_override: Tensor | None = (
         None  # [T] int64, the position that each token is rotated by; None: its position
     )
@@ -256,15 +258,15 @@ class Operations(ABC):
     def context_parallel_attention(
         self, q: Tensor, caches: CachePair, metadata: AttentionMetadata, softmax: AttentionParams, group: Collective
     ) -> Tensor:
-        """The same of ranks that divide every sequence's tokens (`Backend.make_context_parallel`): q [T, H / ranks, D]
-        of this rank's heads, caches of all K heads for its tokens. `softmax.bias` is of all heads, `softmax.sinks` of
-        this rank's. A row's bits follow from the number of ranks; the CPU's kernels give those of one process. Raises
-        RankEnded."""
+        """The same of ranks that divide every sequence's tokens (`Backend.make_context_parallel_backend`): q [T, H /
+        ranks, D] of this rank's heads, caches of all K heads for its tokens. `softmax.bias` is of all heads,
+        `softmax.sinks` of this rank's. A row's bits follow from the number of ranks; the CPU's kernels give those of
+        one process. Raises RankEnded."""
         raise NotImplementedError
 
     @abstractmethod
-    def store_latent_kv(
-        self, q: Tensor, kv: Tensor, latent: LatentParams, cache: Tensor, metadata: AttentionMetadata
+    def rope_and_store_latent_kv(
+        self, q: Tensor, kv: Tensor, latent: LatentNormRopeParams, cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         """Norm, rotate, store kv [T, L + R]: kernels/latent_params.py. Returns q [T, H, any + R], turned in
         place."""
@@ -318,7 +320,7 @@ class Backend(Operations):
         CudaGraphSupport  # "decodes": of one token each, without mixtures of experts and states of whole sequences
     )
 
-    def make_context_parallel(self, ranks: int) -> Backend | None:
+    def make_context_parallel_backend(self, ranks: int) -> Backend | None:
         """The same for ranks that divide every sequence's tokens, as many of each page for each; None: it cannot."""
         return None
 
@@ -385,7 +387,7 @@ class Backend(Operations):
         """An embedding [vocab, hidden], which may be dropped afterwards; tied: it is the head as well."""
 
     @abstractmethod
-    def make_moe(self, experts: Experts) -> MoE:
+    def make_moe(self, experts: MoEComponents) -> MoE:
         """The experts as one call: the weighed sum of what each token's experts give."""
 
     @abstractmethod

@@ -84,7 +84,7 @@ class AttentionRequirements:
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidates:
+class _CandidateBackends:
     """The backends by name, each made when it is tried."""
 
     device: device
@@ -94,7 +94,7 @@ class _Candidates:
     deterministic: bool
     activation_bits: str
 
-    def try_backend(self, name: str, trial: BackendTrial | None) -> tuple[Backend | None, str]:
+    def make_backend_or_reason(self, name: str, trial: BackendTrial | None) -> tuple[Backend | None, str]:
         """The backend, or None and why it cannot serve."""
         try:
             backend = self._make_backend(name)
@@ -119,7 +119,7 @@ class _Candidates:
             reason = backend.unsupported_attention_reason(
                 sinks=attention.sinks, latents=attention.latents, chunks=attention.chunks
             )
-        if reason is None and attention.ranks > 1 and backend.make_context_parallel(attention.ranks) is None:
+        if reason is None and attention.ranks > 1 and backend.make_context_parallel_backend(attention.ranks) is None:
             reason = _NO_CONTEXT_PARALLEL
         return reason
 
@@ -141,22 +141,22 @@ def select_backend(
 
     Raises ValueError for a name that is not in BACKENDS, for a backend that cannot serve the model or fails the first
     trial, and where none passes any; it says why."""
-    candidates = _Candidates(device, dtype, head_dim, attention, deterministic, activation_bits)
+    candidates = _CandidateBackends(device, dtype, head_dim, attention, deterministic, activation_bits)
     attempts: Sequence[BackendTrial | None] = trials or (None,)
     if name != "auto":
         if name not in BACKENDS:
             raise ValueError(f"unknown attention backend {name!r}; one of auto, {', '.join(BACKENDS)}")
-        backend, reason = candidates.try_backend(name, attempts[0])
+        backend, reason = candidates.make_backend_or_reason(name, attempts[0])
         if backend is None:
             raise ValueError(f"{name}: {reason}")
         return backend, f"{backend.description()}; asked for"
     passed_over: dict[str, str] = {}
     for trial, name in product(attempts, _preferred_backends(device)):
-        backend, reason = candidates.try_backend(name, trial)
+        backend, reason = candidates.make_backend_or_reason(name, trial)
         if backend is not None:
             return backend, "; ".join([backend.description(), *passed_over.values()])
         passed_over.setdefault(name, f"{name}: {reason}")
-    backend, reason = candidates.try_backend("reference", attempts[-1])
+    backend, reason = candidates.make_backend_or_reason("reference", attempts[-1])
     if backend is None:
         raise ValueError("; ".join(["nothing computes here", *passed_over.values(), f"reference: {reason}"]))
     return backend, "; ".join([backend.description(), *passed_over.values()])

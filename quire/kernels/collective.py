@@ -57,5 +57,5 @@ class Collective(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def close(self) -> None:
+    def abort_collectives(self) -> None:
         """Let no rank wait any longer. Any thread may call it."""

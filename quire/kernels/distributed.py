@@ -133,7 +133,7 @@ class DistributedCollective(Collective):
         if self._small_all_reduce is not None:
             self._small_all_reduce.raise_if_failed()
 
-    def close(self) -> None:
+    def abort_collectives(self) -> None:
         self._closed.set()
         if self._small_all_reduce is not None:
             self._small_all_reduce.stop_waiting()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import NO_ADAPTERS
-from quire.kernels.routing import Experts, choose_experts
+from quire.kernels.routing import MoEComponents, choose_experts
 from quire.kernels.streaming.weight_offloader import WeightOffloader
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class ReferenceMoE:
     """Expert by expert: each multiplies the rows that chose it, and adds to their sums. So a row's sum has an order of
     its own, whatever the other rows chose."""
 
-    def __init__(self, backend: Backend, experts: Experts) -> None:
+    def __init__(self, backend: Backend, experts: MoEComponents) -> None:
         """`backend`: computes the gates."""
         self._backend = backend
         self._experts = experts
@@ -42,7 +42,7 @@ class ReferenceMoE:
         return total.to(x.dtype)
 
 
-def route_tokens(experts: Experts, x: Tensor) -> tuple[Tensor, Tensor, int]:
+def route_tokens(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, int]:
     """Each token's experts [T, top_k] int64 and their weights, for what the router reads, [T, hidden]; and how many
     experts there are, those of other ranks too."""
     scores = experts.router(x.float() if experts.has_float32_router else x, NO_ADAPTERS)
@@ -50,7 +50,7 @@ def route_tokens(experts: Experts, x: Tensor) -> tuple[Tensor, Tensor, int]:
     return chosen, shares if experts.expert_scales is None else shares * experts.expert_scales[chosen], scores.shape[1]
 
 
-def apply_expert_activation(backend: Backend, experts: Experts, gate_up: Tensor) -> Tensor:
+def apply_expert_activation(backend: Backend, experts: MoEComponents, gate_up: Tensor) -> Tensor:
     """What stands between an expert's two matrices, for what the first one gives."""
     if experts.activation is not None:
         return backend.apply_activation(gate_up, experts.activation)

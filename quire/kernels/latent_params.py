@@ -18,7 +18,7 @@ from quire.kernels.qk_norm_rope import rms_norm
 
 
 @dataclass(frozen=True, slots=True)
-class LatentParams:
+class LatentNormRopeParams:
     """What happens to a latent and to the rotated numbers, before they are stored."""
 
     norm_weight: Tensor
@@ -37,20 +37,20 @@ class LatentParams:
         return len(self.norm_weight), self.cos_sin.shape[1]
 
 
-def rotate_queries(q: Tensor, latent: LatentParams, positions: Tensor) -> Tensor:
+def rotate_queries(q: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
     """[T, H, any + R], of which the last R numbers are rotated."""
     before, turned = q.split((q.shape[-1] - latent.latent_and_rope_dims[1], latent.latent_and_rope_dims[1]), dim=-1)
-    return torch.cat((before, _rotate_pairs(turned, latent, positions)), dim=-1)
+    return torch.cat((before, _apply_rope(turned, latent, positions)), dim=-1)
 
 
-def compute_latent_key(kv: Tensor, latent: LatentParams, positions: Tensor) -> Tensor:
+def compute_latent_key(kv: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
     """The key [T, 1, L + R] of kv [T, L + R]."""
     compressed, turned = kv.unsqueeze(1).split(latent.latent_and_rope_dims, dim=-1)
     normed = rms_norm(compressed, latent.norm_weight, latent.eps)
-    return torch.cat((normed, _rotate_pairs(turned, latent, positions)), dim=-1)
+    return torch.cat((normed, _apply_rope(turned, latent, positions)), dim=-1)
 
 
-def _rotate_pairs(x: Tensor, latent: LatentParams, positions: Tensor) -> Tensor:
+def _apply_rope(x: Tensor, latent: LatentNormRopeParams, positions: Tensor) -> Tensor:
     """x [T, heads, R]; the results stand in halves, however pairs did."""
     cos, sin = latent.cos_sin[positions][:, None].chunk(2, dim=-1)
     first, second = (x[..., ::2], x[..., 1::2]) if latent.is_interleaved else x.chunk(2, dim=-1)

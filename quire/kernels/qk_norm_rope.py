@@ -53,7 +53,7 @@ class QKNormRopeParams:
         """Heads of keys and values that are projected for each that is stored."""
         return PROJECTION_KINDS.index(self.projections)
 
-    def num_query_heads(self, width: int, kv_heads: int) -> int:
+    def num_query_heads_of_width(self, width: int, kv_heads: int) -> int:
         """Query heads of a projection so wide."""
         return width // self.head_dim - self.num_kv_projections * kv_heads
 

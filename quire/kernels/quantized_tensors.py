@@ -101,7 +101,7 @@ class Float8Weight:
         """That share a scale."""
         return min(self.scale_block[1], self.shape[1])
 
-    def output_scales(self) -> Tensor:
+    def scales_per_output_row(self) -> Tensor:
         """[out, blocks of inputs] float32, NaN where a code is: kernels know numbers only."""
         scales = self.scales.float().repeat_interleave(self.scale_block[0], 0)[: self.shape[0]]
         inputs = self.inputs_per_scale
@@ -175,7 +175,7 @@ class RoundedInputLinear:
         raise NotImplementedError
 
 
-def choose_shared_rounding(readers: Sequence[object], x: Any) -> tuple[ActivationRounding, bool] | None:
+def choose_rounding_and_needs_unrounded(readers: Sequence[object], x: Any) -> tuple[ActivationRounding, bool] | None:
     """How what these linears read is to be rounded, of as many rows as x has, and whether one of them reads it
     unrounded as well, or rounded otherwise; None: it is not. What several read alike is rounded once."""
     if not any(isinstance(each, RoundedInputLinear) for each in readers):

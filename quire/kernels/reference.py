@@ -38,7 +38,7 @@ from quire.kernels.kv_quantization import (
     num_scale_elements,
     store_quantized_kv,
 )
-from quire.kernels.latent_params import LatentParams, compute_latent_key, rotate_queries
+from quire.kernels.latent_params import LatentNormRopeParams, compute_latent_key, rotate_queries
 from quire.kernels.lora import ReferenceLinearWithLora
 from quire.kernels.mla.per_head_linear import ReferencePerHeadLinear
 from quire.kernels.parameters.activation import Activation, ClampedSwiGLU
@@ -46,7 +46,7 @@ from quire.kernels.qk_norm_rope import QKNormRopeParams, norm_and_rotate, rms_no
 from quire.kernels.quantized_tensors import Activations, QuantizedWeight, select_linear_input
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrenceMetadata, RecurrentStates, run_recurrence
 from quire.kernels.recurrent.short_conv import ConvStates, ShortConv, short_conv
-from quire.kernels.routing import Experts, MoE
+from quire.kernels.routing import MoE, MoEComponents
 
 _INITIAL_CANDIDATES = 1024
 """Top-p looks at this many most likely tokens first; a flatter distribution is sorted whole."""
@@ -108,7 +108,7 @@ class ReferenceBackend(Backend):
         )
         return partial_softmax.normalize(softmax.sinks).to(q.dtype)
 
-    def make_context_parallel(self, ranks: int) -> Backend | None:
+    def make_context_parallel_backend(self, ranks: int) -> Backend | None:
         backend = type(self)(deterministic=self.deterministic)
         backend.context_parallel_ranks, backend.block_size = ranks, self.block_size * ranks
         return backend
@@ -178,7 +178,7 @@ class ReferenceBackend(Backend):
         self, qkv: Tensor, rope: QKNormRopeParams, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         kv_heads = k_cache.shape[2]
-        sizes = (rope.num_query_heads(qkv.shape[1], kv_heads), *[kv_heads] * rope.num_kv_projections)
+        sizes = (rope.num_query_heads_of_width(qkv.shape[1], kv_heads), *[kv_heads] * rope.num_kv_projections)
         q, *kv = qkv.view(len(qkv), -1, rope.head_dim).split(sizes, dim=1)
         q = norm_and_rotate(q, rope.q_norm, rope, metadata.rope_positions)
         if rope.q_scale is not None:
@@ -189,8 +189,8 @@ class ReferenceBackend(Backend):
             self.store_kv(k, v, k_cache, v_cache, metadata.slot_mapping, rope.kv_scales)
         return q.contiguous()
 
-    def store_latent_kv(
-        self, q: Tensor, kv: Tensor, latent: LatentParams, cache: Tensor, metadata: AttentionMetadata
+    def rope_and_store_latent_kv(
+        self, q: Tensor, kv: Tensor, latent: LatentNormRopeParams, cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         key = compute_latent_key(kv, latent, metadata.positions)
         _store_cache(key, cache, metadata.slot_mapping, latent.kv_scales.key)
@@ -212,7 +212,7 @@ class ReferenceBackend(Backend):
         metadata: AttentionMetadata,
     ) -> Tensor:
         assert metadata.state_slots is not None
-        sequences = RecurrenceMetadata(metadata.query_start, metadata.context_lens, metadata.draft_state_lengths)
+        sequences = RecurrenceMetadata(metadata.query_start, metadata.context_lens, metadata.state_and_verified_counts)
         return run_recurrence(
             inputs, z, head_inputs, rule, states, metadata.recurrence_metadata or sequences, metadata.state_slots
         )
@@ -246,7 +246,7 @@ class ReferenceBackend(Backend):
             lambda ids: F.embedding(ids, whole), self.pack_linear(whole, None, wide=True) if tied else None
         )
 
-    def make_moe(self, experts: Experts) -> MoE:
+    def make_moe(self, experts: MoEComponents) -> MoE:
         return ReferenceMoE(self, experts)
 
     def make_linear_with_lora(self, linear: Linear, slots: AdapterSlotSpec) -> LinearWithLora:
@@ -278,10 +278,10 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def sample_tokens(logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
-    return sample_inverse_cdf(filter_probs(logits, filters), u)
+    return sample_inverse_cdf(logits_to_filtered_probs(logits, filters), u)
 
 
-def filter_probs(logits: Tensor, filters: Tensor) -> Tensor:
+def logits_to_filtered_probs(logits: Tensor, filters: Tensor) -> Tensor:
     """Probabilities [R, vocab] after `sample_tokens`'s filters; what is left out is 0, sums are below 1."""
     temperature, top_k, top_p, min_p = filters[:, :, None].unbind(1)
     probs = torch.softmax(logits / temperature.float(), dim=-1)

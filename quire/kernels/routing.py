@@ -23,7 +23,7 @@ MoE = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class MoEComponents:
     """MLPs, of which a router chooses some for each token (Shazeer et al., 2017)."""
 
     router: LinearFunction

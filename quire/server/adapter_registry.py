@@ -61,9 +61,9 @@ class AdapterRegistry:
 
     def load_initial_adapters(self, modules: Sequence[str]) -> None:
         """Take in what was loaded before this server's start, and `modules` of --lora-modules. Raises ConfigError."""
-        for name, digest in self._read_saved_digests().items():
+        for name, digest in self._read_saved_digests_by_name().items():
             try:
-                self._adapters[name] = self._adapter_store.find_adapter(name, digest)
+                self._adapters[name] = self._adapter_store.reopen_stored_adapter(name, digest)
             except (AdapterError, OSError) as error:
                 log.warning("the adapter %s, loaded before, is not served: %s", name, error)
         for text in modules:
@@ -74,7 +74,7 @@ class AdapterRegistry:
             except InvalidRequest as error:
                 raise ConfigError(f"lora_modules: {name}: {error}", param="lora_modules") from None
             self._configured_names.add(name)
-        for digest in self._adapter_store.digests:
+        for digest in self._adapter_store.stored_adapter_digests:
             self._mark_if_unnamed(digest)
         self._delete_unused_files()
 
@@ -140,7 +140,7 @@ class AdapterRegistry:
                 del self._unnamed_since[digest]
                 self._adapter_store.remove_adapter(digest)
 
-    def _read_saved_digests(self) -> dict[str, str]:
+    def _read_saved_digests_by_name(self) -> dict[str, str]:
         if self._names_file is None or not self._names_file.exists():
             return {}
         try:

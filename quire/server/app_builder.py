@@ -18,7 +18,7 @@ from quire.server.peers import PeerLink
 from quire.server.persistence import open_configured_data_dir
 from quire.server.routes.error_handlers import install_error_handlers
 from quire.server.routes.middleware import add_middleware
-from quire.server.routes.routers import add_routers
+from quire.server.routes.routers import add_routers_with_metrics
 from quire.server.runtime.server_startup import OpenModels, OpenStoredData, ServerStartup
 
 
@@ -61,6 +61,6 @@ def build_app(
         redoc_url=None,
     )
     install_error_handlers(app)
-    http_metrics = add_routers(app, routers)
+    http_metrics = add_routers_with_metrics(app, routers)
     add_middleware(app, config, tenants, gateways, span_exporter, budget_bytes, http_metrics)
     return app

@@ -12,10 +12,10 @@ from quire.engine.checkpoint.names import hub_name
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.config_types import JsonObject
 from quire.engine.errors import ModelError
-from quire.engine.folder_reader import read_json
+from quire.engine.folder_reader import read_json_if_present
 from quire.engine.gguf.model_files import GGUF_SUFFIX, model_stem
 from quire.engine.text.chat_messages import RESERVED_VARIABLES
-from quire.engine.unsupported_options import redundant_value_reason
+from quire.engine.unsupported_options import redundant_vllm_value_reason
 
 _JsonToolParser = Literal["hermes", "llama3_json", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31"]
 ToolCallParser = Literal["auto", "none", _JsonToolParser, "granite", "openai", "pythonic", "qwen3_coder", "seed_oss"]
@@ -194,9 +194,9 @@ class ServerConfig(EngineConfig):
 
     @field_validator("tool_call_parser", "reasoning_parser", mode="before")
     @classmethod
-    def replace_redundant_parser(cls, value: object, info: ValidationInfo) -> object:
+    def replace_redundant_parser_with_auto(cls, value: object, info: ValidationInfo) -> object:
         """auto, for vLLM's names of formats that are read from the chat template."""
-        return "auto" if redundant_value_reason(str(info.field_name), value) else value
+        return "auto" if redundant_vllm_value_reason(str(info.field_name), value) else value
 
     @field_validator("default_chat_template_kwargs")
     @classmethod
@@ -237,7 +237,7 @@ def _name_from_folder(path: Path) -> str:
     ):  # the hub's cache: models--OWNER--NAME/snapshots/COMMIT
         return "/".join(cached.groups())
     try:
-        known = (read_json(path / "config.json") or {}).get("_name_or_path")
+        known = (read_json_if_present(path / "config.json") or {}).get("_name_or_path")
     except ModelError:  # which the start will report
         known = None
     if not isinstance(known, str) or not known.isprintable() or len(known) > _MAX_NAME_LENGTH:

@@ -43,7 +43,7 @@ _FRAMING_TOO_LARGE = 431, f"The lines between the body's chunks are larger than 
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectionLimits:
+class ConnectionTimeouts:
     read_timeout: float
     """Seconds for a request's head, and for each piece of its body."""
     write_timeout: float
@@ -52,7 +52,7 @@ class ConnectionLimits:
     """Its `slow_readers` counts clients that exceeded the write timeout."""
 
 
-class RequestParser(httptools.HttpRequestParser):
+class UpgradeIgnoringParser(httptools.HttpRequestParser):
     """Ignores the header Upgrade, which a server may: Java's client and `curl --http2` send it with every request.
 
     The base class would take all that follows the head, a body first of all, for another protocol's. Here the head is
@@ -74,7 +74,7 @@ class RequestParser(httptools.HttpRequestParser):
                     raise
                 data = self._connection.head_without_upgrade() + bytes(data)[upgrade.args[0] :]
                 # Another parser reads on: this one ignores what follows a head that also says `Connection: close`.
-                parser = self._connection.parser = RequestParser(self._connection)
+                parser = self._connection.parser = UpgradeIgnoringParser(self._connection)
 
 
 class UnchunkedSender:
@@ -114,7 +114,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def __init__(
         self,
-        limits: ConnectionLimits,
+        limits: ConnectionTimeouts,
         write_batcher: WriteBatcher,
         config: Config,
         server_state: ServerState,
@@ -122,7 +122,7 @@ class HttpConnection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.parser = RequestParser(self)
+        self.parser = UpgradeIgnoringParser(self)
         self._limits = limits
         self._write_batcher = write_batcher
         self._in_head = False

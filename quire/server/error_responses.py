@@ -142,7 +142,7 @@ def http_error_info(error: HTTPException) -> ErrorInfo:
     return ErrorInfo(error.status_code, str(error.detail), kind)
 
 
-def encode_stream_error(error: Exception) -> bytes:
+def encode_openai_stream_error(error: Exception) -> bytes:
     """An error inside a stream of OpenAI's chunks, as its last event."""
     return EVENT_PREFIX + error_info(error).encode_openai() + EVENT_END
 

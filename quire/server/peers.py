@@ -77,7 +77,7 @@ class Peers:
 RunFromThread = Callable[[Coroutine[Any, Any, bytes], asyncio.AbstractEventLoop], "Future[bytes]"]
 
 
-def make_blocking_ask(
+def make_blocking_data_dir_call(
     link: PeerLink, from_thread: RunFromThread = asyncio.run_coroutine_threadsafe
 ) -> Callable[[bytes], bytes]:
     """How threads ask the process that has the data. The function raises Unanswered. `from_thread`: has the event loop

@@ -24,7 +24,7 @@ from quire.server.access.tenants import Tenants
 from quire.server.batches.asgi_client import ASGIClient
 from quire.server.batches.runner import BatchRunner
 from quire.server.config import ServerConfig
-from quire.server.peers import PeerLink, Peers, RunFromThread, make_blocking_ask
+from quire.server.peers import PeerLink, Peers, RunFromThread, make_blocking_data_dir_call
 from quire.server.resumable_calls import RESUMED_SCOPE_KEY, Claim, ResumableCalls
 from quire.server.store.data_dir import OPEN_BATCHES_KEY, DataDir, DataDirStatus, ProcessStatus, open_data_dir
 from quire.server.store.data_dir_rpc import remote_data_dir
@@ -64,7 +64,7 @@ class Persistence:
     unfinished_responses: set[tuple[str, str]] = field(default_factory=set)
     """Owners and ids of the responses in the background that this process is to begin again."""
 
-    def requeue_response(self, owner: str, id: str) -> None:
+    def schedule_response_restart(self, owner: str, id: str) -> None:
         """A response in the background that this process worked on could not be answered now, by no fault of its own:
         its engine is gone, or its model was unloaded. If this process ends, another one begins it."""
         self.unfinished_responses.add((owner, id))
@@ -94,11 +94,11 @@ def open_configured_data_dir(
     from_thread: RunFromThread = asyncio.run_coroutine_threadsafe,
 ) -> DataDir | None:
     """What is kept: of this process, or of the one that the link leads to; None without data_dir. `connect`: see
-    Database; `from_thread`: see `make_blocking_ask`. Raises ConfigError."""
+    Database; `from_thread`: see `make_blocking_data_dir_call`. Raises ConfigError."""
     if config.data_dir is None:
         return None
     if link is not None:
-        return remote_data_dir(config.data_dir, make_blocking_ask(link, from_thread))
+        return remote_data_dir(config.data_dir, make_blocking_data_dir_call(link, from_thread))
     retention = config.response_retention_days * SECONDS_PER_DAY
     return open_data_dir(
         config.data_dir, int(config.max_stored_size * 2**30), retention_seconds=retention, connect=connect

@@ -25,8 +25,8 @@ from quire.engine.errors import InvalidRequest
 from quire.server.generation.generation import Generation
 from quire.server.generation.request_specs import GenerationSpec
 from quire.server.peers import Peers, StoreUnreachable
-from quire.server.resumption import ComputeIdentity, ResumedCall, fingerprint_history, input_digest
-from quire.server.store.journal import CLAIM_SECONDS, Calls, JournaledCall, ProgressUpdate, ReplayInputs
+from quire.server.resumption import ComputeIdentity, ResumedCall, all_compute_fingerprints, input_digest
+from quire.server.store.journal import CLAIM_SECONDS, Calls, JournaledCall, PinnedReplayFields, ProgressUpdate
 from quire.server.store.progress import CallProgress
 from quire.server.store.write_ahead_log import WriteAheadLog
 
@@ -149,7 +149,7 @@ class ResumableCalls:
         where its claim is put. Of several that ask for it at once, each waits until the one before it has begun, and
         takes it over. Raises HTTPException where that one takes long."""
         attempt, ends = 1 + random_source.randbits(31), clock.monotonic() + CLAIM_SECONDS
-        claim = partial(self._calls.claim, owner, call.pins.id, self._peers.process_name, attempt)
+        claim = partial(self._calls.try_claim_call, owner, call.pins.id, self._peers.process_name, attempt)
         while not await asyncio.to_thread(claim):
             if clock.monotonic() > ends:
                 raise still_answering_error()
@@ -217,7 +217,7 @@ class ResumableCalls:
         request.scope[CLAIMS_SCOPE_KEY].append(claim)
         call = await asyncio.to_thread(self._calls.find_by_idempotency_key, owner, key)
         if call is None:
-            return None  # `begin_journal` takes the claim away, or the request's end
+            return None  # `journal_call_and_wrap_close` takes the claim away, or the request's end
         if (call.path, call.body) != (request.scope["path"], body):
             raise HTTPException(422, "Another request had this Idempotency-Key")
         if call.pins.background:  # which may have to be begun: the claim stays
@@ -251,7 +251,7 @@ class ResumableCalls:
         with suppress(sqlite3.OperationalError):  # the process that has the calls does not answer, or is gone
             await asyncio.to_thread(self._calls.release_claim, claim.owner, claim.name, claim.attempt)
 
-    async def begin_journal(
+    async def journal_call_and_wrap_close(
         self,
         request: Request,
         owner: str,
@@ -265,7 +265,7 @@ class ResumableCalls:
         body = request.scope.pop(JOURNAL_BODY_SCOPE_KEY)
         resumed: ResumedCall | None = request.scope.get(RESUMED_SCOPE_KEY)
         key = request.headers.get(IDEMPOTENCY_HEADER) if resumed is None else resumed.call.key
-        pins = ReplayInputs(
+        pins = PinnedReplayFields(
             id=spec.id,
             name=spec.requested_id,
             created=spec.created,
@@ -274,7 +274,7 @@ class ResumableCalls:
             kernels=identity.fingerprint,
             background=spec.responses_fields is not None and spec.responses_fields.background,
             model=spec.model,
-            before=() if resumed is None else fingerprint_history(resumed, identity)[:-1],
+            before=() if resumed is None else all_compute_fingerprints(resumed, identity)[:-1],
             given=input_digest(spec, identity),
         )
         call = JournaledCall(path=request.scope["path"], body=body, pins=pins, key=key, progress=progress.copy())
@@ -309,7 +309,7 @@ class ResumableCalls:
             await asyncio.sleep(_PUT_RETRY_SECONDS)
         return await asyncio.to_thread(self._calls.put, owner, call, ends, self._peers.process_name)
 
-    def mark_response_stored(self, owner: str, id: str) -> None:
+    def mark_stored_unfinished(self, owner: str, id: str) -> None:
         """A response is stored as one that has not ended: until `forget_call`, when its end is stored, no other process
         takes it for one that nobody works on."""
         if (running := self._running.get((owner, id))) is not None:
@@ -338,7 +338,7 @@ class ResumableCalls:
         now = clock.time()
         notes: list[ProgressUpdate] = []
         ended_calls: list[tuple[str, str, RunningCall]] = []
-        is_compacting = self._write_ahead_log is not None and self._write_ahead_log.maybe_start_compaction(
+        is_compacting = self._write_ahead_log is not None and self._write_ahead_log.switch_half_if_filling(
             (running.log_number, *key, len(running.progress.ids)) for key, running in self._running.items()
         )
         for (owner, id), running in list(self._running.items()):
@@ -373,7 +373,7 @@ class ResumableCalls:
             if self._running.get((owner, id)) is running:
                 del self._running[owner, id]
         if is_compacting and self._write_ahead_log is not None:
-            self._write_ahead_log.finish_compaction()
+            self._write_ahead_log.discard_other_half()
 
 
 def still_answering_error() -> HTTPException:
@@ -398,7 +398,7 @@ def _end_call(running: RunningCall, close_generation: Callable[[], None]) -> Non
     running.close_generation = _noop  # no circle: the spec goes with its last reference, not at a collection
 
 
-def parse_keep_alive_seconds(request: Request, max_seconds: float) -> float:
+def parse_stream_grace_header(request: Request, max_seconds: float) -> float:
     """Seconds for which a stream goes on without its reader; 0: it does not. `max_seconds`: --stream-grace, or 0 where
     nothing is kept. Raises InvalidRequest."""
     header_value = request.headers.get(KEEP_ALIVE_HEADER)

@@ -89,7 +89,7 @@ def _span_digest_text(span: MediaSpan) -> str:
     return f"Span({position_text}, kind={span.kind!r}, whole={span.is_bidirectional!r}, offset={span.offset!r})"
 
 
-def fingerprint_history(resumed: ResumedCall, identity: ComputeIdentity) -> tuple[str, ...]:
+def all_compute_fingerprints(resumed: ResumedCall, identity: ComputeIdentity) -> tuple[str, ...]:
     """The fingerprints of all that compute a call, in their order."""
     pins = resumed.call.pins
     return (*pins.before, pins.kernels) + ((identity.fingerprint,) if pins.kernels != identity.fingerprint else ())

@@ -61,7 +61,7 @@ class ServedModelSpec:
     no_images_reason: str = NO_IMAGES_REASON
     """Why they may not."""
 
-    def with_engine_limits(self, model: ServedModel) -> ServedModelSpec:
+    def with_engine_info_from(self, model: ServedModel) -> ServedModelSpec:
         """With what the engine says of the model."""
         return replace(
             self,
@@ -141,7 +141,7 @@ class ServedModel(ServedModelSpec):
     def chat_renderer(self) -> ChatRenderer:
         return self.chat_formats.renderer
 
-    def response_model_name(self, requested_name: str | None) -> str:
+    def resolve_model_name(self, requested_name: str | None) -> str:
         """The name that an answer gives: the one asked for, by default the first. Raises ModelNotFound."""
         if requested_name is None:
             return self.names[0]

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from quire.engine import clock
 from quire.server.config import ServerConfig
 from quire.server.encoding import PING_EVENT
-from quire.server.error_responses import encode_stream_error
+from quire.server.error_responses import encode_openai_stream_error
 from quire.server.write_batching import BatchingTransport
 
 Result = TypeVar("Result")
@@ -49,7 +49,7 @@ class EventStream(EventSourceResponse):
         *,
         content_type: bytes = EVENT_STREAM_TYPE,
         ping: bytes = PING_EVENT,
-        encode_error: Callable[[Exception], bytes] = encode_stream_error,
+        encode_error: Callable[[Exception], bytes] = encode_openai_stream_error,
         transport: BatchingTransport | None = None,
     ) -> None:
         """`content_type`: the type of the content. `ping` is sent after a silence, `encode_error` writes the last event

@@ -20,7 +20,7 @@ import pytest
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.errors import EngineError
-from quire.engine.worker.ranks.pipeline import PipelineRunner
+from quire.engine.worker.ranks.pipeline import LastStageRunner
 from quire.engine.worker.ranks.spmd import SpmdRunner
 from quire.kernels.cpu.backend import CpuBackend
 from tests.e2e.server import Server
@@ -110,7 +110,7 @@ def test_an_engine_in_this_process_says_which_stage_has_ended() -> None:
     alone = EngineCore(EngineConfig(model=DEMO_MODEL, **settings))
     asked = [request(str(i), [435, 1029 + i], seed=i, temperature=0.8, logprobs=0) for i in range(4)]
     assert run(made, asked) == run(alone, asked)
-    assert isinstance(made.executor, PipelineRunner)
+    assert isinstance(made.executor, LastStageRunner)
     pids = made.executor._stages.pids
     made.add_request(request("b", [435, 1029]))
     os.kill(pids[0], signal.SIGKILL)

@@ -80,7 +80,7 @@ WAYS = ["bfloat16", "float32", "int8", "int4", "fp8", "mxfp4", "gptq", "float8",
 def test_it_says_the_same_bit_for_bit(way: str, tmp_path: Path) -> None:
     """With none kept, with some, which change as uses do, and with all; a step at a time and layers in one call."""
     path, settings = written(way, tmp_path)
-    if settings["dtype"] == "float32" and not CpuBackend().has_linear_kernel(torch.float32):
+    if settings["dtype"] == "float32" and not CpuBackend().prefers_native_linear(torch.float32):
         pytest.skip("oneDNN multiplies here")
     expected = answers(engine(path, **settings))
     on_disk = settings | {"weights_on_disk": str(tmp_path / "disk")}
@@ -119,10 +119,10 @@ def test_what_is_used_most_is_kept(tmp_path: Path) -> None:
     assert {*store._slot_of} == {0, 8, 16}  # of the first three layers the first expert
     used = {7, 11, total - 1}
     store._tables.uses[[*used]] = 9
-    store.begin_offload_step()
+    store.prepare_for_step()
     assert {*store._slot_of} == {*store._tables.pinned.nonzero().flatten().tolist()} == used
     store._tables.uses[[1, 2, 3]] = 5  # not so much more than half of 9
-    store.begin_offload_step()
+    store.prepare_for_step()
     assert {*store._slot_of} == used
 
 

@@ -55,7 +55,7 @@ def test_alone_together_chunked_cached_and_preempted_are_the_same(
     asked = [request(str(i), prompt, max_tokens=24, logprobs=0) for i, prompt in enumerate(prompts())]
     together = engine(path, kv, dtype=dtype)
     wanted = tokens(run(together, asked))
-    assert (together.executor._model._recorded_layers[1] is not None) == CpuBackend().has_linear_kernel(
+    assert (together.executor._model._recorded_layers[1] is not None) == CpuBackend().prefers_native_linear(
         getattr(torch, dtype)
     )
     alone = engine(path, kv, dtype=dtype, enable_prefix_caching=False)

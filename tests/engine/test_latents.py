@@ -25,7 +25,7 @@ from quire.engine.lora.adapter_files import read_adapter_specs
 from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.models import decoder_spec
 from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter
-from quire.engine.worker.device_plan import check_attention_support
+from quire.engine.worker.device_plan import check_device_supports_attention
 from quire.server.cli.plan.machine import Machine
 from quire.server.cli.plan.model_plan import predict_kv_tokens
 from tests.adapters import save_adapter
@@ -157,6 +157,6 @@ def test_latents_come_back_from_tiers(kv: str, tmp_path: Path) -> None:
 
 def test_apples_gpus_are_refused(folder: Path) -> None:
     config = read_model_config(model(folder, "deepseek_v2"))
-    check_attention_support(torch.device("cuda"), config, decoder_spec(config))
+    check_device_supports_attention(torch.device("cuda"), config, decoder_spec(config))
     with pytest.raises(ConfigError, match=r"latent attention .* GPUs of CUDA's alone so far: --device cpu"):
-        check_attention_support(torch.device("mps"), config, decoder_spec(config))
+        check_device_supports_attention(torch.device("mps"), config, decoder_spec(config))

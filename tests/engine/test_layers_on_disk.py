@@ -62,7 +62,7 @@ def layers_of(some: EngineCore) -> DiskLayerStreamer:
 def test_it_says_the_same_bit_for_bit(way: str, tmp_path: Path) -> None:
     """With none kept, and with some; a step at a time, and with prefixes cached."""
     path, settings = written(way, tmp_path)
-    if settings["dtype"] == "float32" and not CpuBackend().has_linear_kernel(torch.float32):
+    if settings["dtype"] == "float32" and not CpuBackend().prefers_native_linear(torch.float32):
         pytest.skip("oneDNN multiplies here")
     expected = answers(engine(path, **settings))
     elsewhere = settings | {"weights_on_disk": str(tmp_path / "disk")}

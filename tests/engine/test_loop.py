@@ -8,7 +8,7 @@ import zmq
 
 from quire.engine.core.stats import EngineStats, EngineView
 from quire.engine.engine_core import EngineCore
-from quire.engine.engine_core_process import _handle_messages
+from quire.engine.engine_core_process import _handle_messages_and_get_change
 from quire.engine.link.engine_messages import SnapshotRequest, Submit, ToEngine, encode
 from quire.engine.types import EngineCoreRequest, SamplingParams
 
@@ -59,7 +59,7 @@ class Script:
 def receive(left: int, messages: list[tuple[int, ToEngine]]) -> list[str]:
     engine = Idle(left)
     socket = Script(engine, messages)
-    _handle_messages(cast(EngineCore, engine), cast("zmq.Socket[bytes]", socket))
+    _handle_messages_and_get_change(cast(EngineCore, engine), cast("zmq.Socket[bytes]", socket))
     assert not socket.messages
     assert socket.sent == sum(each == "view" for each in engine.done)
     return engine.done

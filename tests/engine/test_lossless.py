@@ -23,8 +23,8 @@ from quire.engine.engine_core import EngineCore
 from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter, StepCosts
 from quire.engine.spec_decode.drafter_factory import choose_drafter
 from quire.engine.spec_decode.grammar_drafter import GrammarDrafter
+from quire.engine.spec_decode.load_aware_drafter import LoadAwareDrafter
 from quire.engine.spec_decode.ngram_drafter import NgramDrafter, SuffixDrafter
-from quire.engine.spec_decode.selective_drafter import SelectiveDrafter
 from quire.engine.text.grammar_compiler import json_grammar
 from quire.engine.types import EngineCoreRequest, Grammar, SamplingParams, ThinkingBudget
 from tests.engine.harness import Answer, run
@@ -145,11 +145,11 @@ def plain_answers(made: EngineCore, drafts: Replaceable, requests: list[EngineCo
 
 
 def looking(name: str, seed: int, wanted: dict[str, Answer], made: EngineCore) -> Drafter:
-    compiler = made.executor._grammars.load_compiler().result
+    compiler = made.executor._grammars.start_loading_compiler().result
     drafters: dict[str, Drafter] = {
         "right": Right(wanted),
         "grammar": choose_drafter(None, (), None, compiler) or NullDrafter(),
-        "seldom": AdaptiveLengthDrafter(SelectiveDrafter(GrammarDrafter(NgramDrafter(1), compiler), DEAR), 8, CHEAP),
+        "seldom": AdaptiveLengthDrafter(LoadAwareDrafter(GrammarDrafter(NgramDrafter(1), compiler), DEAR), 8, CHEAP),
         "grammar and garbage": GrammarDrafter(Garbage(random.Random(seed)), compiler),
         "grammar and right": GrammarDrafter(Right(wanted), compiler),
         "ngram": AdaptiveLengthDrafter(NgramDrafter(2), 8, CHEAP),

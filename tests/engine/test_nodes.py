@@ -26,8 +26,8 @@ from quire.engine.worker.ranks.rank_messages import encode_message
 from quire.engine.worker.ranks.remote_ranks import (
     JOIN_QUEUE,
     SILENCE_TIMEOUT,
-    JoinReply,
     JoinRequest,
+    JoinVerdict,
     RankAssignment,
     RemoteRank,
     make_join_request,
@@ -175,12 +175,12 @@ def test_a_machine_that_goes_ends_the_engine(nodes: Nodes, tmp_path: Path) -> No
         run(made, [])
 
 
-def ask(settings: dict[str, Any], join: JoinRequest) -> JoinReply:
+def ask(settings: dict[str, Any], join: JoinRequest) -> JoinVerdict:
     """What one that wants to join is told."""
     store = connect_store((settings.get("master_addr", "127.0.0.1"), settings["master_port"]))
     store.set_timeout(timedelta(seconds=30))
     store.queue_push(JOIN_QUEUE, encode_message(replace(join, host="127.0.0.1", reply=(reply := uuid.uuid4().hex))))
-    return msgspec.msgpack.decode(store.queue_pop(reply), type=JoinReply)
+    return msgspec.msgpack.decode(store.queue_pop(reply), type=JoinVerdict)
 
 
 def alive(settings: dict[str, Any], rank: int, silence: timedelta = SILENCE_TIMEOUT) -> NodeHeartbeat:
@@ -200,7 +200,7 @@ def test_strangers_at_the_port_keep_nobody_out(capfd: pytest.CaptureFixture[str]
     for _ in range(80):
         idle.append(socket.create_connection(place, 30))
     connect_store(place).queue_push(JOIN_QUEUE, b"\xff" * 40)
-    assert ask(settings, make_join_request(member_config(settings), 1, 0, 77)) == JoinReply("", final=False)
+    assert ask(settings, make_join_request(member_config(settings), 1, 0, 77)) == JoinVerdict("", final=False)
     thread.join(30)
     assert [each.pid for each in found] == [77]
     for one in idle:
@@ -254,7 +254,7 @@ def test_one_place_is_taken_once_until_its_machine_is_silent() -> None:
     _, thread, found = gathering(settings, silence)
     config = member_config(settings)
     assert not ask(settings, make_join_request(config, 1, 0, 5)).refused
-    assert ask(settings, make_join_request(config, 1, 0, 6)) == JoinReply("machine 1 has joined already", final=False)
+    assert ask(settings, make_join_request(config, 1, 0, 6)) == JoinVerdict("machine 1 has joined already", final=False)
     while ask(settings, make_join_request(config, 1, 0, 7)).refused:  # until it is noticed that the first has gone
         time.sleep(0.05)
     lives = [alive(settings, 2, silence)]

@@ -191,5 +191,5 @@ def test_a_name_of_vllm_s_is_checked_against_the_checkpoint_s_own(tmp_path: Path
         engine(path, quantization="gptq_marlin")
     assert EngineConfig(quantization="fp8").without_redundant_quantization("fp8").quantization is None
     assert EngineConfig(quantization="fp8").without_redundant_quantization("gptq").quantization == "fp8"
-    assert EngineConfig(quantization="gptq_marlin").checkpoint_quantization == "gptq"
-    assert EngineConfig(quantization="int4").checkpoint_quantization is None
+    assert EngineConfig(quantization="gptq_marlin").required_checkpoint_quant_method == "gptq"
+    assert EngineConfig(quantization="int4").required_checkpoint_quant_method is None

@@ -126,6 +126,6 @@ def test_a_rank_apart_meets_no_other() -> None:
     assert [list(each.shape) for each in found] == [[3, 4], [3, 8], [3, 4], [2, 3, 4], [2, 4]]
     with pytest.raises(AttributeError):
         group.all_gather(x)
-    group.close()
+    group.abort_collectives()
     with pytest.raises(RankEnded), group.suspend_communication():
         group.all_reduce(x)

@@ -303,7 +303,7 @@ def test_each_rank_holds_its_part(tmp_path: Path) -> None:
     assert sum(each.read_bytes for each in parts) == whole.read_bytes + 3 * norms + twice
     assert max(each.read_bytes for each in parts) < 0.3 * whole.read_bytes
     pages = [
-        sum(tensor.nbytes for layer in each.model.block_tensor_specs(1) for tensor in layer)
+        sum(tensor.total_bytes for layer in each.model.block_tensor_specs(1) for tensor in layer)
         for each in (whole, parts[0])
     ]
     assert pages[0] == 2 * pages[1]

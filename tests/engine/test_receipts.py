@@ -25,8 +25,8 @@ from quire.engine.receipts.receipt import (
     ComputeInfo,
     PromptReceipt,
     Receipt,
-    decode_receipt,
     encode_receipt,
+    parse_receipt_json,
     truncate_weight_versions,
 )
 from quire.engine.types import EngineCoreRequest
@@ -71,7 +71,7 @@ def receipt_of(llm: LLM, prompt: list[int] | str = PROMPT, **params: Any) -> Rec
     (output,) = llm.generate([prompt], given, use_tqdm=False, receipts=True)
     assert output.receipt is not None
     assert [each.token_ids for each in output.receipt.choices] == [each.token_ids for each in output.outputs]
-    return decode_receipt(encode_receipt(output.receipt))  # as it is read from a file
+    return parse_receipt_json(encode_receipt(output.receipt))  # as it is read from a file
 
 
 def test_sampled_answers_come_again_wherever_they_began(llm: LLM, folders: tuple[Path, Path]) -> None:
@@ -235,7 +235,7 @@ def test_weights_that_are_in_no_file_have_no_hash(llm: LLM, folders: tuple[Path,
 @pytest.mark.parametrize("given", ["{", "[]", '{"receipt": 3}', '{"object": "receipt"}', '{"receipt": {"id": "x"}}'])
 def test_what_is_no_receipt_is_said(given: str) -> None:
     with pytest.raises(InvalidRequest, match="this is no receipt"):
-        decode_receipt(given.encode())
+        parse_receipt_json(given.encode())
 
 
 def test_choices_must_fit(llm: LLM) -> None:

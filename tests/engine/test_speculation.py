@@ -55,8 +55,8 @@ class Replaceable(Drafter):
 
     drafter: Drafter = field(default_factory=NullDrafter)
 
-    def can_draft(self, request: EngineCoreRequest) -> bool:
-        return self.drafter.can_draft(request)
+    def can_ever_draft(self, request: EngineCoreRequest) -> bool:
+        return self.drafter.can_ever_draft(request)
 
     def propose(self, asked: RequestsToDraft, tokens: int) -> list[Draft]:
         return self.drafter.propose(asked, tokens)

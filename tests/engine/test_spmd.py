@@ -37,7 +37,13 @@ from quire.engine.worker.graphs import decode_graphs
 from quire.engine.worker.loading import kv_allocation
 from quire.engine.worker.ranks import follower_rank, rank_processes, rank_startup, rendezvous
 from quire.engine.worker.ranks.follower import make_pipe_sender, run_follower
-from quire.engine.worker.ranks.rank_messages import FailureReply, StartCommand, decode_reply, encode_frame, read_frame
+from quire.engine.worker.ranks.rank_messages import (
+    FailureReply,
+    StartCommand,
+    decode_reply,
+    encode_frame,
+    read_frame_bytes,
+)
 from quire.engine.worker.ranks.rank_processes import STOP_SECONDS, end_processes, visible_gpus_for_rank
 from quire.engine.worker.ranks.rendezvous import check_connection, needs_ordered_sums
 from quire.engine.worker.ranks.spmd import SpmdRunner, redact_for_followers
@@ -370,7 +376,7 @@ def test_nothing_is_taken_from_a_step_in_which_a_rank_has_ended(tmp_path: Path) 
     ranks.failure = "rank 1 of 2 (process 7) was killed by SIGKILL"
     with pytest.raises(EngineError, match="was killed by SIGKILL"):
         made.step()
-    with pytest.raises(EngineError, match="was killed by SIGKILL"), ranks.raise_rank_failures():
+    with pytest.raises(EngineError, match="was killed by SIGKILL"), ranks.rank_failures_as_engine_errors():
         raise RuntimeError("NCCL communicator was aborted on rank 0")
 
 
@@ -450,14 +456,14 @@ def test_a_rank_that_cannot_load_stays_until_that_is_read(tmp_path: Path) -> Non
 
     def run() -> None:
         with os.fdopen(orders, "rb") as told, os.fdopen(answers, "wb") as said:
-            codes.append(run_follower(partial(read_frame, told), make_pipe_sender(said)))
+            codes.append(run_follower(partial(read_frame_bytes, told), make_pipe_sender(said)))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     with os.fdopen(tell, "wb") as pipe, os.fdopen(hear, "rb") as heard:
         pipe.write(encode_frame(StartCommand(config.model_dump_json(), 1, [], [])))
         pipe.flush()
-        content = read_frame(heard)
+        content = read_frame_bytes(heard)
         assert content is not None
         failed = decode_reply(content)
         assert isinstance(failed, FailureReply)

@@ -32,7 +32,7 @@ from quire.engine.worker import device_plan
 from quire.engine.worker.device_plan import choose_device_plan
 from quire.engine.worker.loading.model.loaded_model import ModelPart
 from quire.engine.worker.loading.model_loader import load_model
-from quire.engine.worker.ranks.pipeline import PipelineRunner
+from quire.engine.worker.ranks.pipeline import LastStageRunner
 from quire.engine.worker.startup_steps.started_worker import StartedWorker
 from tests.engine.harness import Answer, request, run
 from tests.engine.ranks import thread_ranks
@@ -188,10 +188,10 @@ def test_vectors(kind: str, tmp_path: Path) -> None:
     assert vectors(2) == vectors(1)
 
 
-def under_way(made: EngineCore, each: Callable[[SchedulerOutput, list[SchedulerOutput]], None]) -> PipelineRunner:
+def under_way(made: EngineCore, each: Callable[[SchedulerOutput, list[SchedulerOutput]], None]) -> LastStageRunner:
     """Before every launch `each` is called with the batch and those that are still under way."""
     runner = made.executor
-    assert isinstance(runner, PipelineRunner)
+    assert isinstance(runner, LastStageRunner)
     launch = runner.launch
 
     def seen(batch: SchedulerOutput) -> Any:
@@ -275,7 +275,8 @@ def test_each_stage_holds_its_part(tmp_path: Path) -> None:
     assert ["model.embed_tokens.weight" in each for each in names] == [True, False, False]
     assert ["lm_head.weight" in each for each in names] == [False, False, True]
     pages = [
-        sum(tensor.nbytes for layer in each.model.block_tensor_specs(1) for tensor in layer) for each in (whole, *parts)
+        sum(tensor.total_bytes for layer in each.model.block_tensor_specs(1) for tensor in layer)
+        for each in (whole, *parts)
     ]
     assert [7 * each // pages[0] for each in pages] == [7, 3, 2, 2]
 
@@ -363,7 +364,7 @@ def test_what_other_stages_do_is_progress() -> None:
 
 def test_stages_end_with_their_engine(tmp_path: Path) -> None:
     made = engine(save_tiny_model(tmp_path, "llama"), 3)
-    assert isinstance(made.executor, PipelineRunner)
+    assert isinstance(made.executor, LastStageRunner)
     running = [process._thread for process in made.executor._stages._processes]
     assert all(each.is_alive() for each in running)
     del made

@@ -117,14 +117,14 @@ def test_a_snapshot_that_is_about_to_be_used_makes_no_room() -> None:
     (page,) = pages.allocate(1)
     pages.cache_block(page, digest)
     snapshots = PooledStateSnapshots(pages, 16, SnapshotConfig(1, 16), first_slot=3)
-    slot = snapshots.reserve_slot()
+    slot = snapshots.reserve_slot_for_load()
     assert slot == 3
     snapshots.finish_load(slot, digest, is_complete=True)
     snapshots._slot_copies.append(SlotCopy(slot, 0))
-    assert snapshots.reserve_slot() is None
+    assert snapshots.reserve_slot_for_load() is None
     assert snapshots.num_usable_blocks([digest]) == 1
     snapshots.take_slot_copies()
-    assert snapshots.reserve_slot() == slot
+    assert snapshots.reserve_slot_for_load() == slot
     assert snapshots.num_usable_blocks([digest]) == 0
 
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
-from quire.engine.engine_core_process import _rebuild_engine
+from quire.engine.engine_core_process import _rebuild_engine_or_previous
 from quire.engine.errors import ConfigError, InvalidRequest, ModelError, Overloaded, QuireError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.supervisor import ProcessLink
@@ -385,13 +385,13 @@ async def test_a_load_that_fails_all_the_same_brings_the_old_weights_back(
 @pytest.mark.slow
 def test_an_engine_that_cannot_be_built_anew_is_built_as_it_was(folders: tuple[Path, Path], tmp_path: Path) -> None:
     before, worse = config_of(folders[0]), config_of(folders[0], weights=str(tmp_path))
-    config, engine, failure = _rebuild_engine(before, worse, NullHeartbeat())
+    config, engine, failure = _rebuild_engine_or_previous(before, worse, NullHeartbeat())
     assert config == before
     assert failure is not None
     assert "lacks model.safetensors" in failure
     assert engine.info.num_blocks == before.num_kv_blocks
     better = config_of(folders[0], weights=str(folders[1]))
-    assert _rebuild_engine(before, better, NullHeartbeat())[::2] == (better, None)
+    assert _rebuild_engine_or_previous(before, better, NullHeartbeat())[::2] == (better, None)
 
 
 def resident(pid: int) -> int:

@@ -163,20 +163,20 @@ async def test_uploads_at_the_same_time_stay_below_the_limit(tmp_path: Path, ann
 def test_room_is_held_for_each_process_until_it_ends(tmp_path: Path) -> None:
     data = open_data_dir(tmp_path, 10_000)
     asked = remote_data_dir(tmp_path, partial(serve_data_dir_call, data))
-    assert asked.files.reserve("", "one", 6000, "0.1")
-    assert not asked.files.reserve("", "two", 6000, "0.2")
-    assert asked.files.reserve("", "one", 7000, "0.1"), "its own room is no other's"
-    assert not asked.files.reserve("", "one", 12_000, "0.1")
-    assert not asked.files.reserve("", "two", 3000, "0.2"), "a refusal gives nothing back"
+    assert asked.files.try_reserve_bytes("", "one", 6000, "0.1")
+    assert not asked.files.try_reserve_bytes("", "two", 6000, "0.2")
+    assert asked.files.try_reserve_bytes("", "one", 7000, "0.1"), "its own room is no other's"
+    assert not asked.files.try_reserve_bytes("", "one", 12_000, "0.1")
+    assert not asked.files.try_reserve_bytes("", "two", 3000, "0.2"), "a refusal gives nothing back"
     data.processes.remove_process("0.1")
-    assert asked.files.reserve("", "two", 6000, "0.2")
+    assert asked.files.try_reserve_bytes("", "two", 6000, "0.2")
     asked.files.release("two")
-    assert asked.files.reserve("", "three", 9000, "0.1")
+    assert asked.files.try_reserve_bytes("", "three", 9000, "0.1")
     asked.files.release("three")
     # Of keys, who holds some gets more only while as much is left to others.
-    assert data.files.reserve("a", "one", 4000, "0.1")
-    assert not data.files.reserve("a", "two", 4000, "0.1")
-    assert data.files.reserve("b", "two", 4000, "0.1")
+    assert data.files.try_reserve_bytes("a", "one", 4000, "0.1")
+    assert not data.files.try_reserve_bytes("a", "two", 4000, "0.1")
+    assert data.files.try_reserve_bytes("b", "two", 4000, "0.1")
     data.close()
 
 
@@ -185,7 +185,7 @@ def test_a_file_whose_room_was_forgotten_is_counted_again(tmp_path: Path) -> Non
     data = open_data_dir(tmp_path, 10_000)
     file = new_file("in.jsonl", "batch", 6000, keep_seconds=None)
     data.contents.write_content(file.id, BytesIO(b"x" * 6000))
-    assert data.files.reserve(A, "other", 4500, "0.1")
+    assert data.files.try_reserve_bytes(A, "other", 4500, "0.1")
     with pytest.raises(InvalidRequest, match="max-stored-size"):
         data.files.add(A, file)
     data.files.release("other")

@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from quire.engine.text.tokenizer import ADDED_TOKENS_WARNING_THRESHOLD, warn_if_many_added_tokens
+from quire.engine.text.tokenizer import ADDED_TOKENS_WARNING_THRESHOLD, warn_if_added_tokens_load_slowly
 
 TOKEN = json.dumps({"id": 5, "content": "a", "single_word": False, "special": False}).encode()
 
@@ -17,5 +17,5 @@ TOKEN = json.dumps({"id": 5, "content": "a", "single_word": False, "special": Fa
 def test_the_log_says_how_long_it_takes(caplog: pytest.LogCaptureFixture, count: int, warns: bool) -> None:
     content = b'{"added_tokens": [%s]}' % b",".join([TOKEN] * count)
     with caplog.at_level(logging.WARNING, "quire.engine"):
-        warn_if_many_added_tokens(content, "tokenizer.json")
+        warn_if_added_tokens_load_slowly(content, "tokenizer.json")
     assert (f"{ADDED_TOKENS_WARNING_THRESHOLD:,} added tokens" in caplog.text) == warns

@@ -12,7 +12,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.engine.errors import InvalidRequest
-from quire.engine.receipts.receipt import decode_receipt, encode_receipt
+from quire.engine.receipts.receipt import encode_receipt, parse_receipt_json
 from quire.server.cli import main as cli
 from quire.server.cli.replay import escape_unprintable
 
@@ -59,7 +59,7 @@ def test_what_would_leave_tokens_out_is_no_receipt(receipt: Any) -> None:
         {"logprobs": [*choice["logprobs"], 0.0]},
     ):
         with pytest.raises(InvalidRequest, match="this is no receipt"):
-            decode_receipt(json.dumps(with_choice(receipt, **fields)).encode())
+            parse_receipt_json(json.dumps(with_choice(receipt, **fields)).encode())
 
 
 @pytest.mark.parametrize("outside", [-1, 10**6, 2**31, 2**40])

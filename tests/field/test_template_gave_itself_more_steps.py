@@ -10,7 +10,7 @@ from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.template_sandbox import BoundedEnvironment
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-NAMES = ("_quire_budget", "_quire_bounded", "_quire_joined", "environment", "budget", "bounded_loop", "join_parts")
+NAMES = ("_quire_budget", "_quire_bounded", "_quire_joined", "environment", "budget", "bounded_loop", "bounded_concat")
 SET, MACRO = "{% set NAME = namespace(x=1) %}", "{% macro NAME(x, y=1) %}{% endmacro %}"
 CHEATS = {
     "spends less than nothing": "{% if _quire_budget %}{% set x = _quire_budget.spend(-10**12) %}{% endif %}",

@@ -14,7 +14,7 @@ import pytest
 from quire.engine.errors import ConfigError
 from quire.server.access.allowed_hosts import AllowedHosts
 from quire.server.access.host_addresses import is_local_or_private_host
-from quire.server.cli.serve import bind_socket, warn_if_unprotected
+from quire.server.cli.serve import bind_tcp_socket, warn_if_unprotected
 from quire.server.config import ServerConfig
 from tests.server.fake import FakeEngine, hashed
 from tests.server.hosted import Port, serving
@@ -163,8 +163,8 @@ async def test_with_keys_any_name_may_be_asked() -> None:
 def test_bound_elsewhere_any_name_may_be_asked(address: str, host: str) -> None:
     """As in containers, whose callers use names of Compose and of Kubernetes."""
     hosts = AllowedHosts(ServerConfig())
-    with bind_socket(address, 0) as listener:
-        hosts.set_listeners([listener])
+    with bind_tcp_socket(address, 0) as listener:
+        hosts.enforce_if_loopback_only([listener])
     assert hosts.find_refused_host({"headers": [(b"host", host.encode())]}) is None
 
 
@@ -183,7 +183,7 @@ def test_bound_elsewhere_any_name_may_be_asked(address: str, host: str) -> None:
 def test_the_start_warns_where_others_reach_a_server_without_keys(
     caplog: pytest.LogCaptureFixture, address: str, options: dict[str, Any], warns: bool
 ) -> None:
-    with bind_socket(address, 0) as listener:
+    with bind_tcp_socket(address, 0) as listener:
         warn_if_unprotected(ServerConfig(host=address, **options), listener)
     assert ("--api-key" in caplog.text) == warns
 

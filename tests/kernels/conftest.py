@@ -15,7 +15,7 @@ from tests.kernels import trapped
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cpu" in metafunc.fixturenames:
-        missing = pytest.param("", marks=pytest.mark.skip(reason=str(native_library.load_library())))
+        missing = pytest.param("", marks=pytest.mark.skip(reason=str(native_library.load_library_or_reason())))
         isas = native_library.loadable_isas()
         slow = dict.fromkeys([*isas[1:-1], TILES], pytest.mark.slow)
         isas += [TILES] if trapped.can_trap() else []

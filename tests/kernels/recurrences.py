@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata, Backend
-from quire.kernels.recurrent.recurrence import DraftStateLengths, Recurrence, RecurrentStates
+from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates, StateAndVerifiedCounts
 
 SLOTS = 5
 CPU = torch.device("cpu")
@@ -71,9 +71,11 @@ class Kept:
         unused = torch.zeros((len(rows), 1), dtype=torch.int32)
         starts, *lens, unused, slots = (each.to(self.device) for each in (starts, *lens, unused, slots))
         where = (starts, lens[0], starts, unused, slots, slots, max(counts), max(len(row.numbers) for row in rows))
-        metadata = AttentionMetadata(*where, state_slots=slots, draft_state_lengths=DraftStateLengths(lens[1], lens[2]))
+        metadata = AttentionMetadata(
+            *where, state_slots=slots, state_and_verified_counts=StateAndVerifiedCounts(lens[1], lens[2])
+        )
         if all(row.seen == row.first and row.known == len(row.numbers) for row in rows):
-            metadata = replace(metadata, draft_state_lengths=None)
+            metadata = replace(metadata, state_and_verified_counts=None)
         numbers = torch.cat([row.numbers[row.first :] for row in rows]).to(self.device)
         found = self.backend.run_recurrence(*parts(self.shape, numbers), self.shape.rule, self.states, metadata)
         return list(found.cpu().split(counts))

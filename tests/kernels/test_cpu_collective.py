@@ -92,7 +92,7 @@ def test_nobody_waits_for_a_rank_that_has_ended() -> None:
     descriptor = backend.create_rank_memory(2, 0)
     first = backend.make_collective(descriptor, 0, 2)
     os.close(descriptor)
-    threading.Timer(0.05, first.close).start()
+    threading.Timer(0.05, first.abort_collectives).start()
     with pytest.raises(RankEnded):
         first.all_reduce(torch.ones(3))
     with pytest.raises(RankEnded):

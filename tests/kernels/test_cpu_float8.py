@@ -18,10 +18,10 @@ from tests.tiers import examples
 
 _LIBRARIES = (
     []
-    if isinstance(native_library.load_library(), str)
+    if isinstance(native_library.load_library_or_reason(), str)
     else [CpuBackend(native_library.NativeLibrary(isa)) for isa in native_library.loadable_isas()]
 )
-compiled = pytest.mark.skipif(not _LIBRARIES, reason=str(native_library.load_library()))
+compiled = pytest.mark.skipif(not _LIBRARIES, reason=str(native_library.load_library_or_reason()))
 
 
 def made(outs: int, inner: int, block: tuple[int, int], generator: torch.Generator) -> Float8Weight:

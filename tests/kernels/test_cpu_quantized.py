@@ -132,12 +132,12 @@ def test_a_row_has_the_same_bits_in_every_batch(
 
 _LIBRARIES = (
     []
-    if isinstance(native_library.load_library(), str)
+    if isinstance(native_library.load_library_or_reason(), str)
     else [CpuBackend(native_library.NativeLibrary(isa)) for isa in native_library.loadable_isas()]
 )
 
 
-@pytest.mark.skipif(not _LIBRARIES, reason=str(native_library.load_library()))
+@pytest.mark.skipif(not _LIBRARIES, reason=str(native_library.load_library_or_reason()))
 @settings(max_examples=examples(60), deadline=None)
 @given(
     bits=st.sampled_from([4, 8]),

@@ -141,7 +141,7 @@ def test_a_killed_rank_ends_the_others_sums(count: int) -> None:
 def test_nobody_waits_once_it_is_closed() -> None:
     """For a rank that is alive, and sums nothing."""
     with ranks(2, sleep) as (group, _, _):
-        threading.Timer(0.05, group.close).start()
+        threading.Timer(0.05, group.abort_collectives).start()
         assert wait(group) == "ended"
         assert wait(group) == "ended"
         with pytest.raises(RankEnded):
@@ -168,7 +168,7 @@ def test_what_a_gpus_library_says_is_not_taken_for_the_end_of_another_rank(monke
     group = DistributedCollective(_Broken, 0, 2, in_order=False)
     with pytest.raises(RuntimeError, match="unhandled system error"):
         group.all_reduce(torch.ones(3))
-    group.close()
+    group.abort_collectives()
     with pytest.raises(RankEnded):
         group.all_reduce(torch.ones(3))
 
@@ -193,7 +193,7 @@ def test_what_one_rank_sends_another_receives(dtype: torch.dtype) -> None:
         for each in sent:
             found[rank].append(torch.empty_like(each[rank]))
             groups[rank].receive_tensor(found[rank][-1], 0)
-        groups[rank].close()
+        groups[rank].abort_collectives()
 
     threads = [threading.Thread(target=receive, args=(rank,), daemon=True) for rank in found]
     for thread in threads:

@@ -17,7 +17,7 @@ from quire.kernels.parameters.activation import ClampedSwiGLU
 from quire.kernels.parameters.routing import Routing
 from quire.kernels.quantized_tensors import GroupedWeight
 from quire.kernels.reference import ReferenceBackend
-from quire.kernels.routing import Experts
+from quire.kernels.routing import MoEComponents
 from tests.kernels.ragged import error
 
 HIDDEN, INNER, COUNT, CHOSEN = 64, 96, 7, 3
@@ -46,7 +46,7 @@ def experts(
     normalized: bool = True,
     clamp: ClampedSwiGLU | None = CLAMP,
     form: Callable[[Tensor], GroupedWeight] | None = None,
-) -> Experts:
+) -> MoEComponents:
     def linear(name: str, expert: int) -> Linear:
         weight, bias = given[name][expert], given[f"{name}_bias"][expert]
         if form is None:
@@ -55,7 +55,7 @@ def experts(
 
     router = backend.pack_linear(given["router"], given["router_bias"], wide=True)
     parts = [[linear(name, expert) for expert in range(COUNT)] for name in ("gate_up", "down")]
-    return Experts(router, *parts, Routing(CHOSEN, is_normalized=normalized), clamp)
+    return MoEComponents(router, *parts, Routing(CHOSEN, is_normalized=normalized), clamp)
 
 
 def wanted(x: Tensor, given: dict[str, Tensor], *, normalized: bool, clamp: ClampedSwiGLU | None) -> Tensor:
@@ -161,7 +161,9 @@ def test_other_shapes_and_linears_are_told_apart(cpu: CpuBackend, generator: tor
         with pytest.raises(TypeError, match="cannot take"):
             mixture(x)
     made = experts(cpu, given := weights(torch.bfloat16, generator))
-    plain = Experts(lambda x, context: made.router(x, NO_ADAPTERS), made.gate_up, made.down, Routing(CHOSEN), CLAMP)
+    plain = MoEComponents(
+        lambda x, context: made.router(x, NO_ADAPTERS), made.gate_up, made.down, Routing(CHOSEN), CLAMP
+    )
     x = torch.randn((9, HIDDEN), generator=generator).bfloat16()
     assert not isinstance(cpu.make_moe(plain), CompiledMoE)
     assert error(cpu.make_moe(plain)(x), wanted(x, given, normalized=True, clamp=CLAMP)) < TOLERANCE[torch.bfloat16]

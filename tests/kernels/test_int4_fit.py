@@ -15,7 +15,7 @@ _BACKENDS = [
     ReferenceBackend(),
     *(
         []
-        if isinstance(native_library.load_library(), str)
+        if isinstance(native_library.load_library_or_reason(), str)
         else [CpuBackend(native_library.NativeLibrary(i)) for i in native_library.loadable_isas()]
     ),
 ]

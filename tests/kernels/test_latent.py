@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
-from quire.kernels.latent_params import LatentParams
+from quire.kernels.latent_params import LatentNormRopeParams
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import Part, attend, empty_cache, error, random_part
 
@@ -92,14 +92,14 @@ def test_any_batch_any_chunks_any_threads(
 
 
 def store(
-    backend: Backend, q: Tensor, kv: Tensor, latent: LatentParams, kv_dtype: torch.dtype
+    backend: Backend, q: Tensor, kv: Tensor, latent: LatentNormRopeParams, kv_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The queries, the cache, and the tokens' slots in it."""
     shape = backend.kv_cache_shape(4, 1, sum(latent.latent_and_rope_dims), kv_dtype)
     cache, slots = empty_cache(shape, kv_dtype), torch.tensor([3, 17, 63, 40, 18])
     nothing, positions = torch.zeros(2, dtype=torch.int32), torch.tensor([5, 0, 1, 30, 7])
     where = (nothing, nothing, nothing, nothing.view(1, 2), positions, slots, 0, 0)
-    return backend.store_latent_kv(q.clone(), kv, latent, cache, AttentionMetadata(*where)), cache, slots
+    return backend.rope_and_store_latent_kv(q.clone(), kv, latent, cache, AttentionMetadata(*where)), cache, slots
 
 
 @pytest.mark.parametrize("neighbours", [True, False])
@@ -111,7 +111,7 @@ def test_latents_are_normed_and_ends_rotated(
     size, rotated = sizes
     angles = torch.rand((40, rotated // 2), generator=generator)
     table = torch.cat((angles.cos(), angles.sin()), dim=1)
-    latent = LatentParams(torch.rand(size, generator=generator), 1e-6, table, neighbours)
+    latent = LatentNormRopeParams(torch.rand(size, generator=generator), 1e-6, table, neighbours)
     q, kv = (torch.randn((5, count), generator=generator).to(dtype) for count in (3 * sum(sizes), sum(sizes)))
     positions = torch.tensor([5, 0, 1, 30, 7])
 

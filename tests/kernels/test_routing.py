@@ -13,7 +13,7 @@ from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.cpu.decoder.compiled_moe import CompiledMoE
 from quire.kernels.parameters.routing import Routing
 from quire.kernels.reference import ReferenceBackend
-from quire.kernels.routing import Experts, choose_experts
+from quire.kernels.routing import MoEComponents, choose_experts
 from tests.kernels.ragged import error
 
 COUNT, HIDDEN, INNER = 12, 64, 32
@@ -78,11 +78,11 @@ def test_the_reference_chooses_and_weighs_by_the_rule(name: str, generator: torc
 
 def made(
     backend: CpuBackend | ReferenceBackend, rule: Routing, correction: Tensor | None, given: dict[str, Tensor]
-) -> Experts:
+) -> MoEComponents:
     linears = [[backend.pack_linear(each, None) for each in given[name]] for name in ("gate_up", "down")]
     router = backend.pack_linear(given["router"], None, wide=True)
     wide = given["router"].dtype != given["down"].dtype
-    return Experts(router, *linears, rule, score_correction_bias=correction, has_float32_router=wide)
+    return MoEComponents(router, *linears, rule, score_correction_bias=correction, has_float32_router=wide)
 
 
 @pytest.mark.few(18)
@@ -99,7 +99,7 @@ def test_compiled_mixtures_do_the_same_for_each_row(
     given = {key: each if key == "router" and float_router else each.to(dtype) for key, each in given.items()}
     x = torch.randn((70, HIDDEN), generator=generator).to(dtype)
     mixture = cpu.make_moe(made(cpu, rule, correction, given))
-    assert isinstance(mixture, CompiledMoE) or not cpu.has_linear_kernel(dtype)
+    assert isinstance(mixture, CompiledMoE) or not cpu.prefers_native_linear(dtype)
     got, w = mixture(x), {key: each.double() for key, each in given.items()}
     total = torch.zeros((70, HIDDEN), dtype=torch.float64)
     for at, row in enumerate(x.double()):

@@ -63,7 +63,7 @@ print(len(tokens(Core(EngineConfig(dtype='bfloat16')), mixed_requests())))"
     assert done.stdout.strip() == "24", done.stderr
     asked = (
         "from quire.kernels.cpu import native_library; "
-        "native_library.load_library(); "
+        "native_library.load_library_or_reason(); "
         "from quire.kernels.cpu.native_library import NativeLibrary; "
         "from quire.kernels.cpu.backend import CpuBackend; "
         "import torch; "

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels.gpu.host_transfer import HostDownload, pack_arrays, unpack_arrays, upload_arrays
+from quire.kernels.gpu.host_transfer import HostDownload, pack_arrays_into, unpack_arrays, upload_arrays
 
 ARRAYS = [
     np.arange(5, dtype=np.int32),
@@ -24,7 +24,7 @@ ARRAYS = [
 
 def test_packed_and_unpacked() -> None:
     staged = torch.full((1000,), 77, dtype=torch.uint8)
-    pack_arrays(staged, ARRAYS)
+    pack_arrays_into(staged, ARRAYS)
     for tensor, array in zip(unpack_arrays(staged, ARRAYS), ARRAYS, strict=True):
         assert torch.equal(tensor, torch.from_numpy(np.ascontiguousarray(array)))
         assert tensor.data_ptr() % 16 == staged.data_ptr() % 16

@@ -9,7 +9,7 @@ import pytest
 
 from quire.engine.core.request_history import RequestHistory, StepEntry
 from quire.engine.core.stats import StepRecord
-from quire.server.batches.pacer import BATCH_TENANT_SUFFIX, BatchPacer, StepTimes
+from quire.server.batches.pacer import BATCH_TENANT_SUFFIX, BatchPacer, StepTimesByRequestCount
 from tests.machine import set_clock
 
 APART, LONG = 0.02, 2.0
@@ -98,7 +98,7 @@ def test_more_lines_at_a_time_where_steps_are_not_longer_for_it(clock: Clock) ->
 
 
 def test_steps_with_prompts_or_guesses_say_nothing() -> None:
-    times = StepTimes()
+    times = StepTimesByRequestCount()
     for tokens in (5, 3):
         times.record_step_time(StepEntry(StepRecord(1, 0, 0, 1, 1, 2, tokens, (), ()), 0, ()))
     assert not times.is_similarly_fast(2, 2)

@@ -9,7 +9,7 @@ import pytest
 
 from quire.engine.errors import ConfigError
 from quire.server.adapter_registry import check_local_adapters
-from quire.server.cli.http_server import read_model_files
+from quire.server.cli.http_server import load_served_model_spec
 from quire.server.config import ServerConfig
 
 
@@ -23,16 +23,16 @@ from quire.server.config import ServerConfig
 def test_an_adapter_that_is_not_there_is_told_by_its_name(path: str, why: str) -> None:
     config = ServerConfig(enable_lora=True, lora_modules=[f"tales={path}"])
     with pytest.raises(ConfigError, match=f"lora_modules: tales: {why}"):
-        read_model_files(config)
+        load_served_model_spec(config)
 
 
 def test_a_folder_that_is_no_adapter_is_told_by_its_name(tmp_path: Path) -> None:
     config = ServerConfig(enable_lora=True, lora_modules=[f"tales={tmp_path}"])
     with pytest.raises(ConfigError, match=r"lora_modules: tales: there is no adapter_config\.json"):
-        read_model_files(config)
+        load_served_model_spec(config)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
     with pytest.raises(ConfigError, match=r"lora_modules: tales: there is no adapter_model\.safetensors"):
-        read_model_files(config)
+        load_served_model_spec(config)
 
 
 def test_an_adapter_of_the_hub_is_left_to_the_start() -> None:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import DEMO_MODEL, EngineConfig
-from quire.engine.tiers.kv_identity import WeightFiles, model_content_digest
+from quire.engine.tiers.kv_identity import WeightFiles, model_sample_digest
 from quire.engine.types import EngineInfo
 from quire.server.served_model import system_fingerprint
 
@@ -38,7 +38,7 @@ def test_the_code_and_the_model_are_told_not_where_the_model_lies(tmp_path: Path
 
     def told(folder: Path) -> str:
         config = EngineConfig(model=str(folder))
-        content = model_content_digest(read_model_config(folder), WeightFiles(config))
+        content = model_sample_digest(read_model_config(folder), WeightFiles(config))
         return system_fingerprint(replace(INFO, model=config.model, content=content, code="a"), "1", config)
 
     folders = [tmp_path / name for name in ("here", "moved")]
@@ -58,7 +58,7 @@ def test_the_code_and_the_model_are_told_not_where_the_model_lies(tmp_path: Path
 def test_weights_that_change_while_they_are_loaded_are_not_told(tmp_path: Path) -> None:
     folder = shutil.copytree(DEMO_MODEL, tmp_path / "model")
     files, model = WeightFiles(EngineConfig(model=str(folder))), read_model_config(folder)
-    assert model_content_digest(model, files)
+    assert model_sample_digest(model, files)
     (folder / "model.safetensors").write_bytes(b"others")
-    assert model_content_digest(model, files) == ""
-    assert model_content_digest(model, None) == ""
+    assert model_sample_digest(model, files) == ""
+    assert model_sample_digest(model, None) == ""

@@ -85,7 +85,7 @@ async def test_a_server_s_own_calls_pass_its_check_of_hosts() -> None:
     hosts = AllowedHosts(ServerConfig())
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        hosts.set_listeners([listener])
+        hosts.enforce_if_loopback_only([listener])
     app = AllowedHostsMiddleware(Busy(200), hosts)
     answer = await ASGIClient(app, {"tenant": "someone"}, asyncio.Event()).post_with_retries("/v1/responses", b"{}")
     assert answer is not None

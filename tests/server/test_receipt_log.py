@@ -12,7 +12,7 @@ import pytest
 
 from quire import Forward
 from quire.engine.errors import ConfigError
-from quire.engine.receipts.receipt import Receipt, decode_receipt
+from quire.engine.receipts.receipt import Receipt, parse_receipt_json
 from quire.server.receipt_log import ReceiptLog
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed
@@ -37,17 +37,17 @@ async def api() -> AsyncIterator[Api]:
 def receipts_of(text: str) -> list[Receipt]:
     """Those in a stream's events."""
     events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-    return [decode_receipt(event.encode()) for event in events if '"object":"receipt"' in event]
+    return [parse_receipt_json(event.encode()) for event in events if '"object":"receipt"' in event]
 
 
 @pytest.mark.parametrize(("path", "body"), CALLS)
 async def test_each_api_tells_all_that_its_engine_was_asked(api: Api, path: str, body: dict[str, Any]) -> None:
     whole = await api.post(path, {**body, "receipt": True})
-    receipt = decode_receipt(json.dumps(whole).encode())
+    receipt = parse_receipt_json(json.dumps(whole).encode())
     streamed = await api.http.post(path, json={**body, "receipt": True, "stream": True})
     (other,) = receipts_of(streamed.text)
     by_header = await api.http.post(path, json=body, headers={"X-Receipt": "1"})
-    for found, request in zip((receipt, other, decode_receipt(by_header.content)), api.engine.seen, strict=True):
+    for found, request in zip((receipt, other, parse_receipt_json(by_header.content)), api.engine.seen, strict=True):
         (choice,) = found.choices
         assert (found.prompts[0].ids, choice.seed, found.params) == (request.prompt_ids, request.seed, request.params)
         picked = [api.engine.pick(request, position) for position in range(9)]
@@ -61,7 +61,7 @@ async def test_each_api_tells_all_that_its_engine_was_asked(api: Api, path: str,
 async def test_choices_stop_strings_and_log_probabilities(api: Api) -> None:
     body = {"prompt": ["one", "two"], "n": 2, "max_tokens": 30, "logprobs": 1, "stop": ["AB", "E"], "seed": 1}
     answer = await api.post("/v1/completions", {**body, "receipt": True, "return_token_ids": True})
-    receipt = decode_receipt(json.dumps(answer).encode())
+    receipt = parse_receipt_json(json.dumps(answer).encode())
     assert [each.index for each in receipt.choices] == [0, 1, 2, 3]
     assert [receipt.choice_prompt(each).ids for each in receipt.choices] == [[*b"one"], [*b"one"], [*b"two"], [*b"two"]]
     assert "stop" in {each["finish_reason"] for each in answer["choices"]}
@@ -74,7 +74,7 @@ async def test_choices_stop_strings_and_log_probabilities(api: Api) -> None:
 
 async def test_echoes_decisions_and_what_has_none(api: Api) -> None:
     body = {"prompt": "hello", "max_tokens": 0, "echo": True, "receipt": True}
-    receipt = decode_receipt(json.dumps(await api.post("/v1/completions", body)).encode())
+    receipt = parse_receipt_json(json.dumps(await api.post("/v1/completions", body)).encode())
     assert receipt.choices[0].token_ids == []
     beams = {"prompt": "hello", "use_beam_search": True, "n": 2, "max_tokens": 3}
     refused = await api.post("/v1/completions", {**beams, "receipt": True}, 400)
@@ -93,7 +93,7 @@ async def test_versions_change_in_mid_answer() -> None:
         await asyncio.wait_for(engine.sent.wait(), 5)
         await asyncio.sleep(0.1)
         engine.weights_version = "next"
-        receipt = decode_receipt(json.dumps(await answering).encode())
+        receipt = parse_receipt_json(json.dumps(await answering).encode())
     (one, before), (two, behind) = receipt.choices[0].versions
     assert (one, two, before + behind) == ("1", "next", 40)
     assert min(before, behind) > 0
@@ -110,7 +110,7 @@ async def test_the_log_has_every_answer(tmp_path: Path) -> None:
         await api.post("/v1/completions", {"prompt": "cut", "max_tokens": 400, "timeout": 0.1}, 408)
         text = (await api.http.get("/metrics")).text
         assert 'quire:receipts_total{engine="0",model_name="owner/model",to="lost"} 0.0' in text
-    receipts = [decode_receipt(line) for line in log.read_bytes().splitlines()]
+    receipts = [parse_receipt_json(line) for line in log.read_bytes().splitlines()]
     reasons = [[choice.finish_reason for choice in each.choices] for each in receipts]
     assert reasons[:4] == [["length"]] * 4
     assert reasons[4] == []
@@ -135,7 +135,7 @@ async def test_what_is_no_answer_or_is_told_again_is_not_in_the_log(tmp_path: Pa
         assert (await api.http.post("/v1/score", json=scored, headers=header)).status_code == 200
         assert 'to="answer"} 2.0' in (await api.http.get("/metrics")).text
     (receipt,) = receipts_of(streamed.text)
-    assert [decode_receipt(line) for line in log.read_bytes().splitlines()] == [receipt]
+    assert [parse_receipt_json(line) for line in log.read_bytes().splitlines()] == [receipt]
 
 
 async def test_a_full_log_is_renamed_whoever_writes(tmp_path: Path) -> None:
@@ -164,5 +164,5 @@ async def test_log_probabilities_over_http_are_those_of_a_forward_pass(dtype: st
         echo = {"prompt": whole, "max_tokens": 0, "echo": True, "logprobs": 0}
         echoed = (await http.post("/v1/completions", json=echo)).json()["choices"][0]["logprobs"]["token_logprobs"]
     told = choice["logprobs"]["token_logprobs"]
-    assert told == decode_receipt(json.dumps(answer).encode()).choices[0].logprobs == echoed[-20:]
+    assert told == parse_receipt_json(json.dumps(answer).encode()).choices[0].logprobs == echoed[-20:]
     assert echoed == [None, *forward.logprobs(whole).tolist()]

@@ -141,7 +141,7 @@ def asks_that_end_what_asks(patch: pytest.MonkeyPatch) -> None:
 
         return lambda body: from_thread(ask(body), loop).result()
 
-    patch.setattr("quire.server.persistence.make_blocking_ask", asking)
+    patch.setattr("quire.server.persistence.make_blocking_data_dir_call", asking)
 
 
 # Of several API processes:

@@ -12,7 +12,7 @@ PIECE = 16
 class PagedState:
     """What a layer keeps of each token of a sequence, in pages."""
 
-    numbers: int
+    paged_values_per_token: int
     """Of a token."""
     window: int | None
     """Tokens that a token sees, itself included; None: all."""
@@ -21,7 +21,7 @@ class PagedState:
 
 
 @dataclass(frozen=True, slots=True)
-class ColumnState:
+class PagedColumnState:
     """What a layer keeps of a sequence as a whole: the columns of its last tokens, in the sequence's slot; and in pages
     those that stand at the end of every PIECE tokens, so that another sequence can begin there."""
 
@@ -32,7 +32,7 @@ class ColumnState:
     window: None = None
 
     @property
-    def numbers(self) -> int:
+    def paged_values_per_token(self) -> int:
         """In pages, for each token."""
         return -(-self.columns * self.channels // PIECE)
 
@@ -58,11 +58,11 @@ class MatrixState:
     beside: int
     """Numbers of a guess that are kept beside its column."""
     window: None = None
-    numbers: int = 0
+    paged_values_per_token: int = 0
     """In pages, for each token."""
 
     def slot_bytes(self, drafts: int, width: int) -> int:
-        """As ColumnState's; matrices are float32."""
+        """As PagedColumnState's; matrices are float32."""
         guesses = drafts * (self.channels + self.beside)
         matrices = self.heads * self.key * self.value * 4
         return ((self.columns + drafts) * self.channels + guesses) * width + matrices
@@ -76,12 +76,12 @@ class SharedState:
     """The other one, which comes before it."""
     window: int | None
     """As PagedState's."""
-    numbers: int = 0
+    paged_values_per_token: int = 0
 
     def slot_bytes(self, drafts: int, width: int) -> int:
         return 0
 
 
-State = PagedState | ColumnState | MatrixState | SharedState
+State = PagedState | PagedColumnState | MatrixState | SharedState
 LayerStates = tuple[State, ...]
 """Of one layer's parts."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from quire.engine.architecture.kv_cache_spec import ColumnState, MatrixState
+from quire.engine.architecture.kv_cache_spec import MatrixState, PagedColumnState
 from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_shapes, norm_shapes
 from quire.engine.architecture.sublayer import SublayerSpec, divisibility_error
@@ -140,7 +140,7 @@ class Mamba2LayerSpec(MatrixStateSpec):
         return heads
 
     @property
-    def projection_sizes(self) -> Mapping[str, int]:
+    def split_projection_sizes(self) -> Mapping[str, int]:
         """Of the linears that a checkpoint has joined, by what they are called here."""
         values, keys = self.num_heads * self.value_dim, self.num_groups * self.key_dim
         sizes = {"z": values, "x": values, "b": keys, "c": keys, "dt": self.num_heads}
@@ -152,7 +152,7 @@ class Mamba2LayerSpec(MatrixStateSpec):
         prefix = f"{layer}.mamba"
         values = self.num_heads * self.value_dim
         shapes = ParameterShapes()
-        for name, size in self.projection_sizes.items():
+        for name, size in self.split_projection_sizes.items():
             shapes |= linear_shapes([f"{prefix}.{name}"], size, hidden_size, bias=self.bias)
         shapes |= linear_shapes([f"{prefix}.out_proj"], hidden_size, values, bias=self.out_bias)
         shapes |= {f"{prefix}.{name}": (self.num_heads,) for name in ("A_log", "dt_bias", "D")}
@@ -188,7 +188,7 @@ class MambaLayerSpec(MatrixStateSpec):
         return heads * self.value_dim + 2 * self.key_dim
 
     @property
-    def projection_sizes(self) -> Mapping[str, int]:
+    def split_projection_sizes(self) -> Mapping[str, int]:
         """Of the linears that a checkpoint has joined, by what they are called here."""
         projected = {"x_proj_dt": self.dt_rank, "x_proj_b": self.key_dim, "x_proj_c": self.key_dim}
         return {"in_proj_x": self.num_channels, "in_proj_z": self.num_channels} | projected
@@ -225,8 +225,8 @@ class ShortConvSpec(SublayerSpec):
     """Norm of what it gives, before it joins the residual stream."""
 
     @property
-    def kv_cache_spec(self) -> ColumnState:
-        return ColumnState(self.num_channels, self.conv_width - 1)
+    def kv_cache_spec(self) -> PagedColumnState:
+        return PagedColumnState(self.num_channels, self.conv_width - 1)
 
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
         prefix, channels = f"{layer}.conv", self.num_channels

@@ -60,7 +60,7 @@ def parse_query_scaling(rope: dict[str, Any]) -> QueryScaling | None:
     return QueryScaling(beta, original_max_position)
 
 
-def yarn_softmax_scale(rope: dict[str, Any]) -> float:
+def yarn_softmax_scale_factor(rope: dict[str, Any]) -> float:
     """What DeepSeek multiplies scores by where contexts are stretched: its mscale, squared."""
     weight = rope.get("mscale_all_dim")
     return 1.0 if rope["rope_type"] == "default" or not weight else yarn_mscale(rope, weight) ** 2

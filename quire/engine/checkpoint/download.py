@@ -18,7 +18,7 @@ from quire.engine.checkpoint.failures import check_room, told_apart
 from quire.engine.checkpoint.names import ANY_GGUF, HubName
 from quire.engine.errors import ModelError
 from quire.engine.folder_reader import MIB
-from quire.engine.gguf.file_selection import PREFERRED_TAG, group_by_tag, select_files
+from quire.engine.gguf.file_selection import PREFERRED_TAG, group_models_by_tag, select_files
 from quire.engine.gguf.header import read_header_bytes
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def download_some(name: HubName, revision: str | None, patterns: Sequence[str]) 
 
 def gguf_files(name: HubName, listing: Listing) -> list[str]:
     """The paths of the GGUF model that a name means, in order. Raises ModelError."""
-    models = group_by_tag(listing.files)
+    models = group_models_by_tag(listing.files)
     if name.file is None:
         return select_files(models, None if name.tag in (None, ANY_GGUF) else name.tag, name.repo)
     for files in (files for several in models.values() for files in several):

@@ -36,8 +36,14 @@ from quire.engine.checkpoint.parts.heads import tied_as_stored
 from quire.engine.checkpoint.quantization import weight_formats
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ModelError
-from quire.engine.folder_reader import validate_json
-from quire.engine.gguf.model_files import GGUF_SUFFIX, PACKAGED_MODELS, ModelFiles, find_gguf_file, find_packaged_model
+from quire.engine.folder_reader import convert_parsed_json
+from quire.engine.gguf.model_files import (
+    GGUF_SUFFIX,
+    PACKAGED_MODELS,
+    ModelFiles,
+    find_gguf_file,
+    find_model_in_python_package,
+)
 from quire.engine.text.tokenizer_files import read_eos_token_ids
 
 _WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
@@ -101,7 +107,7 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
         return path
     if path.is_dir():
         return find_gguf_file(path) or path
-    return find_packaged_model(name) or download(hub_model(name), revision, patterns)
+    return find_model_in_python_package(name) or download(hub_model(name), revision, patterns)
 
 
 def must_come(name: str, revision: str | None) -> bool:
@@ -187,7 +193,7 @@ def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, A
     if path.suffix == ".json":
         path, file = path.parent, path.name
         folder = path
-    elif path.exists() or find_packaged_model(name) is not None:
+    elif path.exists() or find_model_in_python_package(name) is not None:
         path = folder = resolve_model(name)
     else:
         path = fetch_config(hub_model(name), revision, file, _scratch())
@@ -205,7 +211,7 @@ def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, A
 def check_planned(raw: dict[str, Any], label: str) -> None:
     """Raise ModelError, naming the field, for a config.json that nothing can be planned from."""
     with told_as_in_file(names_in_file(raw)):
-        validate_json(_text_config(raw, label), PlannedFields, label)
+        convert_parsed_json(_text_config(raw, label), PlannedFields, label)
 
 
 def _scratch() -> Path:
@@ -247,7 +253,7 @@ def parse_family_config(content: Mapping[str, Any], label: str, eos_token_ids: S
     """`content`: of a config.json of a family that a file of ours serves. `label`: what errors call the file. Raises
     ModelError, naming a wrong field."""
     with told_as_in_file(names := names_in_file(content)):
-        raw = validate_json(named_alike(content), ServedFields, label)
+        raw = convert_parsed_json(named_alike(content), ServedFields, label)
         heads = _integer(raw, "num_attention_heads")
         hidden = _integer(raw, "hidden_size")
         vocab_size = _integer(raw, "vocab_size")
@@ -294,7 +300,7 @@ def _class_config(
     if not forced and (reason := family_not_served(content)) is not None:
         raise ModelError(f"model: {label}: model_type: {reason}")
     given = class_config(content)
-    raw = validate_json(text_fields(given), AdaptedFields, label)
+    raw = convert_parsed_json(text_fields(given), AdaptedFields, label)
     stored: Mapping[str, Any] = {**raw}
     if quantized := raw.get("quantization_config"):
         weight_formats(quantized)
@@ -375,7 +381,7 @@ def _text_config(raw: dict[str, Any], file: str) -> dict[str, Any]:
 
 def _read_generation_config(files: ModelFiles) -> GenerationFields:
     name = "generation_config.json"
-    return validate_json(files.read_json_file(name) or {}, GenerationFields, files.file_label(name))
+    return convert_parsed_json(files.read_json_file(name) or {}, GenerationFields, files.file_label(name))
 
 
 def read_generation_defaults(path: Path) -> dict[str, float]:

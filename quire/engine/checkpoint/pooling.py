@@ -21,7 +21,13 @@ from quire.engine.checkpoint.parts.inner_fields import Text, Width
 from quire.engine.checkpoint.safetensors import read_tensor_headers
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
-from quire.engine.folder_reader import MAX_JSON_BYTES, decode_json, read_bytes, read_json, validate_json
+from quire.engine.folder_reader import (
+    MAX_JSON_BYTES,
+    convert_parsed_json,
+    decode_json,
+    read_bytes_if_present,
+    read_json_if_present,
+)
 from quire.engine.types import PoolingType, Task
 
 Activation = Literal["identity", "sigmoid", "softmax", "tanh"]
@@ -253,7 +259,7 @@ def _embedding(path: Path, config: ModelConfig, encoder: bool) -> Pooling:
 def _modules(path: Path) -> list[_Module]:
     if not path.is_dir():  # a GGUF file has no such module
         return []
-    content = read_bytes(path / "modules.json", MAX_JSON_BYTES)
+    content = read_bytes_if_present(path / "modules.json", MAX_JSON_BYTES)
     if content is None:
         return []
     modules = decode_json(content, list[_Module], "modules.json")
@@ -279,10 +285,10 @@ def _mode(path: Path, folder: str) -> PoolingType:
 
 def _dense(path: Path, folder: str) -> DenseModule:
     file = f"{folder}/config.json"
-    content = read_json(path / file)
+    content = read_json_if_present(path / file)
     if content is None:
         raise ModelError(f"model: there is no {file}")
-    fields = validate_json(content, _DenseFields, file)
+    fields = convert_parsed_json(content, _DenseFields, file)
     name = fields["activation_function"].rpartition(".")[2]
     if name not in ("Identity", "Tanh"):
         raise ModelError(f"model: {file}: activation_function: {name} is not supported (Identity, Tanh)")
@@ -291,5 +297,5 @@ def _dense(path: Path, folder: str) -> DenseModule:
 
 
 def _read(path: Path, file: str, kind: type[Fields]) -> Fields:
-    content = read_json(path / file) if path.is_dir() else None
-    return validate_json(content or {}, kind, file)
+    content = read_json_if_present(path / file) if path.is_dir() else None
+    return convert_parsed_json(content or {}, kind, file)

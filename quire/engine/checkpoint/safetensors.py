@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from quire.engine.checkpoint import pickled
 from quire.engine.errors import ModelError
-from quire.engine.folder_reader import MIB, decode_json, open_if_present, read_bytes
+from quire.engine.folder_reader import MIB, decode_json, open_if_present, read_bytes_if_present
 from quire.engine.gguf.hf_config import EMBEDDING_TENSOR
 from quire.engine.gguf.model_files import read_gguf_header
 from quire.engine.gguf.tensor_types import FLOAT_TYPES
@@ -116,10 +116,10 @@ def weight_files(path: Path) -> list[Path]:
     it comes with a download, as a path in it does; a link does not, and may lead anywhere.
     """
     single, name = path / "model.safetensors", INDEX
-    content = read_bytes(path / name, _INDEX_BYTES)
+    content = read_bytes_if_present(path / name, _INDEX_BYTES)
     if content is None and not os.path.lexists(single):
         name = pickled.INDEX
-        content = read_bytes(path / name, _INDEX_BYTES)
+        content = read_bytes_if_present(path / name, _INDEX_BYTES)
         single = path / pickled.SINGLE if os.path.lexists(path / pickled.SINGLE) else single
     if content is None:
         return [single]

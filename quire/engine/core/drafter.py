@@ -63,7 +63,7 @@ class Drafter(ABC):
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         """Drafts for each of the requests. `num_step_tokens`: how many tokens the step computes without them."""
 
-    def can_draft(self, request: EngineCoreRequest) -> bool:
+    def can_ever_draft(self, request: EngineCoreRequest) -> bool:
         """Whether it ever drafts for such a request. If so, the host must see each token before the next step."""
         return True
 
@@ -90,7 +90,7 @@ class StepwiseDrafter(ABC):
 
 
 class NullDrafter(Drafter):
-    def can_draft(self, request: EngineCoreRequest) -> bool:
+    def can_ever_draft(self, request: EngineCoreRequest) -> bool:
         return False
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:

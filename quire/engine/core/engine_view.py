@@ -38,14 +38,14 @@ def take_engine_view(scheduler: Scheduler) -> EngineView:
         stats=scheduler.make_stats(),
         requests=[_request_view(request, ref_counts) for request in listed],
         block_codes=zlib.compress(
-            block_usage_codes(scheduler.kv_cache_manager.block_pool, ref_counts, listed).astype("<u2").tobytes(), 1
+            block_owner_codes(scheduler.kv_cache_manager.block_pool, ref_counts, listed).astype("<u2").tobytes(), 1
         ),
         resident_bytes=resident_bytes(),
         seconds=time.perf_counter() - began,
     )
 
 
-def block_usage_codes(pool: BlockPool, ref_counts: np.ndarray, listed: list[Request]) -> np.ndarray:
+def block_owner_codes(pool: BlockPool, ref_counts: np.ndarray, listed: list[Request]) -> np.ndarray:
     """[pages] uint16, as EngineView.block_codes says."""
     codes = np.where(ref_counts > 0, UNLISTED_OWNER, EMPTY_BLOCK).astype(np.uint16)
     cached = np.fromiter(pool.cached_blocks, dtype=np.int32, count=len(pool.cached_blocks))

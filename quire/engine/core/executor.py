@@ -24,12 +24,13 @@ class AdapterLoader(Protocol):
     """Puts adapters into slots of the device, beside the steps: nothing waits for it."""
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Begin to put an adapter into a slot. No row of a step may be in this slot until it is `take_loaded_slots`."""
+        """Begin to put an adapter into a slot. No row of a step may be in this slot until it is
+        `install_finished_loads`."""
 
-    def take_loaded_slots(self) -> list[tuple[int, str | None]]:
+    def install_finished_loads(self) -> list[tuple[int, str | None]]:
         """The slots that were filled since the last call, each with None, or with why it could not be filled."""
 
-    def wait_for_load(self, seconds: float) -> None:
+    def wait_for_any_load(self, seconds: float) -> None:
         """Wait until a load has ended, or as long."""
 
 

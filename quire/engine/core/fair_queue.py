@@ -73,7 +73,7 @@ class FairQueue:
         self._last_served = 0.0
         """The counter of the tenant that stopped waiting last; a tenant starts from it when nobody else waits."""
 
-    def next_token_budget(self, tokens: int, running: Sequence[Request], *, whole_prompts: bool) -> TokenBudget:
+    def make_step_budget(self, tokens: int, running: Sequence[Request], *, whole_prompts: bool) -> TokenBudget:
         """Of the next step. `whole_prompts`: prompts are never cut, so it cannot be short."""
         budget = TokenBudget(tokens, running, self.peek())
         if budget.urgency <= self._urgency or not self._short_steps_left:
@@ -100,7 +100,7 @@ class FairQueue:
                 (self._served[other_tenant] for _, other_tenant in self._queues), default=self._last_served
             )
             self._served[tenant] = max(self._served.get(tenant, 0.0), min_served)
-        insort(self._queues.setdefault((request.engine_request.priority, tenant), []), request, key=_queue_key)
+        insort(self._queues.setdefault((request.engine_request.priority, tenant), []), request, key=_request_sort_key)
         self._evict_tenants()
 
     def peek(self) -> Request | None:
@@ -112,7 +112,7 @@ class FairQueue:
         tenant = request.engine_request.tenant
         key = (request.engine_request.priority, tenant)
         queue = self._queues[key]
-        index = bisect_left(queue, request.sort_key, key=_queue_key)
+        index = bisect_left(queue, request.sort_key, key=_request_sort_key)
         assert queue[index] is request, "it does not wait"
         del queue[index]
         if not queue:
@@ -186,5 +186,5 @@ class FairQueue:
         return any(waiting_tenant == tenant for _, waiting_tenant in self._queues)
 
 
-def _queue_key(request: Request) -> tuple[float, int]:
+def _request_sort_key(request: Request) -> tuple[float, int]:
     return request.sort_key

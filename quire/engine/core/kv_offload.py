@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from quire.engine.core.block_pool import BlockPool
 from quire.engine.core.kv_cache.prefix_cache import PrefixCache
 from quire.engine.core.request import Request
-from quire.engine.core.scheduler_output import LoadedBlocks
+from quire.engine.core.scheduler_output import BlockLoadRecord
 from quire.engine.core.stats import TierStats
 
 
@@ -35,7 +35,7 @@ class KVOffloader(ABC):
         """Called once, by the scheduler that owns the blocks."""
 
     @abstractmethod
-    def offload_blocks(self, request: Request) -> None:
+    def offload_blocks_before_free(self, request: Request) -> None:
         """Store a request's blocks, which it is about to free."""
 
     @abstractmethod
@@ -56,7 +56,7 @@ class KVOffloader(ABC):
         """Wait briefly for blocks. Called only while there is nothing to compute."""
 
     @abstractmethod
-    def take_loaded_blocks(self) -> list[LoadedBlocks]:
+    def take_load_records(self) -> list[BlockLoadRecord]:
         """The blocks that were loaded since the last call."""
 
     @abstractmethod
@@ -92,7 +92,7 @@ class NullKVOffloader(KVOffloader):
     def attach_cache(self, pool: BlockPool, prefixes: PrefixCache) -> None:
         pass
 
-    def offload_blocks(self, request: Request) -> None:
+    def offload_blocks_before_free(self, request: Request) -> None:
         pass
 
     def try_begin_load(self, request: Request, cached: list[int]) -> bool:
@@ -107,7 +107,7 @@ class NullKVOffloader(KVOffloader):
     def wait_for_loads(self) -> None:
         pass
 
-    def take_loaded_blocks(self) -> list[LoadedBlocks]:
+    def take_load_records(self) -> list[BlockLoadRecord]:
         return []
 
     def record_step_cost(self, tokens: int, seconds: float) -> None:

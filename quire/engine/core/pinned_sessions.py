@@ -100,7 +100,7 @@ class PinnedSessions:
         self._next_expiry = 0.0
 
     @property
-    def all_sessions(self) -> Sequence[Session]:
+    def remembered_sessions(self) -> Sequence[Session]:
         """All remembered conversations."""
         return list(self._sessions)
 
@@ -112,14 +112,14 @@ class PinnedSessions:
         pinned_sessions = [each for each in self._sessions if each.blocks]
         for each in pinned_sessions:
             if each.paused_at + each.keep_seconds <= now:
-                self._unpin_blocks(each, len(each.blocks))
+                self._unpin_last_blocks(each, len(each.blocks))
         self._next_expiry = min(
             (each.paused_at + each.keep_seconds for each in pinned_sessions if each.blocks), default=now + 1.0
         )
 
-    def resume_session(self, request: Request, digests: Sequence[bytes]) -> None:
+    def record_session_resume(self, request: Request, digests: Sequence[bytes]) -> None:
         """A sequence starts for the first time. `digests`: the hashes of its pieces."""
-        session = self._find_session(request, digests)
+        session = self._find_session_adopting_key(request, digests)
         if session is not None:
             session.mean_pause = max((session.mean_pause + self._clock() - session.paused_at) / 2, 1.0)
             self.counts.session_returns += 1
@@ -131,7 +131,7 @@ class PinnedSessions:
         """A sequence is about to release its pages. `blocks`: those in the prefix cache; `digests`: the hashes of its
         full pieces."""
         engine_request = request.engine_request
-        session = self._running.pop(engine_request.id, None) or self._find_session(request, digests)
+        session = self._running.pop(engine_request.id, None) or self._find_session_adopting_key(request, digests)
         if not blocks:
             return
         if session is None or session not in self._sessions:
@@ -146,10 +146,10 @@ class PinnedSessions:
         if session.key is not None:
             self._by_key[session.key] = session
         if session.num_turns > 1 or session.key is not None or engine_request.keep_seconds:
-            self._pin_session(
+            self._replace_session_pins(
                 session,
                 blocks[: self._max_pinned],
-                self._snapshots.resume_positions(request, min(len(blocks), self._max_pinned)),
+                self._snapshots.snapshots_for_next_turn(request, min(len(blocks), self._max_pinned)),
             )
             self._next_expiry = min(self._next_expiry, session.paused_at + session.keep_seconds)
             self._enforce_limits()
@@ -161,7 +161,7 @@ class PinnedSessions:
         for each in list(self._sessions):
             self._forget_session(each)
 
-    def _find_session(self, request: Request, digests: Sequence[bytes]) -> Session | None:
+    def _find_session_adopting_key(self, request: Request, digests: Sequence[bytes]) -> Session | None:
         """The conversation that a sequence continues: the one with its name, or the one at whose end it starts."""
         key = _session_key(request)
         if key is not None and (session := self._by_key.get(key)) is not None:
@@ -176,10 +176,12 @@ class PinnedSessions:
         self._by_key[key] = candidate
         return candidate
 
-    def _pin_session(self, session: Session, blocks: Sequence[int], snapshots: Sequence[SnapshotPosition]) -> None:
+    def _replace_session_pins(
+        self, session: Session, blocks: Sequence[int], snapshots: Sequence[SnapshotPosition]
+    ) -> None:
         """Keep exactly these pages and these snapshots for a conversation."""
         old_snapshots, session.snapshots = session.snapshots, []
-        self._pin_blocks(session, blocks)
+        self._replace_pinned_blocks(session, blocks)
         if self._snapshots.pool is not None:
             self._snapshots.pool.pin([each.snapshot_id for each in snapshots])
             session.snapshots = list(snapshots)
@@ -190,18 +192,18 @@ class PinnedSessions:
             assert self._snapshots.pool is not None
             self._snapshots.pool.unpin([each.snapshot_id for each in snapshots])
 
-    def _pin_blocks(self, session: Session, blocks: Sequence[int]) -> None:
+    def _replace_pinned_blocks(self, session: Session, blocks: Sequence[int]) -> None:
         num_same = next(
             (at for at, pair in enumerate(zip(session.blocks, blocks, strict=False)) if pair[0] != pair[1]), None
         )
         num_same = min(len(session.blocks), len(blocks)) if num_same is None else num_same
         self._pool.pin(blocks[num_same:])
-        self._unpin_blocks(session, len(session.blocks) - num_same)
+        self._unpin_last_blocks(session, len(session.blocks) - num_same)
         self.counts.kept_sessions += not session.blocks and bool(blocks)
         self._num_listed[session.tenant] += len(blocks) - num_same
         session.blocks += blocks[num_same:]
 
-    def _unpin_blocks(self, session: Session, count: int) -> None:
+    def _unpin_last_blocks(self, session: Session, count: int) -> None:
         """Stop keeping the last `count` pages of a conversation. The pool hands out the last one first."""
         if count:
             first = max(len(session.blocks) - count, 0)
@@ -228,14 +230,14 @@ class PinnedSessions:
         ) > 0:
             (tenant, _), now = self._num_listed.most_common(1)[0], self._clock()
             tenant_sessions = (each for each in self._sessions if each.tenant == tenant and each.blocks)
-            self._unpin_blocks(max(tenant_sessions, key=lambda each: each.overdue_ratio(now)), excess)
+            self._unpin_last_blocks(max(tenant_sessions, key=lambda each: each.overdue_ratio(now)), excess)
         pool = self._snapshots.pool
         while pool is not None and pool.num_pinned > int(pool.num_blocks * self._share):
             with_snapshots, now = [each for each in self._sessions if each.snapshots], self._clock()
             held = Counter(each.tenant for each in with_snapshots)
             tenant_sessions = (each for each in with_snapshots if each.tenant == held.most_common(1)[0][0])
             victim = max(tenant_sessions, key=lambda each: each.overdue_ratio(now))
-            self._unpin_blocks(victim, len(victim.blocks))
+            self._unpin_last_blocks(victim, len(victim.blocks))
 
     def _unpin_some_blocks(self, count: int) -> None:
         """As BlockPool.give_up says. The conversations that are least likely to continue give up pages, the last pages
@@ -252,7 +254,7 @@ class PinnedSessions:
             while (
                 session.blocks and self._pool.num_free_unpinned < enough
             ):  # pages that others hold or keep are not free
-                self._unpin_blocks(session, enough - self._pool.num_free_unpinned)
+                self._unpin_last_blocks(session, enough - self._pool.num_free_unpinned)
 
     def _unpin_some_snapshots(self, count: int) -> None:
         """The same for `count` snapshots."""
@@ -265,10 +267,10 @@ class PinnedSessions:
         while pinned_sessions and pool.num_free_unpinned < needed:
             self.counts.sessions_given_up += 1
             session = pinned_sessions.pop()
-            self._unpin_blocks(session, len(session.blocks))
+            self._unpin_last_blocks(session, len(session.blocks))
 
     def _forget_session(self, session: Session) -> None:
-        self._unpin_blocks(session, len(session.blocks))
+        self._unpin_last_blocks(session, len(session.blocks))
         del self._sessions[session]
         self._forget_tail_hash(session)
         if session.key is not None and self._by_key.get(session.key) is session:

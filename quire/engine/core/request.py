@@ -105,7 +105,7 @@ class Request:
             engine_request.cache_salt, "" if engine_request.adapter is None else engine_request.adapter.digest
         )
 
-    def try_set_custom_sort_key(self, place: Callable[[EngineCoreRequest], float]) -> str | None:
+    def set_sort_key_or_return_error(self, place: Callable[[EngineCoreRequest], float]) -> str | None:
         """Set the sort key before the request waits. `place`: Scheduler.place, which a user's class may override.
         Returns an error message if it gave something other than a number."""
         try:
@@ -200,7 +200,7 @@ class Request:
             self._block_hashes.append(block_hash(parent, self.token_ids[begin : begin + size], contents))
         return self._block_hashes[:count]
 
-    def check_stop(self, token: int, eos: Collection[int]) -> tuple[FinishReason | None, int | None]:
+    def finish_reason_after_token(self, token: int, eos: Collection[int]) -> tuple[FinishReason | None, int | None]:
         """The finish reason if the token that was just appended ends the request, and which of stop_token_ids it is."""
         params = self.engine_request.params
         assert isinstance(params, SamplingParams), "a token of a request for a vector"

@@ -137,7 +137,7 @@ class Timeline:
         else:
             self.num_dropped_steps += 1
 
-    def record_tokens(self, num_new: int, num_drafts: int) -> None:
+    def count_step_tokens(self, num_new: int, num_drafts: int) -> None:
         """Count the new tokens of a step; of those the last one is never a draft."""
         self.output_tokens += num_new
         if num_drafts:
@@ -289,7 +289,7 @@ class RequestHistory:
             timeline.enter_phase("delivery", applied_at)
         if not output.new_ids:
             return
-        timeline.record_tokens(len(output.new_ids), num_drafts)
+        timeline.count_step_tokens(len(output.new_ids), num_drafts)
         if timeline.cached_tokens is None:
             timeline.cached_tokens = output.cached_tokens
             timeline.prefix_report = output.prefix

@@ -92,18 +92,18 @@ class Scheduler:
         """Queue a request, or answer it with an error output at once if it can never fit."""
         assert engine_request.id not in self._requests, f"request id {engine_request.id} is in use"
         if engine_request.task not in self._config.tasks:
-            self._output_error(
+            self._queue_error_output(
                 engine_request, f"the model serves {' and '.join(self._config.tasks)}, not {engine_request.task}"
             )
             return
         num_prompt = len(engine_request.prompt_ids)
         limit = engine_request.output_token_limit(self._config.max_model_len - num_prompt)
         if limit is None:
-            self._output_error(
+            self._queue_error_output(
                 engine_request, f"the prompt has {num_prompt} tokens, the context {self._config.max_model_len}"
             )
             return
-        drafting = self._drafter.can_draft(engine_request)
+        drafting = self._drafter.can_ever_draft(engine_request)
         is_pipelined = self._config.micro_batches > 1  # the first stage must know a token before it can compute it
         request = Request(
             engine_request,
@@ -115,11 +115,11 @@ class Scheduler:
         )
         self._num_arrivals += 1
         max_total_tokens = num_prompt + limit
-        num_fitting_tokens = self.kv_cache_manager.num_fitting_tokens(max_total_tokens)
-        if (problem := request.try_set_custom_sort_key(self.place)) is not None:
-            self._output_error(engine_request, problem)
+        num_fitting_tokens = self.kv_cache_manager.num_tokens_fitting_empty_cache(max_total_tokens)
+        if (problem := request.set_sort_key_or_return_error(self.place)) is not None:
+            self._queue_error_output(engine_request, problem)
         elif num_fitting_tokens < max_total_tokens:
-            self._output_error(
+            self._queue_error_output(
                 engine_request,
                 f"prompt and max_tokens need {max_total_tokens} tokens, the KV cache holds {num_fitting_tokens}",
             )
@@ -152,15 +152,15 @@ class Scheduler:
         """Schedule the next step, and count it as computed from now on. None if there is nothing to compute."""
         for waiting_request, why in self._waiting.process_adapter_loads():
             self._finish_request(waiting_request)
-            self._output_error(waiting_request.engine_request, why)
+            self._queue_error_output(waiting_request.engine_request, why)
         for waiting_request in self.kv_offloader.take_loaded_requests():
             self._waiting.push_request(waiting_request)
         self.kv_cache_manager.begin_step()
         self._preempt_for_fairness()
         chunks, budget = self._schedule_running()
-        drafts = self._propose_drafts(chunks, budget)
+        drafts = self._draft_tokens_for_step(chunks, budget)
         scheduled_requests = [
-            self._schedule_request(request, chunk, drafts.get(request, [])) for request, chunk in chunks.items()
+            self._commit_scheduled_chunk(request, chunk, drafts.get(request, [])) for request, chunk in chunks.items()
         ]
         copies: list[BlockCopy] = []
         new_requests = self._schedule_waiting(scheduled_requests, copies, budget)
@@ -174,7 +174,7 @@ class Scheduler:
             new_requests,
             copies,
             preempted_ids,
-            self.kv_offloader.take_loaded_blocks(),
+            self.kv_offloader.take_load_records(),
             self._waiting.take_adapter_load_times(),
             freed_slots,
             self.kv_cache_manager.take_slot_copies(),
@@ -196,9 +196,9 @@ class Scheduler:
                 ]
             if scheduled_request.request_id in model_output.errors:
                 self._finish_request(request)
-                self._output_error(request.engine_request, *model_output.errors[scheduled_request.request_id])
+                self._queue_error_output(request.engine_request, *model_output.errors[scheduled_request.request_id])
             elif scheduled_request.should_sample:
-                self._append_tokens(request, scheduled_request, model_output)
+                self._append_tokens_and_output(request, scheduled_request, model_output)
             elif (vector := model_output.vectors.get(scheduled_request.request_id)) is not None:
                 self._finish_request(request)
                 cached = request.num_cached_tokens or 0
@@ -229,7 +229,7 @@ class Scheduler:
 
     def _schedule_running(self) -> tuple[dict[Request, ScheduledChunk], TokenBudget]:
         """The chunk of each running request, and what is left of the budget. Preempts if blocks run out."""
-        budget = self._waiting.next_token_budget(
+        budget = self._waiting.make_step_budget(
             self._config.max_num_batched_tokens, self._running, whole_prompts=self._config.whole_prompts
         )
         chunks: dict[Request, ScheduledChunk] = {}
@@ -292,7 +292,7 @@ class Scheduler:
             self.kv_cache_manager.ref_copy_sources(partial_copies)
             copies += partial_copies
             budget.spend(request, chunk.cost)
-            scheduled_requests.append(self._schedule_request(request, chunk, []))
+            scheduled_requests.append(self._commit_scheduled_chunk(request, chunk, []))
             request_data = (
                 request.engine_request.params,
                 request.engine_request.seed,
@@ -313,7 +313,9 @@ class Scheduler:
         self._running.append(request)
         return self.kv_cache_manager.use_computed_blocks(request, cached)
 
-    def _propose_drafts(self, chunks: dict[Request, ScheduledChunk], budget: TokenBudget) -> dict[Request, list[int]]:
+    def _draft_tokens_for_step(
+        self, chunks: dict[Request, ScheduledChunk], budget: TokenBudget
+    ) -> dict[Request, list[int]]:
         """Draft tokens for the requests all of whose known tokens are planned, as far as their limits, the budget and
         the free blocks allow. The planned chunks have their blocks already, so drafts cause no preemption."""
         draft_requests = [
@@ -339,7 +341,7 @@ class Scheduler:
             assert has_blocks, "allocation beyond the pool"
         return draft_ids
 
-    def _schedule_request(self, request: Request, chunk: ScheduledChunk, drafts: list[int]) -> ScheduledRequest:
+    def _commit_scheduled_chunk(self, request: Request, chunk: ScheduledChunk, drafts: list[int]) -> ScheduledRequest:
         """Count a chunk and its drafts as computed. Its full blocks can be shared from now on, even within this step:
         every layer stores the step's keys and values before any request attends to them."""
         assert request.slot is not None
@@ -377,14 +379,16 @@ class Scheduler:
         )
         request.num_charged_tokens = max(request.num_charged_tokens, done)
 
-    def _append_tokens(self, request: Request, scheduled_request: ScheduledRequest, output: ModelRunnerOutput) -> None:
+    def _append_tokens_and_output(
+        self, request: Request, scheduled_request: ScheduledRequest, output: ModelRunnerOutput
+    ) -> None:
         """Append the tokens that were sampled and accepted, up to one that finishes the request."""
         engine_request = request.engine_request
         new_ids = output.token_ids[engine_request.id]
         request.num_tokens_in_flight -= 1 + len(scheduled_request.draft_token_ids)
         for count, token in enumerate(new_ids, 1):
             request.token_ids.append(token)
-            reason, stop_id = request.check_stop(token, self._eos_token_ids)
+            reason, stop_id = request.finish_reason_after_token(token, self._eos_token_ids)
             if reason is not None:
                 new_ids = new_ids[:count]
                 break
@@ -439,8 +443,8 @@ class Scheduler:
         self._running.remove(request)
         self._free_slots.append(request.slot)
         self._freed_slots.append(request.slot)
-        self.kv_offloader.offload_blocks(request)
+        self.kv_offloader.offload_blocks_before_free(request)
         self.kv_cache_manager.free(request)
 
-    def _output_error(self, request: EngineCoreRequest, why: str, cause: ErrorCause = "engine") -> None:
+    def _queue_error_output(self, request: EngineCoreRequest, why: str, cause: ErrorCause = "engine") -> None:
         self._outputs.append(EngineCoreOutput(request.id, [], finish_reason="error", error=why, cause=cause))

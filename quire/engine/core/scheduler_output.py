@@ -116,7 +116,7 @@ class SlotCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
     target: int
 
 
-class LoadedBlocks(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class BlockLoadRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Blocks of a request's prefix that were loaded from a tier, before the step that first schedules the request."""
 
     request_id: str
@@ -136,7 +136,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Made in this order, before anything is computed."""
     preempted_ids: list[str] = []
     """Requests that were preempted to make room for this step."""
-    loaded_blocks: list[LoadedBlocks] = []
+    loaded_blocks: list[BlockLoadRecord] = []
     """Since the previous step."""
     adapter_loads: list[tuple[str, float]] = []
     """Adapters that were loaded into slots before it: name, and the seconds for which all requests waited."""

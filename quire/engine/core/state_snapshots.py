@@ -85,20 +85,20 @@ class StateSnapshots(ABC):
         """`before_reuse`: called with slots that are about to be overwritten, as ~slot."""
 
     @abstractmethod
-    def has_snapshot(self, digest: bytes) -> bool:
+    def can_resume_after_block(self, digest: bytes) -> bool:
         """True if a request can begin at the end of the block with this hash."""
 
     @abstractmethod
-    def request_snapshot_slots(self, request: Request) -> list[tuple[int, bytes]]:
+    def request_prefix_snapshots(self, request: Request) -> list[tuple[int, bytes]]:
         """The snapshots at the ends of a request's blocks: their slots, as ~slot, and the blocks' hashes."""
 
     @abstractmethod
-    def resume_positions(self, request: Request, num_blocks: int) -> list[SnapshotPosition]:
+    def snapshots_for_next_turn(self, request: Request, num_blocks: int) -> list[SnapshotPosition]:
         """The snapshots among the first `num_blocks` blocks with which a conversation's next turn may begin: the last
         one, and the last one within the prompt, because a template may write an answer differently later."""
 
     @abstractmethod
-    def reserve_slot(self) -> int | None:
+    def reserve_slot_for_load(self) -> int | None:
         """A slot for a snapshot from a tier, until `finish_load`; None if there is none now."""
 
     @abstractmethod
@@ -140,16 +140,16 @@ class NullStateSnapshots(StateSnapshots):
     def set_before_reuse(self, before_reuse: Callable[[Sequence[int]], None]) -> None:
         pass
 
-    def has_snapshot(self, digest: bytes) -> bool:
+    def can_resume_after_block(self, digest: bytes) -> bool:
         return True
 
-    def request_snapshot_slots(self, request: Request) -> list[tuple[int, bytes]]:
+    def request_prefix_snapshots(self, request: Request) -> list[tuple[int, bytes]]:
         return []
 
-    def resume_positions(self, request: Request, num_blocks: int) -> list[SnapshotPosition]:
+    def snapshots_for_next_turn(self, request: Request, num_blocks: int) -> list[SnapshotPosition]:
         return []
 
-    def reserve_slot(self) -> int | None:
+    def reserve_slot_for_load(self) -> int | None:
         return None
 
     def finish_load(self, slot: int, digest: bytes, *, is_complete: bool) -> None:
@@ -231,10 +231,10 @@ class PooledStateSnapshots(StateSnapshots):
     def set_before_reuse(self, before_reuse: Callable[[Sequence[int]], None]) -> None:
         self._pool.before_reuse = lambda snapshots: before_reuse([~(self._first_slot + each) for each in snapshots])
 
-    def has_snapshot(self, digest: bytes) -> bool:
+    def can_resume_after_block(self, digest: bytes) -> bool:
         return self._pool.has_hash(digest)
 
-    def request_snapshot_slots(self, request: Request) -> list[tuple[int, bytes]]:
+    def request_prefix_snapshots(self, request: Request) -> list[tuple[int, bytes]]:
         """Those that a copy fills only when the next step begins are left out: they are kept with the next sequence."""
         filling, slots = {copy.target for copy in self._slot_copies}, []
         for digest in request.block_hashes(
@@ -245,7 +245,7 @@ class PooledStateSnapshots(StateSnapshots):
                 slots.append((~slot, digest))
         return slots
 
-    def resume_positions(self, request: Request, num_blocks: int) -> list[SnapshotPosition]:
+    def snapshots_for_next_turn(self, request: Request, num_blocks: int) -> list[SnapshotPosition]:
         full = min(request.num_computed_tokens, len(request.token_ids)) // self._block_size
         digests, positions = request.block_hashes(full, self._block_size)[:num_blocks], list[SnapshotPosition]()
         for max_blocks in (len(digests), (request.num_prompt_tokens - 1) // self._block_size):
@@ -255,7 +255,7 @@ class PooledStateSnapshots(StateSnapshots):
                 positions.append(SnapshotPosition(snapshot, count))
         return list(dict.fromkeys(positions))
 
-    def reserve_slot(self) -> int | None:
+    def reserve_slot_for_load(self) -> int | None:
         self._evict_stale()
         if not self._pool.num_free:
             return None

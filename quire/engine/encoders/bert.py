@@ -1,7 +1,12 @@
 """BERT (Devlin et al., 2019) and the many small models of its shape, such as MiniLM."""
 
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.encoders.encoder import EncoderSpec, EncoderWeightNames, base_encoder_spec, two_layer_classifier_specs
+from quire.engine.encoders.encoder import (
+    EncoderSpec,
+    EncoderWeightNames,
+    base_encoder_spec,
+    make_two_layer_classifier_builder,
+)
 from quire.engine.errors import ModelError
 
 NAMES = EncoderWeightNames(
@@ -19,7 +24,7 @@ NAMES = EncoderWeightNames(
 )
 UNUSED_PREFIXES = ("embeddings.position_ids", "embeddings.token_type_ids", "cls.", "pooler.", "lm_head.")
 """What checkpoints keep of the training's own heads."""
-CLASSIFIER = two_layer_classifier_specs("pooler.dense", "tanh", "classifier")
+CLASSIFIER = make_two_layer_classifier_builder("pooler.dense", "tanh", "classifier")
 
 
 def spec(config: ModelConfig) -> EncoderSpec:

@@ -4,7 +4,12 @@ from dataclasses import replace
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.encoders import bert
-from quire.engine.encoders.encoder import EncoderSpec, EncoderWeightNames, parse_activation, two_layer_classifier_specs
+from quire.engine.encoders.encoder import (
+    EncoderSpec,
+    EncoderWeightNames,
+    make_two_layer_classifier_builder,
+    parse_activation,
+)
 
 NAMES = EncoderWeightNames(
     word_embeddings="embeddings.word_embeddings",
@@ -24,7 +29,7 @@ def spec(config: ModelConfig) -> EncoderSpec:
     return replace(
         bert.spec(config),
         names=NAMES,
-        classifier=two_layer_classifier_specs("pre_classifier", "relu", "classifier"),
+        classifier=make_two_layer_classifier_builder("pre_classifier", "relu", "classifier"),
         segments=0,
         eps=1e-12,
         activation=parse_activation(config.raw.get("activation") or "gelu"),

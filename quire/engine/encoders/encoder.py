@@ -22,8 +22,8 @@ from quire.engine.encoders.encoder_chunks import (
     MAX_CHUNK_TOKENS,
     QKV_COST_SHARE,
     chunk_cost,
-    count_blocks,
-    make_chunk_metadata,
+    count_kv_blocks,
+    make_chunks_with_metadata,
     ragged_positions,
     run_all_chunks,
 )
@@ -164,7 +164,9 @@ def base_encoder_spec(config: ModelConfig, **fields: Any) -> EncoderSpec:
     return spec
 
 
-def two_layer_classifier_specs(first: str, activation: str, last: str) -> Callable[[int, int], list[HeadLayerSpec]]:
+def make_two_layer_classifier_builder(
+    first: str, activation: str, last: str
+) -> Callable[[int, int], list[HeadLayerSpec]]:
     """A classifier of two linears of these names, with an activation between them."""
     return lambda hidden, labels: [
         HeadLayerSpec(first, hidden, hidden, activation=activation),
@@ -211,7 +213,7 @@ class _EncoderLayerWeights:
         self.lookahead = 0 if spec.causal else window
 
     @property
-    def rope(self) -> QKNormRopeParams:
+    def qk_norm_rope_params(self) -> QKNormRopeParams:
         if not self._head_norms:
             return self._rope
         q_norm, k_norm = self._head_norms
@@ -288,7 +290,7 @@ class Encoder:
         if names.relative_attention_bias is not None:
             shape = (spec.num_buckets, spec.num_heads)
             table[f"{names.relative_attention_bias}.weight"] = make_parameter(
-                self._embedding_tables, names.relative_attention_bias, shape, torch.float32, self._bias_by_distance
+                self._embedding_tables, names.relative_attention_bias, shape, torch.float32, self._expand_relative_bias
             )
         return table | merge_parameters(self._embedding_norm, self._final_norm, *self._layers)
 
@@ -318,22 +320,22 @@ class Encoder:
         spec = self.spec
         aux_hidden_states = list[Tensor]()
         bias, size = self._embedding_tables.get(spec.names.relative_attention_bias or ""), self._backend.block_size
-        num_blocks = max(count_blocks(each, size) for each in lengths)
+        num_blocks = max(count_kv_blocks(each, size) for each in lengths)
         shape = backend.kv_cache_shape(num_blocks, spec.num_heads, spec.head_dim, self.dtype)
         keys, values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
         max_rows, has_rope = MAX_CHUNK_TOKENS if splits_tokens else None, cos_sin is not None
         groups = [
-            (make_chunk_metadata(each, size, self.device, max_rows, has_rope_table=has_rope), int(each.max()))
+            (make_chunks_with_metadata(each, size, self.device, max_rows, has_rope_table=has_rope), int(each.max()))
             for each in lengths
         ]
         for index, layer in enumerate(self._layers):
             chunks, num_visible = groups[spec.metadata_groups[index] if spec.metadata_groups else 0]
-            rope = layer.rope if cos_sin is None else replace(layer.rope, cos_sin=cos_sin)
+            rope = layer.qk_norm_rope_params if cos_sin is None else replace(layer.qk_norm_rope_params, cos_sin=cos_sin)
             softmax = AttentionParams(spec.head_dim**-0.5, layer.window, lookahead=layer.lookahead, relative_bias=bias)
             queries, outputs = list[Tensor](), list[Tensor]()
             for rows, metadata in chunks:
                 queries.append(
-                    backend.rope_and_store_kv(self._project_qkv(layer, x[rows]), rope, keys, values, metadata)
+                    backend.rope_and_store_kv(self._norm_and_project_qkv(layer, x[rows]), rope, keys, values, metadata)
                 )
                 yield QKV_COST_SHARE * len(queries[-1]) / spec.num_layers
             for (rows, metadata), q in zip(chunks, queries, strict=True):
@@ -346,7 +348,7 @@ class Encoder:
             self._report_progress()
         return x if self._final_norm is None else self._apply_norm(x, self._final_norm), aux_hidden_states
 
-    def _project_qkv(self, layer: _EncoderLayerWeights, x: Tensor) -> Tensor:
+    def _norm_and_project_qkv(self, layer: _EncoderLayerWeights, x: Tensor) -> Tensor:
         """Queries, keys and values."""
         normed = (
             x if layer.attention_norm is None or not self.spec.pre_norm else self._apply_norm(x, layer.attention_norm)
@@ -403,7 +405,7 @@ class Encoder:
             x += table[0] if segments is None or self.spec.segments < 2 else F.embedding(segments, table)
         return x if self._embedding_norm is None else self._apply_norm(x, self._embedding_norm)
 
-    def _bias_by_distance(self, tensor: Tensor) -> Tensor:
+    def _expand_relative_bias(self, tensor: Tensor) -> Tensor:
         """[buckets, heads] to what is added to scores by distance: see AttentionParams.relative_bias."""
         max_len = self.max_model_len
         distances = torch.arange(-(max_len - 1), max_len, device=tensor.device)

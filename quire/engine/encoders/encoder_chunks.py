@@ -43,12 +43,12 @@ def ragged_positions(lengths: np.ndarray) -> np.ndarray:
     return positions
 
 
-def count_blocks(lengths: np.ndarray, block_size: int) -> int:
+def count_kv_blocks(lengths: np.ndarray, block_size: int) -> int:
     """That prompts of these lengths have, each its own."""
     return int((-(-lengths // block_size)).sum())
 
 
-def make_chunk_metadata(
+def make_chunks_with_metadata(
     lengths: np.ndarray,
     block_size: int,
     device: torch.device,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.engine.core.scheduler_output import ModelRunnerOutput, NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.engine.encoders.encoder import Encoder
-from quire.engine.layers.pooling import Pooler, PoolingChunk, postprocess_request_vectors
+from quire.engine.layers.pooling import Pooler, PoolingChunk, postprocess_vectors_by_request_id
 from quire.engine.types import PoolingParams
 
 
@@ -30,8 +30,10 @@ class CompletedStep:
 class ImageEmbedder(Protocol):
     """Makes vectors of images: see engine/worker/images/encoder_cache.py."""
 
-    def encode_chunks(self, batch: SchedulerOutput, owner: Callable[[ScheduledRequest], NewRequestData]) -> None: ...
-    def image_vectors(
+    def encode_scheduled_chunks(
+        self, batch: SchedulerOutput, owner: Callable[[ScheduledRequest], NewRequestData]
+    ) -> None: ...
+    def image_request_vectors(
         self, rows: Sequence[ScheduledRequest], owner: Callable[[ScheduledRequest], NewRequestData]
     ) -> Tensor: ...
 
@@ -56,7 +58,7 @@ class EncoderRunner:
         for admission in batch.new_requests:
             self._requests[admission.slot] = admission
         if self._images is not None:
-            self._images.encode_chunks(batch, self._request_data)
+            self._images.encode_scheduled_chunks(batch, self._request_data)
         rows = batch.without_encoder_only.scheduled_requests
         image_requests = [row for row in rows if self._request_data(row).spans]
         text_requests = [row for row in rows if not self._request_data(row).spans]
@@ -64,8 +66,8 @@ class EncoderRunner:
         if image_requests:
             assert self._images is not None
             pooled = [PoolingChunk(row, 0, 1, self._pooling_params(row)) for row in image_requests]
-            vectors = self._images.image_vectors(image_requests, self._request_data).float().cpu()
-            answers |= postprocess_request_vectors(pooled, vectors, self._pooler.pooling)
+            vectors = self._images.image_request_vectors(image_requests, self._request_data).float().cpu()
+            answers |= postprocess_vectors_by_request_id(pooled, vectors, self._pooler.pooling)
         return CompletedStep(
             ModelRunnerOutput({}, vectors=answers | (self._embed_texts(text_requests) if text_requests else {}))
         )
@@ -88,7 +90,7 @@ class EncoderRunner:
         token_ids = torch.from_numpy(np.concatenate(ids)).to(self._model.device)
         hidden = self._model.forward(token_ids, self._token_type_ids(pooled), lengths)
         vectors = self._pooler.pool(pooled, hidden).cpu()
-        return postprocess_request_vectors(pooled, vectors, self._pooler.pooling)
+        return postprocess_vectors_by_request_id(pooled, vectors, self._pooler.pooling)
 
     def _request_data(self, row: ScheduledRequest) -> NewRequestData:
         return self._requests[row.slot]

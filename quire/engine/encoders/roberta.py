@@ -5,14 +5,14 @@ from dataclasses import replace
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.encoders import bert
-from quire.engine.encoders.encoder import EncoderSpec, two_layer_classifier_specs
+from quire.engine.encoders.encoder import EncoderSpec, make_two_layer_classifier_builder
 
 
 def spec(config: ModelConfig) -> EncoderSpec:
     padding = config.raw.get("pad_token_id")
     return replace(
         bert.spec(config),
-        classifier=two_layer_classifier_specs("classifier.dense", "tanh", "classifier.out_proj"),
+        classifier=make_two_layer_classifier_builder("classifier.dense", "tanh", "classifier.out_proj"),
         first_position=1 + (1 if padding is None else padding),
         segments=config.raw.get("type_vocab_size") or 1,
     )

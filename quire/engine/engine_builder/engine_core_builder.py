@@ -16,7 +16,7 @@ from quire.engine.core.kv_offload import KVOffloader
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.engine_builder.scheduler_builder import make_scheduler
 from quire.engine.processes.heartbeat import Heartbeat
-from quire.engine.tiers.kv_identity import WeightFiles, code_hash, model_content_digest
+from quire.engine.tiers.kv_identity import WeightFiles, code_hash, model_sample_digest
 from quire.engine.tiers.tier_factory import check_tiers, make_kv_offloader
 from quire.engine.tiers.tiered_offloader import TieredKVOffloader
 from quire.engine.types import EngineInfo
@@ -80,7 +80,7 @@ class EngineCoreBuilder:
         return msgspec.structs.replace(
             info,
             load_seconds=load_seconds,
-            content=model_content_digest(self.model, self._weight_files),
+            content=model_sample_digest(self.model, self._weight_files),
             code=code_hash().hex(),
             arithmetic=info.arithmetic + kv_offloader.capacity_text,
             notes=self._notes,

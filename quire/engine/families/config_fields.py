@@ -40,7 +40,7 @@ def attention_bias_readers(name: str) -> SpecFields:
     return {"qkv_bias": flag_reader(name), "out_bias": flag_reader(name)}
 
 
-def require_sizes(config: ModelConfig, names: Sequence[str], description: str) -> list[int]:
+def read_required_sizes(config: ModelConfig, names: Sequence[str], description: str) -> list[int]:
     """Integers that config.json must have, the sizes of `description`. Raises ModelError."""
     values = [config.raw.get(name) for name in names]
     for name, size in zip(names, values, strict=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.decoder import EMBED_POSITIONS, EMBED_TOKENS, LM_HEAD, DecoderSpec
-from quire.engine.architecture.kv_cache_spec import PIECE, ColumnState, LayerStates, PagedState
+from quire.engine.architecture.kv_cache_spec import PIECE, LayerStates, PagedColumnState, PagedState
 from quire.engine.architecture.mla import MLALayerSpec
 from quire.engine.architecture.moe import MoELayerSpec
 from quire.engine.architecture.parameter_shapes import count_parameters
@@ -112,7 +112,9 @@ def _attention_width(layer: AttentionSpec) -> int:
 
 def _state_formula(spec: DecoderSpec) -> str:
     """Of what pages keep of convolutions; "": nothing."""
-    columns = Counter((each.columns, each.channels) for each in spec.kv_cache_specs if isinstance(each, ColumnState))
+    columns = Counter(
+        (each.columns, each.channels) for each in spec.kv_cache_specs if isinstance(each, PagedColumnState)
+    )
     return " + ".join(
         f"{count} columns x {channels} / {PIECE} x {layers} layers" for (count, channels), layers in columns.items()
     )

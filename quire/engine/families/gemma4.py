@@ -16,7 +16,7 @@ from quire.engine.architecture.stream import LayerScalarSpec, OutputNormSpec, Pe
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.parts.unequal import UnequalLayer, unequal_layers
 from quire.engine.errors import ModelError
-from quire.engine.families.moe_fields import expert_intermediate_size, read_routing
+from quire.engine.families.moe_fields import expert_intermediate_size, read_expert_count_and_routing
 from quire.engine.families.spec import base_decoder_spec
 
 _DEFAULT_ROPES = {
@@ -87,7 +87,7 @@ def _feed_forward_specs(config: ModelConfig, mlp: MLPSpec, norm: NormSpec) -> La
     if not config.raw.get("enable_moe_block"):
         return (mlp,)
     experts = MoELayerSpec(
-        *read_routing(config),
+        *read_expert_count_and_routing(config),
         expert_intermediate_size(config),
         norm,
         output_norm=True,

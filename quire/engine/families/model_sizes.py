@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any
 
-from quire.engine.architecture.kv_cache_spec import ColumnState, MatrixState, PagedState, SharedState, State
+from quire.engine.architecture.kv_cache_spec import MatrixState, PagedColumnState, PagedState, SharedState, State
 from quire.engine.checkpoint.adapted import class_not_served
 from quire.engine.checkpoint.alike.told import told_by_file
 from quire.engine.checkpoint.families import (
@@ -30,7 +30,7 @@ from quire.engine.families.guessed_sizes import (
     optional_size,
     required_size,
 )
-from quire.engine.images.vision_config import count_vision_parameters
+from quire.engine.images.vision_config import count_vision_and_linear_parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,15 +84,15 @@ class ModelSizes(DecoderSizes):
     @property
     def kv_numbers(self) -> int:
         """Of keys and values, cached per token in all layers together."""
-        return sum(each.numbers for each in self.states if isinstance(each, PagedState))
+        return sum(each.paged_values_per_token for each in self.states if isinstance(each, PagedState))
 
     @property
     def column_numbers(self) -> int:
         """The same of columns, which are kept in the model's type."""
-        return sum(each.numbers for each in self.states if isinstance(each, ColumnState))
+        return sum(each.paged_values_per_token for each in self.states if isinstance(each, PagedColumnState))
 
     def slot_bytes(self, drafts: int, width: int) -> int:
-        """Bytes kept of each sequence beside pages, in all layers together, as ColumnState says it."""
+        """Bytes kept of each sequence beside pages, in all layers together, as PagedColumnState says it."""
         return sum(each.slot_bytes(drafts, width) for each in self.states if not isinstance(each, PagedState))
 
     @property
@@ -140,7 +140,7 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
     """
     text = _text_to_plan(raw)
     hidden = required_size(text, "hidden_size")
-    tower, tower_linears = count_vision_parameters(raw, hidden)
+    tower, tower_linears = count_vision_and_linear_parameters(raw, hidden)
     unserved = why_not_served(raw)
     notes = _describe_uncounted(raw, text, tower)
     decoder = _count_family(raw, text, must_be_served=not unserved)

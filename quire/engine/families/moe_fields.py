@@ -39,7 +39,7 @@ GROUPED_ROUTING: SpecFields = {
 two best experts."""
 
 
-def read_routing(config: ModelConfig, **rules: Any) -> tuple[int, Routing]:
+def read_expert_count_and_routing(config: ModelConfig, **rules: Any) -> tuple[int, Routing]:
     """How many experts a layer has, and how a token's are chosen: `rules` are fields of Routing. Raises ModelError."""
     raw = config.raw
     count, per_token = raw.get("num_local_experts") or raw.get("num_experts"), raw.get("num_experts_per_tok")
@@ -100,7 +100,7 @@ def moe_reader(
 
     def read_moe(config: ModelConfig, norm: NormSpec) -> MoELayerSpec:
         shared_spec = None if shared_expert is None else shared_expert(config)
-        experts = read_routing(config, **read_fields(routing or {}, config))
+        experts = read_expert_count_and_routing(config, **read_fields(routing or {}, config))
         return MoELayerSpec(*experts, size(config), norm, shared_spec, **read_fields(fields, config))
 
     return read_moe

@@ -64,7 +64,7 @@ def file_tag(path: str) -> str:
     return stem if match is None else match[1].upper()
 
 
-def group_by_tag(paths: Iterable[str]) -> dict[str, list[list[str]]]:
+def group_models_by_tag(paths: Iterable[str]) -> dict[str, list[list[str]]]:
     """By tag the GGUF models of a repository, each with its files in order: more than one for split ones. A model of
     which a part is not there is left out."""
     models: dict[str, list[str]] = {}
@@ -84,7 +84,7 @@ def select_files(models: Mapping[str, list[list[str]]], tag: str | None, repo: s
     """The files of the model with this tag, or of the nearest to Q4_K_M. Raises ModelError, naming the tags."""
     if not models:
         raise ModelError(f"model: {repo} has no GGUF files")
-    key = _find_tag(models, tag) if tag is not None else _preferred_tag(models)
+    key = _match_available_tag(models, tag) if tag is not None else _preferred_tag(models)
     if key is None:
         raise ModelError(f"model: {repo} has no GGUF file {tag}; it has {', '.join(models)}")
     if len(models[key]) > 1:
@@ -93,12 +93,12 @@ def select_files(models: Mapping[str, list[list[str]]], tag: str | None, repo: s
     return models[key][0]
 
 
-def _find_tag(models: Mapping[str, list[list[str]]], tag: str) -> str | None:
+def _match_available_tag(models: Mapping[str, list[list[str]]], tag: str) -> str | None:
     """The key of a tag: whatever its case, and without Unsloth's UD- where only such a file is there."""
     wanted = tag.upper()
     return next((key for form in (wanted, f"UD-{wanted}") for key in models if key.upper() == form), None)
 
 
 def _preferred_tag(models: Mapping[str, list[list[str]]]) -> str:
-    near = (_find_tag(models, tag) for tag in _TAG_PREFERENCE)
+    near = (_match_available_tag(models, tag) for tag in _TAG_PREFERENCE)
     return next((key for key in near if key is not None), next(iter(models)))

@@ -56,7 +56,7 @@ def tokenizer_json(header: GGUFHeader) -> dict[str, Any]:
         raise _key_error(header, "tokens", "some are there twice")
     kind = header.get_string(f"{_PREFIX}model")
     if kind == "gpt2":
-        parts, adds_bos = _byte_level_fields(header, vocabulary)
+        parts, adds_bos = _byte_level_fields_and_bos_flag(header, vocabulary)
     elif kind == "llama":
         parts, adds_bos = _sentence_piece_fields(header, vocabulary, types), True
     else:
@@ -100,15 +100,15 @@ def eos_token_ids(header: GGUFHeader) -> list[int]:
     """The ids that end an answer: those that the file names, and those that are known to."""
     tokens, _ = _tokens_and_types(header)
     named = [_role_token_id(header, role, len(tokens)) for role in ("eos", "eot", "eom")]
-    return list(dict.fromkeys([*(index for index in named if index is not None), *_find_end_token_ids(tokens)]))
+    return list(dict.fromkeys([*(index for index in named if index is not None), *_known_end_token_ids(tokens)]))
 
 
-def _find_end_token_ids(tokens: Sequence[str]) -> list[int]:
+def _known_end_token_ids(tokens: Sequence[str]) -> list[int]:
     end_tokens = _END_TOKENS - {"<|end|>"} if HARMONY_END_TOKENS.issubset(tokens) else _END_TOKENS
     return [index for index, token in enumerate(tokens) if token in end_tokens]
 
 
-def make_added_tokens_json(header: GGUFHeader) -> dict[str, int]:
+def added_tokens_json(header: GGUFHeader) -> dict[str, int]:
     """The content of an added_tokens.json: the ids of special tokens, and of those that users defined."""
     tokens, types = _tokens_and_types(header)
     return {token: index for index, token in enumerate(tokens) if types[index] in _ADDED_TYPES}
@@ -129,7 +129,7 @@ def _tokens_and_types(header: GGUFHeader) -> tuple[list[str], Sequence[int]]:
     if len(types) != len(tokens):
         raise _key_error(header, "token_type", f"has {len(types)} items for {len(tokens)} tokens")
     types = [*types]
-    for index in _find_end_token_ids(tokens):
+    for index in _known_end_token_ids(tokens):
         if types[index] in (_NORMAL, _USER_DEFINED):
             types[index] = _CONTROL
     return tokens, types
@@ -142,7 +142,7 @@ def _role_token_id(header: GGUFHeader, role: str, count: int) -> int | None:
     return index if index is not None and 0 <= index < count else None
 
 
-def _byte_level_fields(header: GGUFHeader, vocabulary: dict[str, int]) -> tuple[dict[str, Any], bool]:
+def _byte_level_fields_and_bos_flag(header: GGUFHeader, vocabulary: dict[str, int]) -> tuple[dict[str, Any], bool]:
     name = header.get_string(f"{_PREFIX}pre") or "default"
     if name not in PRE_TOKENIZERS:
         raise _key_error(header, "pre", f"{name[:40]!r} is not known ({', '.join(sorted(PRE_TOKENIZERS))})")

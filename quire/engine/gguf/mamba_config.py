@@ -44,7 +44,7 @@ _ASSUMED_CONTEXT = 131_072
 _UNLIMITED_CONTEXT = 2**20
 
 
-def unsuffixed_tensor_names(model_type: str) -> Mapping[str, str]:
+def unsuffixed_tensor_name_map(model_type: str) -> Mapping[str, str]:
     """Whole names of a layer's tensors, with their endings, as delta_nets.BARE has them."""
     if model_type in _SELECTIVE_SCAN_TYPES:
         return _MAMBA1_UNSUFFIXED_TENSORS
@@ -65,8 +65,8 @@ def mamba_fields(header: GGUFHeader, arch: str) -> dict[str, Any]:
         "mamba_d_state": header.get_integer(f"{arch}.ssm.state_size"),
     }
     config_fields |= {
-        "mamba_conv_bias": _has_layer_tensor(header, "ssm_conv1d.bias"),
-        "mamba_proj_bias": (biased := _has_layer_tensor(header, "ssm_in.bias")),
+        "mamba_conv_bias": _any_layer_has_tensor(header, "ssm_conv1d.bias"),
+        "mamba_proj_bias": (biased := _any_layer_has_tensor(header, "ssm_in.bias")),
         "use_bias": biased,
         "max_position_embeddings": _context_length(header, arch),
     }
@@ -83,7 +83,7 @@ def mamba_fields(header: GGUFHeader, arch: str) -> dict[str, Any]:
     match arch:
         case "falcon-h1":  # whose factors are in its weights
             config_fields |= {
-                "mamba_rms_norm": _has_layer_tensor(header, "ssm_norm.weight"),
+                "mamba_rms_norm": _any_layer_has_tensor(header, "ssm_norm.weight"),
                 "mamba_norm_before_gate": False,
             }
         case "granitehybrid":
@@ -93,7 +93,7 @@ def mamba_fields(header: GGUFHeader, arch: str) -> dict[str, Any]:
     return config_fields
 
 
-def _has_layer_tensor(header: GGUFHeader, name: str) -> bool:
+def _any_layer_has_tensor(header: GGUFHeader, name: str) -> bool:
     return any(each.startswith("blk.") and each.endswith(f".{name}") for each in header.tensors)
 
 

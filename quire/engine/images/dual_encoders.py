@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.engine.images.llava import LlavaVisionSpec, SquaresLayout, TowerKind, check_square_size
+from quire.engine.images.llava import LlavaVisionSpec, SquaresLayout, TowerKind, check_preprocessor_makes_squares
 from quire.engine.images.vision_spec import CLIP_MEAN, CLIP_STD, HALF_RGB, VisionConfig
 
 _BICUBIC = 3
@@ -49,7 +49,7 @@ class DualEncoderVisionSpec(LlavaVisionSpec):
 @dataclass(frozen=True, slots=True)
 class DualEncoderLayout(SquaresLayout):
     @property
-    def token_runs(self) -> tuple[tuple[int, ...], ...]:
+    def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
         return ((1,),)
 
 
@@ -81,7 +81,7 @@ def _dual_encoder_vision_spec(
         kind == "clip" and config.preprocessor.get("do_center_crop") is not False,
     )
     config.check_patches(side, shape)
-    check_square_size(config, side, center_crops=center_crops)
+    check_preprocessor_makes_squares(config, side, center_crops=center_crops)
     mean, std = (CLIP_MEAN, CLIP_STD) if kind == "clip" else (HALF_RGB, HALF_RGB)
     return DualEncoderVisionSpec(
         tower_shape=shape,

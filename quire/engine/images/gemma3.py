@@ -71,8 +71,8 @@ def gemma3_vision_spec(config: VisionConfig) -> Gemma3VisionSpec:
         image_token_id=config.image_token_id(262144),
         square_side=side,
         tokens_per_image=tokens,
-        begin_token_id=config.special_token_id("boi_token_index", 255999),
-        end_token_id=config.special_token_id("eoi_token_index", 256000),
+        begin_token_id=config.token_id_from_field("boi_token_index", 255999),
+        end_token_id=config.token_id_from_field("eoi_token_index", 256000),
     )
 
 
@@ -81,7 +81,7 @@ class Gemma3Layout(ImageLayout):
     vision: Gemma3VisionSpec
 
     @property
-    def token_runs(self) -> tuple[tuple[int, ...], ...]:
+    def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
         return ((self.vision.tokens_per_image,),)
 
     def placeholder_text(self, spell: TokenText) -> str:
@@ -89,7 +89,7 @@ class Gemma3Layout(ImageLayout):
         tokens = spell(vision.image_token_id) * vision.tokens_per_image
         return f"\n\n{spell(vision.begin_token_id)}{tokens}{spell(vision.end_token_id)}\n\n"
 
-    def make_tower_inputs(self, image: Image.Image) -> Iterator[Content]:
+    def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
         from PIL import Image
 
         side = self.vision.square_side

@@ -114,8 +114,8 @@ def gemma4_vision_spec(config: VisionConfig) -> Gemma4VisionSpec:
         rope_theta=float(theta) if isinstance(theta, int | float) and theta >= 1 else 100.0,
         has_clipped_linears=bool(tower.get("use_clipped_linears")),
         standardizes_tokens=bool(tower.get("standardize")),
-        begin_token_id=config.special_token_id("boi_token_id", 255999),
-        end_token_id=config.special_token_id("eoi_token_id", 258882),
+        begin_token_id=config.token_id_from_field("boi_token_id", 255999),
+        end_token_id=config.token_id_from_field("eoi_token_id", 258882),
         bidirectional=config.text_config.get("use_bidirectional_attention") == "vision",
     )
 
@@ -128,7 +128,7 @@ class PooledLayout(ImageLayout):
     rows: int
 
     @property
-    def token_runs(self) -> tuple[tuple[int, ...], ...]:
+    def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
         return ((self.columns * self.rows,),)
 
     def placeholder_text(self, spell: TokenText) -> str:
@@ -138,7 +138,7 @@ class PooledLayout(ImageLayout):
             f"{spell(vision.image_token_id) * self.num_tokens}{spell(vision.end_token_id)}"
         )
 
-    def make_tower_inputs(self, image: Image.Image) -> Iterator[Content]:
+    def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
         from PIL import Image
 
         width, height = self.columns * self.vision.pooled_patch_size, self.rows * self.vision.pooled_patch_size

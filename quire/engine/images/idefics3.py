@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.engine.images.vision_spec import ImageLayout, TokenText, VisionConfig, VisionSpec, cut_into_squares
+from quire.engine.images.vision_spec import ImageLayout, TokenText, VisionConfig, VisionSpec, iter_squares_of_image
 from quire.engine.types import Image as Content
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Idefics3Layout(ImageLayout):
     columns: int
 
     @property
-    def token_runs(self) -> tuple[tuple[int, ...], ...]:
+    def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
         return ((self.vision.tokens_per_tile,),) * (self.rows * self.columns + 1)
 
     def placeholder_text(self, spell: TokenText) -> str:
@@ -95,14 +95,14 @@ class Idefics3Layout(ImageLayout):
             )
         return f"{text}{text and chr(10)}{TILE_FRAME_TOKEN}{GLOBAL_IMAGE_TOKEN}{marks}{TILE_FRAME_TOKEN}"
 
-    def make_tower_inputs(self, image: Image.Image) -> Iterator[Content]:
+    def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
         """The tiles by rows, and the one that shows all."""
         from PIL import Image
 
         tile, resample = self.vision.tile_side, Image.Resampling(self.vision.resample_filter)
         image = image.resize(self.resized_size, resample=resample).resize(self.tiled_size, resample=resample)
         if self.rows:
-            yield from cut_into_squares(image, tile)
+            yield from iter_squares_of_image(image, tile)
             image = image.resize((tile, tile), resample=resample)
         yield Content.from_pixels(tile, tile, image.tobytes())
 

@@ -85,10 +85,10 @@ def _read_exif(image: Image.Image) -> Image.Exif:
 
     if image.format != "PNG" or not isinstance(file := getattr(image, "fp", None), io.BytesIO):
         return image.getexif()
-    return image.getexif() if _has_late_metadata(file.getvalue()) else Image.Image.getexif(image)
+    return image.getexif() if _has_png_metadata_after_pixels(file.getvalue()) else Image.Image.getexif(image)
 
 
-def _has_late_metadata(content: bytes) -> bool:
+def _has_png_metadata_after_pixels(content: bytes) -> bool:
     """Whether a PNG has a chunk behind its pixels that may say how it lies."""
     at, pixels = len(b"\x89PNG\r\n\x1a\n"), False
     while at + 8 <= len(content):
@@ -156,9 +156,9 @@ def decode_base64(text: str, where: str) -> bytes:
 
 
 def image_error(where: str, why: str) -> InvalidRequest:
-    return InvalidRequest(f"{where}: {why}", param=top_level_field(where))
+    return InvalidRequest(f"{where}: {why}", param=param_of_field_path(where))
 
 
-def top_level_field(where: str) -> str:
+def param_of_field_path(where: str) -> str:
     """The request's parameter that a field is in."""
     return where.partition("[")[0].partition(".")[0]

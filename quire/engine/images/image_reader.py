@@ -67,7 +67,7 @@ class ImageReader:
     def expand_text(self, text: str, request_images: Sequence[RequestImage]) -> str:
         """A rendered conversation with all that stands for its images. Raises InvalidRequest, naming the field, for an
         image whose size cannot be read, and where the text itself holds the mark."""
-        return self._expand_placeholders(
+        return self._expand_placeholders_in_text(
             text, self._make_layouts([self._open_image(each) for each in request_images], request_images)
         )
 
@@ -78,31 +78,31 @@ class ImageReader:
         any pixel is read. Raises InvalidRequest as above, and for an image that cannot be decoded."""
         files = [self._open_image(each) for each in request_images]
         layouts = self._make_layouts(files, request_images)
-        ids = encode(self._expand_placeholders(text, layouts))
+        ids = encode(self._expand_placeholders_in_text(text, layouts))
         contents: list[Image] = []
         for layout, each in zip(layouts, request_images, strict=True):  # one at a time has its pixels in memory
-            contents += self._make_tower_inputs(layout, files.pop(0), each)
-        spans = self._locate_spans(ids, [runs for layout in layouts for runs in layout.token_runs], contents)
+            contents += self._decode_and_resize(layout, files.pop(0), each)
+        spans = self._locate_spans(ids, [runs for layout in layouts for runs in layout.token_run_lengths], contents)
         return MultimodalPrompt(ids, spans, tuple({each.digest: each for each in contents}.values()))
 
     def make_image_only_prompt(self, request_image: RequestImage) -> MultimodalPrompt:
         """The prompt of an image whose vector is its own: a token that stands for it. Raises InvalidRequest as
         above."""
-        (content,) = self.prepare_image(request_image)
+        (content,) = self.make_tiles_of_image(request_image)
         token = self.vision.image_token_id
         return MultimodalPrompt([token], (MediaSpan(0, 1, content.digest),), (content,))
 
-    def prepare_image(self, request_image: RequestImage) -> list[Image]:
+    def make_tiles_of_image(self, request_image: RequestImage) -> list[Image]:
         """What becomes of one image. Raises InvalidRequest as above."""
         file = self._open_image(request_image)
         (layout,) = self._make_layouts([file], [request_image])
-        return self._make_tower_inputs(layout, file, request_image)
+        return self._decode_and_resize(layout, file, request_image)
 
-    def _make_tower_inputs(self, layout: ImageLayout, file: Pillow.Image, request_image: RequestImage) -> list[Image]:
-        contents = layout.make_tower_inputs(decode_upright(file, request_image.field_path))
+    def _decode_and_resize(self, layout: ImageLayout, file: Pillow.Image, request_image: RequestImage) -> list[Image]:
+        contents = layout.iter_resized_images(decode_upright(file, request_image.field_path))
         return [msgspec.structs.replace(each, encoder_cost=self.vision.encoder_cost(each)) for each in contents]
 
-    def _expand_placeholders(self, text: str, layouts: Sequence[ImageLayout]) -> str:
+    def _expand_placeholders_in_text(self, text: str, layouts: Sequence[ImageLayout]) -> str:
         pieces = text.split(self.template_image_token)
         if len(pieces) != len(layouts) + 1:
             count_text = (
@@ -171,13 +171,13 @@ class ImageReader:
         return tuple(spans)
 
 
-def images_by_digest(reader: ImageReader, request_images: Iterable[RequestImage]) -> dict[str, Image]:
+def tiles_by_hex_digest(reader: ImageReader, request_images: Iterable[RequestImage]) -> dict[str, Image]:
     """All that images become, cut into tiles and not, by digest in hexadecimal: what receipts name. Raises
     InvalidRequest as `tiles`."""
     images = dict[str, Image]()
     for each in request_images:
         for low in (False, True):
-            images |= {tile.digest.hex(): tile for tile in reader.prepare_image(replace(each, low_detail=low))}
+            images |= {tile.digest.hex(): tile for tile in reader.make_tiles_of_image(replace(each, low_detail=low))}
     return images
 
 

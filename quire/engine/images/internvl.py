@@ -16,7 +16,7 @@ from quire.engine.images.vision_spec import (
     TokenText,
     VisionConfig,
     VisionSpec,
-    cut_into_squares,
+    iter_squares_of_image,
     nearest_grid,
 )
 from quire.engine.types import Image as Content
@@ -109,20 +109,20 @@ class InternVLLayout(ImageLayout):
     rows: int
 
     @property
-    def token_runs(self) -> tuple[tuple[int, ...], ...]:
+    def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
         squares = self.columns * self.rows
         return ((self.vision.tokens_per_square,),) * (squares + (squares > 1))
 
     def placeholder_text(self, spell: TokenText) -> str:
         return f"{_IMAGE_BEGIN_TOKEN}{spell(self.vision.image_token_id) * self.num_tokens}{_IMAGE_END_TOKEN}"
 
-    def make_tower_inputs(self, image: Image.Image) -> Iterator[Content]:
+    def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
         """The squares by rows, and the one that shows all."""
         from PIL import Image
 
         side, resample = self.vision.square_side, Image.Resampling(self.vision.resample_filter)
         resized = image.resize((side * self.columns, side * self.rows), resample=resample)
-        yield from cut_into_squares(resized, side)
+        yield from iter_squares_of_image(resized, side)
         if self.columns * self.rows > 1:
             yield Content.from_pixels(side, side, image.resize((side, side), resample=resample).tobytes())
 

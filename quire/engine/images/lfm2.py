@@ -15,7 +15,7 @@ from quire.engine.images.vision_spec import (
     PatchMergingVisionSpec,
     TokenText,
     VisionConfig,
-    cut_into_squares,
+    iter_squares_of_image,
     nearest_grid,
 )
 from quire.engine.types import Image as Content
@@ -117,7 +117,7 @@ class Lfm2Layout(ImageLayout):
     rows: int
 
     @property
-    def token_runs(self) -> tuple[tuple[int, ...], ...]:
+    def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
         vision, tiles = self.vision, self.columns * self.rows
         overview_tokens = math.prod(each // vision.merged_patch_size for each in self.overview_size)
         if tiles == 1:
@@ -127,7 +127,7 @@ class Lfm2Layout(ImageLayout):
         ) * vision.has_thumbnail
 
     def placeholder_text(self, spell: TokenText) -> str:
-        mark, runs = spell(self.vision.image_token_id), self.token_runs
+        mark, runs = spell(self.vision.image_token_id), self.token_run_lengths
         if self.columns * self.rows == 1:
             return f"{_IMAGE_BEGIN_TOKEN}{mark * runs[0][0]}{_IMAGE_END_TOKEN}"
         text = "".join(
@@ -140,7 +140,7 @@ class Lfm2Layout(ImageLayout):
             f"{_THUMBNAIL_TOKEN + mark * runs[-1][0] if self.vision.has_thumbnail else ''}{_IMAGE_END_TOKEN}"
         )
 
-    def make_tower_inputs(self, image: Image.Image) -> Iterator[Content]:
+    def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
         """The tiles by rows, and what shows all."""
         from PIL import Image
 
@@ -148,7 +148,7 @@ class Lfm2Layout(ImageLayout):
         (width, height), cut = self.overview_size, self.columns * self.rows > 1
         if cut:
             large = image.resize((tile * self.columns, tile * self.rows), resample=resample)
-            yield from cut_into_squares(large, tile)
+            yield from iter_squares_of_image(large, tile)
         if not cut or self.vision.has_thumbnail:
             yield Content.from_pixels(height, width, image.resize(self.overview_size, resample=resample).tobytes())
 

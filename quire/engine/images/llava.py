@@ -136,7 +136,7 @@ class UnpaddedPatchRegion:
     """Rows and columns that they are interpolated to; None: they are not."""
 
     @property
-    def output_shape(self) -> tuple[int, int]:
+    def shape_after_interpolation(self) -> tuple[int, int]:
         return self.interpolated_shape or (self.rows, self.columns)
 
 
@@ -165,7 +165,7 @@ def llava_next_vision_spec(config: VisionConfig) -> LlavaVisionSpec:
     if vision.uses_class_token:
         raise config.config_error("vision_feature_select_strategy: 'full' is not served for this family with CLIP")
     return replace(
-        vision, has_newline_token=True, grid_pinpoints=_check_pinpoints(config, pinpoints, vision.square_side)
+        vision, has_newline_token=True, grid_pinpoints=_parse_pinpoints(config, pinpoints, vision.square_side)
     )
 
 
@@ -182,7 +182,7 @@ def llava_onevision_vision_spec(config: VisionConfig) -> LlavaVisionSpec:
     most = ratio.removeprefix("anyres_max_")
     if not ratio.startswith("anyres_max_") or not most.isdecimal() or int(most) == 0:
         raise config.config_error(f"vision_aspect_ratio: {ratio!r} is not served, 'anyres_max_9' and the like are")
-    cut = _check_pinpoints(config, pinpoints, vision.square_side)
+    cut = _parse_pinpoints(config, pinpoints, vision.square_side)
     vision = replace(
         vision, has_newline_token=True, grid_pinpoints=cut, max_squares=int(most), cuts_only_single_images=True
     )
@@ -204,7 +204,7 @@ def _base_llava_vision_spec(config: VisionConfig, *, center_crops: bool) -> Llav
     strategy = config.model_fields.get("vision_feature_select_strategy") or "default"
     if strategy not in ("default", "full") or (strategy == "default" and not clip):
         raise config.config_error(f"vision_feature_select_strategy: {strategy!r} is not served for {name}")
-    check_square_size(config, side, center_crops=center_crops)
+    check_preprocessor_makes_squares(config, side, center_crops=center_crops)
     mean, std = (CLIP_MEAN, CLIP_STD) if clip else (HALF_RGB, HALF_RGB)
     return LlavaVisionSpec(
         tower_shape=(shape_up_to_layer := _tower_up_to_feature_layer(config, shape)),
@@ -221,7 +221,7 @@ def _base_llava_vision_spec(config: VisionConfig, *, center_crops: bool) -> Llav
     )
 
 
-def check_square_size(config: VisionConfig, side: int, *, center_crops: bool) -> None:
+def check_preprocessor_makes_squares(config: VisionConfig, side: int, *, center_crops: bool) -> None:
     """Raise ModelError unless images are prepared to be squares of this side."""
     sizes, crop = config.preprocessor_size(), config.preprocessor.get("crop_size")
     resized_side = sizes.get("height") or sizes.get("shortest_edge") or side
@@ -244,7 +244,7 @@ def _tower_up_to_feature_layer(config: VisionConfig, shape: TowerShape) -> Tower
     return replace(shape, num_layers=count)
 
 
-def _check_pinpoints(
+def _parse_pinpoints(
     config: VisionConfig, pinpoints: Sequence[Sequence[int]], side: int
 ) -> tuple[tuple[int, int], ...]:
     for height, width in pinpoints:
@@ -263,24 +263,24 @@ class SquaresLayout(ImageLayout):
     """The height and width that it is resized and padded to; None: it becomes one square."""
 
     @property
-    def token_runs(self) -> tuple[tuple[int, ...], ...]:
+    def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
         vision = self.vision
         if self.pinpoint is None:
             return ((vision.tokens_per_square + vision.has_newline_token,),)
-        rows, columns = vision.unpadded_patch_region(self.image_size[::-1], self.pinpoint).output_shape
+        rows, columns = vision.unpadded_patch_region(self.image_size[::-1], self.pinpoint).shape_after_interpolation
         return ((vision.tokens_per_square + rows * (columns + 1),),)
 
     def placeholder_text(self, spell: TokenText) -> str:
         return spell(self.vision.image_token_id) * self.num_tokens
 
-    def make_tower_inputs(self, image: Image.Image) -> Iterator[Content]:
+    def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
         """All squares, one below the other: first the one that shows the whole image."""
         from PIL import Image
 
         vision, side = self.vision, self.vision.square_side
         resample = Image.Resampling(vision.resample_filter)
         if self.pinpoint is None:
-            square = self._make_square(image, resample)
+            square = self._make_whole_image_square(image, resample)
             yield Content.from_pixels(side, side, square.tobytes())
             return
         height, width = self.pinpoint
@@ -296,7 +296,7 @@ class SquaresLayout(ImageLayout):
         pixels = b"".join(each.tobytes() for each in squares)
         yield Content.from_pixels(side * len(squares), side, pixels, original=self.image_size[::-1])
 
-    def _make_square(self, image: Image.Image, resample: Image.Resampling) -> Image.Image:
+    def _make_whole_image_square(self, image: Image.Image, resample: Image.Resampling) -> Image.Image:
         from PIL import Image
 
         (width, height), side = self.image_size, self.vision.square_side

@@ -132,14 +132,14 @@ class PixtralLayout(ImageLayout):
     columns: int
 
     @property
-    def token_runs(self) -> tuple[tuple[int, ...], ...]:
+    def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
         return ((self.columns,) * self.rows,)
 
     def placeholder_text(self, spell: TokenText) -> str:
         row = spell(self.vision.image_token_id) * self.columns
         return _ROW_BREAK_TOKEN.join([row] * self.rows) + _IMAGE_END_TOKEN
 
-    def make_tower_inputs(self, image: Image.Image) -> Iterator[Content]:
+    def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
         from PIL import Image
 
         unit = self.vision.merged_patch_size

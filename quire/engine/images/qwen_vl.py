@@ -76,7 +76,7 @@ class QwenVisionSpec(PatchMergingVisionSpec):
     def uses_mrope(self) -> bool:
         return True
 
-    def token_grid(self, content: Content) -> tuple[int, int]:
+    def token_rows_and_columns(self, content: Content) -> tuple[int, int]:
         return content.height // self.merged_patch_size, content.width // self.merged_patch_size
 
     def make_layout(
@@ -198,14 +198,14 @@ class QwenLayout(ImageLayout):
     """Width and height that it is resized to."""
 
     @property
-    def token_runs(self) -> tuple[tuple[int, ...], ...]:
+    def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
         unit = self.vision.merged_patch_size
         return ((self.resized_size[0] // unit * (self.resized_size[1] // unit),),)
 
     def placeholder_text(self, spell: TokenText) -> str:
         return spell(self.vision.image_token_id) * self.num_tokens
 
-    def make_tower_inputs(self, image: Image.Image) -> Iterator[Content]:
+    def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
         from PIL import Image
 
         width, height = self.resized_size

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.errors import ModelError
-from quire.engine.folder_reader import validate_json
+from quire.engine.folder_reader import convert_parsed_json
 from quire.engine.gguf.model_files import ModelFiles
 from quire.engine.images import dual_encoders, gemma3, gemma4, idefics3, internvl, lfm2, llava, pixtral, qwen_vl
 from quire.engine.images.vision_config_fields import (
@@ -64,7 +64,7 @@ def read_vision_spec(path: Path, raw: Mapping[str, Any] | None = None) -> Vision
     return _make_vision_spec(content, preprocessor, label)
 
 
-def count_vision_parameters(raw: Mapping[str, Any], text_size: int) -> tuple[int, int]:
+def count_vision_and_linear_parameters(raw: Mapping[str, Any], text_size: int) -> tuple[int, int]:
     """Parameters of the tower and connector of a config.json, beside a text part whose hidden states have this size,
     and those of them that few bits can hold; 0 where it has none that is read. Raises ModelError, naming a wrong
     field."""
@@ -81,8 +81,8 @@ def _make_vision_spec(
     vision_config, text = content.get("vision_config") or {}, content.get("text_config") or {}
     if not isinstance(vision_config, dict):
         raise ModelError(f"model: {label}: vision_config: expected object")
-    tower = validate_json(vision_config, VisionConfigFields, f"{label}: vision_config")
-    outer = validate_json(dict(content), ModelConfigFields, label)
+    tower = convert_parsed_json(vision_config, VisionConfigFields, f"{label}: vision_config")
+    outer = convert_parsed_json(dict(content), ModelConfigFields, label)
     text = {**content, **(text if isinstance(text, dict) else {})}
     return VISION_SPEC_BUILDERS[str(content.get("model_type"))](
         VisionConfig(tower, outer, preprocessor, text, label, parameters_only)
@@ -94,9 +94,9 @@ def _read_preprocessor(files: ModelFiles, *, normalizes: bool) -> PreprocessorFi
     name, other = "preprocessor_config.json", "processor_config.json"
     content = files.read_json_file(name)
     if content is None:
-        processor = validate_json(files.read_json_file(other) or {}, ProcessorFields, files.file_label(other))
+        processor = convert_parsed_json(files.read_json_file(other) or {}, ProcessorFields, files.file_label(other))
         name, content = other, processor.get("image_processor") or {}
-    fields = validate_json(content, PreprocessorFields, files.file_label(name))
+    fields = convert_parsed_json(content, PreprocessorFields, files.file_label(name))
     for switch in ("do_resize", "do_rescale", *(["do_normalize"] if normalizes else [])):
         if fields.get(switch) is False:
             raise ModelError(f"model: {files.file_label(name)}: {switch}: false is not served")

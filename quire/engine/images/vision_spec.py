@@ -65,21 +65,21 @@ class ImageLayout(ABC):
 
     @property
     @abstractmethod
-    def token_runs(self) -> tuple[tuple[int, ...], ...]:
+    def token_run_lengths(self) -> tuple[tuple[int, ...], ...]:
         """Of each of its contents, in their order, how many of its tokens stand side by side; text may stand between
         these runs."""
 
     @property
     def num_tokens(self) -> int:
         """In whose place features are read."""
-        return sum(map(sum, self.token_runs))
+        return sum(map(sum, self.token_run_lengths))
 
     @abstractmethod
     def placeholder_text(self, spell: TokenText) -> str:
         """The text that stands for it."""
 
     @abstractmethod
-    def make_tower_inputs(self, image: Image.Image) -> Iterator[Content]:
+    def iter_resized_images(self, image: Image.Image) -> Iterator[Content]:
         """What the tower reads of it."""
 
 
@@ -139,7 +139,7 @@ class VisionSpec(ABC):
         """Whether the text part's rotations tell apart where the tokens of a content stand."""
         return False
 
-    def token_grid(self, content: Content) -> tuple[int, int] | None:
+    def token_rows_and_columns(self, content: Content) -> tuple[int, int] | None:
         """Rows and columns in which the tokens of a content stand, where it `uses_mrope`."""
         return None
 
@@ -177,7 +177,7 @@ class PatchMergingVisionSpec(VisionSpec):
         return self.tower_shape.patch_size * self.merge_size
 
 
-def cut_into_squares(image: Image.Image, side: int) -> Iterator[Content]:
+def iter_squares_of_image(image: Image.Image, side: int) -> Iterator[Content]:
     """An image of whole squares, cut into these, by rows."""
     for top in range(0, image.height, side):
         for left in range(0, image.width, side):
@@ -275,7 +275,7 @@ class VisionConfig:
         token_ids = (self.model_fields.get("image_token_id"), self.model_fields.get("image_token_index"))
         return next((each for each in token_ids if each is not None), default)
 
-    def special_token_id(self, name: str, default: int) -> int:
+    def token_id_from_field(self, name: str, default: int) -> int:
         """A field beside the tower's: 0 is a token too."""
         field_value: Any = self.model_fields.get(name)
         return default if field_value is None else int(field_value)

@@ -37,7 +37,7 @@ class PackedAdapter:
 
 
 @dataclass(frozen=True, slots=True)
-class _TargetModule:
+class _TargetModuleLocation:
     """A module that may have a low-rank part: some outputs of a linear."""
 
     linear_index: int
@@ -61,7 +61,7 @@ class AdapterManager:
         self._dtype = dtype
         self._device = device
         self._linears: list[LinearWithLora] = []
-        self._targets: dict[str, _TargetModule] = {}
+        self._targets: dict[str, _TargetModuleLocation] = {}
         self._embeddings: dict[int, tuple[Tensor, Tensor]] = {}
 
     def add_slots_to_linear(
@@ -72,7 +72,7 @@ class AdapterManager:
         sizes = [cuts[name].sliced_sizes(outs, in_features) for name, outs in parts.items()]
         output_sizes, inner = tuple(own for own, _ in sizes), sizes[0][1]
         for name, first in zip(parts, accumulate(output_sizes, initial=0), strict=False):
-            self._targets[name] = _TargetModule(len(self._linears), first, cuts[name])
+            self._targets[name] = _TargetModuleLocation(len(self._linears), first, cuts[name])
         slots = AdapterSlotSpec(self._num_slots, inner, output_sizes, self._max_rank, self._dtype, wide, self._device)
         adapted_linear = self._backend.make_linear_with_lora(linear, slots)
         self._linears.append(adapted_linear)

@@ -49,7 +49,7 @@ class PagedKVSublayer(Sublayer):
         return CacheTensorSpec(shape, kind), CacheTensorSpec(shape, kind)
 
     @property
-    def num_cache_tensors(self) -> int:
+    def num_block_tensors(self) -> int:
         return 2
 
     @property
@@ -146,7 +146,7 @@ class Attention(PagedKVSublayer):
         rope, rope_metadata = self.rope_params, metadata
         if metadata.mrope_positions is not None and self._spec.mrope_axes is not None:
             rope, rope_metadata = (
-                self._mrope_params(metadata.mrope_positions),
+                self._rope_params_at_mrope_positions(metadata.mrope_positions),
                 replace(metadata, rope_position_override=torch.arange(len(x), device=x.device)),
             )
         qkv = ops.cast(self._qkv.project(ops, normed, context), self._build_context.attention_dtype)
@@ -191,7 +191,7 @@ class Attention(PagedKVSublayer):
         extras = (self._kv_scales, kind, scale, ones if spec.v_norm else None, self._projections)
         return QKNormRopeParams(spec.head_dim, self._cos_sin, q_norm, k_norm, spec.norm.eps, *extras)
 
-    def _mrope_params(self, axes: Tensor) -> QKNormRopeParams:
+    def _rope_params_at_mrope_positions(self, axes: Tensor) -> QKNormRopeParams:
         """With a row for each token of a step: frequencies are turned by that one of its coordinates [T, 3] which they
         are of. The numbers are the table's, so that a token has the same bits with three equal coordinates."""
         assert self._cos_sin is not None

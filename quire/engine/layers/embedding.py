@@ -52,8 +52,8 @@ class Embedding:
             _EMBED_WEIGHT: LoadableParameter(
                 stored.shape,
                 stored.dtype,
-                self._load_table,
-                partial(self._cut.slice_on_read, which=stored.early_slice_axes),
+                self._pack_table_and_lm_head,
+                partial(self._cut.slice_tensor_on_read, which=stored.early_slice_axes),
             )
         }
 
@@ -81,7 +81,7 @@ class Embedding:
         assert self._lm_head is not None, "it is not the head, or its weights are not loaded"
         return self._lm_head
 
-    def _load_table(self, tensor: Tensor) -> None:
+    def _pack_table_and_lm_head(self, tensor: Tensor) -> None:
         table = self._scheme.pack_embedding(tensor, self._cut, tied=self._tied)
         self._table, self._lm_head = table if self._embeds_tokens else None, table.lm_head
         if self._lm_head is not None and self._adapters is not None:

@@ -92,7 +92,7 @@ class FusedLinear:
                 each.shape,
                 each.dtype,
                 self._make_weight_loader(part, name),
-                partial(self._cuts[part].slice_on_read, which=each.early_slice_axes),
+                partial(self._cuts[part].slice_tensor_on_read, which=each.early_slice_axes),
             )
             for part, tensors in self._tensor_specs.items()
             for name, each in tensors.items()
@@ -140,7 +140,7 @@ class SharedLinear:
         return ops.apply_linear(self._packed_linear, x, context)
 
 
-class DenseWeightLoader:
+class DequantizedWeightLoader:
     """A linear whose weights a part takes as numbers, to make others of them; what is stored in few bits is expanded.
     It has no bias, and no room for adapters."""
 
@@ -167,13 +167,13 @@ class DenseWeightLoader:
             f"{self._name}.{name}": LoadableParameter(
                 spec.shape,
                 spec.dtype,
-                partial(self._load_tensor, name),
-                partial(self._slice.slice_on_read, which=spec.early_slice_axes),
+                partial(self._collect_tensor, name),
+                partial(self._slice.slice_tensor_on_read, which=spec.early_slice_axes),
             )
             for name, spec in self._tensor_specs.items()
         }
 
-    def _load_tensor(self, name: str, tensor: Tensor) -> None:
+    def _collect_tensor(self, name: str, tensor: Tensor) -> None:
         self._loaded_tensors[name] = tensor
         if len(self._loaded_tensors) == len(self._tensor_specs):
             self._on_loaded(self._scheme.dense_weight(self._name, self._loaded_tensors, self._slice))

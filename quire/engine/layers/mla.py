@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.engine.architecture.mla import MLALayerSpec
 from quire.engine.architecture.norm import NormSpec
-from quire.engine.layers.linear import DenseWeightLoader, FusedLinear
+from quire.engine.layers.linear import DequantizedWeightLoader, FusedLinear
 from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, merge_parameters
 from quire.engine.layers.sublayer import (
@@ -28,8 +28,8 @@ from quire.engine.layers.sublayer import (
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Linear, Operations
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, num_scale_elements
-from quire.kernels.latent_params import LatentParams
-from quire.kernels.mla.per_head_linear import ExpandablePerHeadLinear, as_expandable_if_worthwhile
+from quire.kernels.latent_params import LatentNormRopeParams
+from quire.kernels.mla.per_head_linear import ExpandablePerHeadLinear, as_worthwhile_expandable_or_none
 
 
 class MLAttention(Sublayer):
@@ -56,7 +56,7 @@ class MLAttention(Sublayer):
         self._kv_a = linear(hidden, {f"{prefix}.kv_a_proj_with_mqa": spec.head_dim}, bias=spec.bias)
         kv_dim = spec.qk_nope_head_dim + spec.v_head_dim
         name, cut = f"{prefix}.kv_b_proj", shard.head_slice(heads, kv_dim)
-        self._kv_b = DenseWeightLoader(
+        self._kv_b = DequantizedWeightLoader(
             build_context.scheme, name, spec.kv_lora_rank, num_heads * kv_dim, cut, self._pack_kv_b
         )
         self._absorb_queries: Linear | None = None
@@ -118,7 +118,7 @@ class MLAttention(Sublayer):
             ops.apply_linear(self._kv_a.packed_linear, normed, context),
         )
         parts = metadata.decode_prefill_parts or (metadata,)
-        expanded = any(self._find_expandable_linear(cache, part) is not None for part in parts)
+        expanded = any(self._latent_expanding_linear_or_none(cache, part) is not None for part in parts)
         if expanded:
             attended = self._attend_decode_and_prefill(ops, q, kv, cache, parts)
         else:
@@ -126,7 +126,7 @@ class MLAttention(Sublayer):
                 ops.cast(each, self._build_context.attention_dtype)
                 for each in (ops.apply_linear(self._absorb_queries, q, context), kv)
             )
-            q = ops.store_latent_kv(q, kv, self._latent_params, cache, metadata)
+            q = ops.rope_and_store_latent_kv(q, kv, self._latent_store_params, cache, metadata)
             attended = compute_attention(
                 ops, self._build_context.shard, q, (cache, cache), metadata, self._attention_params
             ).flatten(1)
@@ -140,11 +140,13 @@ class MLAttention(Sublayer):
             ops.apply_linear(self._out.packed_linear, values, context), self._build_context.shard.group
         ), residual
 
-    def _find_expandable_linear(self, cache: Tensor, part: AttentionMetadata) -> ExpandablePerHeadLinear | None:
+    def _latent_expanding_linear_or_none(
+        self, cache: Tensor, part: AttentionMetadata
+    ) -> ExpandablePerHeadLinear | None:
         assert self._absorb_queries is not None
         if self._build_context.shard.is_context_parallel:  # this step's latents are on several ranks
             return None
-        return as_expandable_if_worthwhile(self._absorb_queries, cache, part)
+        return as_worthwhile_expandable_or_none(self._absorb_queries, cache, part)
 
     def _attend_decode_and_prefill(
         self, ops: Operations, q: Tensor, kv: Tensor, cache: Tensor, parts: Sequence[AttentionMetadata]
@@ -155,16 +157,16 @@ class MLAttention(Sublayer):
         assert self._expand_values is not None
         sizes, outputs = [len(part.positions) for part in parts], list[Tensor]()
         for part, part_q, part_kv in zip(parts, q.split(sizes), kv.split(sizes), strict=True):
-            if (expandable_absorb := self._find_expandable_linear(cache, part)) is not None:
-                heads = ops.store_latent_kv(
-                    part_q.unflatten(1, (self._num_heads, -1)), part_kv, self._latent_params, cache, part
+            if (expandable_absorb := self._latent_expanding_linear_or_none(cache, part)) is not None:
+                heads = ops.rope_and_store_latent_kv(
+                    part_q.unflatten(1, (self._num_heads, -1)), part_kv, self._latent_store_params, cache, part
                 )
                 outputs.append(
                     expandable_absorb.attend_expanded(heads, self._expand_values, cache, part, self._attention_params)
                 )
             else:
                 absorbed = ops.apply_linear(self._absorb_queries, part_q, NO_ADAPTERS)
-                heads = ops.store_latent_kv(absorbed, part_kv, self._latent_params, cache, part)
+                heads = ops.rope_and_store_latent_kv(absorbed, part_kv, self._latent_store_params, cache, part)
                 attended = compute_attention(
                     ops, self._build_context.shard, heads, (cache, cache), part, self._attention_params
                 )
@@ -181,11 +183,11 @@ class MLAttention(Sublayer):
         self._expand_values = pack([each[spec.qk_nope_head_dim :].contiguous() for each in heads], 0)
 
     @cached_property
-    def _latent_params(self) -> LatentParams:
+    def _latent_store_params(self) -> LatentNormRopeParams:
         spec, norm = self._spec, self._latent_norms.get_weight(self._kv_a_norm)
         assert norm is not None
         table = self._build_context.rope_table(spec.rope, spec.qk_rope_head_dim)
-        return LatentParams(norm, spec.latent_eps, table, spec.is_interleaved, self._kv_scales)
+        return LatentNormRopeParams(norm, spec.latent_eps, table, spec.is_interleaved, self._kv_scales)
 
     @cached_property
     def _attention_params(self) -> AttentionParams:

@@ -21,7 +21,7 @@ from quire.engine.layers.sublayer import BuildContext, ForwardContext, Sublayer,
 from quire.kernels.backend import Operations
 from quire.kernels.parameters.activation import Activation
 from quire.kernels.quantized_tensors import Activations, select_linear_input
-from quire.kernels.routing import Experts, MoE
+from quire.kernels.routing import MoE, MoEComponents
 
 _RELU_SQUARED = Activation("relu2")
 
@@ -42,7 +42,7 @@ class SparseMoE(Sublayer):
             f"{self._prefix}.{spec.router}",
             torch.float32 if spec.float_router else build_context.dtype,
         )
-        self._router = _make_replicated_linear(
+        self._router = _make_replicated_dense_linear(
             build_context, hidden, {router: spec.num_experts}, router_dtype, bias=spec.router_bias, wide=True
         )
         expert_names = [f"{self._prefix}.experts.{index}" for index in range(spec.num_experts)]
@@ -85,7 +85,7 @@ class SparseMoE(Sublayer):
         table = merge_parameters(self._norms, self._shared_expert, self._latent, *linears)
         remote_parameters = merge_parameters(*chain.from_iterable(self._remote_linears))
         table |= {
-            name: replace(each, weight_loader=_discard_tensor, slice_tensor=_slice_nothing)
+            name: replace(each, weight_loader=_discard_tensor, slice_tensor=_empty_slice)
             for name, each in remote_parameters.items()
         }
         learned: tuple[tuple[str | None, tuple[int, ...], Callable[[Tensor], Tensor]], ...] = (
@@ -103,7 +103,7 @@ class SparseMoE(Sublayer):
         return table
 
     def process_weights_after_loading(self) -> None:
-        assert self._packed_experts is not None  # makes it
+        assert self._packed_moe is not None  # makes it
 
     def forward(
         self, ops: Operations, x: Tensor, residual: Tensor | None, step: ForwardContext
@@ -113,14 +113,14 @@ class SparseMoE(Sublayer):
         normed, residual = self._norms.norm_for_linears(
             input_linears, ops, self._input_norm, x, residual, parallel=parallel
         )
-        x = select_linear_input(self._packed_experts, normed)
+        x = select_linear_input(self._packed_moe, normed)
         scale = self._weights.get(self._spec.router_scale)
         routed = x if scale is None else ops.rms_norm(residual, scale, self._spec.norm.eps)
         shared_output = (
-            None if self._shared_expert is None else self._shared_expert.compute_output(ops, normed, step)
+            None if self._shared_expert is None else self._shared_expert.compute_output_and_gate(ops, normed, step)
         )  # before x goes
         latent = self._latent
-        x = ops.run_moe(self._packed_experts, x if latent is None else latent.project_in(ops, normed, step), routed)
+        x = ops.run_moe(self._packed_moe, x if latent is None else latent.project_in(ops, normed, step), routed)
         x = x if latent is None else latent.project_out(ops, x, step)
         x = (
             x
@@ -131,9 +131,9 @@ class SparseMoE(Sublayer):
         return ops.add_residual(x, previous_output) if self._spec.parallel else x, residual
 
     @cached_property
-    def _packed_experts(self) -> MoE:
+    def _packed_moe(self) -> MoE:
         spec = self._spec
-        experts = Experts(
+        experts = MoEComponents(
             router=self._router.packed_linear,
             gate_up=[each.packed_linear for each in self._gate_up],
             down=[each.packed_linear for each in self._down],
@@ -170,7 +170,7 @@ class _SharedExpert:
         self._gate = (
             None
             if gate is None
-            else _make_replicated_linear(build_context, build_context.hidden_size, gate, build_context.dtype)
+            else _make_replicated_dense_linear(build_context, build_context.hidden_size, gate, build_context.dtype)
         )
 
     def parameters(self) -> ParameterTable:
@@ -181,7 +181,9 @@ class _SharedExpert:
         """What reads x, beside the gate, which never has few bits."""
         return self._up
 
-    def compute_output(self, ops: Operations, x: Activations, step: ForwardContext) -> tuple[Tensor, Tensor | None]:
+    def compute_output_and_gate(
+        self, ops: Operations, x: Activations, step: ForwardContext
+    ) -> tuple[Tensor, Tensor | None]:
         """What they give for x [T, hidden], and their gate's numbers [T, 1], if there is one."""
         up = ops.apply_linear(self._up.packed_linear, x, step.linear_context)
         activated = activate_gate_up(ops, up, self._down) if self._is_gated else ops.apply_activation(up, _RELU_SQUARED)
@@ -223,7 +225,7 @@ class _LatentProjections:
         return self._output_linear.project(ops, x, step.linear_context)
 
 
-def _make_replicated_linear(
+def _make_replicated_dense_linear(
     build_context: BuildContext,
     in_features: int,
     out_features: dict[str, int],
@@ -255,7 +257,7 @@ def _make_mlp_linears(
     return input_linear, FusedLinear(build_context.scheme, size, {down: hidden}, bias=bias, adapters=adapters, cuts=ins)
 
 
-def _slice_nothing(tensor: Tensor) -> Tensor:
+def _empty_slice(tensor: Tensor) -> Tensor:
     """Of another rank's expert: its bytes are not read."""
     return tensor.new_empty(0)
 

@@ -13,7 +13,7 @@ from quire.engine.architecture.norm import NormSpec
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_parameter
 from quire.kernels.backend import Operations
-from quire.kernels.quantized_tensors import Activations, choose_shared_rounding
+from quire.kernels.quantized_tensors import Activations, choose_rounding_and_needs_unrounded
 
 
 class NormWeights:
@@ -60,7 +60,9 @@ class NormWeights:
             assert residual is not None
             x, residual = residual, None
         rounding = (
-            choose_shared_rounding([each.packed_linear for each in linears], x) if name in self._sizes_by_name else None
+            choose_rounding_and_needs_unrounded([each.packed_linear for each in linears], x)
+            if name in self._sizes_by_name
+            else None
         )
         if rounding is None:
             return self.add_and_norm(ops, name, x, residual)
@@ -81,7 +83,7 @@ class NormWeights:
     def parameters(self) -> ParameterTable:
         table = {
             f"{name}.weight": make_parameter(
-                self._weights, name, (size,), self._dtype, partial(self._prepare_weight, name)
+                self._weights, name, (size,), self._dtype, partial(self._prepare_weight_and_zero_bias, name)
             )
             for name, size in self._sizes_by_name.items()
         }
@@ -91,7 +93,7 @@ class NormWeights:
             for name, size in biases.items()
         }
 
-    def _prepare_weight(self, name: str, tensor: Tensor) -> Tensor:
+    def _prepare_weight_and_zero_bias(self, name: str, tensor: Tensor) -> Tensor:
         weight = tensor.float() + self._spec.weight_offset
         if self._spec.is_layer_norm and not self._spec.bias:
             self._biases[name] = torch.zeros_like(weight)

@@ -9,7 +9,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quire.engine.layers.schemes import QuantizationScheme, TensorSpec, UnquantizedScheme, WrappedScheme, concat_biases
+from quire.engine.layers.schemes import (
+    QuantizationScheme,
+    TensorSpec,
+    UnquantizedScheme,
+    WrappedScheme,
+    concat_present_biases,
+)
 from quire.engine.layers.shard import FULL_LINEAR, LinearSlice
 from quire.kernels.backend import Backend, Linear, QuantizedEmbedding
 from quire.kernels.int4_fit import GROUP_SIZE
@@ -43,13 +49,13 @@ class OnlineQuantizedScheme(UnquantizedScheme):
     def pack_linears(
         self, linears: dict[str, dict[str, Tensor]], cuts: Mapping[str, LinearSlice], *, wide: bool
     ) -> Linear:
-        if wide:  # the head: see Int8EmbeddingScheme
+        if wide:  # the head: see Int8EmbeddingAndHeadScheme
             return super().pack_linears(linears, cuts, wide=wide)
         weights = [
             self._quantize_weight(each["weight"], name, cuts[name].remaining_slice("outputs"))
             for name, each in linears.items()
         ]
-        return self._backend.pack_quantized(weights, concat_biases(linears), dtype=self._dtype, wide=wide)
+        return self._backend.pack_quantized(weights, concat_present_biases(linears), dtype=self._dtype, wide=wide)
 
     def _quantize_weight(self, weight: Tensor, linear: str, cut: LinearSlice) -> QuantizedWeight:
         if self._quantization == "int8":
@@ -59,7 +65,7 @@ class OnlineQuantizedScheme(UnquantizedScheme):
         return cut.slice_quantized(quantized, linear)
 
 
-class Int8EmbeddingScheme(WrappedScheme):
+class Int8EmbeddingAndHeadScheme(WrappedScheme):
     """Another scheme, but for the embedding and the head, which are made 8-bit integers where they are
     floating-point numbers."""
 

@@ -57,7 +57,7 @@ class Pooler:
         """The vectors [R, size] float32 of those rows that end their prompts, or of all tokens of these prompts. hidden
         [T, hidden]: of all of the step's tokens."""
         if self.pooling.kind == "none":
-            return self._pool_each_token(rows, hidden)
+            return self._pool_tokens_across_chunks(rows, hidden)
         finished_rows = [each for each in rows if each.is_last_chunk]
         if self.pooling.kind != "last":
             self._accumulate(rows, hidden)
@@ -72,7 +72,7 @@ class Pooler:
             )
         return self._head(pooled)
 
-    def _pool_each_token(self, rows: Sequence[PoolingChunk], hidden: Tensor) -> Tensor:
+    def _pool_tokens_across_chunks(self, rows: Sequence[PoolingChunk], hidden: Tensor) -> Tensor:
         finished_vectors = [hidden.new_empty((0, self.pooling.size), dtype=torch.float32)]
         for each in rows:
             if each.scheduled.start == 0:
@@ -114,19 +114,21 @@ def make_pooler_head(
     return PoolerHead(classifier(hidden, pooling.size) if is_classifier else dense, backend)
 
 
-def postprocess_request_vectors(rows: Sequence[PoolingChunk], vectors: Tensor, pooling: Pooling) -> dict[str, bytes]:
+def postprocess_vectors_by_request_id(
+    rows: Sequence[PoolingChunk], vectors: Tensor, pooling: Pooling
+) -> dict[str, bytes]:
     """By request: the answers of the rows that end, whose vectors float32 `Pooler.pool` made."""
     last_chunks = [each for each in rows if each.is_last_chunk]
     row_vectors = list(vectors.numpy())
     if pooling.kind == "none":
         row_vectors = np.split(vectors.numpy(), np.cumsum([each.prompt_len for each in last_chunks])[:-1])
     return {
-        each.scheduled.request_id: postprocess_vector(row_vectors[i], each.params, pooling)
+        each.scheduled.request_id: postprocess_vector_to_bytes(row_vectors[i], each.params, pooling)
         for i, each in enumerate(last_chunks)
     }
 
 
-def postprocess_vector(vector: np.ndarray, params: PoolingParams, pooling: Pooling) -> bytes:
+def postprocess_vector_to_bytes(vector: np.ndarray, params: PoolingParams, pooling: Pooling) -> bytes:
     """A vector [size] float32, or those of tokens [tokens, size], as it is answered: embeddings cut and scaled to
     length 1, scores as probabilities."""
     wide = vector.astype(np.float64)

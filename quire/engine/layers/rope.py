@@ -77,7 +77,7 @@ def query_scales(query_scaling: QueryScaling, length: int) -> Tensor:
     return 1 + query_scaling.log_factor * torch.log(1 + torch.floor(positions / query_scaling.context_len))
 
 
-def alibi_bias(heads: int, length: int) -> Tensor:
+def alibi_bias_table(heads: int, length: int) -> Tensor:
     """AttentionParams.relative_bias [heads, 2 * length + 15] of ALiBi (Press et al., 2022): a head's slope times the
     distance. Slopes are a geometric sequence; where heads are no power of two, the others are between those of the next
     one."""
@@ -88,7 +88,7 @@ def alibi_bias(heads: int, length: int) -> Tensor:
     return torch.tensor(slopes)[:, None] * distances
 
 
-def _rope_factors(rope: dict[str, Any], name: str, count: int) -> Tensor:
+def _parse_factors_field(rope: dict[str, Any], name: str, count: int) -> Tensor:
     if len(rope[name]) != count:
         raise ModelError(f"model: config.json: rope_parameters: {name}: {len(rope[name])} for {count} frequencies")
     return torch.tensor(rope[name], dtype=torch.float32)
@@ -98,7 +98,7 @@ def _longrope_factors(rope: dict[str, Any], count: int) -> Tensor:
     """LongRoPE's (Ding et al., 2024): a factor for each frequency, others where contexts may be longer than the old
     one. Which ones, no single request decides: its keys would be others after some token than before."""
     long = rope["max_position_embeddings"] > rope["original_max_position_embeddings"]
-    return _rope_factors(rope, "long_factor" if long else "short_factor", count)
+    return _parse_factors_field(rope, "long_factor" if long else "short_factor", count)
 
 
 def _longrope_attention_factor(rope: dict[str, Any]) -> float:
@@ -185,7 +185,9 @@ _FREQUENCY_SCALINGS: dict[str, Callable[[Tensor, dict[str, Any], int], Tensor]] 
     "linear": lambda frequencies, rope, head_dim: frequencies / rope["factor"],
     "llama3": lambda frequencies, rope, head_dim: _llama3_frequencies(frequencies, rope),
     # one for each frequency, as GGUF files store what llama3 computes
-    "factors": lambda frequencies, rope, head_dim: frequencies / _rope_factors(rope, "factors", len(frequencies)),
+    "factors": lambda frequencies, rope, head_dim: (
+        frequencies / _parse_factors_field(rope, "factors", len(frequencies))
+    ),
     "longrope": lambda frequencies, rope, head_dim: frequencies / _longrope_factors(rope, len(frequencies)),
     "dynamic": lambda frequencies, rope, head_dim: _dynamic_frequencies(rope, rotated_size(rope, head_dim)),
     "yarn": lambda frequencies, rope, head_dim: _yarn_frequencies(frequencies, rope),

@@ -28,7 +28,7 @@ class LinearSlice:
     adds_bias: bool = True
     """Whether it is this rank that adds the bias where the ranks' results are summed."""
 
-    def slice_on_read(self, tensor: Tensor, which: EarlySliceAxes) -> Tensor:
+    def slice_tensor_on_read(self, tensor: Tensor, which: EarlySliceAxes) -> Tensor:
         """What is read of a tensor, where its rows are outputs and its columns inputs."""
         if which == "nothing":
             return tensor

@@ -15,14 +15,14 @@ from quire.engine.architecture.rope import QueryScaling
 from quire.engine.layers.adapters import AdapterManager
 from quire.engine.layers.linear import FusedLinear, Projection
 from quire.engine.layers.parameters import ParameterTable
-from quire.engine.layers.rope import alibi_bias, query_scales, rope_table
+from quire.engine.layers.rope import alibi_bias_table, query_scales, rope_table
 from quire.engine.layers.schemes import QuantizationScheme
 from quire.engine.layers.shard import UNSHARDED, ModelShard
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata, Backend, LayerCache, LinearContext, Operations
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, KVScales
 from quire.kernels.parameters.activation import Activation
-from quire.kernels.quantized_tensors import Activations, choose_shared_rounding
+from quire.kernels.quantized_tensors import Activations, choose_rounding_and_needs_unrounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class CacheTensorSpec:
     dtype: torch.dtype
 
     @property
-    def nbytes(self) -> int:
+    def total_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -87,7 +87,7 @@ class BuildContext:
         """AttentionParams.relative_bias of the `rank_heads` among so many heads."""
         key = f"alibi {factor} {heads}"
         if key not in self.position_tables:
-            all_heads = factor * alibi_bias(heads, self.max_model_len)
+            all_heads = factor * alibi_bias_table(heads, self.max_model_len)
             self.position_tables[key] = all_heads[rank_heads.start : rank_heads.stop].contiguous().to(self.device)
         return self.position_tables[key]
 
@@ -109,7 +109,7 @@ class ForwardContext:
     def linear_context(self) -> LinearContext:
         return self.metadata.linear_context
 
-    def select_rows(self, rows: Tensor) -> ForwardContext:
+    def context_of_selected_rows(self, rows: Tensor) -> ForwardContext:
         """For the parts behind the one that has dropped all others."""
         per_layer_inputs = None if self.per_layer_inputs is None else self.per_layer_inputs[rows]
         return ForwardContext(
@@ -152,7 +152,7 @@ class Sublayer(ABC):
         return ()
 
     @property
-    def num_cache_tensors(self) -> int:
+    def num_block_tensors(self) -> int:
         """How many tensors of pages its layer has for it: those that it keeps, or another layer's."""
         return len(self.block_tensor_specs(1))
 
@@ -191,7 +191,7 @@ def compute_attention(
 
 def activate_gate_up(ops: Operations, gate_up: Tensor, down: FusedLinear, *, gelu: bool = False) -> Activations:
     """Operations.silu_mul, or gelu_mul, as the linear that alone reads it takes it."""
-    if (rounding := choose_shared_rounding((down.packed_linear,), gate_up)) is not None:
+    if (rounding := choose_rounding_and_needs_unrounded((down.packed_linear,), gate_up)) is not None:
         form, whole = rounding
         return form.gate_and_round(gate_up, gelu=gelu, whole=whole)
     return ops.gelu_mul(gate_up) if gelu else ops.silu_mul(gate_up)

@@ -21,7 +21,7 @@ from quire.engine.errors import EngineError, QuireError, SlowReader
 from quire.engine.link.link import Link
 from quire.engine.link.output_stream import OutputStream, Reader
 from quire.engine.prefix_misses.miss_tracker import PrefixMissTracker
-from quire.engine.prefix_misses.recent_turns import RecentTurns
+from quire.engine.prefix_misses.recent_turns import LastSessionTurns
 from quire.engine.types import Adapter, EngineCoreOutput, EngineCoreRequest
 
 log = logging.getLogger("quire.client")
@@ -71,7 +71,7 @@ class EngineClient:
         self.history = RequestHistory(replicas=len(link.engines))
         self.recorder: RequestRecorder = self.history
         """Is told what happens to requests."""
-        self.turns: RecentTurns | None = RecentTurns()
+        self.turns: LastSessionTurns | None = LastSessionTurns()
         """The last ones of conversations with names; None where another process remembers them."""
         self._misses = None if link.explains_prefixes else PrefixMissTracker(len(link.engines))
         self._open: dict[str, _Entry] = {}
@@ -311,7 +311,7 @@ class EngineClient:
         if entry.cached_tokens is None:
             entry.cached_tokens = output.cached_tokens
             self._queued_tokens -= len(entry.request.prompt_ids)
-            if self._misses is not None and (report := self._misses.get_report(output.id)) is not None:
+            if self._misses is not None and (report := self._misses.get_request_report(output.id)) is not None:
                 return msgspec.structs.replace(output, prefix=report)
         elif entry.cached_tokens != output.cached_tokens:
             return msgspec.structs.replace(output, cached_tokens=entry.cached_tokens)

@@ -19,7 +19,7 @@ from quire.engine.architecture.decoder import EMBED_TOKENS
 from quire.engine.checkpoint.layouts import LAYER
 from quire.engine.checkpoint.safetensors import TensorHeader, read_file_headers, text_tensor
 from quire.engine.errors import AdapterError, ModelError
-from quire.engine.folder_reader import read_json, validate_json
+from quire.engine.folder_reader import convert_parsed_json, read_json_if_present
 from quire.engine.lora.target_modules import ModuleShapes
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -103,7 +103,7 @@ def read_adapter_specs(
         raise AdapterError(error.message.removeprefix("model: ")) from None
     if headers is None:
         raise AdapterError(f"there is no {WEIGHTS_FILE} in {folder.name}; pickled files (.bin) are not read")
-    tensor_names = _find_tensor_names(headers, modules)
+    tensor_names = _tensor_names_by_module(headers, modules)
     if not tensor_names:
         raise AdapterError(f"{WEIGHTS_FILE} holds no adapter's tensors")
     if EMBED_TOKENS in tensor_names and not embedding:
@@ -116,10 +116,10 @@ def read_adapter_specs(
 
 
 def _read_config(folder: Path) -> _AdapterConfig:
-    content = read_json(folder / CONFIG_FILE, _MAX_CONFIG_BYTES)
+    content = read_json_if_present(folder / CONFIG_FILE, _MAX_CONFIG_BYTES)
     if content is None:
         raise AdapterError(f"there is no {CONFIG_FILE} in {folder.name}")
-    config = validate_json(content, _AdapterConfig, CONFIG_FILE)
+    config = convert_parsed_json(content, _AdapterConfig, CONFIG_FILE)
     kind = config.get("peft_type")
     if kind != "LORA":
         raise AdapterError(f"{CONFIG_FILE}: peft_type: only LORA is served, got {str(kind)[:40]!r}")
@@ -146,7 +146,7 @@ def _read_config(folder: Path) -> _AdapterConfig:
     return config
 
 
-def _find_tensor_names(headers: Mapping[str, TensorHeader], modules: ModuleShapes) -> dict[str, dict[str, str]]:
+def _tensor_names_by_module(headers: Mapping[str, TensorHeader], modules: ModuleShapes) -> dict[str, dict[str, str]]:
     """The tensors' names, by module and by half (down or up)."""
     tensor_names: dict[str, dict[str, str]] = {}
     for tensor_name in headers:

@@ -88,7 +88,7 @@ class AdapterQueue(FairQueue):
             return ()
         failed: list[tuple[Request, str]] = []
         began = clock.monotonic()
-        loaded = self._loader.take_loaded_slots()
+        loaded = self._loader.install_finished_loads()
         seconds = (clock.monotonic() - began) / max(1, len(loaded))
         for number, error in loaded:
             slot = self._slots[number - 1]
@@ -120,7 +120,7 @@ class AdapterQueue(FairQueue):
 
     def wait_for_loads(self) -> None:
         if self._waiting_by_adapter:
-            self._loader.wait_for_load(_LOAD_POLL_SECONDS)
+            self._loader.wait_for_any_load(_LOAD_POLL_SECONDS)
 
     def _find_slot(self, adapter: Adapter) -> _AdapterSlot | None:
         return next((slot for slot in self._slots if slot.digest == adapter.digest), None)

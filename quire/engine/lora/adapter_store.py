@@ -56,7 +56,7 @@ class AdapterStore:
         try:
             digest = blake2b(digest_size=16)
             for file in (CONFIG_FILE, WEIGHTS_FILE):
-                self._copy_file(folder / file, temporary / file, digest, allowed_folders)
+                self._copy_and_hash_file(folder / file, temporary / file, digest, allowed_folders)
             read_adapter_specs(temporary, self._modules, self._max_rank, embedding=self._embedding)
             check_finite(temporary / WEIGHTS_FILE)
             check_base_weights(
@@ -71,7 +71,7 @@ class AdapterStore:
             shutil.rmtree(temporary, ignore_errors=True)
         return Adapter(name, digest.hexdigest(), str(target))
 
-    def find_adapter(self, name: str, digest: str) -> Adapter:
+    def reopen_stored_adapter(self, name: str, digest: str) -> Adapter:
         """An adapter that an earlier process added."""
         folder = self._root / digest
         read_adapter_specs(folder, self._modules, self._max_rank, embedding=self._embedding)
@@ -81,13 +81,15 @@ class AdapterStore:
         shutil.rmtree(self._root / digest, ignore_errors=True)
 
     @property
-    def digests(self) -> list[str]:
+    def stored_adapter_digests(self) -> list[str]:
         """The digests of all adapters here."""
         return [
             each.name for each in self._root.iterdir() if each.is_dir() and not each.name.startswith(_UNFINISHED_PREFIX)
         ]
 
-    def _copy_file(self, source: Path, target: Path, digest: blake2b, allowed_folders: tuple[Path, ...]) -> None:
+    def _copy_and_hash_file(
+        self, source: Path, target: Path, digest: blake2b, allowed_folders: tuple[Path, ...]
+    ) -> None:
         _check_inside(source, allowed_folders)
         try:
             file = open_if_present(source)

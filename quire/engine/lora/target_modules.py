@@ -74,7 +74,7 @@ def _model_linears(
     if kind in unequal.KINDS:
         return unequal.unequal_modules(raw, hidden) | _embedding_and_head(hidden, vocab)
     if kind in shared_blocks.KINDS:
-        return _shared_block_linears(raw, hidden) | _embedding_and_head(hidden, vocab)
+        return _shared_block_model_linears(raw, hidden) | _embedding_and_head(hidden, vocab)
     attention = _attention_linears(raw, hidden, heads, kv_heads, dim)
     with_state, shared = _state_linears(raw, hidden), _shared_expert_linears(raw, hidden)
     mlp = _mlp_linears("mlp", hidden, int(raw.get("intermediate_size_mlp") or inner))
@@ -140,7 +140,7 @@ def _state_linears(raw: Mapping[str, Any], hidden: int) -> ModuleShapes:
     return shapes | {f"{prefix}.out_proj": (values, hidden)}
 
 
-def _shared_block_linears(raw: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, int]]:
+def _shared_block_model_linears(raw: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, int]]:
     """The modules of a model whose layers share blocks. Each use of a block can have its own adapters."""
     uses = {use.layer for use in shared_blocks.uses_of(raw)}
     state_linears, block_linears = _state_linears(raw, hidden), shared_blocks.use_modules(raw, hidden)
@@ -163,6 +163,6 @@ def num_adapter_weights(modules: ModuleShapes, rank: int, *, head: bool = False)
     return rank * sum(sum(shape) for name, shape in modules.items() if name not in left_out)
 
 
-def max_cached_adapters(max_loras: int, max_cpu_loras: int | None) -> int:
+def effective_max_cpu_loras(max_loras: int, max_cpu_loras: int | None) -> int:
     """How many adapters stay in the host's memory, including those in slots."""
     return max(max_cpu_loras or 4 * max_loras, max_loras)

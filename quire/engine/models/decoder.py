@@ -29,7 +29,7 @@ from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable, merge_parameters
 from quire.engine.layers.schemes import QuantizationScheme
-from quire.engine.layers.schemes.streamed import StreamedLayerScheme
+from quire.engine.layers.schemes.streamed import StreamerRegisteringScheme
 from quire.engine.layers.stream.per_layer_inputs import PerLayerInputs
 from quire.engine.layers.sublayer import BuildContext, CacheTensorSpec, ForwardContext, Sublayer, scale_tensor
 from quire.kernels.backend import (
@@ -64,7 +64,7 @@ class _BoundSublayer(NamedTuple):
 def _bind_sublayers(layer: Sequence[Sublayer]) -> list[_BoundSublayer]:
     """Pages lie before slots, both in the parts' order."""
     num_block_tensors, num_slot_tensors = (
-        [sublayer.num_cache_tensors for sublayer in layer],
+        [sublayer.num_block_tensors for sublayer in layer],
         [len(sublayer.slot_tensor_specs(1, 0)) for sublayer in layer],
     )
     bound, last_stateful = (
@@ -177,10 +177,12 @@ class Decoder:
         """For the layer at this place among these."""
         if not isinstance(self._layer_hooks, LayerStreamer):
             return build_context
-        return replace(build_context, scheme=StreamedLayerScheme(self._offload_scheme, self._layer_hooks, position))
+        return replace(
+            build_context, scheme=StreamerRegisteringScheme(self._offload_scheme, self._layer_hooks, position)
+        )
 
     @property
-    def compute_identity(self) -> str:
+    def kernel_backend_identity(self) -> str:
         """What computes, as far as the bits of keys and values may depend on it."""
         return f"{self._backend.name}, {self._backend.description()}"
 
@@ -239,26 +241,26 @@ class Decoder:
         ]
 
     @property
-    def block_bytes(self) -> int:
+    def all_stages_block_bytes(self) -> int:
         """Bytes of a page in all layers of the model, those of other stages too."""
         return sum(
-            tensor.nbytes
-            for layer in self.all_layers
+            tensor.total_bytes
+            for layer in self.layers_of_all_stages
             for sublayer in layer
             for tensor in sublayer.block_tensor_specs(1)
         )
 
-    def slot_bytes(self, num_slots: int, num_drafts: int) -> int:
+    def total_slot_bytes(self, num_slots: int, num_drafts: int) -> int:
         """Of so many slots in all layers: see Sublayer.slot_tensor_specs."""
         return sum(
-            tensor.nbytes
-            for layer in self.all_layers
+            tensor.total_bytes
+            for layer in self.layers_of_all_stages
             for sublayer in layer
             for tensor in sublayer.slot_tensor_specs(num_slots, num_drafts)
         )
 
     @cached_property
-    def all_layers(self) -> list[list[Sublayer]]:
+    def layers_of_all_stages(self) -> list[list[Sublayer]]:
         """The parts of all layers of the model; of those that other stages have, without weights."""
         if len(self.layers) == self.spec.num_layers:
             return self._layers
@@ -277,7 +279,7 @@ class Decoder:
         """The same where a page has so many places for layers, in all processes together."""
         slots = places * self.groups.count
         unused = f" ({slots - self.spec.num_layers} of them unused)" if slots > self.spec.num_layers else ""
-        layers = self.all_layers if self.groups.count == 1 else self._layers
+        layers = self.layers_of_all_stages if self.groups.count == 1 else self._layers
         kinds = Counter(each.block_bytes_formula for layer in layers for each in layer if each.block_tensor_specs(1))
         is_uniform = len(kinds) == 1 and all(any(each.block_tensor_specs(1) for each in layer) for layer in layers)
         counts = [slots] if is_uniform else kinds.values()
@@ -318,7 +320,7 @@ class Decoder:
         """What comes out of the layers, as `first_layer` has it, the last of them with the rows `output_rows` alone, if
         they are given; and what goes into the layers `aux_layers`."""
         self._layer_hooks.begin_pass()
-        x, residual = self.embed_inputs(token_ids, metadata)
+        x, residual = self.embed_or_receive_inputs(token_ids, metadata)
         deepstack_values = list[Tensor]()
         if features is not None:
             x[features.token_indices], *deepstack_values = features.embeddings.split(self.spec.hidden_size, dim=1)
@@ -344,7 +346,7 @@ class Decoder:
         )
         return x, residual, aux_hidden_states
 
-    def embed_inputs(self, token_ids: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor | None]:
+    def embed_or_receive_inputs(self, token_ids: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor | None]:
         """What goes into the layers, [T, hidden]: x, and the residual stream that it is to be added to, if there is
         one."""
         x = self._embedding.embed_tokens(token_ids, metadata.linear_context)
@@ -372,7 +374,7 @@ class Decoder:
         """Some of its layers one after the other, by their place among these; the last of them goes on with the rows
         `output_rows` alone, if they are given."""
         done = layers.start
-        if metadata.is_text_only and (recorded := self._record_layers(kv_cache)) is not None:
+        if metadata.is_text_only and (recorded := self._get_recorded_layers_call(kv_cache)) is not None:
             layers_per_call = (
                 1 if len(x) > _MAX_SINGLE_CALL_TOKENS or self._layer_hooks.streamed_layers else self.spec.num_layers
             )
@@ -413,11 +415,11 @@ class Decoder:
             )
             x, residual = sublayer.forward(ops, x, residual, sublayer_step)
             if step.selected_rows is not None and is_last_stateful:
-                step = step.select_rows(step.selected_rows)
+                step = step.context_of_selected_rows(step.selected_rows)
         assert residual is not None
         return (x, residual) if step.selected_rows is None else (x[step.selected_rows], residual[step.selected_rows])
 
-    def _record_layers(self, kv_cache: KVCache) -> RecordedLayers | None:
+    def _get_recorded_layers_call(self, kv_cache: KVCache) -> RecordedLayers | None:
         """Its layers as one call on these pages, where the backend can."""
         if self._recorded_layers[0] is not kv_cache:
             layers = [partial(self._run_layer, index, kv_cache, None) for index in range(len(self.layers))]
@@ -428,7 +430,7 @@ class Decoder:
             self._recorded_layers = kv_cache, recorded
         return self._recorded_layers[1]
 
-    def embed_tokens(self, token_ids: Tensor) -> Tensor:
+    def embed_tokens_unscaled(self, token_ids: Tensor) -> Tensor:
         """[T] to their rows of the embedding, [T, hidden], not scaled."""
         return self._embedding.lookup_rows(token_ids)
 
@@ -436,7 +438,9 @@ class Decoder:
         """[R, hidden] to [R, vocab] float32; on ranks but the first, to their own part. `context`: of the R rows."""
         return self.shard.gather_columns(self._shard_logits(hidden, context), self.spec.vocab_size)
 
-    def greedy_tokens(self, hidden: Tensor, context: LinearContext = NO_ADAPTERS) -> tuple[Tensor, Tensor]:
+    def greedy_tokens_and_finite_flags(
+        self, hidden: Tensor, context: LinearContext = NO_ADAPTERS
+    ) -> tuple[Tensor, Tensor]:
         """The first token of the largest logit of each row, [R] int64 on every rank, and whether the model gave numbers
         there [R], which the first rank knows. Nothing waits for the host; ranks exchange two numbers of each row."""
         logits = self._shard_logits(hidden, context)

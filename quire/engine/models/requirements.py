@@ -64,7 +64,7 @@ def attention_head_dim(spec: DecoderSpec, device: torch.device) -> int:
     return widest_spec.head_dim
 
 
-def make_dummy_recurrences(spec: DecoderSpec, device: torch.device) -> list[tuple[Recurrence, int]]:
+def make_dummy_recurrence_params(spec: DecoderSpec, device: torch.device) -> list[tuple[Recurrence, int]]:
     """A rule of each kind and size that layers compute states by, with some weights, and the numbers of a value."""
     parts: list[_RecurrentSpec] = [
         *spec.sublayers_of_kind(DeltaNetSpec),
@@ -74,10 +74,10 @@ def make_dummy_recurrences(spec: DecoderSpec, device: torch.device) -> list[tupl
     first: dict[tuple[type[_RecurrentSpec], int, int, int], _RecurrentSpec] = {}
     for each in parts:
         first.setdefault((type(each), each.num_heads, each.key_dim, each.value_dim), each)
-    return [(_make_dummy_recurrence(each, device), each.value_dim) for each in first.values()]
+    return [(_make_dummy_recurrence_params(each, device), each.value_dim) for each in first.values()]
 
 
-def _make_dummy_recurrence(part: _RecurrentSpec, device: torch.device) -> Recurrence:
+def _make_dummy_recurrence_params(part: _RecurrentSpec, device: torch.device) -> Recurrence:
     def sample_tensor(*shape: int) -> torch.Tensor:
         return torch.linspace(0.1, 1.0, torch.Size(shape).numel(), device=device).view(shape)
 

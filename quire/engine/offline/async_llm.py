@@ -14,7 +14,14 @@ from typing import Any, Unpack
 from quire.engine.errors import EngineError, InvalidRequest
 from quire.engine.link.weights import Mode
 from quire.engine.lora.local_adapters import LoRARequest, resolve_lora_requests
-from quire.engine.offline.offline_model import EncodedPrompt, LLMBase, Message, OfflineModel, Prompt, check_request_id
+from quire.engine.offline.offline_model import (
+    EncodedPrompt,
+    LLMBase,
+    Message,
+    OfflineModel,
+    Prompt,
+    check_request_id_unused,
+)
 from quire.engine.offline.options import EngineArgsLike, EngineOptions, make_engine_config, with_config_docs
 from quire.engine.offline.outputs import RequestOutput
 from quire.engine.offline.params import SamplingParams
@@ -57,7 +64,7 @@ class AsyncLLM(LLMBase):
         if self._start_future is None:
             self._start_future = asyncio.ensure_future(self._client.link.start())
         info = await asyncio.shield(self._start_future)  # one of several that wait may be cancelled
-        self._input_processor.set_engine_info(info)
+        self._input_processor.pass_engine_info_to_adapters(info)
         return info
 
     def generate(
@@ -112,7 +119,9 @@ class AsyncLLM(LLMBase):
     ) -> PoolingRequestOutput:
         """The vector that the model makes of a prompt: `.outputs.data`. Raises as `generate`."""
         info, params = await self.start(), pooling_params or PoolingParams()
-        encoded = self._input_processor.truncate_prompt(self._input_processor.encode_prompt(prompt), None, info)
+        encoded = self._input_processor.keep_first_prompt_tokens(
+            self._input_processor.encode_prompt(prompt), None, info
+        )
         self._input_processor.check_prompt(encoded.token_ids, info, min_free_tokens=0)
         check_pooling_params([params], info, self._input_processor.pooling)
         adapters = resolve_lora_requests(self._input_processor.adapters, lora_request, 1)
@@ -197,7 +206,7 @@ class AsyncLLM(LLMBase):
         info, prompt = await self.start(), encode()
         free = (str(number) for number in self._counter if str(number) not in self._open_request_ids)
         name = next(free) if request_id is None else request_id
-        check_request_id(name, self._open_request_ids)
+        check_request_id_unused(name, self._open_request_ids)
         if params is not None and not isinstance(params, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, got {params!r}", param="sampling_params")
         (adapter,) = resolve_lora_requests(self._input_processor.adapters, lora_request, 1)

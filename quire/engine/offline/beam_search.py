@@ -15,7 +15,7 @@ from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Adapter, EngineCoreOutput, EngineCoreRequest, FinishReason, SamplingParams
 
 
-async def beam_search(
+async def beam_search_prompt(
     client: EngineClient,
     tokenizer: Tokenizer,
     id: str,
@@ -29,11 +29,11 @@ async def beam_search(
     stop_token_ids = frozenset(() if params.ignore_eos else tokenizer.eos_token_ids)
     search = BeamSearchState(beam_width, beam_width, stop_token_ids, params.length_penalty, max_tokens)
     for step in range(max_tokens):
-        if not search.advance_beams(
+        if not search.advance_and_check_running(
             await _generate_next_tokens(client, f"{id}-{step}", prompt, adapter, search.running_beams, 2 * beam_width)
         ):
             break
-    return BeamSearchOutput([_beam_to_sequence(tokenizer, prompt, beam) for beam in search.best_beams])
+    return BeamSearchOutput([_beam_to_sequence(tokenizer, prompt, beam) for beam in search.best_beams_so_far])
 
 
 async def _generate_next_tokens(
@@ -80,7 +80,7 @@ def _beam_to_sequence(tokenizer: Tokenizer, prompt: EncodedPrompt, beam: Beam) -
     )
     answer = CompletionBuilder(tokenizer, prompt_ids, SamplingParams(), 0, detokenize=True)
     reason: FinishReason = "stop" if beam.is_finished else "length"
-    answer.add_output(EngineCoreOutput("", list(beam.token_ids), finish_reason=reason))
+    answer.add_output_and_get_delta(EngineCoreOutput("", list(beam.token_ids), finish_reason=reason))
     return BeamSearchSequence(
         tokens=[*prompt_ids, *beam.token_ids],
         logprobs=[logprobs_by_token(each, tokenizer) for each in beam.logprobs],

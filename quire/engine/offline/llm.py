@@ -14,7 +14,7 @@ import msgspec
 from quire.engine.core.executor import decode_results, encode_call
 from quire.engine.errors import EngineError, InvalidRequest, check_task
 from quire.engine.lora.local_adapters import LoRARequest, LoRARequests, resolve_lora_requests
-from quire.engine.offline.beam_search import beam_search
+from quire.engine.offline.beam_search import beam_search_prompt
 from quire.engine.offline.in_process import InProcessLink
 from quire.engine.offline.llm_engine import LLMEngine
 from quire.engine.offline.offline_model import EncodedPrompt, GenerationTask, LLMBase, Message, Prompt
@@ -31,7 +31,7 @@ from quire.engine.offline.pooling_outputs import (
     PoolingRequestOutput,
     check_pooling_params,
     cosine_similarity,
-    encode_pair_prompts,
+    encode_pairs_with_pooling_params,
     pool_prompts,
 )
 from quire.engine.offline.receipt_maker import ReceiptMaker, parse_receipt
@@ -144,7 +144,7 @@ class LLM(LLMBase):
         async def search_one(
             prompt_and_adapter: tuple[EncodedPrompt, Adapter | None], done: Callable[[], None]
         ) -> BeamSearchOutput:
-            output = await beam_search(
+            output = await beam_search_prompt(
                 self._client, self.tokenizer, self._next_request_id(), *prompt_and_adapter, params, max_model_len
             )
             done()
@@ -208,7 +208,7 @@ class LLM(LLMBase):
 
     def reset_prefix_cache(self) -> bool:
         """Let later prompts find no cached prefix. True: it always succeeds."""
-        self._run_coroutine(_call_on_loop(self._client.reset_prefix_cache))
+        self._run_coroutine(_call_as_coroutine(self._client.reset_prefix_cache))
         return True
 
     @property
@@ -331,7 +331,7 @@ class LLM(LLMBase):
         pairs = [(firsts[0] if len(firsts) == 1 else firsts[i], second) for i, second in enumerate(seconds)]
         limit = self.info.max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
         if "classify" in self.info.tasks:
-            prompts, params = encode_pair_prompts(
+            prompts, params = encode_pairs_with_pooling_params(
                 self.tokenizer, self._input_processor.pooling, pairs, instruction, limit
             )
             return self._pool_prompts([EncodedPrompt(None, ids) for ids in prompts], params, use_tqdm, lora_request)
@@ -347,7 +347,7 @@ class LLM(LLMBase):
 
     def _encode_truncated(self, prompts: Prompt | Sequence[Prompt], truncate: int | None) -> list[EncodedPrompt]:
         return [
-            self._input_processor.truncate_prompt(prompt, truncate, self.info)
+            self._input_processor.keep_first_prompt_tokens(prompt, truncate, self.info)
             for prompt in self._input_processor.encode_prompts(prompts)
         ]
 
@@ -429,5 +429,5 @@ class LLM(LLMBase):
         return str(next(self._counter))
 
 
-async def _call_on_loop(function: Callable[[], None]) -> None:
+async def _call_as_coroutine(function: Callable[[], None]) -> None:
     function()

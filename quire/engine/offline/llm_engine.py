@@ -13,7 +13,7 @@ from typing import Any, Literal
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.errors import InvalidRequest
 from quire.engine.lora.local_adapters import LoRARequest, resolve_lora_requests
-from quire.engine.offline.offline_model import EncodedPrompt, Prompt, check_request_id
+from quire.engine.offline.offline_model import EncodedPrompt, Prompt, check_request_id_unused
 from quire.engine.offline.options import EngineArgsLike, make_engine_config
 from quire.engine.offline.outputs import RequestOutput
 from quire.engine.offline.params import RequestOutputKind, SamplingParams
@@ -79,14 +79,14 @@ RequestOrPoolingOutput = RequestOutput | PoolingRequestOutput
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _OpenRequest:
+class _OpenRequestHandle:
     """One of those that may have had the same id, one after the other."""
 
     id: str
     wants_deltas: bool
 
 
-_OutputQueue = queue.SimpleQueue[tuple[_OpenRequest, RequestOrPoolingOutput | Exception]]
+_OutputQueue = queue.SimpleQueue[tuple[_OpenRequestHandle, RequestOrPoolingOutput | Exception]]
 """What is new of a request, or why it failed."""
 
 
@@ -128,10 +128,10 @@ class LLMEngine:
             config.enable_expert_parallel,
         )
         self._running_engine = running_engine
-        self._open_requests: dict[str, tuple[_OpenRequest, Future[None]]] = {}
+        self._open_requests: dict[str, tuple[_OpenRequestHandle, Future[None]]] = {}
         self._output_queue: _OutputQueue = queue.SimpleQueue()
         """From the engine's thread."""
-        self._unread_outputs: deque[tuple[_OpenRequest, RequestOrPoolingOutput | Exception]] = deque()
+        self._unread_outputs: deque[tuple[_OpenRequestHandle, RequestOrPoolingOutput | Exception]] = deque()
         """Taken from there by a step, and left to the next one."""
         self._request_numbers = count()
         """Of requests: one that was aborted may still be ending when another has its id."""
@@ -168,7 +168,7 @@ class LLMEngine:
         priorities go first; `arrival_time` is not read. Returns the id. Raises InvalidRequest for what is not served.
         """
         self._running_engine.check_awake()
-        check_request_id(request_id, self._open_requests)
+        check_request_id_unused(request_id, self._open_requests)
         if not isinstance(params, SamplingParams | PoolingParams):
             message = f"params must be SamplingParams or PoolingParams, got {params!r}"
             raise InvalidRequest(message, param="params")
@@ -182,12 +182,12 @@ class LLMEngine:
             model.check_prompt(task.prompt.token_ids, info)
             work = stream_outputs(self._running_engine.client, model.tokenizer, task)
         else:
-            encoded = model.truncate_prompt(encoded, None, info)
+            encoded = model.keep_first_prompt_tokens(encoded, None, info)
             model.check_prompt(encoded.token_ids, info, min_free_tokens=0)
             check_pooling_params([params], info, model.pooling)
             work = _stream_pooling_output(self._running_engine, own_id, encoded, params, adapter)
         deltas = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
-        request = _OpenRequest(request_id, deltas)
+        request = _OpenRequestHandle(request_id, deltas)
         self._open_requests[request_id] = (
             request,
             self._running_engine.start_coroutine(_queue_outputs(self._output_queue, request, work)),
@@ -235,7 +235,7 @@ class LLMEngine:
 
 
 async def _queue_outputs(
-    output_queue: _OutputQueue, request: _OpenRequest, work: AsyncIterator[RequestOrPoolingOutput]
+    output_queue: _OutputQueue, request: _OpenRequestHandle, work: AsyncIterator[RequestOrPoolingOutput]
 ) -> None:
     try:
         async for output in work:

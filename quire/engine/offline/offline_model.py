@@ -94,7 +94,7 @@ class OfflineModel:
         self.image_reader = make_image_reader(path, self.tokenizer)
         self._default_sampling = sampling_defaults(config)
 
-    def set_engine_info(self, info: types.EngineInfo) -> None:
+    def pass_engine_info_to_adapters(self, info: types.EngineInfo) -> None:
         """What the engine says of the model, once it is ready."""
         if self.adapters is not None:
             self.adapters.use_engine_modules(info)
@@ -143,7 +143,7 @@ class OfflineModel:
     ) -> list[EncodedPrompt]:
         """The prompts of one conversation or several. Raises InvalidRequest."""
         renderer = self.renderer if chat_template is None else self.renderer.with_template(chat_template)
-        tool_list = _check_tools(tools)
+        tool_list = _tools_to_dicts(tools)
         message_lists = _as_conversation_list(messages)
         conversations = [
             renderer.render_conversation(
@@ -191,7 +191,7 @@ class OfflineModel:
         prompt = self.image_reader.make_multimodal_prompt(text, request_images, encode)
         return EncodedPrompt(text, prompt.token_ids, prompt.spans, prompt.images)
 
-    def truncate_prompt(self, prompt: EncodedPrompt, length: int | None, info: EngineInfo) -> EncodedPrompt:
+    def keep_first_prompt_tokens(self, prompt: EncodedPrompt, length: int | None, info: EngineInfo) -> EncodedPrompt:
         """The prompt's first tokens, those that the tokenizer puts around a text kept; None: all, -1: what fits."""
         text, ids = prompt.text, prompt.token_ids
         if prompt.spans:
@@ -292,7 +292,7 @@ class LLMBase:
         return make_engine_metrics(self._client.link.stats)
 
 
-def check_request_id(request_id: object, open_ids: Container[str]) -> None:
+def check_request_id_unused(request_id: object, open_ids: Container[str]) -> None:
     """Raises InvalidRequest for what is no text, or one of those `open_ids`."""
     if not isinstance(request_id, str) or request_id in open_ids:
         what = "is in use" if isinstance(request_id, str) else "must be a text"
@@ -348,7 +348,7 @@ def _check_message(message: Any) -> dict[str, Any]:
     return dict(message)
 
 
-def _check_tools(tools: Any) -> list[dict[str, Any]] | None:
+def _tools_to_dicts(tools: Any) -> list[dict[str, Any]] | None:
     """Raises InvalidRequest for what are no tools."""
     if tools is None:
         return None

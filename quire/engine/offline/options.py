@@ -18,7 +18,7 @@ from quire.engine.settings.settings_reader import load_settings
 from quire.engine.unsupported_options import (
     flag_aliases,
     redundant_option_reason,
-    redundant_value_reason,
+    redundant_vllm_value_reason,
     summarize_redundant,
 )
 
@@ -135,7 +135,7 @@ def make_engine_config(model: str | Path | None, options: EngineOptions) -> Engi
         ours = flag_aliases().get(name.replace("_", "-"), name).replace("-", "_")
         if name not in EngineConfig.model_fields and ours in EngineConfig.model_fields and ours not in options:
             config_values[ours] = value
-        elif name in EngineConfig.model_fields and (why := redundant_value_reason(name, value)):
+        elif name in EngineConfig.model_fields and (why := redundant_vllm_value_reason(name, value)):
             reasons_by_option[name] = why
         elif name in EngineConfig.model_fields or not (why := redundant_option_reason(name, value)):
             config_values[name] = value

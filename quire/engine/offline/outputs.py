@@ -110,9 +110,11 @@ class BeamSearchOutput:
 
 def logprobs_by_token(logprob: TokenLogprob, tokenizer: Tokenizer, *, listed: bool = False) -> dict[int, Logprob]:
     """By token id, the picked one first. `listed`: the others are logprob_token_ids, not the most likely ones."""
-    logprobs = {logprob.token_id: Logprob(logprob.logprob, logprob.rank, tokenizer.token_text(logprob.token_id))}
+    logprobs = {
+        logprob.token_id: Logprob(logprob.logprob, logprob.rank, tokenizer.token_display_text(logprob.token_id))
+    }
     for place, (token, value) in enumerate(logprob.top, 1):
-        logprobs.setdefault(token, Logprob(value, None if listed else place, tokenizer.token_text(token)))
+        logprobs.setdefault(token, Logprob(value, None if listed else place, tokenizer.token_display_text(token)))
     return logprobs
 
 
@@ -142,7 +144,7 @@ class CompletionBuilder:
             min_tokens=params.min_tokens,
         )
 
-    def add_output(self, output: types.EngineCoreOutput) -> CompletionOutput:
+    def add_output_and_get_delta(self, output: types.EngineCoreOutput) -> CompletionOutput:
         """Append an output; returns what it adds. With a stop string it has a finish_reason, though the engine may
         still generate."""
         completion = self.completion

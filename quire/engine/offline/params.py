@@ -62,7 +62,7 @@ class RequestOutputKind(Enum):
     """The whole answer, once."""
 
 
-def suggest_for_unknown_fields(kind: type[_T]) -> type[_T]:
+def with_unknown_field_suggestions(kind: type[_T]) -> type[_T]:
     """A decorator of dataclasses: a parameter that they do not have is answered with what to write instead."""
     original_init = kind.__init__
     names = list(kind.__annotations__)
@@ -79,7 +79,7 @@ def suggest_for_unknown_fields(kind: type[_T]) -> type[_T]:
     return kind
 
 
-@suggest_for_unknown_fields
+@with_unknown_field_suggestions
 @dataclass
 class StructuredOutputsParams:
     """What the whole text of an answer must match: exactly one of the first five."""
@@ -115,7 +115,7 @@ class StructuredOutputsParams:
         return constraint_grammar(way, value, close=self.disable_additional_properties).grammar
 
 
-@suggest_for_unknown_fields
+@with_unknown_field_suggestions
 @dataclass(kw_only=True)
 class SamplingParams:
     """How to pick tokens and when to end. Raises InvalidRequest, naming the field, for a wrong value."""
@@ -241,7 +241,7 @@ def _to_python(value: Any) -> Any:
     return [_to_python(each) for each in value] if isinstance(value, list | tuple | set) else value
 
 
-@suggest_for_unknown_fields
+@with_unknown_field_suggestions
 @dataclass(kw_only=True)
 class BeamSearchParams:
     """Of LLM.beam_search. Raises InvalidRequest for a wrong value."""

@@ -11,7 +11,7 @@ from quire.engine import random_source
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.errors import EngineError, InvalidRequest, check_task
 from quire.engine.link.client import EngineClient
-from quire.engine.text.pooling_inputs import encode_pairs, encode_reranker_prompts
+from quire.engine.text.pooling_inputs import encode_pairs_with_second_start, encode_reranker_prompts
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Adapter, EngineCoreRequest, EngineInfo, PoolingParams
 
@@ -57,7 +57,7 @@ def check_pooling_params(params: Sequence[PoolingParams], info: EngineInfo, pool
             raise InvalidRequest(message, param="dimensions")
 
 
-def encode_pair_prompts(
+def encode_pairs_with_pooling_params(
     tokenizer: Tokenizer,
     pooling: Pooling,
     pairs: Sequence[tuple[str, str]],
@@ -70,7 +70,7 @@ def encode_pair_prompts(
         return prompts, [PoolingParams(task="classify")] * len(prompts)
     if len(pooling.labels) != 1:
         raise InvalidRequest(f"the model tells {len(pooling.labels)} labels apart and gives no score", param="model")
-    encoded = encode_pairs(tokenizer, pairs, limit)
+    encoded = encode_pairs_with_second_start(tokenizer, pairs, limit)
     return [ids for ids, _ in encoded], [PoolingParams(task="classify", second_segment=begin) for _, begin in encoded]
 
 

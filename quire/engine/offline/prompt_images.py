@@ -32,7 +32,7 @@ def message_images(messages: Sequence[Mapping[str, Any]]) -> list[RequestImage]:
                     raise InvalidRequest(f"{where}.image_url.url: must be a data: URL", param="messages")
                 low = isinstance(image_url, Mapping) and image_url.get("detail") == "low"
                 images.append(RequestImage(where, decode_data_url(url, f"{where}.image_url.url"), low))
-    return check_images(images)
+    return check_image_types(images)
 
 
 def multi_modal_images(data: Any, name: str) -> list[RequestImage]:
@@ -41,12 +41,12 @@ def multi_modal_images(data: Any, name: str) -> list[RequestImage]:
         raise InvalidRequest(f"{name}: multi_modal_data may have image alone", param="prompts")
     image_data = data.get("image")
     images = [] if image_data is None else list(image_data) if isinstance(image_data, list | tuple) else [image_data]
-    return check_images(
+    return check_image_types(
         [RequestImage(f"{name}.multi_modal_data.image[{index}]", each) for index, each in enumerate(images)]
     )
 
 
-def check_images(images: list[RequestImage]) -> list[RequestImage]:
+def check_image_types(images: list[RequestImage]) -> list[RequestImage]:
     """Raises InvalidRequest for what is no image."""
     for each in images:
         if not isinstance(each.file_or_image, bytes) and not hasattr(each.file_or_image, "getexif"):

@@ -9,17 +9,17 @@ import msgspec
 
 from quire.engine import clock
 from quire.engine.errors import InvalidRequest
-from quire.engine.images.image_reader import RequestImage, images_by_digest
+from quire.engine.images.image_reader import RequestImage, tiles_by_hex_digest
 from quire.engine.offline.offline_model import GenerationTask
-from quire.engine.offline.prompt_images import check_images
+from quire.engine.offline.prompt_images import check_image_types
 from quire.engine.offline.running_engine import RunningEngine
 from quire.engine.receipts.receipt import (
     AdapterReceipt,
     ChoiceReceipt,
     PromptReceipt,
     Receipt,
-    decode_receipt,
     encode_receipt,
+    parse_receipt_json,
 )
 from quire.engine.receipts.receipt_replay import ReplayModel, ReplayVerdict, replay_receipt
 from quire.engine.types import Adapter
@@ -54,7 +54,9 @@ class ReceiptMaker:
         """`images`: of Pillow. Raises InvalidRequest for others, and where the model reads none."""
         running_engine = self._running_engine
         reader = running_engine.input_processor.image_reader
-        request_images = check_images([RequestImage(f"images[{index}]", each) for index, each in enumerate(images)])
+        request_images = check_image_types(
+            [RequestImage(f"images[{index}]", each) for index, each in enumerate(images)]
+        )
         if reader is None and request_images:
             raise InvalidRequest("images: this model reads no images", param="images")
         model = ReplayModel(
@@ -64,7 +66,7 @@ class ReceiptMaker:
             max_model_len=running_engine.info.max_model_len,
             vocab_size=running_engine.input_processor.vocab_size,
             adapters={each.digest: each for each in adapters if each is not None},
-            images={} if reader is None else images_by_digest(reader, request_images),
+            images={} if reader is None else tiles_by_hex_digest(reader, request_images),
         )
         return await replay_receipt(receipt, model, running_engine.client)
 
@@ -75,4 +77,4 @@ def parse_receipt(source: Receipt | Mapping[str, Any] | str | bytes) -> Receipt:
         source = encode_receipt(source)
     elif isinstance(source, Mapping):
         source = msgspec.json.encode(source)
-    return decode_receipt(source.encode() if isinstance(source, str) else source)
+    return parse_receipt_json(source.encode() if isinstance(source, str) else source)

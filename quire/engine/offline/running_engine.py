@@ -48,7 +48,7 @@ class RunningEngine:
         self.info = self.run_coroutine(self.client.link.start())
         for note in self.info.notes:
             _log.warning("%s: %s", self.info.model, note)
-        self.input_processor.set_engine_info(self.info)
+        self.input_processor.pass_engine_info_to_adapters(self.info)
 
     def run_coroutine(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine on the engine's loop and wait for it; an interrupt of the waiting thread cancels it."""

@@ -36,7 +36,7 @@ class Forward:
 
         config = make_engine_config(model, options)
         check_single_process(config)
-        self._forward_pass = ForwardPass.from_config(config, tensors)
+        self._forward_pass = ForwardPass.load_from_config(config, tensors)
 
     def logprobs(self, token_ids: Sequence[int], *, full_vocabulary: bool = False) -> Logprobs:
         """Of each token behind those before it, natural logarithms in float32: [n - 1] for n tokens; with

@@ -61,7 +61,7 @@ async def stream_outputs(
                 ):
                     request_output.num_missed_tokens = output.prefix.num_missed_tokens
                     request_output.miss_reason = output.prefix.tokens_by_reason[0][0]
-                new_outputs.append(builders[output.id].add_output(output))
+                new_outputs.append(builders[output.id].add_output_and_get_delta(output))
                 choice_receipts[output.id].add_output(output, len(new_outputs[-1].token_ids))
                 if new_outputs[-1].finished():
                     stream.abort(output.id)  # which a stop string has ended, while the engine goes on
@@ -70,7 +70,7 @@ async def stream_outputs(
             request_output.finished = all(builder.completion.finished() for builder in builders.values())
             if request_output.finished:
                 await _add_versions_and_receipt(request_output, task, stream, choice_receipts, builders, receipts)
-                request_output.metrics = _find_metrics(client, names[0])
+                request_output.metrics = _request_metrics_from_history(client, names[0])
             delta = task.output_kind is RequestOutputKind.DELTA
             yield replace(
                 request_output,
@@ -80,7 +80,7 @@ async def stream_outputs(
         stream.close()
     if task.output_kind is RequestOutputKind.FINAL_ONLY:
         await _add_versions_and_receipt(request_output, task, stream, choice_receipts, builders, receipts)
-        request_output.finished, request_output.metrics = True, _find_metrics(client, names[0])
+        request_output.finished, request_output.metrics = True, _request_metrics_from_history(client, names[0])
         request_output.outputs = [builder.completion for builder in builders.values()]
         yield request_output
 
@@ -120,6 +120,6 @@ async def _add_versions_and_receipt(
         request_output.receipt = await receipts.make_receipt(task, list(choice_receipts.values()))
 
 
-def _find_metrics(client: EngineClient, name: str) -> RequestMetrics | None:
+def _request_metrics_from_history(client: EngineClient, name: str) -> RequestMetrics | None:
     timeline = client.history.find_timeline(name)
     return None if timeline is None else make_request_metrics(timeline)

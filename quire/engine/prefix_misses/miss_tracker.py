@@ -41,7 +41,7 @@ class _OpenRequest:
     """An open request without output, or with incomplete output."""
 
     request: EngineCoreRequest
-    turn: _Turn
+    turn: _PromptInConversation
     visit: Visit | None = None
     """None: no engine has started it, or that engine has ended."""
     report: PrefixMissReport | None = None
@@ -52,7 +52,7 @@ class _OpenRequest:
 
 
 @dataclass(slots=True)
-class _Turn:
+class _PromptInConversation:
     """One turn of a conversation. All requests of a call with the same prompt share it."""
 
     prompt: list[int]
@@ -74,7 +74,7 @@ class PrefixMissTracker:
         self._engines = [_EngineCacheInfo() for _ in range(engines)]
         self._max_tenant_bytes, self._max_total_bytes = max_tenant_bytes, max_total_bytes
         self._trees: OrderedDict[str, PrefixTree] = OrderedDict()
-        """By owner (see `_tree_of_request`), the most recent owner at the end."""
+        """By owner (see `_get_or_make_tenant_tree`), the most recent owner at the end."""
         self._open_requests: dict[str, _OpenRequest] = {}
         self.total_bytes = 0
         """The size of all trees."""
@@ -86,7 +86,7 @@ class PrefixMissTracker:
             if each.sampling_params is None:
                 continue  # a vector may need all tokens of its prompt computed
             if turn is None or (turn.prompt is not each.prompt_ids and turn.prompt != each.prompt_ids):
-                turn = _Turn(each.prompt_ids)
+                turn = _PromptInConversation(each.prompt_ids)
             self._open_requests[each.id] = _OpenRequest(each, turn)
 
     def track_step(self, step: StepRecord, engine: int, stats: EngineStats, weights: str) -> None:
@@ -106,7 +106,7 @@ class PrefixMissTracker:
                 open_request.num_computed += count
                 open_request.seconds += (step.computed_at - step.scheduled_at) * count / max(step.num_tokens, 1)
 
-    def get_report(self, request_id: str) -> PrefixMissReport | None:
+    def get_request_report(self, request_id: str) -> PrefixMissReport | None:
         """The report for a request, once its first output has come."""
         open_request = self._open_requests.get(request_id)
         if open_request is None or (report := open_request.report) is None:
@@ -127,7 +127,7 @@ class PrefixMissTracker:
         if open_request is None or (visit := open_request.visit) is None:
             return
         request, visit.is_open = open_request.request, False
-        tree = self._tree_of_request(request)
+        tree = self._get_or_make_tenant_tree(request)
         tree.total_load += open_request.num_computed + len(generated)
         visit.tenant_load = tree.total_load
         if visit.num_computed >= len(request.prompt_ids):
@@ -155,12 +155,12 @@ class PrefixMissTracker:
         request = open_request.request
         adapter = "" if request.adapter is None else request.adapter.digest
         namespace = CacheNamespace(request.cache_salt, adapter, weights)
-        tree, tokens = self._tree_of_request(request), _encode_tokens(request)
+        tree, tokens = self._get_or_make_tenant_tree(request), _encode_tokens(request)
         prefix_match = tree.match_prefix(tokens, namespace)
         comparison = _PromptComparison(
             prefix_match, tokens, namespace, min(num_cached, len(request.prompt_ids)), self._engines, engine
         )
-        missed, own_load = comparison.count_lost_tokens(tree.total_load)
+        missed, own_load = comparison.count_lost_tokens_by_reason(tree.total_load)
         other_misses = comparison.count_other_namespaces()
         nearest = None
         similar_visit = prefix_match.tail_visit or (
@@ -184,7 +184,9 @@ class PrefixMissTracker:
             missed = Counter({"prompt_logprobs": missed.total()})
         turn = open_request.turn
         if turn.conversation is None:
-            turn.conversation, turn.turn_number = _next_turn(earlier, request.id, is_repeat=is_repeat)
+            turn.conversation, turn.turn_number = _conversation_and_turn_number(
+                earlier, request.id, is_repeat=is_repeat
+            )
         if open_request.report is None:
             reasons = sorted(missed.items(), key=lambda each: -each[1])
             open_request.report = PrefixMissReport(
@@ -196,7 +198,7 @@ class PrefixMissTracker:
         )
         self._store_visit(tree, tokens, open_request.visit)
 
-    def _tree_of_request(self, request: EngineCoreRequest) -> PrefixTree:
+    def _get_or_make_tenant_tree(self, request: EngineCoreRequest) -> PrefixTree:
         """The tree of the request's tenant. Without API keys, all callers are one tenant, and only their salts separate
         them. Then each salt has its own tree."""
         tree_key = f"key:{request.tenant}" if request.tenant else f"salt:{request.cache_salt}"
@@ -242,7 +244,7 @@ class _PromptComparison:
         """The most tokens that the cache can hold for the prompt. Its last token is always computed."""
         return (len(self.tokens) // TOKEN_BYTES - 1) // self._match_unit * self._match_unit
 
-    def count_lost_tokens(self, load: int) -> tuple[Counter[MissReason], bool]:
+    def count_lost_tokens_by_reason(self, load: int) -> tuple[Counter[MissReason], bool]:
         """Counts, by reason, the tokens that were computed before after the same tokens, but were not found. The second
         value says whether the tenant's own `load` explains evictions."""
         prefix_match = self.prefix_match
@@ -301,9 +303,11 @@ class _PromptComparison:
         nearest = PrefixDivergence(
             common,
             "answer" if common >= visit.prompt_tokens else "prompt",
-            _decode_text_tokens(self.tokens[max(common - _NUM_CONTEXT_TOKENS, 0) * TOKEN_BYTES : common * TOKEN_BYTES]),
-            _decode_text_tokens(nearest_neighbour.rest[: _NUM_CONTEXT_TOKENS * TOKEN_BYTES]),
-            _decode_text_tokens(self.tokens[common * TOKEN_BYTES : (common + _NUM_CONTEXT_TOKENS) * TOKEN_BYTES]),
+            _token_ids_without_images(
+                self.tokens[max(common - _NUM_CONTEXT_TOKENS, 0) * TOKEN_BYTES : common * TOKEN_BYTES]
+            ),
+            _token_ids_without_images(nearest_neighbour.rest[: _NUM_CONTEXT_TOKENS * TOKEN_BYTES]),
+            _token_ids_without_images(self.tokens[common * TOKEN_BYTES : (common + _NUM_CONTEXT_TOKENS) * TOKEN_BYTES]),
         )
         return (
             nearest,
@@ -326,7 +330,9 @@ class _PromptComparison:
         return end <= 0 or bool(end_runs), sum(each.length for each in runs), same_end, neighbour
 
 
-def _next_turn(earlier_visit: Visit | None, request_id: str, *, is_repeat: bool) -> tuple[Conversation, int]:
+def _conversation_and_turn_number(
+    earlier_visit: Visit | None, request_id: str, *, is_repeat: bool
+) -> tuple[Conversation, int]:
     """The conversation of a prompt and its turn in it. `earlier_visit`: the visit whose prompt it continues, or
     repeats. A first prompt that somebody repeats begins a conversation of its own."""
     if earlier_visit is None or (is_repeat and earlier_visit.turn == 1):
@@ -343,6 +349,6 @@ def _encode_tokens(request: EngineCoreRequest) -> bytes:
     return token_ids.tobytes()
 
 
-def _decode_text_tokens(tokens: bytes) -> list[int]:
+def _token_ids_without_images(tokens: bytes) -> list[int]:
     """The tokens without those of images."""
     return [token for token in array("i", tokens) if token >= 0]

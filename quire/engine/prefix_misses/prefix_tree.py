@@ -121,16 +121,16 @@ class PrefixTree:
         prefix_match, node = PrefixMatch(), self._root
         num_pieces = len(tokens) // (PIECE_TOKENS * TOKEN_BYTES)
         for index in range(num_pieces):
-            visit, child = None, self._child_at(node, tokens, index)
+            visit, child = None, self._child_for_piece(node, tokens, index)
             if child is None or (visit := child.find_visit(namespace)) is None:
                 break
             prefix_match.matched_visits.append(visit)
             node = child
-        self._find_neighbours(
+        self._add_tail_and_neighbours(
             prefix_match, node, tokens[len(prefix_match.matched_visits) * PIECE_TOKENS * TOKEN_BYTES :], namespace
         )
         for index in range(len(prefix_match.matched_visits), num_pieces):
-            if (child := self._child_at(node, tokens, index)) is None:
+            if (child := self._child_for_piece(node, tokens, index)) is None:
                 break
             prefix_match.other_visits.append(child.visits[0])
             node = child
@@ -183,12 +183,12 @@ class PrefixTree:
                 self._remove_node(child)
 
     @staticmethod
-    def _child_at(node: PrefixNode, tokens: bytes, index: int) -> PrefixNode | None:
+    def _child_for_piece(node: PrefixNode, tokens: bytes, index: int) -> PrefixNode | None:
         if node.children is None:
             return None
         return node.children.get(tokens[index * PIECE_TOKENS * TOKEN_BYTES : (index + 1) * PIECE_TOKENS * TOKEN_BYTES])
 
-    def _find_neighbours(
+    def _add_tail_and_neighbours(
         self, prefix_match: PrefixMatch, node: PrefixNode, rest: bytes, namespace: CacheNamespace
     ) -> None:
         """Compare a sequence with others that have the same pieces up to `node`. `rest`: its tokens after these."""
@@ -211,11 +211,11 @@ class PrefixTree:
         if prefix_match.num_tail_tokens * TOKEN_BYTES == len(rest):
             return  # an earlier sequence continues this one
         for count, child, visit in candidates[:3]:
-            tail, last_visit = self._follow_sequence(child, namespace, visit)
+            tail, last_visit = self._most_recent_continuation(child, namespace, visit)
             prefix_match.neighbours.append(Neighbour(num_matched + count, tail[count * TOKEN_BYTES :], last_visit))
 
     @staticmethod
-    def _follow_sequence(node: PrefixNode, namespace: CacheNamespace, visit: Visit) -> tuple[bytes, Visit]:
+    def _most_recent_continuation(node: PrefixNode, namespace: CacheNamespace, visit: Visit) -> tuple[bytes, Visit]:
         """The tokens of a piece and of the most recently used pieces that follow it, and the visit of the last one."""
         parts = [node.tokens]
         while node.children and len(parts) * PIECE_TOKENS < _MAX_COMPARED_TOKENS:

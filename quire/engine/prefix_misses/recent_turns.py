@@ -35,7 +35,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
         return array("i", self.tokens).tolist()
 
 
-class RecentTurns:
+class LastSessionTurns:
     def __init__(self, max_tenant_bytes: int = MAX_TENANT_BYTES, max_total_bytes: int = MAX_TOTAL_BYTES) -> None:
         self._max_tenant_bytes, self._max_total_bytes = max_tenant_bytes, max_total_bytes
         self._turn_of_session: OrderedDict[tuple[str, str, str], Turn] = OrderedDict()
@@ -78,7 +78,7 @@ class RecentTurns:
                 )
             )
 
-    def find_turn(self, tenant: str, salt: str, session: str) -> Turn | None:
+    def find_session_turn(self, tenant: str, salt: str, session: str) -> Turn | None:
         return self._turn_of_session.get((tenant, salt, session))
 
     def _drop_turn(self, key: tuple[str, str, str]) -> None:

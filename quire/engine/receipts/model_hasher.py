@@ -38,7 +38,7 @@ class ModelHasher:
         self._tokenizer = tokenizer
         self._paths = paths
         self._hash_folder = hash_folder
-        self._files: dict[str, WeightFiles | None] = {"1": _find_weight_files(config)}
+        self._files: dict[str, WeightFiles | None] = {"1": _weight_files_or_none(config)}
         """By version."""
         self._weight_hashes: dict[str, asyncio.Task[str | None]] = {}
         self._fixed_hashes: asyncio.Task[tuple[str, str, str, str]] | None = None
@@ -97,10 +97,10 @@ class ModelHasher:
         """None where they were given as tensors, or are not there any more."""
         if (path := self._paths.get(version)) is None:
             return None
-        return _find_weight_files(self._config.model_copy(update={"weights": path, "load_format": "auto"}))
+        return _weight_files_or_none(self._config.model_copy(update={"weights": path, "load_format": "auto"}))
 
 
-def _find_weight_files(config: EngineConfig) -> WeightFiles | None:
+def _weight_files_or_none(config: EngineConfig) -> WeightFiles | None:
     """None where they are not there any more."""
     try:
         return WeightFiles(config)

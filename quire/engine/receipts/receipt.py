@@ -116,7 +116,7 @@ encode_receipt = msgspec.json.Encoder().encode
 _decode_json = msgspec.json.Decoder(Receipt).decode
 
 
-def decode_receipt(content: bytes) -> Receipt:
+def parse_receipt_json(content: bytes) -> Receipt:
     """Of a receipt, or of a whole answer that has one as its field `receipt`. Raises InvalidRequest for other JSON."""
     try:
         parsed = msgspec.json.decode(content)

@@ -73,7 +73,7 @@ async def replay_receipt(receipt: Receipt, model: ReplayModel, client: EngineCli
     Raises EngineError when the engine fails."""
     if (why := refusal_reason(receipt, model)) is not None:
         return ReplayVerdict(receipt.id, "refused", why)
-    segments, num_other_tokens = split_segments(receipt, model.weights_digest)
+    segments, num_other_tokens = select_segments_of_weights(receipt, model.weights_digest)
     warning = compute_difference_warning(receipt, model)
     num_compared = 0
     for segment in segments:
@@ -118,7 +118,7 @@ def refusal_reason(receipt: Receipt, model: ReplayModel) -> str | None:
         return f"its token id {invalid_token_id} is outside this model's vocabulary of {model.vocab_size}"
     if any(not 0 <= choice.seed < 2**63 for choice in receipt.choices):
         return "it has a seed of more than 63 bits"
-    if any(not _has_valid_images(prompt) for prompt in receipt.prompts):
+    if any(not _has_valid_image_spans(prompt) for prompt in receipt.prompts):
         return "its images do not stand within its prompts"
     if not all(receipt.choice_prompt(each).ids for each in receipt.choices):
         return "it has a prompt without tokens"
@@ -142,7 +142,7 @@ def all_receipt_token_ids(receipt: Receipt) -> Iterator[int]:
         yield from ids or ()
 
 
-def _has_valid_images(prompt: PromptReceipt) -> bool:
+def _has_valid_image_spans(prompt: PromptReceipt) -> bool:
     """Whether the images of a prompt stand behind one another in it."""
     end = 0
     for start, count, _ in sorted(prompt.images):
@@ -162,7 +162,7 @@ def compute_difference_warning(receipt: Receipt, model: ReplayModel) -> str:
     return "; ".join([*differ, *notes])
 
 
-def split_segments(receipt: Receipt, weights: str | None) -> tuple[list[ReplaySegment], int]:
+def select_segments_of_weights(receipt: Receipt, weights: str | None) -> tuple[list[ReplaySegment], int]:
     """What these weights computed, and how many tokens others did."""
     segments, num_other_tokens = [], 0
     for choice in receipt.choices:
@@ -242,4 +242,4 @@ def _first_difference(expected: Sequence[object], actual: Sequence[object]) -> i
 
 
 def _describe_token(token: int | None, tokenizer: Tokenizer) -> str:
-    return "the end" if token is None else f"{tokenizer.token_text(token)!r} ({token})"
+    return "the end" if token is None else f"{tokenizer.token_display_text(token)!r} ({token})"

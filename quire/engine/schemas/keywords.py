@@ -99,7 +99,7 @@ class SchemaReferences:
             if isinstance(anchor := one.get("$anchor"), str):
                 self._anchors[anchor] = one
 
-    def find_pointer(self, schema: Schema) -> str:
+    def pointer_of_schema(self, schema: Schema) -> str:
         """The JSON pointer of a schema of the document."""
         return self._pointers.get(id(schema), "")
 
@@ -132,7 +132,7 @@ class SchemaReferences:
             raise UnresolvableReference
         return self._anchors[name]
 
-    def definition_name(self, schema: Schema) -> str:
+    def suggest_definition_name(self, schema: Schema) -> str:
         """A plain name for a definition of this schema: the last part of its pointer."""
-        last = self.find_pointer(schema).rpartition("/")[2]
+        last = self.pointer_of_schema(schema).rpartition("/")[2]
         return _NON_NAME_CHARACTERS.sub("_", last)[:64] or "root"

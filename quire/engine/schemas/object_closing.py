@@ -32,7 +32,7 @@ from quire.engine.schemas.object_keywords import (
     has_positional_items,
     is_bare_reference,
     may_hold_objects,
-    names_without_schema,
+    names_in_required_and_constants,
     require_schema_list,
     require_schema_map,
     required_names,
@@ -101,7 +101,7 @@ class _SchemaCloser:
         parts = self._collect_applicable((self._root,))
         result = self._merge_applicable(parts)
         if by_name and parts.choices and isinstance(result, dict):
-            result = {**self._top_level_properties(parts), **result}
+            result = {**self._top_level_object_schema(parts), **result}
         while self._pending_definitions:
             name, write = self._pending_definitions.pop(0)
             self._definitions[name] = write()
@@ -131,7 +131,7 @@ class _SchemaCloser:
     def _definition_reference(self, key: tuple[object, ...], schema: Schema, write: Callable[[], Schema]) -> Schema:
         """A reference to a definition, which is written once, so that recursion ends."""
         if key not in self._names_by_key:
-            hint = self._references.definition_name(schema)
+            hint = self._references.suggest_definition_name(schema)
             name, number = hint, 2
             while name in self._used_names:
                 name, number = f"{hint}_{number}", number + 1
@@ -204,7 +204,7 @@ class _SchemaCloser:
             self._own_keywords[id(schema)] = self._own_keywords[id(own_keywords)] = own_keywords, schema
         return self._own_keywords[id(schema)][0]
 
-    def _wrap_choice(self, keyword: str, branches: list[Schema]) -> dict[str, Any]:
+    def _cached_choice_schema(self, keyword: str, branches: list[Schema]) -> dict[str, Any]:
         if id(branches) not in self._choice_schemas:
             self._choice_schemas[id(branches)] = {keyword: branches}
         return self._choice_schemas[id(branches)]
@@ -218,7 +218,7 @@ class _SchemaCloser:
         if not parts.choices:
             return self._merge_object(parts.plain_schemas)
         (keyword, branches), *others = parts.choices
-        rest = [self._wrap_choice(*one) for one in others]
+        rest = [self._cached_choice_schema(*one) for one in others]
         written = [self._merge_and_close((*parts.plain_schemas, branch, *rest)) for branch in branches]
         return {keyword: [one for one in written if one is not False] or [False]}
 
@@ -244,7 +244,7 @@ class _SchemaCloser:
             return result
         if any(CLOSING_KEYWORDS & one.keys() for one in schemas) or conditional.has_closers:
             return result
-        allowed = dict.fromkeys([*written, *names_without_schema(schemas), *conditional.property_names])
+        allowed = dict.fromkeys([*written, *names_in_required_and_constants(schemas), *conditional.property_names])
         if conditional.is_undecidable or not can_satisfy_min_properties(schemas, written):
             self._record_open_object(schemas)
             return result
@@ -350,7 +350,7 @@ class _SchemaCloser:
             )["$ref"]
         return copy
 
-    def _top_level_properties(self, parts: _ApplicableSchemas) -> dict[str, Any]:
+    def _top_level_object_schema(self, parts: _ApplicableSchemas) -> dict[str, Any]:
         """The first level of what stands beside alternatives: its properties, of any value, as the alternatives hold
         them, and which are required."""
         values = self._property_schemas(parts.plain_schemas)
@@ -362,7 +362,9 @@ class _SchemaCloser:
     def _record_open_object(self, schemas: Sequence[Schema]) -> None:
         """Note the place of an object that stays open."""
         known = [self._own_keywords[id(one)][1] if id(one) in self._own_keywords else one for one in schemas]
-        self._open_pointers[next((place for one in known if (place := self._references.find_pointer(one))), "")] = None
+        self._open_pointers[
+            next((place for one in known if (place := self._references.pointer_of_schema(one))), "")
+        ] = None
 
     def _spend_steps(self, steps: int) -> None:
         self._steps_left -= steps

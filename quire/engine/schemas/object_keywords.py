@@ -35,44 +35,44 @@ class ConditionalKeywords:
         self.is_undecidable = False
         """Fewer properties may make a condition true or false."""
         for one in schemas:
-            self._read_conditional_keywords(one, asserted=True)
+            self._collect_from_conditional_keywords(one, asserted=True)
 
     @property
     def num_schemas(self) -> int:
         """How many schemas they are made of."""
         return len(self._seen_ids)
 
-    def _read_conditional_keywords(self, schema: dict[str, Any], *, asserted: bool) -> None:
+    def _collect_from_conditional_keywords(self, schema: dict[str, Any], *, asserted: bool) -> None:
         """`asserted`: the object must be as the members say, and not only be compared with them."""
         for keyword in ("if", "not"):
-            self._read_condition(schema.get(keyword), asserted=False)
+            self._collect_names_and_flags(schema.get(keyword), asserted=False)
         for keyword in ("then", "else"):
-            self._read_condition(schema.get(keyword), asserted=asserted)
+            self._collect_names_and_flags(schema.get(keyword), asserted=asserted)
         for keyword in ("dependentSchemas", "dependencies"):
             for name, member in require_schema_map(schema, keyword).items():
                 self.property_names[name] = None
-                self._read_condition(member, asserted=asserted)
+                self._collect_names_and_flags(member, asserted=asserted)
 
-    def _read_condition(self, schema: Any, *, asserted: bool) -> None:
+    def _collect_names_and_flags(self, schema: Any, *, asserted: bool) -> None:
         if isinstance(schema, list):  # of `dependencies`: names
             self.property_names |= dict.fromkeys(name for name in schema if isinstance(name, str))
         if not isinstance(schema, dict) or id(schema) in self._seen_ids:
             return
         self._seen_ids.add(id(schema))
         self.property_names |= dict.fromkeys(
-            [*require_schema_map(schema, "properties"), *names_without_schema([schema])]
+            [*require_schema_map(schema, "properties"), *names_in_required_and_constants([schema])]
         )
         self.has_properties |= asserted and "properties" in schema
         self.has_closers |= asserted and bool(CLOSING_KEYWORDS & schema.keys())
         self.is_undecidable |= bool(
             (_COUNTING_KEYWORDS & schema.keys()) - (CLOSING_KEYWORDS if asserted else frozenset())
         )
-        self._read_conditional_keywords(schema, asserted=asserted)
+        self._collect_from_conditional_keywords(schema, asserted=asserted)
         for keyword in ("allOf", "anyOf", "oneOf"):
             for one in require_schema_list(schema[keyword]) if keyword in schema else ():
-                self._read_condition(one, asserted=asserted)
+                self._collect_names_and_flags(one, asserted=asserted)
         if "$ref" in schema:
-            self._read_condition(self._references.resolve(schema["$ref"]), asserted=asserted)
+            self._collect_names_and_flags(self._references.resolve(schema["$ref"]), asserted=asserted)
 
 
 def require_schema_list(value: Any) -> list[Schema]:
@@ -102,7 +102,7 @@ def required_names(schemas: Sequence[dict[str, Any]]) -> list[str]:
     return list(names)
 
 
-def names_without_schema(schemas: Sequence[dict[str, Any]]) -> list[str]:
+def names_in_required_and_constants(schemas: Sequence[dict[str, Any]]) -> list[str]:
     """Names of properties that the schemas ask for without describing them."""
     names = required_names(schemas)
     for one in schemas:
@@ -130,14 +130,14 @@ def common_types(schemas: Sequence[dict[str, Any]]) -> set[str]:
     known = {*SCALAR_TYPES, "object", "array"}
     types = set(known)
     for one in schemas:
-        names = set(type_names(one)) or types
+        names = set(named_types(one)) or types
         types &= {*names, "integer"} if "number" in names else names
         if not names <= known:
             raise UndecidableSchema
     return types
 
 
-def type_names(schema: dict[str, Any]) -> list[str]:
+def named_types(schema: dict[str, Any]) -> list[str]:
     """The types that a schema names; [] if it has no `type`. Raises Undecided for what is no type."""
     value = schema.get("type")
     if value is None:
@@ -159,5 +159,5 @@ def may_hold_objects(schema: Schema) -> bool:
     """False for schemas of which it is plain that their values are neither objects nor lists."""
     if not isinstance(schema, dict):
         return False
-    names = type_names(schema)
+    names = named_types(schema)
     return not names or not SCALAR_TYPES.issuperset(names)

@@ -57,7 +57,7 @@ def load_settings(
         values[key], origins[key] = text, f"environment variable {variable}"
     for key, value in values.items():
         for text in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(text, str) and not _is_utf8(text):
+            if isinstance(text, str) and not _has_no_surrogates(text):
                 raise ConfigError(f"{key}: is not UTF-8 text, got {text!r} ({origins[key]})")
     try:
         return model(**values)
@@ -93,7 +93,7 @@ def _suggest_variable(name: str, known: Collection[str]) -> str:
     return re.sub(r"(?<=^use )\w+$|(?<=^did you mean )\w+(?=\?$)", lambda part: ENV_PREFIX + part[0].upper(), text)
 
 
-def _is_utf8(text: str) -> bool:
+def _has_no_surrogates(text: str) -> bool:
     """False for arguments that are not UTF-8: Python keeps their bytes as surrogates, which no JSON can hold."""
     try:
         text.encode()
@@ -112,7 +112,7 @@ def is_list_field(field: FieldInfo) -> bool:
     return any(get_origin(kind) in (list, tuple) for kind in kinds)
 
 
-def split_list(text: str) -> Sequence[str]:
+def parse_json_or_comma_list(text: str) -> Sequence[str]:
     """A list written as JSON or with commas."""
     if text.lstrip().startswith("["):
         try:
@@ -142,7 +142,7 @@ def _read_environment(model: type[BaseModel]) -> dict[str, Any]:
     for name, field in model.model_fields.items():
         text = os.environ.get(ENV_PREFIX + name.upper())
         if text is not None and not (name == "port" and text.startswith("tcp://")):  # Kubernetes
-            values[name] = split_list(text) if is_list_field(field) else text
+            values[name] = parse_json_or_comma_list(text) if is_list_field(field) else text
     return values
 
 

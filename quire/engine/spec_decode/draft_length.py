@@ -87,7 +87,7 @@ class AcceptanceTracker:
         self._rates_by_request: dict[str, defaultdict[int, AcceptanceRate]] = {}
         """By request id and kind."""
 
-    def acceptance_rate(self, request: Request, kind: int) -> float:
+    def acceptance_rate_of_kind(self, request: Request, kind: int) -> float:
         """The probability that a token of this kind is right where those before it are."""
         if kind >= FIRST_BUCKET_KIND:
             return self._global_rates[kind].estimate_rate((kind - FIRST_BUCKET_KIND + 0.5) / NUM_PROBABILITY_BUCKETS)
@@ -97,9 +97,9 @@ class AcceptanceTracker:
 
     def cumulative_rates(self, request: Request, kinds: Sequence[int]) -> list[float]:
         """Of tokens of these kinds, one after the other, that each and all before it are right."""
-        return list(accumulate((self.acceptance_rate(request, kind) for kind in kinds), mul))
+        return list(accumulate((self.acceptance_rate_of_kind(request, kind) for kind in kinds), mul))
 
-    def record_verified(self, request: Request, kinds: Sequence[int], num_verified: int) -> None:
+    def record_verified_kinds(self, request: Request, kinds: Sequence[int], num_verified: int) -> None:
         """Tokens of these kinds were tried, and so many accepted."""
         verified_kinds = kinds[: num_verified + 1]
         for kind in set(verified_kinds):
@@ -111,7 +111,7 @@ class AcceptanceTracker:
                 rate.decay(decay)
                 rate.add_tokens(num_accepted, count)
 
-    def decay_untried(self, request: Request, kind: int) -> None:
+    def decay_untried_kind(self, request: Request, kind: int) -> None:
         """A guess of this kind was not worth a try."""
         self._request_rates(request)[kind].decay(UNTRIED_DECAY)
         self._global_rates[kind].decay(UNTRIED_DECAY)
@@ -151,8 +151,8 @@ class AdaptiveLengthDrafter(TrackingDrafter):
         super().__init__(drafter, max_drafts, step_costs)
         self._drafter, self._draft_costs = drafter, draft_costs
 
-    def can_draft(self, request: EngineCoreRequest) -> bool:
-        return self._drafter.can_draft(request)
+    def can_ever_draft(self, request: EngineCoreRequest) -> bool:
+        return self._drafter.can_ever_draft(request)
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         requests, max_lengths = (
@@ -171,11 +171,13 @@ class AdaptiveLengthDrafter(TrackingDrafter):
         for request, draft_kinds, length in zip(requests, kinds, lengths, strict=True):
             self._pending_kinds[request.engine_request.id] = draft_kinds[:length]
             if not length and (draft_kinds or self._draft_costs is not None):
-                self._acceptance.decay_untried(request, draft_kinds[0] if draft_kinds else 0)
+                self._acceptance.decay_untried_kind(request, draft_kinds[0] if draft_kinds else 0)
         return [draft.truncate_to(length) for draft, length in zip(drafts, lengths, strict=True)]
 
     def record_acceptance(self, request: Request, drafts: int, accepted: int) -> None:
-        self._acceptance.record_verified(request, self._pending_kinds[request.engine_request.id][:drafts], accepted)
+        self._acceptance.record_verified_kinds(
+            request, self._pending_kinds[request.engine_request.id][:drafts], accepted
+        )
         self._drafter.record_acceptance(request, drafts, accepted)
 
     def _choose_lengths(

@@ -8,8 +8,8 @@ from quire.engine.config import SpeculativeConfig
 from quire.engine.core.drafter import Drafter, NullDrafter, StepwiseDrafter
 from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter, StepCosts
 from quire.engine.spec_decode.grammar_drafter import GrammarDrafter
+from quire.engine.spec_decode.load_aware_drafter import LoadAwareDrafter
 from quire.engine.spec_decode.ngram_drafter import NgramDrafter, SuffixDrafter
-from quire.engine.spec_decode.selective_drafter import SelectiveDrafter
 from quire.engine.spec_decode.stepwise_drafter import AdaptiveStepwiseDrafter
 from quire.engine.text.grammar_compiler import GrammarCompiler
 
@@ -45,5 +45,5 @@ def choose_drafter(
         drafter = drafter_class(config.prompt_lookup_min)
     grammar_drafter: Drafter = GrammarDrafter(drafter, compiler)
     if model is None:
-        grammar_drafter = SelectiveDrafter(grammar_drafter, step_costs)
+        grammar_drafter = LoadAwareDrafter(grammar_drafter, step_costs)
     return AdaptiveLengthDrafter(grammar_drafter, max_drafts, step_costs)

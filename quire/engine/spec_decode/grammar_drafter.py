@@ -74,8 +74,8 @@ class GrammarDrafter(Drafter):
         self._states: dict[str, _GrammarState] = {}
         """By request id, of requests with a grammar."""
 
-    def can_draft(self, request: EngineCoreRequest) -> bool:
-        return request_grammar(request) is not None or self._drafter.can_draft(request)
+    def can_ever_draft(self, request: EngineCoreRequest) -> bool:
+        return request_grammar(request) is not None or self._drafter.can_ever_draft(request)
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         drafts = self._drafter.propose(draft_requests, num_step_tokens)
@@ -140,7 +140,7 @@ def merge_draft_with_forced_tokens(
             next_tokens, kind = lookahead.compute_ff_tokens()[: max_drafts - len(token_ids)], KIND_FORCED
         if not next_tokens:
             next_tokens, kind = (
-                _tokenize_forced_text(lookahead, compiler)[: max_drafts - len(token_ids)],
+                _valid_forced_text_tokens(lookahead, compiler)[: max_drafts - len(token_ids)],
                 KIND_FORCED_TEXT,
             )
         if next_tokens:
@@ -156,7 +156,7 @@ def merge_draft_with_forced_tokens(
     return Draft(token_ids, kinds)
 
 
-def _tokenize_forced_text(matcher: LLMatcher, compiler: GrammarCompiler) -> list[int]:
+def _valid_forced_text_tokens(matcher: LLMatcher, compiler: GrammarCompiler) -> list[int]:
     """The tokens of text that is forced, though its last token might be one that goes on."""
     text = matcher.compute_ff_bytes()[:_MAX_FORCED_TEXT_BYTES]
     tokens = compiler.tokenize_bytes(text) if text else []
@@ -174,7 +174,7 @@ def _consume_token(matcher: LLMatcher, token: int, compiler: Callable[[], Gramma
     possible; else the matcher is of no use any more."""
     if matcher.try_consume_tokens([token]):
         return True
-    for byte in compiler().token_bytes(token):
+    for byte in compiler().bytes_of_token(token):
         tokens = compiler().tokenize_bytes(bytes([byte]))
         if not matcher.validate_tokens(tokens):
             if not matcher.compute_ff_bytes().startswith(b" "):

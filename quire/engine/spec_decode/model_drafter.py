@@ -95,7 +95,7 @@ class ModelDrafter(StepwiseDrafter):
         rows, self._open_drafts = list[DrafterCatchUp](), []
         for index, (request, max_drafts) in enumerate(draft_requests):
             max_drafts = min(max_drafts, self._blocks.max_model_len - len(request.token_ids))
-            row = self._catch_up(request, budget) if max_drafts > 0 and budget > 0 else None
+            row = self._plan_catch_up(request, budget) if max_drafts > 0 and budget > 0 else None
             if row is not None:
                 budget -= row.num_tokens
                 rows.append(row)
@@ -126,7 +126,7 @@ class ModelDrafter(StepwiseDrafter):
             open_draft.token_ids.append(draft_token.token_id)
             open_draft.probabilities.append(draft_token.probability)
 
-    def _catch_up(self, request: Request, budget: int) -> DrafterCatchUp:
+    def _plan_catch_up(self, request: Request, budget: int) -> DrafterCatchUp:
         """What is to be computed of the sequence, at most so many tokens, and counts as done from now on."""
         assert request.slot is not None
         request_id, num_known = request.engine_request.id, len(request.token_ids)
@@ -134,7 +134,9 @@ class ModelDrafter(StepwiseDrafter):
         if state is not None and state.block_ids is not request.block_ids:
             state = None
         num_computed = (
-            self._num_tokens_with_draft_kv(request) if state is None else _num_reusable_tokens(state, request)
+            self._num_tokens_with_draft_kv(request)
+            if state is None
+            else _num_tokens_with_matching_drafts(state, request)
         )
         if (
             state is None and num_computed == num_known
@@ -194,7 +196,7 @@ class ModelDrafter(StepwiseDrafter):
             )
 
 
-def _num_reusable_tokens(state: _DraftModelState, request: Request) -> int:
+def _num_tokens_with_matching_drafts(state: _DraftModelState, request: Request) -> int:
     """How many of the sequence's first tokens are computed: those that were known then, and right drafts."""
     count = 0
     for draft, token in zip(state.drafts, request.token_ids[state.num_tokens :], strict=False):

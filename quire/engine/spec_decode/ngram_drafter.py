@@ -70,10 +70,10 @@ class NgramIndex:
         for length, positions in self._positions.items():
             if (numbers := positions.get(hash(tuple(text[-length:])))) is not None:
                 latest = numbers[: -MAX_CANDIDATES - 1 : -1] if isinstance(numbers, list) else [numbers]
-                return [self._match_at(number) for number in latest]
+                return [self._match_position_of_number(number) for number in latest]
         return []
 
-    def _match_at(self, number: int) -> MatchPosition:
+    def _match_position_of_number(self, number: int) -> MatchPosition:
         text_index = bisect_right(self._text_offsets, number) - 1
         return MatchPosition(self._texts[text_index], number - self._text_offsets[text_index])
 
@@ -119,11 +119,11 @@ class NgramDrafter(Drafter):
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         return [
-            longest_match_draft(request.token_ids, self.find_matches(request), max_drafts)
+            longest_match_draft(request.token_ids, self.index_and_find_matches(request), max_drafts)
             for request, max_drafts in draft_requests
         ]
 
-    def find_matches(self, request: Request) -> list[MatchPosition]:
+    def index_and_find_matches(self, request: Request) -> list[MatchPosition]:
         """Where the sequence's tokens went on before."""
         index, num_indexed = self._indices.get(request.engine_request.id) or (NgramIndex(self._min_ngram), 0)
         end = min(len(request.token_ids), num_indexed + MAX_INDEXED_PER_STEP)
@@ -152,7 +152,7 @@ class SuffixDrafter(Drafter):
 
     def _find_matches(self, request: Request) -> list[MatchPosition]:
         recent = self._recent.get(request.engine_request.cache_salt)
-        return self._prompt_drafter.find_matches(request) + (
+        return self._prompt_drafter.index_and_find_matches(request) + (
             [] if recent is None else recent.find_matches(request.token_ids)
         )
 

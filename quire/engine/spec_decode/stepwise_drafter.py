@@ -29,23 +29,23 @@ class AdaptiveStepwiseDrafter(TrackingDrafter):
             num_step_tokens,
         )
         for index in set(range(len(requests))).difference(chosen_indices):
-            self._acceptance.decay_untried(requests[index], KIND_DEFAULT)
+            self._acceptance.decay_untried_kind(requests[index], KIND_DEFAULT)
         if not chosen_indices:
             drafts = [Draft([]) for _ in draft_requests]
         else:
             counts = [max_drafts if index in chosen_indices else 0 for index, max_drafts in enumerate(max_lengths)]
             drafts = self._drafter.draft_first_tokens(list(zip(requests, counts, strict=True)))
-            self._extend_drafts(drafts, requests, max_lengths, num_step_tokens)
+            self._extend_drafts_while_worthwhile(drafts, requests, max_lengths, num_step_tokens)
         for request, draft in zip(requests, drafts, strict=True):
             self._pending_kinds[request.engine_request.id] = draft_acceptance_kinds(draft)
         return drafts
 
     def record_acceptance(self, request: Request, drafts: int, accepted: int) -> None:
         kinds = self._pending_kinds[request.engine_request.id][:drafts]
-        self._acceptance.record_verified(request, kinds, accepted)
-        self._acceptance.record_verified(request, [KIND_DEFAULT] * len(kinds), accepted)
+        self._acceptance.record_verified_kinds(request, kinds, accepted)
+        self._acceptance.record_verified_kinds(request, [KIND_DEFAULT] * len(kinds), accepted)
 
-    def _extend_drafts(
+    def _extend_drafts_while_worthwhile(
         self, drafts: list[Draft], requests: list[Request], max_lengths: list[int], num_step_tokens: int
     ) -> None:
         """Add to the guesses while that pays."""
@@ -84,7 +84,7 @@ class AdaptiveStepwiseDrafter(TrackingDrafter):
         chance that all of each guess so far is right, 0 where it may get no more. gain: tokens that the step is
         expected to give. spent: seconds that the guesses took so far. tokens: what the step computes."""
         gains = [
-            (probability * self._acceptance.acceptance_rate(request, KIND_DEFAULT), index)
+            (probability * self._acceptance.acceptance_rate_of_kind(request, KIND_DEFAULT), index)
             for index, (request, probability) in enumerate(zip(requests, last_probabilities, strict=True))
             if probability > 0.0
         ]

@@ -43,9 +43,9 @@ class BeamSearchState:
     running_beams: list[Beam] = field(default_factory=lambda: [Beam()])
     completed_beams: list[Beam] = field(default_factory=list)
 
-    def advance_beams(self, outputs: Sequence[EngineCoreOutput]) -> bool:
+    def advance_and_check_running(self, outputs: Sequence[EngineCoreOutput]) -> bool:
         """Whether the search goes on behind these, one more token of each beam that was running."""
-        self.running_beams, ended = expand_beams(
+        self.running_beams, ended = expand_to_best_and_ended(
             self.running_beams, outputs, self.beam_width, self.num_logprobs, self.stop_token_ids
         )
         self.completed_beams = sorted(self.completed_beams + ended, key=self._score, reverse=True)[: self.beam_width]
@@ -55,7 +55,7 @@ class BeamSearchState:
         return bool(self.running_beams)
 
     @property
-    def best_beams(self) -> list[Beam]:
+    def best_beams_so_far(self) -> list[Beam]:
         """The `beam_width` best hypotheses so far, best first."""
         return sorted(self.completed_beams + self.running_beams, key=self._score, reverse=True)[: self.beam_width]
 
@@ -70,7 +70,7 @@ class BeamSearchState:
         )
 
 
-def expand_beams(
+def expand_to_best_and_ended(
     beams: Sequence[Beam],
     outputs: Sequence[EngineCoreOutput],
     beam_width: int,

@@ -67,7 +67,10 @@ class ChatRenderer:
         self._variables, self._content_format = dict(variables or {}), content_format
         self._environment = _make_environment()
         self._allow_unknown_roles = allow_unknown_roles
-        compiled = {name: _compile_template(self._environment, name, source) for name, source in templates.items()}
+        compiled = {
+            name: _compile_template_and_find_roles(self._environment, name, source)
+            for name, source in templates.items()
+        }
         self._templates = {name: template for name, (template, _) in compiled.items()}
         self._template_roles = frozenset(role for _, roles in compiled.values() for role in roles)
         self._special_tokens = {**dict.fromkeys(_TOKEN_VARIABLES, ""), **special_tokens}
@@ -184,7 +187,7 @@ class ChatRenderer:
         renderer._allow_missing_texts = True  # what a caller's own template leaves out, it may leave out on purpose
         return renderer
 
-    def with_described_tools(self, call_format: str, *, always: bool) -> ChatRenderer:
+    def renderer_with_described_tools(self, call_format: str, *, always: bool) -> ChatRenderer:
         """A renderer that describes tools in the system message where the template does not show them, or `always`.
 
         `call_format`: how a call is to be written.
@@ -264,7 +267,7 @@ class ChatRenderer:
         max_steps: int = MAX_STEPS,
         input_format: TemplateInputFormat | None = None,
     ) -> str:
-        input_variables = (input_format or self._input_format).template_variables(turns, tools)
+        input_variables = (input_format or self._input_format).make_template_variables(turns, tools)
         template = self._select_template(tools)
         try:
             return self._environment.render_template(
@@ -347,7 +350,9 @@ class ChatTemplateSandbox(BoundedEnvironment):
         return own or super().is_safe_attribute(obj, attr, value)
 
 
-def _compile_template(environment: ChatTemplateSandbox, name: str, source: str) -> tuple[jinja2.Template, Set[str]]:
+def _compile_template_and_find_roles(
+    environment: ChatTemplateSandbox, name: str, source: str
+) -> tuple[jinja2.Template, Set[str]]:
     """The template, and the roles that it names."""
     try:
         tree = environment.parse(source)

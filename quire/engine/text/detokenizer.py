@@ -325,7 +325,7 @@ class WindowDecoder:
         """The window."""
         self._num_shown = len(self._window_ids)
         """How many of them have been given out as text."""
-        self._partial = self._rewind_partial_character()
+        self._partial = self._rewind_and_get_partial_text()
         """What the prompt shows of a character that it only begins, which has no part in the answer."""
 
     def feed_token(self, token_id: int) -> str:
@@ -338,28 +338,28 @@ class WindowDecoder:
         if text:
             self._window_ids = self._window_ids[self._num_shown :]
             self._num_shown = len(self._window_ids)
-        return self._strip_partial(text)
+        return self._strip_prompt_partial_prefix(text)
 
     def flush_text(self) -> str:
         rest = self._decode_new()
         self._num_shown = len(self._window_ids)
-        return self._strip_partial(rest)
+        return self._strip_prompt_partial_prefix(rest)
 
-    def _rewind_partial_character(self) -> str:
+    def _rewind_and_get_partial_text(self) -> str:
         shown = self._num_shown
-        while self._num_shown > max(0, shown - _MAX_PARTIAL_BYTES) and self._decode_prefix(self._num_shown).endswith(
-            REPLACEMENT_CHARACTER
-        ):
+        while self._num_shown > max(0, shown - _MAX_PARTIAL_BYTES) and self._decode_first_tokens(
+            self._num_shown
+        ).endswith(REPLACEMENT_CHARACTER):
             self._num_shown -= 1
-        return self._decode_prefix(shown)[len(self._decode_prefix(self._num_shown)) :]
+        return self._decode_first_tokens(shown)[len(self._decode_first_tokens(self._num_shown)) :]
 
-    def _strip_partial(self, text: str) -> str:
+    def _strip_prompt_partial_prefix(self, text: str) -> str:
         partial = self._partial
         if text:
             self._partial = ""
         return text.removeprefix(partial)
 
-    def _decode_prefix(self, count: int) -> str:
+    def _decode_first_tokens(self, count: int) -> str:
         return self._tokenizer.decode(self._window_ids[:count], skip_special_tokens=False)
 
     def _decode_new(self) -> str:

@@ -166,7 +166,7 @@ class GrammarCompiler:
     def get_compiled(self, grammar: Grammar) -> CompiledGrammar:
         """The grammar for a new answer. Raises InvalidRequest as `new_matcher`, and Overloaded where the others take
         all memory that is set aside for them."""
-        cached = self._cache.pop(grammar, None) or self._compile_within_budget(grammar, SMALL_LEXER_STATES)
+        cached = self._cache.pop(grammar, None) or self._compile_and_evict_to_fit(grammar, SMALL_LEXER_STATES)
         self._cache_grammar(grammar, cached)
         return cached
 
@@ -190,8 +190,8 @@ class GrammarCompiler:
             raise InvalidRequest(
                 f"too complex: this answer alone needs more than a lexer of {LARGE_LEXER_STATES} states"
             )
-        self._evict_large_lexers()
-        compiled = self._compile_within_budget(grammar, LARGE_LEXER_STATES, exclusive=exclusive)
+        self._make_room_for_large_lexer()
+        compiled = self._compile_and_evict_to_fit(grammar, LARGE_LEXER_STATES, exclusive=exclusive)
         if not exclusive:
             self._cache_grammar(grammar, compiled)
         return compiled
@@ -201,7 +201,7 @@ class GrammarCompiler:
         if len(self._cache) > _MAX_CACHED_GRAMMARS:
             self._cache.popitem(last=False)
 
-    def _compile_within_budget(
+    def _compile_and_evict_to_fit(
         self, grammar: Grammar, max_lexer_states: int, *, exclusive: bool = False
     ) -> CompiledGrammar:
         matcher, size = self._compile_matcher(grammar, max_lexer_states)
@@ -209,29 +209,29 @@ class GrammarCompiler:
         compiled = CompiledGrammar(matcher, max_lexer_states, min(size, MAX_COMPILED_BYTES_PER_GRAMMAR), exclusive)
         self._live_grammars.add(compiled)
         for cached in list(self._cache):  # one that the cache alone has ends with its place there
-            if self._total_bytes <= MAX_COMPILED_BYTES:
+            if self._live_grammar_bytes <= MAX_COMPILED_BYTES:
                 break
             del self._cache[cached]
-        if self._total_bytes > MAX_COMPILED_BYTES:
+        if self._live_grammar_bytes > MAX_COMPILED_BYTES:
             raise Overloaded("Other answers follow grammars as large as this one. Please try again later")
         return compiled
 
     @property
-    def _total_bytes(self) -> int:
+    def _live_grammar_bytes(self) -> int:
         return sum(each.size_bytes for each in self._live_grammars)
 
     @property
-    def _num_large_lexers(self) -> int:
+    def _num_live_large_lexers(self) -> int:
         return sum(each.max_lexer_states == LARGE_LEXER_STATES for each in self._live_grammars)
 
-    def _evict_large_lexers(self) -> None:
+    def _make_room_for_large_lexer(self) -> None:
         """For a large lexer. One that the cache alone has ends with its place there."""
         for grammar, states in [(each, compiled.max_lexer_states) for each, compiled in self._cache.items()]:
-            if self._num_large_lexers < _MAX_LARGE_LEXERS:
+            if self._num_live_large_lexers < _MAX_LARGE_LEXERS:
                 return
             if states == LARGE_LEXER_STATES:
                 del self._cache[grammar]
-        if self._num_large_lexers >= _MAX_LARGE_LEXERS:
+        if self._num_live_large_lexers >= _MAX_LARGE_LEXERS:
             raise Overloaded(
                 f"{_MAX_LARGE_LEXERS} answers follow grammars as complex as this one. Please try again later"
             )
@@ -240,7 +240,7 @@ class GrammarCompiler:
         """The text as tokens, none of them special."""
         return self._tokenizer.tokenize_bytes(text)
 
-    def token_bytes(self, token: int) -> bytes:
+    def bytes_of_token(self, token: int) -> bytes:
         """The token's text."""
         return self._tokenizer.decode_bytes([token])
 
@@ -261,7 +261,7 @@ class GrammarCompiler:
                 raise InvalidRequest(f"no text matches, or too complex: {error_summary(matcher)}", param="grammar")
             if matcher.is_stopped():
                 return
-            check_forced_text(matcher)
+            check_forced_text_length(matcher)
             matcher.consume_token(int(allowed[-1]))
 
     def _compile_matcher(self, grammar: Grammar, max_lexer_states: int) -> tuple[LLMatcher, int]:
@@ -304,7 +304,7 @@ def _unescape_gbnf(escape: re.Match[str]) -> str:
     return chr(code) if code >= 0x80 else f"\\x{code:02x}"
 
 
-def check_forced_text(matcher: LLMatcher) -> None:
+def check_forced_text_length(matcher: LLMatcher) -> None:
     """Raises InvalidRequest where more text than MAX_FORCED_BYTES must come next."""
     if (size := len(matcher.compute_ff_bytes())) > MAX_FORCED_BYTES:
         message = f"leaves no choice about {size} bytes of text, at most {MAX_FORCED_BYTES}"

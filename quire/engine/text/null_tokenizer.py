@@ -31,7 +31,7 @@ class NullTokenizer(Tokenizer):
         """Raises InvalidRequest."""
         raise InvalidRequest(_NO_TOKENIZER_MESSAGE, param="tokenizer")
 
-    def token_text(self, token_id: int) -> str:
+    def token_display_text(self, token_id: int) -> str:
         """As vLLM's return_tokens_as_token_ids names tokens."""
         return f"token_id:{token_id}"
 

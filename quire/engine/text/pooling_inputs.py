@@ -33,11 +33,11 @@ def encode_truncated(
         encoding.truncate(max_text_tokens, direction=side)
         if add_special_tokens:
             encoding = tokenizer.backend.post_process(encoding)
-        truncated.append(tokenizer.check_token_ids(encoding.ids))
+        truncated.append(tokenizer.require_model_token_ids(encoding.ids))
     return truncated
 
 
-def encode_pairs(
+def encode_pairs_with_second_start(
     tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], limit: int | None, max_second_tokens: int | None = None
 ) -> list[tuple[list[int], int | None]]:
     """Of each pair the token ids, and where the second text begins if the tokenizer tells segments apart.
@@ -48,8 +48,8 @@ def encode_pairs(
     num_special_tokens = tokenizer.backend.num_special_tokens_to_add(True)
     max_text_tokens = None if limit is None else _max_text_tokens(limit, num_special_tokens)
     # Each text once: a query is compared with thousands of documents. No text keeps more tokens than there is room for.
-    firsts = _encode_unique(tokenizer, [first for first, _ in pairs], max_text_tokens, None)
-    seconds = _encode_unique(tokenizer, [second for _, second in pairs], max_text_tokens, max_second_tokens)
+    firsts = _encodings_by_text(tokenizer, [first for first, _ in pairs], max_text_tokens, None)
+    seconds = _encodings_by_text(tokenizer, [second for _, second in pairs], max_text_tokens, max_second_tokens)
     encoded = []
     for a, b in pairs:
         (first, length), (second, second_length) = firsts[a], seconds[b]
@@ -60,7 +60,7 @@ def encode_pairs(
             second.truncate(lengths[1])
         pair_encoding = tokenizer.backend.post_process(first, second)
         second_start = pair_encoding.type_ids.index(1) if 1 in pair_encoding.type_ids else None
-        encoded.append((tokenizer.check_token_ids(pair_encoding.ids), second_start))
+        encoded.append((tokenizer.require_model_token_ids(pair_encoding.ids), second_start))
     return encoded
 
 
@@ -95,7 +95,7 @@ def _truncated_lengths(first: int, second: int, max_total_tokens: int) -> tuple[
     return (max_total_tokens - shorter, shorter) if first > second else (shorter, max_total_tokens - shorter)
 
 
-def _encode_unique(
+def _encodings_by_text(
     tokenizer: Tokenizer, texts: Sequence[str], max_text_tokens: int | None, max_tokens: int | None
 ) -> dict[str, tuple[tokenizers.Encoding, int]]:
     """By text, its first `max_tokens` tokens and their number; of these, no more than there is room for."""

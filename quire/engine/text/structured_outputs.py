@@ -19,7 +19,7 @@ _IGNORED_KEYS = {"disable_fallback", "disable_any_whitespace", "backend", CLOSE_
 """Keys of structured_outputs that ask for no way: there is one backend, and it allows one space at most."""
 
 
-class StructuredGrammar(NamedTuple):
+class GrammarWithOpenObjects(NamedTuple):
     grammar: Grammar
     open_objects: tuple[str, ...] = ()
     """JSON pointers of objects of its schema that stay open, as it could not be decided what they are merged of."""
@@ -39,26 +39,26 @@ def requested_constraints(options: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return constraints
 
 
-def constraint_grammar(kind: str, value: Any, *, close: bool) -> StructuredGrammar:
+def constraint_grammar(kind: str, value: Any, *, close: bool) -> GrammarWithOpenObjects:
     """The grammar of one of WAYS: for json a schema, as an object or JSON text. `close`: objects that name properties,
     and say nothing of others, have no others. Raises InvalidRequest."""
     if kind == "json_object":
         if value is not True:
             raise InvalidRequest("json_object must be true or false")
-        return StructuredGrammar(json_grammar({"type": "object"}))
+        return GrammarWithOpenObjects(json_grammar({"type": "object"}))
     if kind == "json":
-        prepared = prepare_schema(_parse_schema(value) if isinstance(value, str) else value, close=close)
-        return StructuredGrammar(json_grammar(prepared.schema), prepared.open_objects)
+        prepared = prepare_and_close_schema(_parse_schema(value) if isinstance(value, str) else value, close=close)
+        return GrammarWithOpenObjects(json_grammar(prepared.schema), prepared.open_objects)
     if kind == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
             raise InvalidRequest("choice must be a list of strings, at least one")
-        return StructuredGrammar(choice_grammar(value))
+        return GrammarWithOpenObjects(choice_grammar(value))
     if not isinstance(value, str) or not value:
         raise InvalidRequest(f"{kind} must be a string, and not empty")
-    return StructuredGrammar(Grammar("regex" if kind == "regex" else "lark", value))
+    return GrammarWithOpenObjects(Grammar("regex" if kind == "regex" else "lark", value))
 
 
-def prepare_schema(schema: Any, *, close: bool, by_name: bool = False) -> ClosedSchema:
+def prepare_and_close_schema(schema: Any, *, close: bool, by_name: bool = False) -> ClosedSchema:
     """The schema as a grammar holds answers to it; `by_name` is closed's. One that would be too long where it is closed
     stays open. Raises InvalidRequest for numbers that a grammar would round."""
     try:

@@ -63,7 +63,7 @@ class _StepBudget:
             self.spend_steps(max(len(after) - size_before, 0) // _SIZE_PER_STEP)
         return after
 
-    def concat_parts(self, *parts: Any) -> str:
+    def concat_operands(self, *parts: Any) -> str:
         """What ~ does."""
         return "".join(str(self.charge_value(part)) for part in parts)
 
@@ -139,21 +139,21 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         _CURRENT_BUDGET.get().spend_steps(steps)
 
     @staticmethod
-    def join_parts(*parts: Any) -> str:
+    def bounded_concat(*parts: Any) -> str:
         """What templates call for ~."""
-        return _CURRENT_BUDGET.get().concat_parts(*parts)
+        return _CURRENT_BUDGET.get().concat_operands(*parts)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = super()._parse(source, name, filename)
         for loop in template.find_all(nodes.For):
-            steps = nodes.Const(1 + _extra_steps(loop.body), lineno=loop.lineno)
+            steps = nodes.Const(1 + _extra_steps_of_body(loop.body), lineno=loop.lineno)
             loop.iter = _environment_call_node("bounded_loop", [loop.iter, steps], loop.lineno)
         for concat in template.find_all(nodes.Concat):
-            concat.nodes = [_environment_call_node("join_parts", concat.nodes, concat.lineno)]
+            concat.nodes = [_environment_call_node("bounded_concat", concat.nodes, concat.lineno)]
         parts: list[nodes.Macro | nodes.CallBlock | nodes.Block] = [*template.find_all(nodes.Macro)]
         parts += [*template.find_all(nodes.CallBlock), *template.find_all(nodes.Block)]
         for part in parts:
-            if extra_steps := _extra_steps(part.body):
+            if extra_steps := _extra_steps_of_body(part.body):
                 spend_call = _environment_call_node(
                     "spend_steps", [nodes.Const(extra_steps, lineno=part.lineno)], part.lineno
                 )
@@ -169,7 +169,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if not isinstance(owner, str | bytes | int):
             return super().call(__context, __obj, *args, **kwargs)
         if name in _EXPANDING_METHODS:
-            _check_result_size(name, _max_result_size(name, owner, *args, *kwargs.values()), _MAX_TOTAL_SIZE)
+            _check_result_size(name, _result_size_upper_bound(name, owner, *args, *kwargs.values()), _MAX_TOTAL_SIZE)
         if name in ("format", "format_map"):
             _check_result_size(name, _total_format_width(owner))
             budget.charge_value([*args, *kwargs.values()])
@@ -180,7 +180,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _call_bounded_filter(self, name: str, context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
         budget = _CURRENT_BUDGET.get()
         if name in _EXPANDING_FILTERS:
-            _check_result_size(name, _max_result_size(name, value, *args, *kwargs.values()), _MAX_TOTAL_SIZE)
+            _check_result_size(name, _result_size_upper_bound(name, value, *args, *kwargs.values()), _MAX_TOTAL_SIZE)
         if name == "format":
             _check_result_size(name, _total_format_width(value))
             budget.charge_value(list(args))
@@ -215,7 +215,7 @@ def _environment_call_node(method: str, arguments: Sequence[nodes.Node], line: i
     return nodes.Call(nodes.EnvironmentAttribute(method), passed, [], None, None, lineno=line)
 
 
-def _extra_steps(body: list[nodes.Node]) -> int:
+def _extra_steps_of_body(body: list[nodes.Node]) -> int:
     """Of each time that a body is run, which may be as long as the template; loops in it count their own."""
     text = num_nodes = 0
     rest: list[nodes.Node] = [*body]
@@ -254,7 +254,7 @@ def _total_format_width(text: Any) -> int:
     return MAX_RESULT_SIZE + 1 if taken else sum(map(int, re.findall(r"\d{1,20}", text)))
 
 
-def _max_result_size(name: str, *values: Any) -> int:
+def _result_size_upper_bound(name: str, *values: Any) -> int:
     """The most that such a method or filter can make of these values: of numbers and lengths, the two largest ones."""
     if name == "replace" and len(values) > 2 and all(isinstance(value, str) for value in values[:3]):
         text, old, new = values[:3]

@@ -27,7 +27,7 @@ def find_token_offsets(tokenizer: Tokenizer, text: str, *, add_special_tokens: b
     written = [token_id for token_id, flag in zip(encoding.ids, added, strict=True) if not flag]
     decoded, starts = decode_with_offsets(tokenizer, written)
     if decoded != text:  # the tokenizer changes texts, for example to Unicode's form NFC
-        starts = _library_offsets(tokenizer.backend, text)
+        starts = _token_starts_from_library(tokenizer.backend, text)
         if len(starts) != len(written):  # then the spans as they are, which may leave a word's space out
             spans = zip(encoding.offsets, added, strict=True)
             starts = list(accumulate((start for (start, _), flag in spans if not flag), max))
@@ -39,7 +39,7 @@ def find_token_offsets(tokenizer: Tokenizer, text: str, *, add_special_tokens: b
     return offsets[::-1]
 
 
-def _library_offsets(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+def _token_starts_from_library(backend: tokenizers.Tokenizer, text: str) -> list[int]:
     """The starts that the tokenizers library knows, which are places in the text as it was given.
 
     They are asked for without the post-processor, which adds special tokens and may leave the space before a word out

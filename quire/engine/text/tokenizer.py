@@ -24,11 +24,11 @@ from quire.engine.gguf.model_files import ModelFiles
 from quire.engine.text.tokenizer_files import (
     MAX_CONFIG_BYTES,
     MAX_TOKENIZER_BYTES,
-    load_chat_template,
     read_chat_templates,
     read_config_object,
     read_eos_token_ids,
     special_tokens_from_config,
+    templates_from_path_or_source,
 )
 from quire.engine.text.tokenizer_safety import check_normalizer_growth, check_regexes, is_rust_panic
 
@@ -94,7 +94,7 @@ class Tokenizer:
         self.special_token_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
-        self.decoder_type, self.strips_first_space = _detect_decoder_type(backend)
+        self.decoder_type, self.strips_first_space = _detect_decoder_type_and_space_strip(backend)
         self._special_token_pattern = _make_token_pattern(backend, self.special_token_ids)
         self._bytes_cache: dict[int, bytes] = {}
         self._text_cache: dict[int, str] = {}
@@ -126,7 +126,7 @@ class Tokenizer:
             if content is None:
                 backend = _load_with_transformers(path)
             else:
-                warn_if_many_added_tokens(content, files.file_label("tokenizer.json"))
+                warn_if_added_tokens_load_slowly(content, files.file_label("tokenizer.json"))
                 backend = tokenizers.Tokenizer.from_buffer(content)
                 _add_missing_tokens(backend, config, special_tokens)
         backend.no_truncation()
@@ -136,7 +136,11 @@ class Tokenizer:
         # Some parts that contradict each other show with the first text only.
         with _wrap_library_errors(files.file_label("tokenizer.json")):
             backend.decode(backend.encode(_PROBE_TEXT).ids)
-        templates = read_chat_templates(files, config) if chat_template is None else load_chat_template(chat_template)
+        templates = (
+            read_chat_templates(files, config)
+            if chat_template is None
+            else templates_from_path_or_source(chat_template)
+        )
         tokenizer = cls(
             backend,
             special_tokens=special_tokens,
@@ -171,7 +175,7 @@ class Tokenizer:
         """Token ids of each text. Raises InvalidRequest for a text with a token that the model lacks, and for one on
         which the library fails."""
         encodings = self.encodings(texts, add_special_tokens=add_special_tokens)
-        return [self.check_token_ids(encoding.ids) for encoding in encodings]
+        return [self.require_model_token_ids(encoding.ids) for encoding in encodings]
 
     def encodings(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[tokenizers.Encoding]:
         """What the library makes of each text. Raises InvalidRequest for one on which it fails."""
@@ -184,7 +188,7 @@ class Tokenizer:
                 raise
             raise InvalidRequest("the tokenizer fails on this text", param="prompt") from None
 
-    def check_token_ids(self, ids: list[int]) -> list[int]:
+    def require_model_token_ids(self, ids: list[int]) -> list[int]:
         """The ids; raises InvalidRequest for one that the model lacks, which would end the engine."""
         if self._first_missing_id is not None and ids and (highest := max(ids)) >= self._first_missing_id:
             message = f"the text has the token {self.id_to_token(highest)!r}, which the model has no embedding for"
@@ -226,7 +230,7 @@ class Tokenizer:
             cached = self._bytes_cache[token_id] = self._token_string_bytes(self.id_to_token(token_id) or "")
         return cached
 
-    def token_text(self, token_id: int) -> str:
+    def token_display_text(self, token_id: int) -> str:
         r"""A single token as shown in logprobs; a part of a character is written as OpenAI does: `\xe2\x82`."""
         cached = self._text_cache.get(token_id)
         if cached is None:
@@ -283,7 +287,7 @@ def _make_token_pattern(backend: tokenizers.Tokenizer, token_ids: Iterable[int])
     return re.compile(f"({'|'.join(map(re.escape, ordered))})") if ordered else None
 
 
-def _detect_decoder_type(backend: tokenizers.Tokenizer) -> tuple[DecoderType, bool]:
+def _detect_decoder_type_and_space_strip(backend: tokenizers.Tokenizer) -> tuple[DecoderType, bool]:
     """Returns the scheme, and whether decoding drops the first space of a text."""
     if backend.decoder is None:
         return DecoderType.OTHER, False
@@ -316,7 +320,7 @@ def _wrap_library_errors(name: str) -> Iterator[None]:
         raise ModelError(f"model: {name}: cannot read the tokenizer: {text}") from error
 
 
-def warn_if_many_added_tokens(content: bytes, name: str) -> None:
+def warn_if_added_tokens_load_slowly(content: bytes, name: str) -> None:
     """Say before tokenizer.json is read that this will take long: the library takes longer for an added token than for
     any other."""
     count = content.count(b'"single_word"')  # a field of each

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Required, TypedDict
 import msgspec
 
 from quire.engine.errors import ConfigError, InvalidRequest, ModelError
-from quire.engine.folder_reader import MIB, decode_json, read_text, validate_json
+from quire.engine.folder_reader import MIB, convert_parsed_json, decode_json, read_text_if_present
 from quire.engine.gguf.hf_tokenizer import HARMONY_END_TOKENS
 from quire.engine.gguf.model_files import ModelFiles
 
@@ -57,7 +57,7 @@ class _TokenizerConfigFields(TypedDict, total=False):
 def read_config_object(files: ModelFiles, name: str) -> dict[str, Any]:
     """The object in a JSON file, {} if there is no such file, with its known fields checked. Raises ModelError."""
     content = files.read_json_file(name, MAX_CONFIG_BYTES) or {}
-    return {**content, **validate_json(content, _TokenizerConfigFields, files.file_label(name))}
+    return {**content, **convert_parsed_json(content, _TokenizerConfigFields, files.file_label(name))}
 
 
 def special_tokens_from_config(config: Mapping[str, Any]) -> dict[str, str]:
@@ -70,7 +70,7 @@ def special_tokens_from_config(config: Mapping[str, Any]) -> dict[str, str]:
     return special_tokens
 
 
-def load_chat_template(path_or_source: str) -> dict[str, str]:
+def templates_from_path_or_source(path_or_source: str) -> dict[str, str]:
     """Read a template given by its path or as Jinja source; what contains a brace is taken as source."""
     try:
         return {
@@ -99,7 +99,7 @@ def read_chat_templates(files: ModelFiles, config: Mapping[str, Any]) -> dict[st
         others = (files.folder / "additional_chat_templates").glob("*.jinja")
         template_files |= {file.stem: file for file in sorted(others)}
     for name, file in template_files.items():
-        text = read_text(file, MAX_TEMPLATE_BYTES)
+        text = read_text_if_present(file, MAX_TEMPLATE_BYTES)
         if text is not None:
             templates[name] = text
     if too_long := [name for name, text in templates.items() if len(text) > MAX_TEMPLATE_BYTES]:
@@ -113,8 +113,8 @@ def read_eos_token_ids(
     """The tokens that end an answer, for everything that asks: generation_config.json's and config.json's, the
     tokenizer's `eos_token`, and the token with which the chat template ends an assistant's turn.
 
-    tokenizer: the files of another tokenizer, where one is set. chat_template: as in load_chat_template, where one is
-    set. What is wrong with files is reported by those who read the rest of them."""
+    tokenizer: the files of another tokenizer, where one is set. chat_template: as in templates_from_path_or_source,
+    where one is set. What is wrong with files is reported by those who read the rest of them."""
     ids: list[int] = []
     for content in (
         _read_json_or_empty(model, "generation_config.json"),
@@ -126,7 +126,11 @@ def read_eos_token_ids(
         reader = _SpecialTokenReader(tokenizer or model)
         if (eos := reader.eos_token_id) is not None:
             ids.append(eos)
-        template = reader.chat_template if chat_template is None else load_chat_template(chat_template).get("default")
+        template = (
+            reader.chat_template
+            if chat_template is None
+            else templates_from_path_or_source(chat_template).get("default")
+        )
         if template is not None:
             ids += reader.end_of_turn_ids(template, ids)
     except (ConfigError, ModelError):

@@ -70,7 +70,7 @@ def check_normalizer_growth(backend: tokenizers.Tokenizer) -> None:
     """Raise ModelError for a tokenizer that makes much more text of a text before it splits it."""
     if backend.normalizer is None:
         return
-    texts = _string_values(json.loads(backend.normalizer.__getstate__()))
+    texts = _keys_and_string_values(json.loads(backend.normalizer.__getstate__()))
     growth = math.prod(max(len(text), 1) for key, text in texts if key in ("content", "prepend"))  # what it puts in
     if growth > _MAX_GROWTH:
         raise ModelError(
@@ -78,12 +78,12 @@ def check_normalizer_growth(backend: tokenizers.Tokenizer) -> None:
         )
 
 
-def _string_values(state: Any) -> Iterator[tuple[str, str]]:
+def _keys_and_string_values(state: Any) -> Iterator[tuple[str, str]]:
     """All texts under a key in the JSON of a part of a tokenizer, with their keys."""
     if isinstance(state, dict):
         yield from ((key, value) for key, value in state.items() if isinstance(value, str))
     for value in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
-        yield from _string_values(value)
+        yield from _keys_and_string_values(value)
 
 
 def is_rust_panic(error: BaseException) -> bool:
@@ -116,7 +116,10 @@ def make_probe_texts(pattern: str, length: int) -> Iterator[str]:
 def _find_regexes(backend: tokenizers.Tokenizer) -> Sequence[str]:
     parts = [part for part in (backend.normalizer, backend.pre_tokenizer, backend.decoder) if part is not None]
     regexes = (
-        text for part in parts for key, text in _string_values(json.loads(part.__getstate__())) if key == "Regex"
+        text
+        for part in parts
+        for key, text in _keys_and_string_values(json.loads(part.__getstate__()))
+        if key == "Regex"
     )
     return list(dict.fromkeys(regexes))
 

@@ -72,8 +72,8 @@ class BlockLoad:
 
 
 class BlockLoader:
-    """`begin_load`, `take_finished_loads`, `remove_request` and `wait_for_load` are called by the engine's loop; the
-    pages are fetched in threads."""
+    """`begin_load`, `take_finished_and_overdue_loads`, `remove_request` and `wait_for_load` are called by the engine's
+    loop; the pages are fetched in threads."""
 
     def __init__(
         self,
@@ -136,7 +136,9 @@ class BlockLoader:
         request.status = RequestStatus.LOADING
         self._threads.submit(self._run_load, load)
 
-    def take_finished_loads(self, now: float) -> tuple[list[BlockLoad], list[tuple[BlockLoad, list[Request]]]]:
+    def take_finished_and_overdue_loads(
+        self, now: float
+    ) -> tuple[list[BlockLoad], list[tuple[BlockLoad, list[Request]]]]:
         """The loads that have ended since the last call, each of which the caller ends by `release_load`; and those
         that take too long, each with the sequences that wait for it no longer."""
         self._finished_event.clear()

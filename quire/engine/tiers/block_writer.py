@@ -23,7 +23,7 @@ _CLOSE_TIMEOUT_SECONDS = 30.0
 
 
 class BlockWriter:
-    """`write_blocks`, `copy_before_reuse` and `discard_all_blocks` are called by the engine's loop."""
+    """`write_blocks`, `copy_before_reuse` and `discard_queued_and_stored_blocks` are called by the engine's loop."""
 
     def __init__(
         self, tiers: Sequence[Tier], mover: BlockMover, make_threads: ThreadPoolFactory = ThreadPoolExecutor
@@ -79,7 +79,7 @@ class BlockWriter:
             self.num_forced_copies += 1
             self._thread.submit(self._store_forced_copy, digest, copy, self.generation)
 
-    def discard_all_blocks(self) -> None:
+    def discard_queued_and_stored_blocks(self) -> None:
         """Forget what is on its way, and all that the tiers have."""
         with self._copy_lock, self._store_lock:
             self.generation += 1
@@ -109,15 +109,15 @@ class BlockWriter:
                     continue
                 copy = self._mover.read_block(block)
                 del self._uncopied[block]
-            self._store_block(digest, copy, generation)
+            self._store_in_tiers(digest, copy, generation)
 
     def _store_forced_copy(self, digest: bytes, copy: BlockContent, generation: int) -> None:
         """In the thread."""
-        self._store_block(digest, copy, generation)
+        self._store_in_tiers(digest, copy, generation)
         with self._copy_lock:
             self._unwritten_bytes -= len(copy)
 
-    def _store_block(self, digest: bytes, copy: BlockContent, generation: int) -> None:
+    def _store_in_tiers(self, digest: bytes, copy: BlockContent, generation: int) -> None:
         for tier in self._tiers:
             with self._store_lock:
                 if generation != self.generation:

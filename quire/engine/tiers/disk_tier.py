@@ -39,13 +39,13 @@ class DiskTier:
         self._write_failed = False
         """Whether the last write found no room on the disk."""
         make(self._root / self._identity_folder)
-        for path, size in _scan_folder(self._root):
+        for path, size in _scan_and_clean_folder(self._root):
             self._files[path] = size
             self._bytes += size
         self._evict()
 
     @property
-    def usage(self) -> tuple[int, int]:
+    def num_blocks_and_bytes(self) -> tuple[int, int]:
         """Pages, and bytes, those of other identities too."""
         return len(self._files), self._bytes
 
@@ -126,7 +126,7 @@ class DiskTier:
             (self._root / name).unlink(missing_ok=True)
 
 
-def _scan_folder(root: Path) -> list[tuple[str, int]]:
+def _scan_and_clean_folder(root: Path) -> list[tuple[str, int]]:
     """The files of all identities by path below the root, with their bytes, the least recently used first. What a
     killed process left unfinished is removed."""
     for leftover in root.parent.glob(f"{GONE}{ROOT}-*"):

@@ -42,7 +42,7 @@ class GuardedTier:
         return not self.is_disabled and bool(self._call_or_none(lambda: self._tier.lookup(digest)))
 
     def fetch(self, digest: bytes) -> BlockContent | None:
-        if (sealed := self._call_with_timeout(lambda: self._tier.fetch(digest))) is None:
+        if (sealed := self._call_or_disable_on_timeout(lambda: self._tier.fetch(digest))) is None:
             return None
         if (page := unseal_block(self._identity, digest, sealed)) is None:
             log.warning("a page of the %s tier was not what was put there", self.name)
@@ -50,21 +50,21 @@ class GuardedTier:
         return page
 
     def put(self, digest: bytes, page: BlockContent) -> None:
-        self._call_with_timeout(lambda: self._tier.put(digest, seal_block(self._identity, digest, page)))
+        self._call_or_disable_on_timeout(lambda: self._tier.put(digest, seal_block(self._identity, digest, page)))
 
     def drop(self, digest: bytes | None) -> None:
         if self.is_disabled:  # what is to be forgotten is, should it come back
             self._calls.put((lambda: self._call_or_none(lambda: self._tier.drop(digest)), Future()))
         else:
-            self._call_with_timeout(lambda: self._tier.drop(digest))
+            self._call_or_disable_on_timeout(lambda: self._tier.drop(digest))
 
-    def shut_down(self) -> None:
+    def disable_and_stop_threads(self) -> None:
         """Let the threads end after the calls that they are at; others have no answer."""
         self.is_disabled = True
         for _ in range(_THREADS):
             self._calls.put(None)
 
-    def _call_with_timeout(self, call: Callable[[], Result]) -> Result | None:
+    def _call_or_disable_on_timeout(self, call: Callable[[], Result]) -> Result | None:
         """What a call returns in time; None where it raises or does not end."""
         if self.is_disabled:
             return None

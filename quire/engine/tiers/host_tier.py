@@ -21,7 +21,7 @@ class HostTier:
         self._lock = Lock()
 
     @property
-    def usage(self) -> tuple[int, int]:
+    def num_blocks_and_bytes(self) -> tuple[int, int]:
         """Pages, and their bytes."""
         return len(self._blocks), self._bytes
 

@@ -59,7 +59,7 @@ def compute_identity(config: EngineConfig, model: ModelConfig, weights: bytes, l
     return blake2b(json.dumps(parts).encode(), digest_size=16).digest()
 
 
-def model_content_digest(model: ModelConfig, files: WeightFiles | None) -> str:
+def model_sample_digest(model: ModelConfig, files: WeightFiles | None) -> str:
     """What tells a model from another one in the same place, and is the same wherever it lies: a digest of config.json
     and of samples of its weights. "" where these are in no file, or changed while they were loaded."""
     if files is None or (sample := files.sample_digest()) is None:
@@ -99,9 +99,9 @@ class WeightFiles:
             with suppress(OSError), open(path, "rb") as file:
                 for index in range(num_samples):
                     hasher.update(os.pread(file.fileno(), _SAMPLE_BYTES, size * index // num_samples))
-        return hasher.digest() if self._is_unchanged() else None
+        return hasher.digest() if self._are_files_unchanged() else None
 
-    def _is_unchanged(self) -> bool:
+    def _are_files_unchanged(self) -> bool:
         """Whether they are there, and as they were when this was made."""
         return bool(self._stamps) and [_file_stamp(Path(stamp[0])) for stamp in self._stamps] == self._stamps
 
@@ -110,7 +110,7 @@ class WeightFiles:
         `hash_folder`: a folder that remembers hashes."""
         if self._is_dummy:
             return bytes(16)  # of the seed, which the identity has
-        if not self._is_unchanged():
+        if not self._are_files_unchanged():
             return None
         key = blake2b(repr(self._stamps).encode(), digest_size=16).hexdigest()
         known_hashes = {} if hash_folder is None else _read_hashes(hash_folder)
@@ -118,8 +118,8 @@ class WeightFiles:
             return bytes.fromhex(known_hashes[key])
         with ThreadPoolExecutor(_THREADS) as threads:
             parts = [(path, begin) for path, size, *_ in self._stamps for begin in range(0, size, _PART_BYTES)]
-            hasher = blake2b(b"".join(threads.map(_hash_part, parts)), digest_size=16)
-        if not self._is_unchanged():
+            hasher = blake2b(b"".join(threads.map(_hash_file_part, parts)), digest_size=16)
+        if not self._are_files_unchanged():
             return None
         if hash_folder is not None:
             _write_hashes(hash_folder, known_hashes | {key: hasher.hexdigest()})
@@ -144,7 +144,7 @@ def _file_stamp(file: Path) -> FileStamp:
     return str(file), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev
 
 
-def _hash_part(part: tuple[str, int]) -> bytes:
+def _hash_file_part(part: tuple[str, int]) -> bytes:
     """With the part's place: the same bytes elsewhere are other weights."""
     path, begin = part
     with open(path, "rb") as file:

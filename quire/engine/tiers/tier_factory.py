@@ -24,7 +24,7 @@ from quire.engine.tiers.tiered_offloader import TieredKVOffloader, TierUsage
 _NUM_TRIAL_COPIES = 3
 
 
-def used_tier_settings(config: EngineConfig) -> list[str]:
+def requested_tier_setting_names(config: EngineConfig) -> list[str]:
     """The settings that ask for tiers."""
     return [key for key in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier") if getattr(config, key)]
 
@@ -35,7 +35,7 @@ def check_tiers(config: EngineConfig, *, is_encoder: bool) -> None:
     refuse_setting_if(
         "kv_offload_disk", has_no_folder and "says how much --kv-offload-dir DIR may take, which is not given"
     )
-    if not (settings := used_tier_settings(config)):
+    if not (settings := requested_tier_setting_names(config)):
         return
     names = ("tensor_parallel_size", "pipeline_parallel_size")
     parallel_settings = [name for name in names if getattr(config, name) > 1]
@@ -60,7 +60,7 @@ def make_kv_offloader(
     """The tiers, and notes on them. `weight_files`: those of the weights that were loaded; None: they are in no file,
     so no later engine could know whether they are the same. `make_state_offload_mover`: what copies slots, where
     prefixes need snapshots. `make_tiered_offloader`: makes a TieredKVOffloader."""
-    if not (settings := used_tier_settings(config)):
+    if not (settings := requested_tier_setting_names(config)):
         return NullKVOffloader(), []
     if (mover := make_block_mover()) is None:
         raise ConfigError(f"{settings[0]}: what computes here has no pages that can be copied", param=settings[0])
@@ -73,7 +73,7 @@ def make_kv_offloader(
     if config.kv_offload_memory is not None:
         host = HostTier(int(config.kv_offload_memory * GIB))
         tiers.append(host)
-        sizes[host.name] = lambda: host.usage
+        sizes[host.name] = lambda: host.num_blocks_and_bytes
         costs.record_load(host.name, _NUM_TRIAL_COPIES, _measure_copy_seconds(mover))
     if config.kv_offload_dir is not None or config.kv_offload_tier is not None:
         kv_folder = None if config.kv_offload_dir is None else open_root(config.kv_offload_dir)
@@ -86,9 +86,9 @@ def make_kv_offloader(
             if config.kv_offload_dir is not None:
                 disk = DiskTier(config.kv_offload_dir, int(config.kv_disk_gib * GIB), identity)
                 tiers.append(GuardedTier(disk, identity))
-                sizes[disk.name] = lambda: disk.usage
+                sizes[disk.name] = lambda: disk.num_blocks_and_bytes
             if config.kv_offload_tier is not None:
-                tiers.append(GuardedTier(_import_tier(config.kv_offload_tier, identity), identity))
+                tiers.append(GuardedTier(_make_custom_tier(config.kv_offload_tier, identity), identity))
     if not tiers:
         return NullKVOffloader(), notes
     bounds = {"host": config.kv_offload_memory, "disk": config.kv_disk_gib}
@@ -102,7 +102,7 @@ def _capacity_text(name: str, max_gib: float | None, block_bytes: int, block_tok
     return f"{name} {max_gib:g} GiB = {int(max_gib * GIB) // max(block_bytes, 1) * block_tokens:,} tokens"
 
 
-def _import_tier(name: str, identity: bytes) -> Tier:
+def _make_custom_tier(name: str, identity: bytes) -> Tier:
     """What somebody's own function, named as module:function, makes for pages of an identity."""
     module, _, function = name.partition(":")
     try:

@@ -13,7 +13,7 @@ from quire.engine.core.executor import BlockMover
 from quire.engine.core.kv_cache.prefix_cache import PrefixCache
 from quire.engine.core.kv_offload import KVOffloader
 from quire.engine.core.request import Request
-from quire.engine.core.scheduler_output import LoadedBlocks
+from quire.engine.core.scheduler_output import BlockLoadRecord
 from quire.engine.core.stats import TierStats
 from quire.engine.tiers.block_and_state_mover import BlockAndStateMover, state_key
 from quire.engine.tiers.block_loader import LOAD_TIMEOUT_SECONDS, BlockLoad, BlockLoader, IncomingSnapshot
@@ -63,7 +63,7 @@ class TieredKVOffloader(KVOffloader):
         self._loaded_ids: set[str] = set()
         """Requests that compute what is missing now: each begins one load between two times that it runs, for while it
         waits others may take the pages that came, again and again. So do those for which not all came."""
-        self._loaded_blocks: list[LoadedBlocks] = []
+        self._loaded_blocks: list[BlockLoadRecord] = []
         self._load_counts = {tier.name: (0, 0.0) for tier in tiers}
         """By tier: pages fetched, and the seconds they took."""
 
@@ -90,11 +90,11 @@ class TieredKVOffloader(KVOffloader):
     def num_blocks_not_stored(self) -> int:
         return self._writer.num_not_stored
 
-    def offload_blocks(self, request: Request) -> None:
+    def offload_blocks_before_free(self, request: Request) -> None:
         self._loaded_ids.discard(request.engine_request.id)
-        slots = {digest: slot for slot, digest in self._prefix_cache.snapshots.request_snapshot_slots(request)}
+        slots = {digest: slot for slot, digest in self._prefix_cache.snapshots.request_prefix_snapshots(request)}
         blocks = list[tuple[int, bytes]]()
-        for block, digest in self._prefix_cache.cached_full_blocks(
+        for block, digest in self._prefix_cache.cached_blocks_with_hashes(
             request
         ):  # a snapshot counts as used behind its page
             blocks += [(slots[digest], state_key(digest))] if digest in slots else []
@@ -104,7 +104,7 @@ class TieredKVOffloader(KVOffloader):
     def try_begin_load(self, request: Request, cached: list[int]) -> bool:
         if request.engine_request.id in self._loaded_ids:
             return False
-        block_hashes, on_device = self._prefix_cache.block_hashes(request), cached
+        block_hashes, on_device = self._prefix_cache.hashes_of_full_blocks(request), cached
         if self._prefix_cache.snapshots.is_required:  # the device may have pages behind the last one with a snapshot
             on_device = self._pool.get_cached_prefix([hashes[-1] for hashes in block_hashes])
         missing = block_hashes[len(on_device) :]
@@ -117,7 +117,9 @@ class TieredKVOffloader(KVOffloader):
                 break
             tier_names.append(tier)
         end = len(on_device) + (self.load_costs.num_blocks_worth_loading(tier_names) if tier_names else 0)
-        snapshot, count = self._choose_snapshot_to_load([hashes[-1] for hashes in block_hashes[len(cached) : end]])
+        snapshot, count = self._choose_snapshot_and_num_blocks(
+            [hashes[-1] for hashes in block_hashes[len(cached) : end]]
+        )
         if not count:
             return False
         end = len(cached) + count
@@ -128,15 +130,15 @@ class TieredKVOffloader(KVOffloader):
         self._loaded_ids.add(request.engine_request.id)
         return True
 
-    def _choose_snapshot_to_load(self, digests: Sequence[bytes]) -> tuple[IncomingSnapshot | None, int]:
+    def _choose_snapshot_and_num_blocks(self, digests: Sequence[bytes]) -> tuple[IncomingSnapshot | None, int]:
         """Of pages with these hashes, behind how many of the first ones there is a snapshot where one is needed; and
         room for it, if it must come from a tier."""
         snapshots = self._prefix_cache.snapshots
         for count in range(len(digests), 0, -1):
-            if snapshots.has_snapshot(digest := digests[count - 1]):
+            if snapshots.can_resume_after_block(digest := digests[count - 1]):
                 return None, count
             if any(tier.lookup(state_key(digest)) for tier in self._tiers):
-                slot = snapshots.reserve_slot()
+                slot = snapshots.reserve_slot_for_load()
                 return (None, 0) if slot is None else (IncomingSnapshot(slot, digest), count)
         return None, 0
 
@@ -144,7 +146,7 @@ class TieredKVOffloader(KVOffloader):
         if not self._loads.has_loads:
             return ()
         now, ready = clock.monotonic(), list[Request]()
-        finished, timed_out = self._loads.take_finished_loads(now)
+        finished, timed_out = self._loads.take_finished_and_overdue_loads(now)
         for load, requests in timed_out:
             if load.tiers:
                 self.load_costs.record_load(
@@ -177,7 +179,9 @@ class TieredKVOffloader(KVOffloader):
             self.load_costs.record_load(tier, num_blocks, seconds)
             for request in load.waiting:
                 self._loaded_blocks.append(
-                    LoadedBlocks(request.engine_request.id, tier, num_blocks * block_size, load.began_at, load.ended_at)
+                    BlockLoadRecord(
+                        request.engine_request.id, tier, num_blocks * block_size, load.began_at, load.ended_at
+                    )
                 )
         self.load_seconds += len(load.waiting) * (load.ended_at - load.began_at)
 
@@ -188,7 +192,7 @@ class TieredKVOffloader(KVOffloader):
     def wait_for_loads(self) -> None:
         self._loads.wait_for_load()
 
-    def take_loaded_blocks(self) -> list[LoadedBlocks]:
+    def take_load_records(self) -> list[BlockLoadRecord]:
         loaded_blocks, self._loaded_blocks = self._loaded_blocks, []
         return loaded_blocks
 
@@ -196,7 +200,7 @@ class TieredKVOffloader(KVOffloader):
         self.load_costs.record_compute(tokens, seconds)
 
     def clear_tiers(self) -> None:
-        self._writer.discard_all_blocks()
+        self._writer.discard_queued_and_stored_blocks()
 
     def tier_stats(self) -> list[TierStats]:
         all_stats = []
@@ -227,4 +231,4 @@ class TieredKVOffloader(KVOffloader):
         self._writer.flush_and_stop()
         for tier in self._tiers:
             if isinstance(tier, GuardedTier):
-                tier.shut_down()
+                tier.disable_and_stop_threads()

@@ -13,7 +13,7 @@ from quire.engine.models.requirements import (
     distinct_attention_specs,
     has_chunked_attention,
     has_sinks,
-    make_dummy_recurrences,
+    make_dummy_recurrence_params,
 )
 from quire.engine.worker.graphs.graph_capture import CudaGraphCapture
 from quire.kernels.backend import Backend
@@ -39,10 +39,10 @@ def choose_trials(
     )
     ranks = config.decode_context_parallel_size
     first, *others = (_make_trial(types, device, spec, capture, ranks=ranks) for capture in captures)
-    return [first, *(partial(_try_and_disable_graphs, trial) for trial in others)]
+    return [first, *(partial(_disable_graphs_if_trial_passes, trial) for trial in others)]
 
 
-def _try_and_disable_graphs(trial: BackendTrial, backend: Backend) -> str | None:
+def _disable_graphs_if_trial_passes(trial: BackendTrial, backend: Backend) -> str | None:
     """Of one that a graph does not hold, or computes something else in one."""
     if (why := trial(backend)) is None:
         backend.cuda_graph_support = "nothing"
@@ -99,14 +99,15 @@ def _make_trial(
             }
             trials.append(PagedAttentionProbe(device, dtype, *shape, **kinds, capture=capture, kv_dtype=kv_dtype))
     if ranks > 1 and kv_dtype not in QUANTIZED_KV_DTYPES:
-        trials += [partial(_try_serial_context_parallel, each, ranks) for each in trials]
+        trials += [partial(_run_trial_with_context_parallel, each, ranks) for each in trials]
     if not prompts:
         trials += [
-            RecurrenceProbe(device, dtype, *each, capture=capture) for each in make_dummy_recurrences(spec, device)
+            RecurrenceProbe(device, dtype, *each, capture=capture)
+            for each in make_dummy_recurrence_params(spec, device)
         ]
     return lambda backend: next((why for each in trials if (why := each(backend)) is not None), None)
 
 
-def _try_serial_context_parallel(trial: BackendTrial, ranks: int, backend: Backend) -> str | None:
+def _run_trial_with_context_parallel(trial: BackendTrial, ranks: int, backend: Backend) -> str | None:
     assert isinstance(backend, ReferenceBackend)
     return trial(SerialContextParallel(backend, ranks))

@@ -32,11 +32,11 @@ from quire.engine.core.scheduler_output import BlockCopy, SlotCopy
 from quire.engine.errors import ConfigError, QuireError
 from quire.engine.images.vision_config import ENCODER_CACHE_BYTES
 from quire.engine.layers.sublayer import CacheTensorSpec
-from quire.engine.lora.target_modules import max_cached_adapters, num_adapter_weights, target_linears
+from quire.engine.lora.target_modules import effective_max_cpu_loras, num_adapter_weights, target_linears
 from quire.engine.models.decoder import Decoder, KVCache
 from quire.engine.types import SamplingParams
 from quire.engine.worker.sampling.device_sampler import choose_sampler
-from quire.engine.worker.sampling.sampling_rules import SamplingRow, make_sampling_rules
+from quire.engine.worker.sampling.sampling_rules import SamplingRow, make_request_sampling_rules
 from quire.kernels.attention.context_shard import ContextShard, single_shard
 from quire.kernels.backend import AttentionMetadata, Backend, LayerCache, LinearContext
 from quire.kernels.device.error_messages import describe_compiler_error, describe_kernel_error, is_triton_error
@@ -50,7 +50,7 @@ _OUT_OF_MEMORY_MESSAGES = ("can't allocate memory", MPS_OUT_OF_MEMORY)
 """Parts of the messages of the RuntimeErrors that PyTorch raises where the host's memory runs out, or Apple's GPU's."""
 
 
-def check_kv_cache_memory(config: EngineConfig, device: torch.device) -> None:
+def check_kv_cache_fits_device(config: EngineConfig, device: torch.device) -> None:
     """Raise ConfigError for a KV cache of more memory than the devices have."""
     kv_gib = config.kv_cache_memory
     if device.type == "cpu":
@@ -135,7 +135,7 @@ def find_step_reserve(model: Decoder, model_config: ModelConfig, backend: Backen
             return 0
         linears = target_linears(model_config) if model.spec.lora_target_sizes is None else model.spec.lora_target_sizes
         each = num_adapter_weights(linears, config.max_lora_rank) * model.dtype.itemsize
-        return each * max_cached_adapters(config.max_loras, config.max_cpu_loras)
+        return each * effective_max_cpu_loras(config.max_loras, config.max_cpu_loras)
     tokens = config.max_step_tokens
     with explain_out_of_memory(f"a step of {tokens} tokens", "max_num_batched_tokens", "Lower it, or --max-num-seqs"):
         return measure_step_bytes(model, backend, config)
@@ -162,7 +162,7 @@ def measure_step_bytes(model: Decoder, backend: Backend, config: EngineConfig) -
     num_samples = min(config.max_num_seqs, len(ids))
     hidden = model.forward(ids, metadata, kv_cache, torch.arange(num_samples, device=device))
     if model.has_head:
-        row = SamplingRow(make_sampling_rules(SamplingParams(top_p=0.5), ()), 0, length, length, ids[None], 0)
+        row = SamplingRow(make_request_sampling_rules(SamplingParams(top_p=0.5), ()), 0, length, length, ids[None], 0)
         choose_sampler(device, model.argmax, model.sample_tokens, model.shard.group)(
             model.compute_logits(hidden, metadata.linear_context.select_rows(torch.arange(num_samples, device=device))),
             [row] * num_samples,
@@ -230,14 +230,14 @@ class KVModule(Protocol):
 
 def block_bytes(model: KVModule) -> int:
     """Of one page of one group of layers (engine/checkpoint/page_groups.py)."""
-    return sum(tensor.nbytes for layer in model.block_tensor_specs(1) for tensor in layer)
+    return sum(tensor.total_bytes for layer in model.block_tensor_specs(1) for tensor in layer)
 
 
 def block_bytes_of_all_groups(model: Decoder, places: int) -> int:
     """Of a page of every group, which has so many places for layers in all stages of a pipeline together."""
     if model.groups.count > 1:
         return block_bytes(model) * places // model.groups.places * model.groups.count
-    return model.block_bytes
+    return model.all_stages_block_bytes
 
 
 def allocate_kv_blocks(model: KVModule, num_blocks: int) -> list[Tensor]:
@@ -270,7 +270,7 @@ def allocate_slot_states(model: Decoder, slots: int, drafts: int) -> list[LayerC
 
 def slot_state_bytes(model: Decoder, config: EngineConfig) -> int:
     """Of a slot of these, as a configuration asks for it, in all stages of a pipeline together."""
-    return model.slot_bytes(1, most_drafts(config))
+    return model.total_slot_bytes(1, most_drafts(config))
 
 
 def copy_slot_states(states: Sequence[LayerCache], copy: SlotCopy) -> None:
@@ -278,7 +278,7 @@ def copy_slot_states(states: Sequence[LayerCache], copy: SlotCopy) -> None:
         each[copy.target] = each[copy.source]
 
 
-def copy_block(tensors: Sequence[Tensor], copy: BlockCopy, own_range: range) -> None:
+def copy_block_prefix(tensors: Sequence[Tensor], copy: BlockCopy, own_range: range) -> None:
     """Only for large pages, of whose tokens these are `own_range`: they lie token by token, or piece by piece, in every
     layout."""
     count = len(own_range[: max(copy.num_tokens - own_range.start, 0)])

@@ -31,11 +31,16 @@ from quire.engine.models.requirements import (
 from quire.engine.replicas.cores import usable_cpus
 from quire.engine.worker.backend_trials import choose_trials, find_eager_prefill_reason
 from quire.engine.worker.graphs.graph_capture import CudaGraphCapture
-from quire.engine.worker.loading.transformers_support import check_transformers_config
+from quire.engine.worker.loading.transformers_support import check_transformers_settings
 from quire.kernels.backend import Backend
 from quire.kernels.backend_selection import AttentionRequirements, BackendTrial, select_backend
 from quire.kernels.cpu.backend import CpuBackend
-from quire.kernels.gpu.other_devices import OTHER_DEVICES, find_other_device, is_other_device, preferred_dtype
+from quire.kernels.gpu.other_devices import (
+    OTHER_DEVICES,
+    is_other_device,
+    replacement_dtype_or_none,
+    require_other_device,
+)
 from quire.kernels.probes.backend_probe import GraphCapture
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -52,7 +57,7 @@ _ONEDNN_ISA = "AVX512_CORE_BF16"
 kernels do not compute, that breaks the promise of the same tokens. oneDNN reads this before its first product."""
 
 
-def check_attention_support(device: torch.device, model: ModelConfig, spec: DecoderSpec) -> None:
+def check_device_supports_attention(device: torch.device, model: ModelConfig, spec: DecoderSpec) -> None:
     """Raise ConfigError for attention, or what stands in its place, that is not computed there."""
     parts, kind = spec.sublayers_of_kind(AttentionLayerSpec), model.model_type
     biased = any(each.alibi is not None for each in parts)
@@ -82,15 +87,15 @@ def choose_device(config: EngineConfig) -> torch.device:
     """Raises ConfigError where a GPU cannot be used that was asked for, or that has a driver and so ought to be."""
     if config.device in OTHER_DEVICES:
         try:
-            other = find_other_device(config.device)
+            other = require_other_device(config.device)
         except ValueError as error:
             raise ConfigError(f"device: {error}", param="device") from error
-        return check_replica_device(config, other)
+        return refuse_gpu_replicas(config, other)
     if config.device == "cpu" or torch.cuda.is_available():
-        return check_replica_device(config, torch.device("cuda" if config.device == "auto" else config.device))
+        return refuse_gpu_replicas(config, torch.device("cuda" if config.device == "auto" else config.device))
     driver = nvidia_driver_version()
     if driver is not None:
-        raise ConfigError(f"device: {_driver_error(driver)}; --device cpu serves without it", param="device")
+        raise ConfigError(f"device: {_explain_driver_failure(driver)}; --device cpu serves without it", param="device")
     if config.device == "cuda":
         raise ConfigError("device: cuda was asked for, but torch finds no NVIDIA GPU", param="device")
     return torch.device("cpu")
@@ -100,10 +105,10 @@ def apply_gpu_defaults(config: EngineConfig) -> EngineConfig:
     """The configuration with what its GPU decides, if it computes on one. Raises ConfigError as `choose_device`."""
     if config.max_num_batched_tokens is not None or (device := choose_device(config)).type != "cuda":
         return config
-    return config.with_gpu_defaults(torch.cuda.get_device_properties(device).total_memory)
+    return config.with_gpu_default_step_tokens(torch.cuda.get_device_properties(device).total_memory)
 
 
-def check_replica_device(config: EngineConfig, device: torch.device) -> torch.device:
+def refuse_gpu_replicas(config: EngineConfig, device: torch.device) -> torch.device:
     """The device. Raises ConfigError for replicas on a GPU."""
     refuse_setting_if(
         "data_parallel_size",
@@ -114,7 +119,7 @@ def check_replica_device(config: EngineConfig, device: torch.device) -> torch.de
     return device
 
 
-def check_other_device_settings(config: EngineConfig, device: torch.device) -> None:
+def check_non_cuda_accelerator_settings(config: EngineConfig, device: torch.device) -> None:
     """Raise ConfigError for what is not served on a device of PyTorch's that is neither a CPU nor one of CUDA's."""
     if not is_other_device(device):
         return
@@ -151,7 +156,7 @@ def nvidia_driver_version(root: Path = Path("/")) -> str | None:
     return "of unknown version" if (root / "dev/nvidia0").exists() else None
 
 
-def _driver_error(driver: str, root: Path = Path("/")) -> str:
+def _explain_driver_failure(driver: str, root: Path = Path("/")) -> str:
     """Why PyTorch cannot use the GPU of this driver, and what would help."""
     cuda_version = torch.version.cuda
     here = f"an NVIDIA driver ({driver}) is loaded"
@@ -185,11 +190,11 @@ class ModelDTypes:
 
 def choose_dtypes(config: EngineConfig, model: ModelConfig, device: torch.device) -> ModelDTypes:
     """Raises ConfigError."""
-    if _needs_float32(config, model, device):
+    if _prefers_float32_activations(config, model, device):
         why = "float32, beside weights of few bits, with keys and values of {}; --dtype bfloat16 computes in that"
         kv_dtype = torch.bfloat16 if config.kv_cache_dtype == "auto" else _KV_DTYPES[config.kv_cache_dtype]
         return ModelDTypes(torch.float32, kv_dtype, why.format(str(kv_dtype).removeprefix("torch.")))
-    dtype, change_note = choose_compute_dtype(config, model, device)
+    dtype, change_note = choose_compute_dtype_and_note(config, model, device)
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else _KV_DTYPES[config.kv_cache_dtype]
     wrong = None
     if kv_dtype == torch.bfloat16 != dtype:
@@ -202,7 +207,7 @@ def choose_dtypes(config: EngineConfig, model: ModelConfig, device: torch.device
     return ModelDTypes(dtype, kv_dtype, change_note)
 
 
-def choose_compute_dtype(
+def choose_compute_dtype_and_note(
     config: EngineConfig, model: ModelConfig, device: torch.device
 ) -> tuple[torch.dtype, str | None]:
     """The type asked for, or the checkpoint's; and a note where auto makes another of it.
@@ -214,7 +219,7 @@ def choose_compute_dtype(
     name = config.dtype if config.dtype != "auto" else model.dtype
     note = None
     if name == "float16" and device.type == "cpu":
-        name, note = _replace_float16(config)
+        name, note = _cpu_float16_substitute_and_note(config)
     elif config.dtype == "auto" and (better := _faster_dtype(name, device)) is not None:
         note, name = f"{better} of the checkpoint's {name}; --dtype {name} keeps it", better
     if name not in _DTYPES:
@@ -223,7 +228,7 @@ def choose_compute_dtype(
     return _DTYPES[name], note
 
 
-def _needs_float32(config: EngineConfig, model: ModelConfig, device: torch.device) -> bool:
+def _prefers_float32_activations(config: EngineConfig, model: ModelConfig, device: torch.device) -> bool:
     """Whether the weights have few bits and our kernels take them so: these kernels round activations of any type, and
     bfloat16 in the residual stream would be most of what rounding changes. It costs a twentieth to a tenth of the
     time."""
@@ -232,7 +237,7 @@ def _needs_float32(config: EngineConfig, model: ModelConfig, device: torch.devic
     return device.type == "cpu" and config.attention_backend in ("auto", "cpu") and CpuBackend().missing_reason is None
 
 
-def _replace_float16(config: EngineConfig) -> tuple[str, str]:
+def _cpu_float16_substitute_and_note(config: EngineConfig) -> tuple[str, str]:
     """The type that a CPU computes in where float16 is meant, and a note on it.
 
     A float16 product takes many times as long there as one of bfloat16, which holds every number of float16's range
@@ -251,7 +256,7 @@ def _faster_dtype(name: str, device: torch.device) -> str | None:
     if device.type == "cpu":
         return None
     if is_other_device(device):
-        return preferred_dtype(name, device)
+        return replacement_dtype_or_none(name, device)
     if torch.cuda.get_device_capability(device)[0] >= 8:
         return "bfloat16" if name == "float32" else None
     return "float16" if name == "bfloat16" else None
@@ -287,13 +292,13 @@ def kv_cache_dtype_name(config: EngineConfig, chosen: DevicePlan) -> str:
 def choose_device_plan(config: EngineConfig, model_config: ModelConfig, *, backend_tried: bool = False) -> DevicePlan:
     """Raises ConfigError where nothing can serve the model as it is configured. tried: another rank has tried the
     backend that the configuration names, on a GPU like this."""
-    check_transformers_config(config, model_config)
+    check_transformers_settings(config, model_config)
     device = choose_device(config)
-    check_other_device_settings(config, device)
+    check_non_cuda_accelerator_settings(config, device)
     types = choose_dtypes(config, model_config, device)
     dtype, kv_dtype = types.compute_dtype, types.kv_dtype
     spec = apply_expert_parallel(config, decoder_spec(replace(model_config, context=config.max_model_len)))
-    check_attention_support(device, model_config, spec)
+    check_device_supports_attention(device, model_config, spec)
     backend, why = choose_backend(config, device, (dtype, kv_dtype), spec, backend_tried=backend_tried)
     text_backend = context_parallel_backend(config, device, spec, backend) if config.uses_context_parallel else backend
     # A tower on a GPU reads images one by one where bits must not depend on the batch: then its kernels may.
@@ -312,7 +317,7 @@ def context_parallel_backend(
     """The backend for ranks that divide every sequence's tokens. Raises ConfigError where they cannot."""
     speculative, parallel_backend = (
         config.speculative_config,
-        backend.make_context_parallel(config.decode_context_parallel_size),
+        backend.make_context_parallel_backend(config.decode_context_parallel_size),
     )
     refuse_setting_if(
         "decode_context_parallel_size",
@@ -370,7 +375,7 @@ def choose_backend(
         trials = [] if backend_tried else choose_trials(config, device, types, spec)
         if config.block_size is not None:
             otherwise: list[BackendTrial | None] = [*trials] or [None]
-            trials = [partial(_try_with_block_size, config.block_size, each) for each in otherwise]
+            trials = [partial(_check_block_size_then_try, config.block_size, each) for each in otherwise]
         backend, why = select_backend(
             device,
             dtype,
@@ -396,7 +401,7 @@ def choose_backend(
     return backend, f"{why}; deterministic" if deterministic else why
 
 
-def _try_with_block_size(tokens: int, trial: BackendTrial | None, backend: Backend) -> str | None:
+def _check_block_size_then_try(tokens: int, trial: BackendTrial | None, backend: Backend) -> str | None:
     """A Trial that a backend with pages of another size fails."""
     if backend.block_size != tokens:
         return f"its pages have {backend.block_size} tokens, not {tokens} (block_size)"

@@ -21,7 +21,7 @@ from quire.engine.worker.input_batch import ForwardInputs, InputBatch, SampleTar
 from quire.engine.worker.kernel_compilation.kernel_variants import launch_draft_head_variants
 from quire.engine.worker.loading.drafts.spare_blocks import SpareBlockLayout
 from quire.engine.worker.sampling.device_sampler import choose_sampler
-from quire.engine.worker.step_costs import MEASURED_CONTEXT_TOKENS, measure_best_times
+from quire.engine.worker.step_costs import MEASURED_CONTEXT_TOKENS, measure_best_step_times
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.host_transfer import HostDownload, upload_arrays
 from quire.kernels.probes.backend_probe import GraphCapture
@@ -81,7 +81,7 @@ class DraftHeadRunner:
         self._state_spans: dict[int, _SlotStateSpan] = {}
         self.graphs: DraftHeadGraphs | None = None
         if capture is not None:
-            advance = self._advance_in_graph if self._reads_all_tokens else None
+            advance = self._advance_states_in_graph if self._reads_all_tokens else None
             self.graphs = DraftHeadGraphs(
                 self._sample_greedy_in_graph,
                 advance,
@@ -136,7 +136,7 @@ class DraftHeadRunner:
         """Guesses for each of the rows, as many as it asks for; none where its last step was too long ago."""
         drafts: list[list[int]] = [[] for _ in rows]
         draftable = [
-            index for index, row in enumerate(rows) if row.num_drafts > 0 and self._state_index(row) is not None
+            index for index, row in enumerate(rows) if row.num_drafts > 0 and self._find_state_index(row) is not None
         ]
         if not draftable:
             return drafts
@@ -148,7 +148,7 @@ class DraftHeadRunner:
                 drafts[index].append(token)
         return drafts
 
-    def _state_index(self, row: HeadDraftRequest) -> int | None:
+    def _find_state_index(self, row: HeadDraftRequest) -> int | None:
         """Where the slot keeps the state before the last known token; None: it has none."""
         state_span, slot_request = self._state_spans.get(row.slot), self._input_batch.slot_requests[row.slot]
         if state_span is None or slot_request is None or slot_request.new_request is not state_span.new_request:
@@ -161,7 +161,7 @@ class DraftHeadRunner:
         longest = max(len(row.block_ids) for row in rows)
         arrays: list[np.ndarray] = [
             np.array([row.slot for row in rows], dtype=np.int64),
-            np.array([self._state_index(row) for row in rows], dtype=np.int64),
+            np.array([self._find_state_index(row) for row in rows], dtype=np.int64),
             np.array([row.num_tokens for row in rows], dtype=np.int64),
             np.array([[*row.block_ids, *[0] * (longest - len(row.block_ids))] for row in rows], dtype=np.int32),
         ]
@@ -174,7 +174,7 @@ class DraftHeadRunner:
             slots = slots[:num_left]
             known = known[:num_left]
             table = table[:num_left]
-            tokens = self._sample_drafts(states, rows[:num_left], draft_index)
+            tokens = self._sample_draft_tokens(states, rows[:num_left], draft_index)
             self._input_batch.token_ids[slots, known + draft_index] = tokens.to(torch.int32)
             draft_tokens.append(tokens)
             if draft_index + 1 < max_drafts:
@@ -190,7 +190,7 @@ class DraftHeadRunner:
         draft_tokens = list[Tensor]()
         assert graphs is not None
         each = [
-            (row.slot, row.num_tokens - 1, self._input_batch.num_blocks[row.slot], self._state_index(row))
+            (row.slot, row.num_tokens - 1, self._input_batch.num_blocks[row.slot], self._find_state_index(row))
             for row in rows
         ]
         graph_rows = np.array(each, dtype=np.int64).T
@@ -199,14 +199,14 @@ class DraftHeadRunner:
         for draft_index in range(max_drafts):
             num_left = sum(row.num_drafts > draft_index for row in rows)
             graph_rows = graph_rows[:, :num_left]
-            slots, positions, _, places = graphs.write_rows(graph_rows)
+            slots, positions, _, places = graphs.upload_rows(graph_rows)
             tokens = graphs.sample_drafts(num_left, draft_index) if all_greedy else None
             if tokens is None:
-                tokens = self._sample_drafts(self._hidden_by_slot[slots, places], rows[:num_left], draft_index)
+                tokens = self._sample_draft_tokens(self._hidden_by_slot[slots, places], rows[:num_left], draft_index)
                 table[slots, positions + 1] = tokens.to(torch.int32)
             draft_tokens.append(tokens)
             if draft_index + 1 < max_drafts and self._reads_all_tokens:
-                graphs.advance_states(num_left, int(graph_rows[1].max()) + 1)
+                graphs.advance_states_one_token(num_left, int(graph_rows[1].max()) + 1)
                 graph_rows[3] = self._hidden_by_slot.shape[1] - 1
             graph_rows[1] += 1
         return HostDownload(draft_tokens, self._download_stream)
@@ -218,10 +218,10 @@ class DraftHeadRunner:
         self._input_batch.token_ids[slots, positions + 1] = tokens.to(torch.int32)
         return tokens
 
-    def _advance_in_graph(self, rows: Tensor, max_blocks: int) -> Tensor:
+    def _advance_states_in_graph(self, rows: Tensor, max_blocks: int) -> Tensor:
         """As DraftHeadGraphs takes it."""
         slots, positions, num_owned, places = rows
-        _, metadata = self._input_batch.decode_inputs(rows[:2], max_blocks, updates_states=False)
+        _, metadata = self._input_batch.graph_decode_inputs(rows[:2], max_blocks, updates_states=False)
         spare_index = torch.arange(max_blocks, device=slots.device) - num_owned[:, None]
         spare = self.spare_blocks.first_spare_block + slots[:, None] * self.spare_blocks.spare_per_slot + spare_index
         is_spare = (
@@ -238,7 +238,7 @@ class DraftHeadRunner:
         self._hidden_by_slot[:, -1][slots] = states
         return states
 
-    def _sample_drafts(self, states: Tensor, rows: list[HeadDraftRequest], draft_index: int) -> Tensor:
+    def _sample_draft_tokens(self, states: Tensor, rows: list[HeadDraftRequest], draft_index: int) -> Tensor:
         """A token after each of the states, by the request's own rules; its grammar is left out, as it would have to
         follow guesses that may be wrong."""
         sampling = [self._input_batch.make_sampling_row(row.slot, row.num_tokens + draft_index) for row in rows]
@@ -278,7 +278,7 @@ class DraftHeadRunner:
 
     def measure_draft_costs(self) -> list[tuple[int, float]]:
         """(sequences, seconds) of one more guess for each."""
-        return measure_best_times(self.run_dummy_draft)
+        return measure_best_step_times(self.run_dummy_draft)
 
     @torch.inference_mode()
     def run_dummy_draft(self, count: int) -> None:
@@ -298,9 +298,9 @@ class DraftHeadRunner:
     def _run_dummy_graphs(self, graphs: DraftHeadGraphs, count: int, length: int) -> None:
         """The same, of sequences on the scratch page."""
         scratch = self._input_batch.scratch_slot
-        slots, _, _, places = graphs.write_rows(np.repeat([[scratch], [length - 1], [0], [0]], count, axis=1))
+        slots, _, _, places = graphs.upload_rows(np.repeat([[scratch], [length - 1], [0], [0]], count, axis=1))
         if self._reads_all_tokens:
-            graphs.advance_states(count, length)
+            graphs.advance_states_one_token(count, length)
         tokens = graphs.sample_drafts(count, 0)
         if tokens is None:
             tokens = self._argmax(self.head.compute_logits(self._hidden_by_slot[slots, places], 0))

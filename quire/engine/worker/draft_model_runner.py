@@ -19,8 +19,8 @@ from quire.engine.worker.graphs.graphable_steps import GraphableSteps
 from quire.engine.worker.input_batch import InputBatch, SlotRequest
 from quire.engine.worker.kernel_compilation.kernel_variants import launch_kernel_variants
 from quire.engine.worker.sampling.device_sampler import choose_sampler
-from quire.engine.worker.sampling.sampling_rules import make_sampling_rules
-from quire.engine.worker.step_costs import MEASURED_CONTEXT_TOKENS, MEASURED_TOKEN_COUNTS, measure_best_times
+from quire.engine.worker.sampling.sampling_rules import make_request_sampling_rules
+from quire.engine.worker.step_costs import MEASURED_CONTEXT_TOKENS, MEASURED_TOKEN_COUNTS, measure_best_step_times
 from quire.kernels.backend import NO_ADAPTERS
 from quire.kernels.gpu.host_transfer import HostDownload, upload_arrays
 from quire.kernels.probes.backend_probe import GraphCapture
@@ -29,7 +29,7 @@ _MAX_GRAPH_TOKENS_PER_SEQUENCE = 8
 """Tokens of a sequence that are rows of a graph: each row reads the whole context."""
 
 
-class _ActiveDrafts(NamedTuple):
+class _DraftingSlots(NamedTuple):
     """The sequences that the last guesses were made for."""
 
     slots: np.ndarray  # [R] int64
@@ -53,9 +53,9 @@ class DraftModelRunner:
         self._eos_token_ids = eos_token_ids
         self._sample = choose_sampler(slots.device, model.argmax, model.sample_tokens)
         self._download_stream = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
-        self._active_drafts = _ActiveDrafts(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+        self._drafting_slots = _DraftingSlots(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
         steps = GraphableSteps(model, self._kv_cache, slots)
-        functions = StepFunctions(steps.run_decode, sample=self._sample_greedy_in_graph)
+        functions = StepFunctions(steps.compute_decode_hidden, sample=self._sample_greedy_with_probabilities)
         self.graphs = capture and DecodeGraphs(functions, capture, slots, steps.hidden_width, model.dtype)
 
     @torch.inference_mode()
@@ -66,31 +66,31 @@ class DraftModelRunner:
             if (new_request := row.new_request) is not None:
                 assert isinstance(new_request.params, SamplingParams)
                 slots.admit_request(
-                    SlotRequest(new_request, make_sampling_rules(new_request.params, self._eos_token_ids))
+                    SlotRequest(new_request, make_request_sampling_rules(new_request.params, self._eos_token_ids))
                 )
-        slots.write_block_table([(row.slot, row.first_block, row.block_ids) for row in rows])
+        slots.update_block_tables([(row.slot, row.first_block, row.block_ids) for row in rows])
         slots.write_draft_tokens(
             [ScheduledRequest("", row.slot, row.start, row.num_tokens, [], False, row.token_ids) for row in rows]
         )
         row_array = np.array([(row.slot, row.start, row.num_tokens) for row in rows], dtype=np.int64).T
         wants = np.array([row.wants_draft for row in rows])
-        self._active_drafts = _ActiveDrafts(row_array[0][wants], (row_array[1] + row_array[2])[wants])
+        self._drafting_slots = _DraftingSlots(row_array[0][wants], (row_array[1] + row_array[2])[wants])
         return _to_draft_tokens(self._draft_tokens(row_array, np.cumsum(row_array[2])[wants] - 1))
 
     @torch.inference_mode()
     def draft_next_tokens(self, keep: Sequence[int]) -> list[DraftToken]:
         """One guess more for these of the last call's, by their places there."""
-        previous = self._active_drafts
-        self._active_drafts = _ActiveDrafts(previous.slots[keep], previous.num_known[keep] + 1)
-        row_array = np.stack((self._active_drafts.slots, previous.num_known[keep], np.ones(len(keep), dtype=np.int64)))
+        previous = self._drafting_slots
+        self._drafting_slots = _DraftingSlots(previous.slots[keep], previous.num_known[keep] + 1)
+        row_array = np.stack((self._drafting_slots.slots, previous.num_known[keep], np.ones(len(keep), dtype=np.int64)))
         return _to_draft_tokens(self._draft_tokens(row_array, np.arange(len(keep))))
 
     def _draft_tokens(self, row_array: np.ndarray, last: np.ndarray) -> HostDownload:
         """Tokens and chances, [2, R] float32, which holds any token's number. every [3, rows] int64: slots, first
         tokens and counts; last [R] int64: which of all their tokens are to be followed by a guess."""
-        where = zip(self._active_drafts.slots.tolist(), self._active_drafts.num_known.tolist(), strict=True)
+        where = zip(self._drafting_slots.slots.tolist(), self._drafting_slots.num_known.tolist(), strict=True)
         rows = [self._input_batch.make_sampling_row(slot, position) for slot, position in where]
-        hidden, token_probabilities = self._compute_hidden(
+        hidden, token_probabilities = self._compute_hidden_and_graph_tokens(
             row_array, last, all_greedy=all(row.rules.is_greedy_only for row in rows)
         )
         if not rows:
@@ -101,15 +101,15 @@ class DraftModelRunner:
             temperature_array = np.array(
                 [1.0 if each.is_greedy else each.temperature for each in params], dtype=np.float32
             )
-            slots, known, temperatures = upload_arrays([*self._active_drafts, temperature_array], logits.device)
+            slots, known, temperatures = upload_arrays([*self._drafting_slots, temperature_array], logits.device)
             draft_tokens = self._sample(logits, rows, None).clamp(min=0)
-            token_probabilities = _stack_tokens_and_probabilities(draft_tokens, logits / temperatures[:, None])
+            token_probabilities = _tokens_with_softmax_probabilities(draft_tokens, logits / temperatures[:, None])
         else:
-            slots, known = upload_arrays([*self._active_drafts], token_probabilities.device)
+            slots, known = upload_arrays([*self._drafting_slots], token_probabilities.device)
         self._input_batch.token_ids[slots, known] = token_probabilities[0].to(torch.int32)
         return HostDownload([token_probabilities], self._download_stream)
 
-    def _compute_hidden(
+    def _compute_hidden_and_graph_tokens(
         self, row_array: np.ndarray, last: np.ndarray, *, all_greedy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states [R, hidden] of the `last` tokens; and, where a graph makes them, as all guesses are the
@@ -131,10 +131,10 @@ class DraftModelRunner:
             )
         return hidden, token_probabilities
 
-    def _sample_greedy_in_graph(self, rows: Tensor, hidden: Tensor) -> Tensor:
+    def _sample_greedy_with_probabilities(self, rows: Tensor, hidden: Tensor) -> Tensor:
         """Guesses that are the largest logit, in a form that a graph can hold."""
         logits = self._model.compute_logits(hidden)
-        return _stack_tokens_and_probabilities(self._model.argmax(logits), logits)
+        return _tokens_with_softmax_probabilities(self._model.argmax(logits), logits)
 
     @torch.inference_mode()
     def capture_next_graph(self) -> bool:
@@ -157,19 +157,19 @@ class DraftModelRunner:
             self._input_batch.admit_request(
                 SlotRequest(
                     NewRequestData(slot, [0] * length, length, params, seed=0),
-                    make_sampling_rules(params, self._eos_token_ids),
+                    make_request_sampling_rules(params, self._eos_token_ids),
                 )
             )
-            self._input_batch.write_block_table([(slot, 0, range(-(-length // size)))])
+            self._input_batch.update_block_tables([(slot, 0, range(-(-length // size)))])
 
         def run_step(count: int) -> list[DraftToken]:
-            self._active_drafts = _ActiveDrafts(np.arange(count) % num_slots, np.full(count, length - 1))
+            self._drafting_slots = _DraftingSlots(np.arange(count) % num_slots, np.full(count, length - 1))
             return self.draft_next_tokens(range(count))
 
-        return measure_best_times(run_step)
+        return measure_best_step_times(run_step)
 
 
-def _stack_tokens_and_probabilities(token_ids: Tensor, logits: Tensor) -> Tensor:
+def _tokens_with_softmax_probabilities(token_ids: Tensor, logits: Tensor) -> Tensor:
     """[2, R] float32: tokens [R], and how likely these logits [R, vocab] hold each."""
     probabilities = torch.softmax(logits, dim=-1).gather(1, token_ids[:, None])[:, 0]
     return torch.stack((token_ids.float(), probabilities.float().nan_to_num(0.0)))

@@ -8,13 +8,13 @@ from quire.engine.worker.input_batch import ForwardInputs, InputBatch
 from quire.kernels.backend import AttentionMetadata
 
 
-def dummy_prefill(slots: InputBatch, length: int) -> ForwardInputs:
+def dummy_prefill_inputs(slots: InputBatch, length: int) -> ForwardInputs:
     """A prompt of that length, or of the longest there may be."""
     length = min(length, slots.max_blocks * slots.block_size)
-    return dummy_step(slots, 1, length, length)
+    return dummy_step_inputs(slots, 1, length, length)
 
 
-def dummy_step(slots: InputBatch, seqs: int, queries: int, context: int) -> ForwardInputs:
+def dummy_step_inputs(slots: InputBatch, seqs: int, queries: int, context: int) -> ForwardInputs:
     """The last tokens of so many contexts, each of which is the scratch page again and again."""
     assert slots.scratch_block is not None
     device, size = slots.device, slots.block_size

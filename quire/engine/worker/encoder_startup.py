@@ -18,7 +18,11 @@ from quire.engine.layers.pooler_head import PoolerHead
 from quire.engine.layers.pooling import Pooler, make_pooler_head
 from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.worker.device_memory import explain_weights_out_of_memory
-from quire.engine.worker.device_plan import check_other_device_settings, choose_compute_dtype, choose_device
+from quire.engine.worker.device_plan import (
+    check_non_cuda_accelerator_settings,
+    choose_compute_dtype_and_note,
+    choose_device,
+)
 from quire.engine.worker.images.tower_loader import load_vector_tower
 from quire.engine.worker.loading.model.weight_filling import check_weights_fit, fill_weights
 from quire.engine.worker.loading.pooler import read_tokenizer
@@ -44,8 +48,8 @@ def start_encoder(
 ) -> StartedWorker:
     """Load the model at `path`, with `tensors` for weights if there are any. Raises ConfigError, naming the key at
     fault. `progress` is called after every layer."""
-    device = _choose_encoder_device(config)
-    dtype, changed = choose_compute_dtype(config, model_config, device)
+    device = _set_threads_and_choose_device(config)
+    dtype, changed = choose_compute_dtype_and_note(config, model_config, device)
     stored = stored_at(config)
     check_weights_fit(config, device, dtype, None if tensors is not None else stored, model_config.num_layers)
     pooling, tasks = read_tasks(path, model_config, config)
@@ -96,11 +100,11 @@ def start_encoder(
     )
 
 
-def _choose_encoder_device(config: EngineConfig) -> torch.device:
+def _set_threads_and_choose_device(config: EngineConfig) -> torch.device:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = choose_device(config)
-    check_other_device_settings(config, device)
+    check_non_cuda_accelerator_settings(config, device)
     return device
 
 

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.core.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
-from quire.engine.worker.sampling.sampling_rules import SamplingRow, SamplingRules
+from quire.engine.worker.sampling.sampling_rules import RequestSamplingRules, SamplingRow
 from quire.kernels.attention.context_shard import ContextShard, single_shard
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LayerCache, LinearContext
 from quire.kernels.gpu.host_transfer import upload_arrays
 from quire.kernels.gpu.prefill_decode_split import PrefillDecodeSplit
-from quire.kernels.recurrent.recurrence import DraftStateLengths, RecurrenceMetadata
+from quire.kernels.recurrent.recurrence import RecurrenceMetadata, StateAndVerifiedCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class SlotRequest:
     """The request that a slot belongs to, and what its parameters mean."""
 
     new_request: NewRequestData
-    rules: SamplingRules
+    rules: RequestSamplingRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ class SampleTargets:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotStates:
+class SlotStateTensors:
     """What layers keep in slots, as allocate_slot_states made it for so many `max_drafts`."""
 
     tensors: Sequence[LayerCache] = ()
     max_drafts: int = 0
 
 
-NO_SLOT_STATES = SlotStates()
+NO_SLOT_STATES = SlotStateTensors()
 
 
 class InputBatch:
@@ -76,13 +76,13 @@ class InputBatch:
         *,
         scratch_block: int | None = None,
         num_groups: int = 1,
-        slot_states: SlotStates = NO_SLOT_STATES,
+        slot_states: SlotStateTensors = NO_SLOT_STATES,
         context_shard: ContextShard | None = None,
     ) -> None:
         """`scratch_block`: there is one slot more, `scratch_slot`, which owns that page, and the page tables are kept
-        on the device too; `decode_inputs` needs both. `num_groups`: of layers that have pages of their own; for each
-        block_size tokens a table has a page of each of them, side by side. `context_shard`: the tokens that this rank
-        keeps; None: all."""
+        on the device too; `graph_decode_inputs` needs both. `num_groups`: of layers that have pages of their own; for
+        each block_size tokens a table has a page of each of them, side by side. `context_shard`: the tokens that this
+        rank keeps; None: all."""
         recurrent_states = slot_states.tensors
         self.recurrent_states = recurrent_states
         self._max_drafts = slot_states.max_drafts
@@ -114,7 +114,7 @@ class InputBatch:
         """[slots] int64: what is added to positions behind the last image of a slot's prompt for what they are rotated
         by; None: nothing ever is."""
         if scratch_block is not None:
-            if self.tracks_draft_states:
+            if self.tracks_recurrent_state_lengths:
                 self._device_state_lengths = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
             self._device_block_tables = torch.zeros(
                 (num_groups, num_slots + 1, self.max_blocks), dtype=torch.int32, device=device
@@ -156,11 +156,11 @@ class InputBatch:
     def append_blocks(self, rows: list[ScheduledRequest]) -> None:
         """Put a batch's new pages into the page tables."""
         grown = [row for row in rows if row.new_block_ids]
-        self.write_block_table([(row.slot, self.num_blocks[row.slot], row.new_block_ids) for row in grown])
+        self.update_block_tables([(row.slot, self.num_blocks[row.slot], row.new_block_ids) for row in grown])
         for row in grown:
             self.num_blocks[row.slot] += len(row.new_block_ids)
 
-    def write_block_table(self, updates: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+    def update_block_tables(self, updates: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """Slots, each once, and their pages from a page of each on; those beyond the longest context are left out."""
         changed = []
         for slot, first, block_ids in updates:
@@ -187,14 +187,14 @@ class InputBatch:
         self.token_ids[on_device[0], on_device[1]] = on_device[2]
 
     @property
-    def tracks_draft_states(self) -> bool:
+    def tracks_recurrent_state_lengths(self) -> bool:
         """Whether matrices may have to take in guesses later."""
         return self._has_draft_states and self._has_recurrent_matrices
 
     def try_record_state_lengths(self, rows: list[ScheduledRequest]) -> bool:
         """Note, if a graph is to compute these rows, what matrices will have seen. False where it cannot: nobody has
         said yet what those of a new owner have."""
-        if not self.tracks_draft_states:
+        if not self.tracks_recurrent_state_lengths:
             return True
         if any(self._state_lengths[row.slot] < 0 for row in rows):
             return False
@@ -206,7 +206,7 @@ class InputBatch:
         """[rows] bool: whether it is known what the matrices in these slots have seen, here and on the device."""
         return self._state_lengths[slots] >= 0
 
-    def swap_state_lengths(self, slots: np.ndarray, starts: np.ndarray, num_known: np.ndarray) -> np.ndarray:
+    def set_lengths_and_get_previous(self, slots: np.ndarray, starts: np.ndarray, num_known: np.ndarray) -> np.ndarray:
         """How many tokens the matrices in these slots have seen; they will have seen the `num_known` ones."""
         num_seen = self._state_lengths[slots]
         self._state_lengths[slots] = num_known
@@ -215,7 +215,7 @@ class InputBatch:
     def make_sample_targets(self, scheduler_output: SchedulerOutput) -> SampleTargets:
         """The picks of the batch's rows that sample."""
         rows = [row for row in scheduler_output.scheduled_requests if row.should_sample]
-        positions = expand_to_samples(rows, np.array([row.start + row.num_tokens for row in rows], dtype=np.int64))
+        positions = expand_ends_to_samples(rows, np.array([row.start + row.num_tokens for row in rows], dtype=np.int64))
         if len(positions) > len(rows):
             fits = not any(self.recurrent_states) or max(len(row.draft_token_ids) for row in rows) <= self._max_drafts
             assert fits, "wrong drafts would overwrite columns that are needed"
@@ -231,7 +231,7 @@ class InputBatch:
             return NO_ADAPTERS
         return LinearContext.from_adapter_slots(*upload_arrays([adapters], self.device))
 
-    def decode_inputs(
+    def graph_decode_inputs(
         self, rows: Tensor, max_blocks: int, *, updates_states: bool = True
     ) -> tuple[Tensor, AttentionMetadata]:
         """Token ids [B] and metadata for one token of each of B slots, made on the device alone, so that a graph can
@@ -240,10 +240,10 @@ class InputBatch:
         have none."""
         slots, positions = rows[:2]
         starts = torch.arange(rows.shape[1] + 1, dtype=torch.int32, device=self.device)
-        sequences = self._make_state_sequences(slots, positions) if updates_states else None
-        return self._make_device_inputs(rows, (slots, starts, positions + 1), 1, max_blocks, sequences)
+        sequences = self._record_and_make_recurrence_metadata(slots, positions) if updates_states else None
+        return self._make_graph_inputs(rows, (slots, starts, positions + 1), 1, max_blocks, sequences)
 
-    def prefill_inputs(
+    def graph_prefill_inputs(
         self, rows: Tensor, chunks: Tensor, max_blocks: int, *, updates_states: bool = True
     ) -> tuple[Tensor, AttentionMetadata]:
         """The same for T tokens of P sequences, in their order: pieces [5, P] int64 are their slots, how many of the
@@ -251,12 +251,12 @@ class InputBatch:
         slots, counts, contexts, num_seen, num_known = chunks
         starts, sequences = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0)), None
         if updates_states and self._device_state_lengths is not None:
-            guesses = DraftStateLengths(num_seen.to(torch.int32), num_known.to(torch.int32))
+            guesses = StateAndVerifiedCounts(num_seen.to(torch.int32), num_known.to(torch.int32))
             self._device_state_lengths[slots] = guesses.num_verified_tokens
             sequences = RecurrenceMetadata(starts, contexts.to(torch.int32), guesses)
-        return self._make_device_inputs(rows, (slots, starts, contexts), rows.shape[1], max_blocks, sequences)
+        return self._make_graph_inputs(rows, (slots, starts, contexts), rows.shape[1], max_blocks, sequences)
 
-    def _make_device_inputs(
+    def _make_graph_inputs(
         self,
         rows: Tensor,
         sequence_tensors: tuple[Tensor, ...],
@@ -286,7 +286,7 @@ class InputBatch:
         )
         return self.token_ids[slots, positions], metadata.with_block_tables(tables.unbind(), slot_mapping.unbind())
 
-    def _make_state_sequences(self, slots: Tensor, positions: Tensor) -> RecurrenceMetadata | None:
+    def _record_and_make_recurrence_metadata(self, slots: Tensor, positions: Tensor) -> RecurrenceMetadata | None:
         """Of B rows of a token each: the first of a slot is no guess, those behind it are. Notes on the device what the
         matrices will have seen."""
         if self._device_state_lengths is None:
@@ -300,7 +300,7 @@ class InputBatch:
         seen = torch.where(is_first, self._device_state_lengths[slots], ends)
         self._device_state_lengths[torch.where(is_first, slots, self.scratch_slot)] = known
         return RecurrenceMetadata(
-            starts.to(torch.int32), ends, DraftStateLengths(seen, torch.where(is_first, known, ends))
+            starts.to(torch.int32), ends, StateAndVerifiedCounts(seen, torch.where(is_first, known, ends))
         )
 
     def build_inputs(self, scheduler_output: SchedulerOutput) -> ForwardInputs:
@@ -315,14 +315,17 @@ class InputBatch:
         drafts = (
             np.array([len(row.draft_token_ids) for row in rows], dtype=np.int64) if self._has_draft_states else None
         )
-        sampled_indices, context = expand_to_samples(sampling, ends) - 1, self.adapter_context(slots.repeat(counts))
+        sampled_indices, context = (
+            expand_ends_to_samples(sampling, ends) - 1,
+            self.adapter_context(slots.repeat(counts)),
+        )
         inputs = self.build_inputs_from_arrays(slots, starts, counts, sampled_indices, context, drafts)
         if self._device_state_lengths is not None:
             metadata = inputs.metadata
             known = (
                 metadata.context_lens
-                if metadata.draft_state_lengths is None
-                else metadata.draft_state_lengths.num_verified_tokens
+                if metadata.state_and_verified_counts is None
+                else metadata.state_and_verified_counts.num_verified_tokens
             )
             self._device_state_lengths[metadata.state_slots] = known
         return inputs
@@ -344,9 +347,9 @@ class InputBatch:
         positions = (contexts - ends).repeat(counts)
         positions += np.arange(len(positions))
         longest, slot_mapping = int(contexts.max()), self._slot_mapping(token_slots, positions)
-        tables = self._block_table_by_group[slots, : -(-longest // self.block_size)]
-        cumulative_starts = _cumulative_starts(ends, contexts.cumsum())
-        state_lengths = self._update_draft_state_lengths(slots, starts, contexts, drafts)
+        tables = self._block_table_with_group_axis[slots, : -(-longest // self.block_size)]
+        cumulative_starts = _starts_from_cumulative_ends(ends, contexts.cumsum())
+        state_lengths = self._record_and_get_state_lengths(slots, starts, contexts, drafts)
         division = PrefillDecodeSplit.from_lengths(counts, contexts, cumulative_starts[1])
         divided = () if division is None else (division.query_start, division.key_start)
         query_start, context_lens, key_start, at, device_token_slots, device_sampled, state_slots, *others = (
@@ -381,7 +384,7 @@ class InputBatch:
             linear_context=linear,
             is_full_prefill=not starts.any(),
             state_slots=state_slots,
-            draft_state_lengths=DraftStateLengths(*lens) if lens else None,
+            state_and_verified_counts=StateAndVerifiedCounts(*lens) if lens else None,
             rope_position_override=self.rope_positions(device_token_slots, at),
         )
         metadata = metadata.with_block_tables(paged[: self.num_groups], paged[self.num_groups :])
@@ -390,7 +393,7 @@ class InputBatch:
         return ForwardInputs(self.token_ids[device_token_slots, at], metadata, device_sampled, device_token_slots)
 
     @property
-    def _block_table_by_group(self) -> np.ndarray:
+    def _block_table_with_group_axis(self) -> np.ndarray:
         """The page tables, [slots, pages, groups]."""
         return self._block_table.reshape(len(self._block_table), -1, self.num_groups)
 
@@ -398,7 +401,7 @@ class InputBatch:
         """AttentionMetadata.slot_mapping of tokens of these slots, [T, groups] int64."""
         page = positions // self.block_size
         offsets = positions - page * self.block_size
-        slot_mapping: np.ndarray = self._block_table_by_group[token_slots, page].astype(np.int64)
+        slot_mapping: np.ndarray = self._block_table_with_group_axis[token_slots, page].astype(np.int64)
         own_range = self.context_shard.token_range_in_page
         slot_mapping *= len(own_range)
         slot_mapping += (offsets - own_range.start)[:, None]
@@ -406,20 +409,20 @@ class InputBatch:
             slot_mapping[(offsets < own_range.start) | (offsets >= own_range.stop)] = self.context_shard.remote_slot
         return slot_mapping
 
-    def _update_draft_state_lengths(
+    def _record_and_get_state_lengths(
         self, slots: np.ndarray, starts: np.ndarray, contexts: np.ndarray, drafts: np.ndarray | None
     ) -> tuple[np.ndarray, ...]:
         """What Guesses says; () where no sequence has guesses, or had some last."""
         if not self._has_draft_states:
             return ()
         known = contexts if drafts is None else contexts - drafts
-        seen = self.swap_state_lengths(slots, starts, known)
+        seen = self.set_lengths_and_get_previous(slots, starts, known)
         if (seen == starts).all() and (known == contexts).all():
             return ()
         return seen.astype(np.int32), known.astype(np.int32)
 
 
-def _cumulative_starts(*ends: np.ndarray) -> np.ndarray:
+def _starts_from_cumulative_ends(*ends: np.ndarray) -> np.ndarray:
     """Cumulative counts [rows] each, from 0 on: [counts, rows + 1] int32."""
     cumulative_starts = np.zeros((len(ends), len(ends[0]) + 1), dtype=np.int32)
     for row, each in zip(cumulative_starts, ends, strict=True):
@@ -427,7 +430,7 @@ def _cumulative_starts(*ends: np.ndarray) -> np.ndarray:
     return cumulative_starts
 
 
-def expand_to_samples(rows: list[ScheduledRequest], ends: np.ndarray) -> np.ndarray:
+def expand_ends_to_samples(rows: list[ScheduledRequest], ends: np.ndarray) -> np.ndarray:
     """A number for each pick of `rows`, which all sample. A row's last pick has its number of `ends` [rows]; the picks
     before it, one per draft, have the numbers just below."""
     if not any(row.draft_token_ids for row in rows):

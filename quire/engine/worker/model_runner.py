@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,26 +14,26 @@ from torch import Tensor
 from quire.engine.core.executor import BlockMover, PendingOutput
 from quire.engine.core.scheduler_output import NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.engine.layers.pooling import Pooler, PoolingChunk
-from quire.engine.models.decoder import Decoder, MediaEmbeddings, has_finite_logits
+from quire.engine.models.decoder import Decoder, has_finite_logits
 from quire.engine.types import PoolingParams, SamplingParams
 from quire.engine.worker.block_movers import choose_block_mover
-from quire.engine.worker.device_memory import KVPrefaulter, copy_block, copy_slot_states, kv_cache_by_layer
+from quire.engine.worker.device_memory import KVPrefaulter, copy_block_prefix, copy_slot_states, kv_cache_by_layer
 from quire.engine.worker.draft_head_runner import DraftHeadRunner, HiddenStates
-from quire.engine.worker.dummy_inputs import dummy_prefill
+from quire.engine.worker.dummy_inputs import dummy_prefill_inputs
 from quire.engine.worker.graphs.decode_graphs import DecodeGraphs, StepFunctions
 from quire.engine.worker.graphs.graph_capture import GraphOutputs
 from quire.engine.worker.graphs.graphable_steps import GraphableSteps
-from quire.engine.worker.graphs.mixed_batch_graphs import GraphPlan, MixedBatchGraphs
+from quire.engine.worker.graphs.mixed_batch_graphs import MixedBatchGraphs
 from quire.engine.worker.images.encoder_cache import ImageEncoderCache
-from quire.engine.worker.input_batch import ForwardInputs, SampleTargets, SlotRequest
+from quire.engine.worker.input_batch import SampleTargets, SlotRequest
 from quire.engine.worker.kernel_compilation.kernel_compiler import CompileResult, compile_variants
 from quire.engine.worker.kernel_compilation.kernel_variants import launch_kernel_variants
 from quire.engine.worker.loading.drafts.device_drafter import DeviceDrafter
 from quire.engine.worker.loading.kv_allocation import RunnerResources
-from quire.engine.worker.pending_step import NONFINITE_TOKEN, PendingStep, PromptLogprobsChunk
+from quire.engine.worker.pending_step import NONFINITE_TOKEN, PendingStep, PreparedBatch, PromptLogprobTargets
 from quire.engine.worker.sampling.device_sampler import choose_sampler
 from quire.engine.worker.sampling.sampler import logprob_tensors
-from quire.engine.worker.sampling.sampling_rules import SamplingRow, make_sampling_rules, pad_logprob_token_ids
+from quire.engine.worker.sampling.sampling_rules import SamplingRow, make_request_sampling_rules, pad_logprob_token_ids
 from quire.engine.worker.sampling.slot_grammars import SlotGrammars
 from quire.kernels.backend import NO_ADAPTERS, LinearContext
 from quire.kernels.gpu.host_transfer import HostDownload, upload_arrays
@@ -48,19 +48,6 @@ _MAX_LOGIT_ROWS = 256
 
 _WARM_UP_PROMPT_LENGTHS = (2, 16, 128)
 """Tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedBatch:
-    """A batch whose tensors are made; the `inputs` are None where a graph makes them, one of steps with prompts as it
-    was `graph_plan`, or where it has no rows: then it was read of images alone."""
-
-    scheduler_output: SchedulerOutput
-    sample_targets: SampleTargets
-    inputs: ForwardInputs | None
-    features: MediaEmbeddings | None = None
-    """Of the images that some of its tokens stand for."""
-    graph_plan: GraphPlan | None = None
 
 
 class ModelRunner:
@@ -105,11 +92,13 @@ class ModelRunner:
         self.mixed_batch_graphs: MixedBatchGraphs | None = None
         if capture is not None and captures_mixed_batches:
             run_draft_heads = (
-                self._graphable_steps.run_draft_heads_after_mixed_batch if self._draft_heads_read_all_tokens else None
+                self._graphable_steps.compute_head_states_after_mixed_batch
+                if self._draft_heads_read_all_tokens
+                else None
             )
             buffers = (capture, slots, self._graphable_steps.hidden_width, model.dtype)
             self.mixed_batch_graphs = MixedBatchGraphs(
-                self._graphable_steps.run_mixed_batch,
+                self._graphable_steps.compute_mixed_batch_hidden,
                 *buffers,
                 run_draft_heads=run_draft_heads,
                 group=model.shard.group,
@@ -119,9 +108,9 @@ class ModelRunner:
 
     def _make_decode_graphs(self, capture: GraphCapture) -> DecodeGraphs:
         functions = StepFunctions(
-            decode=self._graphable_steps.run_decode,
+            decode=self._graphable_steps.compute_decode_hidden,
             sample=self._sample_greedy_in_graph if self._model.has_head else None,
-            run_draft_heads=self._graphable_steps.run_draft_heads_after_decode
+            run_draft_heads=self._graphable_steps.compute_head_states_after_decode
             if self._draft_heads_read_all_tokens
             else None,
         )
@@ -150,20 +139,23 @@ class ModelRunner:
         On a GPU this only queues work, in the order of the calls: a step reads what earlier ones picked and stored,
         though the host has not waited for them.
         """
-        return self._compute_batch(self._prepare_batch(scheduler_output))
+        return self._compute_and_sample_batch(self._prepare_batch(scheduler_output))
 
     def _prepare_batch(self, scheduler_output: SchedulerOutput) -> PreparedBatch:
         """Take in what a batch says, and make its tensors."""
         self._update_slots(scheduler_output)
         if self._encoder_cache is not None:
-            self._encoder_cache.encode_chunks(scheduler_output, self._get_new_request)
+            self._encoder_cache.encode_scheduled_chunks(scheduler_output, self._get_new_request)
         scheduler_output = scheduler_output.without_encoder_only
         sample_targets = self._input_batch.make_sample_targets(scheduler_output)
         if not scheduler_output.scheduled_requests:
             return PreparedBatch(scheduler_output, sample_targets, None)
         encoder_cache = self._encoder_cache
-        has_tokens_before_image_end = encoder_cache is not None and encoder_cache.positions.has_tokens_before_image_end(
-            scheduler_output.scheduled_requests, self._get_new_request
+        has_tokens_before_image_end = (
+            encoder_cache is not None
+            and encoder_cache.positions.has_rows_before_last_image_end(
+                scheduler_output.scheduled_requests, self._get_new_request
+            )
         )
         in_decode_graph = (
             self.decode_graphs is not None
@@ -199,13 +191,15 @@ class ModelRunner:
     def _apply_copies(self, scheduler_output: SchedulerOutput) -> None:
         """Make the copies that a batch asks for, which read what the steps before it have computed."""
         for copy in scheduler_output.block_copies:
-            copy_block(self._kv_tensors, copy, self._input_batch.context_shard.token_range_in_page)
+            copy_block_prefix(self._kv_tensors, copy, self._input_batch.context_shard.token_range_in_page)
             if self._draft_heads is not None:
-                copy_block(self._draft_heads.kv_tensors, copy, self._input_batch.context_shard.token_range_in_page)
+                copy_block_prefix(
+                    self._draft_heads.kv_tensors, copy, self._input_batch.context_shard.token_range_in_page
+                )
         for slots in scheduler_output.slot_copies:
             copy_slot_states(self._input_batch.recurrent_states, slots)
 
-    def _compute_batch(self, prepared: PreparedBatch) -> PendingStep:
+    def _compute_and_sample_batch(self, prepared: PreparedBatch) -> PendingStep:
         """Compute a batch that was begun, in the order of the calls, before any of its slots has another owner."""
         batch = prepared.scheduler_output
         sample_targets = prepared.sample_targets
@@ -214,9 +208,9 @@ class ModelRunner:
         if not batch.scheduled_requests:
             nothing = HostDownload([torch.empty(0, dtype=torch.int64)], None)  # it is on the host
             return PendingStep([], [], [], [], None, nothing, self._grammars)
-        chunks: list[PromptLogprobsChunk] = []
+        chunks: list[PromptLogprobTargets] = []
         extra_tensors: list[Tensor] = []
-        pooled_rows = [] if self._pooler is None else self._make_pooled_rows(batch.scheduled_requests)
+        pooled_rows = [] if self._pooler is None else self._make_pooling_chunks(batch.scheduled_requests)
         needs_all_tokens = bool(pooled_rows) or any(
             self._wants_prompt_logprobs(row) for row in batch.scheduled_requests
         )
@@ -232,7 +226,9 @@ class ModelRunner:
         logprob_indices = [index for index, owner in enumerate(slot_requests) if owner.rules.num_logprobs is not None]
         if sample_targets.rows and all_greedy:
             tensors = [
-                self._sample_greedy(sample_targets, hidden) if hidden.sampled_tokens is None else hidden.sampled_tokens,
+                self._sample_and_write_greedy_targets(sample_targets, hidden)
+                if hidden.sampled_tokens is None
+                else hidden.sampled_tokens,
                 *extra_tensors,
             ]
         else:
@@ -271,7 +267,7 @@ class ModelRunner:
         device, table = self._input_batch.device, self._input_batch.token_ids
         hidden = torch.zeros((1, self._model.spec.hidden_size), dtype=self._model.dtype, device=device)
         for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5)):
-            row = SamplingRow(make_sampling_rules(params, ()), 0, 1, 1, table, self._input_batch.scratch_slot)
+            row = SamplingRow(make_request_sampling_rules(params, ()), 0, 1, 1, table, self._input_batch.scratch_slot)
             self._sample(self._model.compute_logits(hidden), [row], None)
 
     @torch.inference_mode()
@@ -282,41 +278,41 @@ class ModelRunner:
         if self._encoder_cache is not None:
             self._encoder_cache.warm_up_tower()
         for length in _WARM_UP_PROMPT_LENGTHS:
-            inputs = dummy_prefill(self._input_batch, length)
+            inputs = dummy_prefill_inputs(self._input_batch, length)
             self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, inputs.sampled_indices)
 
     def kernel_variants(self, step_tokens: int) -> list[KernelVariant]:
         """Every kind of a Triton kernel that a step of up to so many tokens may launch here."""
-        from quire.kernels.gpu.kernel_variant import record_variants
+        from quire.kernels.gpu.kernel_variant import dry_run_for_variants
 
         model, group = self._model, self._model.shard.group
         with nullcontext() if group is None else group.suspend_communication():
-            return record_variants(
+            return dry_run_for_variants(
                 partial(launch_kernel_variants, model, self._kv_cache, self._input_batch, step_tokens)
             )
 
     def compile_kernels(self, step_tokens: int, drafter: DeviceDrafter | None) -> CompileResult:
         """Compile, by several processes, the `variants` of all ranks that are not there yet, and those of what drafts
         here."""
-        from quire.kernels.gpu.kernel_variant import record_variants
+        from quire.kernels.gpu.kernel_variant import dry_run_for_variants
 
         variants = self.kernel_variants(step_tokens)
         if drafter is not None:
-            variants += record_variants(partial(drafter.launch_kernel_variants, step_tokens))
+            variants += dry_run_for_variants(partial(drafter.launch_kernel_variants, step_tokens))
         return compile_variants(list(dict.fromkeys(variants)), self._model.report_progress)
 
     def make_block_mover(self) -> BlockMover:
         pages = self._kv_tensors if self._draft_heads is None else [*self._kv_tensors, *self._draft_heads.kv_tensors]
         return choose_block_mover(
-            pages, self._model.compute_identity, None if self._prefaulter is None else self._prefaulter.mark_used
+            pages, self._model.kernel_backend_identity, None if self._prefaulter is None else self._prefaulter.mark_used
         )
 
     def make_state_offload_mover(self) -> BlockMover | None:
         state_tensors = [each[None] for layer in self._input_batch.recurrent_states for each in layer if each.numel()]
-        return choose_block_mover(state_tensors, self._model.compute_identity) if state_tensors else None
+        return choose_block_mover(state_tensors, self._model.kernel_backend_identity) if state_tensors else None
 
     def preload_grammar_compiler(self) -> None:
-        self._grammars.load_compiler()
+        self._grammars.start_loading_compiler()
 
     def _admit_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Give slots to their new owners. The row of a request for a vector never samples, so it has no rules."""
@@ -324,7 +320,7 @@ class ModelRunner:
             self._grammars.release_slot(slot)
         for new_request in scheduler_output.new_requests:
             params = new_request.params
-            rules = make_sampling_rules(
+            rules = make_request_sampling_rules(
                 SamplingParams() if isinstance(params, PoolingParams) else params, self._eos_token_ids
             )
             self._input_batch.admit_request(SlotRequest(new_request, rules))
@@ -334,7 +330,7 @@ class ModelRunner:
                 )
             self._grammars.admit_request(new_request)
 
-    def _make_pooled_rows(self, rows: list[ScheduledRequest]) -> list[PoolingChunk]:
+    def _make_pooling_chunks(self, rows: list[ScheduledRequest]) -> list[PoolingChunk]:
         """The rows of requests for vectors."""
         pooled_rows, begin = [], 0
         for row in rows:
@@ -348,7 +344,7 @@ class ModelRunner:
         """The forward pass; by a graph where there are no `inputs`. `all_tokens`: the hidden states of all tokens too.
         `all_greedy`: all picks are the largest logit."""
         if self._model.offload is not None:
-            self._model.offload.begin_offload_step()
+            self._model.offload.prepare_for_step()
         inputs, features = prepared.inputs, prepared.features
         all_tokens = all_tokens or self._draft_heads_read_all_tokens
         if prepared.graph_plan is not None:
@@ -397,7 +393,7 @@ class ModelRunner:
             self._graphable_steps.split_hidden(hidden)[0], slots, positions + 1, linear_context
         )
 
-    def _sample_greedy(self, sample_targets: SampleTargets, hidden: HiddenStates) -> Tensor:
+    def _sample_and_write_greedy_targets(self, sample_targets: SampleTargets, hidden: HiddenStates) -> Tensor:
         return self._sample_and_write_greedy(
             hidden.sample_hidden,
             sample_targets.device_slots,
@@ -409,7 +405,7 @@ class ModelRunner:
         self, hidden: Tensor, slots: Tensor, positions: Tensor, linear_context: LinearContext
     ) -> Tensor:
         """As `_sample_and_write`, of picks that are nothing but the largest logit."""
-        sampled, is_finite = self._model.greedy_tokens(hidden, linear_context)
+        sampled, is_finite = self._model.greedy_tokens_and_finite_flags(hidden, linear_context)
         self._input_batch.token_ids[slots, positions] = sampled.to(torch.int32)
         return sampled.masked_fill(~is_finite, NONFINITE_TOKEN)
 
@@ -460,10 +456,10 @@ class ModelRunner:
 
     def _compute_prompt_logprobs(
         self, rows: list[ScheduledRequest], hidden: Tensor
-    ) -> tuple[list[PromptLogprobsChunk], list[Tensor]]:
+    ) -> tuple[list[PromptLogprobTargets], list[Tensor]]:
         """For each row that wants prompt log probabilities: the prompt tokens that follow its tokens, and what
         logprob_tensors finds for these."""
-        chunks: list[PromptLogprobsChunk] = []
+        chunks: list[PromptLogprobTargets] = []
         tensors: list[Tensor] = []
         begin = 0
         for row in rows:
@@ -479,7 +475,7 @@ class ModelRunner:
                     if self._model.shard.rank > 0:
                         continue  # the first rank alone has all of them
                     (tokens,) = upload_arrays([np.array(part, dtype=np.int64)], logits.device)
-                    chunks.append(PromptLogprobsChunk(row.request_id, part, top))
+                    chunks.append(PromptLogprobTargets(row.request_id, part, top))
                     tensors += logprob_tensors(logits, tokens, top)
             begin += row.num_tokens
         return chunks, tensors

@@ -1,4 +1,4 @@
-"""The result of a launched step, while it is on its way to the host."""
+"""A step before its result is there: a batch whose tensors are made, and what is on its way to the host."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from itertools import islice
 
 from quire.engine.checkpoint.pooling import Pooling
-from quire.engine.core.scheduler_output import ModelRunnerOutput, RequestFailure, ScheduledRequest
-from quire.engine.layers.pooling import PoolingChunk, postprocess_request_vectors
+from quire.engine.core.scheduler_output import ModelRunnerOutput, RequestFailure, ScheduledRequest, SchedulerOutput
+from quire.engine.layers.pooling import PoolingChunk, postprocess_vectors_by_request_id
+from quire.engine.models.decoder import MediaEmbeddings
 from quire.engine.types import TokenLogprob
-from quire.engine.worker.input_batch import SlotRequest
+from quire.engine.worker.graphs.mixed_batch_graphs import GraphPlan
+from quire.engine.worker.input_batch import ForwardInputs, SampleTargets, SlotRequest
 from quire.engine.worker.sampling.sampler import include_sampled_token, token_logprobs
 from quire.engine.worker.sampling.sampling_rules import NO_TOKEN_LEFT
 from quire.engine.worker.sampling.slot_grammars import SlotGrammars
@@ -17,7 +19,20 @@ from quire.kernels.gpu.host_transfer import HostDownload
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLogprobsChunk:
+class PreparedBatch:
+    """A batch whose tensors are made; the `inputs` are None where a graph makes them, one of steps with prompts as it
+    was `graph_plan`, or where it has no rows: then it was read of images alone."""
+
+    scheduler_output: SchedulerOutput
+    sample_targets: SampleTargets
+    inputs: ForwardInputs | None
+    features: MediaEmbeddings | None = None
+    """Of the images that some of its tokens stand for."""
+    graph_plan: GraphPlan | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobTargets:
     """Prompt tokens of one row whose log probabilities are wanted."""
 
     request_id: str
@@ -49,7 +64,7 @@ class PendingStep:
 
     sampled_rows: list[tuple[ScheduledRequest, SlotRequest]]
     logprob_indices: list[int]
-    prompt_chunks: list[PromptLogprobsChunk]
+    prompt_chunks: list[PromptLogprobTargets]
     pooled_rows: list[PoolingChunk]
     pooling: Pooling | None
     download: HostDownload
@@ -72,7 +87,7 @@ class PendingStep:
                 one if each.logprob_token_ids is None else include_sampled_token(one)
                 for one, each in zip(token_logprob_list, rules, strict=True)
             ]
-        token_ids, logprobs, errors = self._accept_drafts(
+        token_ids, logprobs, errors = self._accept_drafts_and_advance_grammars(
             sampled, dict(zip(self.logprob_indices, token_logprob_list, strict=True))
         )
         prompt_logprobs: dict[str, list[TokenLogprob]] = {}
@@ -82,10 +97,10 @@ class PendingStep:
             prompt_logprobs[chunk.request_id] = prompt_logprobs.get(chunk.request_id, []) + token_logprob_list
         vectors = {}
         if self.pooling is not None and self.pooled_rows:
-            vectors = postprocess_request_vectors(self.pooled_rows, next(tensors), self.pooling)
+            vectors = postprocess_vectors_by_request_id(self.pooled_rows, next(tensors), self.pooling)
         return ModelRunnerOutput(token_ids, logprobs, prompt_logprobs, errors, vectors, self.used_cuda_graph)
 
-    def _accept_drafts(
+    def _accept_drafts_and_advance_grammars(
         self, sampled: list[int], logprobs_by_index: dict[int, TokenLogprob]
     ) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprob]], dict[str, RequestFailure]]:
         """By request id: accepted tokens, their log probabilities, errors. `logprobs_by_index` has them by index in
@@ -104,7 +119,7 @@ class PendingStep:
                 continue
             if first in logprobs_by_index:
                 logprobs[row.request_id] = [logprobs_by_index[first + index] for index in range(len(tokens))]
-            if (error := self.grammars.consume_tokens(row.slot, slot_request.new_request, tokens)) is not None:
+            if (error := self.grammars.advance_and_get_failure(row.slot, slot_request.new_request, tokens)) is not None:
                 errors[row.request_id] = error
             first += width
         return token_ids, logprobs, errors

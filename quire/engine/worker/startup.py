@@ -10,7 +10,7 @@ from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_plan import KVPlan, StateShares
 from quire.engine.config import EngineConfig
 from quire.engine.core.executor import AdapterLoader
-from quire.engine.worker.device_memory import available_kv_bytes, check_kv_cache_memory
+from quire.engine.worker.device_memory import available_kv_bytes, check_kv_cache_fits_device
 from quire.engine.worker.device_plan import DevicePlan, choose_device, choose_device_plan, configure_cpu
 from quire.engine.worker.kernel_compilation.kernel_cache import prepare_kernel_cache
 from quire.engine.worker.loading.adapter_loader import make_adapter_loader
@@ -40,7 +40,7 @@ def start_worker(
     called after every layer: a step may take long, but a layer that does not end hangs. `on_rank_end`: see Ranks.
     Raises ConfigError."""
     device = choose_device(config)
-    check_kv_cache_memory(config, device)
+    check_kv_cache_fits_device(config, device)
     kernel_cache_note = prepare_kernel_cache() if device.type == "cuda" else None
     configure_cpu(config)
     device_plan = choose_device_plan(config, model_config)
@@ -83,7 +83,7 @@ class WorkerStartup:
         available_here = partial(
             available_kv_bytes, model, self._model_config, backend, self._config, weights.tower.encoding_bytes
         )
-        return sizer.plan_kv_cache(weights.drafter, lambda: self._ranks.available_kv_bytes(available_here))
+        return sizer.plan_kv_cache(weights.drafter, lambda: self._ranks.measure_total_kv_bytes(available_here))
 
     def allocate_on_all_ranks(self, weights: WorkerWeights, kv_plan: KVPlan) -> RunnerResources:
         """What the plan says, here and on the other ranks."""
@@ -116,7 +116,7 @@ class WorkerStartup:
         started_drafter = None
         if weights.drafter is not None:
             started_drafter = weights.drafter.start_drafter(
-                config, allocation, kv_plan.num_blocks, self._ranks.make_draft_head_runner
+                config, allocation, kv_plan.num_blocks, self._ranks.make_leader_draft_head_runner
             )
         runner = self._ranks.runner(
             model,
@@ -128,7 +128,7 @@ class WorkerStartup:
             weights.tower.encoder_cache,
             allocation.eager_prefill_reason is None,
         )
-        adapter_loader = self._make_adapter_loader(weights)
+        adapter_loader = self._make_local_adapter_loader(weights)
         notes = [
             *weights.transformers_notes,
             kernel_cache_note,
@@ -149,13 +149,13 @@ class WorkerStartup:
             step_costs=measure_step_costs(runner, kv_plan, config),
             started_drafter=started_drafter,
             adapter_loader=None if adapter_loader is None else self._ranks.wrap_adapter_loader(adapter_loader),
-            get_grammar_compiler=lambda: grammars.load_compiler().result(),
+            get_grammar_compiler=lambda: grammars.start_loading_compiler().result(),
             expected_weights=loaded_model.expected_weights.detach_from_model(),
             collective_rpc=self._ranks.make_collective_rpc(model),
-            get_offload_counts=None if model.offload is None else model.offload.offload_counts,
+            get_offload_counts=None if model.offload is None else model.offload.total_offload_counts,
         )
 
-    def _make_adapter_loader(self, weights: WorkerWeights) -> AdapterLoader | None:
+    def _make_local_adapter_loader(self, weights: WorkerWeights) -> AdapterLoader | None:
         """What loads adapters on this rank; None: none are served."""
         adapter_slots = weights.loaded_model.adapter_slots
         if adapter_slots is None:

@@ -47,12 +47,12 @@ def measure_step_costs(executor: Executor, plan: KVPlan, config: EngineConfig) -
             admissions.append(NewRequestData(slot, [0] * length, length, params, seed=0))
         executor.launch(SchedulerOutput(rows, admissions)).result()
 
-    return measure_best_times(
+    return measure_best_step_times(
         run_step, [count for count in MEASURED_TOKEN_COUNTS if count <= max_width * plan.sequences]
     )
 
 
-def measure_best_times(
+def measure_best_step_times(
     run_step: Callable[[int], object], counts: Sequence[int] = MEASURED_TOKEN_COUNTS
 ) -> list[tuple[int, float]]:
     """(tokens, seconds) of `run_step`, called with numbers of tokens, at least two of them: the best of some rounds."""

@@ -29,7 +29,7 @@ from quire.engine.checkpoint.safetensors import INDEX
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class WeightReceiver:
+class WeightFileReceiver:
     """Takes part in a group's broadcasts from rank 0."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ def main() -> None:
     connection, root = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     commands: SimpleQueue[dict[str, Any]] = SimpleQueue()
     Thread(target=_read_commands_then_exit, args=(connection, root, commands), daemon=True).start()
-    receiver = WeightReceiver()
+    receiver = WeightFileReceiver()
     while True:
         command = commands.get()
         answer = {}

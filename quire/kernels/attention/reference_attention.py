@@ -75,9 +75,9 @@ def compute_partial_softmax(
     for s, context in enumerate(metadata.context_lens.tolist()):
         pages = metadata.block_table[s, : -(-context // (shard.tokens_per_page * shard.world_size))].long()
         num_keys = shard.num_local_tokens_before(context)
-        k = _read_cache(caches[0], pages, softmax.kv_scales.key, q.dtype)[:num_keys]
+        k = _read_cache_pages(caches[0], pages, softmax.kv_scales.key, q.dtype)[:num_keys]
         value_scale = softmax.kv_scales.value if softmax.value_dim is None else softmax.kv_scales.key
-        v = _read_cache(caches[1], pages, value_scale, q.dtype)[:num_keys, :, : softmax.value_dim]
+        v = _read_cache_pages(caches[1], pages, value_scale, q.dtype)[:num_keys, :, : softmax.value_dim]
         if softmax.window is not None:  # pages before it may hold anything, NaN too, whose part no weight of 0 is 0
             unseen = shard.num_local_tokens_before(
                 max(softmax.first_visible_key(context - (starts[s + 1] - starts[s])), 0)
@@ -91,7 +91,7 @@ def compute_partial_softmax(
     return softmax_sums
 
 
-def _read_cache(cache: Tensor, pages: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def _read_cache_pages(cache: Tensor, pages: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """Keys or values [pages * tokens, K, D]; of codes in the type that attention for this dtype computes with."""
     if cache.dtype not in QUANTIZED_KV_DTYPES:
         return cache[pages].flatten(0, 1)

@@ -30,12 +30,12 @@ from quire.kernels.cpu.decoder.layer_recorder import record_layers
 from quire.kernels.cpu.linears.linear_backend import CpuLinearBackend
 from quire.kernels.cpu.ranks import shared_collective
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, UNIT_KV_SCALES, KVScales, num_scale_elements
-from quire.kernels.latent_params import LatentParams
+from quire.kernels.latent_params import LatentNormRopeParams
 from quire.kernels.parameters.activation import Activation, ClampedSwiGLU
 from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
 from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
-from quire.kernels.routing import Experts, MoE
+from quire.kernels.routing import MoE, MoEComponents
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 _PIECE_TOKENS, _TILE_TOKENS = 16, 256
@@ -61,7 +61,7 @@ class CpuBackend(CpuLinearBackend):
         if self.missing_reason is None:
             self._calls = ImmediateCalls(self.library)
 
-    def make_context_parallel(self, ranks: int) -> CpuBackend:
+    def make_context_parallel_backend(self, ranks: int) -> CpuBackend:
         backend = CpuBackend(self.library, deterministic=self.deterministic, activation_bits=self.activation_bits)
         backend.block_size = _TILE_TOKENS * ranks
         return backend
@@ -133,19 +133,19 @@ class CpuBackend(CpuLinearBackend):
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """In place: returns x and residual themselves where they are contiguous."""
-        if not _have_kernel_dtype(x, residual) or weight.dtype != torch.float32 or bias.dtype != torch.float32:
+        if not _share_kernel_dtype(x, residual) or weight.dtype != torch.float32 or bias.dtype != torch.float32:
             return super().add_layer_norm(x, residual, weight, bias, eps)
         return self._calls.add_layer_norm(x.contiguous(), residual.contiguous(), weight, bias, eps)
 
     def add_residual(self, x: Tensor, residual: Tensor) -> Tensor:
         """In place: returns residual itself where it is contiguous."""
-        if not _have_kernel_dtype(x, residual):
+        if not _share_kernel_dtype(x, residual):
             return super().add_residual(x, residual)
         return self._calls.add_residual(x.contiguous(), residual.contiguous())
 
     def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
         """In place, as `add_residual`."""
-        if not _have_kernel_dtype(x, gate, residual):
+        if not _share_kernel_dtype(x, gate, residual):
             return super().add_gated(x, gate, residual)
         return self._calls.add_gated(x.contiguous(), gate.contiguous(), residual.contiguous())
 
@@ -161,7 +161,7 @@ class CpuBackend(CpuLinearBackend):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """In place: returns x and residual themselves where they are contiguous."""
-        if not _have_kernel_dtype(x, residual) or weight.dtype != torch.float32:
+        if not _share_kernel_dtype(x, residual) or weight.dtype != torch.float32:
             return super().add_rms_norm(x, residual, weight, eps)
         return self._calls.add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
 
@@ -177,7 +177,7 @@ class CpuBackend(CpuLinearBackend):
 
     def mul_by_column_slice(self, x: Tensor, per_layer_inputs: Tensor, first: int) -> Tensor:
         """In place: returns x itself where it is contiguous."""
-        if not _have_kernel_dtype(x, per_layer_inputs):
+        if not _share_kernel_dtype(x, per_layer_inputs):
             return super().mul_by_column_slice(x, per_layer_inputs, first)
         return self._calls.mul_by_column_slice(x.contiguous(), per_layer_inputs.contiguous(), first)
 
@@ -191,10 +191,10 @@ class CpuBackend(CpuLinearBackend):
     ) -> Tensor:
         return self._calls.rope_and_store_kv(qkv.contiguous(), rope, k_cache, v_cache, metadata)
 
-    def store_latent_kv(
-        self, q: Tensor, kv: Tensor, latent: LatentParams, cache: Tensor, metadata: AttentionMetadata
+    def rope_and_store_latent_kv(
+        self, q: Tensor, kv: Tensor, latent: LatentNormRopeParams, cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        return self._calls.store_latent_kv(q.contiguous(), kv.contiguous(), latent, cache, metadata)
+        return self._calls.rope_and_store_latent_kv(q.contiguous(), kv.contiguous(), latent, cache, metadata)
 
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvStates, metadata: AttentionMetadata) -> Tensor:
         if bcx.dtype not in KERNEL_DTYPES:
@@ -221,7 +221,7 @@ class CpuBackend(CpuLinearBackend):
             return super().sigmoid_mul(x, gate)
         return self._calls.sigmoid_mul(x, gate.contiguous())
 
-    def make_moe(self, experts: Experts) -> MoE:
+    def make_moe(self, experts: MoEComponents) -> MoE:
         return make_compiled_moe(self.library, experts) or super().make_moe(experts)
 
     def make_linear_with_lora(self, linear: Linear, slots: AdapterSlotSpec) -> LinearWithLora:
@@ -275,6 +275,6 @@ class CpuBackend(CpuLinearBackend):
         return out
 
 
-def _have_kernel_dtype(*tensors: Tensor) -> bool:
+def _share_kernel_dtype(*tensors: Tensor) -> bool:
     """Whether all are of one type that the kernels take."""
     return tensors[0].dtype in KERNEL_DTYPES and all(each.dtype == tensors[0].dtype for each in tensors)

@@ -76,7 +76,7 @@ def isas_to_build(cxx: list[str]) -> list[str]:
     return list(dict.fromkeys(["plain", usable[-1]]))
 
 
-def build_libraries(cxx: list[str], isas: Collection[str], target: Path = HERE) -> dict[str, str]:
+def build_libraries_returning_errors(cxx: list[str], isas: Collection[str], target: Path = HERE) -> dict[str, str]:
     """Compiles what is older than its sources; by instruction set what the compiler said where it failed: it may be too
     old for one set. Libraries of other sets that are older than their sources go. One build at a time: a second one
     waits, and finds its work done."""
@@ -138,7 +138,9 @@ def main(arguments: list[str]) -> None:
     if cxx is None:
         print("no C++ compiler found: Quire will serve on PyTorch's ops, several times slower", file=sys.stderr)
         return
-    for isa, error_output in build_libraries(cxx, ISAS if arguments == ["all"] else isas_to_build(cxx)).items():
+    for isa, error_output in build_libraries_returning_errors(
+        cxx, ISAS if arguments == ["all"] else isas_to_build(cxx)
+    ).items():
         print(f"kernels for {isa} were not built: {error_output.splitlines()[0]}", file=sys.stderr)
 
 

@@ -11,7 +11,7 @@ from quire.kernels.backend import LinearContext
 from quire.kernels.cpu import native_library
 
 
-class CompiledLinear:
+class CompiledLinearBase:
     """x @ weight.T + bias, as the compiled kernels compute it. A subclass keeps the memory that `native` points to."""
 
     def __init__(
@@ -25,7 +25,7 @@ class CompiledLinear:
         self._kernel = library.linear[dtype]
         self._pointer = ctypes.addressof(linear)
 
-    def relocatable_weights(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
+    def pointer_addresses_and_weights(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
         """Its packed weights, each with where the address stands by which the kernel finds them; own: `native`, or the
         copy of it that the kernel is given."""
         raise NotImplementedError
@@ -43,7 +43,7 @@ class CompiledLinear:
         return out
 
 
-class PackedLinear(CompiledLinear):
+class PackedLinear(CompiledLinearBase):
     """Of weights in the dtype of x."""
 
     def __init__(
@@ -68,5 +68,5 @@ class PackedLinear(CompiledLinear):
         )
         super().__init__(library, linear, dtype)
 
-    def relocatable_weights(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
+    def pointer_addresses_and_weights(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
         return [(ctypes.addressof(struct) + native_library.PackedLinear.weight.offset, self._weight)]

@@ -71,7 +71,7 @@ class PackedLinear(ctypes.Structure):
     ]
 
 
-class LinearBlocks(ctypes.Structure):
+class PerHeadLinear(ctypes.Structure):
     _fields_ = [("linears", ctypes.POINTER(PackedLinear)), *[(name, _INT) for name in ("count", "passed")]]
 
 
@@ -86,13 +86,13 @@ class Routing(ctypes.Structure):
     ]
 
 
-class MappedPiece(ctypes.Structure):
+class MappedByteRange(ctypes.Structure):
     _fields_ = [("begin", _POINTER), ("bytes", _LONG)]
 
 
 class MappedExperts(ctypes.Structure):
     _fields_ = [
-        ("pieces", ctypes.POINTER(MappedPiece)),
+        ("pieces", ctypes.POINTER(MappedByteRange)),
         *[(name, _POINTER) for name in ("starts", "kept", "guessed", "uses", "counts", "next")],
     ]
 
@@ -152,7 +152,7 @@ def kv_format(cache: Tensor, scales: KVScales) -> KVFormat | None:
     return None if format_number is None else KVFormat(format_number, scales.key, scales.value)
 
 
-def flatten_cache_pages(cache: Tensor) -> Tensor:
+def view_as_kernel_blocks(cache: Tensor) -> Tensor:
     """A cache of keys or values as kernels take it, also where its pages have several pieces."""
     return cache if cache.ndim == 3 else cache.flatten(0, 1)
 
@@ -164,7 +164,7 @@ def to_ctypes(argument: Any) -> Any:
     return ctypes.addressof(argument) if isinstance(argument, ctypes.Structure) else argument
 
 
-def relative_bias_layout(bias: Tensor | None) -> tuple[int, int]:
+def relative_bias_stride_and_origin(bias: Tensor | None) -> tuple[int, int]:
     """Of AttentionParams.relative_bias: its rows' stride, and the column of distance 0. Raises TypeError for what no
     kernel takes."""
     if bias is None:
@@ -329,7 +329,7 @@ class NativeLibrary:
         return ctypes.cast(getattr(self._library, f"call_{kernel}_{_SUFFIXES[dtype]}"), _POINTER).value
 
 
-def load_library() -> NativeLibrary | str:
+def load_library_or_reason() -> NativeLibrary | str:
     """The library for the best instruction set that this CPU has, or, in one line, why there is none."""
     try:
         isas = loadable_isas()

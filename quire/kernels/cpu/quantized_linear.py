@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu import native_library
-from quire.kernels.cpu.linear import CompiledLinear
+from quire.kernels.cpu.linear import CompiledLinearBase
 from quire.kernels.quantized_tensors import GroupedWeight, QuantizedWeight, has_same_input_order
 
 _MAX_SCALE_BLOCK = 96
@@ -32,7 +32,7 @@ def as_grouped_weights(weights: Sequence[QuantizedWeight]) -> Sequence[GroupedWe
     return grouped if all(each.scales.shape[1] == 1 or each.group_size % 16 == 0 for each in grouped) else None
 
 
-class CompiledQuantizedLinear(CompiledLinear):
+class CompiledQuantizedLinear(CompiledLinearBase):
     """Of weights that are `as_grouped_weights`, their outputs side by side. x is rounded to 8 or 16 bits (_OUTLIERS) in
     blocks that share a scale; `bias` is added in float32."""
 
@@ -69,7 +69,7 @@ class CompiledQuantizedLinear(CompiledLinear):
         """Of codes and scales."""
         return sum(each.memory.nbytes + each.factors.nbytes for each in self._packed)
 
-    def relocatable_weights(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
+    def pointer_addresses_and_weights(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
         where = native_library.QuantizedPart.packed.offset
         pairs = zip(self._parts, self._packed, strict=True)
         return [(ctypes.addressof(part) + where, packed.memory) for part, packed in pairs]

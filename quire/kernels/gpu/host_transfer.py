@@ -24,7 +24,7 @@ def upload_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[Te
         return unpack_arrays(torch.empty(0, dtype=torch.uint8, device=device), arrays)
     pinned = device.type == "cuda"
     staged = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-    pack_arrays(staged, arrays)
+    pack_arrays_into(staged, arrays)
     return unpack_arrays(staged.to(device, non_blocking=pinned), arrays)
 
 
@@ -35,11 +35,11 @@ def copy_into(array: np.ndarray, target: Tensor) -> None:
         return
     pinned = target.device.type == "cuda"
     staged = torch.empty(_end_offsets([array])[-1], dtype=torch.uint8, pin_memory=pinned)
-    pack_arrays(staged, [array])
+    pack_arrays_into(staged, [array])
     target.copy_(unpack_arrays(staged, [array])[0], non_blocking=pinned)
 
 
-def pack_arrays(staged: Tensor, arrays: Sequence[np.ndarray]) -> None:
+def pack_arrays_into(staged: Tensor, arrays: Sequence[np.ndarray]) -> None:
     """Lay the arrays one after another into host bytes, each at a multiple of 16."""
     target = staged.numpy()
     for array, end in zip(arrays, _end_offsets(arrays), strict=True):
@@ -48,7 +48,7 @@ def pack_arrays(staged: Tensor, arrays: Sequence[np.ndarray]) -> None:
 
 
 def unpack_arrays(laid: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-    """Bytes laid by `pack_arrays` as tensors of the arrays' types and shapes."""
+    """Bytes laid by `pack_arrays_into` as tensors of the arrays' types and shapes."""
     tensors = []
     for array, end in zip(arrays, _end_offsets(arrays), strict=True):
         begin = end - _padded_bytes(array)

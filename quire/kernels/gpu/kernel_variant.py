@@ -1,6 +1,6 @@
 """Kinds of Triton kernels: what is compiled apart, for arguments of other types, sizes that are constants, alignments.
 
-Triton compiles a kind, for seconds, when it is first launched. `record_variants` says which ones something would
+Triton compiles a kind, for seconds, when it is first launched. `dry_run_for_variants` says which ones something would
 launch, without a launch; another process may compile them (`KernelVariant.compile_variant`), and this one then finds
 them in Triton's folder."""
 
@@ -84,7 +84,7 @@ def set_compile_target(target: GPUTarget) -> None:
     driver.set_active(CompileOnlyDriver(target))
 
 
-def record_variants(function: Callable[[], None]) -> list[KernelVariant]:
+def dry_run_for_variants(function: Callable[[], None]) -> list[KernelVariant]:
     """The kinds that `function` would launch and that were not compiled in this process. Nothing is launched meanwhile,
     not even what is compiled: what kernels write is not written. Not beside other threads that launch kernels."""
     variants: dict[KernelVariant, None] = {}

@@ -17,7 +17,7 @@ def is_other_device(device: torch.device) -> bool:
     return device.type not in ("cpu", "cuda")
 
 
-def find_other_device(name: str) -> torch.device:
+def require_other_device(name: str) -> torch.device:
     """Raises ValueError with one sentence where this PyTorch has none of OTHERS[name]."""
     backend_module = getattr(torch, name, None)
     if backend_module is None or not backend_module.is_available():
@@ -44,7 +44,7 @@ def empty_device_caches() -> None:
             backend_module.empty_cache()
 
 
-def preferred_dtype(name: str, device: torch.device) -> str | None:
+def replacement_dtype_or_none(name: str, device: torch.device) -> str | None:
     """What --dtype auto makes of a checkpoint's type there; None: it stays. Not all of Apple's chips compute bfloat16,
     and none computes it faster than float16."""
     if device.type == "mps":

@@ -15,7 +15,7 @@ from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext
 from quire.kernels.gpu.images.bidirectional_attention import attend_bidirectional, can_attend_bidirectional
 from quire.kernels.gpu.torch_backend import TorchBackend
-from quire.kernels.recurrent.recurrence import DraftStateLengths, RecurrenceMetadata
+from quire.kernels.recurrent.recurrence import RecurrenceMetadata, StateAndVerifiedCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +136,26 @@ def join_metadata(
 def _join_recurrence_metadata(
     decodes: RecurrenceMetadata | None, prompts: RecurrenceMetadata | None
 ) -> RecurrenceMetadata | None:
-    if decodes is None or prompts is None or decodes.draft_state_lengths is None or prompts.draft_state_lengths is None:
+    if (
+        decodes is None
+        or prompts is None
+        or decodes.state_and_verified_counts is None
+        or prompts.state_and_verified_counts is None
+    ):
         return None
     lens = [
         torch.cat(pair)
         for pair in (
             (decodes.context_lens, prompts.context_lens),
-            (decodes.draft_state_lengths.num_state_tokens, prompts.draft_state_lengths.num_state_tokens),
-            (decodes.draft_state_lengths.num_verified_tokens, prompts.draft_state_lengths.num_verified_tokens),
+            (decodes.state_and_verified_counts.num_state_tokens, prompts.state_and_verified_counts.num_state_tokens),
+            (
+                decodes.state_and_verified_counts.num_verified_tokens,
+                prompts.state_and_verified_counts.num_verified_tokens,
+            ),
         )
     ]
     starts = torch.cat((decodes.query_start, prompts.query_start[1:] + len(decodes.context_lens)))
-    return RecurrenceMetadata(starts, lens[0], DraftStateLengths(*lens[1:]))
+    return RecurrenceMetadata(starts, lens[0], StateAndVerifiedCounts(*lens[1:]))
 
 
 def attend_by_parts(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.triton_kv_quantization import kv_codes_to_floats
+from quire.kernels.gpu.triton_kv_quantization import kv_codes_to_unscaled_floats
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -129,7 +129,7 @@ def _online_softmax_step(
     within = (key % PAGE) * KV_WIDTH
     k = _load_kv_rows(k_cache, page * k_stride + within, inside, d, D, D_PAD, MASKED)
     v = _load_kv_rows(v_cache, page * v_stride + within, inside, d, D, D_PAD, MASKED)
-    k, v = kv_codes_to_floats(k, HELD, q), kv_codes_to_floats(v, HELD, q)
+    k, v = kv_codes_to_unscaled_floats(k, HELD, q), kv_codes_to_unscaled_floats(v, HELD, q)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if HELD == 1:
         beside = PAGE * KV_WIDTH // 2 + (key % PAGE) * (KV_WIDTH // D)

@@ -19,13 +19,13 @@ from quire.kernels.backend import AttentionMetadata, CachePair
 from quire.kernels.gpu import triton_fused, triton_short_conv
 from quire.kernels.gpu.linears.linear_backend import TritonLinearBackend
 from quire.kernels.gpu.mla import absorbed_attention as latents
-from quire.kernels.gpu.mla.triton_latent_store import store_latent_kv
+from quire.kernels.gpu.mla.triton_latent_store import rope_and_store_latent_kv
 from quire.kernels.gpu.prefill_decode_split import attend_by_parts
 from quire.kernels.gpu.ranks.context_parallel import merge_rank_outputs
 from quire.kernels.gpu.recurrent import triton_recurrence
 from quire.kernels.gpu.triton_paged_attention import paged_attention
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, UNIT_KV_SCALES, KVScales
-from quire.kernels.latent_params import LatentParams
+from quire.kernels.latent_params import LatentNormRopeParams
 from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
 from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
@@ -117,10 +117,10 @@ class TritonBackend(TritonLinearBackend):
             return super().rope_and_store_kv(qkv, rope, k_cache, v_cache, metadata)
         return triton_fused.rope_and_store_kv(qkv, rope, k_cache, v_cache, metadata)
 
-    def store_latent_kv(
-        self, q: Tensor, kv: Tensor, latent: LatentParams, cache: Tensor, metadata: AttentionMetadata
+    def rope_and_store_latent_kv(
+        self, q: Tensor, kv: Tensor, latent: LatentNormRopeParams, cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        return store_latent_kv(q, kv, latent, cache, metadata)
+        return rope_and_store_latent_kv(q, kv, latent, cache, metadata)
 
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: ConvStates, metadata: AttentionMetadata) -> Tensor:
         return triton_short_conv.short_conv(bcx, conv, columns, metadata)

@@ -84,7 +84,7 @@ def _launch_norm(
     out: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> None:
     size = x.shape[-1]
-    block, warps = row_block_and_warps(size)
+    block, warps = row_block_size_and_warps(size)
     if x.numel():
         _norm_kernel[x.numel() // size,](
             out, x, x if residual is None else residual, weight, weight if bias is None else bias, eps, size, block,
@@ -92,7 +92,7 @@ def _launch_norm(
         )  # fmt: skip
 
 
-def row_block_and_warps(size: int) -> tuple[int, int]:
+def row_block_size_and_warps(size: int) -> tuple[int, int]:
     """A block that holds a row, and the warps for it: 16 bytes of bfloat16 a thread and load, up to four loads."""
     block = next_power_of_2(size)
     return block, min(16, max(1, block // 512))
@@ -152,7 +152,7 @@ def _store_kv_kernel(
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     k, v = k.contiguous(), v.contiguous()
     width = k.shape[1] * k.shape[2]
-    block, warps = row_block_and_warps(width)
+    block, warps = row_block_size_and_warps(width)
     if len(slots):
         _store_kv_kernel[len(slots),](
             k, v, k_cache, v_cache, slots, k_cache.stride(0), v_cache.stride(0), width, block, k_cache.shape[1],

@@ -59,7 +59,7 @@ def from_float8(codes):
 
 
 @triton.jit
-def kv_codes_to_floats(codes, HELD: tl.constexpr, like):
+def kv_codes_to_unscaled_floats(codes, HELD: tl.constexpr, like):
     """Codes in the type of `like`, which holds them exactly."""
     if HELD == 1:
         return codes.to(tl.float32).to(like.dtype)

@@ -45,7 +45,7 @@ def paged_attention(
     which this one has these tokens in its pages; then it is `PartialSoftmax.to_packed_tensor` [T, H, D + 2], without
     the sinks."""
     q = q.contiguous()
-    window = softmax.window if fixed else softmax.effective_window(metadata.max_context_len)
+    window = softmax.window if fixed else softmax.window_if_limiting(metadata.max_context_len)
     tokens, heads, dim = q.shape
     out = allocate_attention_output(q, dim, shard)
     rank, ranks = (0, 1) if shard is None else (shard.rank, shard.world_size)

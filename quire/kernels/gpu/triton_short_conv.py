@@ -22,7 +22,7 @@ _MAX_CHANNELS = 512
 
 
 @triton.jit
-def _load_conv_column(bcx, token, i, channels, wanted, GATED: tl.constexpr):
+def _load_step_column(bcx, token, i, channels, wanted, GATED: tl.constexpr):
     """The column of a token of bcx [T, 3 * channels], rounded to its type, or of x [T, channels]; 0 where it is not
     `wanted`."""
     if not GATED:
@@ -34,7 +34,7 @@ def _load_conv_column(bcx, token, i, channels, wanted, GATED: tl.constexpr):
 
 
 @triton.jit
-def _stored_column_pointer(
+def _page_column_pointer(
     ends, table, row, table_stride, at, channels, BEFORE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr
 ):
     """Where the column of a position at a piece's end lies, for a position from 0 on."""
@@ -58,12 +58,12 @@ def _store_conv_columns_kernel(
     row, at = tl.load(rows + token), tl.load(positions + token)
     is_end, inside = (at % PIECE >= PIECE - BEFORE) & (PIECES > 0), i < channels
     if IN_PAGES:
-        to = _stored_column_pointer(ends, table, row, table_stride, at, channels, BEFORE, PIECE, PIECES) + i
+        to = _page_column_pointer(ends, table, row, table_stride, at, channels, BEFORE, PIECE, PIECES) + i
         wanted = inside & is_end
     else:
         to = recent + (tl.load(slots + row) * KEPT + at % KEPT) * channels + i
         wanted = inside & (is_end == 0) & (at >= tl.load(contexts + row) - KEPT)
-    tl.store(to, _load_conv_column(bcx, token, i, channels, wanted, GATED), mask=wanted)
+    tl.store(to, _load_step_column(bcx, token, i, channels, wanted, GATED), mask=wanted)
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=[*_STEP_POINTERS[:3], "table"])
@@ -88,10 +88,10 @@ def _conv_kernel(
         other = tl.load(slots + tl.load(rows + before, mask=there, other=0))
         fresh = there & (other == slot) & (tl.load(positions + before, mask=there, other=-1) == at)
         known, is_end = (at >= 0) & (fresh == 0), (at % PIECE >= PIECE - (WIDTH - 1)) & (PIECES > 0)
-        column = _load_conv_column(bcx, before, i, channels, inside & fresh, GATED).to(tl.float32)
+        column = _load_step_column(bcx, before, i, channels, inside & fresh, GATED).to(tl.float32)
         if PIECES:
             stored = (
-                _stored_column_pointer(
+                _page_column_pointer(
                     ends, table, row, table_stride, tl.maximum(at, 0), channels, WIDTH - 1, PIECE, PIECES
                 )
                 + i
@@ -109,7 +109,7 @@ def _conv_kernel(
 def short_conv(bcx: Tensor, conv: ShortConv, columns: ConvStates, metadata: AttentionMetadata) -> Tensor:
     bcx, slots = bcx.contiguous(), metadata.state_slots
     assert slots is not None
-    tokens, channels = len(bcx), bcx.shape[1] // conv.inputs_per_channel
+    tokens, channels = len(bcx), bcx.shape[1] // conv.num_input_parts
     out = bcx.new_empty((tokens, channels))
     if not tokens:
         return out

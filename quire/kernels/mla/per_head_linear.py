@@ -42,7 +42,7 @@ class ExpandablePerHeadLinear(Protocol):
         linears that bring values out of it. cache [P, page size, 1, L + R] has all latents of these tokens."""
 
 
-def as_expandable_if_worthwhile(
+def as_worthwhile_expandable_or_none(
     blocks: Linear, cache: Tensor, metadata: AttentionMetadata
 ) -> ExpandablePerHeadLinear | None:
     """Those that `Backend.pack_per_head_linear` made, if latents of these tokens are to be expanded."""

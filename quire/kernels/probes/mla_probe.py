@@ -9,8 +9,8 @@ from torch import Tensor
 
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import NO_ADAPTERS, Backend, Linear
-from quire.kernels.latent_params import LatentParams
-from quire.kernels.mla.per_head_linear import as_expandable_if_worthwhile
+from quire.kernels.latent_params import LatentNormRopeParams
+from quire.kernels.mla.per_head_linear import as_worthwhile_expandable_or_none
 from quire.kernels.probes.backend_probe import (
     BackendProbe,
     check_graph_replay,
@@ -52,13 +52,18 @@ class MLAProbe(BackendProbe):
         )
         prompts = replace(last_tokens_metadata(self.device, lengths, lengths, backend.block_size), is_full_prefill=True)
         own_q, own_kv = q.to(self.device, self.dtype), kv.to(self.device, self.dtype)
-        rule, softmax = self._latent_params(self.device), AttentionParams((plain + rotated) ** -0.5, value_dim=latent)
-        stored = backend.store_latent_kv(absorb(own_q, NO_ADAPTERS), own_kv, rule, cache, prompts)
+        rule, softmax = (
+            self._norm_rope_params(self.device),
+            AttentionParams((plain + rotated) ** -0.5, value_dim=latent),
+        )
+        stored = backend.rope_and_store_latent_kv(absorb(own_q, NO_ADAPTERS), own_kv, rule, cache, prompts)
         got = backend.paged_attention(stored, cache, cache, prompts, softmax)
         if not is_close(expand(got.flatten(1), NO_ADAPTERS), expected):
             return "computes something else than the reference for a prompt's latents"
-        if (blocks := as_expandable_if_worthwhile(absorb, cache, prompts)) is not None:
-            turned = backend.store_latent_kv(own_q.view(len(q), self.heads, -1).clone(), own_kv, rule, cache, prompts)
+        if (blocks := as_worthwhile_expandable_or_none(absorb, cache, prompts)) is not None:
+            turned = backend.rope_and_store_latent_kv(
+                own_q.view(len(q), self.heads, -1).clone(), own_kv, rule, cache, prompts
+            )
             if not is_close(blocks.attend_expanded(turned, expand, cache, prompts, softmax), expected):
                 return "computes something else than the reference where latents are expanded"
         rows, part = make_mixed_step(self.device, lengths, backend.block_size)
@@ -84,11 +89,11 @@ class MLAProbe(BackendProbe):
     def _pack_per_head(self, backend: Backend, weight: Tensor, passthrough_dim: int) -> Linear:
         return backend.pack_per_head_linear(list(weight.to(self.device, self.dtype)), passthrough_dim)
 
-    def _latent_params(self, device: torch.device) -> LatentParams:
+    def _norm_rope_params(self, device: torch.device) -> LatentNormRopeParams:
         latent, rotated, *_ = self.dims
         angles = torch.linspace(0.0, 9.0, 1024 * (rotated // 2)).view(1024, -1)
         table = torch.cat((angles.cos(), angles.sin()), dim=1)
-        return LatentParams(
+        return LatentNormRopeParams(
             torch.linspace(0.5, 1.5, latent, device=device), _EPS, table.to(device), self.is_interleaved
         )
 
@@ -109,6 +114,8 @@ class MLAProbe(BackendProbe):
             judge.pack_per_head_linear(list(weights[1]), 0),
         )
         absorbed = absorb(q, NO_ADAPTERS).to(self.dtype)
-        stored = judge.store_latent_kv(absorbed, kv.to(self.dtype), self._latent_params(cpu), cache, step).float()
+        stored = judge.rope_and_store_latent_kv(
+            absorbed, kv.to(self.dtype), self._norm_rope_params(cpu), cache, step
+        ).float()
         softmax = AttentionParams((plain + rotated) ** -0.5, value_dim=latent)
         return expand(judge.paged_attention(stored, cache, cache, step, softmax).flatten(1), NO_ADAPTERS)

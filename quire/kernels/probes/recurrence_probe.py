@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata, Backend
 from quire.kernels.probes.backend_probe import BackendProbe, check_graph_replay, is_close
-from quire.kernels.recurrent.recurrence import DraftStateLengths, RecurrentStates
+from quire.kernels.recurrent.recurrence import RecurrentStates, StateAndVerifiedCounts
 from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 from quire.kernels.reference import ReferenceBackend
 
@@ -77,10 +77,10 @@ def _step_metadata(
     starts = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32)
     guesses = None
     if seen is not None and known is not None:
-        guesses = DraftStateLengths(torch.tensor(seen, dtype=torch.int32), torch.tensor(known, dtype=torch.int32))
+        guesses = StateAndVerifiedCounts(torch.tensor(seen, dtype=torch.int32), torch.tensor(known, dtype=torch.int32))
     where = (starts, lens, starts, torch.zeros((2, 1), dtype=torch.int32), torch.tensor(at), torch.tensor(at))
     return AttentionMetadata(
-        *where, max(counts), max(ends), state_slots=torch.tensor([2, 0]), draft_state_lengths=guesses
+        *where, max(counts), max(ends), state_slots=torch.tensor([2, 0]), state_and_verified_counts=guesses
     )
 
 
@@ -132,6 +132,6 @@ def _move_tensors(instance: Any, device: torch.device) -> Any:
     values = {each.name: getattr(instance, each.name) for each in fields(instance)}
     moved_tensors = {name: each.to(device) for name, each in values.items() if isinstance(each, Tensor)}
     moved_drafts = {
-        name: _move_tensors(each, device) for name, each in values.items() if isinstance(each, DraftStateLengths)
+        name: _move_tensors(each, device) for name, each in values.items() if isinstance(each, StateAndVerifiedCounts)
     }
     return replace(instance, **moved_tensors, **moved_drafts)

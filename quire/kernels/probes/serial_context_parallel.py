@@ -11,7 +11,7 @@ from quire.kernels.attention.context_shard import ContextShard
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
-from quire.kernels.latent_params import LatentParams
+from quire.kernels.latent_params import LatentNormRopeParams
 from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.reference import ReferenceBackend
 
@@ -37,10 +37,10 @@ class SerialContextParallel(ReferenceBackend):
     ) -> Tensor:
         return self._backend.rope_and_store_kv(qkv, rope, k_cache, v_cache, metadata)
 
-    def store_latent_kv(
-        self, q: Tensor, kv: Tensor, latent: LatentParams, cache: Tensor, metadata: AttentionMetadata
+    def rope_and_store_latent_kv(
+        self, q: Tensor, kv: Tensor, latent: LatentNormRopeParams, cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        return self._backend.store_latent_kv(q, kv, latent, cache, metadata)
+        return self._backend.rope_and_store_latent_kv(q, kv, latent, cache, metadata)
 
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: AttentionParams

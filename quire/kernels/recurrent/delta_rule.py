@@ -57,7 +57,7 @@ class DeltaRule(Recurrence):
         """Of b and a."""
         return 2 * self.num_heads
 
-    def advance_state(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
+    def advance_and_read_state(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v, decay, beta = self._split_inputs(to_compute_dtype(numbers))
         matrices = matrices * decay[:, None, None]
         delta = beta[:, None] * (v - (matrices * k[:, :, None]).sum(1))
@@ -75,7 +75,7 @@ class DeltaRule(Recurrence):
         decay = torch.exp(self.decay_rate.to(dtype) * F.softplus(a + self.dt_bias.to(dtype)))
         return q, k, v.view(self.num_heads, self.value_dim), decay, b.sigmoid()
 
-    def compute_output(self, read: Tensor, z: Tensor) -> Tensor:
+    def gate_readout(self, read: Tensor, z: Tensor) -> Tensor:
         factor = torch.rsqrt(read.pow(2).mean(-1, keepdim=True) + self.eps)
         normed = read * factor * self.norm_weight.to(read.dtype) * F.silu(z.to(read.dtype).view(read.shape))
         return normed.flatten().to(z.dtype)

@@ -26,7 +26,7 @@ class RecurrentStates:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftStateLengths:
+class StateAndVerifiedCounts:
     """Which tokens of a step's sequences are guesses, or were some in the step before."""
 
     num_state_tokens: Tensor
@@ -43,7 +43,7 @@ class RecurrenceMetadata:
 
     query_start: Tensor
     context_lens: Tensor
-    draft_state_lengths: DraftStateLengths | None
+    state_and_verified_counts: StateAndVerifiedCounts | None
 
 
 class Recurrence(ABC):
@@ -67,13 +67,13 @@ class Recurrence(ABC):
         return self.input_dim + self.head_inputs_dim
 
     @abstractmethod
-    def advance_state(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
+    def advance_and_read_state(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
         """The matrices [heads, key, value] behind a token that gives these numbers [kept], and what it reads [heads,
         value]. One token at a time: PyTorch's functions of many numbers at once give bits that depend on how many
         these are."""
 
     @abstractmethod
-    def compute_output(self, read: Tensor, z: Tensor) -> Tensor:
+    def gate_readout(self, read: Tensor, z: Tensor) -> Tensor:
         """What comes of it [heads * value], with the token's gates z, in their type."""
 
 
@@ -89,7 +89,7 @@ def run_recurrence(
     """Operations.run_recurrence; slots_of [S]: of the sequences. Raises IndexError for more guesses than a slot
     keeps."""
     numbers, firsts = torch.cat([inputs, head_inputs], dim=1), sequences.context_lens - sequences.query_start.diff()
-    guesses = sequences.draft_state_lengths or DraftStateLengths(firsts, sequences.context_lens)
+    guesses = sequences.state_and_verified_counts or StateAndVerifiedCounts(firsts, sequences.context_lens)
     each = (
         sequences.query_start,
         sequences.context_lens,
@@ -101,7 +101,7 @@ def run_recurrence(
     readouts = list[Tensor]()
     for s, (context, *bounds, slot) in enumerate(zip(contexts, seen_lens, known_lens, slots, strict=True)):
         readouts += _run_sequence(numbers[starts[s] : starts[s + 1]], rule, states, slot, context, *bounds)
-    return torch.stack([rule.compute_output(read, gates) for read, gates in zip(readouts, z, strict=True)])
+    return torch.stack([rule.gate_readout(read, gates) for read, gates in zip(readouts, z, strict=True)])
 
 
 def _run_sequence(
@@ -119,7 +119,7 @@ def _run_sequence(
     for at, numbers in enumerate([*before, *inputs], seen):
         if at == stop:
             states.matrices[slot] = matrices
-        matrices, read = rule.advance_state(numbers, matrices)
+        matrices, read = rule.advance_and_read_state(numbers, matrices)
         if at >= first:
             readouts.append(read)
     if stop == context:

@@ -59,7 +59,7 @@ class SelectiveScan(Recurrence):
         """Of dt."""
         return self.num_heads * self.value_dim
 
-    def advance_state(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
+    def advance_and_read_state(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
         wide_inputs, channels = to_compute_dtype(numbers), self.num_heads * self.value_dim
         x, b, c, dt = wide_inputs.split([channels, self.key_dim, self.key_dim, channels])
         b, c = self._rms_norm(b, self.b_norm), self._rms_norm(c, self.c_norm)
@@ -73,5 +73,5 @@ class SelectiveScan(Recurrence):
             return numbers
         return numbers * torch.rsqrt(numbers.pow(2).mean() + self.eps) * weight.to(numbers.dtype)
 
-    def compute_output(self, read: Tensor, z: Tensor) -> Tensor:
+    def gate_readout(self, read: Tensor, z: Tensor) -> Tensor:
         return (read.flatten() * F.silu(to_compute_dtype(z))).to(z.dtype)

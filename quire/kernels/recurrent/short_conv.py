@@ -30,7 +30,7 @@ class ShortConv:
         return len(self.weight)
 
     @property
-    def inputs_per_channel(self) -> int:
+    def num_input_parts(self) -> int:
         """Numbers of a token that it takes for each channel."""
         return 3 if self.is_gated else 1
 
@@ -77,7 +77,7 @@ def _convolve_sequence(
     """Of the last tokens of a sequence of `context` tokens; keeps their columns."""
     wide, first = torch.float64 if fresh.dtype == torch.float64 else torch.float32, context - len(fresh)
     past = [
-        places.column_at(at) if at >= 0 else torch.zeros_like(fresh[0])
+        places.stored_column_view(at) if at >= 0 else torch.zeros_like(fresh[0])
         for at in range(first - places.num_earlier, first)
     ]
     series, weight = torch.cat([torch.stack(past), fresh]).to(wide), conv.weight.to(wide)
@@ -86,7 +86,7 @@ def _convolve_sequence(
         total = total + weight[tap] * series[tap : tap + len(fresh)]
     for at in range(first, context):
         if at >= context - places.columns.columns_per_slot or places.is_stored_in_page(at):
-            places.column_at(at).copy_(fresh[at - first])
+            places.stored_column_view(at).copy_(fresh[at - first])
     if c is None:  # row by row: of many numbers at once the bits would depend on how many these are
         return torch.stack([torch.nn.functional.silu(row) for row in total]).to(fresh.dtype)
     return (c.to(wide) * total).to(fresh.dtype)
@@ -107,7 +107,7 @@ class _ColumnLocator:
             and position % self.columns.piece_tokens >= self.columns.piece_tokens - self.num_earlier
         )
 
-    def column_at(self, position: int) -> Tensor:
+    def stored_column_view(self, position: int) -> Tensor:
         if not self.is_stored_in_page(position):
             return self.columns.slot_columns[self.slot, position % self.columns.columns_per_slot]
         size, ends = self.columns.piece_tokens, self.columns.piece_ends

@@ -59,7 +59,7 @@ class StateSpace(Recurrence):
         """Of dt."""
         return self.num_heads
 
-    def advance_state(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
+    def advance_and_read_state(self, numbers: Tensor, matrices: Tensor) -> tuple[Tensor, Tensor]:
         wide_inputs = to_compute_dtype(numbers)
         keys = self.num_groups * self.key_dim
         x, b, c, dt = wide_inputs.split([self.num_heads * self.value_dim, keys, keys, self.num_heads])
@@ -75,7 +75,7 @@ class StateSpace(Recurrence):
         matrices = matrices * torch.exp(rate * step)[:, None, None] + b[:, :, None] * (step[:, None] * x)[:, None]
         return matrices, (matrices * c[:, :, None]).sum(1) + skip[:, None] * x
 
-    def compute_output(self, read: Tensor, z: Tensor) -> Tensor:
+    def gate_readout(self, read: Tensor, z: Tensor) -> Tensor:
         gate, y = F.silu(to_compute_dtype(z)), read.flatten()
         if self.norm_weight is None:
             return (y * gate).to(z.dtype)

@@ -42,9 +42,9 @@ class WeightOffloader(ABC):
     def saved_bytes(self) -> int:
         """Bytes that the weights would take besides, where they are multiplied, if all were kept there."""
 
-    def begin_offload_step(self) -> None:  # noqa: B027 - nothing, where steps are alike
+    def prepare_for_step(self) -> None:  # noqa: B027 - nothing, where steps are alike
         """A step begins: nothing is being read."""
 
-    def offload_counts(self) -> OffloadCounts:
+    def total_offload_counts(self) -> OffloadCounts:
         """Nothing, where no disk is read."""
         return OffloadCounts()

@@ -82,7 +82,7 @@ class Admission:
         Settle it when the answers have ended. Raises InvalidRequest for a priority that the tenant may
         not have and for more answers than can ever be queued, Overloaded when the queue is full, RateLimited.
         """
-        tenant.check_priority(priority)
+        tenant.require_allowed_priority(priority)
         queued = self._config.max_queued_requests
         num_answers, max_answers = (
             num_prompts * n,
@@ -164,7 +164,7 @@ class RateLimitedRoute(EngineOptionalRoute):
         handle = super().get_route_handler()
 
         async def handle_rate_limited(request: Request) -> Response:
-            self.check_before_body_read(request)
+            self.check_admission_before_body_read(request)
             limits = tenant_of(request.scope).limits
             limits.count_request()
             response = await handle(request)
@@ -173,7 +173,7 @@ class RateLimitedRoute(EngineOptionalRoute):
 
         return handle_rate_limited
 
-    def check_before_body_read(self, request: Request) -> None:
+    def check_admission_before_body_read(self, request: Request) -> None:
         """Raise the error that refuses a call whatever its body says."""
 
 
@@ -183,7 +183,7 @@ class StoredDataRoute(RateLimitedRoute):
     names_model = False
 
 
-class FileRoute(RateLimitedRoute):
+class ModelIndependentRoute(RateLimitedRoute):
     """A counted route that needs no model."""
 
     handle = APIRoute.handle
@@ -194,5 +194,5 @@ class GenerationRoute(RateLimitedRoute):
 
     needs_awake = True
 
-    def check_before_body_read(self, request: Request) -> None:
+    def check_admission_before_body_read(self, request: Request) -> None:
         admission_of(request).check_availability(tenant_of(request.scope))

@@ -38,7 +38,7 @@ class AllowedHosts:
         self._has_api_keys = config.has_api_keys
         self._is_enforced = False
 
-    def set_listeners(self, listeners: Sequence[socket.socket]) -> None:
+    def enforce_if_loopback_only(self, listeners: Sequence[socket.socket]) -> None:
         """The server listens on these sockets."""
         self._is_enforced = not self._has_api_keys and all(map(is_loopback_listener, listeners))
 
@@ -47,7 +47,7 @@ class AllowedHosts:
         and browsers never do. Of X-Forwarded-Host nothing is read."""
         if not self._is_enforced:
             return None
-        return next((host for host in read_host_headers(scope) if not self._is_allowed(host)), None)
+        return next((host for host in host_header_values(scope) if not self._is_allowed(host)), None)
 
     def _is_allowed(self, host: str) -> bool:
         if is_local_or_private_host(host):
@@ -80,7 +80,7 @@ class AllowedHostsMiddleware:
         await error_response(scope["path"], failure, {})(scope, receive, send)
 
 
-def read_host_headers(scope: Scope) -> list[str]:
+def host_header_values(scope: Scope) -> list[str]:
     """All that the headers Host say."""
     return [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
 

@@ -92,7 +92,7 @@ class BodyReader:
         return self._budget.total_used
 
     @asynccontextmanager
-    async def read_body(self, request: Request, *, json: bool = True) -> AsyncIterator[BodyBuffer]:
+    async def hold_request_body(self, request: Request, *, json: bool = True) -> AsyncIterator[BodyBuffer]:
         """The body, whole and decoded; its part of the budget is held until the block ends. One that is in the scope is
         not read once more, and gives back its part of the budget that it is in. `json`: False for one that is passed
         on, of any type.

@@ -120,7 +120,7 @@ class _EncodingLayer:
                 self._num_members += 1
                 if self._num_members > MAX_MEMBERS:
                     raise InvalidRequest(f"The body has more than {MAX_MEMBERS} members, or frames, of {self._name}")
-                self._stream = _GzipDecompressor() if self._name == "gzip" else _new_zstd_decompressor()
+                self._stream = _SingleMemberGzipDecompressor() if self._name == "gzip" else _new_zstd_decompressor()
             part = self._decompress_step(chunk)
             while part or not self._stream.needs_input:
                 self._remaining_bytes -= len(part)
@@ -149,7 +149,7 @@ class _EncodingLayer:
             raise InvalidRequest(f"The body is cut off: its {self._name} has no end")
 
 
-class _GzipDecompressor:
+class _SingleMemberGzipDecompressor:
     """zlib's decoder with the interface of zstd's."""
 
     def __init__(self) -> None:

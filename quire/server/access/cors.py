@@ -48,12 +48,12 @@ class PreflightRefusalLogMiddleware:
 
         async def send_and_count(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400:
-                self._count_refusal(headers["origin"][:_MAX_SHOWN_CHARACTERS])
+                self._count_refusal_and_warn(headers["origin"][:_MAX_SHOWN_CHARACTERS])
             await send(message)
 
         await self._app(scope, receive, send_and_count)
 
-    def _count_refusal(self, origin: str) -> None:
+    def _count_refusal_and_warn(self, origin: str) -> None:
         self._num_refused += 1
         if self._num_refused == REFUSALS_BEFORE_WARNING:
             log.warning("web pages of %r may not call this server: --allowed-origins names those that may", origin)

@@ -50,7 +50,7 @@ class MemoryLease:
         self._counted = leased_bytes
         self._budget.add_usage(self._owner, added_bytes)
 
-    def transfer_lease(self) -> MemoryLease:
+    def move_to_new_lease(self) -> MemoryLease:
         """Another hold that has all of this one, which is empty then. It has no connection: each byte counts."""
         other = MemoryLease(self._budget, self._owner, uncounted_bytes=0)
         size = self._size

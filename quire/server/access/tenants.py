@@ -56,7 +56,7 @@ class Tenant:
         """
         return cache_salt if self.shares_prefixes or not self.digest else f"{self.digest.hex()}/{cache_salt}"
 
-    def check_priority(self, priority: int) -> None:
+    def require_allowed_priority(self, priority: int) -> None:
         """Raise InvalidRequest for a priority that this tenant may not use."""
         if self.priority is not None and priority < self.priority:
             raise InvalidRequest(f"priority must be at least {self.priority} with this API key", param="priority")

@@ -17,8 +17,8 @@ from quire.engine.errors import refuse_setting_if
 from quire.engine.replicas.replicas import processes
 from quire.engine.settings.settings_reader import load_settings
 from quire.server import app as application
-from quire.server.cli.http_server import read_model_files
-from quire.server.cli.models.pull import pull_missing
+from quire.server.cli.http_server import load_served_model_spec
+from quire.server.cli.models.pull import pull_configured_model_if_missing
 from quire.server.config import ServerConfig
 from quire.server.observe import log_setup
 
@@ -30,9 +30,9 @@ def create_app() -> FastAPI:
     for name in ("api_server_count", "nnodes"):
         refuse_setting_if(name, getattr(config, name) > 1 and "is for `quire serve`, not for an application factory")
     log_setup.set_up_logging(config)
-    pull_missing(config)
+    pull_configured_model_if_missing(config)
     client = processes(config)
-    app = application.create_app(client, *read_model_files(config))
+    app = application.create_app(client, *load_served_model_spec(config))
     inner_lifespan = app.router.lifespan_context
 
     @asynccontextmanager

@@ -87,7 +87,7 @@ def _encode_result_line(custom_id: str, response: bytes, error: bytes) -> bytes:
     return b'%b,"response":%b,"error":%b}' % (head, response, error)
 
 
-def read_custom_id(line_number: int, line: str) -> str:
+def custom_id_or_line_name(line_number: int, line: str) -> str:
     """The line's custom_id; made from its number in the file if it has none."""
     try:
         value = json.loads(line)["custom_id"]
@@ -102,12 +102,12 @@ def read_nonempty_lines(path: Path) -> Iterator[tuple[int, str]]:
         yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
 
 
-def read_custom_ids(path: Path) -> dict[str, int]:
+def read_line_numbers_by_custom_id(path: Path) -> dict[str, int]:
     """The custom_ids of an input file, each with the number of its first line. Raises ConfigError."""
     line_numbers: dict[str, int] = {}
     try:
         for number, line in read_nonempty_lines(path):
-            line_numbers.setdefault(read_custom_id(number, line), number)
+            line_numbers.setdefault(custom_id_or_line_name(number, line), number)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     return line_numbers
@@ -116,7 +116,9 @@ def read_custom_ids(path: Path) -> dict[str, int]:
 def find_duplicate_lines(path: Path, line_numbers: Mapping[str, int]) -> set[int]:
     """Numbers of the lines whose custom_id an earlier line has: each of them fails, as `line-NUMBER`."""
     return {
-        number for number, line in read_nonempty_lines(path) if line_numbers[read_custom_id(number, line)] != number
+        number
+        for number, line in read_nonempty_lines(path)
+        if line_numbers[custom_id_or_line_name(number, line)] != number
     }
 
 

@@ -32,7 +32,7 @@ def read_batch_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[Ba
     errors: list[BatchError] = []
     names: set[str] = set()
     with path.open("rb") as file:
-        for number, begin, line in _read_lines(file, max_bytes + 4096):
+        for number, begin, line in _iter_lines_with_offsets(file, max_bytes + 4096):
             if number > 2 * MAX_LINES or len(entries) == MAX_LINES:
                 return [], [BatchError("too_many_requests", f"The file has more than {MAX_LINES} requests", number)]
             if not line.strip():
@@ -55,7 +55,7 @@ def read_batch_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[Ba
     return [BatchLine(position, *entry[1:]) for position, entry in enumerate(entries)], []
 
 
-def _read_lines(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
+def _iter_lines_with_offsets(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
     """The number of each line, from 1, where it begins in the file, and the line, without a mark of the byte order."""
     number = 0
     start = 0

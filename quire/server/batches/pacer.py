@@ -30,7 +30,7 @@ _SMOOTHING_STEPS = 16
 """Steps in whose number an older one counts for little."""
 
 
-class StepTimes:
+class StepTimesByRequestCount:
     """How long recent steps took that gave each of their sequences one token, by the number of sequences."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class BatchPacer:
     def __init__(self, clients: Callable[[], list[EngineClient]]) -> None:
         """`clients`: of all engines, which know what else there is to do."""
         self._clients = clients
-        self._step_times = WeakKeyDictionary[EngineClient, StepTimes]()
+        self._step_times = WeakKeyDictionary[EngineClient, StepTimesByRequestCount]()
         self._others_seen_at = self._line_started_at = -inf
         """When requests of others were open last, and when a line was begun."""
 
@@ -88,8 +88,8 @@ class BatchPacer:
         """A line begins."""
         self._line_started_at = clock.monotonic()
 
-    def _step_times_of(self, client: EngineClient) -> StepTimes:
+    def _step_times_of(self, client: EngineClient) -> StepTimesByRequestCount:
         if (times := self._step_times.get(client)) is None:
-            times = self._step_times[client] = StepTimes()
+            times = self._step_times[client] = StepTimesByRequestCount()
             client.history.listeners.append(times.record_step_time)
         return times

@@ -189,14 +189,14 @@ class BatchRunner:
                 log.error("the batch %s waits for its API key, which is not taken here", batch.id)
                 await cancelled.wait()
             else:
-                extra_scope = {"tenant": self._batch_tenant(tenant), PRIORITY_SCOPE_KEY: BATCH_PRIORITY}
+                extra_scope = {"tenant": self._derive_batch_tenant(tenant), PRIORITY_SCOPE_KEY: BATCH_PRIORITY}
                 await self._answer_lines(ASGIClient(self._app, extra_scope, cancelled), owner, batch, cancelled)
         finally:
             expire.cancel()
         if not self._closing:
             await self._retry_until_written(partial(self.batches.mark_finalizing, owner, batch.id))
 
-    def _batch_tenant(self, tenant: Tenant) -> Tenant:
+    def _derive_batch_tenant(self, tenant: Tenant) -> Tenant:
         """The tenant with a share and limits of its own for batches: what it asks for itself is not held up."""
         return replace(tenant, name=f"{tenant.name}{BATCH_TENANT_SUFFIX}", limits=tenant.limits.with_full_buckets())
 

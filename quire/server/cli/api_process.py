@@ -24,7 +24,7 @@ from quire.engine.link.hub_link import HubLink
 from quire.engine.link.hub_messages import Fault, NotStarted
 from quire.engine.processes.child import end_with_parent, read_configuration
 from quire.server.cli.api_process_manager import ApiProcessSetup
-from quire.server.cli.process_setup import dump_threads_on_signal, exit_on_signals
+from quire.server.cli.process_setup import dump_threads_on_signal, exit_on_sigterm_or_sighup
 from quire.server.cli.serve import ServerRun, SingleModelHost
 from quire.server.config import ServerConfig
 from quire.server.observe import log_setup
@@ -44,7 +44,7 @@ class ApiProcessRun(ServerRun):
 
 
 def main() -> int:
-    exit_on_signals()
+    exit_on_sigterm_or_sighup()
     dump_threads_on_signal()
     setup = msgspec.json.decode(read_configuration(), type=ApiProcessSetup)
     end_with_parent()

@@ -200,7 +200,7 @@ class ApiProcessManager:
             identity, generation = f"{number}.{generation}", generation + 1
             channel = hub.add(identity.encode(), number)
             process = self._processes[number] = self._spawn_process(identity)
-            code = await self._watch_until_exit(process, channel)
+            code = await self._wait_for_exit_or_kill_hung(process, channel)
             await asyncio.sleep(_FAILURE_MESSAGE_SECONDS)
             if self._data is not None:  # first: who waits for its answer then finds all that it had
                 await asyncio.to_thread(self._data.processes.remove_process, identity)
@@ -228,7 +228,7 @@ class ApiProcessManager:
         )
         return self._dependencies.launch_process(module("quire.server.cli.api_process"), msgspec.json.encode(setup))
 
-    async def _watch_until_exit(self, process: Child, channel: Channel) -> int:
+    async def _wait_for_exit_or_kill_hung(self, process: Child, channel: Channel) -> int:
         """The return code of a process, which is killed when it hangs."""
         exited = asyncio.create_task(process.exited())
         stopped = Stopped()

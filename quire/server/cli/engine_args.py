@@ -8,7 +8,7 @@ from typing import TypeVar, Unpack
 
 from quire.engine.config import EngineConfig
 from quire.engine.offline.options import EngineOptions, make_engine_config, with_config_docs
-from quire.server.cli.settings_flags import add_field_flags
+from quire.server.cli.settings_flags import add_flag_per_field
 
 _Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
 
@@ -29,7 +29,7 @@ class EngineArgs:
     @staticmethod
     def add_cli_args(parser: _Parser) -> _Parser:
         """Add a flag for each option; `LLM(**vars(parser.parse_args()))` takes those that are given, as text."""
-        add_field_flags(parser, EngineConfig, {EngineConfig: "engine"})
+        add_flag_per_field(parser, EngineConfig, {EngineConfig: "engine"})
         return parser
 
     @classmethod

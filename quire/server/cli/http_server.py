@@ -35,7 +35,7 @@ from quire.server.access.allowed_hosts import AllowedHosts
 from quire.server.adapter_registry import check_local_adapters
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
-from quire.server.connection import ConnectionLimits, HttpConnection
+from quire.server.connection import ConnectionTimeouts, HttpConnection
 from quire.server.peers import PeerLink
 from quire.server.runtime.model_runtime import ModelRuntime
 from quire.server.runtime.server_context import ModelDispatcher
@@ -65,7 +65,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: FastAPI, config: ServerConfig, on_ready: Callable[[], None]) -> None:
         """Of an app whose lifespan has begun. Raises ConfigError for certificates that cannot be used."""
         self._models: ModelDispatcher = app.state.server.models
-        bounds = ConnectionLimits(config.read_timeout, config.write_timeout, self._models.loaded_runtimes[0].client)
+        bounds = ConnectionTimeouts(config.read_timeout, config.write_timeout, self._models.loaded_runtimes[0].client)
         tls = tls_context(config)
         self._hosts: AllowedHosts = app.state.hosts
         super().__init__(
@@ -89,7 +89,7 @@ class HttpServer(uvicorn.Server):
         return nullcontext()
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        self._hosts.set_listeners(sockets or [])
+        self._hosts.enforce_if_loopback_only(sockets or [])
         await super().startup(sockets=sockets)
         if self.started:
             self._on_ready()
@@ -103,7 +103,7 @@ class HttpServer(uvicorn.Server):
         ends = time.monotonic() + self._drain_timeout
         for each in models:
             each.admission.start_draining()
-        while any(_has_open_requests(each) for each in models) and time.monotonic() < ends:  # noqa: ASYNC110 - a poll is soon enough
+        while any(_is_runtime_busy(each) for each in models) and time.monotonic() < ends:  # noqa: ASYNC110 - a poll is soon enough
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
         for each in models:
             each.client.end_all(Overloaded(SHUTTING_DOWN_MESSAGE))
@@ -123,7 +123,7 @@ class HttpServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _has_open_requests(runtime: ModelRuntime) -> bool:
+def _is_runtime_busy(runtime: ModelRuntime) -> bool:
     return bool(runtime.client.num_open or runtime.workers.num_jobs)
 
 
@@ -171,14 +171,14 @@ async def open_engine_app(
     """
     try:
         tls_context(config)
-        app = create_app(client, *await asyncio.to_thread(read_model_files, config), link)
+        app = create_app(client, *await asyncio.to_thread(load_served_model_spec, config), link)
         async with app.router.lifespan_context(app):
             yield app
     finally:
         await client.link.stop()
 
 
-def read_model_files(config: ServerConfig) -> tuple[ServedModelSpec, ModuleShapes | None]:
+def load_served_model_spec(config: ServerConfig) -> tuple[ServedModelSpec, ModuleShapes | None]:
     """Read the model files that the server needs, while the engine loads the weights. Returns the model, and those
     of its modules that may have adapters. Raises ModelError.
 
@@ -200,7 +200,7 @@ def read_model_files(config: ServerConfig) -> tuple[ServedModelSpec, ModuleShape
 
 
 @contextmanager
-def run_local_server(config: ServerConfig) -> Iterator[str]:
+def run_server_on_private_socket(config: ServerConfig) -> Iterator[str]:
     """Serve `config`'s model from a thread, on a private Unix socket whose path is yielded.
 
     Raises what starting the engine raises.

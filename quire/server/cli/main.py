@@ -18,7 +18,7 @@ from quire.engine.unsupported_options import suggest_nearest
 from quire.server.cli.process_setup import (
     discard_closed_stderr,
     dump_threads_on_signal,
-    exit_on_signals,
+    exit_on_sigterm_or_sighup,
     open_standard_streams,
 )
 
@@ -103,10 +103,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"quire: no command {args.command!r}; {advice}", file=sys.stderr)
         return 2
     if args.command == "serve":
-        exit_on_signals()
+        exit_on_sigterm_or_sighup()
         dump_threads_on_signal()
     try:
-        status: int = _import_command(args.command, args.rest).main(args.rest, started)
+        status: int = _import_command_module(args.command, args.rest).main(args.rest, started)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _import_command(command: str, rest: Sequence[str]) -> ModuleType:
+def _import_command_module(command: str, rest: Sequence[str]) -> ModuleType:
     name = _COMMAND_MODULES.get(command, command)
     if command == "run" and not any(re.match(r"-o|--output(=|$)", each) for each in rest):
         name = "chat.run"  # as Ollama's; a file of requests has an output

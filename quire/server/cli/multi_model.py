@@ -45,7 +45,7 @@ class MultiModelHost:
 
     @property
     def num_open(self) -> int:
-        return 0 if self._manager is None else self._manager.num_open
+        return 0 if self._manager is None else self._manager.num_open_requests
 
     def launch_engine(self) -> None:
         """Nothing can be done before the event loop and the imports are there."""
@@ -60,7 +60,7 @@ class MultiModelHost:
             client, folder = processes(entry.config), data and data / entry.name.replace("/", "--")
             try:
                 client.link.launch()
-                source, modules = await asyncio.to_thread(http_server.read_model_files, entry.config)
+                source, modules = await asyncio.to_thread(http_server.load_served_model_spec, entry.config)
                 async with open_runtime(
                     source, modules, client, has_api_keys=tenants.requires_key, folder=folder
                 ) as runtime:

@@ -54,7 +54,7 @@ def discard_closed_stderr() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
-def exit_on_signals() -> None:
+def exit_on_sigterm_or_sighup() -> None:
     """End the process with status 0 on SIGTERM or SIGHUP, until a server that drains handles them."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP

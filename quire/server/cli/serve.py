@@ -33,7 +33,7 @@ from quire.engine.replicas.replicas import processes
 from quire.server.access.host_addresses import is_loopback_listener
 from quire.server.cli.announcement import build_announcement, listen_url
 from quire.server.cli.flags import add_flag_table, build_parser
-from quire.server.cli.models.pull import pull_missing
+from quire.server.cli.models.pull import pull_configured_model_if_missing
 from quire.server.cli.plan.machine import Machine, detect_machine
 from quire.server.cli.process_setup import INTERRUPTED_STATUS, WatchSignals, raise_open_file_limit, watch_signals
 from quire.server.cli.settings_flags import add_settings_flags, parse_settings
@@ -104,7 +104,7 @@ def main(argv: Sequence[str], started: float) -> int:
     with _bind_or_explain(config) as listener:
         warn_if_unprotected(config, listener)
         if args.models is None:
-            pull_missing(config)
+            pull_configured_model_if_missing(config)
         service = (
             api_process_manager.ApiProcessManager(config, listener, started)
             if models is None
@@ -118,9 +118,9 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _bind_or_explain(config: ServerConfig) -> socket.socket:
-    """`bind_socket`; where the port is taken and the model is no model either, one error names both."""
+    """`bind_tcp_socket`; where the port is taken and the model is no model either, one error names both."""
     try:
-        return bind_socket(config.host, config.port)
+        return bind_tcp_socket(config.host, config.port)
     except ConfigError as error:
         try:
             if not must_come(config.model, config.revision):
@@ -130,13 +130,13 @@ def _bind_or_explain(config: ServerConfig) -> socket.socket:
         raise
 
 
-def _import_server_modules() -> ModuleType:
+def _import_http_server_module() -> ModuleType:
     """What the engine need not wait for: what plans, and what serves HTTP, which is returned."""
     import_module("quire.server.cli.plan.model_plan")
     return import_module("quire.server.cli.http_server")
 
 
-def bind_socket(host: str, port: int) -> socket.socket:
+def bind_tcp_socket(host: str, port: int) -> socket.socket:
     """A socket that is bound but does not listen: connections are refused until the model is loaded.
 
     Raises ConfigError, naming the address, when it is taken or not this machine's.
@@ -247,7 +247,7 @@ class ServerRun:
         with self._signal_watcher(partial(self._on_signal, main_task)):
             self._models.launch_engine()
             try:
-                http_server = await asyncio.to_thread(_import_server_modules)
+                http_server = await asyncio.to_thread(_import_http_server_module)
                 async with self._models.open_app(http_server) as app:
                     announce = partial(self._announce_and_tune_gc, http_server.tls_context(self._config))
                     self._server = http_server.HttpServer(app, self._config, announce)

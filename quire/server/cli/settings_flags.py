@@ -16,7 +16,13 @@ from pydantic.fields import FieldInfo
 
 from quire.engine.checkpoint.names import ANY_GGUF
 from quire.engine.errors import ConfigError
-from quire.engine.settings.settings_reader import Settings, is_list_field, load_settings, preset_names, split_list
+from quire.engine.settings.settings_reader import (
+    Settings,
+    is_list_field,
+    load_settings,
+    parse_json_or_comma_list,
+    preset_names,
+)
 from quire.server.cli.unknown_flags import JSON_METAVAR, parse_flags
 from quire.server.config import ServerConfig
 
@@ -55,7 +61,7 @@ class _HelpAction(argparse.Action):
 def add_settings_flags(
     parser: argparse.ArgumentParser, model: type[BaseModel], titles: Mapping[type[BaseModel], str]
 ) -> None:
-    """Add --help, --config and the flags of `add_field_flags`. The parser has no --help of its own."""
+    """Add --help, --config and the flags of `add_flag_per_field`. The parser has no --help of its own."""
     shown = parser.add_argument(
         "-h",
         "--help",
@@ -69,11 +75,11 @@ def add_settings_flags(
     parser.add_argument(
         "--config", metavar="FILE", help=f"TOML file of settings, or a preset: {', '.join(preset_names()) or 'none'}"
     )
-    actions = add_field_flags(parser, model, titles)
+    actions = add_flag_per_field(parser, model, titles)
     shown.uncommon_actions = [action for name, action in actions.items() if name not in COMMON_SETTINGS]
 
 
-def add_field_flags(
+def add_flag_per_field(
     parser: argparse.ArgumentParser, model: type[BaseModel], titles: Mapping[type[BaseModel], str]
 ) -> dict[str, argparse.Action]:
     """Add one flag per field of `model`, under the title of the first class in `titles` that has it. Returns these by
@@ -145,7 +151,7 @@ def _split_json_lists(texts: Sequence[str]) -> list[Any]:
     parts: list[Any] = []
     for text in texts:
         if text.startswith("["):
-            parts += split_list(text)
+            parts += parse_json_or_comma_list(text)
         else:
             parts.append(text)
     return parts

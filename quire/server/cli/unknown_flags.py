@@ -25,7 +25,7 @@ JSON_METAVAR = "JSON"
 """The metavar of flags that take an object, which may come in parts: `--flag.key.key value`."""
 
 
-def normalize_flags(argv: Sequence[str]) -> list[str]:
+def replace_underscores_in_flags(argv: Sequence[str]) -> list[str]:
     """Arguments with dashes for underscores in flags: --max_model_len means --max-model-len, as in vLLM. Behind a dot
     there are keys, which stay as they are."""
     arguments = []
@@ -39,9 +39,9 @@ def normalize_flags(argv: Sequence[str]) -> list[str]:
 def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """The arguments; exits with status 2 where one is unknown. Flags that change nothing are told, and left out."""
     known = parser._option_string_actions
-    arguments = [_translate_flag(each, known) for each in normalize_flags(argv)]
+    arguments = [_translate_flag(each, known) for each in replace_underscores_in_flags(argv)]
     arguments = _drop_redundant_flags(
-        parser, _translate_local_engine_flags(known, _normalize_switches(known, arguments))
+        parser, _translate_local_data_parallel_flags(known, _normalize_switches(known, arguments))
     )
     args, unknown = parser.parse_known_args(_merge_object_flags(parser, arguments))
     if unknown:
@@ -89,7 +89,7 @@ def _is_switch(flag: str, known: Mapping[str, argparse.Action]) -> bool:
     return foreign is not None and not foreign.value_kind
 
 
-def _translate_local_engine_flags(known: Container[str], argv: Sequence[str]) -> list[str]:
+def _translate_local_data_parallel_flags(known: Container[str], argv: Sequence[str]) -> list[str]:
     """The arguments with the number of engines that vLLM would start on this machine: each machine serves its own."""
     if "--data-parallel-size" not in known:
         return list(argv)
@@ -194,7 +194,7 @@ def _drop_redundant_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) 
         argument = rest.pop(0)
         flag, equals, value = argument.partition("=")
         value = value if equals else (rest or [""])[0]
-        if why := unsupported_options.redundant_value_reason(flag.lstrip("-"), value) or _PARSER_PLUGIN_REASON * (
+        if why := unsupported_options.redundant_vllm_value_reason(flag.lstrip("-"), value) or _PARSER_PLUGIN_REASON * (
             flag in named
         ):
             reasons_by_flag[flag] = why

@@ -24,7 +24,7 @@ from quire.engine.link.link import Link
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.types import EngineCoreRequest, EngineInfo, SamplingParams
 from quire.server.cli.flags import build_parser
-from quire.server.cli.models.pull import pull_missing
+from quire.server.cli.models.pull import pull_configured_model_if_missing
 from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 
 TokensByRequest = dict[str, list[int]]
@@ -83,24 +83,24 @@ def main(argv: Sequence[str], started: float) -> int:
         raise ConfigError("--requests must be at least 2: one alone shares no batch")
     if config.data_parallel_size > 1:
         raise ConfigError("data_parallel_size: what is verified is one engine, and replicas compute as it does")
-    pull_missing(config)
+    pull_configured_model_if_missing(config)
     info, checks = uvloop.run(Verification(config, args.requests, ProcessLink).run_checks())
     passed = all(check.has_passed for check in checks)
     if args.json:
-        report = {"mode": determinism_mode(info), "passed": passed, "checks": [asdict(check) for check in checks]}
+        report = {"mode": determinism_label(info), "passed": passed, "checks": [asdict(check) for check in checks]}
         print(json.dumps(report, indent=2))
     else:
         print_check_results(info, checks)
     return 0 if passed else 1
 
 
-def determinism_mode(info: EngineInfo) -> str:
+def determinism_label(info: EngineInfo) -> str:
     """What the engine promises about its tokens; it is part of every answer's system_fingerprint."""
     return "deterministic" if info.deterministic else "batch-dependent"
 
 
 def print_check_results(info: EngineInfo, checks: Sequence[CheckResult]) -> None:
-    print(f"{info.model}: {info.dtype} on {info.device}, {info.backend}; promises to be {determinism_mode(info)}")
+    print(f"{info.model}: {info.dtype} on {info.device}, {info.backend}; promises to be {determinism_label(info)}")
     table = Table(box=None, pad_edge=False)
     for name in ("compared with alone", "what happened"):
         table.add_column(name)

@@ -55,13 +55,13 @@ class ChatFormats:
         turn = _infer_turn_form_or_none(prober)
         reasoning = _choose_reasoning_format(config.reasoning_parser, template, turn)
         choice = config.tool_call_parser
-        tools, source, shown = _choose_tool_format(renderer, template, turn)
+        tools, source, shown = _choose_tool_format_with_source(renderer, template, turn)
         if choice != "auto":
             tools = find_tool_format(choice, "")
             source = f"{choice}, by --tool-call-parser"
             shown = renderer.capabilities.shows_tools
         if tools is not None:
-            renderer = renderer.with_described_tools(tools.example, always=not shown)
+            renderer = renderer.renderer_with_described_tools(tools.example, always=not shown)
         in_blocks = renderer.capabilities.shows_tools and not config.strict_tool_calls
         thinking = ThinkingSwitch.from_template(renderer, template)
         return cls(
@@ -77,7 +77,7 @@ def _infer_turn_form_or_none(prober: TemplateProber) -> AssistantTurnForm | None
         return None
 
 
-def _choose_tool_format(
+def _choose_tool_format_with_source(
     renderer: ChatRenderer, template: str, turn: AssistantTurnForm | None
 ) -> tuple[ToolFormat | None, str, bool]:
     """The format of tool calls, where it is from, and whether the template tells the model of it."""

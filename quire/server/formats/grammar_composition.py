@@ -21,14 +21,18 @@ def add_thinking_grammar(
     if starts_in_thinking is False:
         return grammar
     begin, lead = (
-        _lark_space_and_literal(reasoning.begin, tokenizer),
-        _lark_space_and_literal(reasoning.generation_prompt, tokenizer),
+        _lark_leading_space_and_literal(reasoning.begin, tokenizer),
+        _lark_leading_space_and_literal(reasoning.generation_prompt, tokenizer),
     )
     if reasoning.begin_space:
         begin = f"( {json.dumps(reasoning.begin_space)} )? {begin}"
     first, *rest = tokenizer.split_at_special_tokens(reasoning.end)
-    end = " ".join(lark_literal(part, tokenizer) for part, _ in rest)
-    thinking = f"FREE {lark_literal(first[0], tokenizer)} {end}" if first[1] is not None else f"thought {end}"
+    end = " ".join(lark_literal_with_special_tokens(part, tokenizer) for part, _ in rest)
+    thinking = (
+        f"FREE {lark_literal_with_special_tokens(first[0], tokenizer)} {end}"
+        if first[1] is not None
+        else f"thought {end}"
+    )
     rules = [
         "start: thinking gap body" if starts_in_thinking else f"start: ( {begin} thinking gap )? body",
         f"thinking: {thinking}",
@@ -44,14 +48,14 @@ def add_content_delimiters(grammar: Grammar, delimiters: ContentDelimiters | Non
     if delimiters is None:
         return grammar
     begin, close = (
-        _lark_space_and_literal(delimiters.begin, tokenizer),
-        _lark_space_and_literal(delimiters.close, tokenizer),
+        _lark_leading_space_and_literal(delimiters.begin, tokenizer),
+        _lark_leading_space_and_literal(delimiters.close, tokenizer),
     )
     end = f"( {close} )?" if close else ""
     return Grammar("lark", f"start: {begin} content {end}\ncontent: {_lark_rule_body(grammar)}")
 
 
-def lark_literal(text: str, tokenizer: Tokenizer) -> str:
+def lark_literal_with_special_tokens(text: str, tokenizer: Tokenizer) -> str:
     """A text as Lark writes it: its special tokens as tokens, the rest as text."""
     parts = tokenizer.split_at_special_tokens(text)
     return " ".join(json.dumps(part) if token_id is None else f"<[{token_id}]>" for part, token_id in parts)
@@ -72,7 +76,9 @@ def _lark_rule_body(grammar: Grammar) -> str:
     return f"/{regex_to_lark(grammar.text)}/"
 
 
-def _lark_space_and_literal(text: str, tokenizer: Tokenizer) -> str:
+def _lark_leading_space_and_literal(text: str, tokenizer: Tokenizer) -> str:
     """The same with white space in front as a word of its own: see Rules.pieces."""
     space = text[: len(text) - len(text.lstrip())]
-    return " ".join([*([json.dumps(space)] if space else []), lark_literal(text.lstrip(), tokenizer)])
+    return " ".join(
+        [*([json.dumps(space)] if space else []), lark_literal_with_special_tokens(text.lstrip(), tokenizer)]
+    )

@@ -26,7 +26,7 @@ class MessageDelta(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class MessageFormat:
+class RequestMessageFormat:
     """How to read the answers of one request."""
 
     reasoning_format: ReasoningFormat | None = None
@@ -50,7 +50,7 @@ class MessageFormat:
         """The special tokens that the parsers read. Those that end an answer are none."""
         marks: list[str] = []
         if self.reasoning_format is not None:
-            marks += [self.reasoning_format.begin, self.reasoning_format.end, self.reasoning_format.next_begin]
+            marks += [self.reasoning_format.begin, self.reasoning_format.end, self.reasoning_format.later_span_marker]
         if self.tool_format is not None:
             marks += self.tool_format.literals
         if self.content_delimiters is not None:
@@ -66,10 +66,10 @@ class MessageFormat:
         )
 
 
-class MessageParser:
+class AssistantMessageParser:
     """Parses one answer as its text arrives."""
 
-    def __init__(self, format: MessageFormat, name: str = "") -> None:
+    def __init__(self, format: RequestMessageFormat, name: str = "") -> None:
         """`name`: the answer's; no other has it."""
         self._include_reasoning = format.include_reasoning
         stops = () if format.tool_format is None else format.tool_format.markers

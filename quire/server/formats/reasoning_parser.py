@@ -38,7 +38,7 @@ class ReasoningFormat:
         return False if text.endswith(self.end) else None
 
     @property
-    def next_begin(self) -> str:
+    def later_span_marker(self) -> str:
         """What a span behind the first begins with."""
         return self.later_begin or self.begin
 
@@ -61,7 +61,7 @@ def find_reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
     return None
 
 
-def resolve_thinking_budget(
+def make_engine_thinking_budget(
     tokens: int | None, format: ReasoningFormat | None, starts_in_thinking: bool | None, tokenizer: Tokenizer
 ) -> ThinkingBudget | None:
     """The engine's form of thinking_token_budget; None where there is nothing to limit, as for -1.
@@ -118,7 +118,7 @@ class ReasoningParser:
         """White space that is part of the thinking if more follows."""
         self._has_thought = False
         """Whether the open span has text."""
-        self._tool_markers = tuple(stop for stop in stops if not format.next_begin.startswith(stop))
+        self._tool_markers = tuple(stop for stop in stops if not format.later_span_marker.startswith(stop))
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._num_read = 0
@@ -176,7 +176,7 @@ class ReasoningParser:
 
     def _stream_content_until_span(self) -> ParserSteps[bool]:
         """Pass on content up to the next span, whose mark is taken. False: there is none."""
-        source, again = self._source, self._format.next_begin
+        source, again = self._source, self._format.later_span_marker
         marks = (again, *self._tool_markers)
         last = ""
         while True:
@@ -184,24 +184,24 @@ class ReasoningParser:
             if next_mark is not None and next_mark[1] != again:
                 return False
             if next_mark is not None:
-                last = self._move_to_content(next_mark[0]) or last
+                last = self._stream_characters_as_content(next_mark[0]) or last
                 if last in QUOTE_CHARACTERS:
-                    last = self._move_to_content(len(again))
+                    last = self._stream_characters_as_content(len(again))
                     continue
                 self._spans.append((self._current_offset(), None))
                 source.take_text(len(again))
                 return True
             keep = 0 if source.is_closed else partial_match_length(source.text, marks)
-            last = self._move_to_content(len(source.text) - keep) or last
+            last = self._stream_characters_as_content(len(source.text) - keep) or last
             if source.is_closed:
                 return False
             yield
 
-    def _move_to_content(self, count: int) -> str:
+    def _stream_characters_as_content(self, count: int) -> str:
         """Show this many characters as content, and give the last."""
         text = self._source.take_text(count)
         self._add_content(text)
-        self._count_taken()
+        self._count_and_reset_taken_text()
         return text[-1:]
 
     def _read_thinking(self) -> ParserSteps[None]:
@@ -217,7 +217,7 @@ class ReasoningParser:
                 self._end_span()
                 return
             if next_mark is not None:
-                thoughts = yield from self._measure_thinking_from_marker()
+                thoughts = yield from self._num_thinking_chars_at_call_marker()
                 if not thoughts:
                     self._end_span()
                     return
@@ -227,7 +227,7 @@ class ReasoningParser:
             else:
                 yield
 
-    def _measure_thinking_from_marker(self) -> ParserSteps[int]:
+    def _num_thinking_chars_at_call_marker(self) -> ParserSteps[int]:
         """How much of the text, which begins with a call's marker, is thinking: 0, if the answer ends with calls."""
         source, end = self._source, self._format.end
         assert self._start_trial is not None
@@ -237,7 +237,7 @@ class ReasoningParser:
         while True:
             place = source.text.find(end)
             count = place if place >= 0 else len(source.text) - partial_match_length(source.text, (end,))
-            read = len(source.take_text(trial.try_text(source.text, count)))
+            read = len(source.take_text(trial.parse_calls_up_to(source.text, count)))
             if trial.has_failed:
                 source.restore_place(begin)
                 return max(trial.num_read, first)
@@ -256,7 +256,7 @@ class ReasoningParser:
 
     def _add_reasoning(self, text: str) -> None:
         """Pass on thinking, without the white space around all of it."""
-        self._count_taken()
+        self._count_and_reset_taken_text()
         text = self._pending_space + text
         text = text if self._has_thought else text.lstrip()
         shown = text.rstrip()
@@ -271,9 +271,9 @@ class ReasoningParser:
 
     def _current_offset(self) -> int:
         """The place in the answer up to which text was read."""
-        self._count_taken()
+        self._count_and_reset_taken_text()
         return self._num_read
 
-    def _count_taken(self) -> None:
+    def _count_and_reset_taken_text(self) -> None:
         self._num_read += len(self._source.taken_text)
         self._source.reset_taken("")

@@ -97,7 +97,7 @@ class SchemaNode:
             schemas += [one for one in rest if isinstance(one, Mapping)]
         return self._any_of_node(schemas)
 
-    def properties(self) -> list[tuple[str, SchemaNode, bool]]:
+    def property_entries(self) -> list[tuple[str, SchemaNode, bool]]:
         """The known names of an object's values: each with its schema, and whether it must be there."""
         objects = list(self._object_schemas())
         names = dict.fromkeys(name for schema in objects for name in _mapping_or_empty(schema.get("properties")))
@@ -169,7 +169,7 @@ def _direct_variants(schema: Mapping[str, Any]) -> list[TypeVariant]:
         for value in values:
             groups.setdefault(json_type_of_value(value), []).append(value)
         allowed = {
-            kind: group for kind, group in groups.items() if not names or any(_intersect_types(kind, n) for n in names)
+            kind: group for kind, group in groups.items() if not names or any(_common_json_type(kind, n) for n in names)
         }
         return [TypeVariant(kind, {"enum": group}) for kind, group in (allowed or groups).items()]
     if not names:
@@ -185,7 +185,7 @@ def _intersect_variants(left: Sequence[TypeVariant], right: Sequence[TypeVariant
     shared = []
     for one in left:
         for other in right:
-            kind = _intersect_types(one.type, other.type)
+            kind = _common_json_type(one.type, other.type)
             if kind:
                 shared.append(TypeVariant(kind, _merge_schemas(one.schema, other.schema, kind)))
     if not shared:
@@ -198,7 +198,7 @@ def _intersect_variants(left: Sequence[TypeVariant], right: Sequence[TypeVariant
     return shared
 
 
-def _intersect_types(one: str, other: str) -> str:
+def _common_json_type(one: str, other: str) -> str:
     """The type of values that are of both types; "" if there are none."""
     if one == other or other == ANY_TYPE:
         return one

@@ -50,7 +50,7 @@ class ThinkingSwitch:
     def from_template(cls, renderer: ChatRenderer, template: str) -> ThinkingSwitch:
         switch = cls._find_switch(renderer, template)
         efforts = {
-            name: _template_effort_words(renderer, name, switch)
+            name: _accepted_word_by_effort(renderer, name, switch)
             for name in EFFORT_VARIABLES
             if _has_variable(template, name)
         }
@@ -99,7 +99,7 @@ class ThinkingSwitch:
 NO_SWITCH = ThinkingSwitch()
 
 
-def _template_effort_words(renderer: ChatRenderer, name: str, switch: ThinkingSwitch) -> dict[str, str]:
+def _accepted_word_by_effort(renderer: ChatRenderer, name: str, switch: ThinkingSwitch) -> dict[str, str]:
     """The template's word for each of WORDS: the same, or where it refuses that the nearest, of two the greater."""
     accepted = [
         word

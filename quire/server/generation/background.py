@@ -182,11 +182,11 @@ class Background:
                 logger.exception("the end of %s could not be kept", key[1])
             finally:
                 running.mark_ended()
-                self._keep_events(key, running)
+                self._retain_ended_events_for_peers(key, running)
                 if self._running_answers.get(key) is running:  # else it was taken over
                     del self._running_answers[key]
 
-    def _keep_events(self, key: AnswerKey, running: RunningAnswer) -> None:
+    def _retain_ended_events_for_peers(self, key: AnswerKey, running: RunningAnswer) -> None:
         """For those who follow it from another process."""
         if self._peers.is_alone or running.events is None:
             return
@@ -198,7 +198,7 @@ class Background:
 
         asyncio.get_running_loop().call_later(_KEEP_EVENTS_SECONDS, forget_events)
 
-    def detach_reader(self, key: AnswerKey, running: RunningAnswer, seconds: float) -> None:
+    def schedule_close_after_reader_left(self, key: AnswerKey, running: RunningAnswer, seconds: float) -> None:
         """Called when the reader has left: the answer goes on for so many seconds, or ends now if MOST_LEFT answers of
         its owner already run without a reader."""
         owner = key[0]
@@ -217,7 +217,7 @@ class Background:
 
         running.task.add_done_callback(release_abandoned)
 
-    async def cancel_answer(self, key: AnswerKey) -> bool:
+    async def cancel_answer_if_running(self, key: AnswerKey) -> bool:
         """End an answer early and wait until it has ended. Returns whether there was one."""
         running = self._running_answers.get(key)
         if running is None or running.task is None:
@@ -241,10 +241,10 @@ class Background:
         return len(pieces), running.has_ended, b"".join(pieces)
 
     async def own_cancelled(self, owner: str, id: str) -> bool:
-        return (owner, id) in self._running_answers and await self.cancel_answer((owner, id))
+        return (owner, id) in self._running_answers and await self.cancel_answer_if_running((owner, id))
 
     async def close(self) -> None:
         """End all."""
         self.is_closing = True
         for key in list(self._running_answers):
-            await self.cancel_answer(key)
+            await self.cancel_answer_if_running(key)

@@ -17,7 +17,7 @@ from quire.engine.text.beams import Beam, BeamSearchState
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import EngineCoreOutput, FinishReason, SamplingParams
 from quire.server.generation.choice_state import ChoiceDelta, ChoiceState
-from quire.server.generation.event_loop_guard import EventLoopGuard
+from quire.server.generation.event_loop_work_pacer import EventLoopWorkPacer
 from quire.server.generation.generation import Generation
 from quire.server.generation.request_specs import GenerationSpec, Prompt
 
@@ -34,13 +34,13 @@ class BeamSearchGeneration(Generation):
         tokenizer: Tokenizer,
         client: EngineClient,
         metrics: Metrics,
-        loop_guard: EventLoopGuard,
+        loop_work_pacer: EventLoopWorkPacer,
         *,
         context_length: int,
     ) -> None:
         super().__init__(spec, tokenizer, metrics)
         self._client = client
-        self._loop_guard = loop_guard
+        self._loop_work_pacer = loop_work_pacer
         self._context_length = context_length
         ends = () if spec.params.ignore_eos else tokenizer.eos_token_ids
         self._end_token_ids = frozenset((*spec.params.stop_token_ids, *ends))
@@ -64,10 +64,10 @@ class BeamSearchGeneration(Generation):
                     *(self._search_prompt(index) for index in range(len(self._spec.prompts)))
                 )
         except TimeoutError:
-            self._end_all_choices("timeout")
+            self._record_open_choices_as_cut("timeout")
             raise Timeout(f"the answer was not complete within timeout ({limit} s)", param="timeout") from None
         except EngineError:
-            self._end_all_choices("error")
+            self._record_open_choices_as_cut("error")
             raise
         finally:
             self._close_streams()
@@ -84,7 +84,7 @@ class BeamSearchGeneration(Generation):
     def close(self) -> None:
         """Abort what still runs; `deltas` ends."""
         self._close_streams()
-        self._end_all_choices("abort")
+        self._record_open_choices_as_cut("abort")
 
     def _close_streams(self) -> None:
         self._client.end_call(self._client_call)
@@ -101,17 +101,17 @@ class BeamSearchGeneration(Generation):
             width, params.logprobs or 0, self._end_token_ids, self._spec.length_penalty, max_tokens
         )
         for step in range(max_tokens):
-            outputs = await self._expand_beams(index, step, prompt, search.running_beams)
+            outputs = await self._request_next_tokens(index, step, prompt, search.running_beams)
             if self._client_call.cancelled:
                 self._cancelled_prompts.add(index)
             if self._has_cut_choices or index in self._cancelled_prompts:
                 break
-            async with self._loop_guard:
-                if not search.advance_beams(outputs):
+            async with self._loop_work_pacer:
+                if not search.advance_and_check_running(outputs):
                     break
-        return [*search.best_beams, *[Beam()] * width][:width]
+        return [*search.best_beams_so_far, *[Beam()] * width][:width]
 
-    async def _expand_beams(
+    async def _request_next_tokens(
         self, index: int, step: int, prompt: Prompt, beams: Sequence[Beam]
     ) -> list[EngineCoreOutput]:
         """One more token of every beam. Gives fewer outputs than beams when closed or cancelled meanwhile."""
@@ -119,7 +119,7 @@ class BeamSearchGeneration(Generation):
         num_alternatives = max(2 * spec.params.n, spec.params.logprobs or 0)
         params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=num_alternatives, ignore_eos=True)
         outputs: dict[str, EngineCoreOutput] = {}
-        async with self._loop_guard:
+        async with self._loop_work_pacer:
             if self._client_call.cancelled or self._has_cut_choices:
                 return []
             requests = [
@@ -164,5 +164,5 @@ class BeamSearchGeneration(Generation):
         )
         delta = choice.process_output(output)
         assert delta is not None, "a terminal output has a delta"
-        self._end_choice(choice, delta.finish_reason or reason)
+        self._record_choice_end(choice, delta.finish_reason or reason)
         return delta

@@ -10,9 +10,9 @@ import msgspec
 from quire.engine.text.detokenizer import IncrementalDetokenizer, TextDelta
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import EngineCoreOutput, FinishReason, PrefixMissReport, TokenLogprob
-from quire.server.formats.message_parser import MessageDelta, MessageParser
+from quire.server.formats.message_parser import AssistantMessageParser, MessageDelta
 from quire.server.formats.tools.tool_call_sink import ToolCallDelta
-from quire.server.generation.message_stream import MessageStream
+from quire.server.generation.message_stream import MessageDeltaStream
 from quire.server.generation.request_specs import GenerationSpec, Prompt, RepetitionRule
 
 
@@ -69,7 +69,7 @@ class ChoiceState:
         self._text_stream = IncrementalDetokenizer(
             tokenizer,
             prompt_ids=prompt.ids,
-            stop=params.stop if spec.message_format is None else (),  # of a message, MessageStream looks for them
+            stop=params.stop if spec.message_format is None else (),  # of a message, MessageDeltaStream looks for them
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
             shown_ids=frozenset() if spec.message_format is None else spec.message_format.marker_token_ids(tokenizer),
@@ -83,10 +83,10 @@ class ChoiceState:
         )
         self._is_text_only = not (any(extras_requested) or spec.echo or spec.return_token_ids)
         """Whether a delta has a text and nothing else, but for the last."""
-        self._message_stream: MessageStream | None = None
+        self._message_stream: MessageDeltaStream | None = None
         if spec.message_format is not None:
-            self._message_stream = MessageStream(
-                self._text_stream, MessageParser(spec.message_format, f"{spec.id}/{index}"), params
+            self._message_stream = MessageDeltaStream(
+                self._text_stream, AssistantMessageParser(spec.message_format, f"{spec.id}/{index}"), params
             )
         rule = spec.repetition_rule
         self._repetition_detector = None if rule is None else RepetitionDetector(rule, params.min_tokens)
@@ -100,7 +100,7 @@ class ChoiceState:
 
     def process_output(self, output: EngineCoreOutput) -> ChoiceDelta | None:
         """The delta of one output; None when it shows nothing yet."""
-        output, repeats = self._cut_unshown_tokens(output)
+        output, repeats = self._cut_echo_only_or_repetition(output)
         message: MessageDelta | None = None
         if self._message_stream is None:
             delta = self._text_stream.push_output(output)
@@ -114,7 +114,7 @@ class ChoiceState:
         if delta.stop_string is not None:
             reason = "stop"
             stop_reason = delta.stop_string
-        self._count_tokens(output, delta.num_used_ids)
+        self._update_completion_and_cached_tokens(output, delta.num_used_ids)
         if self._is_text_only and reason is None:
             return ChoiceDelta(self.index, delta.text, []) if output.new_ids or delta.text else None
         tokens = self._collect_answer_tokens(output, delta)
@@ -142,7 +142,7 @@ class ChoiceState:
     def reasoning_tokens(self) -> int:
         return 0 if self._message_stream is None else self._message_stream.reasoning_tokens
 
-    def _cut_unshown_tokens(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
+    def _cut_echo_only_or_repetition(self, output: EngineCoreOutput) -> tuple[EngineCoreOutput, bool]:
         """The part of an output that the answer shows, and whether a repetition ends it."""
         if self._echo_only:
             ended: FinishReason | None = None if output.finish_reason is None else "length"
@@ -151,7 +151,7 @@ class ChoiceState:
             return output, False
         return self._repetition_detector.cut_repetition(output)
 
-    def _count_tokens(self, output: EngineCoreOutput, num_used_ids: int) -> None:
+    def _update_completion_and_cached_tokens(self, output: EngineCoreOutput, num_used_ids: int) -> None:
         self.completion_tokens += num_used_ids
         if output.cached_tokens > self.cached_tokens:
             self.cached_tokens = output.cached_tokens

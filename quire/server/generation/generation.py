@@ -198,7 +198,7 @@ class Generation(ABC):
             best_answers += group[:keep]
         return [replace(answer, index=index) for index, answer in enumerate(best_answers)]
 
-    def _end_choice(self, choice: ChoiceState, reason: str) -> None:
+    def _record_choice_end(self, choice: ChoiceState, reason: str) -> None:
         """Count a choice that has ended, and its prompt when all its choices have."""
         params = self._spec.params
         choice.is_finished, choice.end_reason = True, reason
@@ -213,13 +213,13 @@ class Generation(ABC):
         first = choice.index - choice.index % params.n
         of_prompt = self._choices[first : first + params.n]
         if all(each.is_finished for each in of_prompt):
-            self._metrics.observe_finished_prompt(
+            self._metrics.observe_all_choices_finished(
                 params.n, max_generation_tokens=max(each.completion_tokens for each in of_prompt)
             )
 
-    def _end_all_choices(self, reason: str) -> None:
+    def _record_open_choices_as_cut(self, reason: str) -> None:
         """End all choices that have not ended yet."""
         for choice in self._choices:
             if not choice.is_finished:
                 self._has_cut_choices = True
-                self._end_choice(choice, reason)
+                self._record_choice_end(choice, reason)

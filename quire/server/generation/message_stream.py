@@ -8,7 +8,7 @@ from itertools import takewhile
 
 from quire.engine.text.detokenizer import IncrementalDetokenizer, StopStringMatcher, TextDelta
 from quire.engine.types import EngineCoreOutput, SamplingParams
-from quire.server.formats.message_parser import MessageDelta, MessageParser
+from quire.server.formats.message_parser import AssistantMessageParser, MessageDelta
 from quire.server.formats.tools.tool_call_sink import ToolCallDelta
 
 STOP_SEARCH_LENGTH = 1024
@@ -16,11 +16,11 @@ STOP_SEARCH_LENGTH = 1024
 but for what the parsers hold back."""
 
 
-class MessageStream:
+class MessageDeltaStream:
     """Turns the engine's outputs into deltas of the message. Without stop strings an output is read at once, with them
     token by token, so that an answer ends in the same place however its tokens come."""
 
-    def __init__(self, text: IncrementalDetokenizer, parser: MessageParser, params: SamplingParams) -> None:
+    def __init__(self, text: IncrementalDetokenizer, parser: AssistantMessageParser, params: SamplingParams) -> None:
         """`text` looks for no stop strings."""
         self._text_stream = text
         self._parser = parser
@@ -43,7 +43,7 @@ class MessageStream:
         return self._parser.reasoning_tokens
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """As MessageParser.finish_reason."""
+        """As AssistantMessageParser.finish_reason."""
         return reason if self._has_dropped_calls else self._parser.finish_reason(reason)
 
     def push_output(self, output: EngineCoreOutput) -> tuple[TextDelta, MessageDelta]:
@@ -80,7 +80,7 @@ class MessageStream:
         message = self._parser.parse_delta(delta.text, delta.offsets, final, complete=_is_ended_by_model(output))
         content, stop = stops.feed_text(message.content) if searched else (message.content, None)
         if stop is not None:
-            calls = tuple(takewhile(_is_continuation, message.tool_calls))
+            calls = tuple(takewhile(_is_call_continuation, message.tool_calls))
             self._has_dropped_calls = len(calls) < len(message.tool_calls)
             return MessageDelta(content, message.reasoning, calls), stop
         if final:
@@ -126,6 +126,6 @@ def _join_deltas(one: MessageDelta, other: MessageDelta) -> MessageDelta:
     return MessageDelta(one.content + other.content, one.reasoning + other.reasoning, one.tool_calls + other.tool_calls)
 
 
-def _is_continuation(call: ToolCallDelta) -> bool:
+def _is_call_continuation(call: ToolCallDelta) -> bool:
     """Whether it is more of a call that was begun before, and stands before the content."""
     return call.name is None

@@ -49,7 +49,7 @@ class OutputParts:
         self._pending_tokens: list[AnswerToken] = []
         """Tokens whose text is still to come."""
 
-    def add_delta(self, delta: ChoiceDelta) -> Iterator[tuple[OutputPart, str]]:
+    def add_delta_and_iter_pieces(self, delta: ChoiceDelta) -> Iterator[tuple[OutputPart, str]]:
         """The pieces that a delta has, each with its part, to which it was added. A new part is over the last one."""
         continued = 0
         while (
@@ -153,7 +153,7 @@ async def collect_choices(
         count_step(step)
         for delta in step:
             answer = answers.setdefault(delta.index, CollectedChoice(delta.index))
-            for _ in answer.parts.add_delta(delta):
+            for _ in answer.parts.add_delta_and_iter_pieces(delta):
                 pass
             answer.tokens += delta.tokens
             answer.finish_reason = delta.finish_reason

@@ -8,7 +8,7 @@ from typing import Literal
 
 from quire.engine import clock
 from quire.engine.types import Adapter, EngineCoreRequest, Image, MediaSpan, SamplingParams
-from quire.server.formats.message_parser import MessageFormat
+from quire.server.formats.message_parser import RequestMessageFormat
 from quire.server.store.progress import CallProgress
 from quire.server.store.response_store import StoredItem
 
@@ -126,7 +126,7 @@ class GenerationSpec(RequestSpec):
     length_penalty: float = 1.0
     """Of beam search."""
     repetition_rule: RepetitionRule | None = None
-    message_format: MessageFormat | None = None
+    message_format: RequestMessageFormat | None = None
     """How to read reasoning and tool calls out of the answers; None: all of their text is content."""
 
     stream: bool = False

@@ -18,7 +18,7 @@ from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import EngineCoreOutput
 from quire.server.generation.choice_state import ChoiceDelta, ChoiceState
 from quire.server.generation.deadlines import Deadlines
-from quire.server.generation.event_loop_guard import EventLoopGuard
+from quire.server.generation.event_loop_work_pacer import EventLoopWorkPacer
 from quire.server.generation.generation import DeltaSink, Generation, TokenJournal
 from quire.server.generation.request_specs import GenerationSpec
 from quire.server.store.progress import CallProgress, ChoiceFinish
@@ -36,7 +36,7 @@ class SamplingGeneration(Generation):
         tokenizer: Tokenizer,
         client: EngineClient,
         metrics: Metrics,
-        loop_guard: EventLoopGuard,
+        loop_work_pacer: EventLoopWorkPacer,
     ) -> None:
         """Submits the requests. Raises EngineError when the engine is gone."""
         super().__init__(spec, tokenizer, metrics)
@@ -44,7 +44,7 @@ class SamplingGeneration(Generation):
         single_params = msgspec.structs.replace(params, n=1)
         attempt_suffix = f".{spec.num_earlier_attempts}" if spec.num_earlier_attempts else ""
         self._choices_by_id = {f"{spec.id}-{choice.index}{attempt_suffix}": choice for choice in self._choices}
-        self.progress = self._known_progress()
+        self.progress = self._progress_to_resume_from()
         self._resumed_requests = [
             *zip(self._choices_by_id, map(tuple, self.progress.ids), tuple(self.progress.ends), strict=True)
         ]
@@ -61,7 +61,7 @@ class SamplingGeneration(Generation):
         self.needs_engine = bool(requests)
         growing_ids = [ids for ids, end in zip(self.progress.ids, self.progress.ends, strict=True) if end is None]
         self._stream = client.submit(requests, spec.answer_id, growing_ids)
-        self._stream.ended = self._record_end
+        self._stream.ended = self._journal_choice_end
         self._journal_request = client.keep
         self._journal: TokenJournal | None = None
         self._first_journal_number = 0
@@ -74,10 +74,10 @@ class SamplingGeneration(Generation):
             for choice, (id, known, _) in zip(self._choices, self._resumed_requests, strict=True):
                 self._receipts_by_id[id] = ChoiceReceipt(index=choice.index, seed=seeds[choice.index])
                 add_tokens(self._stream.versions[id], self._stream.weights_version, len(known))
-        self._loop_guard = loop_guard
+        self._loop_work_pacer = loop_work_pacer
         self._deadlines = Deadlines(self._stream, timeout=spec.timeout, queue_timeout=spec.queue_timeout)
 
-    def _known_progress(self) -> CallProgress:
+    def _progress_to_resume_from(self) -> CallProgress:
         """The tokens that the engine need not compute again. Empty if log probabilities are requested, which the
         journal does not contain."""
         spec, count = self._spec, self._spec.num_choices
@@ -99,12 +99,12 @@ class SamplingGeneration(Generation):
             self.is_new_step = True
             async for outputs in self._stream:
                 if self._spec.params.prompt_logprobs is None:
-                    for step in self._delta_steps(outputs):
+                    for step in self._outputs_to_delta_steps(outputs):
                         yield step
-                elif step := [delta async for delta in self._deltas_with_prompt_logprobs(outputs)]:
+                elif step := [delta async for delta in self._paced_deltas_with_prompt_logprobs(outputs)]:
                     yield step
         except EngineError:
-            self._end_all_choices("error")
+            self._record_open_choices_as_cut("error")
             raise
         finally:
             self.close()
@@ -133,11 +133,11 @@ class SamplingGeneration(Generation):
         """Give the sink what these outputs make, if it can take it."""
         if not sink.can_take_step():
             return False
-        for step in self._delta_steps(outputs):
+        for step in self._outputs_to_delta_steps(outputs):
             sink.take_step(step)
         return True
 
-    def _delta_steps(self, outputs: list[EngineCoreOutput]) -> Iterator[list[ChoiceDelta]]:
+    def _outputs_to_delta_steps(self, outputs: list[EngineCoreOutput]) -> Iterator[list[ChoiceDelta]]:
         """The steps that outputs make: one, but of a resumable spec one for each token."""
         now = clock.monotonic()
         if self._spec.resumable and not (self._cached_tokens_known and len(outputs) == 1 == len(outputs[0].new_ids)):
@@ -154,12 +154,12 @@ class SamplingGeneration(Generation):
         if step:
             yield step
 
-    async def _deltas_with_prompt_logprobs(self, outputs: list[EngineCoreOutput]) -> AsyncIterator[ChoiceDelta]:
+    async def _paced_deltas_with_prompt_logprobs(self, outputs: list[EngineCoreOutput]) -> AsyncIterator[ChoiceDelta]:
         """The deltas of outputs that may hold the log probabilities of a whole prompt."""
         now = clock.monotonic()
         for whole in outputs:
             for output in self._split_output(whole) if self._spec.resumable else (whole,):
-                async with self._loop_guard:
+                async with self._loop_work_pacer:
                     delta = self._process_output(output, now)
                 if delta is not None:
                     yield delta
@@ -167,12 +167,12 @@ class SamplingGeneration(Generation):
     def _split_output(self, output: EngineCoreOutput) -> Sequence[EngineCoreOutput]:
         """An output as one for each of its tokens. What is said of its end comes with the last. One that is made again
         says what was cached when it was made first."""
-        cached = self._record_cached_tokens(output)
+        cached = self._record_first_cached_tokens(output)
         if output.cached_tokens != cached:
             output = msgspec.structs.replace(output, cached_tokens=cached)
         return (output,) if len(output.new_ids) < 2 else _split_into_single_tokens(output)
 
-    def _record_cached_tokens(self, output: EngineCoreOutput) -> int:
+    def _record_first_cached_tokens(self, output: EngineCoreOutput) -> int:
         """How many tokens of the prompt of an output's choice were cached when it was made first. This is noted of the
         first output."""
         cached_counts, index = self.progress.cached, self._choices_by_id[output.id].index
@@ -189,7 +189,7 @@ class SamplingGeneration(Generation):
                 journal.log_tokens(number, choice.index, count, ids[count:], end)
             self._journal_request(id, number + choice.index, journal.log_step)
 
-    def _record_end(self, output: EngineCoreOutput, with_tokens: bool) -> None:
+    def _journal_choice_end(self, output: EngineCoreOutput, with_tokens: bool) -> None:
         """The last output of a request has come: see OutputStream.ended."""
         index, end = self._choices_by_id[output.id].index, None
         if output.finish_reason == "stop" or output.finish_reason == "length":
@@ -204,8 +204,8 @@ class SamplingGeneration(Generation):
         if choice.is_finished:  # The call was closed while this output waited to be read.
             return None
         if output.finish_reason == "error":
-            self._end_choice(choice, "error")
-            self._end_all_choices("error")
+            self._record_choice_end(choice, "error")
+            self._record_open_choices_as_cut("error")
             raise _output_error(output, self._spec)
         delta = self._add_output_to_choice(choice, output)
         if output.new_ids:
@@ -237,7 +237,7 @@ class SamplingGeneration(Generation):
         """End a choice whose last delta this is."""
         if delta.finish_reason is not None:
             self._stream.abort(request_id, delta.finish_reason)  # Does nothing when the engine has ended it.
-            self._end_choice(self._choices_by_id[request_id], delta.finish_reason)
+            self._record_choice_end(self._choices_by_id[request_id], delta.finish_reason)
 
     @property
     def timeline(self) -> Timeline | None:
@@ -251,10 +251,10 @@ class SamplingGeneration(Generation):
         self._deadlines.cancel_timers()
         self._stream.close()
         for output in self._stream.unread:  # who goes on with the answer has its tokens, and is to tell this too
-            self._record_cached_tokens(output)
+            self._record_first_cached_tokens(output)
         # No circle: the spec goes with its last reference, not at a collection.
         self._stream.shortcut = self._stream.ended = None
-        self._end_all_choices(self._deadlines.expired_param or "abort")
+        self._record_open_choices_as_cut(self._deadlines.expired_param or "abort")
 
 
 def _split_into_single_tokens(output: EngineCoreOutput) -> list[EngineCoreOutput]:

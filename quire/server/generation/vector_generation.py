@@ -84,11 +84,11 @@ class VectorGeneration:
             async for outputs in self._stream:
                 self._deadlines.stop_queue_timer()
                 for output in outputs:
-                    self._end_request(output)
+                    self._record_end_or_raise(output)
                     if output.vector is not None:
                         vectors_by_id[output.id] = np.frombuffer(output.vector, dtype="<f4")
         except EngineError:
-            self._end_all_requests("error")
+            self._record_end_of_open_requests("error")
             raise
         finally:
             self.close()
@@ -101,16 +101,16 @@ class VectorGeneration:
     def close(self) -> None:
         self._deadlines.cancel_timers()
         self._stream.close()
-        self._end_all_requests(self._deadlines.expired_param or "abort")
+        self._record_end_of_open_requests(self._deadlines.expired_param or "abort")
 
-    def _end_request(self, output: EngineCoreOutput) -> None:
+    def _record_end_or_raise(self, output: EngineCoreOutput) -> None:
         """Raises EngineError for what the engine failed."""
         if output.finish_reason is not None and output.id in self._open_prompt_tokens:
             self._record_ended_request(output.id, output.finish_reason)
         if output.finish_reason == "error":
             raise EngineError(output.error or "the engine failed this request")
 
-    def _end_all_requests(self, reason: str) -> None:
+    def _record_end_of_open_requests(self, reason: str) -> None:
         for id in list(self._open_prompt_tokens):
             self._record_ended_request(id, reason)
 

@@ -130,7 +130,7 @@ class ImageFetcher:
         self._network = GuardedNetwork(may_reach, self._lookups, look_up)
         self._ssl_context = httpcore.default_ssl_context() if domains else None  # which takes 20 ms to read
 
-    def close(self) -> None:
+    def stop_lookup_threads(self) -> None:
         self._lookups.shutdown(wait=False, cancel_futures=True)
 
     async def fetch_images(self, urls: Mapping[str, str], charge_bytes: Callable[[int], None]) -> dict[str, bytes]:
@@ -163,7 +163,7 @@ class ImageFetcher:
         try:
             async with asyncio.timeout(FETCH_TIMEOUT):
                 for _ in range(MAX_REDIRECTS + 1):
-                    content, url = await self._fetch_once(pool, self._check_url(url, where), where, budget)
+                    content, url = await self._fetch_once(pool, self._validate_url_to_ascii(url, where), where, budget)
                     if content is not None:
                         return content
         except TimeoutError:
@@ -181,7 +181,7 @@ class ImageFetcher:
             raise image_error(where, "the image cannot be fetched from its address") from None
         raise image_error(where, f"its address leads on more than {MAX_REDIRECTS} times")
 
-    def _check_url(self, url: str, where: str) -> str:
+    def _validate_url_to_ascii(self, url: str, where: str) -> str:
         """The address in ASCII. Raises InvalidRequest for one that may not be asked."""
         url = _url_to_ascii(url)
         split = urlsplit(url)

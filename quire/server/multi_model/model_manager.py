@@ -111,10 +111,10 @@ class ModelManager:
         return self._task is not None and not self._task.done()
 
     @property
-    def num_open(self) -> int:
+    def num_open_requests(self) -> int:
         return sum(each.client.num_open for each in self.loaded_runtimes)
 
-    def find_model(self, name: str) -> ManagedModel:
+    def require_model(self, name: str) -> ManagedModel:
         """Raises ModelNotFound."""
         for member in self.managed_models:
             if name in member.served_names:
@@ -136,7 +136,7 @@ class ModelManager:
         self.managed_models.remove(member)
         member.failure, member.failed_at = ModelNotFound("The model was removed"), clock.monotonic()
         member.load_finished.set()
-        await self.unload_model(member)
+        await self.abort_requests_and_unload(member)
 
     async def start(self) -> None:
         """Load the first model. Raises what its start raises, with the model's name."""
@@ -153,7 +153,7 @@ class ModelManager:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await asyncio.gather(*[self._stop_serving(member) for member in self.managed_models])
+        await asyncio.gather(*[self._close_model_runtime(member) for member in self.managed_models])
 
     @contextmanager
     def keep_awake(self, member: ManagedModel) -> Iterator[None]:
@@ -178,7 +178,7 @@ class ModelManager:
             await member.load_finished.wait()
         return member.runtime
 
-    async def unload_model(self, member: ManagedModel) -> None:
+    async def abort_requests_and_unload(self, member: ManagedModel) -> None:
         """End its engine and give back all that it took. Requests that are open, or come meanwhile, end with an error
         that says to try again; the next one loads it."""
         if member.runtime is not None:
@@ -186,7 +186,7 @@ class ModelManager:
             member.stop_event.set()
             runtime.client.retire(unloaded)
             runtime.workers.fail_jobs(unloaded)
-        await self._stop_serving(member)
+        await self._close_model_runtime(member)
 
     async def _run_change_loop(self) -> None:
         while True:
@@ -207,21 +207,21 @@ class ModelManager:
         for member in self.managed_models:
             if member.runtime is not None and not member.runtime.client.alive and not member.stop_event.is_set():
                 log.error("models: the engine of %s could not be brought back", member.entry.name)
-                await self._stop_serving(member)
+                await self._close_model_runtime(member)
             needs_wake = member.num_open > 0 and member.state != "awake" and now - member.failed_at >= _RETRY_SECONDS
             member.waiting_since = (member.waiting_since or now) if needs_wake else 0.0
         waiting = sorted(
             (member for member in self.managed_models if member.waiting_since), key=lambda member: member.waiting_since
         )
         if waiting:
-            await self._wake_or_load(waiting[0], now)
+            await self._wake_or_load_if_room(waiting[0], now)
             return
         for member in self.managed_models:
             idle = member.entry.idle_seconds
             if member.state == "awake" and not member.num_open and idle and now - member.last_used_at > idle:
                 await self._put_to_sleep(member)
 
-    async def _wake_or_load(self, member: ManagedModel, now: float) -> None:
+    async def _wake_or_load_if_room(self, member: ManagedModel, now: float) -> None:
         """Wake or load it, if there is room, or others can make some now."""
         if self._config.memory_limit_bytes is not None:
             awake = [other for other in self.managed_models if other.state == "awake"]
@@ -263,7 +263,7 @@ class ModelManager:
             self._check_fits_memory_limit(member.awake_memory_bytes)
         except Exception as error:
             if started.done():
-                await self._stop_serving(member)
+                await self._close_model_runtime(member)
             self._record_failure(member, error if isinstance(error, QuireError) else EngineError("an internal error"))
             raise
         finally:
@@ -298,7 +298,7 @@ class ModelManager:
         finally:
             member.runtime = None
 
-    async def _stop_serving(self, member: ManagedModel) -> None:
+    async def _close_model_runtime(self, member: ManagedModel) -> None:
         member.stop_event.set()
         if (task := member.serve_task) is not None:
             await asyncio.gather(task, return_exceptions=True)

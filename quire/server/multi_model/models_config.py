@@ -40,7 +40,7 @@ _MODEL_SETTINGS = {
     "chat_template_content_format",
 }
 """The settings that a model may have for itself; the others are the server's."""
-_ALIAS_KEYS = ("system", "parameters")
+_PRESET_KEYS = ("system", "parameters")
 """Keys that are a name's: a table whose model is another table has these alone, and `served_model_name`. It is a name
 of that table's model."""
 _FILE_ONLY_SETTINGS = {"kv_offload_dir", "kv_offload_tier", "scheduler_cls", "executor_cls"}
@@ -93,7 +93,7 @@ class ModelsConfig:
         """A model that is not in the file, of what a table would say. Raises ConfigError that names the key."""
         if not name or len(name) > _MAX_NAME_LENGTH or not name.isprintable() or name != name.strip():
             raise ConfigError(f"model: a name has 1 to {_MAX_NAME_LENGTH} printable characters", param="model")
-        if foreign := sorted(settings.keys() & {*_FILE_ONLY_SETTINGS, *_ALIAS_KEYS}):
+        if foreign := sorted(settings.keys() & {*_FILE_ONLY_SETTINGS, *_PRESET_KEYS}):
             raise ConfigError(f"settings: {foreign[0]} can be set in the file alone", param="settings")
         try:
             return _parse_entry("settings", name, settings, self.defaults, self.flags)
@@ -127,19 +127,19 @@ def parse_model_tables(
     """`where`: what an error begins with. Raises ConfigError that names the table and key."""
     aliases = {name: table for name, table in tables.items() if table.get("model") in tables and table["model"] != name}
     entries = [
-        _parse_entry(f"{where}: {name}", name, _without_alias_keys(table), options, flags)
+        _parse_entry(f"{where}: {name}", name, _without_preset_keys(table), options, flags)
         for name, table in tables.items()
         if name not in aliases
     ]
     presets: dict[str, ModelPreset] = {}
     for name, table in tables.items():
-        _check_alias(f"{where}: {name}", table, aliases)
+        _check_alias_table_keys(f"{where}: {name}", table, aliases)
         preset = parse_preset(f"{where}: {name}", table.get("system"), table.get("parameters", {}))
         own_names = [name, *(table.get("served_model_name", []) if name in aliases else [])]
         base = table["model"] if name in aliases else name
         place = next(place for place, entry in enumerate(entries) if entry.name == base)
         if name in aliases:
-            entries[place] = _with_added_names(entries[place], own_names)
+            entries[place] = _with_more_served_names(entries[place], own_names)
         else:
             own_names = list(entries[place].config.model_names)
         if preset.system is not None or preset.parameters:
@@ -156,22 +156,22 @@ def parse_model_tables(
     return ModelsConfig(tuple(entries), memory, options.slice_seconds, options, flags, presets)
 
 
-def _without_alias_keys(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in table.items() if key not in _ALIAS_KEYS}
+def _without_preset_keys(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if key not in _PRESET_KEYS}
 
 
-def _with_added_names(entry: ModelEntry, names: Sequence[str]) -> ModelEntry:
+def _with_more_served_names(entry: ModelEntry, names: Sequence[str]) -> ModelEntry:
     config = entry.config.model_copy(update={"served_model_name": [*entry.config.served_model_name, *names]})
     return replace(entry, config=config)
 
 
-def _check_alias(where: str, table: Mapping[str, Any], names: Mapping[str, Any]) -> None:
+def _check_alias_table_keys(where: str, table: Mapping[str, Any], names: Mapping[str, Any]) -> None:
     """Raise ConfigError for a name of a model whose table says more than a name may."""
     if not any(table is each for each in names.values()):
         return
     if table["model"] in names:
         raise ConfigError(f"{where}: model: {table['model']} is a name too; give the table that has the model")
-    if more := sorted(table.keys() - {"model", "served_model_name", *_ALIAS_KEYS}):
+    if more := sorted(table.keys() - {"model", "served_model_name", *_PRESET_KEYS}):
         raise ConfigError(f"{where}: {more[0]} is the engine's, which is that of {table['model']}: say it there")
     aliases = table.get("served_model_name", [])
     if not isinstance(aliases, list) or not all(isinstance(each, str) for each in aliases):

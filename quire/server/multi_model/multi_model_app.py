@@ -106,7 +106,7 @@ class MultiModelDispatcher:
                 scope["runtime"] = await self.wait_until_loaded(self._find_model(path, name), receive)
             return await handler(scope, receive, send)
         try:
-            async with get_server_context(request).body_reader.read_body(request) as body:
+            async with get_server_context(request).body_reader.hold_request_body(request) as body:
                 scope[READ_BODY_SCOPE_KEY] = body
                 name = name if (body_name := _requested_model_name(path, b"".join(body.chunks))) is None else body_name
                 self._apply_preset(path, name, body)
@@ -139,7 +139,7 @@ class MultiModelDispatcher:
         names = [each for member in members for each in member.served_names]
         if name is None or (path == SYSTEM_ONE_PATH and is_model_alias(name, names)):
             return members[0]
-        return self.manager.find_model(strip_latest_tag(name, names) if path.startswith(OLLAMA_PREFIX) else name)
+        return self.manager.require_model(strip_latest_tag(name, names) if path.startswith(OLLAMA_PREFIX) else name)
 
     async def wait_until_loaded(self, member: ManagedModel, receive: Receive) -> ModelRuntime:
         """Wait until it is loaded. Raises what the load raises; HTTPException when nobody waits for it any more."""
@@ -195,7 +195,7 @@ async def load_model(request: Request) -> dict[str, str]:
     """Load a model. A new one is kept only if it can be loaded."""
     models, change = _get_dispatcher(request), await _decode_body(request, _LoadBody)
     if change.settings is None:
-        await models.wait_until_loaded(member := models.manager.find_model(change.model), request.receive)
+        await models.wait_until_loaded(member := models.manager.require_model(change.model), request.receive)
         return _state_body(member)
     try:
         entry = await asyncio.to_thread(models.models_config.parse_added_entry, change.model, change.settings)
@@ -216,9 +216,9 @@ async def load_model(request: Request) -> dict[str, str]:
 @router.post("/v1/models/unload")
 async def unload_model(request: Request) -> dict[str, str]:
     models, change = _get_dispatcher(request), await _decode_body(request, _UnloadBody)
-    member = models.manager.find_model(change.model)
+    member = models.manager.require_model(change.model)
     if not change.forget:
-        await models.manager.unload_model(member)
+        await models.manager.abort_requests_and_unload(member)
         return _state_body(member)
     if member.entry.name not in models.added_models:
         raise InvalidRequest("forget: the model is in the file of --models", param="forget")
@@ -239,7 +239,7 @@ def _state_body(member: ManagedModel) -> dict[str, str]:
 
 async def _decode_body(request: Request, kind: type[Change]) -> Change:
     try:
-        async with get_server_context(request).body_reader.read_body(request) as body:
+        async with get_server_context(request).body_reader.hold_request_body(request) as body:
             change = msgspec.json.decode(b"".join(body.chunks), type=kind)
     except ClientDisconnect:
         raise HTTPException(CLIENT_CLOSED_REQUEST) from None

@@ -19,7 +19,7 @@ from quire.server.observe import metric_sums
 from quire.server.observe.http_metrics import HttpMetrics, without_process_gauges
 from quire.server.observe.metric_sums import PeerSample
 from quire.server.observe.metrics import Metrics
-from quire.server.observe.prefix_report import DecodeTokens, conversation_turns, sort_latest_turns
+from quire.server.observe.prefix_report import DecodeTokens, conversation_turns, latest_turns_oldest_first
 from quire.server.observe.recent_answers import MAX_ANSWERS, summarize_recent_answers
 from quire.server.observe.request_explanation import explain_request
 from quire.server.observe.request_log import RequestLog
@@ -44,7 +44,7 @@ class CrossProcessObserver:
             shared_methods = (
                 observer_class.explain_own_request,
                 observer_class.summarize_own_answers,
-                observer_class.cancel_own_request,
+                observer_class.cancel_own_requests,
                 observer_class.list_own_conversation_turns,
                 observer_class.find_own_last_turn,
             )
@@ -69,7 +69,7 @@ class CrossProcessObserver:
     def explain_own_request(self, name: str, owner: str, admin: bool) -> bytes | None:
         """The explanation of a request as JSON, if this process knows the request and a tenant may see it: its owner,
         or an admin. The content of prompts is shown only to the owner of the prompt."""
-        caller = _make_caller_scope(owner, admin=admin)
+        caller = _make_asgi_scope_for_tenant(owner, admin=admin)
         record = self._request_log.find_record(name, caller)
         if record is None:
             return None
@@ -83,7 +83,7 @@ class CrossProcessObserver:
     async def collect_conversation_turns(self, conversation: str, tenant: Tenant) -> list[dict[str, Any]]:
         """The turns of a conversation that the tenant may see, wherever they were answered."""
         arguments = conversation, tenant.name, tenant.admin
-        return sort_latest_turns(
+        return latest_turns_oldest_first(
             [
                 *self.list_own_conversation_turns(*arguments),
                 *chain.from_iterable(
@@ -93,7 +93,7 @@ class CrossProcessObserver:
         )
 
     def list_own_conversation_turns(self, conversation: str, owner: str, admin: bool) -> list[dict[str, Any]]:
-        may_name = partial(self._request_log.may_see_sequence, caller=_make_caller_scope(owner, admin=admin))
+        may_name = partial(self._request_log.may_see_sequence, caller=_make_asgi_scope_for_tenant(owner, admin=admin))
         return conversation_turns(self._request_log, self._client.history, conversation, may_name)
 
     async def find_last_turn(self, tenant: str, salt: str, session: str) -> Turn | None:
@@ -107,7 +107,7 @@ class CrossProcessObserver:
 
     def find_own_last_turn(self, tenant: str, salt: str, session: str) -> Turn | None:
         assert self._client.turns is not None
-        return self._client.turns.find_turn(tenant, salt, session)
+        return self._client.turns.find_session_turn(tenant, salt, session)
 
     async def collect_peer_answer_summaries(self, limit: int) -> list[dict[str, Any]]:
         """The result of summarize_recent_answers in each of the other processes."""
@@ -116,11 +116,11 @@ class CrossProcessObserver:
     def summarize_own_answers(self, limit: int) -> dict[str, Any]:
         return summarize_recent_answers(self._request_log, self._client.history, min(limit, MAX_ANSWERS))
 
-    async def cancel_peer_request(self, request_id: str, tenant: str | None) -> int:
+    async def cancel_requests_of_peers(self, request_id: str, tenant: str | None) -> int:
         """As EngineClient.cancel, of their requests."""
-        return sum(await self._call_peers(CrossProcessObserver.cancel_own_request, request_id, tenant))
+        return sum(await self._call_peers(CrossProcessObserver.cancel_own_requests, request_id, tenant))
 
-    def cancel_own_request(self, request_id: str, tenant: str | None) -> int:
+    def cancel_own_requests(self, request_id: str, tenant: str | None) -> int:
         return self._client.cancel(request_id, tenant)
 
     async def _call_peers(self, method: Callable[..., Any], *arguments: object, topic: str = "") -> list[Any]:
@@ -135,6 +135,6 @@ class CrossProcessObserver:
         return without_process_gauges(metric_sums.decode_samples(inherited)) if inherited else []
 
 
-def _make_caller_scope(owner: str, *, admin: bool) -> dict[str, Any]:
+def _make_asgi_scope_for_tenant(owner: str, *, admin: bool) -> dict[str, Any]:
     """The ASGI scope of such a tenant."""
     return {"tenant": Tenant(owner, b"", RateLimits(None, None), admin=admin)}

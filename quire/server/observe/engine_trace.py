@@ -76,7 +76,7 @@ class _RecordingWindow:
         self.began = began
         self.ended = ended
 
-    def to_microseconds(self, moment: float) -> float:
+    def to_clamped_microseconds(self, moment: float) -> float:
         return round((min(max(moment, self.began), self.ended) - self.began) * 1e6, 3)
 
 
@@ -120,7 +120,7 @@ def _step_events(steps: Sequence[StepEntry], window: _RecordingWindow, track: in
             events += _slice_events(name, "phase", begin, end, window, {}, track)
         which = f" of {step.replica}" if step.replica else ""
         for what, value in (("requests", record.num_requests), ("tokens", record.num_tokens)):
-            common_fields = {"pid": ENGINE_PID, "tid": track, "ts": window.to_microseconds(began)}
+            common_fields = {"pid": ENGINE_PID, "tid": track, "ts": window.to_clamped_microseconds(began)}
             events.append({"ph": "C", "name": f"{what} in the step{which}", **common_fields, "args": {"count": value}})
         last = record.applied_at
     return [*events, *_slice_events("between steps", "phase", last, window.ended, window, {}, track)]
@@ -129,7 +129,7 @@ def _step_events(steps: Sequence[StepEntry], window: _RecordingWindow, track: in
 def _slice_events(
     name: str, kind: str, begin: float, end: float, window: _RecordingWindow, args: TraceEvent, track: int
 ) -> list[TraceEvent]:
-    at, until = window.to_microseconds(begin), window.to_microseconds(end)
+    at, until = window.to_clamped_microseconds(begin), window.to_clamped_microseconds(end)
     if until <= at:
         return []
     duration = round(until - at, 3)
@@ -157,7 +157,7 @@ def _request_events(timelines: Sequence[Timeline], window: _RecordingWindow) -> 
 def _span_events(
     track: str, name: str, begin: float, end: float, window: _RecordingWindow, args: TraceEvent, *, outer: bool = False
 ) -> list[TraceEvent]:
-    at, until = window.to_microseconds(begin), window.to_microseconds(end)
+    at, until = window.to_clamped_microseconds(begin), window.to_clamped_microseconds(end)
     if until <= at and not outer:
         return []
     common = {"cat": "request", "name": name, "id": track, "pid": REQUESTS_PID, "tid": FIRST_STEP_TRACK}

@@ -82,7 +82,7 @@ class HttpMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         return self._registry.collect()
 
-    def try_count_request_start(self, scope: Scope) -> bool:
+    def count_request_start_if_tracked(self, scope: Scope) -> bool:
         """Whether a request counts; one that does is to be ended too."""
         if scope["path"] in UNCOUNTED_PATHS or scope.get("server") == _IN_PROCESS_SERVER:
             return False

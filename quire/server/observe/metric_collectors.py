@@ -138,7 +138,7 @@ def refusal_metrics(client: EngineClient, model_name: str, rejections: Mapping[s
     yield build_metric_family(CounterMetricFamily, name, text, (*LABELS, "reason"), values_by_labels)
 
 
-def adapter_metrics(client: EngineClient, max_loras: int) -> Iterator[Metric]:
+def adapters_in_use_metric(client: EngineClient, max_loras: int) -> Iterator[Metric]:
     """The adapters of the open requests, in the labels of a metric whose value is the time."""
     labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
     adapters_in_use = (client.adapters(queued=True), client.adapters(queued=False))

@@ -20,7 +20,7 @@ from quire.server.observe.gen_ai_metrics import GenAiHistograms
 from quire.server.observe.metric_collectors import (
     LABELS,
     CallbackCollector,
-    adapter_metrics,
+    adapters_in_use_metric,
     engine_metrics,
     length_buckets,
     refusal_metrics,
@@ -216,7 +216,7 @@ class Metrics:
         if generation_tokens > 1:
             self._observe_histogram("request_time_per_output_token_seconds", decode_seconds / (generation_tokens - 1))
 
-    def observe_finished_prompt(self, n: int, *, max_generation_tokens: int) -> None:
+    def observe_all_choices_finished(self, n: int, *, max_generation_tokens: int) -> None:
         """All n choices of a prompt have ended, the longest with so many tokens."""
         self._observe_histogram("request_params_n", n)
         self._observe_histogram("request_max_num_generation_tokens", max_generation_tokens)
@@ -254,7 +254,7 @@ class Metrics:
 
     def register_adapter_metrics(self, client: EngineClient, max_loras: int) -> None:
         """Show which adapters the open requests need, as vLLM does."""
-        self._engine_registry.register(CallbackCollector(partial(adapter_metrics, client, max_loras)))
+        self._engine_registry.register(CallbackCollector(partial(adapters_in_use_metric, client, max_loras)))
 
     def _observe_step(self, step: StepEntry) -> None:
         if step.is_counted:

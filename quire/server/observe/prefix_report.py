@@ -57,10 +57,10 @@ def conversation_turns(
         record = log.record_of_sequence(timeline.id)
         if record is not None and record.answer_id is not None and record.answer_id not in turns_by_answer:
             turns_by_answer[record.answer_id] = _describe_turn(record, timeline)
-    return sort_latest_turns([*turns_by_answer.values()])
+    return latest_turns_oldest_first([*turns_by_answer.values()])
 
 
-def sort_latest_turns(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def latest_turns_oldest_first(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Turns of several processes as one list."""
     return sorted(turns, key=lambda each: (each["turn"], each["created"]))[-MAX_TURNS:]
 

@@ -30,7 +30,7 @@ def summarize_recent_answers(log: RequestLog, history: RequestHistory, limit: in
     for timeline in (*history.open_timelines, *history.ended_timelines[-MAX_SEQUENCES:]):
         if (record := log.record_of_sequence(timeline.id)) is not None and record.internal_id is not None:
             timelines[record.internal_id].append(timeline)
-    records = log.records[-MAX_ANSWERS:]
+    records = log.records_oldest_first[-MAX_ANSWERS:]
     completion_times = {each.internal_id: _completion_time(each, timelines[each.internal_id or ""]) for each in records}
     ended = sorted(
         ((end, each) for each in records if (end := completion_times[each.internal_id])), key=lambda pair: pair[0]

@@ -53,7 +53,7 @@ class RequestLog:
         self._records_by_id: dict[str, RequestRecord] = {}
         self._ordered_records: deque[RequestRecord] = deque()
 
-    def record_answer_start(self, scope: Scope, internal_id: str, answer_id: str, model: str) -> None:
+    def register_answer_record(self, scope: Scope, internal_id: str, answer_id: str, model: str) -> None:
         """Note that the request of `scope` is being answered: the two ids of RequestRecord, and the model."""
         record: RequestRecord = scope["request_record"]
         tenant = tenant_of(scope)
@@ -70,7 +70,7 @@ class RequestLog:
                 del self._records_by_id[oldest.internal_id or ""]
 
     @property
-    def records(self) -> list[RequestRecord]:
+    def records_oldest_first(self) -> list[RequestRecord]:
         """All that are kept, in the order in which they began to be answered."""
         return list(self._ordered_records)
 
@@ -99,10 +99,10 @@ def may_see_record(caller: Scope, record: RequestRecord) -> bool:
     return tenant.admin or record.owner == tenant.name
 
 
-class RequestCounter(Protocol):
+class HttpRequestMetrics(Protocol):
     """HttpMetrics."""
 
-    def try_count_request_start(self, scope: Scope) -> bool: ...
+    def count_request_start_if_tracked(self, scope: Scope) -> bool: ...
 
     def count_request_end(self, record: RequestRecord, scope: Scope, received_bytes: int, sent_bytes: int) -> None: ...
 
@@ -114,7 +114,7 @@ class RequestLogMiddleware:
         self,
         app: ASGIApp,
         end_listeners: Sequence[Callable[[RequestRecord], None]],
-        counter: RequestCounter | None = None,
+        counter: HttpRequestMetrics | None = None,
     ) -> None:
         """Each function in `end_listeners` is called with the record when its response is complete or has failed.
         `counter`: counts requests."""
@@ -135,7 +135,7 @@ class RequestLogMiddleware:
             traceparent if 0 < len(traceparent) <= MAX_PATH_LENGTH else None,
         )
         scope["request_record"] = record
-        is_counted = self._counter is not None and self._counter.try_count_request_start(scope)
+        is_counted = self._counter is not None and self._counter.count_request_start_if_tracked(scope)
         sent_bytes = 0
 
         async def send_with_id(message: Message) -> None:
@@ -144,7 +144,7 @@ class RequestLogMiddleware:
                 record.status = message["status"]
                 response_headers = MutableHeaders(scope=message)
                 response_headers[REQUEST_ID_HEADER] = safe_id
-                sent_bytes = _content_length(response_headers) if is_counted else 0
+                sent_bytes = _content_length_or_zero(response_headers) if is_counted else 0
             await send(message)
 
         try:
@@ -154,12 +154,12 @@ class RequestLogMiddleware:
             if (tenant := scope.get("tenant")) is not None:
                 record.owner = tenant.name
             if is_counted and self._counter is not None:
-                self._counter.count_request_end(record, scope, _content_length(headers), sent_bytes)
+                self._counter.count_request_end(record, scope, _content_length_or_zero(headers), sent_bytes)
             for listener in self._end_listeners:
                 listener(record)
 
 
-def _content_length(headers: Headers) -> int:
+def _content_length_or_zero(headers: Headers) -> int:
     """The length that a head says; 0 where it says none."""
     value = headers.get("content-length", "")
     return int(value) if value.isascii() and value.isdecimal() and len(value) <= _MAX_LENGTH_DIGITS else 0

@@ -42,9 +42,9 @@ class LatencyHistogram:
     def percentiles(self) -> list[float] | None:
         """The PERCENTILES, in seconds; None when nothing was added."""
         total = self._buckets.total()
-        return [self._quantile(share * total) for share in PERCENTILES] if total else None
+        return [self._value_at_rank(share * total) for share in PERCENTILES] if total else None
 
-    def _quantile(self, rank: float) -> float:
+    def _value_at_rank(self, rank: float) -> float:
         passed = 0
         for bucket in sorted(self._buckets):
             passed += self._buckets[bucket]

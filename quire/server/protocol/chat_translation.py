@@ -56,7 +56,7 @@ class TranslatableBody(ModelBody):
         """The fields that go into the chat as they are."""
         return {name: value for name, value in (self.model_extra or {}).items() if name in self.accepted_extensions}
 
-    def find_ignored_params(self) -> list[str]:
+    def check_params_and_list_ignored(self) -> list[str]:
         """Names of parameters that have no effect. Raises InvalidRequest for one that should have had one: all other
         fields of a chat."""
         for name, value in (self.model_extra or {}).items():
@@ -66,4 +66,4 @@ class TranslatableBody(ModelBody):
             if value != field.get_default(call_default_factory=True):
                 hint = f": use {self.chat_field_aliases[name]}" if name in self.chat_field_aliases else ""
                 raise InvalidRequest(f"{name} is not a parameter of this endpoint{hint}", param=name)
-        return [name for name in super().find_ignored_params() if name not in ChatRequest.model_fields]
+        return [name for name in super().check_params_and_list_ignored() if name not in ChatRequest.model_fields]

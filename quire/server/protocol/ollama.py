@@ -73,9 +73,9 @@ class OllamaGenerationBody(ModelBody):
     keep_alive: str | float | None = None
     """Without effect: a model stays as long as its server."""
 
-    def find_ignored_params(self) -> list[str]:
+    def check_params_and_list_ignored(self) -> list[str]:
         options = [f"options.{name}" for name in self.options.model_extra or {}]
-        return [*super().find_ignored_params(), *options]
+        return [*super().check_params_and_list_ignored(), *options]
 
 
 class OllamaChatRequest(OllamaGenerationBody):
@@ -92,10 +92,10 @@ class OllamaGenerateRequest(OllamaGenerationBody):
     images: list[str] = Field(default_factory=list)
     """Files in base64."""
 
-    def find_ignored_params(self) -> list[str]:
+    def check_params_and_list_ignored(self) -> list[str]:
         if (self.model_extra or {}).get("template"):
             raise InvalidRequest("template is not supported: the model has its own; raw uses none", param="template")
-        return super().find_ignored_params()
+        return super().check_params_and_list_ignored()
 
 
 class OllamaEmbedRequest(ModelBody):

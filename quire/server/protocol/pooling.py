@@ -102,7 +102,7 @@ class CohereEmbedRequest(PoolingBody):
     """Which end of a text is cut off that is too long for the model, or for max_tokens."""
 
     @model_validator(mode="after")
-    def reject_other_inputs(self) -> CohereEmbedRequest:
+    def reject_non_text_inputs(self) -> CohereEmbedRequest:
         if unsupported := next((name for name in ("images", "inputs") if (self.model_extra or {}).get(name)), None):
             raise InvalidRequest(f"{unsupported}: vectors are made of texts alone", param=unsupported)
         return self

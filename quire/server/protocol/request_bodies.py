@@ -143,7 +143,7 @@ class RequestBody(BodyModel):
         """As below, of all fields that were not given."""
         return misspelling_hint(self.model_extra or (), sorted(type(self).model_fields.keys() - self.model_fields_set))
 
-    def find_ignored_params(self) -> list[str]:
+    def check_params_and_list_ignored(self) -> list[str]:
         """Names of parameters that have no effect. Raises InvalidRequest for one that should have had one."""
         ignored = []
         for name, value in (self.model_extra or {}).items():
@@ -287,7 +287,7 @@ class GenerationBody(EngineRequestBody):
     """OpenAI's name: 24h means a session_ttl of MAX_TTL."""
 
     @property
-    def keep_seconds(self) -> float:
+    def prompt_cache_retention_seconds(self) -> float:
         """Seconds for which what it has computed is to be kept; 0: not at all."""
         if self.session_ttl is not None:
             return self.session_ttl
@@ -310,15 +310,15 @@ class GenerationBody(EngineRequestBody):
     def has_continuous_usage(self) -> bool:
         return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
-    def find_ignored_params(self) -> list[str]:
-        ignored = super().find_ignored_params()
+    def check_params_and_list_ignored(self) -> list[str]:
+        ignored = super().check_params_and_list_ignored()
         self._check_beam_search()
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs is not available when stream is true", param="prompt_logprobs")
         if self.stream_options is not None:
             if not self.stream:
                 raise InvalidRequest("stream_options is only allowed when stream is true", param="stream_options")
-            ignored += [f"stream_options.{name}" for name in self.stream_options.find_ignored_params()]
+            ignored += [f"stream_options.{name}" for name in self.stream_options.check_params_and_list_ignored()]
         ignored += _ignored_format_params(self.response_format or {}, self.structured_outputs or {})
         if "truncation_side" in self.model_fields_set and self.truncate_prompt_tokens is None:
             ignored.append("truncation_side")

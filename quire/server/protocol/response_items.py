@@ -24,7 +24,7 @@ def encode_reasoning(reasoning: str) -> str:
     return base64.b64encode(reasoning.encode()).decode()
 
 
-def decode_reasoning(encrypted_content: str) -> str:
+def decode_reasoning_or_empty(encrypted_content: str) -> str:
     """The text; empty for what another server wrote."""
     try:
         return base64.b64decode(encrypted_content, validate=True).decode()

@@ -176,10 +176,10 @@ class ResponsesRequest(TranslatableBody):
             elif not isinstance(tool, SearchTool):
                 yield "", tool
 
-    def find_ignored_params(self) -> list[str]:
+    def check_params_and_list_ignored(self) -> list[str]:
         if self.prompt is not None:
             raise InvalidRequest("prompt is not supported: give instructions and input", param="prompt")
-        return [*super().find_ignored_params(), *self._params_without_effect()]
+        return [*super().check_params_and_list_ignored(), *self._params_without_effect()]
 
     def _params_without_effect(self) -> list[str]:
         is_ignored = {

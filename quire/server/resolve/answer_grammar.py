@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from quire.engine.text.structured_outputs import StructuredGrammar
+from quire.engine.text.structured_outputs import GrammarWithOpenObjects
 from quire.engine.types import Grammar
 from quire.server.formats.grammar_composition import add_content_delimiters, add_thinking_grammar, either_grammar
-from quire.server.formats.message_parser import MessageFormat
+from quire.server.formats.message_parser import RequestMessageFormat
 from quire.server.resolve.tool_use import RequestTools
 from quire.server.served_model import ServedModel
 
@@ -24,9 +24,9 @@ class AnswerGrammar:
     """What an answer's grammar is made of."""
 
     tools: RequestTools
-    requested_format: tuple[str, StructuredGrammar] | None = None
+    requested_format: tuple[str, GrammarWithOpenObjects] | None = None
     """The requested format, and the parameter that asks for it."""
-    message_format: MessageFormat | None = None
+    message_format: RequestMessageFormat | None = None
     has_content_delimiters: bool = True
     """Content has what the model writes around it in a chat."""
 

@@ -9,8 +9,8 @@ import msgspec
 
 from quire.server.config import ServerConfig
 from quire.server.formats.chat_formats import ChatFormats
-from quire.server.formats.message_parser import MessageFormat
-from quire.server.formats.reasoning_parser import resolve_thinking_budget
+from quire.server.formats.message_parser import RequestMessageFormat
+from quire.server.formats.reasoning_parser import make_engine_thinking_budget
 from quire.server.formats.thinking_switch import NO_SWITCH, SWITCH_ALIASES
 from quire.server.generation.request_specs import Prompt
 from quire.server.generation.response_writers.answer_writer import WriterFactory
@@ -45,9 +45,9 @@ def resolve_chat_request(
     ignored: Sequence[str] = (),
 ) -> Resolved:
     """Raises as above. `ignored`: more names of parameters without effect."""
-    name = model.response_model_name(body.model)
+    name = model.resolve_model_name(body.model)
     tools = resolve_request_tools(body, model.chat_formats.tool_format, close=config.disable_additional_properties)
-    ignored = [*ignored, *body.find_ignored_params(), *params_ignored_by_template(body, model.chat_formats)]
+    ignored = [*ignored, *body.check_params_and_list_ignored(), *params_ignored_by_template(body, model.chat_formats)]
     headers = ignored_params_header(ignored, config.strict)
     check_logprobs("top_logprobs", body.top_logprobs, config.max_logprobs, model.vocab_size)
     check_logprobs("prompt_logprobs", body.prompt_logprobs, config.max_logprobs, model.vocab_size)
@@ -66,7 +66,7 @@ def resolve_chat_request(
     headers |= build_adapted_header(prompt.adaptations)
     message = build_message_format(body, tools, prompt, model)
     begun = None if message is None else message.starts_in_thinking
-    thinking = resolve_thinking_budget(
+    thinking = make_engine_thinking_budget(
         body.thinking_token_budget, model.chat_formats.reasoning_format, begun, model.tokenizer
     )
     answer = AnswerGrammar(replace(tools, template_tools=None), requested_grammar(body, config), message)
@@ -111,13 +111,13 @@ def params_ignored_by_template(body: ChatRequest, formats: ChatFormats) -> list[
 
 def build_message_format(
     body: ChatRequest, tools: RequestTools, prompt: Prompt, model: ServedModel
-) -> MessageFormat | None:
+) -> RequestMessageFormat | None:
     """How to parse the answers. None if all of their text is content."""
     reasoning, delimiters = model.chat_formats.reasoning_format, model.chat_formats.content_delimiters
     if reasoning is None and tools.tool_format is None and delimiters is None:
         return None
     end = model.tokenizer.decode(prompt.ids[-PROMPT_TAIL_TOKENS:], skip_special_tokens=False)
-    return MessageFormat(
+    return RequestMessageFormat(
         reasoning_format=reasoning,
         starts_in_thinking=None if reasoning is None else reasoning.starts_in_thinking(end),
         include_reasoning=body.include_reasoning,

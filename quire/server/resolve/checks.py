@@ -25,7 +25,7 @@ def check_logprobs(name: str, value: int | None, max_logprobs: int, vocab_size: 
         raise InvalidRequest(f"{name} must be at most {most}, got {value}", param=name)
 
 
-def check_prompt_logprobs(alternatives: int | None, num_tokens: int) -> None:
+def check_total_prompt_logprobs(alternatives: int | None, num_tokens: int) -> None:
     """`num_tokens`: of all prompts. They come from the engine in one message, and are written in one piece."""
     if alternatives is not None and num_tokens * max(1, alternatives) > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(

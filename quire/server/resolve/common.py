@@ -15,7 +15,7 @@ from quire.engine.text.bad_words import bad_words_ids, check_allowed_tokens_rema
 from quire.engine.text.grammar_compiler import MAX_GRAMMAR_BYTES
 from quire.engine.types import Grammar, SamplingParams
 from quire.server.config import ServerConfig
-from quire.server.formats.message_parser import MessageFormat
+from quire.server.formats.message_parser import RequestMessageFormat
 from quire.server.generation.request_specs import GenerationSpec, Prompt, RepetitionRule
 from quire.server.generation.response_writers.answer_writer import WriterFactory
 from quire.server.generation.vector_generation import VectorSpec
@@ -24,8 +24,8 @@ from quire.server.resolve.answer_grammar import AnswerGrammar
 from quire.server.resolve.checks import (
     check_copied_params_size,
     check_no_surrogates,
-    check_prompt_logprobs,
     check_token_ids,
+    check_total_prompt_logprobs,
     copied_param_sizes,
 )
 from quire.server.served_model import ServedModel
@@ -92,7 +92,7 @@ def resolved(  # noqa: PLR0913 (dissolves into the pipeline of requests)
     logprobs: bool,
     headers: Mapping[str, str],
     config: ServerConfig,
-    message: MessageFormat | None = None,
+    message: RequestMessageFormat | None = None,
     echo: bool = False,
     echo_only: bool = False,
     grammars: Sequence[tuple[str, Grammar]] = (),
@@ -104,7 +104,7 @@ def resolved(  # noqa: PLR0913 (dissolves into the pipeline of requests)
     Raises InvalidRequest for beam search with a grammar, for log probabilities of too long prompts, and for more lists
     of token ids than the answers may carry.
     """
-    check_prompt_logprobs(params.prompt_logprobs, sum(len(prompt.ids) for prompt in prompts))
+    check_total_prompt_logprobs(params.prompt_logprobs, sum(len(prompt.ids) for prompt in prompts))
     _check_grammars(grammars)
     if grammars:
         params = msgspec.structs.replace(params, grammar=grammars[-1][1])
@@ -119,7 +119,7 @@ def resolved(  # noqa: PLR0913 (dissolves into the pipeline of requests)
         priority=body.priority,
         cache_salt=body.cache_salt,
         session_id=body.session_id,
-        keep_seconds=body.keep_seconds,
+        keep_seconds=body.prompt_cache_retention_seconds,
         timeout=body.timeout,
         queue_timeout=body.queue_timeout,
         beam_search=body.use_beam_search,

@@ -37,8 +37,8 @@ def resolve_completion_request(
     ignored: Sequence[str] = (),
 ) -> Resolved:
     """Raises as above. `ignored`: more names of parameters without effect."""
-    name = model.response_model_name(body.model)
-    headers = ignored_params_header([*ignored, *body.find_ignored_params()], config.strict)
+    name = model.resolve_model_name(body.model)
+    headers = ignored_params_header([*ignored, *body.check_params_and_list_ignored()], config.strict)
     check_logprobs("logprobs", body.logprobs, config.max_logprobs, model.vocab_size)
     check_logprobs("prompt_logprobs", body.prompt_logprobs, config.max_logprobs, model.vocab_size)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens

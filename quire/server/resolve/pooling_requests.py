@@ -59,10 +59,10 @@ def resolve_embedding(body_bytes: bytes, model: ServedModel, config: ServerConfi
         )
     body = validate_body(body_fields, EmbeddingRequest)
     answer = partial(embeddings_body, body.encoding_format, "embedding", token_vector_size(body, model))
-    return build_embedding_spec(body, answer, model, config, one_vector_per_text=False)
+    return build_embedding_request_spec(body, answer, model, config, one_vector_per_text=False)
 
 
-def build_embedding_spec(
+def build_embedding_request_spec(
     body: EmbeddingRequest,
     write_body: VectorBodyWriter,
     model: ServedModel,
@@ -75,7 +75,7 @@ def build_embedding_spec(
     if one_vector_per_text:
         check_one_vector_per_text(model)
     params = embedding_params(body, model)
-    return build_vector_spec(body, "embd", tokenize_inputs(body, model), params, write_body, model, config)
+    return build_vector_request_spec(body, "embd", tokenize_inputs(body, model), params, write_body, model, config)
 
 
 def _resolve_conversation_embedding(
@@ -92,7 +92,7 @@ def _resolve_conversation_embedding(
     )
     check_pooling_input_length(prompt.ids, model, "messages")
     answer = partial(embeddings_body, body.encoding_format, "embedding", token_vector_size(body, model))
-    spec = build_vector_spec(body, "embd", [prompt.ids], embedding_params(body, model), answer, model, config)
+    spec = build_vector_request_spec(body, "embd", [prompt.ids], embedding_params(body, model), answer, model, config)
     shown = [replace(each, spans=prompt.spans, images=prompt.images) for each in spec.inputs]
     return replace(spec, inputs=shown)
 
@@ -123,7 +123,7 @@ def resolve_pooling(body_bytes: bytes, model: ServedModel, config: ServerConfig)
         params = PoolingParams(task=task, activation=body.wants_activation)
     size = None if task == "classify" else token_vector_size(body, model)
     answer = partial(embeddings_body, body.encoding_format, "pooling", size)
-    return build_vector_spec(body, "pool", tokenize_inputs(body, model), params, answer, model, config)
+    return build_vector_request_spec(body, "pool", tokenize_inputs(body, model), params, answer, model, config)
 
 
 def resolve_classification(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
@@ -132,12 +132,12 @@ def resolve_classification(body_bytes: bytes, model: ServedModel, config: Server
     check_pooling_task(body, "classify", model)
     params = PoolingParams(task="classify", activation=body.wants_activation)
     answer = partial(classification_body, () if model.pooling is None else model.pooling.labels)
-    return build_vector_spec(body, "classify", tokenize_inputs(body, model), params, answer, model, config)
+    return build_vector_request_spec(body, "classify", tokenize_inputs(body, model), params, answer, model, config)
 
 
 def check_pooling_task(body: PoolingBody, task: Task, model: ServedModel) -> None:
     """Raises ModelNotFound, and InvalidRequest for a task that the model is not made for."""
-    model.response_model_name(body.model)
+    model.resolve_model_name(body.model)
     model.check_task(task)
 
 
@@ -149,7 +149,7 @@ def embedding_params(body: EmbeddingRequest | ConversationEmbeddingRequest, mode
     return PoolingParams(dimensions=body.dimensions, activation=body.wants_activation)
 
 
-def build_vector_spec(
+def build_vector_request_spec(
     body: PoolingBody,
     prefix: str,
     prompts: Sequence[list[int]],
@@ -169,14 +169,14 @@ def build_vector_spec(
         id=f"{prefix}-{random_source.token_hex(16)}",
         id_prefix=f"{prefix}-",
         requested_id="" if body.request_id is None else f"{prefix}-{body.request_id}",
-        model=model.response_model_name(body.model),
+        model=model.resolve_model_name(body.model),
         inputs=[VectorInput(ids, one) for ids, one in zip(prompts, each, strict=True)],
         write_body=write_body,
         priority=body.priority,
         cache_salt=body.cache_salt,
         timeout=body.timeout,
         queue_timeout=body.queue_timeout,
-        headers=ignored_params_header(body.find_ignored_params(), config.strict),
+        headers=ignored_params_header(body.check_params_and_list_ignored(), config.strict),
     )
 
 

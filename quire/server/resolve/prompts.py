@@ -50,7 +50,9 @@ def build_completion_prompts(body: CompletionRequest, model: ServedModel) -> lis
     check_num_inputs(len(inputs), "prompt", "prompts")
     texts = [one for one in inputs if isinstance(one, str)]
     special = body.add_special_tokens and not body.suffix
-    encoded = iter(encode_texts(model, texts, special, "prompt", will_truncate=body.truncate_prompt_tokens is not None))
+    encoded = iter(
+        check_and_encode_texts(model, texts, special, "prompt", will_truncate=body.truncate_prompt_tokens is not None)
+    )
     prompts = []
     for one in inputs:
         if isinstance(one, str):
@@ -61,7 +63,7 @@ def build_completion_prompts(body: CompletionRequest, model: ServedModel) -> lis
     if body.suffix:
         # A SentencePiece tokenizer would put a space before the suffix, but behind a mark there is none.
         lead = "\u263a" if model.tokenizer.strips_first_space else ""
-        lead_ids, suffix = encode_texts(model, [lead, lead + body.suffix], False, "suffix")
+        lead_ids, suffix = check_and_encode_texts(model, [lead, lead + body.suffix], False, "suffix")
         suffix = suffix[len(lead_ids) :]
         begin = body.add_special_tokens
         filled = [build_infill_ids(model.tokenizer, each.ids, suffix, add_special_tokens=begin) for each in prompts]
@@ -150,9 +152,9 @@ def build_chat_prompt(
     if images:
         assert model.image_reader is not None
         check_images_rendered(conversation.text, model.image_reader.template_image_token, body.messages)
-        return replace(build_image_prompt(body, model, conversation, images), adaptations=adapted)
+        return replace(build_multimodal_chat_prompt(body, model, conversation, images), adaptations=adapted)
     cut = body.truncate_prompt_tokens is not None
-    ids = encode_conversation(model, conversation, body.add_special_tokens, will_truncate=cut)
+    ids = encode_rendered_conversation(model, conversation, body.add_special_tokens, will_truncate=cut)
     prompt = truncate_chat_ids(ids, body, model)
     return Prompt(prompt.ids, final_message_text(body, conversation.text) if body.echo else None, adaptations=adapted)
 
@@ -175,7 +177,7 @@ def truncate_chat_ids(ids: list[int], body: ChatRequest, model: ServedModel) -> 
     return prompt
 
 
-def build_image_prompt(
+def build_multimodal_chat_prompt(
     body: ChatRequest, model: ServedModel, conversation: RenderedConversation, images: Sequence[RequestImage]
 ) -> Prompt:
     """The same of a conversation with images. Raises InvalidRequest."""
@@ -184,7 +186,7 @@ def build_image_prompt(
     assert model.image_reader is not None
 
     def encode_text(text: str) -> list[int]:
-        ids = encode_conversation(model, replace(conversation, text=text), body.add_special_tokens)
+        ids = encode_rendered_conversation(model, replace(conversation, text=text), body.add_special_tokens)
         check_prompt_length(ids, model.context_length, "messages")
         return ids
 
@@ -206,7 +208,7 @@ def build_dual_encoder_prompt(body: ChatRequest, model: ServedModel) -> Prompt:
         assert model.image_reader is not None
         expanded = model.image_reader.make_image_only_prompt(images[0])
         return Prompt(expanded.token_ids, spans=expanded.spans, images=expanded.images)
-    (ids,) = encode_texts(model, [parts[0]], True, "messages")
+    (ids,) = check_and_encode_texts(model, [parts[0]], True, "messages")
     return Prompt(ids)
 
 
@@ -217,7 +219,7 @@ def _message_texts(message: ChatMessage) -> list[str]:
     return [part.text if isinstance(part, TextPart) else "" for part in message.content]
 
 
-def expand_image_placeholders(text: str, messages: Sequence[ChatMessage], model: ServedModel) -> str:
+def expand_image_placeholders_in_text(text: str, messages: Sequence[ChatMessage], model: ServedModel) -> str:
     """A rendered conversation in which each image's mark is replaced by all tokens that stand for the image. Raises as
     above."""
     images = requested_images(messages, model)
@@ -309,7 +311,7 @@ def truncate_ids(ids: list[int], limit: int, side: str) -> list[int]:
     return ids[:limit] if side == "right" or len(ids) <= limit else ids[-limit:]
 
 
-def encode_texts(
+def check_and_encode_texts(
     model: ServedModel, texts: Sequence[str], add_special_tokens: bool, param: str, *, will_truncate: bool = False
 ) -> list[list[int]]:
     """Token ids of each text. Raises InvalidRequest for one that the context cannot hold, unless it will be
@@ -321,12 +323,14 @@ def encode_texts(
     return model.tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
 
 
-def encode_conversation(
+def encode_rendered_conversation(
     model: ServedModel, conversation: RenderedConversation, add_special_tokens: bool, *, will_truncate: bool = False
 ) -> list[int]:
     """Token ids of a conversation; special tokens in texts that were moved are text. Raises as above."""
     if not conversation.moved_texts:
-        return encode_texts(model, [conversation.text], add_special_tokens, "messages", will_truncate=will_truncate)[0]
+        return check_and_encode_texts(
+            model, [conversation.text], add_special_tokens, "messages", will_truncate=will_truncate
+        )[0]
     check_no_surrogates(conversation.text, "messages")
     if not will_truncate:
         check_text_fits(model, conversation.text, "messages")

@@ -8,7 +8,7 @@ from quire.engine.errors import InvalidRequest
 from quire.engine.text.structured_outputs import (
     CLOSE_OBJECTS_KEY,
     CONSTRAINT_KINDS,
-    StructuredGrammar,
+    GrammarWithOpenObjects,
     constraint_grammar,
     requested_constraints,
 )
@@ -18,7 +18,7 @@ from quire.server.protocol.request_bodies import GenerationBody
 from quire.server.resolve.checks import check_no_surrogates
 
 
-def requested_grammar(body: GenerationBody, config: ServerConfig) -> tuple[str, StructuredGrammar] | None:
+def requested_grammar(body: GenerationBody, config: ServerConfig) -> tuple[str, GrammarWithOpenObjects] | None:
     """The parameter that asks, and the grammar it asks for. Raises InvalidRequest naming the parameter."""
     requests: list[tuple[str, str, Any]] = []
     if body.response_format is not None:
@@ -63,7 +63,7 @@ def _response_format_constraints(response_format: dict[str, Any]) -> list[tuple[
     )
 
 
-def _build_structured_grammar(kind: str, value: Any, *, close: bool) -> StructuredGrammar:
+def _build_structured_grammar(kind: str, value: Any, *, close: bool) -> GrammarWithOpenObjects:
     if kind == "choice" and isinstance(value, list) and len(value) > MAX_STRUCTURED_CHOICES:
         raise InvalidRequest(f"choice takes at most {MAX_STRUCTURED_CHOICES} strings, got {len(value)}")
     return constraint_grammar(kind, value, close=close)

@@ -22,8 +22,8 @@ def parse_warm_request(
 ) -> tuple[WarmRequest, dict[str, str]]:
     """The body, and headers of the answer. Raises InvalidRequest, and ModelNotFound."""
     body = parse_body(body_bytes or b"{}", WarmRequest)
-    model.response_model_name(body.model)
-    return body, ignored_params_header(body.find_ignored_params(), config.strict)
+    model.resolve_model_name(body.model)
+    return body, ignored_params_header(body.check_params_and_list_ignored(), config.strict)
 
 
 def resolve_warm_request(

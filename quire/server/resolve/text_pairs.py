@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from quire.engine.errors import InvalidRequest
-from quire.engine.text.pooling_inputs import encode_pairs, encode_reranker_prompts
+from quire.engine.text.pooling_inputs import encode_pairs_with_second_start, encode_reranker_prompts
 from quire.engine.types import PoolingParams
 from quire.server.config import ServerConfig
 from quire.server.generation.response_writers.vector_bodies import ScorePairs, rerank_body, scores_body
@@ -15,7 +15,7 @@ from quire.server.protocol.pooling import RerankRequest, ScoreRequest, TextPairB
 from quire.server.resolve.checks import NeedsWorker, check_no_surrogates
 from quire.server.resolve.parse import parse_body
 from quire.server.resolve.pooling_requests import (
-    build_vector_spec,
+    build_vector_request_spec,
     check_one_vector_per_text,
     check_pooling_input_length,
     check_pooling_task,
@@ -45,7 +45,7 @@ def resolve_score(body_bytes: bytes, model: ServedModel, config: ServerConfig) -
         raise InvalidRequest(message, param=names[0])
     firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
     prompts, params, pairs = build_pair_inputs(body, firsts, seconds, names, model)
-    return build_vector_spec(body, "score", prompts, params, partial(scores_body, pairs), model, config)
+    return build_vector_request_spec(body, "score", prompts, params, partial(scores_body, pairs), model, config)
 
 
 def resolve_rerank(body_bytes: bytes, model: ServedModel, config: ServerConfig, *, cohere: bool = False) -> VectorSpec:
@@ -58,7 +58,7 @@ def resolve_rerank(body_bytes: bytes, model: ServedModel, config: ServerConfig, 
     prompts, params, pairs = build_pair_inputs(body, queries, documents, ("query", "documents"), model)
     shown = not cohere if body.return_documents is None else body.return_documents
     answer = partial(rerank_body, pairs, documents if shown else None, body.top_n or 0, cohere=cohere)
-    return build_vector_spec(body, "rerank", prompts, params, answer, model, config)
+    return build_vector_request_spec(body, "rerank", prompts, params, answer, model, config)
 
 
 def build_pair_inputs(
@@ -88,7 +88,7 @@ def build_pair_inputs(
         for text in dict.fromkeys([*firsts, *seconds]):
             check_text_fits(model, text, names[1])
     longest = body.max_tokens_per_doc if isinstance(body, RerankRequest) else None
-    pairs = encode_pairs(model.tokenizer, list(zip(firsts, seconds, strict=True)), limit, longest)
+    pairs = encode_pairs_with_second_start(model.tokenizer, list(zip(firsts, seconds, strict=True)), limit, longest)
     for ids, _ in pairs:
         check_pooling_input_length(ids, model, names[1])
     params = [
@@ -100,7 +100,7 @@ def build_pair_inputs(
 def _check_can_score(body: TextPairBody, model: ServedModel) -> None:
     """Raises ModelNotFound, and InvalidRequest for a model that only writes text."""
     if model.tasks == ("generate",):
-        name = model.response_model_name(body.model)
+        name = model.resolve_model_name(body.model)
         what = f"The model `{name}` writes text and gives no scores of pairs of texts"
         served = "serve a reranker or an embedding model (`quire models` lists some)"
         raise InvalidRequest(f"{what}: {served}, or this one with --pooling-type last", param="model")

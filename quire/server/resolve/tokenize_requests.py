@@ -14,7 +14,7 @@ from quire.server.protocol.request_bodies import build_adapted_header, ignored_p
 from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from quire.server.resolve.checks import check_no_surrogates, check_token_ids
 from quire.server.resolve.parse import parse_body
-from quire.server.resolve.prompts import adaptation_summary, expand_image_placeholders, select_renderer
+from quire.server.resolve.prompts import adaptation_summary, expand_image_placeholders_in_text, select_renderer
 from quire.server.resolve.tool_use import convert_to_functions
 from quire.server.served_model import ServedModel
 
@@ -46,10 +46,10 @@ def answer_tokenize(body_bytes: bytes, model: ServedModel, config: ServerConfig)
 def answer_apply_template(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> JsonReply:
     """The text of a conversation. Raises as above."""
     body = parse_body(body_bytes, TokenizeRequest)
-    model.response_model_name(body.model)
+    model.resolve_model_name(body.model)
     if body.messages is None:
         raise InvalidRequest(f"messages: field required{body.misspelling_hint()}", param="messages")
-    headers = ignored_params_header(body.find_ignored_params(), config.strict)
+    headers = ignored_params_header(body.check_params_and_list_ignored(), config.strict)
     conversation, _ = _text_to_tokenize(body, model, config)
     return JsonReply(
         encode_json({"prompt": conversation.text}), headers | build_adapted_header(adaptation_summary(conversation))
@@ -61,8 +61,8 @@ def _parse_request(
 ) -> tuple[TokenizeBody, dict[str, str]]:
     """The body, and headers of the answer."""
     body = parse_body(body_bytes, kind)
-    model.response_model_name(body.model)
-    return body, ignored_params_header(body.find_ignored_params(), config.strict)
+    model.resolve_model_name(body.model)
+    return body, ignored_params_header(body.check_params_and_list_ignored(), config.strict)
 
 
 def _text_to_tokenize(
@@ -86,7 +86,9 @@ def _text_to_tokenize(
             continue_final_message=body.continue_final_message,
             variables=body.chat_template_kwargs,
         )
-        conversation = replace(conversation, text=expand_image_placeholders(conversation.text, body.messages, model))
+        conversation = replace(
+            conversation, text=expand_image_placeholders_in_text(conversation.text, body.messages, model)
+        )
     check_no_surrogates(conversation.text, param)
     return conversation, special
 

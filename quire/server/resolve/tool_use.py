@@ -11,10 +11,10 @@ from typing import Any
 from quire.engine.errors import InvalidRequest
 from quire.engine.schemas.enforcement import repair_argument_schema, weaken_schema
 from quire.engine.schemas.object_closing import ClosedSchema, close_objects
-from quire.engine.text.structured_outputs import prepare_schema
+from quire.engine.text.structured_outputs import prepare_and_close_schema
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Grammar
-from quire.server.formats.grammar_composition import lark_literal
+from quire.server.formats.grammar_composition import lark_literal_with_special_tokens
 from quire.server.formats.tools.tool_parser import ANY_OBJECT, Tool, ToolFormat
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.tools import (
@@ -98,7 +98,7 @@ class RequestTools:
         tools = [Tool(tool.name, self._enforced_schema(tool).schema) for tool in self._constrained_tools]
         try:
             text = self.tool_format.build_calls_grammar(
-                tools, self.allows_parallel, partial(lark_literal, tokenizer=tokenizer), must=must
+                tools, self.allows_parallel, partial(lark_literal_with_special_tokens, tokenizer=tokenizer), must=must
             )
             return Grammar("lark", text)
         except InvalidRequest as error:
@@ -123,7 +123,7 @@ class RequestTools:
                 weaken_schema(closed_schema.schema, self.weakening_levels.get(tool.name, 0)), closed_schema.open_objects
             )
         try:
-            return prepare_schema(tool.parameters, close=self.closes_objects, by_name=True)
+            return prepare_and_close_schema(tool.parameters, close=self.closes_objects, by_name=True)
         except InvalidRequest as error:
             raise InvalidRequest(f"{self._schema_field(tool.name)}: {error.message}", param="tools") from error
 
@@ -137,7 +137,7 @@ def resolve_request_tools(body: ChatRequest, format: ToolFormat | None, *, close
         if function.name in known:
             raise InvalidRequest(f"tools[{index}]: there are two functions named {function.name}", param="tools")
         parameters = function.parameters if function.strict else repair_argument_schema(function.parameters)
-        known[function.name] = Tool(function.name, _validate_parameters_schema(parameters, index))
+        known[function.name] = Tool(function.name, _check_and_complete_parameters(parameters, index))
     choice = body.tool_choice
     if isinstance(choice, AllowedTools):
         allowed = [tool.name for tool in choice.allowed_tools.tools]
@@ -194,7 +194,7 @@ def _tool_schema_field(spec: FunctionOrCustomTool, index: int) -> str:
     return (CUSTOM_FORMAT_FIELD if isinstance(spec, CustomToolSpec) else PARAMETERS_FIELD).format(index)
 
 
-def _validate_parameters_schema(schema: dict[str, Any] | None, index: int) -> Mapping[str, Any]:
+def _check_and_complete_parameters(schema: dict[str, Any] | None, index: int) -> Mapping[str, Any]:
     """The schema of the arguments. Parsers and grammars rely on what is checked here: the form of its first level."""
     if not schema:
         return ANY_OBJECT if schema is None else {**ANY_OBJECT, **schema}

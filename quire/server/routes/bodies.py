@@ -55,11 +55,11 @@ async def worked_on(request: Request, work: Work[Result]) -> Result:
 
     What was made of it is held until the request is answered: see server/access/memory_lease.py.
 
-    Raises what BodyReader.read_body, WorkerPool.run_job and MemoryLease.grow_lease raise; HTTPException, which nobody
-    will see, when the client has left."""
+    Raises what BodyReader.hold_request_body, WorkerPool.run_job and MemoryLease.grow_lease raise; HTTPException, which
+    nobody will see, when the client has left."""
     keep = get_server_context(request).resumable_calls is not None and request.scope["path"] in RESUMABLE_PATHS
     try:
-        async with get_server_context(request).body_reader.read_body(request) as body:
+        async with get_server_context(request).body_reader.hold_request_body(request) as body:
             pieces = tuple(body.chunks) if keep else ()
             made = await _here_or_there(request, body, work)
             if keep:
@@ -193,7 +193,7 @@ def chosen_adapter(request: Request, name: str) -> Adapter | None:
     adapters, model = get_runtime(request).adapter_registry, get_model(request)
     if adapters is None or name in model.names:
         return None
-    return adapters.find_adapter(model.response_model_name(name))
+    return adapters.find_adapter(model.resolve_model_name(name))
 
 
 def chosen_name(request: Request, prefix: str) -> str:
@@ -209,7 +209,7 @@ async def _here_or_there(request: Request, body: BodyBuffer, work: Work[Result])
         if body.received_bytes <= QUICK_BYTES:
             return work(b"".join(body.chunks), get_model(request), runtime.config)
         if body.received_bytes <= SMALL_BYTES:
-            async with runtime.loop_guard:
+            async with runtime.loop_work_pacer:
                 return work(b"".join(body.chunks), get_model(request), runtime.config)
     except NeedsWorker:
         slow = True

@@ -56,12 +56,12 @@ async def engine_events(request: Request) -> Response:
     runtime = get_runtime(request)
     watcher = LiveViewStream(runtime.live_view)
     return EventStream(
-        watcher.events(server_facts(runtime, get_model(request))), watcher.close_stream, {}, runtime.config
+        watcher.events(build_server_facts(runtime, get_model(request))), watcher.close_stream, {}, runtime.config
     )
 
 
-@router.get("/v1/engine/requests", response_model=None)
-async def engine_requests(request: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> Response:
+@router.get("/v1/engine/requests", name="engine_requests", response_model=None)
+async def list_recent_answers(request: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> Response:
     """The last answers, the latest first: phases, tokens, finish reasons, model; what each tenant had of the engine in
     all that are remembered (--request-history); and the adapters. Nothing of what was asked or answered."""
     runtime = get_runtime(request)
@@ -74,13 +74,13 @@ async def engine_requests(request: Request, limit: Annotated[int, Query(ge=1, le
     )
 
 
-@router.get("/v1/engine/trace", response_model=None)
-async def engine_trace(request: Request, seconds: Annotated[float, Query(gt=0, le=120)] = 5.0) -> Response:
+@router.get("/v1/engine/trace", name="engine_trace", response_model=None)
+async def record_engine_trace(request: Request, seconds: Annotated[float, Query(gt=0, le=120)] = 5.0) -> Response:
     """Record for `seconds` seconds, then answer with a trace that ui.perfetto.dev opens."""
     return Response(await record_trace(get_runtime(request).client.history, seconds), media_type="application/json")
 
 
-def server_facts(runtime: ModelRuntime, model: ServedModel) -> dict[str, object]:
+def build_server_facts(runtime: ModelRuntime, model: ServedModel) -> dict[str, object]:
     """The facts that do not change while the server runs."""
     config = runtime.config
     return {

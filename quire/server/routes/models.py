@@ -59,7 +59,7 @@ def list_model_cards(model: ServedModel) -> list[dict[str, Any]]:
 async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
     """One model; ids may contain slashes."""
     served = get_model(request)
-    return _build_model_card(served.response_model_name(model), served)
+    return _build_model_card(served.resolve_model_name(model), served)
 
 
 def _build_model_card(name: str, model: ServedModel) -> dict[str, Any]:

@@ -29,10 +29,10 @@ from quire.server.resumable_calls import (
     JOURNAL_BODY_SCOPE_KEY,
     KEEP_ALIVE_HEADER,
     RESUMED_SCOPE_KEY,
-    parse_keep_alive_seconds,
+    parse_stream_grace_header,
     still_answering_error,
 )
-from quire.server.resumption import fingerprint_history
+from quire.server.resumption import all_compute_fingerprints
 from quire.server.routes.bodies import WEIGHTS_VERSION, here_of, of_caller, owner_of
 from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
 from quire.server.runtime.server_context import get_server_context
@@ -64,7 +64,7 @@ async def reply(
     streamed.
     """
     runtime = get_runtime(request)
-    keep = parse_keep_alive_seconds(
+    keep = parse_stream_grace_header(
         request, 0 if get_server_context(request).resumable_calls is None else runtime.config.stream_grace
     )
     if keep and not (spec.stream and spec.resumable):
@@ -85,7 +85,7 @@ async def reply(
         if spec.include_receipt:
             writer.receipt = await runtime.receipt_writer.encode_answer_receipt(spec, generation)
         if spec.logprobs or spec.prompt_logprobs is not None:
-            body = await runtime.loop_guard.run_in_thread(writer.response_body, best, generation.usage)
+            body = await runtime.loop_work_pacer.run_in_thread(writer.response_body, best, generation.usage)
         else:
             body = writer.response_body(best, generation.usage)
     await ended()
@@ -107,7 +107,7 @@ def _streamed(
     headers = {**spec.headers, WEIGHTS_VERSION: generation.weights_version}
     if spec.resumable:
         resumed, here = request.scope.get(RESUMED_SCOPE_KEY), here_of(request)
-        by = () if resumed is None else fingerprint_history(resumed, here)
+        by = () if resumed is None else all_compute_fingerprints(resumed, here)
         others = len(by) > 1  # also before this process: the reader may have tokens of any of them
         alters = others or not here.deterministic
         seen = () if resumed is None else resumed.seen_events
@@ -144,7 +144,7 @@ def _kept_alive(
     """The events of a stream that goes on for a while after its reader has left, and the function to call when the
     reader leaves."""
     background, key = get_server_context(request).background, (owner_of(request), spec.id)
-    held = lease_of(request.scope).transfer_lease()
+    held = lease_of(request.scope).move_to_new_lease()
 
     async def end() -> None:
         held.release_lease()
@@ -152,7 +152,7 @@ def _kept_alive(
     running = RunningAnswer(writer, close, [])
     events = events_of(generation, writer, spec, get_runtime(request), ended)
     background.start_answer(key, running, events, end)
-    return running.follow_events(-1), partial(background.detach_reader, key, running, seconds)
+    return running.follow_events(-1), partial(background.schedule_close_after_reader_left, key, running, seconds)
 
 
 async def _folded(
@@ -183,7 +183,9 @@ async def journaled(
     ):
         return close
     try:
-        return await streams.begin_journal(request, owner_of(request), spec, here_of(request), generation, close)
+        return await streams.journal_call_and_wrap_close(
+            request, owner_of(request), spec, here_of(request), generation, close
+        )
     except BaseException:
         close()
         raise
@@ -211,7 +213,7 @@ def admitted(
         priority=spec.priority,
     )
     name = get_model(request).names[0] if spec.adapter is None else spec.adapter.name
-    get_runtime(request).request_log.record_answer_start(request.scope, spec.id, spec.answer_id, name)
+    get_runtime(request).request_log.register_answer_record(request.scope, spec.id, spec.answer_id, name)
     try:
         return start(), reservation
     except Exception:
@@ -235,7 +237,7 @@ async def vectors_reply(request: Request, spec: VectorSpec) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     version = work.weights_version
     if sum(map(len, vectors)) > QUICK_NUMBERS:
-        body = await runtime.loop_guard.run_in_thread(spec.write_body, spec, version, vectors)
+        body = await runtime.loop_work_pacer.run_in_thread(spec.write_body, spec, version, vectors)
     else:
         body = spec.write_body(spec, version, vectors)
     return Response(body, 200, {**spec.headers, WEIGHTS_VERSION: version}, "application/json")
@@ -243,7 +245,7 @@ async def vectors_reply(request: Request, spec: VectorSpec) -> Response:
 
 def start(spec: GenerationSpec, runtime: ModelRuntime) -> Generation:
     """The generation that a spec asks for. Raises EngineError when the engine is gone."""
-    common = spec, runtime.model.tokenizer, runtime.client, runtime.metrics, runtime.loop_guard
+    common = spec, runtime.model.tokenizer, runtime.client, runtime.metrics, runtime.loop_work_pacer
     if spec.beam_search:
         return BeamSearchGeneration(*common, context_length=runtime.model.context_length)
     return SamplingGeneration(*common)
@@ -317,7 +319,7 @@ async def events_of(
     if spec.continuous_usage:
         writer.set_usage(generation.usage)
     opening, first = writer.first_events(), True
-    keeps = spec.logprobs and writer.holds_logprobs
+    keeps = spec.logprobs and writer.keeps_logprobs_until_end
     with runtime.logprob_budget.track_call() if keeps else nullcontext(_count_nothing) as count:
         async for step in generation.deltas():
             count(step)
@@ -325,7 +327,7 @@ async def events_of(
             if spec.continuous_usage:
                 writer.set_usage(generation.usage)
             if spec.echo and spec.logprobs:  # all of the prompt's may come in one step
-                yield opening + await runtime.loop_guard.run_in_thread(writer.step_events, step)
+                yield opening + await runtime.loop_work_pacer.run_in_thread(writer.step_events, step)
             elif events := opening + writer.step_events(step):  # else the reader of a stream that goes on has seen them
                 yield events
                 if first and transport is not None and not keeps:

@@ -34,7 +34,7 @@ async def cancel_request(request_id: str, request: Request) -> dict[str, Any]:
     for runtime in list(get_server_context(request).models.loaded_runtimes):
         cancelled += runtime.client.cancel(
             request_id, owner
-        ) + await runtime.cross_process_observer.cancel_peer_request(request_id, owner)
+        ) + await runtime.cross_process_observer.cancel_requests_of_peers(request_id, owner)
     if not cancelled:
         raise RequestNotFound(f"No open request has the id `{request_id}`", param="request_id")
     return {"id": request_id, "object": "request", "cancelled": True, "sequences": cancelled}
@@ -69,7 +69,7 @@ async def list_conversation_turns(name: str, request: Request) -> dict[str, Any]
 async def _find_explanation(name: str, tenant: Tenant, request: Request) -> tuple[bytes, ModelRuntime]:
     """The explanation of a request, and what runs beside its model."""
     for runtime in list(get_server_context(request).models.loaded_runtimes):
-        async with runtime.loop_guard:
+        async with runtime.loop_work_pacer:
             explanation = runtime.cross_process_observer.explain_own_request(name, tenant.name, tenant.admin)
         explanation = explanation or await runtime.cross_process_observer.explain_peer_request(name, tenant)
         if explanation is not None:

@@ -22,14 +22,20 @@ from quire.server.protocol.responses import ResponsesRequest
 from quire.server.resolve.other_apis.responses import count_input_tokens, resolve_response
 from quire.server.resumable_calls import RESUMED_SCOPE_KEY
 from quire.server.routes.bodies import Documented, owner_of, resolved_spec, worked_on
-from quire.server.routes.data_dir.list_pages import Limit, Order, find_or_raise, json_response, list_items_response
+from quire.server.routes.data_dir.list_pages import (
+    Limit,
+    Order,
+    find_or_raise,
+    leased_json_response,
+    list_items_response,
+)
 from quire.server.routes.reply import begin, events_of, journaled, nothing, reply
 from quire.server.runtime.model_runtime import get_runtime
 from quire.server.runtime.server_context import get_server_context
 from quire.server.served_model import get_model
 from quire.server.sse import EventStream
 from quire.server.store.data_dir import DataDir
-from quire.server.store.response_store import ObjectSummary, ObjectToStore, Store, StoredObject
+from quire.server.store.response_store import ObjectSummary, ObjectToStore, ObjectWithoutItems, Store
 from quire.server.store.write_retry import retry_until_written
 
 router = APIRouter()
@@ -88,7 +94,10 @@ class ResponseRecorder:
             "streamed": self.spec.stream,
         }
         stored_object = ObjectToStore(
-            self.spec.answer_id, StoredObject("response", about, response), fields.input_items, unfinished=unfinished
+            self.spec.answer_id,
+            ObjectWithoutItems("response", about, response),
+            fields.input_items,
+            unfinished=unfinished,
         )
         await data.owner_executor.run_for_owner(self.owner, data.store.put, self.owner, stored_object)
 
@@ -131,7 +140,7 @@ async def _answer_in_background(request: Request, recorder: ResponseRecorder) ->
         and (existing := await _existing_response(request, spec)) is not None
     ):
         return existing
-    lease = lease_of(request.scope).transfer_lease()
+    lease = lease_of(request.scope).move_to_new_lease()
     assert spec.responses_fields is not None
     close = lease.release_lease
     try:
@@ -141,7 +150,7 @@ async def _answer_in_background(request: Request, recorder: ResponseRecorder) ->
         queued = writer.current_response("queued")
         await recorder.store_queued_response(queued)
         if server.resumable_calls is not None:
-            server.resumable_calls.mark_response_stored(recorder.owner, spec.id)
+            server.resumable_calls.mark_stored_unfinished(recorder.owner, spec.id)
     except BaseException:
         close()
         lease.release_lease()
@@ -158,8 +167,8 @@ async def _answer_in_background(request: Request, recorder: ResponseRecorder) ->
     async def finish_response() -> None:
         try:
             if running.can_restart and server.persistence is not None:
-                server.persistence.requeue_response(recorder.owner, spec.answer_id)
-            elif not (writer.is_unfinished and is_leaving()):  # else the next process goes on with it
+                server.persistence.schedule_response_restart(recorder.owner, spec.answer_id)
+            elif not (writer.has_ended_unfinished and is_leaving()):  # else the next process goes on with it
                 await retry_until_written(f"the end of {spec.answer_id} waits", store_and_forget, is_leaving)
         finally:
             lease.release_lease()
@@ -218,7 +227,7 @@ async def retrieve_response(
             _last_event(summary, await _load_response(request, response_id)), _ignore_disconnect, {}, config
         )
     if is_unfinished and (snapshot := await background.current_response(key)) is not None:
-        return json_response(request, snapshot)
+        return leased_json_response(request, snapshot)
     return Response(await _load_response(request, response_id), media_type="application/json")
 
 
@@ -228,7 +237,7 @@ async def cancel_response(response_id: str, request: Request) -> Response:
     summary = await _find_response_summary(request, response_id)
     if not summary.about["background"]:
         raise InvalidRequest("response_id: only a response in the background can be cancelled", param="response_id")
-    await get_server_context(request).background.cancel_answer((owner_of(request), response_id))
+    await get_server_context(request).background.cancel_answer_if_running((owner_of(request), response_id))
     return Response(await _load_response(request, response_id), media_type="application/json")
 
 
@@ -236,7 +245,7 @@ async def cancel_response(response_id: str, request: Request) -> Response:
 async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
     """Forget a stored response; one that is still generated ends."""
     await _find_response_summary(request, response_id)
-    await get_server_context(request).background.cancel_answer((owner_of(request), response_id))
+    await get_server_context(request).background.cancel_answer_if_running((owner_of(request), response_id))
     if (streams := get_server_context(request).resumable_calls) is not None:
         await streams.forget_call(owner_of(request), response_id)
     await write_in_owner_thread(request, require_store(request, response_id).delete, response_id)
@@ -278,7 +287,7 @@ async def _find_response_summary(request: Request, response_id: str) -> ObjectSu
 async def _load_response(request: Request, response_id: str) -> bytes:
     """A stored response, which the request holds until it is answered. Raises RequestNotFound, Overloaded."""
     grow_request_lease(request.scope, (await _find_response_summary(request, response_id)).length)
-    get_object = require_store(request, response_id).get
+    get_object = require_store(request, response_id).get_without_items
     return (
         await find_or_raise(request, get_object, "response", response_id, not_found=_response_not_found(response_id))
     ).data

@@ -35,7 +35,7 @@ ROUTERS = (
 )
 
 
-def add_routers(app: FastAPI, first_routers: Sequence[APIRouter]) -> HttpMetrics:
+def add_routers_with_metrics(app: FastAPI, first_routers: Sequence[APIRouter]) -> HttpMetrics:
     """Add `first_routers`, whose routes go before ROUTERS', and ROUTERS. Returns what counts their requests."""
     routers = [*first_routers, *ROUTERS]
     for router in routers:

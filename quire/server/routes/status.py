@@ -65,7 +65,7 @@ async def metrics(request: Request) -> Response:
     peer_samples = [
         count for runtime in runtimes for count in await runtime.cross_process_observer.collect_peer_samples()
     ]
-    async with runtimes[0].loop_guard if runtimes else nullcontext():
+    async with runtimes[0].loop_work_pacer if runtimes else nullcontext():
         http_registry = CollectorRegistry()
         http_registry.register(MergedHttpMetrics(server.http_metrics, peer_samples))
         text = Metrics.render_metrics(

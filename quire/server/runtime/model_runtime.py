@@ -14,7 +14,7 @@ from quire.server.access.admission import Admission
 from quire.server.access.fair_semaphore import FairSemaphore
 from quire.server.adapter_registry import AdapterRegistry
 from quire.server.config import ServerConfig
-from quire.server.generation.event_loop_guard import EventLoopGuard
+from quire.server.generation.event_loop_work_pacer import EventLoopWorkPacer
 from quire.server.generation.output_parts import LogprobBudget
 from quire.server.images.image_fetcher import MAX_FETCHING_REQUESTS, ImageFetcher
 from quire.server.observe.cross_process import CrossProcessObserver
@@ -50,7 +50,7 @@ class ModelRuntime:
     workers: WorkerPool
     image_fetcher: ImageFetcher
     grammar_checker: GrammarChecker
-    loop_guard: EventLoopGuard
+    loop_work_pacer: EventLoopWorkPacer
     adapter_registry: AdapterRegistry | None
     """None where none are served."""
     receipt_writer: ReceiptWriter

@@ -18,7 +18,7 @@ from quire.engine.receipts.model_hasher import ModelHasher
 from quire.server.access.admission import Admission
 from quire.server.adapter_registry import open_adapter_registry
 from quire.server.config import ServerConfig
-from quire.server.generation.event_loop_guard import EventLoopGuard
+from quire.server.generation.event_loop_work_pacer import EventLoopWorkPacer
 from quire.server.images.image_fetcher import ImageFetcher
 from quire.server.observe.throughput_log import log_throughput_periodically
 from quire.server.receipt_log import ReceiptLog, ReceiptWriter
@@ -54,18 +54,18 @@ async def open_runtime(
         exit_stack.push_async_callback(client.link.stop)
         hashes = ModelHasher(config, source.tokenizer, client.link.weights_paths, config.data_dir)
         info = await client.link.start()
-        digests_in_use = partial(adapter_digests_in_use, client)
+        digests_in_use = partial(open_request_adapter_digests, client)
         adapter_registry = exit_stack.enter_context(
             open_adapter_registry(config, info.adaptable or modules, digests_in_use, folder, device=info.device)
         )
         adapters: Collection[str] = () if adapter_registry is None else adapter_registry.adapters_by_name
         model = model_before_start.with_engine_info(info, client.link.weights_version, adapters)
-        workers = WorkerPool(source.with_engine_limits(model), model.adapters, launch_process)
+        workers = WorkerPool(source.with_engine_info_from(model), model.adapters, launch_process)
         exit_stack.push_async_callback(workers.close)
-        loop_guard = EventLoopGuard()
-        exit_stack.callback(loop_guard.close)
+        loop_work_pacer = EventLoopWorkPacer()
+        exit_stack.callback(loop_work_pacer.close)
         image_fetcher = ImageFetcher(config.allowed_media_domains)
-        exit_stack.callback(image_fetcher.close)
+        exit_stack.callback(image_fetcher.stop_lookup_threads)
         admission = Admission(client, config, info.max_model_len, has_api_keys=has_api_keys)
         receipt_log = _open_receipt_log(config)
         observers = attach_observers(
@@ -85,7 +85,7 @@ async def open_runtime(
             workers=workers,
             image_fetcher=image_fetcher,
             grammar_checker=GrammarChecker(workers),
-            loop_guard=loop_guard,
+            loop_work_pacer=loop_work_pacer,
             adapter_registry=adapter_registry,
             receipt_writer=ReceiptWriter(hashes, info, observers.metrics, receipt_log),
         )
@@ -97,7 +97,7 @@ async def open_runtime(
         yield runtime
 
 
-def adapter_digests_in_use(client: EngineClient) -> set[str]:
+def open_request_adapter_digests(client: EngineClient) -> set[str]:
     """Digests of the adapters that open requests need."""
     return {each.digest for each in (*client.adapters(queued=False), *client.adapters(queued=True))}
 

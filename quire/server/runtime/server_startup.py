@@ -61,7 +61,7 @@ class ServerStartup:
             persistence = None
             registry = CollectorRegistry()
             if data is not None:
-                clients = partial(_engine_clients, models)
+                clients = partial(_list_engine_clients, models)
                 persistence = await exit_stack.enter_async_context(
                     open_persistence(data, app, self.tenants, self.config, clients, peers)
                 )
@@ -84,7 +84,7 @@ class ServerStartup:
             yield
 
 
-def _engine_clients(models: ModelDispatcher) -> list[EngineClient]:
+def _list_engine_clients(models: ModelDispatcher) -> list[EngineClient]:
     return [each.client for each in models.loaded_runtimes]
 
 

@@ -81,7 +81,7 @@ class Processes:
         }
         return DataDirStatus(leads, sizes, summed, self._database.probe_write_error())
 
-    def join_process(self, process: str, status: ProcessStatus) -> None:
+    def rejoin_process(self, process: str, status: ProcessStatus) -> None:
         """One that had another process's data before."""
         self._calls.register_answering_process(process, status.calls)
         with self._mutex:

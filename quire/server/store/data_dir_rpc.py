@@ -31,7 +31,7 @@ log = logging.getLogger("quire.server")
 DATA_DIR_TOPIC = "data"
 """Of the questions to the process that has the data."""
 RPC_METHODS: dict[str, Callable[..., Any]] = {
-    "Store.get": Store.get,
+    "Store.get": Store.get_without_items,
     "Store.known": Store.get_summary,
     "Store.put": Store.put,
     "Store.append": Store.append_items,
@@ -41,7 +41,7 @@ RPC_METHODS: dict[str, Callable[..., Any]] = {
     "Store.delete_item": Store.delete_item,
     "Store.delete": Store.delete,
     "Store.lose": Store.mark_response_failed,
-    "Files.reserve": Files.reserve,
+    "Files.reserve": Files.try_reserve_bytes,
     "Files.release": Files.release,
     "Files.add": Files.add,
     "Files.find": Files.find,
@@ -62,7 +62,7 @@ RPC_METHODS: dict[str, Callable[..., Any]] = {
     "Batches.results": Batches.list_result_lines,
     "Calls.put": Calls.put,
     "Calls.note": Calls.update_progress,
-    "Calls.claim": Calls.claim,
+    "Calls.claim": Calls.try_claim_call,
     "Calls.give_up": Calls.release_claim,
     "Calls.holder": Calls.answering_process,
     "Calls.find": Calls.find,
@@ -147,7 +147,7 @@ def serve_data_dir_call(data: DataDir, encoded_request: bytes) -> bytes:
         return encode_msgpack(_Failed(f"{type(error).__name__}: {error}"))
 
 
-class _RemoteStore:
+class _RPCProxy:
     """Stands for a part of the data: each of its methods is asked for."""
 
     def __init__(self, store_class: type, send_request: Callable[[bytes], bytes]) -> None:
@@ -178,7 +178,7 @@ def remote_data_dir(folder: Path, send_request: Callable[[bytes], bytes]) -> Dat
     `send_request` gives the other process a question, and returns its answer."""
 
     def remote_store(store_class: type) -> Any:
-        return _RemoteStore(store_class, send_request)
+        return _RPCProxy(store_class, send_request)
 
     return DataDir(
         store=remote_store(Store),

@@ -115,7 +115,7 @@ class Files:
         """Bytes of all files."""
         return self._budget.total_used
 
-    def reserve(self, owner: str, id: str, size: int, process: str) -> bool:
+    def try_reserve_bytes(self, owner: str, id: str, size: int, process: str) -> bool:
         """Hold room for `size` bytes in all of a file that is about to come to this process, until `add`, `release`, or
         the process's end. False where there is no room: then it holds what it held before."""
         with self._database.read_connection():

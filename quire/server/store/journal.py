@@ -39,7 +39,7 @@ CLAIM_SECONDS = 30.0
 """For so long at most nobody else may begin what a request has begun to prepare."""
 
 
-class ReplayInputs(msgspec.Struct, frozen=True):
+class PinnedReplayFields(msgspec.Struct, frozen=True):
     """What an answer depends on beside its request."""
 
     id: str
@@ -66,13 +66,13 @@ class ReplayInputs(msgspec.Struct, frozen=True):
 class JournaledCall(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     body: bytes
-    pins: ReplayInputs
+    pins: PinnedReplayFields
     key: str | None = None
     """Its Idempotency-Key."""
     progress: CallProgress = msgspec.field(default_factory=CallProgress)
 
 
-def _call_key(tokens: LoggedTokens) -> tuple[str, str]:
+def _logged_call_key(tokens: LoggedTokens) -> tuple[str, str]:
     return tokens.owner, tokens.id
 
 
@@ -88,7 +88,7 @@ class ProgressUpdate(NamedTuple):
     """Whether its answer has ended."""
 
 
-class _Claim(NamedTuple):
+class _AttemptClaim(NamedTuple):
     """Of a call that is about to be answered again."""
 
     process: str
@@ -118,7 +118,7 @@ class Calls:
         """By owner and id: the process that answers a call."""
         eviction = partial(_CallEviction, self._sizes, self._delete_call, self._answering_processes)
         self.quota = StorageQuota(database, max_bytes, self._sizes, None, eviction)
-        self._claims: dict[tuple[str, str], _Claim] = {}
+        self._claims: dict[tuple[str, str], _AttemptClaim] = {}
         self._claims_lock = threading.Lock()
         for path in database.folder.glob(f"{LOG_FILE_PREFIX}*"):  # of a server that was killed
             if path.name.removeprefix(LOG_FILE_PREFIX) not in live_processes:
@@ -186,14 +186,14 @@ class Calls:
         """The process that answers a call; None: none does."""
         return self._answering_processes.get((owner, id))
 
-    def claim(self, owner: str, id: str, process: str, attempt: int) -> bool:
+    def try_claim_call(self, owner: str, id: str, process: str, attempt: int) -> bool:
         """An attempt of this process is about to answer a call again, and is the only one until `put`, `release_claim`,
         or CLAIM_SECONDS from now. False while another one is."""
         now = clock.monotonic()
         with self._claims_lock:
             if (other := self._claims.get((owner, id))) is not None and other.expires_at > now:
                 return False
-            self._claims[owner, id] = _Claim(process, attempt, now + CLAIM_SECONDS)
+            self._claims[owner, id] = _AttemptClaim(process, attempt, now + CLAIM_SECONDS)
             return True
 
     def release_claim(self, owner: str, id: str, attempt: int) -> None:
@@ -254,7 +254,9 @@ class Calls:
         """Copy the tail of a process that has ended to the journal, and delete it. Calls that another process has taken
         over are left out: it has their tokens. Tokens of a tail that cannot be read are computed again."""
         try:
-            for (owner, id), tokens in groupby(sorted(read_logged_tokens(path), key=_call_key), _call_key):
+            for (owner, id), tokens in groupby(
+                sorted(read_logged_tokens(path), key=_logged_call_key), _logged_call_key
+            ):
                 call = self.find(owner, id)
                 if call is None or self._answering_processes.get((owner, id), process) != process:
                     continue
@@ -284,7 +286,7 @@ class Calls:
         return JournaledCall(
             path=path,
             body=bytes(body),
-            pins=msgspec.json.decode(pins, type=ReplayInputs),
+            pins=msgspec.json.decode(pins, type=PinnedReplayFields),
             key=key,
             progress=decoded_progress,
         )

@@ -51,7 +51,7 @@ def total_item_bytes(items: Iterable[StoredItem]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredObject:
+class ObjectWithoutItems:
     """An object, without its items."""
 
     kind: ObjectKind
@@ -86,7 +86,7 @@ class ObjectToStore:
     """An object to store, in place of the one with this id."""
 
     id: str
-    stored: StoredObject
+    stored: ObjectWithoutItems
     items: Sequence[StoredItem] = field(default=())
     unfinished: bool = False
     """Whether it is being worked on in this process, and will never end in another."""
@@ -113,7 +113,7 @@ class Store:
         """Bytes of all that is kept, and of what is not yet deleted."""
         return self.quota.used_bytes
 
-    def get(self, owner: str, kind: ObjectKind, id: str) -> StoredObject | None:
+    def get_without_items(self, owner: str, kind: ObjectKind, id: str) -> ObjectWithoutItems | None:
         with self._database.read_connection() as database:
             return _select_object(database, owner, kind, id)
 
@@ -125,7 +125,7 @@ class Store:
         stored, items_key = new.stored, random_source.token_hex(8)
         size = ROW_OVERHEAD_BYTES + len(stored.data) + total_item_bytes(new.items)
         self.quota.make_room(size)
-        *chunks, last = _split_into_chunks(new.items)
+        *chunks, last = _split_items_by_transaction(new.items)
         position = 0
         with self._garbage.stage_unpublished_items(owner, items_key) as staging:
             for chunk in chunks:
@@ -133,10 +133,10 @@ class Store:
                     staging.record_inserted_bytes(database, total_item_bytes(chunk))
                     _insert_items(database, owner, items_key, chunk, position)
                 position += len(chunk)
-            with self.object_transaction() as database:
+            with self.write_transaction_with_sizes() as database:
                 staging.publish_items(database)
                 now = clock.time()
-                created = self.delete_in_transaction(database, owner, new.id)
+                created = self.delete_returning_created(database, owner, new.id)
                 row = (owner, new.id, stored.kind, now, new.unfinished, size, len(new.items))
                 database.execute(
                     "insert into objects values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -154,7 +154,7 @@ class Store:
         if limits is not None:
             check_conversation_limits(summary, items, limits, "items")
         self.quota.make_room(total_item_bytes(items))
-        with self.object_transaction() as database:
+        with self.write_transaction_with_sizes() as database:
             summary = _select_summary(database, owner, "conversation", id)
             if summary is None:
                 return False
@@ -169,7 +169,7 @@ class Store:
 
     def replace_metadata(self, owner: str, id: str, metadata: Any) -> bytes | None:
         """Replace a conversation's metadata. Returns the conversation as JSON; None where there is none."""
-        with self.object_transaction() as database:
+        with self.write_transaction_with_sizes() as database:
             stored = _select_object(database, owner, "conversation", id)
             if stored is None:
                 return None
@@ -210,7 +210,7 @@ class Store:
 
     def delete_item(self, owner: str, id: str, item_id: str) -> bool:
         """Whether there was one."""
-        with self.object_transaction() as database:
+        with self.write_transaction_with_sizes() as database:
             where = "from items where owner = ? and parent = ? and id = ?"
             key = (owner, _items_key(database, owner, id), item_id)
             row = database.execute(f"select length(data) {where}", key).fetchone()
@@ -221,8 +221,8 @@ class Store:
 
     def delete(self, owner: str, id: str) -> bool:
         """Whether there was one."""
-        with self.object_transaction() as database:
-            return self.delete_in_transaction(database, owner, id) is not None
+        with self.write_transaction_with_sizes() as database:
+            return self.delete_returning_created(database, owner, id) is not None
 
     def unfinished_responses(self) -> list[tuple[str, str]]:
         """Owners and ids of the responses that are being worked on, or were when a process ended."""
@@ -231,7 +231,7 @@ class Store:
 
     def mark_response_failed(self, owner: str, id: str) -> None:
         """No process can go on with this response: it has failed. Its items stay."""
-        with self.object_transaction() as database:
+        with self.write_transaction_with_sizes() as database:
             if (before := _select_object(database, owner, "response", id)) is None:
                 return
             now = _with_failed_status(before)
@@ -244,11 +244,11 @@ class Store:
         database.execute(grown, (size, count, clock.time(), owner, id))
         self._sizes.add_bytes(owner, size)
 
-    def object_transaction(self) -> AbstractContextManager[sqlite3.Connection]:
+    def write_transaction_with_sizes(self) -> AbstractContextManager[sqlite3.Connection]:
         """That puts or deletes objects."""
         return self._database.write_transaction(self._sizes, self._garbage.sizes)
 
-    def delete_in_transaction(self, database: sqlite3.Connection, owner: str, id: str) -> float | None:
+    def delete_returning_created(self, database: sqlite3.Connection, owner: str, id: str) -> float | None:
         """Delete an object as a part of a transaction. Nobody sees it any more; if it has many rows, these are deleted
         later. Returns when it was created; None if there is none."""
         query = f"select {_DELETED_COLUMNS} from objects where owner = ? and id = ?"
@@ -307,7 +307,7 @@ def check_conversation_limits(
         raise InvalidRequest(f"{param}: a conversation holds at most {limit_text}: begin another one", param=param)
 
 
-def _with_failed_status(stored: StoredObject) -> StoredObject:
+def _with_failed_status(stored: ObjectWithoutItems) -> ObjectWithoutItems:
     error = {"code": "server_error", "message": "The server ended before the response was complete"}
     response = {**json.loads(stored.data), "status": "failed", "error": error}
     return replace(stored, about={**stored.about, "status": "failed"}, data=json.dumps(response).encode())
@@ -322,7 +322,7 @@ class StoreReader:
     def read_summary(self, owner: str, kind: ObjectKind, id: str) -> ObjectSummary | None:
         return _select_summary(self._database, owner, kind, id)
 
-    def read_object(self, owner: str, kind: ObjectKind, id: str) -> StoredObject | None:
+    def read_object_without_items(self, owner: str, kind: ObjectKind, id: str) -> ObjectWithoutItems | None:
         return _select_object(self._database, owner, kind, id)
 
     def read_items(self, owner: str, id: str) -> list[Any]:
@@ -346,7 +346,7 @@ def open_store_reader(folder: Path, connect: SQLiteConnect | None = None) -> Ite
         yield StoreReader(database)
 
 
-def _split_into_chunks(items: Sequence[StoredItem]) -> list[Sequence[StoredItem]]:
+def _split_items_by_transaction(items: Sequence[StoredItem]) -> list[Sequence[StoredItem]]:
     """Items as transactions insert them; at least one chunk, which may be empty."""
     chunks: list[Sequence[StoredItem]] = []
     begin = 0
@@ -373,10 +373,10 @@ def _insert_items(
     database.executemany("insert or replace into items values (?, ?, ?, ?, ?)", rows)
 
 
-def _select_object(database: sqlite3.Connection, owner: str, kind: ObjectKind, id: str) -> StoredObject | None:
+def _select_object(database: sqlite3.Connection, owner: str, kind: ObjectKind, id: str) -> ObjectWithoutItems | None:
     query = "select about, data from objects where owner = ? and id = ? and kind = ?"
     row = database.execute(query, (owner, id, kind)).fetchone()
-    return None if row is None else StoredObject(kind, json.loads(row[0]), bytes(row[1]))
+    return None if row is None else ObjectWithoutItems(kind, json.loads(row[0]), bytes(row[1]))
 
 
 def _select_summary(database: sqlite3.Connection, owner: str, kind: ObjectKind, id: str) -> ObjectSummary | None:

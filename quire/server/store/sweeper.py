@@ -46,7 +46,7 @@ class ResponseRetention:
         if not self._seconds or latest < self._upgraded_at:
             return False
         position = self._position or (latest, 1 << 62)
-        with self._store.object_transaction() as connection:
+        with self._store.write_transaction_with_sizes() as connection:
             rows = _select_due_responses(connection, *position)
             num_rows = num_bytes = 0
             for created, rowid, owner, id, size, count in rows:
@@ -54,7 +54,7 @@ class ResponseRetention:
                     break
                 position = (created, rowid)
                 if not _is_continued(connection, owner, id):
-                    self._store.delete_in_transaction(connection, owner, id)
+                    self._store.delete_returning_created(connection, owner, id)
                     num_rows += 1 + min(count, MAX_TRANSACTION_ROWS)
                     num_bytes += size
         self._position = position if rows else None

@@ -125,9 +125,9 @@ class WriteAheadLog:
         each token the number of its choice, its place there, and its id."""
         self._append_record(StepTokensRecord(array(_NUMBER_TYPECODE, rows).tobytes()))
 
-    def maybe_start_compaction(self, open_calls: Iterable[tuple[int, str, str, int]]) -> bool:
-        """Whether all that was written before is to be noted, and `finish_compaction` to be called then: the other half
-        is written meanwhile. `open_calls`: numbers, owners, ids and counts of choices of the calls that go on."""
+    def switch_half_if_filling(self, open_calls: Iterable[tuple[int, str, str, int]]) -> bool:
+        """Whether all that was written before is to be noted, and `discard_other_half` to be called then: the other
+        half is written meanwhile. `open_calls`: numbers, owners, ids and counts of choices of the calls that go on."""
         if self._half_end and not self._is_compacting and self._half_end - self._write_offset < HALF_BYTES // 2:
             self._is_compacting = True
             self._current_half, self._generation = 1 - self._current_half, self._generation + 1
@@ -138,7 +138,7 @@ class WriteAheadLog:
                 self._append_record(CallRecord(*each))
         return self._is_compacting
 
-    def finish_compaction(self) -> None:
+    def discard_other_half(self) -> None:
         """What was written before the turn is noted."""
         self._is_compacting = False
         self._half_positions[1 - self._current_half] = 0
@@ -185,7 +185,7 @@ def read_logged_tokens(path: Path) -> Iterator[LoggedTokens]:
     calls = _LoggedCalls()
     try:
         for record in _read_records(content):
-            yield from calls.read_record_tokens(record)
+            yield from calls.iter_record_tokens(record)
     except _BrokenRecord:
         return
 
@@ -249,7 +249,7 @@ class _LoggedCalls:
         self._calls: dict[int, tuple[CallRecord, int]] = {}
         """By number: a call, and its choice."""
 
-    def read_record_tokens(self, record: _AnyRecord) -> Iterator[LoggedTokens]:
+    def iter_record_tokens(self, record: _AnyRecord) -> Iterator[LoggedTokens]:
         """The tokens of a record. Tokens of a call without a number are left out."""
         match record:
             case CallRecord():

@@ -30,7 +30,7 @@ _CHECK_LIMITS = JobLimits(cpu_seconds=30.0, memory_bytes=MAX_CHECK_MEMORY_BYTES)
 """Of a worker's first grammar, before which it reads the vocabulary. MAX_CPU_SECONDS limits the check itself."""
 
 
-def check_grammar(encoded_grammar: bytes, model: ServedModel, config: ServerConfig) -> None:
+def compile_grammar_or_raise(encoded_grammar: bytes, model: ServedModel, config: ServerConfig) -> None:
     """Runs in a worker. Raises InvalidRequest for a grammar, given as JSON, that no answer can follow."""
     grammar = msgspec.json.decode(encoded_grammar, type=Grammar)
     error_messages: list[str] = []
@@ -72,11 +72,11 @@ class GrammarChecker:
         names it, because the caller wrote it and not the grammar.
         """
         for param, grammar in grammars:
-            error_message = await self._grammar_error(grammar, tenant)
+            error_message = await self._grammar_error_message(grammar, tenant)
             if error_message is None:
                 continue
             for name, part in parts[:_MAX_CHECKED_PARTS] if grammar is grammars[-1][1] else ():
-                if (part_error := await self._grammar_error(part, tenant)) is not None:
+                if (part_error := await self._grammar_error_message(part, tenant)) is not None:
                     raise InvalidRequest(f"{name}: {part_error}", param=param)
             raise InvalidRequest(f"{param}: {error_message}", param=param)
 
@@ -93,28 +93,28 @@ class GrammarChecker:
                 raise
         answer = call.answer
         weakest = dict.fromkeys(answer.tools.non_strict_tool_names, WEAKEST_LEVEL)
-        for levels in (await self._compilable_enforcement_levels(answer, tenant), weakest) if weakest else ():
+        for levels in (await self._nearest_compilable_levels_by_tool(answer, tenant), weakest) if weakest else ():
             weaker = await asyncio.to_thread(with_answer, call, answer.with_weaker_tools(levels), model)
-            if await self._grammar_error(weaker.grammars[-1][1], tenant) is None:
+            if await self._grammar_error_message(weaker.grammars[-1][1], tenant) is None:
                 return weaker
         schemas = await asyncio.to_thread(lambda: answer.tools.schema_grammars)
         parts = [(rename_fields_in_error_text(place, None, call.names), schema) for place, schema in schemas]
         await self.check_grammars([last], tenant, parts)
         return call
 
-    async def _compilable_enforcement_levels(self, answer: AnswerGrammar, tenant: Tenant) -> dict[str, int]:
+    async def _nearest_compilable_levels_by_tool(self, answer: AnswerGrammar, tenant: Tenant) -> dict[str, int]:
         """The nearest level, of each tool that nobody asked to hold, at which its schema compiles by itself."""
         levels: dict[str, int] = {}
         for number, name in enumerate(answer.tools.non_strict_tool_names):
             levels[name] = WEAKEST_LEVEL if number >= _MAX_CHECKED_PARTS else 0
             while levels[name] < WEAKEST_LEVEL:
                 schema = await asyncio.to_thread(answer.with_weaker_tools(levels).tools.schema_grammar, name)
-                if await self._grammar_error(schema, tenant) is None:
+                if await self._grammar_error_message(schema, tenant) is None:
                     break
                 levels[name] += 1
         return levels
 
-    async def _grammar_error(self, grammar: Grammar, tenant: Tenant) -> str | None:
+    async def _grammar_error_message(self, grammar: Grammar, tenant: Tenant) -> str | None:
         """What is wrong with the grammar; None where it is right."""
         if grammar not in self._verdicts:
             self._verdicts[grammar] = await self._check_in_worker(grammar, tenant)
@@ -127,7 +127,12 @@ class GrammarChecker:
         too_complex = InvalidRequest("too complex to be compiled")
         try:
             await self._workers.run_limited_job(
-                _CHECK_LIMITS, check_grammar, [msgspec.json.encode(grammar)], tenant, too_complex, is_slow=True
+                _CHECK_LIMITS,
+                compile_grammar_or_raise,
+                [msgspec.json.encode(grammar)],
+                tenant,
+                too_complex,
+                is_slow=True,
             )
         except InvalidRequest as error:
             return error.message

@@ -40,7 +40,7 @@ class WorkerSlotClaim:
         return -1 if self.is_slow else self.size.bit_length() // 4
 
     @property
-    def fairness_keys(self) -> tuple[str, tuple[str, int]]:
+    def tenant_and_class_keys(self) -> tuple[str, tuple[str, int]]:
         """Those who get time in turn: the tenant, and this kind of its jobs."""
         return self.tenant.name, (self.tenant.name, self.duration_class)
 
@@ -74,17 +74,17 @@ class JobQueue:
 
     def add_job(self, claim: WorkerSlotClaim) -> None:
         # A newcomer begins where the least served one is: it has no claim to the time when it was away.
-        tenant, kind = claim.fairness_keys
+        tenant, kind = claim.tenant_and_class_keys
         self._seconds_by_tenant.setdefault(tenant, min(self._seconds_by_tenant.values(), default=0.0))
         siblings = [used for (name, _), used in self._seconds_by_class.items() if name == tenant]
         self._seconds_by_class.setdefault(kind, min(siblings, default=0.0))
-        self._num_jobs.update(claim.fairness_keys)
+        self._num_jobs.update(claim.tenant_and_class_keys)
         self._waiting.append(claim)
         self._grant_slots()
 
     def end_job(self, claim: WorkerSlotClaim) -> None:
         """The job has ended, or is given up."""
-        tenant, kind = claim.fairness_keys
+        tenant, kind = claim.tenant_and_class_keys
         if claim in self._running:
             self._running.remove(claim)
             seconds = (clock.monotonic() - claim.started_at) / claim.tenant.weight
@@ -92,7 +92,7 @@ class JobQueue:
             self._seconds_by_class[kind] += seconds
         else:
             self._waiting.remove(claim)
-        self._num_jobs.subtract(claim.fairness_keys)
+        self._num_jobs.subtract(claim.tenant_and_class_keys)
         if not self._num_jobs[tenant]:
             del self._num_jobs[tenant], self._seconds_by_tenant[tenant]
         if not self._num_jobs[kind]:
@@ -107,18 +107,22 @@ class JobQueue:
             ]
             if not candidates:
                 return
-            claim = min(candidates, key=self._build_sort_key(clock.monotonic()))
+            claim = min(candidates, key=self._make_sort_key_function(clock.monotonic()))
             self._waiting.remove(claim)
             self._running.add(claim)
             claim.started_at = clock.monotonic()
             claim.grant_future.set_result(None)
 
-    def _build_sort_key(self, now: float) -> Callable[[WorkerSlotClaim], tuple[float, float, float]]:
+    def _make_sort_key_function(self, now: float) -> Callable[[WorkerSlotClaim], tuple[float, float, float]]:
         """What the tenant has had, its running jobs included, and the kind; when the job is due."""
         tenants, kinds = self._seconds_by_tenant.copy(), self._seconds_by_class.copy()
         for running in self._running:
-            tenant, kind = running.fairness_keys
+            tenant, kind = running.tenant_and_class_keys
             seconds = (now - running.started_at) / running.tenant.weight
             tenants[tenant] += seconds
             kinds[kind] += seconds
-        return lambda claim: (tenants[claim.fairness_keys[0]], kinds[claim.fairness_keys[1]], claim.virtual_arrival)
+        return lambda claim: (
+            tenants[claim.tenant_and_class_keys[0]],
+            kinds[claim.tenant_and_class_keys[1]],
+            claim.virtual_arrival,
+        )

@@ -136,7 +136,7 @@ class WorkerPool:
         self._queue.add_job(claim)
         try:
             await self._wait_for_slot(claim)
-            worker = self._take_idle_worker() or await self._fork_worker()
+            worker = self._take_idle_worker() or await self._fork_or_claim_worker()
             return await self._run_on_worker(
                 worker, WorkerJob(work, limits, tuple(self._adapters)), pieces, limit_error
             )
@@ -217,7 +217,7 @@ class WorkerPool:
             worker.writer.close()  # somebody else has killed it
         return None
 
-    async def _fork_worker(self) -> _WorkerProcess:
+    async def _fork_or_claim_worker(self) -> _WorkerProcess:
         fork_task = (
             self._unclaimed_forks.pop() if self._unclaimed_forks else asyncio.create_task(self._fork_with_retry())
         )

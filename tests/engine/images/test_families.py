@@ -87,7 +87,7 @@ def test_pixels_and_counts_are_as_transformers_has_them(name: str, tmp_path: Pat
         image = picture(width, width, height)
         ours = [
             normalize_pixels(each, vision.normalization).numpy()
-            for each in vision.make_layout(width, height).make_tower_inputs(image)
+            for each in vision.make_layout(width, height).iter_resized_images(image)
         ]
         wanted = theirs(images=[image], return_tensors="np")
         pixels = _as_squares(wanted, ours[0].shape, family.preparing)
@@ -226,7 +226,7 @@ def test_a_layer_that_guesses_tokens_follows_images(tmp_path: Path) -> None:
     # An image of n x m tokens takes as many positions as its longer side has.
     vision = read_vision_spec(path)
     assert vision is not None
-    grids = [[vision.token_grid(each) for each in request.images] for request in asked]
+    grids = [[vision.token_rows_and_columns(each) for each in request.images] for request in asked]
     behind = {sum(max(grid) - math.prod(grid) for grid in request) for request in grids}
     assert {int(each) for each in turned} | {0} == behind | {0} != {0}
 

@@ -42,7 +42,7 @@ def test_tiles_are_as_transformers_has_them(kind: type, longest: int, tile: int,
         image = picture(width, width, height)
         layout = make_tile_layout(width, height, ours, may_split=ours.splits_images)
         found = np.stack(
-            [normalize_pixels(each, ours.normalization).numpy() for each in layout.make_tower_inputs(image)]
+            [normalize_pixels(each, ours.normalization).numpy() for each in layout.iter_resized_images(image)]
         )
         wanted = theirs(images=[[image]], return_tensors="np", return_row_col_info=True)
         assert found.transpose(0, 3, 1, 2) == pytest.approx(wanted["pixel_values"][0], abs=1e-5)
@@ -59,7 +59,7 @@ def test_every_mode_becomes_the_same_colours(mode: str, tmp_path: Path) -> None:
     image.save(file, "JPEG" if mode == "CMYK" else "PNG")
     ours = vision(tmp_path)
     layout = make_tile_layout(60, 50, ours, may_split=True)
-    tiles = layout.make_tower_inputs(decode_upright(open_image(file.getvalue(), "image"), "image"))
+    tiles = layout.iter_resized_images(decode_upright(open_image(file.getvalue(), "image"), "image"))
     found = np.stack([normalize_pixels(each, ours.normalization).numpy() for each in tiles])
     theirs = Idefics3ImageProcessorPil(**PREPARING)
     wanted = theirs(images=[[Image.open(file)]], return_tensors="np")["pixel_values"][0]
@@ -93,4 +93,4 @@ def test_no_tile_is_lost_to_rounding(tmp_path: Path) -> None:
     assert isinstance(ours, Idefics3VisionSpec)
     layout = make_tile_layout(1, 5000, ours, may_split=True)
     assert (layout.tiled_size, layout.rows, layout.columns) == ((49, 196), 4, 1)
-    assert len(list(layout.make_tower_inputs(picture(1, 1, 5000)))) == len(layout.token_runs)
+    assert len(list(layout.iter_resized_images(picture(1, 1, 5000)))) == len(layout.token_run_lengths)

@@ -88,9 +88,11 @@ def test_sizes_tiles_and_pixels(path: Path, theirs: Any) -> None:
         parts, rows, columns = prepared(theirs, number, size)
         layout = vision.make_layout(*size)
         assert (layout.rows, layout.columns) == (rows, columns)
-        ours = list(layout.make_tower_inputs(picture(number, *size)))
+        ours = list(layout.iter_resized_images(picture(number, *size)))
         assert [(each.height, each.width) for each in ours] == [tuple(each.shape[1:]) for each in parts]
-        assert [sum(each) for each in layout.token_runs] == [each.shape[1] * each.shape[2] // 64 for each in parts]
+        assert [sum(each) for each in layout.token_run_lengths] == [
+            each.shape[1] * each.shape[2] // 64 for each in parts
+        ]
         for own, part in zip(ours, parts, strict=True):
             pixels = np.frombuffer(own.pixels, dtype=np.uint8).reshape(own.height, own.width, 3)
             apart = np.abs(pixels.astype(int) - part.permute(1, 2, 0).numpy().astype(int))

@@ -26,7 +26,7 @@ def tower_and_images(path: Path, **options: Any) -> tuple[Tower, list[Image]]:
     """The engine's, and three of one shape."""
     reader = make_image_reader(path, Tokenizer.from_pretrained(path))
     assert reader is not None
-    images = [reader.prepare_image(RequestImage("", picture(seed, 70, 50)))[0] for seed in (1, 2, 3)]
+    images = [reader.make_tiles_of_image(RequestImage("", picture(seed, 70, 50)))[0] for seed in (1, 2, 3)]
     served = EngineCore(EngineConfig(model=str(path), num_kv_blocks=8, dtype="bfloat16", max_model_len=64, **options))
     tower = served.executor._encoder_cache._tower  # type: ignore[attr-defined]
     assert isinstance(tower, Tower)

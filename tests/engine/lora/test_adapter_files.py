@@ -182,7 +182,7 @@ def test_refused(case: str, folder: Path, spool: AdapterStore) -> None:
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
     assert str(folder) not in str(caught.value)
-    assert list(spool.digests) == []
+    assert list(spool.stored_adapter_digests) == []
     assert list(folder.parent.joinpath("spool").iterdir()) == []
 
 
@@ -212,8 +212,8 @@ def test_content_is_what_counts(folder: Path, spool: AdapterStore) -> None:
     with_config(lora_alpha=3)(folder)
     second = spool.add_adapter("x", str(folder))
     assert second.digest != first.digest
-    assert sorted(spool.digests) == sorted({first.digest, second.digest})
-    assert spool.find_adapter("x", first.digest) == first  # as it was, though the folder has changed
+    assert sorted(spool.stored_adapter_digests) == sorted({first.digest, second.digest})
+    assert spool.reopen_stored_adapter("x", first.digest) == first  # as it was, though the folder has changed
 
 
 def test_scales(folder: Path, model: Path) -> None:

@@ -40,11 +40,11 @@ class FakeLoader:
                 self.slots[slot] = adapter.digest
                 self._done.append((slot, None))
 
-    def take_loaded_slots(self) -> list[tuple[int, str | None]]:
+    def install_finished_loads(self) -> list[tuple[int, str | None]]:
         done, self._done = self._done, []
         return done
 
-    def wait_for_load(self, seconds: float) -> None:
+    def wait_for_any_load(self, seconds: float) -> None:
         self.end_one()
 
 

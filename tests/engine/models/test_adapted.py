@@ -264,7 +264,7 @@ def test_a_class_that_counts_positions_itself_is_refused(laguna: str, monkeypatc
     def counting(body: nn.Module, ids: Tensor, positions: Tensor) -> dict[str, Any]:
         return {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None], "use_cache": False}
 
-    monkeypatch.setattr(decoder, "body_inputs", counting)
+    monkeypatch.setattr(decoder, "body_forward_kwargs", counting)
     with pytest.raises(ModelError, match="it does not take positions as they are given"):
         engine_of(laguna)
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_fused_layers_give_the_same_bits(
     family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not CpuBackend().has_linear_kernel(getattr(torch, dtype)):
+    if not CpuBackend().prefers_native_linear(getattr(torch, dtype)):
         pytest.skip("linears of this type are oneDNN's on this machine: no layers are fused")
     path = save_tiny_model(tmp_path, family)
     generator = torch.Generator().manual_seed(3)

@@ -105,7 +105,7 @@ def answers(
 
 @pytest.mark.parametrize("alter", [unequal, gated])
 def test_any_layers(alter: Alter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if MISSING is not None or not CpuBackend().has_linear_kernel(torch.bfloat16):
+    if MISSING is not None or not CpuBackend().prefers_native_linear(torch.bfloat16):
         pytest.skip(MISSING or "linears are oneDNN's on this machine")
     plain = device_plan.decoder_spec
     monkeypatch.setattr(device_plan, "decoder_spec", lambda config: alter(plain(config)))

@@ -75,7 +75,7 @@ def test_layers_are_fused_beside_adapters_too(tmp_path: Path, monkeypatch: pytes
     backend = CpuBackend()
     if backend.missing_reason:
         pytest.skip(backend.missing_reason)
-    if not backend.has_linear_kernel(torch.float32):
+    if not backend.prefers_native_linear(torch.float32):
         pytest.skip("float32 is oneDNN's on this machine: no layers are fused")
     path, calls = save_tiny_model(tmp_path, "llama"), []
     recorded = backend.record_layers

@@ -103,7 +103,7 @@ def test_alone_together_chunked_cached_and_preempted_are_the_same(
         return {name: told(each) for name, each in run(some, asked).items()}
 
     wanted = answers(together)
-    assert (together.executor._model._recorded_layers[1] is not None) == CpuBackend().has_linear_kernel(
+    assert (together.executor._model._recorded_layers[1] is not None) == CpuBackend().prefers_native_linear(
         getattr(torch, dtype)
     )
     again = run(together, asked)

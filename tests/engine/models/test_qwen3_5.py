@@ -15,7 +15,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.models import decoder_spec
-from quire.engine.worker.device_plan import check_attention_support
+from quire.engine.worker.device_plan import check_device_supports_attention
 from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
 
@@ -47,9 +47,9 @@ def test_the_text_beside_images_and_what_drafts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5-moe", "qwen3-next"])
 def test_apples_gpus_are_refused(family: str, tmp_path: Path) -> None:
     config = read_model_config(save_tiny_model(tmp_path, family))
-    check_attention_support(torch.device("cuda"), config, decoder_spec(config))
+    check_device_supports_attention(torch.device("cuda"), config, decoder_spec(config))
     with pytest.raises(ConfigError, match=r"delta nets, Mamba.* GPUs of CUDA's alone so far"):
-        check_attention_support(torch.device("mps"), config, decoder_spec(config))
+        check_device_supports_attention(torch.device("mps"), config, decoder_spec(config))
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ class Played:
         self.misses.track_step(record, engine, EngineStats(prefix_unit=UNIT, cache_tokens=ROOM), weights)
 
     def end(self, request: EngineCoreRequest, answer: Sequence[int] = (7, 7)) -> PrefixMissReport:
-        found = self.misses.get_report(request.id)
+        found = self.misses.get_request_report(request.id)
         assert found is not None
         self.misses.finish_request(request.id, answer)
         return found
@@ -266,7 +266,7 @@ def test_an_engine_without_a_prefix_cache_is_not_looked_at() -> None:
     made = Played().request(text(1, 100))
     misses.add_requests([made])
     misses.track_step(StepRecord(1, 0, 0, 1, 1, 1, 100, ((made.id, 0, 100),), ()), 0, EngineStats(), "1")
-    assert misses.get_report(made.id) is None
+    assert misses.get_request_report(made.id) is None
     misses.finish_request(made.id, [])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.prefix_misses.recent_turns import RecentTurns
+from quire.engine.prefix_misses.recent_turns import LastSessionTurns
 from quire.engine.types import EngineCoreRequest, MediaSpan, SamplingParams
 from tests.tiers import examples
 
@@ -18,29 +18,31 @@ def request(name: str, count: int, tenant: str = "", **more: object) -> EngineCo
 
 
 def test_the_last_turn_is_found_by_its_salt_and_name() -> None:
-    turns = RecentTurns()
+    turns = LastSessionTurns()
     turns.record_turn(request("a", 3), [7])
     turns.record_turn(request("a", 5, cache_salt="s"), [8, 9])
     turns.record_turn(request("", 5), [8, 9])
     turns.record_turn(request("image", 5, spans=(MediaSpan(0, 1, b"x"),)), [])
-    assert turns.find_turn("", "", "a").token_ids == [0, 1, 2, 7]
-    assert turns.find_turn("", "s", "a").token_ids == [0, 1, 2, 3, 4, 8, 9]
-    assert turns.find_turn("", "", "") is turns.find_turn("", "", "image") is None
+    assert turns.find_session_turn("", "", "a").token_ids == [0, 1, 2, 7]
+    assert turns.find_session_turn("", "s", "a").token_ids == [0, 1, 2, 3, 4, 8, 9]
+    assert turns.find_session_turn("", "", "") is turns.find_session_turn("", "", "image") is None
     turns.record_turn(request("a", 9), [])
-    assert turns.find_turn("", "", "a").token_ids == list(range(9))
+    assert turns.find_session_turn("", "", "a").token_ids == list(range(9))
     turns.record_turn(request("a", 5, spans=(MediaSpan(0, 1, b"x"),)), [])
-    assert turns.find_turn("", "", "a") is None, "the turn before it is not its last"
-    assert turns.find_turn("", "s", "a") is not None
+    assert turns.find_session_turn("", "", "a") is None, "the turn before it is not its last"
+    assert turns.find_session_turn("", "s", "a") is not None
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 900)), max_size=80))
 @settings(max_examples=examples(100), deadline=None)
 def test_no_more_is_remembered_than_the_bounds_and_little_ones_stay(asked: list[tuple[int, int, int]]) -> None:
-    turns = RecentTurns(max_tenant_bytes=4000, max_total_bytes=8000)
+    turns = LastSessionTurns(max_tenant_bytes=4000, max_total_bytes=8000)
     for name, tenant, count in asked:
         turns.record_turn(request(f"{name}/{tenant}", count, f"t{tenant}"), [])
         assert turns.total_bytes <= 8000
         fits = 4 * count + 500 <= 4000
         assert (
-            (turns.find_turn(f"t{tenant}", "", f"{name}/{tenant}") is not None) or not fits or turns.total_bytes > 4000
+            (turns.find_session_turn(f"t{tenant}", "", f"{name}/{tenant}") is not None)
+            or not fits
+            or turns.total_bytes > 4000
         )

@@ -313,7 +313,7 @@ def test_the_compiler_is_loaded_once_and_in_a_thread() -> None:
         return GrammarCompiler(make_grammar_vocabulary(byte_level_tokenizer().tokenizer, 320, EOS))
 
     slots = SlotGrammars(load)
-    slots.load_compiler().result()
+    slots.start_loading_compiler().result()
     for slot in range(2):
         slots.admit_request(NewRequestData(slot, [65], 1, SamplingParams(grammar=DATE), 0))
     mask = slots.fill_bitmask([ScheduledRequest(str(slot), slot, 0, 1, [], should_sample=True) for slot in range(2)])
@@ -371,7 +371,7 @@ def test_large_lexers_are_few_and_end_with_their_answers(monkeypatch: pytest.Mon
         slots.admit_request(owner)
         for token in b"xabcdabcdabcd":
             slots.fill_bitmask([ScheduledRequest(str(slot), slot, 0, 1, [], should_sample=True)])
-            if (failure := slots.consume_tokens(slot, owner, [token])) is not None:
+            if (failure := slots.advance_and_get_failure(slot, owner, [token])) is not None:
                 return failure.cause
         return None
 
@@ -390,7 +390,7 @@ def test_compiled_grammars_are_bounded_by_their_bytes(monkeypatch: pytest.Monkey
     def admitted(slot: int) -> str | None:
         owner = NewRequestData(slot, [65], 1, SamplingParams(grammar=grammars[slot]), 0)
         slots.admit_request(owner)
-        failure = slots.consume_tokens(slot, owner, [])
+        failure = slots.advance_and_get_failure(slot, owner, [])
         return None if failure is None else failure.cause
 
     monkeypatch.setattr(grammar_module, "MAX_COMPILED_BYTES", 9 << 20)

@@ -4,7 +4,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from quire.engine.errors import InvalidRequest
-from quire.engine.text.pooling_inputs import encode_pairs, encode_truncated
+from quire.engine.text.pooling_inputs import encode_pairs_with_second_start, encode_truncated
 from tests.texts import Named, pair_tokenizer
 
 TEXTS = ("", "a", "some words", "a much longer text, with a number: 12345", "x" * 70)
@@ -34,14 +34,14 @@ def test_of_two_texts_the_longer_is_cut_first(limit: int | None, segments: bool)
     wanted = judge(named)(
         [first for first, _ in pairs], [second for _, second in pairs], return_token_type_ids=True, **cut
     )
-    found = encode_pairs(named.tokenizer, pairs, limit)
+    found = encode_pairs_with_second_start(named.tokenizer, pairs, limit)
     for (ids, begin), judged, kinds in zip(found, wanted["input_ids"], wanted["token_type_ids"], strict=True):
         assert ids == judged
         assert begin == (kinds.index(1) if 1 in kinds else None)
 
 
 def test_a_second_text_may_have_a_limit_of_its_own() -> None:
-    ((ids, begin),) = encode_pairs(pair_tokenizer().tokenizer, [("abc", "defgh")], None, 2)
+    ((ids, begin),) = encode_pairs_with_second_start(pair_tokenizer().tokenizer, [("abc", "defgh")], None, 2)
     assert (ids, begin) == ([256, 97, 98, 99, 258, 100, 101, 258], 5)
 
 
@@ -50,4 +50,4 @@ def test_marks_need_room() -> None:
         with pytest.raises(InvalidRequest, match="2 special tokens"):
             encode_truncated(pair_tokenizer().tokenizer, ["a"], limit, "right")
     with pytest.raises(InvalidRequest, match="3 special tokens"):
-        encode_pairs(pair_tokenizer().tokenizer, [("a", "b")], 3)
+        encode_pairs_with_second_start(pair_tokenizer().tokenizer, [("a", "b")], 3)

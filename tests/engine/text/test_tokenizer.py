@@ -45,10 +45,18 @@ def test_single_tokens_of_a_byte_level_vocabulary() -> None:
     tokenizer = byte_level_tokenizer().tokenizer
     assert tokenizer.decoder_type is DecoderType.BYTE_LEVEL
     space, first, *_ = tokenizer.encode(" é")
-    assert (tokenizer.id_to_token(space), tokenizer.token_text(space), tokenizer.token_bytes(space)) == ("Ġ", " ", b" ")
-    assert (tokenizer.token_text(first), tokenizer.token_bytes(first)) == ("\\xc3", b"\xc3")
-    assert tokenizer.token_text(256) == "<|bos|>"
-    assert (tokenizer.id_to_token(999), tokenizer.token_text(999), tokenizer.token_bytes(999)) == (None, "", b"")
+    assert (tokenizer.id_to_token(space), tokenizer.token_display_text(space), tokenizer.token_bytes(space)) == (
+        "Ġ",
+        " ",
+        b" ",
+    )
+    assert (tokenizer.token_display_text(first), tokenizer.token_bytes(first)) == ("\\xc3", b"\xc3")
+    assert tokenizer.token_display_text(256) == "<|bos|>"
+    assert (tokenizer.id_to_token(999), tokenizer.token_display_text(999), tokenizer.token_bytes(999)) == (
+        None,
+        "",
+        b"",
+    )
 
 
 def test_single_tokens_of_a_sentence_piece_vocabulary() -> None:
@@ -56,9 +64,9 @@ def test_single_tokens_of_a_sentence_piece_vocabulary() -> None:
     assert tokenizer.decoder_type is DecoderType.SENTENCE_PIECE
     bos, word, *euro = tokenizer.encode("ab€")
     assert bos == tokenizer.bos_token_id == 1
-    assert (tokenizer.token_text(word), tokenizer.token_bytes(word)) == (" ab", b" ab")
+    assert (tokenizer.token_display_text(word), tokenizer.token_bytes(word)) == (" ab", b" ab")
     assert [tokenizer.token_bytes(token_id) for token_id in euro] == [b"\xe2", b"\x82", b"\xac"]
-    assert tokenizer.token_text(euro[0]) == "\\xe2"
+    assert tokenizer.token_display_text(euro[0]) == "\\xe2"
 
 
 def save(path: Path, **files: object) -> Path:

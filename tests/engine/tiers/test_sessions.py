@@ -36,7 +36,7 @@ class House:
         cached = self.pool.get_cached_prefix(digests)
         self.pool.ref(cached)
         seq.num_cached_tokens = len(cached) * PAGE
-        self.sessions.resume_session(seq, digests)
+        self.sessions.record_session_resume(seq, digests)
         made = cached + self.pool.allocate(pages - len(cached))
         for page, digest in zip(made, digests, strict=True):
             self.pool.cache_block(page, digest)
@@ -78,7 +78,7 @@ def test_a_tenant_that_sends_what_another_sent_takes_over_nothing_of_its_convers
     house.turn(6, of=1, tenant="a")
     house.turn(6, of=1, tenant="b")
     house.turn(9, of=1, tenant="b", session="mine")
-    first, second = house.sessions.all_sessions
+    first, second = house.sessions.remembered_sessions
     assert (first.tenant, first.key, len(first.blocks)) == ("a", None, 6)
     assert second.tenant == "b"
     assert len(second.blocks) == 9
@@ -170,7 +170,9 @@ def test_kept_pages_keep_to_their_bound_and_take_nothing_from_others(
         after = by_tenant(house)
         assert house.pool.num_pinned <= most
         assert sum(after.values()) <= 4 * most
-        assert house.sessions.counts.kept_sessions == len([each for each in house.sessions.all_sessions if each.blocks])
+        assert house.sessions.counts.kept_sessions == len(
+            [each for each in house.sessions.remembered_sessions if each.blocks]
+        )
         given_up = house.sessions.counts.sessions_given_up
         if not given_up:
             for other, held in before.items():
@@ -182,6 +184,6 @@ def test_kept_pages_keep_to_their_bound_and_take_nothing_from_others(
 
 def by_tenant(house: House) -> Counter[str]:
     found = Counter[str]()
-    for each in house.sessions.all_sessions:
+    for each in house.sessions.remembered_sessions:
         found[each.tenant] += len(each.blocks)
     return found

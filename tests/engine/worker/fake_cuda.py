@@ -156,7 +156,7 @@ class FakeGpu:
             monkeypatch.setattr(torch.cuda, name, FakeStream)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         monkeypatch.setattr(Tensor, "record_stream", recorded)
-        monkeypatch.setattr(host_transfer, "pack_arrays", self._fill)
+        monkeypatch.setattr(host_transfer, "pack_arrays_into", self._fill)
         monkeypatch.setattr(host_transfer.HostDownload, "wait_for_copy", lambda download: self._wait(download))
         self._replace_triton(monkeypatch)
 

@@ -98,7 +98,7 @@ class Alone(QuietRanks):
         self.group = Agreeing(Nobody, 0, 2, in_order=False, make_small_all_reduce=lambda: near)
         self.group.all_reduce(torch.zeros(1, dtype=torch.int64))  # they meet when memory is measured
 
-    def available_kv_bytes(self, measure: Callable[[], int]) -> int:
+    def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:
         return measure()
 
 
@@ -193,14 +193,14 @@ def launched_alike(monkeypatch: pytest.MonkeyPatch, started: Callable[[], Engine
     other than it says itself, whatever steps of the served model launch."""
     from triton.runtime.jit import JITFunction
 
-    from quire.kernels.gpu.kernel_variant import KernelVariant, record_variants
+    from quire.kernels.gpu.kernel_variant import KernelVariant, dry_run_for_variants
 
     found: dict[str, list[KernelVariant]] = {"guesses": [], "every guess": []}
 
     def apart(whole: Callable[..., Any]) -> Callable[..., Any]:
         def launched(*args: Any) -> Any:
             results = list[Any]()
-            found["guesses"] += record_variants(lambda: results.append(whole(*args)))
+            found["guesses"] += dry_run_for_variants(lambda: results.append(whole(*args)))
             return results[0]
 
         return launched
@@ -226,17 +226,17 @@ def launched_alike(monkeypatch: pytest.MonkeyPatch, started: Callable[[], Engine
         assert isinstance(worker, ModelRunner)
         found["every step"] = worker.kernel_variants(600)
         if engine._device_drafter is not None:
-            found["every guess"] = record_variants(partial(engine._device_drafter.launch_kernel_variants, 600))
+            found["every guess"] = dry_run_for_variants(partial(engine._device_drafter.launch_kernel_variants, 600))
         asked = [
             request(f"{name} {length}", [5 + at % 200 for at in range(length)], max_tokens=5, **kind)
             for name, kind in KINDS.items()
             for length in (3, 17, 90, 700)
             if length < longest
         ]
-        found["steps"] = record_variants(lambda: unused(run(engine, asked)))
+        found["steps"] = dry_run_for_variants(lambda: unused(run(engine, asked)))
         assert (sum(engine.engine_stats.accepted_drafts) > 10) == drafts
 
-    record_variants(nothing)
+    dry_run_for_variants(nothing)
     for launched, compiled in (("steps", "every step"), ("guesses", "every guess")):
         others = {(kind.name, kind.specialization) for kind in found[launched]} - {
             (kind.name, kind.specialization) for kind in found[compiled]
@@ -255,7 +255,7 @@ def unused(_: object) -> None:
 def test_few_heads_need_no_more_kinds(values: int | None, h100: Path) -> None:
     """Of odd numbers of rows and splits, as a rank with three heads has them: all tensors begin at multiples of 16
     bytes, which a kind says."""
-    from quire.kernels.gpu.kernel_variant import record_variants
+    from quire.kernels.gpu.kernel_variant import dry_run_for_variants
     from quire.kernels.gpu.triton_backend import TritonBackend
 
     heads, cache, found = 3, torch.zeros((2, 16, 1, 48), dtype=torch.bfloat16), set()
@@ -269,7 +269,7 @@ def test_few_heads_need_no_more_kinds(values: int | None, h100: Path) -> None:
         )
 
     for tokens in range(1, 6):
-        found |= {(kind.name, kind.specialization) for kind in record_variants(partial(launch, tokens))}
+        found |= {(kind.name, kind.specialization) for kind in dry_run_for_variants(partial(launch, tokens))}
     assert sorted(name for name, _ in found) == [f"attend{'_latent' if values else ''}_splits", "reduce_even_splits"]
 
 
@@ -301,11 +301,11 @@ def test_what_a_kernel_lacks_is_told_without_its_source() -> None:
 
 @pytest.mark.slow
 def test_another_process_compiles_what_this_one_finds(h100: Path) -> None:
-    from quire.kernels.gpu.kernel_variant import record_variants
+    from quire.kernels.gpu.kernel_variant import dry_run_for_variants
     from quire.kernels.gpu.triton_fused import _norm_kernel, silu_mul
 
     x: Tensor = torch.zeros((3, 64), dtype=torch.bfloat16)
-    kinds = record_variants(lambda: unused(silu_mul(x)))
+    kinds = dry_run_for_variants(lambda: unused(silu_mul(x)))
     assert [kind.name for kind in kinds] == ["_gate_kernel"]
     assert _norm_kernel is not kinds[0].kernel
     broken = replace(kinds[0], specialization="{}")

@@ -19,8 +19,8 @@ from quire.engine.worker import backend_trials
 from quire.engine.worker import device_plan as devices
 from quire.engine.worker.device_memory import explain_out_of_memory
 from quire.engine.worker.device_plan import (
-    check_attention_support,
-    choose_compute_dtype,
+    check_device_supports_attention,
+    choose_compute_dtype_and_note,
     choose_device,
     nvidia_driver_version,
 )
@@ -96,10 +96,10 @@ def test_an_old_driver_is_told_what_the_build_needs(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", init)
-    assert "start a container with --gpus all" in devices._driver_error("535.104.05", tmp_path)
+    assert "start a container with --gpus all" in devices._explain_driver_failure("535.104.05", tmp_path)
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia0").touch()
-    said = devices._driver_error("535.104.05", tmp_path)
+    said = devices._explain_driver_failure("535.104.05", tmp_path)
     assert said == (
         "an NVIDIA driver (535.104.05) is loaded, but PyTorch 2.13.0+cu130, built for CUDA 13.0, cannot use it (The "
         "NVIDIA driver on your system is too old (found version 12020).); CUDA 13.0 needs driver 580 or later, or a "
@@ -147,7 +147,7 @@ def test_the_type(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     config, model = EngineConfig(dtype=asked), SimpleNamespace(dtype=stored)
-    dtype, note = choose_compute_dtype(config, model, torch.device(device))  # type: ignore[arg-type]
+    dtype, note = choose_compute_dtype_and_note(config, model, torch.device(device))  # type: ignore[arg-type]
     assert dtype == getattr(torch, chosen)
     kept = f"{chosen} of the checkpoint's {stored}; --dtype {stored} keeps it"
     assert note == (None if stored == chosen else SLOW.format("the checkpoint's float16") if device == "cpu" else kept)
@@ -157,7 +157,7 @@ def test_the_type(
 def test_float16_that_is_asked_for_on_a_cpu(backend: str) -> None:
     """As `--dtype half` of recipes for GPUs: a product takes many times as long there (issue 58)."""
     config = EngineConfig(dtype="half", attention_backend=backend)  # type: ignore[arg-type]
-    dtype, note = choose_compute_dtype(config, SimpleNamespace(dtype="bfloat16"), torch.device("cpu"))  # type: ignore[arg-type]
+    dtype, note = choose_compute_dtype_and_note(config, SimpleNamespace(dtype="bfloat16"), torch.device("cpu"))  # type: ignore[arg-type]
     assert dtype == (torch.float16 if backend == "reference" else torch.bfloat16)
     assert note is not None
     assert ("many times as long" if backend == "reference" else SLOW.format("float16")) in note
@@ -232,12 +232,12 @@ def test_a_kernel_that_does_not_fit_names_the_setting_that_does_without_it() -> 
 def test_attention_that_gpus_do_not_compute_is_refused(family: str, kind: str | None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | FAMILIES[family]))
     config = read_model_config(tmp_path)
-    check_attention_support(torch.device("cpu"), config, decoder_spec(config))
+    check_device_supports_attention(torch.device("cpu"), config, decoder_spec(config))
     if kind is None:
-        check_attention_support(torch.device("cuda"), config, decoder_spec(config))
+        check_device_supports_attention(torch.device("cuda"), config, decoder_spec(config))
     else:
         with pytest.raises(ConfigError, match=f"device: {kind} of attention \\({family}\\) is served on CPUs alone"):
-            check_attention_support(torch.device("cuda"), config, decoder_spec(config))
+            check_device_supports_attention(torch.device("cuda"), config, decoder_spec(config))
 
 
 @pytest.fixture

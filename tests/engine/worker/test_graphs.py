@@ -127,13 +127,13 @@ def test_graphs_pick_where_all_is_greedy(monkeypatch: pytest.MonkeyPatch) -> Non
         wanted = run(start(monkeypatch, None), requests)
         engine = start(monkeypatch, capture, ahead=1)
         assert isinstance(engine.executor, ModelRunner)
-        pick = engine.executor.model.greedy_tokens
+        pick = engine.executor.model.greedy_tokens_and_finite_flags
 
         def largest(hidden: Tensor, *rest: Any, pick: Any = pick, picks: list[int] = picks) -> tuple[Tensor, Tensor]:
             picks.append(len(hidden))
             return pick(hidden, *rest)
 
-        monkeypatch.setattr(engine.executor.model, "greedy_tokens", largest)
+        monkeypatch.setattr(engine.executor.model, "greedy_tokens_and_finite_flags", largest)
         assert picked(run(engine, requests)) == picked(wanted)
         assert engine.executor.decode_graphs is not None
         of_picks = [size for size, pages, _ in engine.executor.decode_graphs.graph_set.graphs if pages is None]
@@ -362,7 +362,7 @@ def test_heads_whose_graphs_cannot_be_captured_guess_without(monkeypatch: pytest
         return computed
 
     monkeypatch.setattr(
-        GraphableSteps, "run_draft_heads_after_decode", short(GraphableSteps.run_draft_heads_after_decode)
+        GraphableSteps, "compute_head_states_after_decode", short(GraphableSteps.compute_head_states_after_decode)
     )
     for name in ("compute_logits", "advance_states"):
         monkeypatch.setattr(Eagle3Head, name, short(getattr(Eagle3Head, name)))
@@ -494,7 +494,9 @@ def test_the_largest_graphs_are_there_before_ready_within_the_time(monkeypatch: 
         captured.append(rows.shape[1])
         return torch.zeros(1)
 
-    monkeypatch.setattr(GraphableSteps, "run_decode", decode)  # hundreds of rows would take gigabytes to record
+    monkeypatch.setattr(
+        GraphableSteps, "compute_decode_hidden", decode
+    )  # hundreds of rows would take gigabytes to record
     engine = start(monkeypatch, FakeCapture(), max_num_seqs=300)
     assert captured == []
     times = iter([0.0, 0.0, 10.0, 20.0, 30.0, 30.5])

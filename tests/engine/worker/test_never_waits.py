@@ -324,7 +324,7 @@ def test_states_and_latents(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, backend: str, kernels: set[str]
 ) -> None:
     """In graphs, in prompts, and with guesses."""
-    monkeypatch.setattr(grouped_moe, "tensor_addresses", lambda tensors: [[0] * len(each) for each in tensors])
+    monkeypatch.setattr(grouped_moe, "data_ptr_lists", lambda tensors: [[0] * len(each) for each in tensors])
     path = save_tiny_model(tmp_path, family)
     drafts, options = Replaceable(), {"attention_backend": backend, "model": str(path), "state_memory": 0.1}
     engine = start(gpu, monkeypatch, lambda *_: drafts, graphs=True, **options)
@@ -344,7 +344,7 @@ def test_states_and_latents(
 @pytest.mark.parametrize(("family", "backend"), [("gpt_oss", "triton"), *slow(("qwen3-moe", "flash"))])
 def test_experts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, backend: str) -> None:
     """Routed, sorted and multiplied without a look at the host, in graphs too, once their addresses are known."""
-    monkeypatch.setattr(grouped_moe, "tensor_addresses", lambda tensors: [[0] * len(each) for each in tensors])
+    monkeypatch.setattr(grouped_moe, "data_ptr_lists", lambda tensors: [[0] * len(each) for each in tensors])
     path = save_tiny_model(tmp_path, family)
     engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend, model=str(path))
     with gpu.allows_waits():
@@ -373,8 +373,8 @@ def test_images(
     if name.startswith("gemma4"):
         reason = "layers/schemes/clipped.py reads numbers when it packs weights, which fake tensors have not"
         request.applymarker(pytest.mark.xfail(reason=reason))
-    monkeypatch.setattr(grouped_moe, "tensor_addresses", lambda tensors: [[0] * len(each) for each in tensors])
-    monkeypatch.setattr(tower_loader, "find_encoder_error", lambda *_: None)
+    monkeypatch.setattr(grouped_moe, "data_ptr_lists", lambda tensors: [[0] * len(each) for each in tensors])
+    monkeypatch.setattr(tower_loader, "find_tower_backend_error", lambda *_: None)
     monkeypatch.setattr(tower_loader, "image_weight_stream", lambda *_: iter([("", torch.empty(0))]))
     monkeypatch.setattr(tower_loader, "load_weights", lambda table, *_, **__: empty_weights(table))
     monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda q, k, v, **_: torch.empty_like(q))
@@ -392,7 +392,7 @@ def test_images(
 @pytest.mark.slow
 def test_experts_of_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Some of them whole on this rank: sorted, multiplied and summed without a look at the host, in graphs too."""
-    monkeypatch.setattr(grouped_moe, "tensor_addresses", lambda tensors: [[0] * len(each) for each in tensors])
+    monkeypatch.setattr(grouped_moe, "data_ptr_lists", lambda tensors: [[0] * len(each) for each in tensors])
     monkeypatch.setattr(startup, "start_ranks", lambda config, *_, **__: QuietRanks(config, 1, False))
     path = save_tiny_model(tmp_path, "gpt_oss")
     options = {"attention_backend": "triton", "tensor_parallel_size": 2, "enable_expert_parallel": True}
@@ -406,7 +406,7 @@ def test_experts_of_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_pat
 @pytest.mark.parametrize("family", ["llama", *slow("gemma2", "gpt_oss", "deepseek_v2-dense")])
 def test_ranks_that_divide_tokens(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str) -> None:
     """Their parts of attention are computed, exchanged and merged in prompts and in graphs."""
-    monkeypatch.setattr(grouped_moe, "tensor_addresses", lambda tensors: [[0] * len(each) for each in tensors])
+    monkeypatch.setattr(grouped_moe, "data_ptr_lists", lambda tensors: [[0] * len(each) for each in tensors])
     monkeypatch.setattr(startup, "start_ranks", lambda config, *_, **__: QuietRanks(config, 1, False))
     path = save_tiny_model(tmp_path, family)
     options = {"attention_backend": "triton", "tensor_parallel_size": 2, "decode_context_parallel_size": 2}
@@ -429,7 +429,7 @@ def test_layers_from_the_host(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, backend: str, graphs: bool
 ) -> None:
     """They come while others are computed, in captures too."""
-    monkeypatch.setattr(grouped_moe, "tensor_addresses", lambda tensors: [[0] * len(each) for each in tensors])
+    monkeypatch.setattr(grouped_moe, "data_ptr_lists", lambda tensors: [[0] * len(each) for each in tensors])
     path = save_tiny_model(tmp_path, family, num_hidden_layers=4)
     offloaded = {"cpu_offload_gb": 1.0, "model": str(path), "attention_backend": backend}
     engine = start(gpu, monkeypatch, graphs=graphs, **offloaded)
@@ -493,13 +493,13 @@ class QuietRanks(SpmdRanks):
     def send_to_followers(self, message: object) -> None:
         self.sent.append(message)
 
-    def raise_rank_failures(self) -> contextlib.nullcontext[None]:
+    def rank_failures_as_engine_errors(self) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
 
     def read_answers(self, kind: type[Any], seconds: float | None = None) -> list[Any]:
         return []
 
-    def available_kv_bytes(self, measure: Callable[[], int]) -> int:
+    def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:
         return 2 * measure()
 
     def stop_ranks(self) -> None:
@@ -530,11 +530,17 @@ def test_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, rank: int, in_orde
             "int8",
             True,
             False,
-            {"norm_rounded", "gate_rounded", "multiply_codes", "look_up_embedding_rows", "multiply_weight_only"},
+            {
+                "norm_rounded",
+                "gate_rounded",
+                "multiply_block_scaled_codes",
+                "look_up_embedding_rows",
+                "multiply_weight_only",
+            },
         ),
         ("fp8", True, True, {"norm_rounded", "gate_rounded_per_row", "round_per_row", "multiply_weight_only"}),
         ("int8", True, True, {"norm_rounded", "gate_rounded_per_row", "scale_sums", "look_up_embedding_rows"}),
-        ("fp8", True, False, {"norm_rounded", "gate_rounded", "round_per_block", "multiply_codes"}),
+        ("fp8", True, False, {"norm_rounded", "gate_rounded", "round_per_block", "multiply_block_scaled_codes"}),
         ("fp8", False, True, {"multiply_weight_only"}),
     ],
 )
@@ -596,11 +602,11 @@ class Loaded:
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         self.slots.append((slot, None))
 
-    def take_loaded_slots(self) -> list[tuple[int, None]]:
+    def install_finished_loads(self) -> list[tuple[int, None]]:
         found, self.slots = self.slots, []
         return found
 
-    def wait_for_load(self, seconds: float) -> None:
+    def wait_for_any_load(self, seconds: float) -> None:
         pass
 
 

@@ -15,7 +15,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
 from quire.engine.worker import device_plan as devices
-from quire.engine.worker.device_plan import choose_compute_dtype, choose_device
+from quire.engine.worker.device_plan import choose_compute_dtype_and_note, choose_device
 from quire.kernels.gpu import other_devices
 from tests.engine.harness import Answer, request, run
 from tests.engine.worker.other_device import other_device, tensor_in_steps
@@ -30,7 +30,7 @@ PROMPTS = {"short": [5, 6, 7], "long": list(range(3, 60)), "one": [9]}
 
 @pytest.fixture
 def other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "find_other_device", lambda name: other_device())
+    monkeypatch.setattr(devices, "require_other_device", lambda name: other_device())
     monkeypatch.setattr(torch, "tensor", tensor_in_steps)
 
 
@@ -155,7 +155,7 @@ def test_types_by_device(
 ) -> None:
     monkeypatch.setattr(torch.xpu, "is_bf16_supported", lambda: bfloat16)
     model = read_model_config(save_tiny_model(tmp_path, "llama", dtype=getattr(torch, stored)))
-    dtype, note = choose_compute_dtype(EngineConfig(), model, torch.device(name))
+    dtype, note = choose_compute_dtype_and_note(EngineConfig(), model, torch.device(name))
     assert str(dtype) == f"torch.{chosen}"
     assert (note is None) == (stored == chosen)
 
@@ -172,5 +172,5 @@ def test_memory_is_what_the_device_says(monkeypatch: pytest.MonkeyPatch) -> None
 def test_apples_gpus_have_no_8_bit_floats() -> None:
     for options in ({"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}):
         with pytest.raises(ConfigError, match="no 8-bit floats"):
-            devices.check_other_device_settings(EngineConfig(**options), torch.device("mps"))  # type: ignore[arg-type]
-        devices.check_other_device_settings(EngineConfig(**options), torch.device("xpu"))  # type: ignore[arg-type]
+            devices.check_non_cuda_accelerator_settings(EngineConfig(**options), torch.device("mps"))  # type: ignore[arg-type]
+        devices.check_non_cuda_accelerator_settings(EngineConfig(**options), torch.device("xpu"))  # type: ignore[arg-type]

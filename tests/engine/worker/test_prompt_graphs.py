@@ -18,10 +18,10 @@ from quire.engine.engine_core import EngineCore
 from quire.engine.types import EngineCoreRequest
 from quire.engine.worker.graphs import decode_graphs, mixed_batch_graphs
 from quire.engine.worker.graphs.mixed_batch_graphs import NUM_PREFILL_ROWS, MixedBatchGraphs, MixedGraphKey
-from quire.engine.worker.input_batch import InputBatch, SlotStates
+from quire.engine.worker.input_batch import InputBatch, SlotStateTensors
 from quire.engine.worker.model_runner import ModelRunner
 from quire.kernels import reference
-from quire.kernels.recurrent.recurrence import DraftStateLengths, RecurrenceMetadata, RecurrentStates
+from quire.kernels.recurrent.recurrence import RecurrenceMetadata, RecurrentStates, StateAndVerifiedCounts
 from tests.engine.harness import Answer, request, run
 from tests.engine.worker.test_graphs import Right, Short, fake_flash, picked, start, with_heads
 from tests.kernels.fake_capture import FakeCapture
@@ -190,12 +190,14 @@ def test_what_matrices_have_seen_is_noted_beside_heads(monkeypatch: pytest.Monke
         slots_of: Tensor,
     ) -> Tensor:
         """Of rows that fill up, which all are the scratch slot's, a kernel computes anything."""
-        if (guesses := rows.draft_state_lengths) is not None:
+        if (guesses := rows.state_and_verified_counts) is not None:
             fills, contexts = slots_of == len(states.matrices) - 1, rows.context_lens
             seen = torch.where(fills, contexts - rows.query_start.diff(), guesses.num_state_tokens)
             rows = replace(
                 rows,
-                draft_state_lengths=DraftStateLengths(seen, torch.where(fills, contexts, guesses.num_verified_tokens)),
+                state_and_verified_counts=StateAndVerifiedCounts(
+                    seen, torch.where(fills, contexts, guesses.num_verified_tokens)
+                ),
             )
         return recur(given, z, beside, rule, states, rows, slots_of)
 
@@ -250,7 +252,7 @@ def test_no_sequence_is_empty_and_every_token_is_of_one(monkeypatch: pytest.Monk
     planned = graphs.plan_batch(SchedulerOutput(ROWS))
     assert planned is not None
     assert planned.key == MixedGraphKey(4, 32, 38, 2), "24 tokens, and six sequences that fill up"
-    given, before, order = graphs._lay_out_inputs(planned)
+    given, before, order = graphs._build_inputs_and_output_indices(planned)
     tokens, pieces = given[: 3 * 36].reshape(3, 36), given[3 * 36 :].reshape(5, NUM_PREFILL_ROWS)
     assert tokens[0, order].tolist() == [2, *[0] * 20, *[5] * 3, *[1] * 4]
     assert tokens[1, order].tolist() == [30, *range(16, 36), 9, 10, 11, 0, 1, 2, 3]
@@ -272,27 +274,27 @@ def test_no_sequence_is_empty_and_every_token_is_of_one(monkeypatch: pytest.Monk
 
 def test_what_matrices_have_seen_is_told_of_prompts_and_new_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     states = [tuple(torch.zeros((7, size, 8)) for size in (6, 2, 3))]
-    slots = InputBatch(6, 600, 16, CPU, scratch_block=50, slot_states=SlotStates(states, max_drafts=3))
+    slots = InputBatch(6, 600, 16, CPU, scratch_block=50, slot_states=SlotStateTensors(states, max_drafts=3))
     graphs = MixedBatchGraphs(lambda *_: torch.zeros((1, 8)), FakeCapture(), slots, 8, torch.float32)
     slots._state_lengths[:] = [13, -1, 30, 0, 0, 9]
     slots._state_lengths[2] = -1
     planned = [graphs.plan_batch(SchedulerOutput(ROWS)) for _ in range(2)][-1]
     assert planned is not None
     assert planned.is_decode.tolist() == [False, False, True, False]
-    given, *_ = graphs._lay_out_inputs(planned)
+    given, *_ = graphs._build_inputs_and_output_indices(planned)
     pieces = given[3 * planned.key.num_total_rows :].reshape(5, NUM_PREFILL_ROWS)
     assert pieces[:, :3].tolist() == [[2, 0, 1], [1, 20, 4], [31, 36, 4], [30, 13, 0], [31, 36, 4]]
     assert slots._state_lengths.tolist() == [36, 4, 31, 0, 0, 10], "but for guesses"
     given = torch.zeros((2, 32), dtype=torch.int64), torch.from_numpy(pieces.copy()), 2
     assert slots._device_state_lengths is not None
-    _, metadata = slots.prefill_inputs(*given, updates_states=False)
+    _, metadata = slots.graph_prefill_inputs(*given, updates_states=False)
     assert metadata.recurrence_metadata is None
     assert not slots._device_state_lengths.any(), "as heads read them"
-    ids, metadata = slots.prefill_inputs(*given)
+    ids, metadata = slots.graph_prefill_inputs(*given)
     assert len(ids) == 32
     assert metadata.recurrence_metadata is not None
-    assert metadata.recurrence_metadata.draft_state_lengths is not None
-    assert metadata.recurrence_metadata.draft_state_lengths.num_state_tokens.tolist()[:3] == [30, 13, 0]
+    assert metadata.recurrence_metadata.state_and_verified_counts is not None
+    assert metadata.recurrence_metadata.state_and_verified_counts.num_state_tokens.tolist()[:3] == [30, 13, 0]
     assert slots._device_state_lengths.tolist()[:3] == [36, 4, 31]
 
 

@@ -19,19 +19,19 @@ from quire.engine.worker.sampling.sampler import (
     HostLogitsProcessor,
     include_sampled_token,
     logprob_tensors,
-    sample,
+    sample_token_ids,
     token_logprobs,
     uniform_draws,
 )
 from quire.engine.worker.sampling.sampling_rules import (
     NO_TOKEN_LEFT,
     SamplingRow,
-    is_greedy_only,
-    make_sampling_rules,
+    is_plain_greedy_request,
+    make_request_sampling_rules,
     pad_logprob_token_ids,
-    process_logits,
+    process_logits_and_find_exhausted,
 )
-from quire.kernels.reference import filter_probs, sample_inverse_cdf
+from quire.kernels.reference import logits_to_filtered_probs, sample_inverse_cdf
 
 EOS = (2,)
 
@@ -40,12 +40,12 @@ def row(
     position: int = 5, seed: int = 0, tokens: list[int] | None = None, prompt: int = 3, **params: object
 ) -> SamplingRow:
     ids = torch.tensor(tokens if tokens is not None else list(range(position)), dtype=torch.int32)
-    return SamplingRow(make_sampling_rules(SamplingParams(**params), EOS), seed, len(ids), prompt, ids[None], 0)
+    return SamplingRow(make_request_sampling_rules(SamplingParams(**params), EOS), seed, len(ids), prompt, ids[None], 0)
 
 
 def adjust(logits: torch.Tensor, row: SamplingRow) -> None:
     """One row's logits [vocab], in place."""
-    process_logits(logits[None], [row], None, HostLogitsProcessor())
+    process_logits_and_find_exhausted(logits[None], [row], None, HostLogitsProcessor())
 
 
 def noise(*shape: int) -> torch.Tensor:
@@ -80,7 +80,7 @@ def test_filters_are_those_of_transformers(params: dict[str, float], vocab: int)
         wanted = TopPLogitsWarper(p.top_p)(None, wanted)
     if p.min_p:
         wanted = MinPLogitsWarper(p.min_p)(None, wanted)
-    found = filter_probs(logits.clone(), filters([p] * 6, vocab))
+    found = logits_to_filtered_probs(logits.clone(), filters([p] * 6, vocab))
     assert torch.equal(found > 0, wanted > -torch.inf)
     torch.testing.assert_close(found / found.sum(-1, keepdim=True), wanted.softmax(-1))
 
@@ -90,9 +90,9 @@ def test_the_least_temperatures_are_greedy(temperature: float) -> None:
     """Divided by them logits are infinite, and any token was drawn."""
     rows = [row(temperature=temperature, seed=seed, logprobs=0) for seed in range(6)]
     logits = noise(6, 500)
-    found = sample(logits.clone(), rows)
+    found = sample_token_ids(logits.clone(), rows)
     assert torch.equal(found, logits.argmax(-1))
-    assert is_greedy_only(SamplingParams(temperature=temperature))
+    assert is_plain_greedy_request(SamplingParams(temperature=temperature))
 
 
 @pytest.mark.parametrize("penalty", [1e-6, 1e6])
@@ -107,7 +107,7 @@ def test_the_largest_penalties_leave_numbers(penalty: float) -> None:
 
 def test_a_flat_distribution_needs_more_than_the_first_candidates() -> None:
     params = [SamplingParams(top_p=0.9), SamplingParams(top_p=0.5, top_k=100)]
-    probs = filter_probs(noise(2, 8000) * 0.01, filters(params, 8000))
+    probs = logits_to_filtered_probs(noise(2, 8000) * 0.01, filters(params, 8000))
     assert 6500 < int((probs[0] > 0).sum()) < 7300
     assert 45 <= int((probs[1] > 0).sum()) <= 55
 
@@ -196,21 +196,21 @@ def test_a_prompt_does_not_begin_a_bad_word() -> None:
 
 def test_a_request_that_forbids_everything_gets_no_token() -> None:
     rows = [row(temperature=t, allowed_token_ids=(4,), bad_words_ids=((4,),)) for t in (0.0, 1.0)]
-    picks = sample(noise(3, 10), [rows[0], row(allowed_token_ids=(4,)), rows[1]]).tolist()
+    picks = sample_token_ids(noise(3, 10), [rows[0], row(allowed_token_ids=(4,)), rows[1]]).tolist()
     assert picks == [NO_TOKEN_LEFT, 4, NO_TOKEN_LEFT]
 
 
 def test_draws_follow_the_distribution_and_depend_on_seed_and_position_alone() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -torch.inf])
     rows = [row(position=position, seed=seed) for seed in range(100) for position in range(1, 101)]
-    picks = sample(logits.repeat(len(rows), 1), rows)
+    picks = sample_token_ids(logits.repeat(len(rows), 1), rows)
     counts = torch.bincount(picks, minlength=5).double()
     expected = logits.softmax(-1).double() * len(rows)
     chi_squared = ((counts - expected)[:4] ** 2 / expected[:4]).sum()
     assert counts[4] == 0
     assert chi_squared < 16.3  # 99.9 % of samples, 3 degrees of freedom; the draws are fixed, so this cannot flake
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
-    assert sample(logits.repeat(len(rows), 1), [rows[i] for i in order]).tolist() == picks[order].tolist()
+    assert sample_token_ids(logits.repeat(len(rows), 1), [rows[i] for i in order]).tolist() == picks[order].tolist()
     assert len({u.item() for u in uniform_draws(rows)}) == len(rows)
 
 
@@ -218,8 +218,8 @@ def test_a_row_is_drawn_alike_whatever_is_beside_it() -> None:
     kinds = [{}, {"top_k": 3}, {"top_p": 0.4}, {"temperature": 0.0}, {"min_p": 0.2}, {"top_p": 0.95, "top_k": 2000}]
     logits = noise(60, 3000)
     rows = [row(seed=i, **kinds[i % len(kinds)]) for i in range(60)]
-    together = sample(logits.clone(), rows).tolist()
-    assert together == [int(sample(logits[i : i + 1].clone(), [rows[i]])) for i in range(60)]
+    together = sample_token_ids(logits.clone(), rows).tolist()
+    assert together == [int(sample_token_ids(logits[i : i + 1].clone(), [rows[i]])) for i in range(60)]
 
 
 def test_the_ends_of_the_unit_interval() -> None:
@@ -253,7 +253,7 @@ def test_listed_tokens_stand_in_the_place_of_the_most_likely_ones() -> None:
     logits = noise(4, 30)
     picked = torch.tensor([4, 5, 6, 7])
     params = [{"logprobs": 2}, {"logprob_token_ids": (9, 5, 9, 0)}, {"logprobs": 0}, {"logprob_token_ids": (1,)}]
-    rules = [make_sampling_rules(SamplingParams(**each), ()) for each in params]
+    rules = [make_request_sampling_rules(SamplingParams(**each), ()) for each in params]
     tensors = logprob_tensors(logits, picked, 2, pad_logprob_token_ids(rules, logits.device))
     found = token_logprobs(picked.tolist(), tensors, [each.num_logprobs or 0 for each in rules])
     wanted = logits.log_softmax(-1)
@@ -283,5 +283,7 @@ def test_listed_tokens_stand_in_the_place_of_the_most_likely_ones() -> None:
     ids=lambda asked: next(iter(asked)),
 )
 def test_what_asks_for_more_than_the_largest_logit(asked: dict[str, Any]) -> None:
-    assert is_greedy_only(SamplingParams(temperature=0.0, prompt_logprobs=1, seed=3, stop=("a",), logprob_token_ids=()))
-    assert not is_greedy_only(SamplingParams(**{"temperature": 0.0} | asked))
+    assert is_plain_greedy_request(
+        SamplingParams(temperature=0.0, prompt_logprobs=1, seed=3, stop=("a",), logprob_token_ids=())
+    )
+    assert not is_plain_greedy_request(SamplingParams(**{"temperature": 0.0} | asked))

@@ -68,7 +68,7 @@ def test_a_smoothed_model_computes_the_same(family: str, norms: int, tmp_path: P
 def quires(path: Path, **options: object) -> Tensor:
     settings: Mapping[str, object] = {"quantize_embedding": False, "activation_bits": "8"} | options
     config = EngineConfig(model=str(path), attention_backend="cpu", **settings)
-    return ForwardPass.from_config(config, None).compute_logprobs(TRIED, full_vocabulary=True)
+    return ForwardPass.load_from_config(config, None).compute_logprobs(TRIED, full_vocabulary=True)
 
 
 def test_it_comes_closer_in_8_bits(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from triton.runtime import driver, jit
 
 from quire.kernels.attention.context_shard import ContextShard
 from quire.kernels.attention_params import AttentionParams
-from quire.kernels.backend import NO_ADAPTERS, AdapterSlotSpec, AttentionMetadata, Experts, Linear, LinearContext
+from quire.kernels.backend import NO_ADAPTERS, AdapterSlotSpec, AttentionMetadata, Linear, LinearContext, MoEComponents
 from quire.kernels.gpu import (
     triton_backend,
     triton_fused,
@@ -41,7 +41,7 @@ from quire.kernels.gpu.linears import triton_linear, triton_lora
 from quire.kernels.gpu.linears.triton_linear import DenseLinear
 from quire.kernels.gpu.quantization import quantized_linear, torch_matmul, triton_quantized, weight_packing
 from quire.kernels.gpu.quantization.activation_rounding import EightBitRounding
-from quire.kernels.gpu.quantization.weight_packing import interleave_for_decode
+from quire.kernels.gpu.quantization.weight_packing import interleave_output_rows
 from quire.kernels.gpu.ranks.context_parallel import merge_rank_outputs
 from quire.kernels.gpu.ranks.one_shot_all_reduce import OneShotAllReduce
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, num_scale_elements
@@ -264,7 +264,7 @@ def weights_of_few_bits() -> list[weight_packing.PackedWeight]:
         weight_packing.pack_float8(Float8Weight(floats, torch.ones((outs, 1)), (1, inner)), native=native),
         weight_packing.pack_float8(Float8Weight(floats, scales(64), (1, 64)), native=native),
     ]
-    return [interleave_for_decode(each) for each in made if each is not None]
+    return [interleave_output_rows(each) for each in made if each is not None]
 
 
 def few_bits(rows: int, parts: list[weight_packing.PackedWeight]) -> None:
@@ -368,7 +368,7 @@ def mixture(rows: int) -> None:
             gate_up, down = (expert_linear(backend, *shape, form) for shape in ((2 * inner, hidden), (hidden, inner)))
             for fixed in (False, True):
                 stacks = [ExpertLinearGroup.from_linears([each] * count, fixed=fixed) for each in (gate_up, down)]
-                experts = Experts(lambda x, _: torch.zeros((len(x), count)), [], [], Routing(chosen))  # noqa: B023
+                experts = MoEComponents(lambda x, _: torch.zeros((len(x), count)), [], [], Routing(chosen))  # noqa: B023
                 assert stacks[0] is not None
                 assert stacks[1] is not None
                 GroupedMoE(backend, experts, stacks[0], stacks[1])(torch.empty((rows, hidden), dtype=torch.bfloat16))

@@ -14,9 +14,9 @@ from quire.kernels.gpu.mla.expanded_attention import run_expanded_attention
 from quire.kernels.gpu.recurrent.triton_recurrence import run_recurrence
 from quire.kernels.gpu.triton_backend import TritonBackend
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, num_scale_elements
-from quire.kernels.latent_params import LatentParams
+from quire.kernels.latent_params import LatentNormRopeParams
 from quire.kernels.recurrent.delta_rule import DeltaRule
-from quire.kernels.recurrent.recurrence import DraftStateLengths, RecurrentStates
+from quire.kernels.recurrent.recurrence import RecurrentStates, StateAndVerifiedCounts
 from quire.kernels.recurrent.selective_scan import SelectiveScan
 from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 from quire.kernels.recurrent.state_space import StateSpace
@@ -34,8 +34,8 @@ RULES = {QWEN: 128, GRANITE: 64, NEMOTRON: 64, FALCON_H1: 64, JAMBA: 64, FALCON_
 def step(rows: int, *, guesses: bool = False, longest: int = 1) -> AttentionMetadata:
     lens, where = torch.ones(rows + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
     numbers = (lens, lens[1:], lens, torch.zeros((rows, rows), dtype=torch.int32), where, where, longest, longest)
-    known = DraftStateLengths(lens[1:], lens[1:]) if guesses else None
-    return AttentionMetadata(*numbers, state_slots=where, draft_state_lengths=known)
+    known = StateAndVerifiedCounts(lens[1:], lens[1:]) if guesses else None
+    return AttentionMetadata(*numbers, state_slots=where, state_and_verified_counts=known)
 
 
 def recurrences(rows: int = 3) -> None:
@@ -106,11 +106,11 @@ def latent(
         max_context_len=max(contexts),
     )
     cache = torch.empty((4, page, 1, 576 + num_scale_elements(held)), dtype=held)
-    of_token = LatentParams(torch.ones(512), 1e-6, torch.ones((9, 64)), is_interleaved=True)
+    of_token = LatentNormRopeParams(torch.ones(512), 1e-6, torch.ones((9, 64)), is_interleaved=True)
     absorb = backend.pack_per_head_linear([torch.empty((512, 128), dtype=dtype)] * heads, 64)
     expand = backend.pack_per_head_linear([torch.empty((128, 512), dtype=dtype)] * heads, 0)
     q = absorb(torch.empty((tokens, heads * 192), dtype=dtype), NO_ADAPTERS)
-    q = backend.store_latent_kv(q, torch.empty((tokens, 576), dtype=dtype), of_token, cache, metadata)
+    q = backend.rope_and_store_latent_kv(q, torch.empty((tokens, 576), dtype=dtype), of_token, cache, metadata)
     rule = AttentionParams(0.1, value_dim=512)
     if own is not None:
         backend.attend_context_shard(q, (cache, cache), metadata, rule, own)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.layers.online_quantization import quantize_int4, quantize_int8
-from quire.kernels.backend import Experts
+from quire.kernels.backend import MoEComponents
 from quire.kernels.gpu.experts.grouped_moe import GroupedMoE, route_on_device, sort_rows_by_expert
 from quire.kernels.gpu.triton_backend import TritonBackend
 from quire.kernels.parameters.activation import Activation
@@ -91,7 +91,7 @@ def test_every_router(device: torch.device, routing: Routing, generator: torch.G
     correction = torch.randn(COUNT, generator=generator) if routing.score_function != "mixer" else None
 
     def mixed(backend: ReferenceBackend, where: torch.device) -> Tensor:
-        of: Experts = experts(backend, moved(given, where))
+        of: MoEComponents = experts(backend, moved(given, where))
         there = None if correction is None else correction.to(where)
         return backend.make_moe(replace(of, routing=routing, score_correction_bias=there))(x.to(where)).cpu()
 
@@ -111,7 +111,7 @@ def test_choices_of_one_kernel(count: int, corrected: bool, device: torch.device
     scores[6, 5] = torch.nan
     correction = torch.randn(count, generator=generator).round() if corrected else None
     for routing in (Routing(4), Routing(4, "sigmoid", normalizer_eps=1e-9, scale=2.5), Routing(3, is_normalized=False)):
-        of = Experts(
+        of = MoEComponents(
             lambda x, _: x, [], [], routing, score_correction_bias=None if correction is None else correction.to(device)
         )
         chosen, shares, found = route_on_device(of, scores.to(device))

@@ -21,7 +21,7 @@ from quire.kernels.gpu.quantization.activation_rounding import EightBitRounding
 from quire.kernels.gpu.quantization.quantized_linear import TritonQuantizedLinear
 from quire.kernels.gpu.quantization.weight_packing import PackedWeight
 from quire.kernels.gpu.triton_backend import TritonBackend
-from quire.kernels.latent_params import LatentParams
+from quire.kernels.latent_params import LatentNormRopeParams
 from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.quantized_tensors import GroupedWeight, RoundedActivations
 from quire.kernels.reference import ReferenceBackend
@@ -125,9 +125,9 @@ def test_latents(size: int, fixed: bool, generator: torch.Generator) -> None:
         held(lambda: backend.paged_attention(q, cache, cache, metadata, softmax))  # noqa: B023
         kv, rule = (
             torch.randn((len(q), 40), generator=generator).bfloat16(),
-            LatentParams(torch.ones(32), 1e-6, angles(8), True),
+            LatentNormRopeParams(torch.ones(32), 1e-6, angles(8), True),
         )
-        held(lambda: backend.store_latent_kv(q.clone(), kv, rule, cache, metadata))  # noqa: B023
+        held(lambda: backend.rope_and_store_latent_kv(q.clone(), kv, rule, cache, metadata))  # noqa: B023
     blocks = backend.pack_per_head_linear(list(torch.randn((3, 20, 12), generator=generator).bfloat16()), 6)
     x = torch.randn((70, 3 * 18), generator=generator).bfloat16()
     held(lambda: blocks(x, NO_ADAPTERS))

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.kernels.attention_params import AttentionParams
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.triton_backend import TritonBackend
-from quire.kernels.latent_params import LatentParams
+from quire.kernels.latent_params import LatentNormRopeParams
 from quire.kernels.qk_norm_rope import QKNormRopeParams
 from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 from quire.kernels.reference import ReferenceBackend
@@ -71,7 +71,7 @@ def test_latents(device: torch.device, generator: torch.Generator) -> None:
     backend, context = TritonBackend(), 40
     cache = torch.randn((3, 16, 1, 128 + 64), generator=generator).bfloat16().to(device)
     turns = torch.randn((64, 64), generator=generator).to(device)
-    latent = LatentParams(torch.ones(128, device=device), 1e-6, turns, False)
+    latent = LatentNormRopeParams(torch.ones(128, device=device), 1e-6, turns, False)
     kv = torch.randn((1, 128 + 64), generator=generator).bfloat16().to(device)
     query = torch.randn((1, 4 * (128 + 64)), generator=generator).bfloat16().to(device)
     one = torch.tensor([0, 1], dtype=torch.int32)
@@ -80,7 +80,7 @@ def test_latents(device: torch.device, generator: torch.Generator) -> None:
     metadata = to_device(metadata, device)
 
     def computed(cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        q = backend.store_latent_kv(query.clone(), kv, latent, cache, metadata)
+        q = backend.rope_and_store_latent_kv(query.clone(), kv, latent, cache, metadata)
         return backend.paged_attention(q, cache, cache, metadata, AttentionParams(0.1, value_dim=128))
 
     far, pages = behind(cache)

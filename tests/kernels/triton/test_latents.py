@@ -15,8 +15,8 @@ from quire.kernels.gpu import triton_launch_sizes
 from quire.kernels.gpu.mla import absorbed_attention
 from quire.kernels.gpu.triton_backend import TritonBackend
 from quire.kernels.kv_quantization import UNIT_KV_SCALES, KVScales
-from quire.kernels.latent_params import LatentParams
-from quire.kernels.mla.per_head_linear import as_expandable_if_worthwhile
+from quire.kernels.latent_params import LatentNormRopeParams
+from quire.kernels.mla.per_head_linear import as_worthwhile_expandable_or_none
 from quire.kernels.reference import ReferenceBackend
 from tests.kernels.ragged import Part, empty_cache, error, page, random_part, to_device
 from tests.kernels.test_latent import MIX, TOLERANCE, expected
@@ -128,10 +128,10 @@ def test_fixed_tiles_give_a_row_the_same_bits_in_every_batch(
 
 def of_tokens(
     size: int, rotated: int, neighbours: bool, generator: torch.Generator, device: torch.device
-) -> LatentParams:
+) -> LatentNormRopeParams:
     angles = torch.rand((40, rotated // 2), generator=generator)
     table = torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
-    return LatentParams(torch.rand(size, generator=generator).to(device), 1e-6, table, neighbours)
+    return LatentNormRopeParams(torch.rand(size, generator=generator).to(device), 1e-6, table, neighbours)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn])
@@ -159,7 +159,7 @@ def test_what_is_stored_is_the_references(
         held = kv_dtype or dtype
         cache = empty_cache(backend.kv_cache_shape(4, 1, size + rotated, held), held).to(where)
         given = (each.to(where, dtype) for each in (q, kv))
-        found.append(backend.store_latent_kv(*given, own, cache, to_device(step, where)).cpu())
+        found.append(backend.rope_and_store_latent_kv(*given, own, cache, to_device(step, where)).cpu())
         caches.append(cache.cpu())
     assert found[1].shape == (5, 3, size + rotated)
     assert error(found[1], found[0]) < TOLERANCE[dtype]
@@ -215,14 +215,14 @@ def test_expanding_gives_what_absorbing_gives(
     halves = [
         backend.pack_per_head_linear(list(each.to(device)), passed) for each, passed in ((absorb, rotated), (expand, 0))
     ]
-    blocks = as_expandable_if_worthwhile(halves[0], cache, metadata)
+    blocks = as_worthwhile_expandable_or_none(halves[0], cache, metadata)
     assert blocks is not None
-    assert None is as_expandable_if_worthwhile(
+    assert None is as_worthwhile_expandable_or_none(
         TritonBackend(deterministic=True).pack_per_head_linear(list(absorb), rotated), cache, metadata
     )
-    turned = backend.store_latent_kv(halves[0](q, NO_ADAPTERS), kv, latent, cache, metadata)
+    turned = backend.rope_and_store_latent_kv(halves[0](q, NO_ADAPTERS), kv, latent, cache, metadata)
     attended = backend.paged_attention(turned, cache, cache, metadata, softmax)
     wanted = halves[1](attended.flatten(1), NO_ADAPTERS)
-    heads_of_q = backend.store_latent_kv(q.view(-1, heads, plain + rotated), kv, latent, cache, metadata)
+    heads_of_q = backend.rope_and_store_latent_kv(q.view(-1, heads, plain + rotated), kv, latent, cache, metadata)
     found = blocks.attend_expanded(heads_of_q, halves[1], cache, metadata, softmax)
     assert error(found.cpu(), wanted.cpu()) < 1e-5

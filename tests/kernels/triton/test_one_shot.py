@@ -368,7 +368,7 @@ def test_behind_the_ranks_interface() -> None:
     assert torch.equal(found[1], x + x)
     with pytest.raises(AttributeError, match="allreduce"):
         both[0].all_reduce(torch.zeros(MAX_ELEMENTS + 1))
-    both[0].close()
+    both[0].abort_collectives()
     assert groups[0].aborted
     assert made[0].host_flags.tolist() == [1, 0]
     with pytest.raises(RankEnded):

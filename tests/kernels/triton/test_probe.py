@@ -11,7 +11,7 @@ import torch
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.models import decoder_spec
-from quire.engine.models.requirements import make_dummy_recurrences
+from quire.engine.models.requirements import make_dummy_recurrence_params
 from quire.kernels.gpu.triton_backend import TritonBackend
 from quire.kernels.probes.backend_probe import PagedAttentionProbe
 from quire.kernels.probes.mla_probe import MLAProbe
@@ -61,7 +61,7 @@ def test_latents_pass(
 )
 def test_rules_pass(device: torch.device, family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | FAMILIES[family]))
-    rules = make_dummy_recurrences(decoder_spec(read_model_config(tmp_path)), device)
+    rules = make_dummy_recurrence_params(decoder_spec(read_model_config(tmp_path)), device)
     assert len(rules) == 1
     assert RecurrenceProbe(device, dtype, *rules[0])(TritonBackend()) is None
 

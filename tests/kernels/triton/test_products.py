@@ -35,7 +35,7 @@ def test_few_rows_divide_the_inner_dimension(kind: str, device: torch.device, ge
     expected = x.double() @ weight.dequantize().double().T + bias.double()
     linear = TritonBackend().pack_quantized([there(weight, device)], bias.to(device), dtype=x.dtype, wide=True)
     assert isinstance(linear, quantized_linear.TritonQuantizedLinear)
-    count, length = quantized_linear.choose_split_k(
+    count, length = quantized_linear.split_k_count_and_length(
         linear.parts[0], quantized_linear.choose_matmul_tiles(1, x.dtype, fixed=False)
     )
     assert count > 1

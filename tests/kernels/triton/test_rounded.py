@@ -25,7 +25,7 @@ from quire.kernels.gpu.linears.triton_lora import TritonLinearWithLora
 from quire.kernels.gpu.quantization import activation_rounding, quantized_linear, torch_matmul
 from quire.kernels.gpu.quantization.activation_rounding import EightBitRounding
 from quire.kernels.gpu.triton_backend import TritonBackend
-from quire.kernels.quantized_tensors import RoundedActivations, choose_shared_rounding
+from quire.kernels.quantized_tensors import RoundedActivations, choose_rounding_and_needs_unrounded
 from quire.kernels.reference import ReferenceBackend
 from tests.engine.harness import request, run
 from tests.kernels.ragged import error
@@ -187,7 +187,7 @@ def test_linears_behind_them(kind: str, fixed: bool, device: torch.device, gener
     factor = torch.randn(512, generator=generator).to(device)
     for rows in (1, 16, 17):
         x, gate_up = (torch.randn((rows, size), generator=generator).to(device).bfloat16() for size in (512, 1024))
-        found = choose_shared_rounding([linear], x)
+        found = choose_rounding_and_needs_unrounded([linear], x)
         assert (found is None) == (rows <= 16 and not fixed)
         if found is None:
             continue
@@ -266,7 +266,7 @@ def test_adapters_read_what_is_not_rounded(device: torch.device, generator: torc
     linear.put_adapter(1, linear.pack_deltas([LoraDelta(0, down.bfloat16() / 16, up.bfloat16())]))
     slots = (torch.arange(20) % 2).to(device)
     x, factor = torch.randn((20, 256), generator=generator).to(device).bfloat16(), torch.ones(256, device=device)
-    found = choose_shared_rounding([linear], x)
+    found = choose_rounding_and_needs_unrounded([linear], x)
     assert found is not None
     form, whole = found
     assert whole
@@ -276,7 +276,7 @@ def test_adapters_read_what_is_not_rounded(device: torch.device, generator: torc
         assert torch.equal(linear(made, context), linear(separate, context))
     assert not torch.equal(linear(made, context), inner(made, NO_ADAPTERS))
     plain = TritonLinearWithLora(lambda x, _: x[:, :48] + 0, AdapterSlotSpec(1, 256, (48,), 8, x.dtype, False, device))
-    assert choose_shared_rounding([plain], x) is None
+    assert choose_rounding_and_needs_unrounded([plain], x) is None
 
 
 def test_a_watched_linear_is_shown_numbers(device: torch.device, generator: torch.Generator) -> None:
@@ -297,7 +297,7 @@ def test_what_is_not_rounded_in_a_norm(device: torch.device, generator: torch.Ge
     for weight in (float8(8, 96, (1, 96), generator), grouped(8, 256, 256, 8, generator, ordered=True)):
         linear = TritonBackend().pack_quantized([there(weight, device)], None, dtype=torch.float32)
         x = torch.randn((20, weight.shape[1]), generator=generator).to(device)
-        assert choose_shared_rounding([linear], x) is None
+        assert choose_rounding_and_needs_unrounded([linear], x) is None
         seen = rounded(x.cpu(), floats=not hasattr(weight, "input_order"))
         assert error(linear(x, NO_ADAPTERS).cpu(), seen @ weight.dequantize().double().T) < 0.02
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from quire.engine.types import SamplingParams, ThinkingBudget
 from quire.engine.worker.sampling.device_sampler import sample_on_device
-from quire.engine.worker.sampling.sampler import sample, uniform_draws
-from quire.engine.worker.sampling.sampling_rules import SamplingRow, make_sampling_rules
+from quire.engine.worker.sampling.sampler import sample_token_ids, uniform_draws
+from quire.engine.worker.sampling.sampling_rules import SamplingRow, make_request_sampling_rules
 from quire.engine.worker.sampling.slot_grammars import GrammarBitmask
 from quire.kernels.gpu.triton_sampling import _uniform
 from tests.kernels.triton.conftest import INTERPRETED
@@ -52,7 +52,7 @@ def check(
     def rows(where: torch.Tensor) -> list[SamplingRow]:
         return [
             SamplingRow(
-                make_sampling_rules(SamplingParams(**each), EOS),
+                make_request_sampling_rules(SamplingParams(**each), EOS),
                 index * 7919 - 3,
                 position,
                 position // 2,
@@ -65,7 +65,7 @@ def check(
     device = torch.device("cpu" if INTERPRETED else "cuda")
     there = table.to(device)
     got = sample_on_device(logits.to(device, copy=True), rows(there), mask).tolist()
-    assert got == sample(logits.clone(), rows(table), mask).tolist()
+    assert got == sample_token_ids(logits.clone(), rows(table), mask).tolist()
     return got
 
 
@@ -97,7 +97,10 @@ def test_equal_logits_are_kept_together_and_the_first_is_the_greedy_pick() -> No
 def test_a_row_is_drawn_alike_whatever_is_beside_it() -> None:
     logits = noise(6, 5000)
     table = torch.zeros((6, 8), dtype=torch.int32)
-    rows = [SamplingRow(make_sampling_rules(SamplingParams(**KINDS[-6:][i]), EOS), i, 5, 2, table, i) for i in range(6)]
+    rows = [
+        SamplingRow(make_request_sampling_rules(SamplingParams(**KINDS[-6:][i]), EOS), i, 5, 2, table, i)
+        for i in range(6)
+    ]
     device = torch.device("cpu" if INTERPRETED else "cuda")
     together = sample_on_device(logits.to(device, copy=True), rows).tolist()
     assert together == [int(sample_on_device(logits[i : i + 1].to(device, copy=True), [rows[i]])) for i in range(6)]
@@ -145,7 +148,9 @@ def test_a_request_that_forbids_everything_still_gets_a_token_of_the_vocabulary(
     table = torch.zeros((1, 8), dtype=torch.int32)
     device = torch.device("cpu" if INTERPRETED else "cuda")
     for params in ({"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 3}):
-        rules = make_sampling_rules(SamplingParams(**params, allowed_token_ids=(4,), bad_words_ids=((4,),)), EOS)
+        rules = make_request_sampling_rules(
+            SamplingParams(**params, allowed_token_ids=(4,), bad_words_ids=((4,),)), EOS
+        )
         assert 0 <= int(sample_on_device(noise(1, 10).to(device), [SamplingRow(rules, 0, 5, 2, table, 0)])) < 10
 
 
@@ -183,7 +188,8 @@ def test_uniforms() -> None:
     table = torch.zeros((1, 1), dtype=torch.int32)
     keys = [(0, 0), (1, 0), (-1, 7), (2**63 - 1, 10**6), (-(2**63), 1)]
     rows = [
-        SamplingRow(make_sampling_rules(SamplingParams(), EOS), seed, position, 0, table, 0) for seed, position in keys
+        SamplingRow(make_request_sampling_rules(SamplingParams(), EOS), seed, position, 0, table, 0)
+        for seed, position in keys
     ]
     device = torch.device("cpu" if INTERPRETED else "cuda")
     out = torch.empty(len(keys), dtype=torch.float64, device=device)

@@ -108,7 +108,7 @@ MIB = 1024 * KIB
 
 async def take(bodies: BodyReader, sender: Sender, until: asyncio.Event) -> int:
     """The body's size, which stays taken until the event."""
-    async with bodies.read_body(sender.request) as body:
+    async with bodies.hold_request_body(sender.request) as body:
         await until.wait()
         return sum(map(len, body.chunks))
 
@@ -129,7 +129,7 @@ async def test_bodies_beyond_the_budget_wait_unread_and_are_refused_in_the_end()
     assert first[2]._pieces.qsize() == 1, "it is not read"
     small = Sender(length=10).send(10)
     async with asyncio.timeout(5):
-        async with bodies.read_body(small.request) as body:
+        async with bodies.hold_request_body(small.request) as body:
             assert body.received_bytes == 10, "small ones wait for nobody"
     with pytest.raises(Overloaded):
         await taken[2]
@@ -142,13 +142,13 @@ async def test_who_is_given_a_body_gives_its_place_back() -> None:
     """As the model of several that a body names: what it answers may take minutes."""
     outer, inner = BodyReader(4 * MIB, 4 * MIB), BodyReader(2 * MIB, 2 * MIB)
     request = Sender(length=2 * MIB).send(2 * MIB).request
-    async with outer.read_body(request) as body:
+    async with outer.hold_request_body(request) as body:
         request.scope[READ_BODY_SCOPE_KEY] = body
-        async with inner.read_body(request) as given:
+        async with inner.hold_request_body(request) as given:
             assert given is body
             assert (outer.reserved_bytes, inner.reserved_bytes) == (2 * MIB, 0)
         assert (outer.reserved_bytes, body.chunks) == (0, [])
-        async with outer.read_body(Sender(length=4 * MIB).send(4 * MIB).request):
+        async with outer.hold_request_body(Sender(length=4 * MIB).send(4 * MIB).request):
             pass
     assert outer.reserved_bytes == 0
 

@@ -136,7 +136,7 @@ async def test_the_decoded_body_counts_for_its_sender() -> None:
     tenant = Tenant("", b"", RateLimits(None, None))
     headers = [(b"content-encoding", b"zstd"), (b"content-length", str(len(compressed)).encode())]
     scope = {"type": "http", "headers": headers, "tenant": tenant}
-    async with bodies.read_body(Request(scope, receive)) as body:
+    async with bodies.hold_request_body(Request(scope, receive)) as body:
         assert b"".join(body.chunks) == content
         assert bodies.reserved_bytes == len(content)
     assert bodies.reserved_bytes == 0

@@ -42,7 +42,7 @@ def test_what_goes_on_without_a_connection_counts_whole() -> None:
     budget = OwnerBudget(MIB)
     one = MemoryLease(budget, "")
     one.grow_lease(100)
-    moved = one.transfer_lease()
+    moved = one.move_to_new_lease()
     assert budget.total_used == 100
     one.release_lease()
     assert budget.total_used == 100

@@ -67,7 +67,7 @@ def test_admin_keys_and_a_server_without_keys(tmp_path: Path) -> None:
     assert not without_keys.requires_key
     assert without_keys.anonymous.admin
     assert without_keys.anonymous.prefix_cache_salt("s") == "s"
-    without_keys.anonymous.check_priority(-(2**31))
+    without_keys.anonymous.require_allowed_priority(-(2**31))
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from quire.server.cli.bench.latency_stats import (
 from quire.server.cli.bench.serve import ReceivedStream
 from quire.server.cli.bench.start import measure_time_to_first_token
 from quire.server.cli.bench.stream_client import StreamClient, StreamError
-from quire.server.cli.bench.workload import random_prompts, read_prompts
+from quire.server.cli.bench.workload import random_prompts_and_warmup, read_jsonl_prompts
 from quire.server.cli.main import main
 from tests.server.cli.processes import children, needs_proc, wait_until_gone
 
@@ -189,14 +189,14 @@ def workload(**changes: int) -> argparse.Namespace:
 
 
 def test_made_up_prompts_share_their_prefix_and_nothing_more() -> None:
-    measured, warming = random_prompts(workload(), vocab=50)
+    measured, warming = random_prompts_and_warmup(workload(), vocab=50)
     everything = measured + warming
     assert [len(prompts) for prompts in (measured, warming)] == [5, 2]
     assert all(len(ids) == 20 and min(ids) >= 10 and max(ids) < 50 for ids in everything)
     assert len({tuple(ids[:8]) for ids in everything}) == 1
     assert len({tuple(ids[8:]) for ids in everything}) == 7
-    assert random_prompts(workload(), vocab=50)[0] == measured
-    assert random_prompts(workload(seed=1), vocab=50)[0] != measured
+    assert random_prompts_and_warmup(workload(), vocab=50)[0] == measured
+    assert random_prompts_and_warmup(workload(seed=1), vocab=50)[0] != measured
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_a_bad_file_of_prompts_is_reported(text: str | None, message: str, tmp_p
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=message):
-        read_prompts(path)
+        read_jsonl_prompts(path)
 
 
 def test_a_closed_loop_counts_what_the_server_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -381,7 +381,7 @@ def test_reports_that_cannot_be_written_are_refused_before_the_run(
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "out.png"
-    bench_report.draw_latencies(path, "a title", {"ttft_ms": [0.1, 0.2], "itl_ms": [], "e2e_ms": [1.0]})
+    bench_report.save_latency_plot(path, "a title", {"ttft_ms": [0.1, 0.2], "itl_ms": [], "e2e_ms": [1.0]})
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

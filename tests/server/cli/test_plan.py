@@ -42,7 +42,13 @@ from quire.server.cli.plan.cpu_rates import machine_key
 from quire.server.cli.plan.draft_plan import plan_draft
 from quire.server.cli.plan.estimate import PlanRequest
 from quire.server.cli.plan.estimate_builder import estimate_model, max_step_bytes, max_step_tokens
-from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine, divide_machine, find_gpu, read_gpu_table
+from quire.server.cli.plan.machine import (
+    ENGINE_HOST_BYTES,
+    Machine,
+    divide_machine_by_parallelism,
+    find_gpu,
+    read_gpu_table,
+)
 from quire.server.cli.plan.model_plan import memory_advice, predict_kv_tokens
 from quire.server.cli.plan.plan_report import unserved_reasons
 from tests import tiny_models, tiny_vision
@@ -384,7 +390,9 @@ def test_stages_are_planned(stages: int, tmp_path: Path, capsys: pytest.CaptureF
     assert planned is not None
     assert abs(planned - info.num_blocks * info.block_size) <= info.block_size
     sizes = read_sizes(read_raw_config(config.model)[0])
-    made = estimate_model(sizes, divide_machine(machine, 1, 1, stages), PlanRequest(EngineConfig(dtype="bfloat16")))
+    made = estimate_model(
+        sizes, divide_machine_by_parallelism(machine, 1, 1, stages), PlanRequest(EngineConfig(dtype="bfloat16"))
+    )
     assert made.device_weight_bytes * stages == pytest.approx(info.weight_bytes, rel=0.03)
     assert made.flags[made.flags.index("--pipeline-parallel-size") + 1] == str(stages)
     assert cli.main(["plan", config.model, "--pipeline-parallel-size", str(stages)]) == 0
@@ -395,17 +403,19 @@ def test_a_pipeline_is_as_fast_as_one_of_its_stages_for_one_stream() -> None:
     """A stream alone is in one stage at a time; two are in both."""
     sizes = read_sizes(read_raw_config(DEMO_MODEL)[0])
     machine = Machine("test", memory=4 * GIB, gpu=False, bandwidth=20e9, flops=1e11)
-    one, two = (estimate_model(sizes, divide_machine(machine, 1, 1, stages), PlanRequest()) for stages in (1, 2))
+    one, two = (
+        estimate_model(sizes, divide_machine_by_parallelism(machine, 1, 1, stages), PlanRequest()) for stages in (1, 2)
+    )
     alone, together = two.max_decode_tokens_per_second(1, 100), two.max_decode_tokens_per_second(2, 100)
     assert alone == pytest.approx(one.max_decode_tokens_per_second(1, 100) / 2)
     assert together == pytest.approx(2 * alone)
     first, begun = one.min_prefill_seconds(100), two.min_prefill_seconds(100)
     assert begun == pytest.approx(2 * first)
     with pytest.raises(ConfigError, match=r"pipeline_parallel_size: .*tensor_parallel_size"):
-        divide_machine(machine, 2, 1, 2)
+        divide_machine_by_parallelism(machine, 2, 1, 2)
     assert (
         "cannot be divided among 99 stages"
-        in estimate_model(sizes, divide_machine(machine, 1, 1, 99), PlanRequest()).reasons[0]
+        in estimate_model(sizes, divide_machine_by_parallelism(machine, 1, 1, 99), PlanRequest()).reasons[0]
     )
 
 
@@ -413,7 +423,10 @@ def test_replicas_share_what_is_there() -> None:
     """Each has a copy of the weights, and its part of the memory for keys and values; the fit is the engines' rule."""
     sizes, machine = read_sizes(read_raw_config(DEMO_MODEL)[0]), Machine("test", memory=GIB, gpu=False)
     wishes = PlanRequest(EngineConfig(dtype="float32", max_num_seqs=4096))
-    one, each = estimate_model(sizes, machine, wishes), estimate_model(sizes, divide_machine(machine, 1, 2), wishes)
+    one, each = (
+        estimate_model(sizes, machine, wishes),
+        estimate_model(sizes, divide_machine_by_parallelism(machine, 1, 2), wishes),
+    )
     assert each.device_weight_bytes == one.device_weight_bytes
     used = ENGINE_HOST_BYTES + one.device_weight_bytes
     assert one.kv_budget_bytes == (GIB - used) // 2
@@ -423,14 +436,16 @@ def test_replicas_share_what_is_there() -> None:
     lone = config.model_copy(update={"data_parallel_size": 1, "kv_cache_memory": 0.05})
     assert predict_kv_tokens(config, machine) == predict_kv_tokens(lone, machine)
     with pytest.raises(ConfigError, match=r"data_parallel_size.*--gpu"):
-        divide_machine(Machine("card", memory=GIB, gpu=True), 1, 2)
+        divide_machine_by_parallelism(Machine("card", memory=GIB, gpu=True), 1, 2)
 
 
 def test_machines_each_have_a_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """Of four ranks on two machines two share a memory, as two ranks of one machine do, and each has a quarter."""
     sizes, machine = read_sizes(read_raw_config(DEMO_MODEL)[0]), Machine("test", memory=GIB, gpu=False)
     wishes = PlanRequest(EngineConfig(dtype="float32", max_num_seqs=4096))
-    four, two = (estimate_model(sizes, divide_machine(machine, 4, nodes=nodes), wishes) for nodes in (1, 2))
+    four, two = (
+        estimate_model(sizes, divide_machine_by_parallelism(machine, 4, nodes=nodes), wishes) for nodes in (1, 2)
+    )
     assert two.device_weight_bytes == four.device_weight_bytes
     used = ENGINE_HOST_BYTES + two.device_weight_bytes
     assert two.kv_budget_bytes == (GIB - 2 * used) // 2 // 2
@@ -439,7 +454,7 @@ def test_machines_each_have_a_memory(capsys: pytest.CaptureFixture[str]) -> None
     assert "--tensor-parallel-size 4 --nnodes 2 --master-addr" in capsys.readouterr().out
     for wrong in ({"ranks": 3}, {"ranks": 1, "stages": 2}, {"ranks": 2, "replicas": 2}):
         with pytest.raises(ConfigError, match=r"nnodes: .*tensor_parallel_size"):
-            divide_machine(machine, nodes=2, **wrong)
+            divide_machine_by_parallelism(machine, nodes=2, **wrong)
 
 
 def test_mixtures_of_experts_are_planned_on_ranks_and_in_stages(tmp_path: Path) -> None:
@@ -447,14 +462,19 @@ def test_mixtures_of_experts_are_planned_on_ranks_and_in_stages(tmp_path: Path) 
     sizes = read_sizes(read_raw_config(str(path))[0])
     for parts in ((2,), (1, 1, 2)):
         assert not unserved_reasons(
-            estimate_model(sizes, divide_machine(Machine("test", 4 * GIB, gpu=False), *parts), PlanRequest())
+            estimate_model(
+                sizes, divide_machine_by_parallelism(Machine("test", 4 * GIB, gpu=False), *parts), PlanRequest()
+            )
         )
 
 
 def test_whole_experts_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of seven experts a rank has four, which is half an expert more than half; what it has is counted."""
     path = tiny_models.save_tiny_model(tmp_path, "mixtral", num_local_experts=7, intermediate_size=512)
-    sizes, machine = read_sizes(read_raw_config(str(path))[0]), divide_machine(Machine("test", 4 * GIB, gpu=False), 2)
+    sizes, machine = (
+        read_sizes(read_raw_config(str(path))[0]),
+        divide_machine_by_parallelism(Machine("test", 4 * GIB, gpu=False), 2),
+    )
     parts, whole = (
         estimate_model(sizes, machine, PlanRequest(EngineConfig(dtype="float32", enable_expert_parallel=each)))
         for each in (False, True)
@@ -826,7 +846,7 @@ def test_a_plan_counts_what_graphs_take_as_the_engine_does(
     assert made.step_bytes == pytest.approx(step * (1 + (1 / 4 if beside is None else beside)) + more, abs=1)
     for settings, calls in (({}, 2), ({"decode_context_parallel_size": 2}, 4)):
         together = asked.model_copy(update={"tensor_parallel_size": 2} | settings)
-        of_two = estimate_model(sizes, divide_machine(machine, 2), PlanRequest(together)).step_bytes
+        of_two = estimate_model(sizes, divide_machine_by_parallelism(machine, 2), PlanRequest(together)).step_bytes
         nccl = MOST_GRAPHS * (1 + calls * sizes.num_layers) * CALL_BYTES if beside else 0
         assert of_two == made.step_bytes + nccl
     guessed = asked.model_copy(update={"speculative_config": SpeculativeConfig(method="mtp")})

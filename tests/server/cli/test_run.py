@@ -15,8 +15,13 @@ from typing import Any
 import pytest
 
 from quire.engine.errors import ConfigError, InvalidRequest
-from quire.server.batches.batch_lines import find_duplicate_lines, parse_line, read_custom_id, read_custom_ids
-from quire.server.cli.run import is_permanent_failure, prepare_resume
+from quire.server.batches.batch_lines import (
+    custom_id_or_line_name,
+    find_duplicate_lines,
+    parse_line,
+    read_line_numbers_by_custom_id,
+)
+from quire.server.cli.run import is_permanent_failure, trim_output_and_read_finished_ids
 from tests.server.cli.processes import engines, needs_proc
 
 SMALL = ["--max-model-len", "1024", "--num-kv-blocks", "256", "--max-num-seqs", "8", "--threads", "1"]
@@ -223,7 +228,9 @@ def test_an_invalid_line_is_refused_with_the_reason(line: str, message: str) -> 
 
 
 def test_a_line_without_an_id_gets_its_number() -> None:
-    assert [read_custom_id(7, line) for line in ('{"custom_id": "a"}', "{}", "[]", "x", '{"custom_id": 1}')] == [
+    assert [
+        custom_id_or_line_name(7, line) for line in ('{"custom_id": "a"}', "{}", "[]", "x", '{"custom_id": 1}')
+    ] == [
         "a",
         *["line-7"] * 4,
     ]
@@ -236,7 +243,7 @@ def test_an_id_that_a_line_has_already_costs_its_row_alone(tmp_path: Path) -> No
     file = write(
         tmp_path / "in.jsonl", request("a", **typed), request("b"), request("a"), request("odd", temperature=9)
     )
-    assert (read_custom_ids(file), find_duplicate_lines(file, read_custom_ids(file))) == (
+    assert (read_line_numbers_by_custom_id(file), find_duplicate_lines(file, read_line_numbers_by_custom_id(file))) == (
         {"a": 1, "b": 2, "odd": 4},
         {3},
     )
@@ -288,7 +295,7 @@ def test_a_file_that_is_no_output_is_not_touched(tmp_path: Path) -> None:
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match="no output of quire run"):
-            prepare_resume(file, {"a"})
+            trim_output_and_read_finished_ids(file, {"a"})
         assert file.read_text() == text
 
 

@@ -22,7 +22,7 @@ from quire.engine.errors import ConfigError
 from quire.engine.link.process import _KERNELS
 from quire.server.cli.announcement import listen_url
 from quire.server.cli.main import main
-from quire.server.cli.serve import bind_socket
+from quire.server.cli.serve import bind_tcp_socket
 from tests.server.cli.processes import children, engines, needs_proc, wait_until_gone
 
 LLAMA_8B = {
@@ -48,7 +48,7 @@ def test_too_little_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: 
         raise MemoryError
 
     monkeypatch.setattr("quire.server.observe.log_setup.set_up_logging", read)
-    monkeypatch.setattr("quire.server.cli.main.exit_on_signals", lambda: None)  # they are this process's
+    monkeypatch.setattr("quire.server.cli.main.exit_on_sigterm_or_sighup", lambda: None)  # they are this process's
     assert main(["serve", "--port", "0"]) == 1
     assert capsys.readouterr().err == "quire serve: too little memory (ulimit -v, the container's limit)\n"
 
@@ -321,7 +321,7 @@ def test_a_command_that_is_none_is_answered_with_the_one_that_was_meant(capsys: 
 
 def test_binding_to_an_address_of_another_machine_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on no\.such\.host\.invalid:1: "):
-        bind_socket("no.such.host.invalid", 1)
+        bind_tcp_socket("no.such.host.invalid", 1)
 
 
 @pytest.mark.parametrize(

@@ -57,13 +57,13 @@ async def test_in_this_process_all_but_the_kill_is_exercised(model: str) -> None
 
 
 async def test_a_sampler_that_looks_at_its_batch_is_found(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest: Callable[..., torch.Tensor] = device_sampler.sample
+    honest: Callable[..., torch.Tensor] = device_sampler.sample_token_ids
 
     def broken(logits: torch.Tensor, rows: Any, *rest: Any, **named: Any) -> torch.Tensor:
         picks = honest(logits, rows, *rest, **named)
         return (picks + 1) % logits.shape[-1] if len(rows) > 8 else picks
 
-    monkeypatch.setattr(device_sampler, "sample", broken)
+    monkeypatch.setattr(device_sampler, "sample_token_ids", broken)
     _, checks = await verify(model)
     assert checks["batched"].differing > 0
     assert not checks["batched"].has_passed

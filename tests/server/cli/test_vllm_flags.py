@@ -166,7 +166,7 @@ def test_a_quantization_of_vllm_s_is_left_to_the_checkpoint(caplog: pytest.LogCa
     given = {"quantization": "none", "load_format": "safetensors", "max_model_len": -1}
     assert make_engine_config("m", given) == EngineConfig(model="m")  # type: ignore[arg-type]
     assert "changes nothing: quantization (what a checkpoint says" in caplog.text
-    assert make_engine_config("m", {"quantization": "gptq_marlin"}).checkpoint_quantization == "gptq"
+    assert make_engine_config("m", {"quantization": "gptq_marlin"}).required_checkpoint_quant_method == "gptq"
     assert make_engine_config("m", {"quantization": "int4"}).quantization == "int4"
     with pytest.raises(ConfigError, match="quantization: input should be"):
         make_engine_config("m", {"quantization": "fbgemm_fp8"})  # type: ignore[typeddict-item]

@@ -17,7 +17,7 @@ from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.config import ServerConfig
 from quire.server.formats.chat_formats import ChatFormats
-from quire.server.formats.message_parser import MessageFormat, MessageParser
+from quire.server.formats.message_parser import AssistantMessageParser, RequestMessageFormat
 from quire.server.formats.tools.tool_parser import Tool
 from tests.texts import BYTES
 
@@ -174,9 +174,9 @@ class Subject:
     def _arguments(self, call: Call) -> Any:
         return json.dumps(call.arguments, ensure_ascii=False) if self.text_arguments else call.arguments
 
-    def message_format(self) -> MessageFormat:
+    def message_format(self) -> RequestMessageFormat:
         reasoning = self.formats.reasoning_format
-        return MessageFormat(
+        return RequestMessageFormat(
             reasoning_format=reasoning,
             starts_in_thinking=None if reasoning is None else reasoning.starts_in_thinking(self.prompt),
             tool_format=self.formats.tool_format,
@@ -201,9 +201,9 @@ class Read:
     calls: list[Call]
 
 
-def read(format: MessageFormat, pieces: Sequence[str]) -> Read:
+def read(format: RequestMessageFormat, pieces: Sequence[str]) -> Read:
     """The message as a client adds it up."""
-    parser = MessageParser(format)
+    parser = AssistantMessageParser(format)
     found, content, reasoning = list[list[str]](), "", ""
     place = 0
     for index, piece in enumerate(pieces):

@@ -9,7 +9,7 @@ import pytest
 
 from quire.engine.text.grammar_compiler import GrammarCompiler, json_grammar, make_grammar_vocabulary
 from quire.server.formats.grammar_composition import add_content_delimiters, add_thinking_grammar
-from quire.server.formats.message_parser import MessageParser
+from quire.server.formats.message_parser import AssistantMessageParser
 from tests.server.api import open_api
 from tests.server.fake import FakeEngine, scripted
 from tests.server.formats.proof import Call, Subject, read
@@ -91,7 +91,7 @@ def test_the_parts_of_an_answer_however_it_is_cut(
 
 @pytest.mark.parametrize("name", ["bare_python", "json_in_string", "lines", "fenced", "python_dict"])
 def test_text_that_is_no_call_is_not_held_back(name: str) -> None:
-    parser = MessageParser(Subject(OWN[name]).message_format())
+    parser = AssistantMessageParser(Subject(OWN[name]).message_format())
     assert parser.parse_delta("Hello, ", range(7)).content.rstrip() == "Hello,"
     assert parser.parse_delta("world (", range(7, 14)).content.strip() == "world ("
 

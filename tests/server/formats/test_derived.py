@@ -17,7 +17,7 @@ from quire.engine.text.grammar_compiler import GrammarCompiler, make_grammar_voc
 from quire.engine.types import Grammar
 from quire.server.formats.call_forms.argument_forms import JsonArguments
 from quire.server.formats.call_forms.call_form import CallForm
-from quire.server.formats.grammar_composition import lark_literal
+from quire.server.formats.grammar_composition import lark_literal_with_special_tokens
 from quire.server.formats.template_inference.call_inference import infer_call_form
 from quire.server.formats.template_inference.template_prober import TemplateInferenceError
 from quire.server.formats.tools.tool_parser import ToolParser
@@ -164,7 +164,7 @@ def compiler(name: str) -> GrammarCompiler:
 @cache
 def grammar(name: str, must: bool) -> Grammar:
     one = subject(name)
-    token = partial(lark_literal, tokenizer=one.tokenizer)
+    token = partial(lark_literal_with_special_tokens, tokenizer=one.tokenizer)
     made = Grammar("lark", form_of(name).build_calls_grammar(list(TOOLS.values()), True, token, must=must))
     compiler(name).check_grammar(made)
     return made

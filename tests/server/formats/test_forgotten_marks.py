@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from quire.server.formats.call_forms.call_form import CallForm
-from quire.server.formats.message_parser import MessageParser
+from quire.server.formats.message_parser import AssistantMessageParser
 from quire.server.formats.tools.call_trial import CallTrial
 from quire.server.formats.tools.named_formats import find_tool_format
 from tests.server.formats.proof import Call, Read, Subject, read
@@ -84,7 +84,7 @@ def test_every_template_that_shows_thinking_calls_in_the_end_of_it(name: str) ->
 
 
 def test_thinking_is_streamed_up_to_what_may_be_a_call_and_on_when_it_is_none() -> None:
-    parser = MessageParser(replace(subject(QWEN).message_format(), starts_in_thinking=True))
+    parser = AssistantMessageParser(replace(subject(QWEN).message_format(), starts_in_thinking=True))
     assert parser.parse_delta("I think <tool", []).reasoning == "I think"
     assert parser.parse_delta("_call>\n", []).reasoning == ""
     assert parser.parse_delta("<function=clock>\n<parameter=city>\n", []).reasoning == ""
@@ -187,7 +187,7 @@ def test_any_order_of_calls_thoughts_and_marks_is_read_the_same_in_pieces() -> N
 
 def parsed(format: object, pieces: list[str]) -> tuple[str, str, str]:
     """Reasoning, content, and the calls with their arguments as text, for these may be cut off."""
-    parser, found = MessageParser(format), ["", "", ""]  # type: ignore[arg-type]
+    parser, found = AssistantMessageParser(format), ["", "", ""]  # type: ignore[arg-type]
     for position, piece in enumerate(pieces):
         delta = parser.parse_delta(piece, [], final=position == len(pieces) - 1)
         found[0] += delta.reasoning
@@ -214,7 +214,7 @@ def test_a_long_call_in_thinking_is_read_once(filler: str) -> None:
     unread = ""
     for start in range(0, len(begin) + 5_000, 7):
         unread += (begin + filler * 5_000)[start : start + 7]
-        unread = unread[trial.try_text(unread, len(unread)) :]
+        unread = unread[trial.parse_calls_up_to(unread, len(unread)) :]
         assert not trial.has_failed
         assert len(unread) < 300
     assert trial.finish_trial(unread + end)

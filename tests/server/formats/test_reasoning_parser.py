@@ -18,7 +18,7 @@ from quire.server.formats.reasoning_parser import (
     ReasoningFormat,
     ReasoningParser,
     find_reasoning_format,
-    resolve_thinking_budget,
+    make_engine_thinking_budget,
 )
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, scripted
@@ -230,16 +230,16 @@ async def test_earlier_thinking_goes_to_the_template() -> None:
 def test_a_thinking_budget_for_the_engine() -> None:
     tokenizer = byte_level_tokenizer().tokenizer
     format = ReasoningFormat("marked by tokens", "<|bos|>", "<|im_start|>")
-    assert resolve_thinking_budget(5, format, True, tokenizer) == ThinkingBudget(5, 257, None)
-    assert resolve_thinking_budget(0, format, None, tokenizer) == ThinkingBudget(0, 257, 256)
-    assert resolve_thinking_budget(5, format, False, tokenizer) is None
-    assert resolve_thinking_budget(-1, format, None, tokenizer) is None
-    assert resolve_thinking_budget(None, None, None, tokenizer) is None
+    assert make_engine_thinking_budget(5, format, True, tokenizer) == ThinkingBudget(5, 257, None)
+    assert make_engine_thinking_budget(0, format, None, tokenizer) == ThinkingBudget(0, 257, 256)
+    assert make_engine_thinking_budget(5, format, False, tokenizer) is None
+    assert make_engine_thinking_budget(-1, format, None, tokenizer) is None
+    assert make_engine_thinking_budget(None, None, None, tokenizer) is None
     half = ReasoningFormat("ended by a token", "<think>", "<|im_start|>")
-    assert resolve_thinking_budget(5, half, True, tokenizer) == ThinkingBudget(5, 257, None)
+    assert make_engine_thinking_budget(5, half, True, tokenizer) == ThinkingBudget(5, 257, None)
     for unknown in (None, half, THINK):
         with pytest.raises(InvalidRequest, match="thinking_token_budget"):
-            resolve_thinking_budget(5, unknown, None, tokenizer)
+            make_engine_thinking_budget(5, unknown, None, tokenizer)
 
 
 async def test_a_thinking_budget_that_cannot_be_kept_is_refused() -> None:

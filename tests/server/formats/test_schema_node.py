@@ -129,7 +129,7 @@ schemas = st.recursive(
 def test_any_schema_has_types_and_can_stand_alone(schema: Any) -> None:
     node = SchemaNode.from_document(schema)
     assert node.variants()
-    for _, value, _ in node.properties():
+    for _, value, _ in node.property_entries():
         assert value.variants()
     assert node.item_node(0).variants()
     node.standalone_schema()

@@ -19,8 +19,8 @@ from quire.engine.text.grammar_compiler import GrammarCompiler, make_grammar_voc
 from quire.engine.types import Grammar
 from quire.server.formats.call_forms.call_form import CallForm
 from quire.server.formats.call_forms.tagged_arguments import TaggedArguments
-from quire.server.formats.grammar_composition import lark_literal
-from quire.server.formats.message_parser import MessageParser
+from quire.server.formats.grammar_composition import lark_literal_with_special_tokens
+from quire.server.formats.message_parser import AssistantMessageParser
 from quire.server.formats.tools.tool_parser import Tool
 from tests.server.formats.proof import Call, read, words
 from tests.server.formats.test_derived import PATHS, subject
@@ -154,7 +154,7 @@ def compiled(name: str) -> tuple[GrammarCompiler, Grammar]:
     compiler = GrammarCompiler(make_grammar_vocabulary(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids))
     optional = {**PARAMETERS, "required": []}
     assert one.formats.tool_format is not None
-    token = partial(lark_literal, tokenizer=tokenizer)
+    token = partial(lark_literal_with_special_tokens, tokenizer=tokenizer)
     grammar = Grammar(
         "lark", one.formats.tool_format.build_calls_grammar([Tool("clock", optional)], True, token, must=True)
     )
@@ -172,7 +172,7 @@ def fits(name: str, text: str) -> bool:
 def test_a_nullable_string_is_streamed_while_it_comes() -> None:
     """Held back only as long as it may be null."""
     one = subject("Qwen3.5-4B")
-    parser = MessageParser(
+    parser = AssistantMessageParser(
         replace(one.message_format(), starts_in_thinking=False, tools_by_name={"clock": Tool("clock", PARAMETERS)})
     )
     head = "<tool_call>\n<function=clock>\n<parameter=maybe>\n"

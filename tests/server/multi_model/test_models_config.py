@@ -65,9 +65,9 @@ def test_adapters_are_known_before_their_model_is_loaded(tmp_path: Path) -> None
     file = tmp_path / "models.toml"
     file.write_text(ONE.replace("one", "two") + ONE + LORA)
     fleet = ModelManager(read_models_file(file, {}), never)
-    assert fleet.find_model("a") is fleet.managed_models[1]
+    assert fleet.require_model("a") is fleet.managed_models[1]
     with pytest.raises(ModelNotFound, match="served here: two, one, a"):
-        fleet.find_model("b")
+        fleet.require_model("b")
 
 
 def never(entry: ModelEntry) -> AbstractAsyncContextManager[ModelRuntime]:

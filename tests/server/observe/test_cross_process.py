@@ -29,10 +29,10 @@ async def test_each_question_is_answered_and_ends_nobody(tmp_path: Path) -> None
         (one, _), (_, two) = ((_beginning(client), client) for client in server.clients)
         stream = two.submit([request("a-0", tokens=400, tenant="x"), request("a-1", tokens=400, tenant="x")], "a")
         await until(lambda: len(server.engine.running) == 2)
-        assert await one.cancel_peer_request("unknown", None) == 0
-        assert await one.cancel_peer_request("a", "y") == 0, "another key's"
-        assert await one.cancel_peer_request("a-0", None) == 1
-        assert await one.cancel_peer_request("a", "x") == 1
+        assert await one.cancel_requests_of_peers("unknown", None) == 0
+        assert await one.cancel_requests_of_peers("a", "y") == 0, "another key's"
+        assert await one.cancel_requests_of_peers("a-0", None) == 1
+        assert await one.cancel_requests_of_peers("a", "x") == 1
         await until(lambda: sorted(server.engine.aborted) == ["a-0", "a-1"])
         stream.close()
         asking = Tenant("x", b"", RateLimits(None, None), admin=True)

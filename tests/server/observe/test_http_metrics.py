@@ -95,7 +95,7 @@ async def test_the_process_says_what_it_takes(api: Api) -> None:
 
 def test_several_processes_are_one_server() -> None:
     other = HttpMetrics([])
-    other.try_count_request_start({"path": "/v1/models"})
+    other.count_request_start_if_tracked({"path": "/v1/models"})
     counts = [
         *(each for each in other.collect_samples() if not each.metric.startswith("process_")),
         PeerSample("process_start_time_seconds", "process_start_time_seconds", {}, 5.0),

@@ -12,7 +12,7 @@ import pytest
 
 from quire.server.observe.live_view import LiveViewStream
 from quire.server.observe.rolling_stats import LatencyHistogram
-from quire.server.routes.engine_admin import server_facts
+from quire.server.routes.engine_admin import build_server_facts
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed
 
@@ -39,7 +39,7 @@ async def test_a_watcher_sees_requests_come_and_go(slow: Api) -> None:
     await slow.post("/v1/completions", {"prompt": "before", "max_tokens": 5})
     await asyncio.sleep(1.1)  # until the second in which it ended is over
     watching = watcher(slow)
-    events = watching.events(server_facts(slow.runtime, slow.runtime.model))
+    events = watching.events(build_server_facts(slow.runtime, slow.runtime.model))
     name, hello = parse(await anext(events))
     assert (name, hello["models"], hello["info"]["num_blocks"]) == ("hello", ["owner/model", "second"], 100)
     assert "model" not in hello["info"], "a path of this machine's is nobody's business"

@@ -65,9 +65,9 @@ def answered(
     log: RequestLog, history: RequestHistory, tenant: Tenant, prompt: int, cached: int, output: int
 ) -> RequestRecord:
     """An answer with so many tokens."""
-    job = f"cmpl-{len(log.records)}"
+    job = f"cmpl-{len(log.records_oldest_first)}"
     record = RequestRecord("r", "POST", "/v1/completions", None)
-    log.record_answer_start({"tenant": tenant, "request_record": record}, job, job, "model")
+    log.register_answer_record({"tenant": tenant, "request_record": record}, job, job, "model")
     sent = EngineCoreRequest(id=f"{job}-0", prompt_ids=[1] * prompt, params=SamplingParams(), seed=0)
     history.record_submission(sent)
     step = StepRecord(1, 0.0, 0.0, 1.0, 1.0, 1, prompt, ((sent.id, cached, prompt - cached),), ())
@@ -99,7 +99,7 @@ def test_an_answer_that_goes_on_after_its_response_has_not_ended() -> None:
     log, history = RequestLog(10), RequestHistory()
     tenant = Tenant("", b"", RateLimits(None, None))
     record = RequestRecord("r", "POST", "/v1/responses", None)
-    log.record_answer_start({"tenant": tenant, "request_record": record}, "resp_1", "resp_1", "model")
+    log.register_answer_record({"tenant": tenant, "request_record": record}, "resp_1", "resp_1", "model")
     record.ended_at = record.arrived_at + 0.1
     assert len(summarize_recent_answers(log, history, 100)["data"]) == 1
     history.record_submission(EngineCoreRequest(id="resp_1-0", prompt_ids=[1], params=SamplingParams(), seed=0))
@@ -115,7 +115,7 @@ def test_the_lists_are_bounded() -> None:
     for number in range(MAX_ANSWERS + 9):
         tenant = Tenant(f"t{number % (MAX_TENANTS + 5)}", b"", RateLimits(None, None))
         record = RequestRecord("r", "POST", "/v1/completions", None)
-        log.record_answer_start({"tenant": tenant, "request_record": record}, f"cmpl-{number}", "a", "model")
+        log.register_answer_record({"tenant": tenant, "request_record": record}, f"cmpl-{number}", "a", "model")
     found = summarize_recent_answers(log, RequestHistory(), 100)
     assert (len(found["tenants"]), found["other_tenants"]) == (MAX_TENANTS, 5)
     assert found["remembered"] == MAX_ANSWERS

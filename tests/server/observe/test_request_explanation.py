@@ -88,7 +88,7 @@ def test_batch_mates_are_known_by_their_answers_ids_alone() -> None:
     tenant = Tenant("one", b"", RateLimits(None, None))
     request_log = RequestLog(1)
     for job, name in (("cmpl-a", "first"), ("cmpl-b", "cmpl-a")):
-        request_log.record_answer_start(
+        request_log.register_answer_record(
             {"tenant": tenant, "request_record": RequestRecord(name, "POST", "/v1/completions", None)},
             job,
             job,

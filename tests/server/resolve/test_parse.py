@@ -69,4 +69,4 @@ def test_no_message_is_in_pydantics_words(model: Any, body: dict[str, Any], said
 
 def test_functions_of_old_are_told_what_to_use() -> None:
     with pytest.raises(InvalidRequest, match="functions is not supported: use tools"):
-        validate_body({"messages": HI, "functions": [{"name": "f"}]}, ChatRequest).find_ignored_params()
+        validate_body({"messages": HI, "functions": [{"name": "f"}]}, ChatRequest).check_params_and_list_ignored()

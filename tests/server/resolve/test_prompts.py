@@ -14,7 +14,7 @@ from quire.engine.errors import ContextLengthExceeded, InvalidRequest
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.config import ServerConfig
-from quire.server.resolve.prompts import SLICE_CHARACTERS, check_text_fits, encode_texts, split_into_slices
+from quire.server.resolve.prompts import SLICE_CHARACTERS, check_and_encode_texts, check_text_fits, split_into_slices
 from quire.server.served_model import ServedModel, ServedModelSpec
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed
@@ -167,7 +167,7 @@ def test_only_what_cannot_fit_is_refused_before_it_is_tokenized(named: Named, pi
     text = (piece * (length // len(piece) + 1))[:length].encode(errors="replace").decode()
     ids = named.tokenizer.encode_batch([text], add_special_tokens=False)[0]
     check_text_fits(model_of(named.tokenizer, len(ids)), text, "prompt")
-    assert encode_texts(model_of(named.tokenizer, len(ids)), [text], False, "prompt") == [ids]
+    assert check_and_encode_texts(model_of(named.tokenizer, len(ids)), [text], False, "prompt") == [ids]
     if len(ids) > 1000:
         with pytest.raises(ContextLengthExceeded):
             check_text_fits(model_of(named.tokenizer, len(ids) * 2 // 3), text, "prompt")
@@ -184,7 +184,7 @@ def test_a_long_text_costs_no_more_than_the_context() -> None:
 
     counting = Counting(tokenizer.backend, special_tokens={}, chat_templates={})
     with pytest.raises(ContextLengthExceeded) as raised:
-        encode_texts(model_of(counting, 40_000), ["once upon a time " * 1_000_000], True, "prompt")
+        check_and_encode_texts(model_of(counting, 40_000), ["once upon a time " * 1_000_000], True, "prompt")
     assert "is 40000 tokens, but prompt came to about 17000000 tokens" in raised.value.message
     assert sum(asked) < 70_000
     assert raised.value.param == "prompt"

@@ -94,7 +94,7 @@ async def test_a_file_whose_time_is_over_while_it_is_read(tmp_path: Path, monkey
         batch = await api.openai.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
         async with api.http.stream("GET", f"/v1/files/{file.id}/content") as reading:
             set_clock(monkeypatch, time=lambda: time.time() + 4000)
-            await api.runtime.loop_guard.run_in_thread(int)  # whoever sweeps has seen the clock
+            await api.runtime.loop_work_pacer.run_in_thread(int)  # whoever sweeps has seen the clock
             assert await reading.aread()
         with pytest.raises(openai.NotFoundError):
             await api.openai.files.retrieve(file.id)

@@ -15,7 +15,7 @@ import pytest
 from quire.engine.config import DEMO_MODEL
 from quire.engine.link.client import EngineClient
 from quire.engine.offline.in_process import InProcessLink
-from quire.engine.receipts.receipt import decode_receipt
+from quire.engine.receipts.receipt import parse_receipt_json
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
@@ -57,7 +57,7 @@ async def test_the_three_kinds_of_questions() -> None:
     assert score["confidence"] == pytest.approx(1 - (shares[1] + 2 * shares[2]) / (2 / 3))
     assert (answer["model"], answer["usage"]["output_tokens"]) == (NAME, 3)
     assert {each for each in answer if not each.startswith("x_")} == {"model", "answers", "usage"}
-    receipt = decode_receipt(json.dumps(answer).encode())
+    receipt = parse_receipt_json(json.dumps(answer).encode())
     assert [each.ids for each in receipt.prompts] == [each.prompt_ids for each in requests]
     start = '<|im_start|>user\n{"subject": "Où?", "n": [1]}\n'
     assert all(text.startswith(start) for text in texts), "the state comes first"

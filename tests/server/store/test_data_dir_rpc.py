@@ -17,14 +17,14 @@ import pytest
 from quire.engine.errors import InvalidRequest
 from quire.engine.link.answering import Answering
 from quire.server.batches.output_files import finish_batch
-from quire.server.peers import make_blocking_ask
+from quire.server.peers import make_blocking_data_dir_call
 from quire.server.store.batches import Batch, BatchError, Batches, BatchLine, LineResult
 from quire.server.store.data_dir import DataDir, open_data_dir
 from quire.server.store.data_dir_rpc import RPC_METHODS, remote_data_dir, serve_data_dir_call
 from quire.server.store.files import new_file
-from quire.server.store.journal import JournaledCall, ProgressUpdate, ReplayInputs
+from quire.server.store.journal import JournaledCall, PinnedReplayFields, ProgressUpdate
 from quire.server.store.progress import CallProgress, ChoiceFinish
-from quire.server.store.response_store import ConversationLimits, ObjectToStore, StoredItem, StoredObject
+from quire.server.store.response_store import ConversationLimits, ObjectToStore, ObjectWithoutItems, StoredItem
 
 A = "a"
 RESULT = b'{"response":{"body":{}}}'
@@ -47,13 +47,13 @@ def test_each_method_has_types_that_pass(both: tuple[DataDir, DataDir]) -> None:
 def test_objects_pass(both: tuple[DataDir, DataDir]) -> None:
     own, asked = both[0].store, both[1].store
     items = [StoredItem("i1", b"{}"), StoredItem("i2", b'{"a":1}')]
-    asked.put(A, ObjectToStore("c", StoredObject("conversation", {"n": [1, None, 0.5]}, b"{}"), items))
-    assert asked.get(A, "conversation", "c") == own.get(A, "conversation", "c")
+    asked.put(A, ObjectToStore("c", ObjectWithoutItems("conversation", {"n": [1, None, 0.5]}, b"{}"), items))
+    assert asked.get_without_items(A, "conversation", "c") == own.get_without_items(A, "conversation", "c")
     assert asked.get_summary(A, "conversation", "c") == own.get_summary(A, "conversation", "c")
     assert asked.read_item_page(A, "c", 1, newest_first=True, after=None) == own.read_item_page(
         A, "c", 1, newest_first=True, after=None
     )
-    assert asked.get(A, "response", "c") is None
+    assert asked.get_without_items(A, "response", "c") is None
     with pytest.raises(InvalidRequest, match="at most 2 items") as caught:
         asked.append_items(A, "c", items, ConversationLimits(2, 1000))
     assert caught.value.param == "items"
@@ -182,7 +182,7 @@ def test_a_process_that_is_stopped_leaves_the_results_of_a_batch_that_has_ended(
 
     async def live() -> None:
         link = _Late(data)
-        asked = remote_data_dir(tmp_path, make_blocking_ask(link))
+        asked = remote_data_dir(tmp_path, make_blocking_data_dir_call(link))
         asyncio.get_running_loop().run_in_executor(None, finish_batch, asked.batches, asked.contents, A, now)
         await link.done.wait()
 
@@ -195,7 +195,7 @@ def test_a_process_that_is_stopped_leaves_the_results_of_a_batch_that_has_ended(
 
 def test_calls_pass(both: tuple[DataDir, DataDir]) -> None:
     data, asked = both
-    pins = ReplayInputs(id="s", name="", created=1, seed=2**63 - 1, before=("f",))
+    pins = PinnedReplayFields(id="s", name="", created=1, seed=2**63 - 1, before=("f",))
     progress = CallProgress([[1, 2]], [0], [ChoiceFinish("stop", "x", came_with_token=True)])
     assert asked.calls.put(
         A, JournaledCall(path="/v1/completions", body=b"\xff", pins=pins, progress=progress), 4e9, "0.0"
@@ -212,18 +212,20 @@ def test_calls_pass(both: tuple[DataDir, DataDir]) -> None:
 
 def test_one_attempt_at_a_time_answers_a_call_again(both: tuple[DataDir, DataDir]) -> None:
     data, asked = both
-    call = JournaledCall(path="/v1/completions", body=b"{}", pins=ReplayInputs(id="s", name="", created=1, seed=1))
-    assert asked.calls.claim(A, "s", "0.0", 1)
-    assert not asked.calls.claim(A, "s", "1.0", 2), "another process"
-    assert not data.calls.claim(A, "s", "0.0", 3), "the same one"
+    call = JournaledCall(
+        path="/v1/completions", body=b"{}", pins=PinnedReplayFields(id="s", name="", created=1, seed=1)
+    )
+    assert asked.calls.try_claim_call(A, "s", "0.0", 1)
+    assert not asked.calls.try_claim_call(A, "s", "1.0", 2), "another process"
+    assert not data.calls.try_claim_call(A, "s", "0.0", 3), "the same one"
     asked.calls.release_claim(A, "s", 2)
-    assert not asked.calls.claim(A, "s", "1.0", 2), "only its own attempt gives a claim up"
+    assert not asked.calls.try_claim_call(A, "s", "1.0", 2), "only its own attempt gives a claim up"
     asked.calls.put(A, call, 4e9, "0.0")
-    assert asked.calls.claim(A, "s", "1.0", 2), "the one before has begun, and can be taken over"
+    assert asked.calls.try_claim_call(A, "s", "1.0", 2), "the one before has begun, and can be taken over"
     data.processes.remove_process("1.0")
-    assert asked.calls.claim(A, "s", "0.0", 4)
+    assert asked.calls.try_claim_call(A, "s", "0.0", 4)
     asked.calls.release_claim(A, "s", 4)
-    assert asked.calls.claim(A, "s", "0.0", 5)
+    assert asked.calls.try_claim_call(A, "s", "0.0", 5)
 
 
 @pytest.mark.parametrize(

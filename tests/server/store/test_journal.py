@@ -7,14 +7,16 @@ from pathlib import Path
 
 from quire.server.store.data_dir import open_data_dir
 from quire.server.store.database import ROW_OVERHEAD_BYTES
-from quire.server.store.journal import JournaledCall, ReplayInputs
+from quire.server.store.journal import JournaledCall, PinnedReplayFields
 from tests.server.store.test_response_store import BIG, response
 
 OVER, LATER = time.time() - 1, time.time() + 1000
 
 
 def call(id: str, key: str | None = None, body: bytes = b"{}") -> JournaledCall:
-    return JournaledCall(path="/v1/responses", body=body, pins=ReplayInputs(id=id, name="", created=0, seed=1), key=key)
+    return JournaledCall(
+        path="/v1/responses", body=body, pins=PinnedReplayFields(id=id, name="", created=0, seed=1), key=key
+    )
 
 
 def test_a_response_that_has_not_ended_is_made_again_however_long_the_machine_was_off(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from quire.server.store.garbage import Garbage
 from quire.server.store.response_store import (
     ConversationLimits,
     ObjectToStore,
+    ObjectWithoutItems,
     Store,
     StoredItem,
-    StoredObject,
     open_store_reader,
     total_item_bytes,
 )
@@ -30,13 +30,13 @@ BIG = 1 << 30
 
 
 def conversation(id: str, *items: str, data: bytes = b"{}") -> ObjectToStore:
-    return ObjectToStore(id, StoredObject("conversation", {}, data), [item(each) for each in items])
+    return ObjectToStore(id, ObjectWithoutItems("conversation", {}, data), [item(each) for each in items])
 
 
 def response(id: str, *items: str, unfinished: bool = False, data: bytes = b"{}") -> ObjectToStore:
     about = {"status": "completed", "previous": None}
     return ObjectToStore(
-        id, StoredObject("response", about, data), [item(each) for each in items], unfinished=unfinished
+        id, ObjectWithoutItems("response", about, data), [item(each) for each in items], unfinished=unfinished
     )
 
 
@@ -60,19 +60,19 @@ def test_what_is_stored_survives_and_is_its_owners_alone(tmp_path: Path) -> None
     store.put("a", response("1", "x", "y", data=b'{"id": "1"}'))
     store.put("b", conversation("1", "z"))
     for owner, kind in (("a", "conversation"), ("b", "response"), ("c", "response")):
-        assert store.get(owner, kind, "1") is None  # type: ignore[arg-type]
+        assert store.get_without_items(owner, kind, "1") is None  # type: ignore[arg-type]
     assert (folder / DATABASE_FILE).stat().st_mode & 0o077 == 0, "others may not read it"
     with open_store_reader(folder) as there:
         known = there.read_summary("a", "response", "1")
         assert known is not None
         assert (known.about["status"], known.length, known.count) == ("completed", len(b'{"id": "1"}'), 2)
         assert [each["id"] for each in there.read_items("a", "1")] == ["x", "y"]
-        assert there.read_object("b", "response", "1") is None
+        assert there.read_object_without_items("b", "response", "1") is None
     database.close()
     database, again = opened(folder, BIG)
     assert again.delete("b", "1")
     assert not again.delete("b", "1")
-    stored = again.get("a", "response", "1")
+    stored = again.get_without_items("a", "response", "1")
     assert stored is not None
     assert stored.data == b'{"id": "1"}'
     assert ids(again, "a", "1") == (["x", "y"], False)
@@ -202,7 +202,7 @@ def test_what_nobody_will_end(tmp_path: Path) -> None:
     again.mark_response_failed("a", "1")
     assert again.unfinished_responses() == []
     again.mark_response_failed("a", "3")
-    first, second = (again.get("a", "response", id) for id in "12")
+    first, second = (again.get_without_items("a", "response", id) for id in "12")
     assert first is not None
     assert second is not None
     assert (json.loads(first.data)["status"], second.data) == ("failed", b"{}")
@@ -238,18 +238,18 @@ def test_the_file_of_an_earlier_version(tmp_path: Path) -> None:
             database.execute("insert into kept values ('a', ?, ?, ?, ?, ?)", (id, at, at == 0, len(text), text))
         database.commit()
     database, store = opened(tmp_path, BIG)
-    found = store.get("a", "response", "resp_1")
+    found = store.get_without_items("a", "response", "resp_1")
     assert found is not None
     assert json.loads(found.data) == answer
     about = {"previous": "resp_0", "events": 3, "streamed": False, "status": "in_progress", "background": True}
     assert found.about == about
-    told = store.get("a", "conversation", "conv_1")
+    told = store.get_without_items("a", "conversation", "conv_1")
     assert told is not None
     assert json.loads(told.data) == {"id": "conv_1", "created_at": 5, "metadata": {"a": "b"}, "object": "conversation"}
     assert ids(store, "a", "conv_1") == (["m1", "m2"], False)
     assert store.unfinished_responses() == [("a", "resp_1")]
     store.mark_response_failed("a", "resp_1")
-    found = store.get("a", "response", "resp_1")
+    found = store.get_without_items("a", "response", "resp_1")
     assert found is not None
     assert json.loads(found.data)["status"] == found.about["status"] == "failed"
     size = store.stored_bytes

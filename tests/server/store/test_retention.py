@@ -12,7 +12,7 @@ import pytest
 
 from quire.server.store.data_dir import DataDir, open_data_dir
 from quire.server.store.garbage import MAX_TRANSACTION_ROWS
-from quire.server.store.response_store import ObjectToStore, StoredObject
+from quire.server.store.response_store import ObjectToStore, ObjectWithoutItems
 from quire.server.store.sweeper import SECONDS_PER_DAY
 from tests.machine import set_clock
 from tests.server.statements import Counted
@@ -43,7 +43,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def following(id: str, previous: str) -> ObjectToStore:
     return ObjectToStore(
-        id, StoredObject("response", {"status": "completed", "previous": previous}, b"{}"), [item("i")]
+        id, ObjectWithoutItems("response", {"status": "completed", "previous": previous}, b"{}"), [item("i")]
     )
 
 

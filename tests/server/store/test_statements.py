@@ -16,7 +16,7 @@ from quire.server.store.data_dir import DataDir, open_data_dir
 from quire.server.store.data_dir_rpc import RPC_METHODS
 from quire.server.store.database import DATABASE_FILE, ROW_OVERHEAD_BYTES
 from quire.server.store.files import new_file
-from quire.server.store.journal import JournaledCall, ProgressUpdate, ReplayInputs
+from quire.server.store.journal import JournaledCall, PinnedReplayFields, ProgressUpdate
 from quire.server.store.progress import CallProgress
 from quire.server.store.response_store import ConversationLimits, open_store_reader
 from quire.server.store.sweeper import SECONDS_PER_DAY
@@ -81,7 +81,7 @@ def scenario(data: DataDir, folder: Path) -> dict[Callable[..., Any], Callable[[
     store, files, batches, calls, processes = data.store, data.files, data.batches, data.calls, data.processes
     file = new_file("x", "batch", 2, keep_seconds=None)
     (folder / "files" / file.id).write_bytes(b"{}")
-    call = JournaledCall(path="/p", body=b"{}", pins=ReplayInputs(id="new", name="", created=0, seed=1), key="k")
+    call = JournaledCall(path="/p", body=b"{}", pins=PinnedReplayFields(id="new", name="", created=0, seed=1), key="k")
     lines, later = [BatchLine(n, n, 0, 1, "") for n in range(300)], time.time() + 1000
     orders = (True, False)
 
@@ -92,7 +92,7 @@ def scenario(data: DataDir, folder: Path) -> dict[Callable[..., Any], Callable[[
         return store.read_item_page(A, "long", 20, newest_first=newest, after="i900")
 
     steps: list[tuple[Any, Callable[[], object]]] = [
-        (store.get, lambda: store.get(A, "response", "response7")),
+        (store.get_without_items, lambda: store.get_without_items(A, "response", "response7")),
         (store.get_summary, lambda: store.get_summary(A, "response", "response7")),
         (store.put, lambda: store.put(A, conversation("new", *map(str, range(300))))),
         (store.append_items, lambda: store.append_items(A, "long", [item("more")], ConversationLimits(BIG, BIG))),
@@ -105,7 +105,7 @@ def scenario(data: DataDir, folder: Path) -> dict[Callable[..., Any], Callable[[
             store.mark_response_failed,
             lambda: [store.put(A, response("u", unfinished=True)), store.mark_response_failed(A, "u")],
         ),
-        (files.reserve, lambda: files.reserve(A, file.id, 2, "0")),
+        (files.try_reserve_bytes, lambda: files.try_reserve_bytes(A, file.id, 2, "0")),
         (files.add, lambda: files.add(A, file)),
         (files.release, lambda: files.release(file.id)),
         (files.find, lambda: files.find(A, file.id)),
@@ -129,7 +129,7 @@ def scenario(data: DataDir, folder: Path) -> dict[Callable[..., Any], Callable[[
             calls.update_progress,
             lambda: calls.update_progress([ProgressUpdate(A, "new", CallProgress(), later, is_complete=True)], "0"),
         ),
-        (calls.claim, lambda: calls.claim(A, "c1", "0", 1)),
+        (calls.try_claim_call, lambda: calls.try_claim_call(A, "c1", "0", 1)),
         (calls.release_claim, lambda: calls.release_claim(A, "c1", 1)),
         (calls.answering_process, lambda: calls.answering_process(A, "c1")),
         (calls.find, lambda: calls.find(A, "new")),
@@ -159,7 +159,7 @@ def instructions(folder: Path, rows: int) -> dict[str, int]:
         step()
     with open_store_reader(folder, counted) as reader:
         reader.read_summary(A, "conversation", "long")
-        reader.read_object(A, "conversation", "long")
+        reader.read_object_without_items(A, "conversation", "long")
         reader.read_items(A, "new")
     data.close()
     return {text: count for text, count in Counted.counts.items() if not text.startswith("pragma")}

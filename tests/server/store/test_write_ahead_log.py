@@ -10,11 +10,11 @@ import pytest
 
 from quire.server.store import write_ahead_log
 from quire.server.store.database import Database
-from quire.server.store.journal import Calls, JournaledCall, ProgressUpdate, ReplayInputs
+from quire.server.store.journal import Calls, JournaledCall, PinnedReplayFields, ProgressUpdate
 from quire.server.store.progress import CallProgress, ChoiceFinish
 from quire.server.store.write_ahead_log import LoggedTokens, WriteAheadLog, read_logged_tokens
 
-PINS = ReplayInputs(id="one", name="", created=0, seed=1)
+PINS = PinnedReplayFields(id="one", name="", created=0, seed=1)
 STOP = ChoiceFinish("stop", 3, came_with_token=True)
 
 
@@ -55,7 +55,7 @@ def test_halves_of_another_version_are_read(tmp_path: Path, monkeypatch: pytest.
     for token in range(100):
         kept.log_step([number, token, token])
         if token == 90:
-            assert kept.maybe_start_compaction([(number, "me", "one", 1)])
+            assert kept.switch_half_if_filling([(number, "me", "one", 1)])
     monkeypatch.undo()
     assert [each.position for each in read_logged_tokens(tmp_path / "tail-a")] == list(range(100))
     kept.close_and_delete()
@@ -97,12 +97,12 @@ def test_halves_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     kept, expected, noted = WriteAheadLog(tmp_path, "a"), list[int](), 0
     number = kept.log_call("me", "one")
     for token in range(2000):
-        if token % 50 == 0 and kept.maybe_start_compaction([(number, "me", "one", 1)]):
+        if token % 50 == 0 and kept.switch_half_if_filling([(number, "me", "one", 1)]):
             noted = token
             assert [id for each in read_logged_tokens(tmp_path / "tail-a") for id in each.token_ids][-1:] == expected[
                 -1:
             ]
-            kept.finish_compaction()
+            kept.discard_other_half()
         kept.log_step([number, token, token])
         expected.append(token)
     found = [(each.position, *each.token_ids) for each in read_logged_tokens(tmp_path / "tail-a")]
@@ -155,7 +155,7 @@ def test_one_that_is_not_whole_ends_where_it_is_not(tmp_path: Path, monkeypatch:
     for token in range(60):
         kept.log_step([number, token, token])
         if token == 30:
-            assert kept.maybe_start_compaction([(number, "me", "one", 1)])
+            assert kept.switch_half_if_filling([(number, "me", "one", 1)])
     content = path.read_bytes()
     assert len(list(read_logged_tokens(path))) > 35
     for _ in range(200):

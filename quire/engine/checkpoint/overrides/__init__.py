@@ -23,7 +23,7 @@ from quire.engine.checkpoint.files import (
 )
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
-from quire.engine.folder_reader import read_json, validate_json
+from quire.engine.folder_reader import convert_parsed_json, read_json_if_present
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _PART = "_config"
@@ -41,7 +41,7 @@ def model_path(config: EngineConfig) -> Path:
         return path
     if path.is_file():
         raise ConfigError("hf_overrides: a GGUF file has no config.json to merge them into", param="hf_overrides")
-    raw = read_json(path / _CONFIG)
+    raw = read_json_if_present(path / _CONFIG)
     if raw is None:
         raise ModelError(f"model: {path.absolute().name} has no {_CONFIG}")
     content = json.dumps(with_overrides(raw, config.hf_overrides)).encode()
@@ -96,7 +96,7 @@ def sampling_defaults(config: EngineConfig) -> dict[str, float]:
             param="override_generation_config",
         )
     try:
-        validate_json(overrides, GenerationFields, "override_generation_config")
+        convert_parsed_json(overrides, GenerationFields, "override_generation_config")
         most = _most_tokens(overrides, "override_generation_config")
     except ModelError as error:
         raise ConfigError(error.message.removeprefix("model: "), param="override_generation_config") from None
@@ -117,7 +117,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 def _defaults_of(folder: Path) -> dict[str, float]:
     """Of a folder that the setting generation_config names."""
     try:
-        content = read_json(folder / _GENERATION)
+        content = read_json_if_present(folder / _GENERATION)
         if content is None:
             raise ModelError(f"there is no {_GENERATION} in {str(folder)!r}; auto is the model's, and vllm none")
         return read_generation_defaults(folder) | _most_tokens(content, _GENERATION)

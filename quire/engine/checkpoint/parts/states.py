@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.engine.architecture.kv_cache_spec import ColumnState, MatrixState
+from quire.engine.architecture.kv_cache_spec import MatrixState, PagedColumnState
 from quire.engine.checkpoint.families import DELTA_NETS, SELECTIVE_SCANS, STATE_SPACES, STATES
 
 
-def state_of(text: Mapping[str, Any], hidden: int) -> ColumnState | MatrixState | None:
+def state_of(text: Mapping[str, Any], hidden: int) -> PagedColumnState | MatrixState | None:
     """What a convolution, a delta net, a state space or a selective scan keeps, in families that have some."""
     kind = str(text.get("model_type"))
     if kind in DELTA_NETS:
@@ -25,4 +25,4 @@ def state_of(text: Mapping[str, Any], hidden: int) -> ColumnState | MatrixState 
             channels = heads * value
             return MatrixState(channels, max(width, 2) - 1, heads, key, value, channels + 2 * key)
         return MatrixState(heads * value + 2 * groups * key, max(width, 2) - 1, heads, key, value, heads)
-    return ColumnState(hidden, max(int(text.get("conv_L_cache") or 3), 2) - 1) if kind in STATES else None
+    return PagedColumnState(hidden, max(int(text.get("conv_L_cache") or 3), 2) - 1) if kind in STATES else None

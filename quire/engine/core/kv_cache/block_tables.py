@@ -34,7 +34,7 @@ class BlockTables:
         """Blocks that a request lacks for its first `tokens` tokens; negative if it has more."""
         return self.num_groups * -(-tokens // self._block_size) - len(request.block_ids)
 
-    def num_needed_blocks(self, request: Request, cached: Sequence[int]) -> int:
+    def num_free_blocks_needed(self, request: Request, cached: Sequence[int]) -> int:
         """How many free blocks a waiting request needs until all its tokens are computed, starting with the `cached`
         ones from `find_cached_blocks`. It frees some of these on its way."""
         tokens = len(request.token_ids)

@@ -43,7 +43,7 @@ class KVCacheManager:
             snapshots=self._snapshots,
         )
 
-    def num_fitting_tokens(self, num_tokens: int) -> int:
+    def num_tokens_fitting_empty_cache(self, num_tokens: int) -> int:
         """How many of `num_tokens` tokens one request can have, if it has the whole cache."""
         if self._needs.most(num_tokens) <= self.block_pool.num_blocks:
             return num_tokens
@@ -51,12 +51,12 @@ class KVCacheManager:
 
     def begin_step(self) -> None:
         """Called before anything of a step is scheduled."""
-        self.prefix_cache.begin_step()
+        self.prefix_cache.reset_writes_and_unpin_expired()
         self._snapshots.publish_snapshots()
 
     def get_computed_blocks(self, request: Request) -> list[int]:
         """Cached blocks for a waiting request's tokens but the last, as BlockTables.find_cached_blocks returns them."""
-        digests = [hashes[-1] for hashes in self.prefix_cache.block_hashes(request)]
+        digests = [hashes[-1] for hashes in self.prefix_cache.hashes_of_full_blocks(request)]
         blocks = self._block_tables.find_cached_blocks(digests)
         num_found = len(blocks) // self._block_tables.num_groups
         num_usable = self._snapshots.num_usable_blocks(digests[:num_found])
@@ -67,7 +67,7 @@ class KVCacheManager:
     def num_lacking_blocks(self, request: Request, computed: Sequence[int]) -> int:
         """How many blocks more must be free until a waiting request that starts with the `computed` ones can compute
         all its tokens; 0 or less: it can."""
-        return self._block_tables.num_needed_blocks(request, computed) - self.block_pool.num_free
+        return self._block_tables.num_free_blocks_needed(request, computed) - self.block_pool.num_free
 
     def num_exclusive_blocks(self, request: Request) -> int:
         """Blocks that become free when this request alone frees its blocks."""
@@ -80,7 +80,7 @@ class KVCacheManager:
         self._block_tables.set_cached_blocks(request, computed)
         self.prefix_cache.set_num_cached_hashes(request, len(computed) // self._block_tables.num_groups)
         self._snapshots.restore_state(request)
-        copies = self.prefix_cache.copy_partial_blocks(request)
+        copies = self.prefix_cache.prepare_partial_block_copies(request)
         self._block_tables.free_behind_window(request)
         self.prefix_cache.count_hits_and_resume_session(request)
         return copies

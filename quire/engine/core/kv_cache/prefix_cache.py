@@ -45,11 +45,11 @@ class PrefixCache:
         """Cached prefixes are multiples of this many tokens; 0 if the cache is off."""
         return max(self._hash_block_size, self.snapshots.interval_tokens) if self.is_enabled else 0
 
-    def begin_step(self) -> None:
+    def reset_writes_and_unpin_expired(self) -> None:
         self._first_written.clear()
         self._sessions.unpin_expired()
 
-    def block_hashes(self, request: Request) -> list[Sequence[bytes]]:
+    def hashes_of_full_blocks(self, request: Request) -> list[Sequence[bytes]]:
         """For each full block of the request's tokens but the last, which must be computed: the hashes of its
         beginnings. The last of these is the hash of the whole block."""
         if not self.is_enabled or request.skips_prefix_cache_reads:
@@ -71,7 +71,7 @@ class PrefixCache:
             self._counts.prefix_queries += request.num_prompt_tokens
             self._counts.prefix_hits += request.num_cached_tokens
             if self.is_enabled and request.engine_request.sampling_params is not None:
-                self._sessions.resume_session(
+                self._sessions.record_session_resume(
                     request,
                     request.block_hashes(len(request.token_ids) // self._hash_block_size, self._hash_block_size),
                 )
@@ -91,7 +91,7 @@ class PrefixCache:
         """Unpin all blocks."""
         self._sessions.clear_sessions()
 
-    def copy_partial_blocks(self, request: Request) -> list[BlockCopy]:
+    def prepare_partial_block_copies(self, request: Request) -> list[BlockCopy]:
         """If each group has a cached block that begins as the request's next block does, allocate blocks for the
         request and return the copies of these beginnings.
 
@@ -148,7 +148,7 @@ class PrefixCache:
                 for block in request.block_ids[index * self._num_groups : (index + 1) * self._num_groups]:
                     self._first_written[block] = max(start - index * self.block_size, 0)
 
-    def cached_full_blocks(self, request: Request) -> list[tuple[int, bytes]]:
+    def cached_blocks_with_hashes(self, request: Request) -> list[tuple[int, bytes]]:
         """A sequence's pages that can be found, each with its own hash. Only where all layers are one group."""
         assert self._num_groups == 1
         count = request.num_cached_hashes // self._hashes_per_block

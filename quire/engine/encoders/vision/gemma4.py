@@ -13,14 +13,14 @@ from torch import Tensor
 from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.norm import NormSpec
-from quire.engine.encoders.encoder_chunks import chunk_cost, count_blocks, make_chunk_metadata
+from quire.engine.encoders.encoder_chunks import chunk_cost, count_kv_blocks, make_chunks_with_metadata
 from quire.engine.encoders.vision.tower import (
     ChannelLastPatchEmbedding,
     ChunkedEncoding,
     Tower,
     TowerBuildContext,
+    lengths_of_equal_sequences,
     normalize_pixels,
-    uniform_sequence_lengths,
 )
 from quire.engine.images.gemma4 import Gemma4VisionSpec
 from quire.engine.layers.builders import build_sublayer
@@ -73,7 +73,7 @@ class Gemma4Tower(Tower):
         self._patch_embedding = ChannelLastPatchEmbedding(
             build_context, shape, f"{_TOWER}.patch_embedder.input_proj", bias=False
         )
-        self._projection = build_context.make_linear(
+        self._projection = build_context.make_unquantized_linear(
             hidden, f"{_EMBEDDER}.embedding_projection", build_context.text_hidden_size, bias=False
         )
         self._weights: dict[str, Tensor] = {}
@@ -107,7 +107,7 @@ class Gemma4Tower(Tower):
         return replace(parameter, weight_loader=load_reordered)
 
     def encode_in_chunks(self, images: Sequence[Image]) -> ChunkedEncoding:
-        embedded = [self._embed_patches_with_coordinates(each) for each in images]
+        embedded = [self._patch_embeddings_and_coordinates(each) for each in images]
         coordinates = embedded[0][1].repeat(len(images), 1)
         x = yield from self._run_layers(torch.cat([each for each, _ in embedded]), coordinates, len(images))
         rows, columns = (each // self._vision.tower_shape.patch_size for each in (images[0].height, images[0].width))
@@ -126,7 +126,7 @@ class Gemma4Tower(Tower):
         )
         return self._projection.packed_linear(normed, NO_ADAPTERS)
 
-    def _embed_patches_with_coordinates(self, image: Image) -> tuple[Tensor, Tensor]:
+    def _patch_embeddings_and_coordinates(self, image: Image) -> tuple[Tensor, Tensor]:
         """The patches [T, hidden] by rows, and where they are, [T, 3] int64, as AttentionMetadata.mrope_positions has
         it, columns in the second place."""
         size = self._vision.tower_shape.patch_size
@@ -143,9 +143,9 @@ class Gemma4Tower(Tower):
         backend = self._build_context.backend
         vision = self._vision
         device = self._build_context.device
-        (lengths,), size = uniform_sequence_lengths(len(x) // num_images, num_images), backend.block_size
-        ((_, metadata),) = make_chunk_metadata(lengths, size, device)
-        shape = backend.kv_cache_shape(count_blocks(lengths, size), vision.num_kv_heads, vision.head_dim, x.dtype)
+        (lengths,), size = lengths_of_equal_sequences(len(x) // num_images, num_images), backend.block_size
+        ((_, metadata),) = make_chunks_with_metadata(lengths, size, device)
+        shape = backend.kv_cache_shape(count_kv_blocks(lengths, size), vision.num_kv_heads, vision.head_dim, x.dtype)
         keys, values = (torch.empty(shape, dtype=x.dtype, device=device) for _ in range(2))
         step = ForwardContext(replace(metadata, mrope_positions=coordinates), (keys, values), None)
         residual: Tensor | None = None

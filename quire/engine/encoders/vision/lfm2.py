@@ -16,8 +16,8 @@ from quire.engine.encoders.vision.tower import (
     ChunkedEncoding,
     Tower,
     TowerBuildContext,
+    lengths_of_equal_sequences,
     normalize_pixels,
-    uniform_sequence_lengths,
 )
 from quire.engine.images.lfm2 import Lfm2VisionSpec
 from quire.engine.layers.parameters import ParameterTable, make_parameter, merge_parameters
@@ -63,7 +63,9 @@ class Lfm2Tower(Tower):
         position_embeddings = self._interpolate_positions(rows, columns)
         pixels = (normalize_pixels(each, self._vision.normalization, self._build_context.device) for each in images)
         x = torch.cat([self._patch_embedding(each) + position_embeddings for each in pixels])
-        hidden, _ = yield from self._encoder.forward_in_chunks(x, uniform_sequence_lengths(rows * columns, len(images)))
+        hidden, _ = yield from self._encoder.forward_in_chunks(
+            x, lengths_of_equal_sequences(rows * columns, len(images))
+        )
         return [self._projector.project_grid(each, rows, columns) for each in hidden.chunk(len(images))]
 
     def _interpolate_positions(self, rows: int, columns: int) -> Tensor:

@@ -71,9 +71,9 @@ class LlavaTower(Tower):
         if best is None:
             return torch.cat((squares[0], self._weights[_NEWLINE]))
         assert image.original is not None
-        return torch.cat((squares[0], self._unpad_grid(torch.stack(squares[1:]), image.original, best)))
+        return torch.cat((squares[0], self._assemble_unpadded_grid(torch.stack(squares[1:]), image.original, best)))
 
-    def _unpad_grid(self, squares: Tensor, original: tuple[int, int], best: tuple[int, int]) -> Tensor:
+    def _assemble_unpadded_grid(self, squares: Tensor, original: tuple[int, int], best: tuple[int, int]) -> Tensor:
         """[squares, along * along, text] to the patches of the image by rows, each with a token at its end."""
         vision = self._vision
         down, across = best[0] // vision.square_side, best[1] // vision.square_side

@@ -16,10 +16,10 @@ from quire.engine.encoders.vision.tower import (
     Tower,
     TowerBuildContext,
     axial_rope_table,
+    lengths_of_equal_sequences,
     normalize_pixels,
     rope_frequencies,
     tower_encoder_spec,
-    uniform_sequence_lengths,
 )
 from quire.engine.images.pixtral import PixtralVisionSpec
 from quire.engine.layers.norm import LayerNormWeights
@@ -51,7 +51,9 @@ class PixtralTower(Tower):
         self._first_norm = LayerNormWeights(f"{_TOWER}.ln_pre", shape.hidden_size, bias=False)
         hidden, merged = shape.hidden_size, shape.hidden_size * vision.merge_size**2
         self._norm = LayerNormWeights(f"{_PROJECTOR}.norm", hidden, bias=False)
-        self._merger = build_context.make_linear(merged, f"{_PROJECTOR}.patch_merger.merging_layer", hidden, bias=False)
+        self._merger = build_context.make_unquantized_linear(
+            merged, f"{_PROJECTOR}.patch_merger.merging_layer", hidden, bias=False
+        )
         self._projector = MLPProjector(
             build_context, hidden, vision.projector_activation, _PROJECTOR, bias=vision.has_projector_bias
         )
@@ -76,7 +78,7 @@ class PixtralTower(Tower):
             patch_ids // columns, patch_ids % columns, inverse_frequencies[0::2], inverse_frequencies[1::2]
         ).repeat(len(images), 1)
         hidden, _ = yield from self._encoder.forward_in_chunks(
-            x, uniform_sequence_lengths(rows * columns, len(images)), cos_sin
+            x, lengths_of_equal_sequences(rows * columns, len(images)), cos_sin
         )
         merged = (
             self._merge_patches(features, rows, columns) if vision.has_patch_merger else features

@@ -36,7 +36,9 @@ class PixelShuffleProjector(Projector):
 
     def __init__(self, build_context: TowerBuildContext, hidden: int, side: int, scale: int, name: str) -> None:
         self._side, self._scale = side, scale
-        self._linear = build_context.make_linear(hidden * scale**2, name, build_context.text_hidden_size, bias=False)
+        self._linear = build_context.make_unquantized_linear(
+            hidden * scale**2, name, build_context.text_hidden_size, bias=False
+        )
 
     def parameters(self) -> ParameterTable:
         return self._linear.parameters()
@@ -73,8 +75,10 @@ class MLPProjector(Projector):
         self._activation = Activation(kind)
         self._backend = build_context.backend
         self._num_skipped = num_skipped
-        self._first = build_context.make_linear(hidden, f"{name}.linear_1", size, bias=bias)
-        self._last = build_context.make_linear(size, f"{name}.linear_2", build_context.text_hidden_size, bias=bias)
+        self._first = build_context.make_unquantized_linear(hidden, f"{name}.linear_1", size, bias=bias)
+        self._last = build_context.make_unquantized_linear(
+            size, f"{name}.linear_2", build_context.text_hidden_size, bias=bias
+        )
 
     def parameters(self) -> ParameterTable:
         return self._first.parameters() | self._last.parameters()
@@ -133,7 +137,9 @@ class ClassTokenProjector(Projector):
     def __init__(self, build_context: TowerBuildContext, hidden: int, eps: float, norm: str, projection: str) -> None:
         self._backend, self._eps = build_context.backend, eps
         self._norm = LayerNormWeights(norm, hidden, bias=True)
-        self._linear = build_context.make_linear(hidden, projection, build_context.text_hidden_size, bias=False)
+        self._linear = build_context.make_unquantized_linear(
+            hidden, projection, build_context.text_hidden_size, bias=False
+        )
 
     def parameters(self) -> ParameterTable:
         return self._norm.parameters() | self._linear.parameters()
@@ -155,11 +161,11 @@ class AttentionPoolingProjector(Projector):
         self._backend = build_context.backend
         self._dtype = build_context.dtype
         self._name, self._shape = name, shape
-        self._qkv = build_context.make_linear(hidden, f"{name}.attention.in_proj", 3 * hidden)
-        self._out = build_context.make_linear(hidden, f"{name}.attention.out_proj", hidden)
+        self._qkv = build_context.make_unquantized_linear(hidden, f"{name}.attention.in_proj", 3 * hidden)
+        self._out = build_context.make_unquantized_linear(hidden, f"{name}.attention.out_proj", hidden)
         self._norm = LayerNormWeights(f"{name}.layernorm", hidden, bias=True)
-        self._up = build_context.make_linear(hidden, f"{name}.mlp.fc1", inner)
-        self._down = build_context.make_linear(inner, f"{name}.mlp.fc2", hidden)
+        self._up = build_context.make_unquantized_linear(hidden, f"{name}.mlp.fc1", inner)
+        self._down = build_context.make_unquantized_linear(inner, f"{name}.mlp.fc2", hidden)
         self._weights: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:

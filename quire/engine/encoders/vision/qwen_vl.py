@@ -19,10 +19,10 @@ from quire.engine.encoders.vision.tower import (
     Tower,
     TowerBuildContext,
     axial_rope_table,
+    lengths_of_equal_sequences,
     normalize_pixels,
     rope_frequencies,
     tower_encoder_spec,
-    uniform_sequence_lengths,
 )
 from quire.engine.images.qwen_vl import QwenVisionSpec
 from quire.engine.layers.linear import FusedLinear
@@ -113,7 +113,7 @@ class QwenVLTower(Tower):
         alone."""
         merge = self._vision.merge_size
         places = np.arange(rows * columns).reshape(rows // merge, merge, columns // merge, merge).swapaxes(1, 2)
-        lengths = uniform_sequence_lengths(rows * columns, images)
+        lengths = lengths_of_equal_sequences(rows * columns, images)
         if not self._vision.window_side:
             return places.flatten(), lengths
         window = self._vision.window_side // self._vision.merged_patch_size
@@ -167,8 +167,10 @@ class PatchMerger:
         )
         width = hidden if has_patch_norm else size
         self._norm = LayerNormWeights(f"{name}.{norm}", width, bias=not vision.has_llama_style_layers)
-        self._first = build_context.make_linear(size, f"{name}.{first}", size)
-        self._last: FusedLinear = build_context.make_linear(size, f"{name}.{last}", build_context.text_hidden_size)
+        self._first = build_context.make_unquantized_linear(size, f"{name}.{first}", size)
+        self._last: FusedLinear = build_context.make_unquantized_linear(
+            size, f"{name}.{last}", build_context.text_hidden_size
+        )
 
     def parameters(self) -> ParameterTable:
         return merge_parameters(self._norm, self._first, self._last)

@@ -16,9 +16,9 @@ from quire.engine.encoders.vision.tower import (
     PatchEmbedding,
     Tower,
     TowerBuildContext,
+    lengths_of_equal_sequences,
     normalize_pixels,
     tower_encoder_spec,
-    uniform_sequence_lengths,
 )
 from quire.engine.images.internvl import InternVLVisionSpec
 from quire.engine.images.vision_spec import PixelNormalization, TowerShape
@@ -148,7 +148,7 @@ class SquareTower(Tower):
         """The same of squares' pixels, each [side, side, 3] float32."""
         x = torch.cat([self._embed_pixels(each) for each in squares])
         hidden, _ = yield from self._encoder.forward_in_chunks(
-            x, uniform_sequence_lengths(len(x) // len(squares), len(squares))
+            x, lengths_of_equal_sequences(len(x) // len(squares), len(squares))
         )
         return [self._projector(each) for each in hidden.chunk(len(squares))]
 

@@ -51,7 +51,7 @@ class TowerBuildContext:
             report_progress=self.report_progress,
         )
 
-    def make_linear(self, size: int, name: str, out: int, *, bias: bool = True) -> FusedLinear:
+    def make_unquantized_linear(self, size: int, name: str, out: int, *, bias: bool = True) -> FusedLinear:
         return FusedLinear(UnquantizedScheme(self.backend, self.dtype), size, {name: out}, bias=bias)
 
 
@@ -89,7 +89,9 @@ class PatchEmbedding:
         self._frames = frames
         self._name = name
         self._weight_shape = (shape.hidden_size, 3, *([frames] if frames else []), shape.patch_size, shape.patch_size)
-        self._linear = build_context.make_linear(prod(self._weight_shape[1:]), name, shape.hidden_size, bias=bias)
+        self._linear = build_context.make_unquantized_linear(
+            prod(self._weight_shape[1:]), name, shape.hidden_size, bias=bias
+        )
         self._dtype = build_context.dtype
 
     def parameters(self) -> ParameterTable:
@@ -115,7 +117,9 @@ class ChannelLastPatchEmbedding:
 
     def __init__(self, build_context: TowerBuildContext, shape: TowerShape, name: str, *, bias: bool) -> None:
         self._size, self._dtype = shape.patch_size, build_context.dtype
-        self._linear = build_context.make_linear(3 * shape.patch_size**2, name, shape.hidden_size, bias=bias)
+        self._linear = build_context.make_unquantized_linear(
+            3 * shape.patch_size**2, name, shape.hidden_size, bias=bias
+        )
         self.parameters = self._linear.parameters
 
     def __call__(self, pixels: Tensor) -> Tensor:
@@ -155,7 +159,7 @@ def tower_encoder_spec(shape: TowerShape, names: EncoderWeightNames) -> EncoderS
     )
 
 
-def uniform_sequence_lengths(num_tokens: int, num_images: int) -> list[np.ndarray]:
+def lengths_of_equal_sequences(num_tokens: int, num_images: int) -> list[np.ndarray]:
     """The lengths of so many sequences of so many tokens each, in one group of layers."""
     return [np.full(num_images, num_tokens)]
 

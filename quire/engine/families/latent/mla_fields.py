@@ -5,7 +5,7 @@ from typing import Any
 
 from quire.engine.architecture.mla import MLALayerSpec
 from quire.engine.architecture.norm import NormSpec
-from quire.engine.architecture.rope import yarn_softmax_scale
+from quire.engine.architecture.rope import yarn_softmax_scale_factor
 from quire.engine.architecture.sublayer import SublayerSpec
 from quire.engine.checkpoint.families import LATENT_SIZES
 from quire.engine.checkpoint.files import ModelConfig
@@ -52,7 +52,7 @@ def _mla_spec(config: ModelConfig, norm: NormSpec, *, is_interleaved: bool) -> M
         qk_nope_head_dim=qk_nope_head_dim,
         v_head_dim=v_head_dim,
         q_lora_rank=raw.get("q_lora_rank"),
-        scale=(qk_nope_head_dim + qk_rope_head_dim) ** -0.5 * yarn_softmax_scale(rope),
+        scale=(qk_nope_head_dim + qk_rope_head_dim) ** -0.5 * yarn_softmax_scale_factor(rope),
         rope=rope,
         norm=norm,
         latent_eps=LATENT_EPS,

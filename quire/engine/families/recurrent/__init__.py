@@ -68,7 +68,7 @@ def _lfm3_spec(config: ModelConfig, build_spec: FamilySpecBuilder) -> DecoderSpe
     return _LFM3(config, build_spec)
 
 
-def _attention_layers_reader(values: Callable[[ModelConfig], Sequence[Any]]) -> ConfigReader:
+def _attention_layer_values_reader(values: Callable[[ModelConfig], Sequence[Any]]) -> ConfigReader:
     """Reads for all layers what `values` reads for those with attention; the others have None."""
 
     def read_by_layer(config: ModelConfig) -> list[Any]:
@@ -83,8 +83,10 @@ def _attention_layers_reader(values: Callable[[ModelConfig], Sequence[Any]]) -> 
 _LFM3 = Family(
     attention={
         "qk_norm": "heads",
-        "window": _attention_layers_reader(sliding_windows),
-        "rope": _attention_layers_reader(ropes_by_window_reader(lambda config: 1_000_000.0, lambda config: 10_000.0)),
+        "window": _attention_layer_values_reader(sliding_windows),
+        "rope": _attention_layer_values_reader(
+            ropes_by_window_reader(lambda config: 1_000_000.0, lambda config: 10_000.0)
+        ),
         "head_gates": default_true_reader("use_attention_gate"),
         "output_norm": True,
         **attention_bias_readers("attention_bias"),

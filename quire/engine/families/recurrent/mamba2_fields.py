@@ -7,7 +7,7 @@ from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.recurrent import Mamba2LayerSpec
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.families.config_fields import require_sizes
+from quire.engine.families.config_fields import read_required_sizes
 
 _SIZE_FIELDS = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv")
 
@@ -15,7 +15,7 @@ _SIZE_FIELDS = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_hea
 def mamba2_spec(config: ModelConfig, norm: NormSpec, **fields: Any) -> Mamba2LayerSpec:
     """`fields`: fields of Mamba2LayerSpec. Raises ModelError."""
     raw = config.raw
-    groups, heads, key, value, width = require_sizes(config, _SIZE_FIELDS, "state space")
+    groups, heads, key, value, width = read_required_sizes(config, _SIZE_FIELDS, "state space")
     if heads % groups:
         raise ModelError(f"model: config.json: mamba_n_groups: {groups} do not divide {heads} heads")
     if key % 2:

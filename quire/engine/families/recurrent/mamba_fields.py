@@ -7,7 +7,7 @@ from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.recurrent import MambaLayerSpec
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.families.config_fields import require_sizes
+from quire.engine.families.config_fields import read_required_sizes
 
 _SIZE_FIELDS = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_dt_rank", "mamba_d_conv")
 
@@ -15,7 +15,7 @@ _SIZE_FIELDS = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_dt_rank
 def mamba_spec(config: ModelConfig, norm: NormSpec, **fields: Any) -> MambaLayerSpec:
     """`fields`: fields of MambaLayerSpec. Raises ModelError."""
     raw = config.raw
-    heads, value_dim, key_dim, rank, width = require_sizes(config, _SIZE_FIELDS, "selective scan")
+    heads, value_dim, key_dim, rank, width = read_required_sizes(config, _SIZE_FIELDS, "selective scan")
     if (inner := raw.get("mamba_d_ssm")) != heads * value_dim:
         raise ModelError(f"model: config.json: mamba_d_ssm: expected a multiple of 16 channels, got {inner}")
     if key_dim % 2:

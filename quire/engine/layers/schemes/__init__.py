@@ -100,7 +100,7 @@ class UnquantizedScheme(QuantizationScheme):
         self, linears: dict[str, dict[str, Tensor]], cuts: Mapping[str, LinearSlice], *, wide: bool
     ) -> Linear:
         weight = _concat_tensors([each["weight"] for each in linears.values()])
-        return self._backend.pack_linear(weight, concat_biases(linears), wide=wide)
+        return self._backend.pack_linear(weight, concat_present_biases(linears), wide=wide)
 
     def dense_weight(self, linear: str, tensors: dict[str, Tensor], cut: LinearSlice) -> Tensor:
         return tensors["weight"]
@@ -113,7 +113,7 @@ class UnquantizedScheme(QuantizationScheme):
         return QuantizedEmbedding(lambda ids: F.embedding(ids, weight), head)
 
 
-def concat_biases(linears: Mapping[str, Mapping[str, Tensor]]) -> Tensor | None:
+def concat_present_biases(linears: Mapping[str, Mapping[str, Tensor]]) -> Tensor | None:
     """That of linears side by side, as QuantizationScheme.pack_linears has them."""
     biases = [each["bias"] for each in linears.values() if "bias" in each]
     return _concat_tensors(biases) if biases else None

@@ -34,23 +34,23 @@ class ClippedScheme(WrappedScheme):
         self, linears: dict[str, dict[str, Tensor]], cuts: Mapping[str, LinearSlice], *, wide: bool
     ) -> Linear:
         """Those of other bounds than their neighbours' multiply by themselves."""
-        groups = list[_BoundsGroup]()
+        groups = list[_LinearsWithSameBounds]()
         for name, tensors in linears.items():
             bounds = tuple(tensors[each].item() for each in _BOUND_NAMES) if self._has_bounds else ()
             if not groups or groups[-1].bounds != bounds:
-                groups.append(_BoundsGroup(bounds, {}))
-            groups[-1].linears[name] = _strip_linear_prefix(tensors)
+                groups.append(_LinearsWithSameBounds(bounds, {}))
+            groups[-1].linears[name] = _tensors_without_linear_prefix(tensors)
         packed = [self._scheme.pack_linears(each.linears, cuts, wide=wide) for each in groups]
         if len(packed) == 1 and not self._has_bounds:
             return packed[0]
         return _ClippedLinear([each.bounds for each in groups], packed)
 
     def dense_weight(self, linear: str, tensors: dict[str, Tensor], cut: LinearSlice) -> Tensor:
-        return super().dense_weight(linear, _strip_linear_prefix(tensors), cut)
+        return super().dense_weight(linear, _tensors_without_linear_prefix(tensors), cut)
 
 
 @dataclass(frozen=True, slots=True)
-class _BoundsGroup:
+class _LinearsWithSameBounds:
     """Linears side by side that have the same bounds."""
 
     bounds: tuple[float, ...]
@@ -66,7 +66,7 @@ class _ClippedLinear:
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
 
-def _strip_linear_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _tensors_without_linear_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         name.removeprefix(_LINEAR_PREFIX): each for name, each in tensors.items() if name.startswith(_LINEAR_PREFIX)
     }

@@ -149,7 +149,7 @@ class BitsAndBytes4BitFormat(LinearFormat):
             raise ModelError(f"model: {linear}.{_QUANT_STATE_PREFIX}{self.quant_type}: cannot be read") from None
 
 
-def make_bitsandbytes_4bit_format(headers: dict[str, TensorSpec], linear: str) -> BitsAndBytes4BitFormat:
+def bitsandbytes_4bit_format_from_headers(headers: dict[str, TensorSpec], linear: str) -> BitsAndBytes4BitFormat:
     """The format of a linear by the tensors beside its weights, by their names. Raises ModelError where it has none."""
     quant_type = next(
         (name.removeprefix(_QUANT_STATE_PREFIX) for name in headers if name.startswith(_QUANT_STATE_PREFIX)), None

@@ -17,7 +17,7 @@ from quire.engine.layers.schemes.floats import (
     BitsAndBytesInt8Format,
     Float4Format,
     Float8Format,
-    make_bitsandbytes_4bit_format,
+    bitsandbytes_4bit_format_from_headers,
 )
 from quire.engine.layers.schemes.integers import AWQFormat, GPTQFormat, Int8Format, PackQuantizedFormat
 from quire.engine.layers.schemes.mixed import LinearFormat
@@ -62,7 +62,7 @@ def make_format_lookup(
 
     def format_of(linear: str) -> LinearFormat | None:
         weight_format, tensors = formats.of(config_name_of(linear)), read_tensor_specs(linear)
-        if weight_format is None or ((is_extra_layer or linear == LM_HEAD) and _is_unquantized(tensors)):
+        if weight_format is None or ((is_extra_layer or linear == LM_HEAD) and _is_stored_unquantized(tensors)):
             return None
         return _make_format(weight_format, tensors, linear)
 
@@ -98,10 +98,10 @@ def _make_format(weight_format: WeightFormat, specs: dict[str, TensorSpec], line
         case "bnb8":
             return BitsAndBytesInt8Format()
         case _:
-            return make_bitsandbytes_4bit_format(specs, linear)
+            return bitsandbytes_4bit_format_from_headers(specs, linear)
 
 
-def _is_unquantized(specs: dict[str, TensorSpec]) -> bool:
+def _is_stored_unquantized(specs: dict[str, TensorSpec]) -> bool:
     """Whether these are the tensors of a linear in floating point: heads mostly are, and few files say it of them. A
     tied head has none."""
     weight = specs.get("weight")

@@ -55,12 +55,12 @@ def _q4_1_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
 
 
 def _q5_0_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
-    codes = _unpack_nibbles(blocks[..., 6:]) | _unpack_bits(blocks[..., 2:6]) << 4
+    codes = _unpack_nibbles(blocks[..., 6:]) | _unpack_single_bits(blocks[..., 2:6]) << 4
     return GroupedWeight(_to_signed(codes, 16), _read_float16(blocks[..., :2]))
 
 
 def _q5_1_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
-    codes = _unpack_nibbles(blocks[..., 8:]) | _unpack_bits(blocks[..., 4:8]) << 4
+    codes = _unpack_nibbles(blocks[..., 8:]) | _unpack_single_bits(blocks[..., 4:8]) << 4
     return GroupedWeight(_to_signed(codes, 0), _read_float16(blocks[..., :2]), _read_float16(blocks[..., 2:4]))
 
 
@@ -71,14 +71,14 @@ def _q8_0_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
 def _q2_k_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
     d, least = _read_float16(blocks[..., 80:82], 1), _read_float16(blocks[..., 82:84], 1)
     steps = blocks[..., :16]
-    codes = _unpack_bit_planes(blocks[..., 16:80], (0, 2, 4, 6), 3)
+    codes = _unpack_code_planes(blocks[..., 16:80], (0, 2, 4, 6), 3)
     scales, offsets = d * (steps & 15), -(least * (steps >> 4))
     return GroupedWeight(_pack_nibbles(codes), scales.flatten(1), offsets.flatten(1), _UINT4_VALUES)
 
 
 def _q3_k_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
-    low = _unpack_bit_planes(blocks[..., 32:96], (0, 2, 4, 6), 3)
-    high = _unpack_bit_planes(blocks[..., :32], range(8), 1)
+    low = _unpack_code_planes(blocks[..., 32:96], (0, 2, 4, 6), 3)
+    high = _unpack_code_planes(blocks[..., :32], range(8), 1)
     packed = blocks[..., 96:108]
     steps = torch.cat((packed[..., :8] & 15, packed[..., :8] >> 4), -1)
     steps |= torch.cat([packed[..., 8:] >> shift & 3 for shift in (0, 2, 4, 6)], -1) << 4
@@ -88,18 +88,18 @@ def _q3_k_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
 
 
 def _q4_k_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
-    codes = _unpack_bit_planes(blocks[..., 16:], (0, 4), 15)
-    return GroupedWeight(_pack_nibbles(codes), *_unpack_k_scales(blocks), _UINT4_VALUES)
+    codes = _unpack_code_planes(blocks[..., 16:], (0, 4), 15)
+    return GroupedWeight(_pack_nibbles(codes), *_decode_k_scales_and_offsets(blocks), _UINT4_VALUES)
 
 
 def _q5_k_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
-    low, high = _unpack_bit_planes(blocks[..., 48:], (0, 4), 15), _unpack_bit_planes(blocks[..., 16:48], range(8), 1)
-    return GroupedWeight(_to_signed(low | high << 4, 0), *_unpack_k_scales(blocks))
+    low, high = _unpack_code_planes(blocks[..., 48:], (0, 4), 15), _unpack_code_planes(blocks[..., 16:48], range(8), 1)
+    return GroupedWeight(_to_signed(low | high << 4, 0), *_decode_k_scales_and_offsets(blocks))
 
 
 def _q6_k_to_grouped_weight(blocks: Tensor) -> GroupedWeight:
-    low = _unpack_bit_planes(blocks[..., :128], (0, 4), 15, width=64)
-    high = _unpack_bit_planes(blocks[..., 128:192], (0, 2, 4, 6), 3)
+    low = _unpack_code_planes(blocks[..., :128], (0, 4), 15, width=64)
+    high = _unpack_code_planes(blocks[..., 128:192], (0, 2, 4, 6), 3)
     scales = _read_float16(blocks[..., 208:210], 1) * blocks[..., 192:208].contiguous().view(torch.int8)
     return GroupedWeight(_to_signed(low | high << 4, 32), scales.flatten(1))
 
@@ -159,12 +159,12 @@ def _unpack_nibbles(data: Tensor) -> Tensor:
     return torch.cat((data & 15, data >> 4), -1).flatten(1)
 
 
-def _unpack_bits(data: Tensor) -> Tensor:
+def _unpack_single_bits(data: Tensor) -> Tensor:
     """[out, blocks, bytes] as single bits, the lowest of each byte first: [out, in] uint8."""
     return (data.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=data.device) & 1).flatten(1)
 
 
-def _unpack_bit_planes(data: Tensor, shifts: range | tuple[int, ...], mask: int, width: int = 32) -> Tensor:
+def _unpack_code_planes(data: Tensor, shifts: range | tuple[int, ...], mask: int, width: int = 32) -> Tensor:
     """[out, blocks, bytes] as codes of which `width` bytes hold one plane after another: [out, in] uint8."""
     lines = data.unflatten(-1, (-1, 1, width)) >> torch.tensor(
         tuple(shifts), dtype=torch.uint8, device=data.device
@@ -172,7 +172,7 @@ def _unpack_bit_planes(data: Tensor, shifts: range | tuple[int, ...], mask: int,
     return (lines & mask).flatten(1)
 
 
-def _unpack_k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _decode_k_scales_and_offsets(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Of Q4_K and Q5_K: eight groups share two float16 numbers, of which they have 6-bit multiples each."""
     d, least = _read_float16(blocks[..., :2], 1), _read_float16(blocks[..., 2:4], 1)
     first, second, last = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)

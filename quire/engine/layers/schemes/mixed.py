@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from quire.engine.layers.schemes import TensorSpec, UnquantizedScheme, concat_biases
+from quire.engine.layers.schemes import TensorSpec, UnquantizedScheme, concat_present_biases
 from quire.engine.layers.shard import FULL_LINEAR, LinearSlice
 from quire.kernels.backend import Backend, Linear, QuantizedEmbedding
 from quire.kernels.quantized_tensors import QuantizedWeight
@@ -57,7 +57,7 @@ class MixedScheme(UnquantizedScheme):
         weights = {name: self._convert_linear_shard(name, tensors, cuts[name]) for name, tensors in linears.items()}
         quantized = [each for each in weights.values() if not isinstance(each, Tensor)]
         if len(quantized) == len(weights):
-            return self._backend.pack_quantized(quantized, concat_biases(linears), dtype=self._dtype, wide=wide)
+            return self._backend.pack_quantized(quantized, concat_present_biases(linears), dtype=self._dtype, wide=wide)
         # Beside a part in full precision the others are computed in it too.
         dense_linears = {name: tensors | {"weight": self._to_dense(weights[name])} for name, tensors in linears.items()}
         return super().pack_linears(dense_linears, cuts, wide=wide)

@@ -12,7 +12,7 @@ from quire.kernels.backend import Linear
 from quire.kernels.streaming.layer_streamer import LayerStreamer
 
 
-class StreamedLayerScheme(WrappedScheme):
+class StreamerRegisteringScheme(WrappedScheme):
     def __init__(self, scheme: QuantizationScheme, streamer: LayerStreamer, layer_index: int) -> None:
         super().__init__(scheme)
         self._streamer, self._layer_index = streamer, layer_index

@@ -131,7 +131,7 @@ class SharedTransformer(Sublayer):
                 scheme, self._spec.adapter_rank, {lora_up_name: outs}, bias=False, cuts={lora_up_name: cuts[name]}
             )
             projections.append(_LoRAProjection(make_shared({name: outs}, cuts={name: cuts[name]}), lora_down, lora_up))
-        return _ConcatenatedProjection(projections)
+        return _ConcatenatedOutputProjections(projections)
 
     def _make_shared_linear(
         self,
@@ -169,7 +169,7 @@ class _LoRAProjection:
 
 
 @dataclass(frozen=True, slots=True)
-class _ConcatenatedProjection:
+class _ConcatenatedOutputProjections:
     """Some of one input, what they give side by side."""
 
     projections: list[_LoRAProjection]

@@ -66,7 +66,7 @@ class EagleHead(TransformerHead):
     def advance_states(
         self, next_tokens: Tensor, states: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[LayerCache]
     ) -> Tensor:
-        joined = torch.cat((self._decoder.embed_tokens(next_tokens), states), dim=-1)
+        joined = torch.cat((self._decoder.embed_tokens_unscaled(next_tokens), states), dim=-1)
         x = self._fc.packed_linear(joined, NO_ADAPTERS)
         x, residual = self._run_layers(x, x.clone(), metadata, kv_cache)
         return x + residual
@@ -96,7 +96,7 @@ class Eagle3Head(EagleHead):
         self, next_tokens: Tensor, states: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[LayerCache]
     ) -> Tensor:
         norm = partial(self._norms.apply_norm, self._backend)
-        embedded = norm("layers.0.input_layernorm", self._decoder.embed_tokens(next_tokens))
+        embedded = norm("layers.0.input_layernorm", self._decoder.embed_tokens_unscaled(next_tokens))
         normed = norm("layers.0.hidden_norm", states)
         residual = (normed if self._spec.norm_before_residual else states).clone()  # a backend may overwrite it
         x, residual = self._run_layers(torch.cat((embedded, normed), dim=-1), residual, metadata, kv_cache)

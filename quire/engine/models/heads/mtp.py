@@ -44,7 +44,9 @@ class MTPHead(TransformerHead):
     def advance_states(
         self, next_tokens: Tensor, states: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[LayerCache]
     ) -> Tensor:
-        embedded = self._norms.apply_norm(self._backend, EMBEDDING_NORM, self._decoder.embed_tokens(next_tokens))
+        embedded = self._norms.apply_norm(
+            self._backend, EMBEDDING_NORM, self._decoder.embed_tokens_unscaled(next_tokens)
+        )
         normed_states = self._norms.apply_norm(self._backend, HIDDEN_NORM, states)
         x = self._eh_proj.packed_linear(torch.cat((embedded, normed_states), dim=-1), NO_ADAPTERS)
         x, residual = self._run_layers(x, None, metadata, kv_cache)

@@ -75,7 +75,11 @@ class TransformerHead(DraftHead):
         """(output, residual stream) behind all of them, not yet added, for x [T, hidden] and the stream to add it to
         (None: there is none yet). Stores all T tokens' keys and values. Adapters are the decoder's alone."""
         metadata = replace(metadata, linear_context=NO_ADAPTERS)
-        if residual is None and metadata.is_text_only and (recorded := self._record_layers(kv_cache)) is not None:
+        if (
+            residual is None
+            and metadata.is_text_only
+            and (recorded := self._get_recorded_layers_call(kv_cache)) is not None
+        ):
             return recorded(x, None, metadata, range(len(self._layers)))
         for index in range(len(self._layers)):
             x, residual = self._run_layer(index, kv_cache, self._backend, x, residual, metadata)
@@ -96,7 +100,7 @@ class TransformerHead(DraftHead):
         assert residual is not None
         return x, residual
 
-    def _record_layers(self, kv_cache: Sequence[LayerCache]) -> RecordedLayers | None:
+    def _get_recorded_layers_call(self, kv_cache: Sequence[LayerCache]) -> RecordedLayers | None:
         """Those that begin the stream as one call on these pages, where the backend can."""
         if self._recorded_layers[0] is not kv_cache:
             layers = [partial(self._run_layer, index, kv_cache) for index in range(len(self._layers))]

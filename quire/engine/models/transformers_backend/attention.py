@@ -62,7 +62,7 @@ class PagedAttentionFunction:
         assert self._metadata is not None
         spec, metadata = self._layers[call_index], self._metadata.group_metadata(self._groups.group_of[call_index])
         k_cache, v_cache = self._kv_cache[self._groups.place_of[call_index]]
-        q, k, v = (_pad_head_dim(each, spec.head_dim) for each in (call.query, call.key, call.value))
+        q, k, v = (_to_padded_token_rows(each, spec.head_dim) for each in (call.query, call.key, call.value))
         self._backend.store_kv(k, v, k_cache, v_cache, metadata.slot_mapping)
         params = self._attention_params[call_index]
         if spec.sinks:
@@ -73,7 +73,7 @@ class PagedAttentionFunction:
         return out[None, ..., : spec.value_dim].contiguous()
 
 
-def _pad_head_dim(x: Tensor, width: int) -> Tensor:
+def _to_padded_token_rows(x: Tensor, width: int) -> Tensor:
     """[1, heads, T, D] to [T, heads, width], zeros behind D."""
     rows = x[0].transpose(0, 1)
     return (F.pad(rows, (0, width - x.shape[3])) if x.shape[3] < width else rows).contiguous()

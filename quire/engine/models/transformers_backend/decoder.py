@@ -25,24 +25,24 @@ from quire.engine.models.decoder import Decoder, KVCache, MediaEmbeddings, has_f
 from quire.engine.models.transformers_backend.attention import PagedAttentionFunction
 from quire.engine.models.transformers_backend.batch_invariance import BatchInvariantOps
 from quire.engine.models.transformers_backend.experts import QuireExperts
-from quire.engine.models.transformers_backend.interface import set_attention, set_experts
-from quire.engine.models.transformers_backend.model_builder import build_model, find_body, format_error
+from quire.engine.models.transformers_backend.interface import set_attention_function, set_experts_function
+from quire.engine.models.transformers_backend.model_builder import build_model, describe_exception, find_body_and_name
 from quire.engine.models.transformers_backend.modules import (
     BatchInvariantModule,
     QuireLinear,
-    conv1d_as_linear,
     find_unreplaced_matmuls,
     has_custom_matmul,
     make_quire_norm,
+    meta_linear_of_conv1d,
     transpose_parameter,
 )
 from quire.engine.models.transformers_backend.positions import (
     CachedRotary,
-    StepPositions,
-    has_length_based_positions,
+    StepPositionInjector,
+    has_positions_from_cache_length,
     is_rotary,
 )
-from quire.engine.models.transformers_backend.probe import body_inputs, build_transformers_attention
+from quire.engine.models.transformers_backend.probe import body_forward_kwargs, build_transformers_attention
 from quire.engine.models.transformers_backend.spec import ROUTERS, TransformersSpec
 from quire.engine.models.transformers_backend.tensor_parallel import REPLICATED_PLAN, make_tensor_parallel_plan
 from quire.engine.models.transformers_backend.weight_conversion import TensorStream, WeightConversion
@@ -73,7 +73,7 @@ class TransformersDecoder(Decoder):
     """Whether ranks add up their parts of a result. False while one rank computes alone, whose numbers mean nothing."""
 
     def build_modules(self, build_context: BuildContext) -> None:
-        """It has all layers: see check_transformers_config."""
+        """It has all layers: see check_transformers_settings."""
         spec, backend = self.spec, build_context.backend
         assert isinstance(spec, TransformersSpec)
         self._spec = spec
@@ -95,14 +95,16 @@ class TransformersDecoder(Decoder):
         self._batch_invariant_ops: AbstractContextManager[object] = (
             BatchInvariantOps(backend) if on_cpu else nullcontext()
         )
-        self._table = self._replace_modules()
-        set_attention(model, self._paged_attention)
-        (name, self._body), self._body_stub = find_body(model), _BodyStub()
+        self._table = self._replace_modules_and_list_parameters()
+        set_attention_function(model, self._paged_attention)
+        (name, self._body), self._body_stub = find_body_and_name(model), _BodyStub()
         _set_module(model, name, self._body_stub)
 
     @property
-    def compute_identity(self) -> str:
-        return f"{super().compute_identity}, {self.transformers_class} of transformers {transformers.__version__}"
+    def kernel_backend_identity(self) -> str:
+        return (
+            f"{super().kernel_backend_identity}, {self.transformers_class} of transformers {transformers.__version__}"
+        )
 
     def parameters(self) -> ParameterTable:
         return dict(self._table)
@@ -133,7 +135,7 @@ class TransformersDecoder(Decoder):
         positions = metadata.positions[None]
         positions = positions + self._first_position if self._first_position else positions
         with self._batch_invariant_ops:
-            output = self._body(**body_inputs(self._body, token_ids.long()[None], positions))
+            output = self._body(**body_forward_kwargs(self._body, token_ids.long()[None], positions))
         self._paged_attention.finish_step()
         return output[0][0][rows], []
 
@@ -145,13 +147,15 @@ class TransformersDecoder(Decoder):
         self._body_stub.hidden = None
         return logits.float()
 
-    def greedy_tokens(self, hidden: Tensor, context: LinearContext = NO_ADAPTERS) -> tuple[Tensor, Tensor]:
+    def greedy_tokens_and_finite_flags(
+        self, hidden: Tensor, context: LinearContext = NO_ADAPTERS
+    ) -> tuple[Tensor, Tensor]:
         """Of logits that the class itself puts together, where there are ranks."""
         logits = self.compute_logits(hidden, context)
         best, group = self.argmax(logits), self.shard.group
         return best if group is None else group.broadcast(best), has_finite_logits(hidden, logits)
 
-    def _replace_modules(self) -> ParameterTable:
+    def _replace_modules_and_list_parameters(self) -> ParameterTable:
         """Put our modules in the place of the class's where they are the same function; the tensors of all."""
         model, table = self._model, ParameterTable()
         head, replaced = model.get_output_embeddings(), dict[int, nn.Module]()
@@ -160,14 +164,16 @@ class TransformersDecoder(Decoder):
             if id(module) in replaced:
                 _set_module(model, name, replaced[id(module)])
             elif type(module) is nn.Linear and name in self._spec.called_modules:
-                linear, parameters = self._make_linear(name, module, wide=module is head)
+                linear, parameters = self._make_linear_and_parameters(name, module, wide=module is head)
                 self._merge_parameters(table, parameters)
                 _set_module(model, name, replaced.setdefault(id(module), linear))
             elif (norm := make_quire_norm(name, module, self._module_context)) is not None:
                 self._merge_parameters(table, norm.weights.parameters())
                 _set_module(model, name, replaced.setdefault(id(module), norm))
             elif type(module) is Conv1D and name in self._spec.called_modules:
-                linear, parameters = self._make_linear(name, conv1d_as_linear(module), wide=module is head)
+                linear, parameters = self._make_linear_and_parameters(
+                    name, meta_linear_of_conv1d(module), wide=module is head
+                )
                 self._merge_parameters(
                     table, {each: transpose_parameter(parameter) for each, parameter in parameters.items()}
                 )
@@ -179,8 +185,8 @@ class TransformersDecoder(Decoder):
                     else (UNSHARDED, None)
                 )
                 experts = QuireExperts(module, name, self._module_context.scheme, self.dtype, *shard_args)
-                self._merge_parameters(table, experts.parameters())
-                set_experts(module, experts)
+                self._merge_parameters(table, experts.take_parameters_from_module())
+                set_experts_function(module, experts)
         self._make_buffers()
         self._merge_parameters(table, self._remaining_parameters())
         self.unreplaced_matmuls = find_unreplaced_matmuls(model, self._spec.called_modules)
@@ -190,17 +196,19 @@ class TransformersDecoder(Decoder):
                 _set_module(model, name, CachedRotary(module, positions, context))
             elif has_custom_matmul(module):
                 _set_module(model, name, BatchInvariantModule(module, self._module_context.backend))
-            elif has_length_based_positions(module):
-                _set_module(model, name, StepPositions(module, lambda: self._paged_attention.positions))
+            elif has_positions_from_cache_length(module):
+                _set_module(model, name, StepPositionInjector(module, lambda: self._paged_attention.positions))
         return table
 
     def _merge_parameters(self, table: ParameterTable, parameters: ParameterTable) -> None:
         """Add to a table, under the names that are the parameters' own; what is there goes to both."""
         for name, parameter in parameters.items():
-            canonical_name = self._conversion.canonical_name(name)
+            canonical_name = self._conversion.first_name_of_tied_parameter(name)
             table[canonical_name] = table[canonical_name].tie_with(parameter) if canonical_name in table else parameter
 
-    def _make_linear(self, name: str, module: nn.Linear, *, wide: bool) -> tuple[QuireLinear, ParameterTable]:
+    def _make_linear_and_parameters(
+        self, name: str, module: nn.Linear, *, wide: bool
+    ) -> tuple[QuireLinear, ParameterTable]:
         outs, scheme = {name: module.out_features}, self._module_context.scheme
         weight_spec = scheme.linear_tensor_specs(name, module.in_features, module.out_features, bias=False).get(
             "weight"
@@ -225,7 +233,7 @@ class TransformersDecoder(Decoder):
             fused, module, self.dtype, self.device, lambda: self._linear_context, cut, reduce
         ), fused.parameters()
 
-    def _slice_heads(self, numbers: Tensor) -> Tensor:
+    def _slice_per_head_parameter(self, numbers: Tensor) -> Tensor:
         span = self.shard.rank_span(len(numbers))
         return numbers[span.start : span.stop]
 
@@ -245,7 +253,7 @@ class TransformersDecoder(Decoder):
                     makers[nearest]._init_weights(module)
                 except Exception as error:  # whatever it makes of config.json's numbers
                     what = f"transformers' {type(self._model).__name__} does not make {path}.{missing[0][0]}"
-                    raise ModelError(f"model: {what}: {format_error(error)}") from error
+                    raise ModelError(f"model: {what}: {describe_exception(error)}") from error
 
     def _remaining_parameters(self) -> ParameterTable:
         """The parameters that stay in modules of the class."""
@@ -253,7 +261,11 @@ class TransformersDecoder(Decoder):
         for name, module in self._model.named_modules():
             for own, each in module.named_parameters(recurse=False):
                 full = f"{name}.{own}" if name else own
-                cut = self._slice_heads if full in self._tensor_parallel_plan.per_head_parameters else identity
+                cut = (
+                    self._slice_per_head_parameter
+                    if full in self._tensor_parallel_plan.per_head_parameters
+                    else identity
+                )
                 self._merge_parameters(
                     table,
                     {full: LoadableParameter(tuple(each.shape), each.dtype, partial(_set_parameter, module, own), cut)},

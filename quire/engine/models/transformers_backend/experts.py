@@ -43,11 +43,11 @@ class QuireExperts:
         return all(hasattr(module, name) for name in ("has_gate", "is_transposed", "has_bias", "_apply_gate"))
 
     @staticmethod
-    def intermediate_size(module: Any) -> int:
+    def intermediate_size_of_module(module: Any) -> int:
         """Numbers between the two matrices of an expert."""
         return int(module.down_proj.shape[1 if module.is_transposed else 2])
 
-    def parameters(self) -> ParameterTable:
+    def take_parameters_from_module(self) -> ParameterTable:
         """Takes them out of the module."""
         table: ParameterTable = {}
         for linear in (self._input_linear, "down_proj"):
@@ -67,12 +67,12 @@ class QuireExperts:
             if all(each in self._loaded_tensors for each in names):
                 tensors = [self._loaded_tensors.pop(each) for each in names]
                 self._linears[linear] = [
-                    self._pack_expert(f"{self._name}.{linear}", *each) for each in zip(*tensors, strict=True)
+                    self._pack_expert_linear(f"{self._name}.{linear}", *each) for each in zip(*tensors, strict=True)
                 ]
 
         return load_tensor
 
-    def _pack_expert(self, name: str, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def _pack_expert_linear(self, name: str, weight: Tensor, bias: Tensor | None = None) -> Linear:
         tensors = {"weight": weight.t() if self._module.is_transposed else weight}
         tensors |= {} if bias is None else {"bias": bias}
         if self._shard.world_size > 1:
@@ -84,7 +84,7 @@ class QuireExperts:
         """A rank's: of gate and up some outputs of each, of down the inputs that these are."""
         if name.endswith("down_proj"):
             cut = self._shard.input_slice(tensor.shape[-1])
-            return cut.slice_bias(tensor) if kind == "bias" else cut.slice_on_read(tensor, "all")
+            return cut.slice_bias(tensor) if kind == "bias" else cut.slice_tensor_on_read(tensor, "all")
         parts = tensor.chunk(2 if self._module.has_gate else 1)
         return torch.cat([each[self._shard.output_slice(len(each)).output_range or range(0)] for each in parts])
 

@@ -51,13 +51,13 @@ def register_interfaces() -> None:
     ALL_EXPERTS_FUNCTIONS.register(INTERFACE_NAME, _run_experts)
 
 
-def set_attention(model: nn.Module, function: AttentionFunction) -> None:
+def set_attention_function(model: nn.Module, function: AttentionFunction) -> None:
     """Let it compute all attention of a model."""
     for module in model.modules():
         module.__dict__[_ATTENTION_KEY] = function
 
 
-def set_experts(module: nn.Module, function: ExpertsFunction) -> None:
+def set_experts_function(module: nn.Module, function: ExpertsFunction) -> None:
     """Let it compute the experts of a module."""
     module.__dict__[_EXPERTS_KEY] = function
 

@@ -26,11 +26,11 @@ def build_model(config_fields: Mapping[str, Any], dtype: torch.dtype) -> PreTrai
         raise ModelError(f"model: model_type {kind!r} is known neither to Quire nor to the transformers installed here")
     model_class = _find_model_class(config_fields)
     if model_class._is_stateful:
-        raise stateful_error(model_class)
+        raise make_stateful_model_error(model_class)
     try:
         config = CONFIG_MAPPING[kind].from_dict({**config_fields})
     except Exception as error:  # whatever its check of a hostile file raises
-        raise ModelError(f"model: config.json: transformers reads none of it: {format_error(error)}") from error
+        raise ModelError(f"model: config.json: transformers reads none of it: {describe_exception(error)}") from error
     if model_class.config_class is config.sub_configs.get("text_config"):  # the class of a text part alone
         config = config.get_text_config()
     try:
@@ -40,12 +40,12 @@ def build_model(config_fields: Mapping[str, Any], dtype: torch.dtype) -> PreTrai
             )
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (INTERFACE_NAME,):
-            raise _attention_interface_error(model_class) from None
+            raise _make_attention_interface_error(model_class) from None
         raise ModelError(
-            f"model: transformers' {model_class.__name__} is not made of this file: {format_error(error)}"
+            f"model: transformers' {model_class.__name__} is not made of this file: {describe_exception(error)}"
         ) from error
     if not any(hasattr(sys.modules[type(each).__module__], "ALL_ATTENTION_FUNCTIONS") for each in model.modules()):
-        raise _attention_interface_error(model_class)
+        raise _make_attention_interface_error(model_class)
     return model.eval().requires_grad_(False)
 
 
@@ -62,7 +62,7 @@ def _find_model_class(config_fields: Mapping[str, Any]) -> type[PreTrainedModel]
     raise ModelError(f"model: transformers has no causal language model of a {kind!r}")
 
 
-def find_body(model: PreTrainedModel) -> tuple[str, nn.Module]:
+def find_body_and_name(model: PreTrainedModel) -> tuple[str, nn.Module]:
     """What computes hidden states, without the head, and its name. Raises ModelError where the class does not tell."""
     candidates = (model.get_decoder(), getattr(model, model.base_model_prefix, None), getattr(model, "model", None))
     names = {id(module): name for name, module in model.named_modules()}
@@ -72,18 +72,18 @@ def find_body(model: PreTrainedModel) -> tuple[str, nn.Module]:
     raise ModelError(f"model: transformers' {type(model).__name__} does not say what of it is without the head")
 
 
-def stateful_error(model_class: type) -> ModelError:
+def make_stateful_model_error(model_class: type) -> ModelError:
     """Why such a class is not served."""
     state = "keeps a state that is no keys and values (a recurrence, a convolution)"
     return ModelError(f"model: transformers' {model_class.__name__} {state}")
 
 
-def _attention_interface_error(model_class: type) -> ModelError:
+def _make_attention_interface_error(model_class: type) -> ModelError:
     return ModelError(
         f"model: transformers' {model_class.__name__} does not attend through transformers' attention interface"
     )
 
 
-def format_error(error: Exception) -> str:
+def describe_exception(error: Exception) -> str:
     """What transformers says, whose reason is often not in the first line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -91,12 +91,12 @@ def make_quire_norm(name: str, module: nn.Module, build_context: BuildContext) -
     if not isinstance(weight, Tensor) or weight.ndim != 1 or not isinstance(eps, float) or list(module.buffers()):
         return None
     for offset in (0.0, 1.0):
-        if _is_rms_norm(module, len(weight), eps, offset):
+        if _is_numerically_rms_norm(module, len(weight), eps, offset):
             return QuireNorm(name, len(weight), build_context, NormSpec(eps, offset))
     return None
 
 
-def _is_rms_norm(module: nn.Module, size: int, eps: float, offset: float) -> bool:
+def _is_numerically_rms_norm(module: nn.Module, size: int, eps: float, offset: float) -> bool:
     """Whether a norm computes x / sqrt(mean(x^2) + eps) * (weight + offset), by numbers."""
     generator = torch.Generator().manual_seed(1)
     weight, x = torch.randn(size, generator=generator), torch.randn((_TRIAL_ROWS, size), generator=generator) * eps**0.5
@@ -112,7 +112,7 @@ def _is_rms_norm(module: nn.Module, size: int, eps: float, offset: float) -> boo
     )
 
 
-def conv1d_as_linear(module: Conv1D) -> nn.Linear:
+def meta_linear_of_conv1d(module: Conv1D) -> nn.Linear:
     """The linear that GPT-2's Conv1D is, on the meta device; its weight is stored [in, out]."""
     inner, outs = module.weight.shape
     return nn.Linear(inner, outs, device="meta")
@@ -159,13 +159,13 @@ class _PackedMatmulMode(TorchFunctionMode):
         """By type, with the parameter that it was made of."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if func is not F.linear or kwargs or (linear := self._packed_linear(*args[:2])) is None:
+        if func is not F.linear or kwargs or (linear := self._packed_linear_or_none(*args[:2])) is None:
             return func(*args, **(kwargs or {}))
         x, bias = args[0], args[2] if len(args) > 2 else None
         rows = linear(x.reshape(-1, x.shape[-1]).contiguous(), NO_ADAPTERS).view(*x.shape[:-1], -1)
         return rows if bias is None else rows + bias
 
-    def _packed_linear(self, x: Tensor, weight: Tensor) -> Linear | None:
+    def _packed_linear_or_none(self, x: Tensor, weight: Tensor) -> Linear | None:
         """None where it is another matrix, or of a type that the backend does not take."""
         parameter = self._module.get_parameter("weight")
         if parameter.shape != weight.shape or self._backend.unsupported_reason(x.device, x.dtype, 2) is not None:

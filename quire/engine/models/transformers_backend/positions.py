@@ -63,7 +63,7 @@ def is_rotary(module: nn.Module) -> bool:
     return "Rotary" in type(module).__name__ and names[:2] == ["x", "position_ids"]
 
 
-class StepPositions(nn.Module):
+class StepPositionInjector(nn.Module):
     """A table of positions that a class looks up by counting from the length of what is cached: it gets those of the
     step's tokens in their place."""
 
@@ -75,7 +75,7 @@ class StepPositions(nn.Module):
         return self._module(*args, position_ids=self._get_step_positions().view(position_ids.shape), **kwargs)
 
 
-def has_length_based_positions(module: nn.Module) -> bool:
+def has_positions_from_cache_length(module: nn.Module) -> bool:
     """Whether it looks up positions by a length."""
     names = inspect.signature(module.forward).parameters
     lengths = {"cache_length", "past_key_values_length"}  # the second up to transformers 5.23

@@ -28,9 +28,9 @@ from quire.engine.models.transformers_backend.interface import (
     AttentionCall,
     MaskFunction,
     mask_function_of,
-    set_attention,
+    set_attention_function,
 )
-from quire.engine.models.transformers_backend.model_builder import find_body, stateful_error
+from quire.engine.models.transformers_backend.model_builder import find_body_and_name, make_stateful_model_error
 from quire.kernels.backend import Operations
 
 NO_NORM = NormSpec(0.0)
@@ -183,11 +183,11 @@ def probe_attention(model: PreTrainedModel, max_len: int) -> list[TransformersAt
     tokens of contexts."""
     attention_probe, name = AttentionProbe(max_len), type(model).__name__
     if _is_recurrent(model):
-        raise stateful_error(type(model))
-    set_attention(model, attention_probe)
+        raise make_stateful_model_error(type(model))
+    set_attention_function(model, attention_probe)
     ids = torch.zeros((1, _PROBE_TOKENS), dtype=torch.int64, device="meta")
-    _, body = find_body(model)
-    inputs = body_inputs(body, ids, torch.zeros_like(ids))
+    _, body = find_body_and_name(model)
+    inputs = body_forward_kwargs(body, ids, torch.zeros_like(ids))
     inputs["attention_mask"] = torch.ones_like(ids)
     try:
         with _EmptyNonzero(), _assume_all_nonzero():
@@ -204,7 +204,7 @@ def probe_attention(model: PreTrainedModel, max_len: int) -> list[TransformersAt
 
 
 @contextmanager
-def record_called_modules(model: PreTrainedModel) -> Iterator[dict[str, bool]]:
+def called_modules_recorder(model: PreTrainedModel) -> Iterator[dict[str, bool]]:
     """The names of the modules that are called in its context; of each whether its rows are always the tokens."""
     calls = dict[str, bool]()
 
@@ -251,7 +251,7 @@ class _ZeroMetaInputs(TorchFunctionMode):
         return func(*map(zeros_for_meta, args), **(kwargs or {}))
 
 
-def body_inputs(body: nn.Module, token_ids: Tensor, positions: Tensor) -> dict[str, Any]:
+def body_forward_kwargs(body: nn.Module, token_ids: Tensor, positions: Tensor) -> dict[str, Any]:
     """What a body's forward takes for these tokens, [1, T]."""
     parameters = inspect.signature(body.forward).parameters
     anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
@@ -273,12 +273,12 @@ def _is_recurrent(model: PreTrainedModel) -> bool:
 @torch.inference_mode()
 def check_lm_head(model: PreTrainedModel, vocab_size: int, hidden_size: int) -> None:
     """Raise ModelError where the class makes other things than one row of logits for each hidden state."""
-    (_, body), name = find_body(model), type(model).__name__
+    (_, body), name = find_body_and_name(model), type(model).__name__
     hidden_states: list[Tensor] = []
     hook = body.register_forward_hook(lambda module, args, output: hidden_states.append(output[0]))
     ids = torch.zeros((1, _PROBE_TOKENS), dtype=torch.int64, device="meta")
     try:
-        inputs = body_inputs(model, ids, torch.zeros_like(ids)) | {"attention_mask": torch.ones_like(ids)}
+        inputs = body_forward_kwargs(model, ids, torch.zeros_like(ids)) | {"attention_mask": torch.ones_like(ids)}
         with _EmptyNonzero(), _assume_all_nonzero():
             logits = model(**inputs).logits
     except Exception as error:

@@ -19,9 +19,9 @@ from quire.engine.models.transformers_backend.model_builder import build_model
 from quire.engine.models.transformers_backend.probe import (
     NO_NORM,
     TransformersAttentionSpec,
+    called_modules_recorder,
     check_lm_head,
     probe_attention,
-    record_called_modules,
 )
 from quire.engine.models.transformers_backend.tensor_parallel import probe_sharded_attention
 
@@ -68,7 +68,7 @@ def transformers_spec(config: ModelConfig) -> TransformersSpec:
     """Builds the class without weights. Raises ModelError where pages do not serve it."""
     assert config.given is not None
     model = build_model(config.given, torch.float32)
-    with record_called_modules(model) as names:
+    with called_modules_recorder(model) as names:
         calls = probe_attention(model, longest := config.context or config.max_position)
         check_lm_head(model, config.vocab_size, config.hidden_size)
     return TransformersSpec(

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from quire.engine.errors import ModelError
 from quire.engine.layers.shard import FULL_LINEAR, LinearSlice, ModelShard
 from quire.engine.models.transformers_backend.experts import QuireExperts
-from quire.engine.models.transformers_backend.model_builder import build_model, find_body
+from quire.engine.models.transformers_backend.model_builder import build_model, find_body_and_name
 from quire.engine.models.transformers_backend.probe import TransformersAttentionSpec, probe_attention
 
 _SLICED_KINDS: Mapping[str, Literal["outs", "ins"]] = {"colwise": "outs", "rowwise": "ins"}
@@ -61,9 +61,9 @@ REPLICATED_PLAN = TensorParallelPlan({})
 
 def make_tensor_parallel_plan(model: PreTrainedModel, ranks: int) -> TensorParallelPlan:
     """Of a class's model as it is made. Raises ModelError, with the reason, for one that so many cannot divide."""
-    body_name, body = find_body(model)
+    body_name, body = find_body_and_name(model)
     plan_fields = getattr(body.config, "base_model_tp_plan", None) or {}
-    plan = {f"{_layer_pattern(body_name)}.{name}": str(kind) for name, kind in plan_fields.items()}
+    plan = {f"{_replace_indices_with_wildcard(body_name)}.{name}": str(kind) for name, kind in plan_fields.items()}
     class_name = f"transformers' {type(model).__name__}"
     linears: dict[str, Literal["outs", "ins"]] = {}
     experts, heads = set[str](), set[str]()
@@ -77,15 +77,18 @@ def make_tensor_parallel_plan(model: PreTrainedModel, ranks: int) -> TensorParal
     def check_expert_kinds(name: str, module: nn.Module, kinds: set[str | None]) -> None:
         if not kinds <= _EXPERT_KINDS:
             raise unsupported_plan_error(name, ", ".join(sorted(map(str, kinds))))
-        if kinds and QuireExperts.intermediate_size(module) % ranks:
+        if kinds and QuireExperts.intermediate_size_of_module(module) % ranks:
             raise plan_error(
-                name, f"{ranks} ranks do not divide {QuireExperts.intermediate_size(module)} numbers of an expert"
+                name,
+                f"{ranks} ranks do not divide {QuireExperts.intermediate_size_of_module(module)} numbers of an expert",
             )
 
     for name, module in model.named_modules():
-        kind, parameters = plan.get(_layer_pattern(name)), dict(module.named_parameters(recurse=False))
+        kind, parameters = plan.get(_replace_indices_with_wildcard(name)), dict(module.named_parameters(recurse=False))
         if QuireExperts.is_experts_module(module):
-            kinds = {kind, *(plan.get(_layer_pattern(f"{name}.{each}")) for each in parameters)} - {None}
+            kinds = {kind, *(plan.get(_replace_indices_with_wildcard(f"{name}.{each}")) for each in parameters)} - {
+                None
+            }
             check_expert_kinds(name, module, kinds)
             if kinds:
                 experts.add(name)
@@ -99,7 +102,7 @@ def make_tensor_parallel_plan(model: PreTrainedModel, ranks: int) -> TensorParal
             raise unsupported_plan_error(name, kind)
         for each, parameter in parameters.items():
             full = f"{name}.{each}" if name else each
-            if (kind := plan.get(_layer_pattern(full))) is None or kind in _REPLICATED_KINDS:
+            if (kind := plan.get(_replace_indices_with_wildcard(full))) is None or kind in _REPLICATED_KINDS:
                 continue
             if kind not in _SLICED_KINDS or parameter.ndim != 1 or len(parameter) % ranks:
                 raise unsupported_plan_error(full, kind)
@@ -135,6 +138,6 @@ def probe_sharded_attention(
     return sharded
 
 
-def _layer_pattern(name: str) -> str:
+def _replace_indices_with_wildcard(name: str) -> str:
     """As plans name the modules of all layers."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)

@@ -60,11 +60,11 @@ class WeightConversion:
         state = model.state_dict()
         self._state_dict: dict[str, Tensor] = state
         self._model = _OriginalModel(model, state)
-        self._canonical = _canonical_names(model)
+        self._canonical = _first_names_of_tied_parameters(model)
         unexpected = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         self._unexpected = [re.compile(pattern) for pattern in unexpected]
 
-    def canonical_name(self, name: str) -> str:
+    def first_name_of_tied_parameter(self, name: str) -> str:
         """The one name of a parameter that the class has under several."""
         return self._canonical.get(name, name)
 
@@ -73,7 +73,7 @@ class WeightConversion:
         yielded, waiting = set[str](), dict[str, _PendingConversion]()
         for stored, tensor in stream:
             for name, weight in self._convert_tensor(stored, tensor, waiting):
-                canonical_name = self.canonical_name(name)
+                canonical_name = self.first_name_of_tied_parameter(name)
                 unused = name not in self._state_dict and any(pattern.search(name) for pattern in self._unexpected)
                 if canonical_name not in yielded and not unused:
                     yielded.add(canonical_name)
@@ -85,11 +85,11 @@ class WeightConversion:
     def _convert_tensor(
         self, stored: str, tensor: Tensor, waiting: dict[str, _PendingConversion]
     ) -> Iterator[tuple[str, Tensor]]:
-        name, pattern = self._rename_tensor(stored)
+        name, pattern = self._rename_and_match_converter(stored)
         if name not in self._state_dict:  # it may be of a model that has more than text
             if (text := text_tensor(stored)) is None or _NON_TEXT.search(stored):
                 return
-            name, pattern = self._rename_tensor(text)
+            name, pattern = self._rename_and_match_converter(text)
         if pattern is None or name not in self._state_dict:
             yield name, tensor
             return
@@ -103,7 +103,7 @@ class WeightConversion:
         if sum(part.numel() for _, _, part in pending.parts) >= pending.num_elements:
             yield from self._run_converter(name, waiting.pop(name))
 
-    def _rename_tensor(self, stored: str) -> tuple[str, str | None]:
+    def _rename_and_match_converter(self, stored: str) -> tuple[str, str | None]:
         """The class's name for it, and the pattern of the rule that converts it, if one does."""
         name, pattern = rename_source_key(stored, self._renamings, self._converters, self._prefix, self._state_dict)
         return (stored, None) if name not in self._state_dict and stored in self._state_dict else (name, pattern)
@@ -127,7 +127,7 @@ def convert_meta_tensors(config_fields: Mapping[str, Any], stream: Iterable[tupl
     return ((name, tensor) for name, tensor in WeightConversion(model).convert_weights(stream) if name not in buffers)
 
 
-def _canonical_names(model: PreTrainedModel) -> dict[str, str]:
+def _first_names_of_tied_parameters(model: PreTrainedModel) -> dict[str, str]:
     """By name, the first name of the same parameter."""
     first: dict[int, str] = {}
     canonical = {}

@@ -89,10 +89,10 @@ def candidate_rules(shape: UnitShape, *, text_results: bool, prefer_merge: bool)
         yield from _call_rules(shape, text_results=text_results)
         return
     is_result = shape.role in ("tool", "function")
-    kinds = _result_fix_sets(shape, text_results=text_results) if is_result else _message_fix_sets(shape)
+    kinds = _orphan_result_fix_sets(shape, text_results=text_results) if is_result else _message_fix_sets(shape)
     for fixes in kinds:
         yield AdaptationRule(fixes)
-        yield from _rules_with_join(fixes)
+        yield from _joining_variants(fixes)
     if shape.content == "empty" and shape.role == "assistant":
         yield AdaptationRule(("omitted",))
 
@@ -105,7 +105,7 @@ def _message_fix_sets(shape: UnitShape) -> list[tuple[Fix, ...]]:
     return [(), ("user",)] if shape.role not in ("user", "assistant") else [()]
 
 
-def _result_fix_sets(shape: UnitShape, *, text_results: bool) -> list[tuple[Fix, ...]]:
+def _orphan_result_fix_sets(shape: UnitShape, *, text_results: bool) -> list[tuple[Fix, ...]]:
     """Of a result that answers no call."""
     fixes = _applicable_fixes(shape)
     several = [chosen for size in range(len(fixes) + 1) for chosen in combinations(fixes, size)]
@@ -115,7 +115,7 @@ def _result_fix_sets(shape: UnitShape, *, text_results: bool) -> list[tuple[Fix,
     return [*(each for each in several if not _are_contradictory(each)), as_text]
 
 
-def _rules_with_join(fixes: tuple[Fix, ...]) -> Iterator[AdaptationRule]:
+def _joining_variants(fixes: tuple[Fix, ...]) -> Iterator[AdaptationRule]:
     yield AdaptationRule(fixes, "merged")
     for filler in range(2):
         yield AdaptationRule(fixes, "separated", filler)
@@ -131,10 +131,10 @@ def _call_rules(shape: UnitShape, *, text_results: bool) -> Iterator[AdaptationR
     for fixes in text_fixes:
         all_fixes: tuple[Fix, ...] = ("modern", *fixes) if shape.is_legacy else fixes
         yield AdaptationRule(all_fixes)
-        yield from _rules_with_join(all_fixes)
+        yield from _joining_variants(all_fixes)
         if "calls_as_text" not in fixes and (more := _applicable_fixes(shape)):
             yield AdaptationRule((*more, *fixes))
-            yield from _rules_with_join((*more, *fixes))
+            yield from _joining_variants((*more, *fixes))
 
 
 def _native_call_rules(shape: UnitShape) -> Iterator[AdaptationRule]:
@@ -146,7 +146,7 @@ def _native_call_rules(shape: UnitShape) -> Iterator[AdaptationRule]:
             if not _are_contradictory(chosen):
                 cost = sum(_FIX_COSTS.get(fix, 1) for fix in chosen)
                 rules.append((cost, AdaptationRule(chosen)))
-                rules += [(cost + place + 1, rule) for place, rule in enumerate(_rules_with_join(chosen))]
+                rules += [(cost + place + 1, rule) for place, rule in enumerate(_joining_variants(chosen))]
     rules.sort(key=lambda each: each[0])
     for _, rule in rules[:_MAX_NATIVE_RULES]:
         yield rule

@@ -9,7 +9,7 @@ from quire.engine.errors import InvalidRequest
 from quire.engine.text.conversation.adaptation_rules import AdaptationRule, Fix
 from quire.engine.text.conversation.message_units import Message, MessageUnit
 from quire.engine.text.conversation.planner import Adaptation, ConversationPlan, ConversationPlanner
-from quire.engine.text.conversation.text_presence import find_missing_messages
+from quire.engine.text.conversation.text_presence import find_missing_message_indices
 from quire.engine.text.template_sandbox import TemplateStepLimitExceeded
 
 MAX_RENDERINGS = 6
@@ -54,13 +54,13 @@ class ConversationRenderer:
                 raise self._refusal_error(
                     plan.adaptations[0].index, f"{ADAPTATION_OFF_MESSAGE}: {plan.adaptations[0].label}"
                 )
-            text = self._try_render_plan(plan)
+            text = self._render_plan_or_error(plan)
             error = text if isinstance(text, InvalidRequest) else None
             if isinstance(text, str):
                 conversation = RenderedConversation(text, plan.adaptations, plan.moved_texts)
                 first = first or conversation
                 unit_indices = sorted(
-                    {plan.unit_indices[index] for index in find_missing_messages(text, plan.messages)}
+                    {plan.unit_indices[index] for index in find_missing_message_indices(text, plan.messages)}
                 )
                 if not unit_indices:
                     return conversation
@@ -75,7 +75,7 @@ class ConversationRenderer:
             return first
         raise self._unit_refusal_error(unit_indices[0], error) from error
 
-    def _try_render_plan(self, plan: ConversationPlan) -> str | InvalidRequest:
+    def _render_plan_or_error(self, plan: ConversationPlan) -> str | InvalidRequest:
         try:
             return self._render_messages(plan.messages)
         except InvalidRequest as error:

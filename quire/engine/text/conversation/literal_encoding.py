@@ -15,7 +15,7 @@ def encode_with_literal_texts(
 ) -> list[int]:
     """The ids of `text`; tokens such as `<|im_end|>` in the `moved` texts are encoded as characters. Raises
     InvalidRequest as `Tokenizer.encode`."""
-    cuts = sorted(set(_find_cut_positions(tokenizer, text, moved)))
+    cuts = sorted(set(_find_cuts_inside_special_tokens(tokenizer, text, moved)))
     if not cuts:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     ids = tokenizer.encode(text[: cuts[0]], add_special_tokens=add_special_tokens)
@@ -26,7 +26,7 @@ def encode_with_literal_texts(
     return ids
 
 
-def _find_cut_positions(tokenizer: Tokenizer, text: str, moved_texts: Sequence[str]) -> Iterator[int]:
+def _find_cuts_inside_special_tokens(tokenizer: Tokenizer, text: str, moved_texts: Sequence[str]) -> Iterator[int]:
     """Places inside of the tokens that moved texts spell: a text that is cut there has them no more."""
     pattern = tokenizer.added_token_pattern
     for each in set(moved_texts) if pattern is not None else ():

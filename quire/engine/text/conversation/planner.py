@@ -90,8 +90,8 @@ class ConversationPlanner:
         for unit_index, unit in enumerate(units):
             shape = unit_shape(unit, text_arguments=text_arguments)
             if unit_index in banned_rules:
-                rule, sure = self._choose_rule(state, shape, tools, banned_rules[unit_index])
-                state = self._next_state(state, shape, rule, tools)
+                rule, sure = self._choose_rule_and_certainty(state, shape, tools, banned_rules[unit_index])
+                state = self._state_after_rule(state, shape, rule, tools)
             else:
                 if shape not in state.transitions:
                     self._learn_transition(state, shape, tools)
@@ -134,18 +134,18 @@ class ConversationPlanner:
             self._states.clear()
         return self._states.setdefault((tools, steps), _AutomatonState(steps))
 
-    def _next_state(
+    def _state_after_rule(
         self, state: _AutomatonState, shape: UnitShape, rule: AdaptationRule, tools: bool
     ) -> _AutomatonState:
         return self._get_state(tools, _abbreviate_steps((*state.steps, (shape, rule))))
 
     def _learn_transition(self, state: _AutomatonState, shape: UnitShape, tools: bool) -> None:
-        rule, sure = self._choose_rule(state, shape, tools, frozenset())
+        rule, sure = self._choose_rule_and_certainty(state, shape, tools, frozenset())
         if len(state.transitions) > MAX_CACHED_STATES:  # only where callers may make up roles
             state.transitions.clear()
-        state.transitions[shape] = rule, self._next_state(state, shape, rule, tools), sure
+        state.transitions[shape] = rule, self._state_after_rule(state, shape, rule, tools), sure
 
-    def _choose_rule(
+    def _choose_rule_and_certainty(
         self, state: _AutomatonState, shape: UnitShape, tools: bool, banned: Set[AdaptationRule | tuple[Fix, ...]]
     ) -> tuple[AdaptationRule, bool]:
         """The first rule that suits the template, and what mostly follows; without one the first that suits it."""
@@ -156,36 +156,38 @@ class ConversationPlanner:
                 continue
             if partial is not None and "calls_as_text" in rule.fixes:
                 break
-            suits, goes_on = self._try_rule(state.steps, shape, rule, tools)
+            suits, goes_on = self._rule_suits_and_continues(state.steps, shape, rule, tools)
             if suits and goes_on:
                 return (AS_SENT if rule == AS_SENT else rule), True
             if suits and fallback is None:
                 fallback = rule
             if shape.num_calls and partial is None and not suits:
-                partial = rule if self._try_rule(state.steps, shape, rule, tools, partly=True)[1] else None
+                partial = (
+                    rule if self._rule_suits_and_continues(state.steps, shape, rule, tools, partly=True)[1] else None
+                )
         fallback = fallback or partial
         if fallback is not None:
             return (AS_SENT if fallback == AS_SENT else fallback), True
         return AS_SENT, False
 
-    def _try_rule(
+    def _rule_suits_and_continues(
         self, steps: tuple[PlanStep, ...], shape: UnitShape, rule: AdaptationRule, tools: bool, *, partly: bool = False
     ) -> tuple[bool, bool]:
         """Whether a rule suits a shape behind these steps, and whether a conversation can go on after it. `partly`: the
         template may leave arguments of calls out, as it may show only some that it knows, and show calls elsewhere."""
-        trial = self._write_trial((*steps, (shape, rule)))
+        trial = self._write_trial_of_steps((*steps, (shape, rule)))
         if trial is None:
             return False, False
         messages, probe_units = trial
         if partly:
-            probe_units[-1] = probe_units[-1].without_arguments()
+            probe_units[-1] = probe_units[-1].without_expected_arguments()
         if shape.role not in SYSTEM_ROLES:
             probe_units = [one for one in probe_units[:-1] if not one.any_position] + probe_units[-1:]
         role = str(messages[-1].get("role")) if messages else ""
         pending = bool(messages) and bool(messages[-1].get("tool_calls"))
         alone = self._shows_all_texts(messages, probe_units, tools, images=shape.result_content == "parts")
         ways = () if pending else _FOLLOWING_SHAPES.get(role, ())
-        lengths = [self._count_accepted_messages(messages, probe_units, way, tools) for way in ways]
+        lengths = [self._count_accepted_following_shapes(messages, probe_units, way, tools) for way in ways]
         ends_here = alone or (bool(ways) and role != "user" and not (shape.num_calls and role != "assistant"))
         goes_on = not ways or any(length == len(way) for length, way in zip(lengths, ways, strict=True))
         stays = shape.role not in SYSTEM_ROLES or self._keeps_prefix(steps, messages, tools)
@@ -195,7 +197,7 @@ class ConversationPlanner:
         """True if what stood before a late system message stands before it still: some templates write another head."""
         if all(shape.role in SYSTEM_ROLES for shape, _ in steps):
             return True
-        trial = self._write_trial(steps)
+        trial = self._write_trial_of_steps(steps)
         before = None if trial is None else self._render(trial[0], tools, False)
         text = self._render(messages, tools, False)
         if trial is None or before is None or text is None:
@@ -203,18 +205,18 @@ class ConversationPlanner:
         ends = [before.rfind(one) + len(one) for each in trial[1] for texts in each.expected_texts for one in texts]
         return text.startswith(before[: max(ends, default=0)])
 
-    def _count_accepted_messages(
+    def _count_accepted_following_shapes(
         self, messages: list[Message], probe_units: list[ProbeUnit], way: Sequence[UnitShape], tools: bool
     ) -> int:
         """How many messages of these shapes the template takes behind others."""
         for length, shape in enumerate(way):
-            behind = self._extend_trial(messages, probe_units, shape, tools)
+            behind = self._extended_trial_or_none(messages, probe_units, shape, tools)
             if behind is None:
                 return length
             messages, probe_units = behind
         return len(way)
 
-    def _extend_trial(
+    def _extended_trial_or_none(
         self, messages: list[Message], probe_units: list[ProbeUnit], shape: UnitShape, tools: bool
     ) -> tuple[list[Message], list[ProbeUnit]] | None:
         """With a message behind them, merged if need be; None where the template does not show all of it."""
@@ -244,7 +246,7 @@ class ConversationPlanner:
             return bare is None or len(bare) < len(text)
         return True
 
-    def _write_trial(self, steps: Sequence[PlanStep]) -> tuple[list[Message], list[ProbeUnit]] | None:
+    def _write_trial_of_steps(self, steps: Sequence[PlanStep]) -> tuple[list[Message], list[ProbeUnit]] | None:
         """Specimens of these steps, written; None where the last one's rule does not fit them."""
         messages: list[Message] = []
         probe_units: list[ProbeUnit] = []
@@ -265,11 +267,11 @@ class ConversationPlanner:
     def _get_closing_messages(self, state: _AutomatonState, tools: bool, prompt: bool) -> list[Message]:
         """What is added where the template does not take a conversation that ends here."""
         if prompt not in state.closing_messages:
-            state.closing_messages[prompt] = self._learn_closing_messages(state, tools, prompt)
+            state.closing_messages[prompt] = self._find_closing_messages(state, tools, prompt)
         return state.closing_messages[prompt]
 
-    def _learn_closing_messages(self, state: _AutomatonState, tools: bool, prompt: bool) -> list[Message]:
-        trial = self._write_trial(state.steps)
+    def _find_closing_messages(self, state: _AutomatonState, tools: bool, prompt: bool) -> list[Message]:
+        trial = self._write_trial_of_steps(state.steps)
         if trial is None:
             return []
         messages, probe_units = trial

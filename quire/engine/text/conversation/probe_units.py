@@ -20,7 +20,7 @@ class ProbeUnit(NamedTuple):
     argument_texts: frozenset[str] = frozenset()
     """Those of the wanted texts that are arguments of calls."""
 
-    def without_arguments(self) -> ProbeUnit:
+    def without_expected_arguments(self) -> ProbeUnit:
         expected_texts = [texts for texts in self.expected_texts if not self.argument_texts & set(texts)]
         return self._replace(expected_texts=expected_texts, any_position=True)
 
@@ -56,7 +56,7 @@ def make_probe_unit(shape: UnitShape, serial: int, *, first: bool, text_argument
     else:
         message["tool_calls"] = calls
     results = []
-    for call_index in _calls_with_results(shape):
+    for call_index in _answered_call_indices(shape):
         text = f"qz{serial}r{call_index}zq"
         role = "function" if shape.is_legacy else "tool"
         result = {
@@ -70,7 +70,7 @@ def make_probe_unit(shape: UnitShape, serial: int, *, first: bool, text_argument
     return ProbeUnit(MessageUnit((message, *results), serial), expected_texts, argument_texts=arguments)
 
 
-def _calls_with_results(shape: UnitShape) -> list[int]:
+def _answered_call_indices(shape: UnitShape) -> list[int]:
     """The places of the calls that have results, in the order of these."""
     places = list(range(shape.num_calls))
     if shape.results == "reordered":

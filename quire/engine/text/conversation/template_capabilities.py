@@ -34,7 +34,7 @@ class TemplateInputFormat:
     shows_user_text: bool = True
     """A user's text. A template that never shows it, such as one that is the same for all, is rendered as it is."""
 
-    def template_variables(self, messages: list[Message], tools: Tools) -> dict[str, Any]:
+    def make_template_variables(self, messages: list[Message], tools: Tools) -> dict[str, Any]:
         more: Mapping[str, Any] = {}
         if self.functions_variable:
             functions = [tool.get("function", tool) for tool in tools or ()]

@@ -18,7 +18,7 @@ _MAX_SEARCHED_CHARACTERS = 200
 """Characters of an argument in which a word is looked for."""
 
 
-def find_missing_messages(text: str, messages: Sequence[Message]) -> list[int]:
+def find_missing_message_indices(text: str, messages: Sequence[Message]) -> list[int]:
     """The indices of the messages that have a text which the rendered `text` does not show."""
     search_start = 0
     missing_indices = []

@@ -131,7 +131,7 @@ def _with_short_ids(writer: UnitWriter, messages: list[Message], unit: MessageUn
     return _rename_ids(messages, lambda id, place, name: shorten_id(id, place))
 
 
-def _with_function_name_ids(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
+def _with_kimi_style_call_ids(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
     """Ids such as `functions.name:3`, which Kimi K2 reads the name from."""
     return _rename_ids(messages, lambda id, place, name: f"functions.{name}:{unit.index + place}")
 
@@ -251,7 +251,7 @@ def _to_system_role(writer: UnitWriter, messages: list[Message], unit: MessageUn
     return [{**message, "role": "system"} for message in messages]
 
 
-def _to_user_role(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
+def _to_tagged_user_messages(writer: UnitWriter, messages: list[Message], unit: MessageUnit) -> list[Message]:
     """Instructions as a user's text, marked; the description of the tools needs no mark."""
     if unit.is_tool_description:
         return [{**message, "role": "user"} for message in messages]
@@ -266,7 +266,7 @@ _FixFunction = Callable[[UnitWriter, list[Message], MessageUnit], list[Message]]
 _FIX_FUNCTIONS: dict[Fix, _FixFunction] = {
     "modern": _modernize_calls,
     "ids": _with_short_ids,
-    "named_ids": _with_function_name_ids,
+    "named_ids": _with_kimi_style_call_ids,
     "arguments": _move_bad_arguments_to_content,
     "order": _sort_results,
     "result": _add_missing_results,
@@ -277,6 +277,6 @@ _FIX_FUNCTIONS: dict[Fix, _FixFunction] = {
     "calls_as_text": lambda writer, messages, unit: with_calls_as_text(messages, writer.call_format),
     "results_as_text": lambda writer, messages, unit: with_results_as_text(messages),
     "system": _to_system_role,
-    "user": _to_user_role,
+    "user": _to_tagged_user_messages,
     "omitted": lambda writer, messages, unit: [],
 }

@@ -19,9 +19,9 @@ import torch
 
 from quire.engine.checkpoint.safetensors import INDEX, read_file_headers, text_tensor, weight_files
 from quire.engine.errors import ModelError, QuireError
-from quire.engine.folder_reader import read_json
+from quire.engine.folder_reader import read_json_if_present
 from quire.engine.worker.checkpoint_writer.quantized_formats import QuantizedFormat, TensorLayout, make_quantized_format
-from quire.engine.worker.checkpoint_writer.safetensors_writer import DTYPE_BYTES, SafetensorsWriter
+from quire.engine.worker.checkpoint_writer.safetensors_writer import DTYPE_BYTES, SafetensorsFileWriter
 from quire.engine.worker.checkpoint_writer.smoothquant import Smoothing, fit_smoothing
 from quire.engine.worker.loading.weight_loader import iter_file_tensors, require_shards
 from quire.kernels.backend import Backend
@@ -51,7 +51,9 @@ def quantize_folder(
     """
     partial_folder = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.absolute().parent))
     try:
-        summary = _write_quantized(model, partial_folder, make_quantized_format(name, backend), make_smoothing)
+        summary = _write_quantized_checkpoint(
+            model, partial_folder, make_quantized_format(name, backend), make_smoothing
+        )
         mask = os.umask(0)
         os.umask(mask)
         partial_folder.chmod(0o777 & ~mask)
@@ -63,10 +65,10 @@ def quantize_folder(
 
 
 @torch.inference_mode()
-def _write_quantized(
+def _write_quantized_checkpoint(
     model: Path, out: Path, target_format: QuantizedFormat, make_smoothing: Callable[[], Smoothing] | None
 ) -> str:
-    config = read_json(model / "config.json") or {}
+    config = read_json_if_present(model / "config.json") or {}
     if (kind := str(config.get("model_type"))) in _UNSUPPORTED_FAMILIES:
         raise ModelError(
             f"model: checkpoints of {kind} models are not written in few bits; serve it with --quantization"
@@ -88,7 +90,7 @@ def _write_quantized(
     for shard, tensor_layouts in layouts.items():
         file_name = f"{shard.stem.replace('pytorch_model', 'model')}.safetensors"
         tensors = {name: each for layout in tensor_layouts.values() for name, each in layout.items()}
-        with SafetensorsWriter(out / file_name, tensors) as file:
+        with SafetensorsFileWriter(out / file_name, tensors) as file:
             for name, stored in iter_file_tensors(shard):
                 tensor = stored if smoother is None else smoother.smooth_tensor(name, stored)
                 if len(tensor_layouts[name]) == 1:
@@ -96,7 +98,7 @@ def _write_quantized(
                     continue
                 linears += 1
                 for part, content in target_format.quantize_weight(tensor).items():
-                    file.write_tensor(f"{_linear_name(name)}.{part}", content)
+                    file.write_tensor(f"{_strip_weight_suffix(name)}.{part}", content)
         index |= dict.fromkeys(tensors, file_name)
         before, after = before + shard.stat().st_size, after + (out / file_name).stat().st_size
     if {*index.values()} != {"model.safetensors"}:
@@ -114,7 +116,7 @@ def _tensor_layout(name: str, dtype: str, shape: tuple[int, ...], target_format:
     if linear and len(shape) == 2 and dtype in _FLOAT_DTYPES:
         parts = target_format.tensor_layout(*shape)
         if parts is not None:
-            return {f"{_linear_name(name)}.{part}": each for part, each in parts.items()}
+            return {f"{_strip_weight_suffix(name)}.{part}": each for part, each in parts.items()}
     return {name: (dtype, shape)}
 
 
@@ -122,14 +124,14 @@ def _list_unquantized(layouts: Mapping[str, TensorLayout]) -> list[str]:
     """The linears that stay as they are. The head is named where it is tied as well: other programs have it."""
     linears = ["lm_head"]
     for name, layout in layouts.items():
-        linear = _linear_name(name)
+        linear = _strip_weight_suffix(name)
         is_matrix = len(layout) == 1 and len(layout[name][1]) == 2 and name.endswith(".weight")
         if is_matrix and text_tensor(name) is not None and "embed" not in linear and linear not in linears:
             linears.append(linear)
     return linears + (list(_VISION_LINEARS) if any(text_tensor(name) is None for name in layouts) else [])
 
 
-def _linear_name(name: str) -> str:
+def _strip_weight_suffix(name: str) -> str:
     return name.removesuffix(".weight")
 
 

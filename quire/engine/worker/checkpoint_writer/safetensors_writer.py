@@ -19,7 +19,7 @@ DTYPE_BYTES = {
 """Of a number of each type that safetensors names."""
 
 
-class SafetensorsWriter:
+class SafetensorsFileWriter:
     """A new file of these tensors. Use it in a `with` statement. OSError goes through."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
@@ -40,7 +40,7 @@ class SafetensorsWriter:
         self._write_at(len(text).to_bytes(8, "little") + text, 0)
         self._file.truncate(self._data_start + at)
 
-    def __enter__(self) -> SafetensorsWriter:
+    def __enter__(self) -> SafetensorsFileWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

@@ -21,7 +21,7 @@ from quire.engine.checkpoint.safetensors import text_tensor
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.sublayer import SmoothableNorm, Sublayer
-from quire.engine.worker.loading.forward_pass import compute_hidden_states, load_standalone_model
+from quire.engine.worker.loading.forward_pass import compute_hidden_states, load_standalone_model_and_backend
 from quire.engine.worker.loading.weight_loader import checkpoint_stream
 from quire.engine.worker.loading.weight_mapper import WeightMapper
 
@@ -45,9 +45,9 @@ def record_activation_ranges(path: Path, samples: Sequence[Sequence[int]]) -> li
     model_config = read_model_config(path)
     longest = min(max(map(len, samples)), model_config.max_position)
     config = EngineConfig(model=str(path), device="cpu", max_model_len=longest)
-    loaded, backend = load_standalone_model(config)
+    loaded, backend = load_standalone_model_and_backend(config)
     model = loaded.model
-    norms = [each for layer in model.all_layers for each in _smoothable_norms(layer)]
+    norms = [each for layer in model.layers_of_all_stages for each in _smoothable_norms(layer)]
     largest: list[Tensor | None] = [None] * len(norms)
 
     def record_max(at: int, x: Tensor) -> None:
@@ -128,7 +128,7 @@ class Smoothing:
     def smooth_tensor(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor that takes the place of this one, by its stored name: of linears in float32."""
         module, _, kind = (text_tensor(name) or "").rpartition(".")
-        module_name = self._weight_mapper.mapped_module_names(module)[0] if module else ""
+        module_name = self._weight_mapper.map_module_name(module)[0] if module else ""
         if module_name not in self._factors:
             return tensor
         if module_name in self._norm_weights:
@@ -142,8 +142,8 @@ def _read_norms_and_column_maxima(path: Path, arrangement: WeightMapper) -> tupl
     """(weights of norms, and of whatever else is [n], in float32; of each matrix's columns the largest absolute
     number), by the names that parts of layers give them."""
     vectors, columns = dict[str, Tensor](), dict[str, Tensor]()
-    for name, tensor in _iter_weights(path):
-        for own in arrangement.mapped_module_names(name):
+    for name, tensor in _iter_module_weights(path):
+        for own in arrangement.map_module_name(name):
             if tensor.ndim == 1:
                 vectors[own] = tensor.float()
             elif tensor.ndim == 2:
@@ -151,7 +151,7 @@ def _read_norms_and_column_maxima(path: Path, arrangement: WeightMapper) -> tupl
     return vectors, columns
 
 
-def _iter_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
+def _iter_module_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
     """By module, those of text. Raises ModelError."""
     for name, tensor in checkpoint_stream(path):
         module, _, kind = name.rpartition(".")

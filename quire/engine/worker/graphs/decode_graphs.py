@@ -36,8 +36,8 @@ FIRST_GRAPH_CONTEXT = 2048
 contexts would be slow for short ones: there are graphs up to this length, and for each four times longer."""
 
 DecodeFunction = Callable[[Tensor, int], Tensor]
-"""(rows [2 or 3, B] int64, as InputBatch.decode_inputs takes them; pages that the longest context may have) to hidden
-states [B, width]. Neither may make the host wait, nor read from the host anything that changes."""
+"""(rows [2 or 3, B] int64, as InputBatch.graph_decode_inputs takes them; pages that the longest context may have) to
+hidden states [B, width]. Neither may make the host wait, nor read from the host anything that changes."""
 SampleFunction = Callable[[Tensor, Tensor], Tensor]
 """(The same rows, hidden states) to the picks behind them, [B] int64, which it also writes to the slots; or to what
 else is to be known of these, [..., B]."""
@@ -138,8 +138,10 @@ class DecodeGraphs:
         rows[0, :count] = slots
         rows[1, :count] = contexts - 1
         rows[2:, :count] = adapters
-        graph = self._get_graph((size, max_blocks, len(rows)))
-        sample_graph = self._get_graph((size, None, len(rows))) if all_greedy and size in self._sample_sizes else None
+        graph = self._get_or_capture_graph((size, max_blocks, len(rows)))
+        sample_graph = (
+            self._get_or_capture_graph((size, None, len(rows))) if all_greedy and size in self._sample_sizes else None
+        )
         buffers = self._buffers[size]
         copy_into(rows, buffers.rows[: len(rows)])
         if graph is None:
@@ -164,7 +166,7 @@ class DecodeGraphs:
         """
         for key in self._graph_keys():
             if key not in self.graph_set:
-                self._get_graph(key)
+                self._get_or_capture_graph(key)
                 return True
         return False
 
@@ -178,7 +180,7 @@ class DecodeGraphs:
     def capture_progress(self) -> str:
         return f"{len(self.graph_set.graphs)} of {len(list(self._graph_keys()))}"
 
-    def _get_graph(self, key: _GraphKey) -> CapturedGraph | None:
+    def _get_or_capture_graph(self, key: _GraphKey) -> CapturedGraph | None:
         """The graph of that kind, captured on first use; capturing computes scratch rows alone. None where that
         failed."""
         size, max_blocks, row_parts = key

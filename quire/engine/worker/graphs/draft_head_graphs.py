@@ -64,20 +64,20 @@ class DraftHeadGraphs:
         """Rows of a guess that a graph computes."""
         return self._sizes[-1]
 
-    def write_rows(self, rows: np.ndarray) -> Tensor:
+    def upload_rows(self, rows: np.ndarray) -> Tensor:
         """Give these rows [4, B] int64 to the next graphs. Returns them on the device."""
         count = rows.shape[1]
         size = self._graph_size(count)
         padded_rows = np.zeros((4, size), dtype=np.int64)
         padded_rows[0], padded_rows[:, :count] = self._input_batch.scratch_slot, rows
-        copy_into(padded_rows, self._row_buffer(size))
+        copy_into(padded_rows, self._row_buffer_of_size(size))
         return self._row_buffers[size][:, :count]
 
     def sample_drafts(self, count: int, draft_index: int) -> Tensor | None:
         """The largest logit behind so many rows that were put, [B] int64; None where no graph has it."""
         size = self._graph_size(count)
         graph = (
-            self._get_graph(_GraphKey(size, None, min(draft_index, self._num_samplers - 1)))
+            self._get_or_capture_graph(_GraphKey(size, None, min(draft_index, self._num_samplers - 1)))
             if size <= MAX_SAMPLE_ROWS
             else None
         )
@@ -85,20 +85,20 @@ class DraftHeadGraphs:
             None if graph is None else graph.replay_rows(count).clone()
         )  # the next guess may be made before it arrives
 
-    def advance_states(self, count: int, context: int) -> None:
+    def advance_states_one_token(self, count: int, context: int) -> None:
         """Compute the states at so many positions that were put, of contexts of up to so many tokens."""
         size, max_blocks = self._graph_size(count), -(-context // self._input_batch.block_size)
         key = _GraphKey(size, next(width for width in self._block_counts if width >= max_blocks))
-        if (graph := self._get_graph(key)) is not None:
+        if (graph := self._get_or_capture_graph(key)) is not None:
             graph.replay()
         else:
-            self._run_eagerly(key, self._row_buffers[size][:, :count])
+            self._run_graph_function(key, self._row_buffers[size][:, :count])
 
     def capture_next(self) -> bool:
         """Capture one more graph; False when there is none left."""
         missing = next((kind for kind in self._graph_keys() if kind not in self.graph_set), None)
         if missing is not None:
-            self._get_graph(missing)
+            self._get_or_capture_graph(missing)
         return missing is not None
 
     @property
@@ -113,17 +113,17 @@ class DraftHeadGraphs:
             if size <= MAX_SAMPLE_ROWS:
                 yield _GraphKey(size, None, draft_index)
 
-    def _get_graph(self, key: _GraphKey) -> CapturedGraph | None:
+    def _get_or_capture_graph(self, key: _GraphKey) -> CapturedGraph | None:
         """The graph of that kind, captured on first use, which computes scratch rows alone. None where that failed."""
         if key not in self.graph_set:
-            rows = self._row_buffer(key.size)
+            rows = self._row_buffer_of_size(key.size)
             saved_rows = rows.clone()
             rows.zero_()[0].fill_(self._input_batch.scratch_slot)
-            self.graph_set.capture_graph(key, key.size, partial(self._run_eagerly, key, rows))
+            self.graph_set.capture_graph(key, key.size, partial(self._run_graph_function, key, rows))
             rows.copy_(saved_rows)
         return self.graph_set.graphs.get(key)
 
-    def _run_eagerly(self, key: _GraphKey, rows: Tensor) -> Tensor:
+    def _run_graph_function(self, key: _GraphKey, rows: Tensor) -> Tensor:
         if key.max_blocks is None:
             return self._sample(rows, key.draft_index)
         assert self._advance is not None
@@ -132,7 +132,7 @@ class DraftHeadGraphs:
     def _graph_size(self, count: int) -> int:
         return next(size for size in self._sizes if size >= count)
 
-    def _row_buffer(self, size: int) -> Tensor:
+    def _row_buffer_of_size(self, size: int) -> Tensor:
         if size not in self._row_buffers:
             self._row_buffers[size] = torch.zeros((4, size), dtype=torch.int64, device=self._input_batch.device)
         return self._row_buffers[size]

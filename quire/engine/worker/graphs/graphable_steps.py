@@ -38,44 +38,44 @@ class GraphableSteps:
     def hidden_width(self) -> int:
         return self._model.spec.hidden_size * (1 + len(self._aux_layers))
 
-    def run_decode(self, rows: Tensor, max_blocks: int) -> Tensor:
-        """One token per row: see InputBatch.decode_inputs."""
-        return self._run_model(*self._input_batch.decode_inputs(rows, max_blocks))
+    def compute_decode_hidden(self, rows: Tensor, max_blocks: int) -> Tensor:
+        """One token per row: see InputBatch.graph_decode_inputs."""
+        return self._compute_hidden_with_aux(*self._input_batch.graph_decode_inputs(rows, max_blocks))
 
-    def run_mixed_batch(self, rows: Tensor, chunks: Tensor, num_decodes: int, max_blocks: int) -> Tensor:
-        """The same of so many rows, and of parts of prompts behind them: see InputBatch.prefill_inputs."""
-        return self._run_model(*self._make_mixed_inputs(rows, chunks, num_decodes, max_blocks))
+    def compute_mixed_batch_hidden(self, rows: Tensor, chunks: Tensor, num_decodes: int, max_blocks: int) -> Tensor:
+        """The same of so many rows, and of parts of prompts behind them: see InputBatch.graph_prefill_inputs."""
+        return self._compute_hidden_with_aux(*self._make_mixed_inputs(rows, chunks, num_decodes, max_blocks))
 
-    def run_draft_heads_after_decode(self, rows: Tensor, hidden: Tensor, max_blocks: int) -> Tensor:
+    def compute_head_states_after_decode(self, rows: Tensor, hidden: Tensor, max_blocks: int) -> Tensor:
         """What heads make of such a step, which has left `hidden`."""
-        _, metadata = self._input_batch.decode_inputs(rows, max_blocks, updates_states=False)
-        return self._run_draft_heads(rows, metadata, hidden)
+        _, metadata = self._input_batch.graph_decode_inputs(rows, max_blocks, updates_states=False)
+        return self._compute_draft_head_states(rows, metadata, hidden)
 
-    def run_draft_heads_after_mixed_batch(
+    def compute_head_states_after_mixed_batch(
         self, rows: Tensor, chunks: Tensor, num_decodes: int, max_blocks: int, hidden: Tensor
     ) -> Tensor:
         _, metadata = self._make_mixed_inputs(rows, chunks, num_decodes, max_blocks, updates_states=False)
-        return self._run_draft_heads(rows, metadata, hidden)
+        return self._compute_draft_head_states(rows, metadata, hidden)
 
     def _make_mixed_inputs(
         self, rows: Tensor, chunks: Tensor, num_decodes: int, max_blocks: int, *, updates_states: bool = True
     ) -> tuple[Tensor, AttentionMetadata]:
         slot_rows, adapters = rows[:2], rows[2:]
-        ids, decode_metadata = self._input_batch.decode_inputs(
+        ids, decode_metadata = self._input_batch.graph_decode_inputs(
             slot_rows[:, :num_decodes], max_blocks, updates_states=updates_states
         )
-        prefill_ids, prefill_metadata = self._input_batch.prefill_inputs(
+        prefill_ids, prefill_metadata = self._input_batch.graph_prefill_inputs(
             slot_rows[:, num_decodes:], chunks, max_blocks, updates_states=updates_states
         )
         linear = LinearContext.from_adapter_slots(adapters[0]) if len(adapters) else NO_ADAPTERS
         return torch.cat((ids, prefill_ids)), join_metadata(decode_metadata, prefill_metadata, linear)
 
-    def _run_model(self, token_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def _compute_hidden_with_aux(self, token_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
         every = torch.arange(len(token_ids), device=token_ids.device)
         hidden, aux_hidden = self._model.forward_with_aux(token_ids, metadata, self._kv_cache, every, self._aux_layers)
         return torch.cat((hidden, *aux_hidden), dim=1) if aux_hidden else hidden
 
-    def _run_draft_heads(self, rows: Tensor, metadata: AttentionMetadata, side_by_side: Tensor) -> Tensor:
+    def _compute_draft_head_states(self, rows: Tensor, metadata: AttentionMetadata, side_by_side: Tensor) -> Tensor:
         assert self._compute_head_states is not None
         hidden, *aux_hidden = self.split_hidden(side_by_side)
         return self._compute_head_states(rows[0], metadata, hidden, aux_hidden)

@@ -30,7 +30,7 @@ from quire.engine.checkpoint.kv_plan import GRAPH_ROWS, GRAPH_TOKENS, MOST_GRAPH
 from quire.engine.core.scheduler_output import SchedulerOutput
 from quire.engine.worker.graphs.decode_graphs import graph_block_counts
 from quire.engine.worker.graphs.graph_capture import CapturedGraph, GraphOutputs, GraphSet
-from quire.engine.worker.input_batch import InputBatch, expand_to_samples
+from quire.engine.worker.input_batch import InputBatch, expand_ends_to_samples
 from quire.kernels.collective import Collective
 from quire.kernels.gpu.host_transfer import copy_into, upload_arrays
 from quire.kernels.probes.backend_probe import GraphCapture
@@ -39,9 +39,9 @@ NUM_PREFILL_ROWS = 8
 """Of prompts, at least one of which fills up."""
 
 MixedStepFunction = Callable[[Tensor, Tensor, int, int], Tensor]
-"""(rows [2 or 3, T] int64 and pieces [5, SEQUENCES] int64, as InputBatch.decode_inputs and prefill_inputs take them;
-how many of the rows are decodes; pages that the longest context may have) to hidden states [T, width]. Neither may make
-the host wait, nor read from the host anything that changes."""
+"""(rows [2 or 3, T] int64 and pieces [5, SEQUENCES] int64, as InputBatch.graph_decode_inputs and graph_prefill_inputs
+take them; how many of the rows are decodes; pages that the longest context may have) to hidden states [T, width].
+Neither may make the host wait, nor read from the host anything that changes."""
 
 MixedHeadFunction = Callable[[Tensor, Tensor, int, int, Tensor], Tensor]
 """(The same, and hidden states) to what is computed once the picks are written, [T, ...]."""
@@ -112,7 +112,7 @@ class MixedBatchGraphs:
             return None
         is_decode = np.array([row.should_sample and row.num_tokens == 1 + len(row.draft_token_ids) for row in rows])
         if (
-            self._input_batch.tracks_draft_states
+            self._input_batch.tracks_recurrent_state_lengths
         ):  # of a new owner's matrices the host says what they have seen, as of prompts'
             is_decode &= self._input_batch.known_state_mask(np.array([row.slot for row in rows]))
         num_chunks = len(rows) - int(is_decode.sum())
@@ -125,7 +125,11 @@ class MixedBatchGraphs:
             max(row.start + row.num_tokens for row in rows),
             3 if self._input_batch.adapter_slots[[row.slot for row in rows]].any() else 2,
         )
-        return None if key is None or not self._request_graph(key) else GraphPlan(scheduler_output, key, is_decode)
+        return (
+            None
+            if key is None or not self._should_use_or_request_graph(key)
+            else GraphPlan(scheduler_output, key, is_decode)
+        )
 
     def _graph_key(
         self, num_decodes: int, num_prefill_tokens: int, max_context: int, row_parts: int
@@ -137,7 +141,7 @@ class MixedBatchGraphs:
         max_blocks = next(count for count in self._block_counts if count * self._input_batch.block_size >= max_context)
         return MixedGraphKey(rows, size, max_blocks, row_parts)
 
-    def _request_graph(self, key: MixedGraphKey) -> bool:
+    def _should_use_or_request_graph(self, key: MixedGraphKey) -> bool:
         """Whether steps of the kind are a graph's from now on. Notes that one asked for it."""
         if key in self.graph_set:
             return key in self.graph_set.graphs
@@ -158,7 +162,7 @@ class MixedBatchGraphs:
         if key not in self.graph_set:
             self._capture_graph(key)
         buffers = self._get_buffers(key)
-        input_array, sample_indices, order = self._lay_out_inputs(graph_plan)
+        input_array, sample_indices, order = self._build_inputs_and_output_indices(graph_plan)
         copy_into(input_array, buffers.inputs)
         if (graph := self.graph_set.graphs.get(key)) is not None:
             graph.replay()
@@ -224,7 +228,7 @@ class MixedBatchGraphs:
         rows[1, key.num_total_rows - num_left :] = np.arange(num_left)
         return inputs
 
-    def _lay_out_inputs(self, graph_plan: GraphPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _build_inputs_and_output_indices(self, graph_plan: GraphPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """What _Places.given is to hold; and the places there of the tokens before the picks, and of all tokens in the
         order of the batch."""
         key = graph_plan.key
@@ -251,12 +255,16 @@ class MixedBatchGraphs:
         tokens[0, order], tokens[2, order] = token_slots, self._input_batch.adapter_slots[token_slots]
         tokens[1, order] = (contexts - ends).repeat(counts) + np.arange(len(token_slots))
         num_seen, num_known = starts, contexts
-        if self._input_batch.tracks_draft_states:
+        if self._input_batch.tracks_recurrent_state_lengths:
             num_known = contexts - np.array([len(row.draft_token_ids) for row in rows])
-            num_seen = self._input_batch.swap_state_lengths(slots, starts, num_known)
+            num_seen = self._input_batch.set_lengths_and_get_previous(slots, starts, num_known)
         sequences[:, : int(is_chunk.sum())] = np.stack((slots, counts, contexts, num_seen, num_known))[:, is_chunk]
         sampling = np.array([row.should_sample for row in rows])
-        return inputs, order[expand_to_samples([row for row in rows if row.should_sample], ends[sampling]) - 1], order
+        return (
+            inputs,
+            order[expand_ends_to_samples([row for row in rows if row.should_sample], ends[sampling]) - 1],
+            order,
+        )
 
 
 def _step_arguments(key: MixedGraphKey, buffers: _StaticBuffers) -> tuple[Tensor, Tensor, int, int]:

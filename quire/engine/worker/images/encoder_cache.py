@@ -32,7 +32,7 @@ class _PartialEncoding:
         self._total_work = work
         self._work_done = 0.0
 
-    def encode_until(self, chunk: EncoderChunk) -> Tensor | None:
+    def advance_and_get_features(self, chunk: EncoderChunk) -> Tensor | None:
         """Read up to there. Returns the features, where that is the end."""
         try:
             while chunk.is_last or self._work_done * chunk.total_cost < chunk.end_progress * self._total_work:
@@ -64,7 +64,7 @@ class ImageEncoderCache:
         self.num_encoded = 0
         """Images, or parts of them, that the tower has read."""
 
-    def encode_chunks(
+    def encode_scheduled_chunks(
         self, scheduler_output: SchedulerOutput, get_new_request: Callable[[ScheduledRequest], NewRequestData]
     ) -> None:
         """Read what the step's rows say. Those that it reads from their beginning to their end, of one height and
@@ -77,7 +77,7 @@ class ImageEncoderCache:
         for row in scheduler_output.scheduled_requests:
             new_request = get_new_request(row)
             for chunk in row.encoder_chunks:
-                key, image = (new_request.cache_salt, chunk.digest), _find_image(new_request, chunk.digest)
+                key, image = (new_request.cache_salt, chunk.digest), _find_image_by_digest(new_request, chunk.digest)
                 partial = next((each for each in self._partial.values() if each.key == key), None)
                 if key in self._cache:
                     self._cache.move_to_end(key)
@@ -118,7 +118,7 @@ class ImageEncoderCache:
         if self._tower is not None:
             self._tower.encode_images([make_dummy_image(self._vision, 256)])
 
-    def image_vectors(
+    def image_request_vectors(
         self, rows: Sequence[ScheduledRequest], get_new_request: Callable[[ScheduledRequest], NewRequestData]
     ) -> Tensor:
         """Of rows each of which is one image, whose features are its vector: [rows, size]."""
@@ -128,7 +128,7 @@ class ImageEncoderCache:
 
     def _continue_encoding(self, slot: int, partial: _PartialEncoding, chunk: EncoderChunk) -> None:
         self._partial[slot] = partial
-        if (features := partial.encode_until(chunk)) is not None:
+        if (features := partial.advance_and_get_features(chunk)) is not None:
             self._store_features(partial.key, features)
             self._partial = {slot: each for slot, each in self._partial.items() if each is not partial}
 
@@ -141,7 +141,7 @@ class ImageEncoderCache:
     def _get_features(self, new_request: NewRequestData, span: MediaSpan) -> Tensor:
         key = new_request.cache_salt, span.digest
         if key not in self._cache:  # it was let go of since it was read
-            self._encode_images({key: _find_image(new_request, span.digest)})
+            self._encode_images({key: _find_image_by_digest(new_request, span.digest)})
         self._cache.move_to_end(key)
         features = self._cache[key]
         assert span.offset + span.count <= len(features), "a span is longer than its image's features"
@@ -162,8 +162,8 @@ def make_dummy_image(vision: VisionSpec, side: int) -> Image:
     from PIL import Image as Pillow  # no start but a GPU's needs it
 
     image = Pillow.new("RGB", (side, side))
-    return max(vision.make_layout(side, side).make_tower_inputs(image), key=vision.num_patches)
+    return max(vision.make_layout(side, side).iter_resized_images(image), key=vision.num_patches)
 
 
-def _find_image(new_request: NewRequestData, digest: bytes) -> Image:
+def _find_image_by_digest(new_request: NewRequestData, digest: bytes) -> Image:
     return next(each for each in new_request.images if each.digest == digest)

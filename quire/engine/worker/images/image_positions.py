@@ -23,7 +23,7 @@ class ImagePositions:
         self._coordinates_by_slot: dict[int, tuple[NewRequestData, np.ndarray]] = {}
         """By slot: the last owner's admission, and `mrope_coordinates` of it."""
 
-    def has_tokens_before_image_end(
+    def has_rows_before_last_image_end(
         self, rows: Sequence[ScheduledRequest], get_new_request: Callable[[ScheduledRequest], NewRequestData]
     ) -> bool:
         """Whether some of these rows' tokens do not stand behind all images of their prompt."""
@@ -48,7 +48,7 @@ class ImagePositions:
         self, metadata: AttentionMetadata, rows: Sequence[ScheduledRequest], new_requests: Sequence[NewRequestData]
     ) -> AttentionMetadata:
         """With a row and a column for each token, where some stand in an image."""
-        parts = [self._row_coordinates(row, each) for row, each in zip(rows, new_requests, strict=True)]
+        parts = [self._scheduled_token_coordinates(row, each) for row, each in zip(rows, new_requests, strict=True)]
         if all(part is None for part in parts):
             return metadata
         coordinates_by_row = (
@@ -81,7 +81,7 @@ class ImagePositions:
             )
         return cached[1]
 
-    def _row_coordinates(self, row: ScheduledRequest, new_request: NewRequestData) -> np.ndarray | None:
+    def _scheduled_token_coordinates(self, row: ScheduledRequest, new_request: NewRequestData) -> np.ndarray | None:
         """Of a row's tokens, [count, 3] int64; None where each has its position in all three."""
         if not new_request.spans:
             return None
@@ -138,7 +138,7 @@ def mrope_coordinates(new_request: NewRequestData, vision: VisionSpec) -> np.nda
     end = 0
     following = 0
     for span in new_request.spans:
-        grid = vision.token_grid(contents[span.digest])
+        grid = vision.token_rows_and_columns(contents[span.digest])
         if grid is None:
             return np.zeros((0, 3), dtype=np.int64)
         parts.append(np.arange(following, following + span.start - end)[:, None].repeat(3, 1))

@@ -71,7 +71,7 @@ def load_tower(
         else OnlineQuantizedScheme(backend, dtype, quantization)
     )
     context = TowerBuildContext(backend, scheme, dtype, model_config.hidden_size, progress, device)
-    loaded = _load_tower_weights(config, vision, context, encodes=not stage)
+    loaded = _make_and_load_tower(config, vision, context, encodes=not stage)
     if device.type == "cuda" and loaded.encoder_cache is not None:
         loaded = loaded._replace(encoding_bytes=_encoding_bytes(vision, dtype))
     if quantization is None or not backend.keeps_weights_quantized or not loaded.weight_bytes:
@@ -96,13 +96,13 @@ def load_vector_tower(
         return LoadedTower(None, NO_IMAGES_REASON)
     if device.type != "cpu":
         backend = SdpaBackend()
-        if (why := find_encoder_error(backend, vision, dtype, device)) is not None:
+        if (why := find_tower_backend_error(backend, vision, dtype, device)) is not None:
             return LoadedTower(None, why)
     scheme = UnquantizedScheme(backend, dtype)
-    return _load_tower_weights(config, vision, TowerBuildContext(backend, scheme, dtype, size, progress, device))
+    return _make_and_load_tower(config, vision, TowerBuildContext(backend, scheme, dtype, size, progress, device))
 
 
-def _load_tower_weights(
+def _make_and_load_tower(
     config: EngineConfig, vision: VisionSpec, context: TowerBuildContext, *, encodes: bool = True
 ) -> LoadedTower:
     tower, device = make_tower(vision, context), context.device
@@ -129,7 +129,9 @@ def _encoding_bytes(vision: VisionSpec, dtype: torch.dtype) -> int:
     return max_patches * (_NUMBERS_PER_PATCH * shape.hidden_size * dtype.itemsize + pixels)
 
 
-def find_encoder_error(backend: Backend, vision: VisionSpec, dtype: torch.dtype, device: torch.device) -> str | None:
+def find_tower_backend_error(
+    backend: Backend, vision: VisionSpec, dtype: torch.dtype, device: torch.device
+) -> str | None:
     """Why this backend cannot compute a tower on a device that is no CPU, by a trial of what towers are made of."""
     shape, is_windowed = vision.tower_shape, vision.is_bidirectional
     trial = EncoderProbe(device, dtype, shape.num_heads, shape.hidden_size // shape.num_heads, has_window=is_windowed)
@@ -144,7 +146,7 @@ def find_text_only_reason(
     device = chosen.device
     if (
         device.type != "cpu"
-        and (why := find_encoder_error(chosen.vision_backend, vision, chosen.dtype, device)) is not None
+        and (why := find_tower_backend_error(chosen.vision_backend, vision, chosen.dtype, device)) is not None
     ):
         return why
     first = stage_layers(model_config.num_layers, config.pipeline_parallel_size)[0]

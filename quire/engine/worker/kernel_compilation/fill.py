@@ -24,10 +24,10 @@ from quire.engine.layers.sublayer import BuildContext
 from quire.engine.models import decoder_spec
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.device_memory import allocate_kv_blocks, allocate_slot_states, kv_cache_by_layer
-from quire.engine.worker.input_batch import InputBatch, SlotStates
+from quire.engine.worker.input_batch import InputBatch, SlotStateTensors
 from quire.engine.worker.kernel_compilation.kernel_compiler import CompileResult, compile_variants
 from quire.engine.worker.kernel_compilation.kernel_variants import launch_kernel_variants
-from quire.kernels.gpu.kernel_variant import KernelVariant, record_variants, set_compile_target
+from quire.kernels.gpu.kernel_variant import KernelVariant, dry_run_for_variants, set_compile_target
 from quire.kernels.gpu.triton_backend import TritonBackend
 
 _COMMON_MODELS = Path(__file__).with_name("common.toml")
@@ -105,12 +105,19 @@ def model_kernel_variants(model: ModelConfig, block_size: int) -> list[KernelVar
     states = allocate_slot_states(decoder, config.max_num_seqs + 1, 0)
     kv_cache = kv_cache_by_layer(decoder, allocate_kv_blocks(decoder, 2), states)
     input_batch = InputBatch(
-        config.max_num_seqs, _CONTEXT_TOKENS, block_size, _META_DEVICE, scratch_block=0, slot_states=SlotStates(states)
+        config.max_num_seqs,
+        _CONTEXT_TOKENS,
+        block_size,
+        _META_DEVICE,
+        scratch_block=0,
+        slot_states=SlotStateTensors(states),
     )
     variants: dict[KernelVariant, None] = {}
-    for gpu_config in (config, config.with_gpu_defaults(_LARGE_GPU_BYTES)):
+    for gpu_config in (config, config.with_gpu_default_step_tokens(_LARGE_GPU_BYTES)):
         variants |= dict.fromkeys(
-            record_variants(partial(launch_kernel_variants, decoder, kv_cache, input_batch, gpu_config.max_step_tokens))
+            dry_run_for_variants(
+                partial(launch_kernel_variants, decoder, kv_cache, input_batch, gpu_config.max_step_tokens)
+            )
         )
     return list(variants)
 

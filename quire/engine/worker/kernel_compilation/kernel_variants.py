@@ -9,10 +9,10 @@ import torch
 
 from quire.engine.models.decoder import Decoder, KVCache
 from quire.engine.models.heads.draft_head import DraftHead
-from quire.engine.worker.dummy_inputs import dummy_step
+from quire.engine.worker.dummy_inputs import dummy_step_inputs
 from quire.engine.worker.input_batch import ForwardInputs, InputBatch
 from quire.kernels.backend import LinearContext
-from quire.kernels.recurrent.recurrence import DraftStateLengths
+from quire.kernels.recurrent.recurrence import StateAndVerifiedCounts
 
 _QUERY_LENGTHS = (1, 2, 16, 24, 40, 128, 512)
 """Tokens of a sequence. Tiles are chosen by numbers of rows: of a product up to 16, 32, 64, more; of attention up
@@ -40,11 +40,11 @@ def launch_kernel_variants(model: Decoder, kv_cache: KVCache, slots: InputBatch,
     """On the scratch page. What it computes is nothing, under `recorded`."""
     hidden = None
     for shape in dummy_step_shapes(slots, step_tokens):
-        inputs = dummy_step(slots, *shape)
+        inputs = dummy_step_inputs(slots, *shape)
         for variant_inputs in (
             inputs,
             *_input_variants(inputs, shape, slots),
-            *([_add_adapters(inputs)] if model.adapters is not None else []),
+            *([_inputs_with_adapters(inputs)] if model.adapters is not None else []),
         ):
             hidden = model.forward(
                 variant_inputs.token_ids, variant_inputs.metadata, kv_cache, variant_inputs.sampled_indices
@@ -69,7 +69,7 @@ def launch_draft_head_variants(
     guesses."""
     states = torch.zeros((1, size), dtype=dtype, device=slots.device)
     for shape in dummy_step_shapes(slots, tokens) if kv_cache else ():
-        inputs = dummy_step(slots, *shape)
+        inputs = dummy_step_inputs(slots, *shape)
         for each in (inputs, *_input_variants(inputs, shape, slots)):
             ids, hidden = each.token_ids, states.expand(len(each.token_ids), -1).contiguous()
             states = head.compute_states(ids, hidden, [hidden] * len(head.aux_layers), each.metadata, kv_cache)[
@@ -89,9 +89,9 @@ def _input_variants(inputs: ForwardInputs, shape: tuple[int, int, int], slots: I
     variants = list[ForwardInputs]()
     if 1 < queries == context:
         variants.append(replace(inputs, metadata=replace(metadata, is_full_prefill=True)))
-    if slots.tracks_draft_states and queries == 2:
-        guesses = DraftStateLengths(metadata.context_lens - 2, metadata.context_lens - 1)
-        variants.append(replace(inputs, metadata=replace(metadata, draft_state_lengths=guesses)))
+    if slots.tracks_recurrent_state_lengths and queries == 2:
+        guesses = StateAndVerifiedCounts(metadata.context_lens - 2, metadata.context_lens - 1)
+        variants.append(replace(inputs, metadata=replace(metadata, state_and_verified_counts=guesses)))
     return variants
 
 
@@ -99,7 +99,7 @@ def _adapter_context(rows: torch.Tensor) -> LinearContext:
     return LinearContext.from_adapter_slots(torch.ones(len(rows), dtype=torch.int64, device=rows.device))
 
 
-def _add_adapters(inputs: ForwardInputs) -> ForwardInputs:
+def _inputs_with_adapters(inputs: ForwardInputs) -> ForwardInputs:
     """The same of tokens that all have an adapter."""
     metadata, linear = inputs.metadata, _adapter_context(inputs.token_ids)
     others = tuple(replace(each, linear_context=linear) for each in metadata.other_groups)

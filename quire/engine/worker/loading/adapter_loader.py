@@ -22,7 +22,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import QuireError, refuse_setting_if
 from quire.engine.layers.adapters import AdapterManager, LoRALayerWeights, PackedAdapter
 from quire.engine.lora.adapter_files import WEIGHTS_FILE, read_adapter_specs
-from quire.engine.lora.target_modules import ModuleShapes, adaptable_modules, max_cached_adapters
+from quire.engine.lora.target_modules import ModuleShapes, adaptable_modules, effective_max_cpu_loras
 from quire.engine.types import Adapter
 from quire.engine.worker.loading.weight_mapper import WeightMapper
 from quire.kernels.backend import Backend
@@ -32,7 +32,8 @@ log = logging.getLogger("quire.adapters")
 
 
 class ModelAdapterLoader:
-    """An AdapterLoader. `load_adapter`, `take_loaded_slots` and `wait_for_load` are called by the engine's loop."""
+    """An AdapterLoader. `load_adapter`, `install_finished_loads` and `wait_for_any_load` are called by the engine's
+    loop."""
 
     def __init__(
         self,
@@ -61,9 +62,9 @@ class ModelAdapterLoader:
             self._finished_loads.append((slot, adapter, self._packed_by_digest[adapter.digest]))
             self._load_finished.set()
         else:
-            self._thread.submit(self._read_and_pack_adapter, slot, adapter)
+            self._thread.submit(self._read_pack_and_queue_adapter, slot, adapter)
 
-    def take_loaded_slots(self) -> list[tuple[int, str | None]]:
+    def install_finished_loads(self) -> list[tuple[int, str | None]]:
         loaded_slots: list[tuple[int, str | None]] = []
         self._load_finished.clear()
         while self._finished_loads:
@@ -74,7 +75,7 @@ class ModelAdapterLoader:
             loaded_slots.append((slot, packed if isinstance(packed, str) else None))
         return loaded_slots
 
-    def wait_for_load(self, seconds: float) -> None:
+    def wait_for_any_load(self, seconds: float) -> None:
         self._load_finished.wait(seconds)
 
     def _cache_packed(self, digest: str, packed: PackedAdapter) -> None:
@@ -83,7 +84,7 @@ class ModelAdapterLoader:
         while len(self._packed_by_digest) > self._max_cached:
             self._packed_by_digest.popitem(last=False)
 
-    def _read_and_pack_adapter(self, slot: int, adapter: Adapter) -> None:
+    def _read_pack_and_queue_adapter(self, slot: int, adapter: Adapter) -> None:
         """In the thread."""
         result: PackedAdapter | str
         try:
@@ -111,7 +112,7 @@ class ModelAdapterLoader:
 def make_adapter_loader(
     config: EngineConfig, model_config: ModelConfig, spec: DecoderSpec, adapter_slots: AdapterManager
 ) -> ModelAdapterLoader:
-    max_cached = max_cached_adapters(config.max_loras, config.max_cpu_loras)
+    max_cached = effective_max_cpu_loras(config.max_loras, config.max_cpu_loras)
     modules = adaptable_modules(model_config) if spec.lora_target_sizes is None else spec.lora_target_sizes
     weight_mapper = WeightMapper(model_config) if spec.lora_target_sizes is None else None
     return ModelAdapterLoader(

@@ -16,14 +16,14 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.gguf.header import GGUFHeader
 from quire.engine.gguf.model_files import read_gguf_header
-from quire.engine.layers.online_quantization import Int8EmbeddingScheme, OnlineQuantizedScheme
+from quire.engine.layers.online_quantization import Int8EmbeddingAndHeadScheme, OnlineQuantizedScheme
 from quire.engine.layers.schemes import QuantizationScheme, UnquantizedScheme
 from quire.engine.layers.schemes.formats import make_format_lookup
 from quire.engine.layers.schemes.gguf import GGUFFormat
 from quire.engine.layers.schemes.mixed import MixedScheme
 from quire.engine.worker.loading.gguf_delta_net import GGUFDeltaNetConverter
 from quire.engine.worker.loading.gguf_loader import gguf_stream, linear_tensor_types
-from quire.engine.worker.loading.stacked_experts import split_into_linears
+from quire.engine.worker.loading.stacked_experts import map_checkpoint_tensors
 from quire.engine.worker.loading.weight_loader import NamedTensors, TensorStream, checkpoint_stream
 from quire.engine.worker.loading.weight_mapper import WeightMapper, make_stored_module_name_lookup
 from quire.kernels.backend import Backend
@@ -55,7 +55,7 @@ def open_weights(
     if tensors is not None and not path.is_dir():
         raise ConfigError("model: tensors cannot take the place of a GGUF file's", param="model")
     stored_stream = _open_stream(path, model_config, mtp) if tensors is None else iter(tensors)
-    stream = split_into_linears(model_config, stored_stream, gguf=not path.is_dir())
+    stream = map_checkpoint_tensors(model_config, stored_stream, gguf=not path.is_dir())
     dummy = config.load_format == "dummy"
     if not dummy:
         _check_quantization(config, quantization_config.get("quant_method"))
@@ -83,7 +83,7 @@ def open_weights(
         return _apply_embedding_scheme(config, CheckpointWeights(scheme, needed_tensors, formats.said), backend, dtype)
     else:
         description = f"{quantization_config.get('fmt')}, {quantization_config.get('bits'):.3g} bits"
-        return _open_gguf_weights(_read_gguf_header(path, mtp), model_config, backend, dtype, description)
+        return _open_gguf_weights(_read_filtered_gguf_header(path, mtp), model_config, backend, dtype, description)
     weights = _apply_embedding_scheme(config, weights, backend, dtype)
     held_note = (
         "" if backend.keeps_weights_quantized else f", held in {str(dtype).removeprefix('torch.')} by this backend"
@@ -99,7 +99,7 @@ def _check_quantization(config: EngineConfig, method: str | None) -> None:
             f"but the checkpoint's weights are {method} already"
         )
         raise ConfigError(message, param="quantization")
-    if config.checkpoint_quantization not in (None, method):
+    if config.required_checkpoint_quant_method not in (None, method):
         has = "not quantized" if method is None else method
         message = f"quantization: {config.quantization} is asked for, but the checkpoint's weights are {has}"
         raise ConfigError(message, param="quantization")
@@ -109,10 +109,10 @@ def _open_stream(path: Path, model_config: ModelConfig, mtp: MtpNames | None) ->
     if path.is_dir():
         by_class = model_config.given is not None  # which has the names that are stored
         return checkpoint_stream(path, str if by_class else text_tensor if mtp is None else mtp.own)
-    return gguf_stream(_read_gguf_header(path, mtp), model_config)
+    return gguf_stream(_read_filtered_gguf_header(path, mtp), model_config)
 
 
-def _read_gguf_header(path: Path, mtp: MtpNames | None) -> GGUFHeader:
+def _read_filtered_gguf_header(path: Path, mtp: MtpNames | None) -> GGUFHeader:
     """A GGUF file's, with the tensors that are asked for."""
     header = read_gguf_header(path)
     if mtp is None:
@@ -128,7 +128,7 @@ def _apply_embedding_scheme(
     description, in_8_bits = weights.quantization, int8_embedding(config.online_quantization, config.quantize_embedding)
     if in_8_bits != int8_embedding(config.online_quantization, None):
         description += f"{', ' if description else ''}embedding and head {'int8' if in_8_bits else 'whole'}"
-    scheme = Int8EmbeddingScheme(weights.scheme, backend, dtype) if in_8_bits else weights.scheme
+    scheme = Int8EmbeddingAndHeadScheme(weights.scheme, backend, dtype) if in_8_bits else weights.scheme
     return replace(weights, scheme=scheme, quantization=description)
 
 
@@ -137,7 +137,7 @@ def _open_gguf_weights(
 ) -> CheckpointWeights:
     weight_mapper = WeightMapper(model_config, gguf=True)
     stored_types = linear_tensor_types(header, model_config)
-    types = {own: kind for name, kind in stored_types.items() for own in weight_mapper.mapped_module_names(name)}
+    types = {own: kind for name, kind in stored_types.items() for own in weight_mapper.map_module_name(name)}
     deltas = GGUFDeltaNetConverter(model_config)
     schemes = {name: GGUFFormat(kind, deltas.input_order(name)) for name, kind in types.items()}
     scheme = MixedScheme(backend, dtype, schemes.get, schemes.get("model.embed_tokens"))

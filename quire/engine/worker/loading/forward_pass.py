@@ -30,7 +30,9 @@ Logprobs = Tensor
 """Natural logarithms, float32: [n - 1] of each token behind those before it, or [n - 1, vocab] of all tokens there."""
 
 
-def load_standalone_model(config: EngineConfig, tensors: NamedTensors | None = None) -> tuple[LoadedModel, Backend]:
+def load_standalone_model_and_backend(
+    config: EngineConfig, tensors: NamedTensors | None = None
+) -> tuple[LoadedModel, Backend]:
     """A model for a forward pass beside no engine, and what computes it. Raises ConfigError."""
     configure_cpu(config)
     path = model_path(config)
@@ -52,10 +54,10 @@ class ForwardPass:
         self._model, self._block_size = model, block_size
 
     @classmethod
-    def from_config(cls, config: EngineConfig, tensors: NamedTensors | None) -> ForwardPass:
+    def load_from_config(cls, config: EngineConfig, tensors: NamedTensors | None) -> ForwardPass:
         """Of a model's files, or with its weights from `tensors`. Raises ConfigError, and InvalidRequest for a model
         that does not generate."""
-        loaded, backend = load_standalone_model(config, tensors)
+        loaded, backend = load_standalone_model_and_backend(config, tensors)
         check_task("generate", loaded.tasks)
         return cls(loaded.model, backend.block_size)
 

@@ -38,7 +38,7 @@ class GGUFDeltaNetConverter:
         )
         self._net = nets[0] if nets else None
 
-    def convert_tensor(self, name: str, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def convert_to_named_tensors(self, name: str, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
         """A tensor by its name in a checkpoint, or its parts; in few bits a row of it is one of bytes. Raises
         ModelError."""
         if self._net is None or _LINEAR not in name:

@@ -14,7 +14,7 @@ from quire.engine.errors import ModelError
 from quire.engine.folder_reader import open_if_present
 from quire.engine.gguf.header import GGUFHeader, GGUFTensor
 from quire.engine.gguf.hf_config import PERMUTED_QK_MODEL_TYPES
-from quire.engine.gguf.tensor_names import checkpoint_name
+from quire.engine.gguf.tensor_names import checkpoint_names
 from quire.engine.gguf.tensor_types import GGMLType
 from quire.engine.layers.schemes.gguf import SUPPORTED_QUANT_TYPES, blocks_to_grouped_weight
 from quire.engine.worker.loading.gguf_delta_net import GGUFDeltaNetConverter, log_decay_rates
@@ -54,7 +54,7 @@ def _split_fused_names(names: list[str]) -> list[str]:
 def _checkpoint_names(stored: str, tensor: GGUFTensor, config: ModelConfig) -> tuple[list[str], bool]:
     """What a checkpoint calls the tensor, or each expert's part of it; and whether it has such parts."""
     count = config.raw.get("num_local_experts") or 0
-    names = checkpoint_name(stored, config.model_type, count)
+    names = checkpoint_names(stored, config.model_type, count)
     if not isinstance(names, list):
         return [] if names is None else [names], False
     if tensor.shape[:1] != (count,):
@@ -92,7 +92,7 @@ def gguf_stream(header: GGUFHeader, config: ModelConfig) -> TensorStream:
         elif names[0].endswith(_SINGLE_ROW_TENSORS):
             yield names[0], rows.view(1, -1)
         elif ".linear_attn." in names[0]:
-            yield from deltas.convert_tensor(names[0], rows)
+            yield from deltas.convert_to_named_tensors(names[0], rows)
         elif ".mamba." in names[0]:
             yield names[0], _convert_mamba_tensor(names[0], rows)
         elif names[0].endswith("conv.conv.weight"):
@@ -153,7 +153,7 @@ def _read_tensor(name: str, stored: GGUFTensor) -> Tensor:
     read = 0
     if file is not None:
         with file:
-            read = _read_into(file.fileno(), content, stored.offset)
+            read = _read_available_into(file.fileno(), content, stored.offset)
     if read < len(content):
         raise ModelError(f"model: {stored.file.name}: {name}: the file ends before it does")
     if stored.type.name in _FLOATS:
@@ -161,7 +161,7 @@ def _read_tensor(name: str, stored: GGUFTensor) -> Tensor:
     return torch.frombuffer(content, dtype=torch.uint8).view(*stored.shape[:-1], -1)
 
 
-def _read_into(descriptor: int, content: bytearray, offset: int) -> int:
+def _read_available_into(descriptor: int, content: bytearray, offset: int) -> int:
     """Read into all of `content`, as far as the file goes. Returns the bytes read; one call reads 2 GiB at most."""
     view, read = memoryview(content), 0
     while read < len(content):

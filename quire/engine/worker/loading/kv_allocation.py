@@ -11,7 +11,7 @@ from quire.engine.checkpoint.page_groups import most_drafts
 from quire.engine.config import EngineConfig
 from quire.engine.worker.device_memory import allocate_kv_blocks_checked, allocate_slot_states, explain_out_of_memory
 from quire.engine.worker.device_plan import DevicePlan, make_graph_capture
-from quire.engine.worker.input_batch import InputBatch, SlotStates
+from quire.engine.worker.input_batch import InputBatch, SlotStateTensors
 from quire.engine.worker.loading.model.loaded_model import LoadedModel
 from quire.kernels.probes.backend_probe import GraphCapture
 
@@ -58,7 +58,7 @@ def allocate_runner_resources(
         device,
         scratch_block=None if capture is None else num_blocks,
         num_groups=groups,
-        slot_states=SlotStates(states, max_drafts),
+        slot_states=SlotStateTensors(states, max_drafts),
         context_shard=replace(context_shard, remote_slot=num_blocks * context_shard.tokens_per_page)
         if needs_null_block
         else context_shard,

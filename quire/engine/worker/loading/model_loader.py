@@ -16,15 +16,15 @@ from quire.engine.worker.device_plan import DevicePlan
 from quire.engine.worker.loading.adapter_loader import make_adapter_slots
 from quire.engine.worker.loading.checkpoint_weights import open_weights
 from quire.engine.worker.loading.kv_scales import read_fp8_kv_scales
-from quire.engine.worker.loading.model.context_length import max_context_length
+from quire.engine.worker.loading.model.context_length import max_fitting_context_length
 from quire.engine.worker.loading.model.loaded_model import WHOLE_MODEL, LoadedModel, ModelPart
 from quire.engine.worker.loading.model.offload_settings import disk_tensor_name_pattern
 from quire.engine.worker.loading.model.weight_filling import check_weights_fit, fill_weights
-from quire.engine.worker.loading.pooler import decoder_classifier_spec, needs_logits
+from quire.engine.worker.loading.pooler import needs_lm_head, score_head_layer_specs
 from quire.engine.worker.loading.transformers_support import decoder_class
 from quire.engine.worker.loading.weight_check import ExpectedWeights
 from quire.engine.worker.loading.weight_loader import NamedTensors
-from quire.engine.worker.loading.weight_offload import make_offloader_and_scheme, wrap_weight_loading
+from quire.engine.worker.loading.weight_offload import make_offloader_and_scheme, weight_loading_context
 
 
 def load_model(
@@ -47,7 +47,7 @@ def load_model(
     if part.shard.rank == 0 and layers.stop == chosen.spec.num_layers:  # once, in the engine
         check_weights_fit(config, device, dtype, files, chosen.spec.num_layers, on_disk)
     pooling, tasks = read_tasks(path, model_config, config)
-    length = max_context_length(config, model_config, chosen)
+    length = max_fitting_context_length(config, model_config, chosen)
     weights = open_weights(config, stored, model_config, backend, dtype, tensors)
     kv_scales = read_fp8_kv_scales(config, files, chosen.kv_dtype)
     offload = make_offloader_and_scheme(config, stored, model_config, chosen, tensors)
@@ -74,17 +74,17 @@ def load_model(
         chosen.spec,
         build_context,
         progress,
-        head=needs_logits(pooling, tasks),
+        head=needs_lm_head(pooling, tasks),
         groups=groups_of_stage(groups, layers),
         layers=layers,
         offload=offload,
     )
     if adapter_slots is not None:
         adapter_slots.absent_module_prefixes = model.absent_module_prefixes
-    head = make_pooler_head(pooling, backend, decoder_classifier_spec, chosen.spec.hidden_size)
+    head = make_pooler_head(pooling, backend, score_head_layer_specs, chosen.spec.hidden_size)
     folders = tuple(each.folder for each in pooling.dense)
     expected_weights = ExpectedWeights(model.parameters() | head.parameters(), folders, model.absent_module_prefixes)
-    with wrap_weight_loading(model, config):
+    with weight_loading_context(model, config):
         read_bytes = fill_weights(
             expected_weights, config, device, model.convert_weights(weights.stream), files, on_disk
         )

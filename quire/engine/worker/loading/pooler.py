@@ -55,10 +55,10 @@ def read_tokenizer(config: EngineConfig, path: Path) -> Tokenizer:
     )
 
 
-def needs_logits(pooling: Pooling, tasks: Collection[Task]) -> bool:
+def needs_lm_head(pooling: Pooling, tasks: Collection[Task]) -> bool:
     return "generate" in tasks or pooling.score_tokens is not None
 
 
-def decoder_classifier_spec(hidden: int, labels: int) -> list[HeadLayerSpec]:
+def score_head_layer_specs(hidden: int, labels: int) -> list[HeadLayerSpec]:
     """The head of a decoder's ForSequenceClassification."""
     return [HeadLayerSpec("score", hidden, labels, bias=False)]

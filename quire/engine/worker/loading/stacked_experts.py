@@ -78,7 +78,7 @@ def _split_interleaved_gate_up(name: str, rows: Tensor) -> Iterator[tuple[str, T
         yield "up", rows[1::2]
 
 
-def split_into_linears(model_config: ModelConfig, stream: TensorStream, *, gguf: bool = False) -> TensorStream:
+def map_checkpoint_tensors(model_config: ModelConfig, stream: TensorStream, *, gguf: bool = False) -> TensorStream:
     """The tensors of a checkpoint of this family, or of a GGUF file, each that of one linear; what transformers' class
     computes puts them in order itself."""
     if model_config.model_type in ENCODERS or model_config.given is not None:

@@ -28,7 +28,7 @@ _MAX_DEVIATION = {torch.float32: 0.05}
 _DEFAULT_MAX_DEVIATION = 0.5
 
 
-def transformers_decoder_class() -> type[TransformersDecoder]:
+def import_transformers_decoder() -> type[TransformersDecoder]:
     """What computes such a model. Importing transformers takes seconds, so it is done for these alone."""
     decoder_type: type[TransformersDecoder] = import_module(
         "quire.engine.models.transformers_backend.decoder"
@@ -38,10 +38,10 @@ def transformers_decoder_class() -> type[TransformersDecoder]:
 
 def decoder_class(model: ModelConfig, default: type[Decoder] = Decoder) -> type[Decoder]:
     """What computes a model; `default`: where transformers' class does not."""
-    return default if model.given is None else transformers_decoder_class()
+    return default if model.given is None else import_transformers_decoder()
 
 
-def check_transformers_config(config: EngineConfig, model: ModelConfig) -> None:
+def check_transformers_settings(config: EngineConfig, model: ModelConfig) -> None:
     """Raise ConfigError for what a model that transformers' class computes is not served with."""
     if model.given is None:
         return
@@ -57,12 +57,12 @@ def check_transformers_config(config: EngineConfig, model: ModelConfig) -> None:
         refuse_setting_if(name, value and why)
 
 
-def transformers_class_suffix(model: Decoder) -> str:
+def transformers_description_suffix(model: Decoder) -> str:
     """What is to be added to what computes a model, where a class does: other tokens may come of it; else ""."""
     return f"; {model.transformers_class} of transformers {version('transformers')}" if model.transformers_class else ""
 
 
-def check_transformers_batch_invariance(
+def transformers_batch_invariance_and_notes(
     config: EngineConfig, model: Decoder, backend: Backend, batch_invariant: bool
 ) -> tuple[bool, list[str]]:
     """Whether no token of a loaded model depends on what else runs, where its backend's do not (`batch_invariant`); and
@@ -72,7 +72,7 @@ def check_transformers_batch_invariance(
         return batch_invariant, []
     costs = "slower than by a file of Quire's; without stages, heads that draft, vectors and CUDA graphs"
     notes = [f"transformers' {model.transformers_class} computes it, on Quire's pages: {costs}"]
-    assert isinstance(model, transformers_decoder_class())
+    assert isinstance(model, import_transformers_decoder())
     model.reduces_results = False  # of ranks this one tries its part alone: sums depend on no other rows
     is_invariant = is_batch_invariant(model, backend)  # tried in any case: it finds what does not take positions
     model.reduces_results = True

@@ -20,12 +20,12 @@ from quire.engine.errors import ModelError
 from quire.engine.gguf.model_files import read_gguf_header
 from quire.engine.layers.parameters import LoadableParameter, ParameterTable
 from quire.engine.models import decoder_spec
-from quire.engine.worker.loading.stacked_experts import split_into_linears
+from quire.engine.worker.loading.stacked_experts import map_checkpoint_tensors
 from quire.engine.worker.loading.weight_loader import (
     TensorStream,
     load_weights,
-    match_table_names,
     prefix_names,
+    rename_tensors_to_table_names,
     require_shards,
 )
 
@@ -78,12 +78,12 @@ def check_weights(expected: ExpectedWeights, served: ModelConfig, path: Path, se
             name = wrong[0]
             raise ModelError(f"weights: {name} has shape {new_shapes.get(name)}, the model's {served_shapes.get(name)}")
         return
-    shapes = split_into_linears(served, _read_meta_tensors(path))
+    shapes = map_checkpoint_tensors(served, _read_meta_tensors(path))
     if served.given is not None:
         shapes = import_module("quire.engine.models.transformers_backend.weight_conversion").convert_meta_tensors(
             served.given, shapes
         )
-    stream = match_table_names(shapes, expected.parameter_table, expected.optional_prefixes)
+    stream = rename_tensors_to_table_names(shapes, expected.parameter_table, expected.optional_prefixes)
     folder_streams = [prefix_names(folder, _read_meta_tensors(path / folder)) for folder in expected.extra_folders]
     load_weights(expected.parameter_table, chain(stream, *folder_streams), device=torch.device("meta"))
 

@@ -129,7 +129,9 @@ def require_shards(shards: Sequence[Path]) -> Sequence[Path]:
     return shards
 
 
-def match_table_names(stream: NamedTensors, table: ParameterTable, unused: tuple[str, ...] = ()) -> TensorStream:
+def rename_tensors_to_table_names(
+    stream: NamedTensors, table: ParameterTable, unused: tuple[str, ...] = ()
+) -> TensorStream:
     """The tensors under the names of the table where they differ from it by a prefix only, as a model's do that was
     saved alone or as part of another. Those of other names that begin like one of `unused` are left out.
     """
@@ -140,7 +142,7 @@ def match_table_names(stream: NamedTensors, table: ParameterTable, unused: tuple
             yield known, tensor
 
 
-def folders_stream(path: Path, folders: Sequence[str]) -> TensorStream:
+def prefixed_folders_stream(path: Path, folders: Sequence[str]) -> TensorStream:
     """The tensors of these folders in a model's, with the folder's name before their own."""
     for folder in folders:
         yield from prefix_names(folder, checkpoint_stream(path / folder))

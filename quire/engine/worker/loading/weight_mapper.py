@@ -70,7 +70,7 @@ class WeightMapper:
             for own, tensor in self._map_tensor(name, torch.empty(header.shape, dtype=torch.uint8, device="meta"))
         }
 
-    def mapped_module_names(self, name: str) -> tuple[str, ...]:
+    def map_module_name(self, name: str) -> tuple[str, ...]:
         """What a checkpoint's module is here."""
         return own_modules(self._layout, name)
 
@@ -80,12 +80,12 @@ class WeightMapper:
 
     def split_outputs(self, module: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """A tensor whose first axis is a stored module's outputs, by the linears that the module is."""
-        for own, piece in zip(self.mapped_module_names(module), self._output_slices(module), strict=True):
+        for own, piece in zip(self.map_module_name(module), self._output_slices(module), strict=True):
             yield own, tensor if piece is None else piece.slice_tensor(tensor, 0, module)
 
     def _map_tensor(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         module, _, kind = name.rpartition(".")
-        modules, layer_match = self.mapped_module_names(module), LAYER.fullmatch(module)
+        modules, layer_match = self.map_module_name(module), LAYER.fullmatch(module)
         if layer_match is None:
             skipped = self._layout.before_positions if modules == ("model.embed_positions",) else 0
             yield f"{modules[0]}.{kind}", tensor[skipped:] if skipped else tensor
@@ -113,10 +113,10 @@ class WeightMapper:
     def _output_slices(self, module: str) -> list[_OutputSlice | None]:
         inside = layer_match[2] if (layer_match := LAYER.fullmatch(module)) is not None else module
         if inside not in self._slices_by_module:
-            self._slices_by_module[inside] = self._make_output_slices(inside)
+            self._slices_by_module[inside] = self._make_module_slices(inside)
         return self._slices_by_module[inside]
 
-    def _make_output_slices(self, stored: str) -> list[_OutputSlice | None]:
+    def _make_module_slices(self, stored: str) -> list[_OutputSlice | None]:
         layout, config = self._layout, self._config
         module_names = layout.inside.get(stored, stored)
         if isinstance(module_names, str):
@@ -130,7 +130,7 @@ class WeightMapper:
         if ".mamba." in f".{module_names[0]}":
             spec = decoder_spec(self._config)
             spaces: list[Mamba2LayerSpec | MambaLayerSpec] = [*spec.sublayers_of_kind(Mamba2LayerSpec)]
-            outputs = [*spaces, *spec.sublayers_of_kind(MambaLayerSpec)][0].projection_sizes
+            outputs = [*spaces, *spec.sublayers_of_kind(MambaLayerSpec)][0].split_projection_sizes
             sizes = [outputs[name.rpartition(".")[2]] for name in module_names]
             return [_OutputSlice(part, sum(sizes)) for part in torch.arange(sum(sizes)).split(sizes)]
         if module_names[-1] == "self_attn.gate_proj":

@@ -87,7 +87,7 @@ def _choose_resident_layers(config: EngineConfig, processes: int, sizes: Sequenc
 
 
 @contextmanager
-def wrap_weight_loading(model: Decoder, config: EngineConfig) -> Iterator[None]:
+def weight_loading_context(model: Decoder, config: EngineConfig) -> Iterator[None]:
     """Where a model's tensors are put: behind it, they are all there. Raises ConfigError where the disk is full, and
     where weights cannot be elsewhere as they were asked for."""
     offload = model.offload

@@ -34,7 +34,7 @@ from quire.engine.worker.ranks.rank_messages import (
     decode_command,
     encode_frame,
     encode_message,
-    read_frame,
+    read_frame_bytes,
 )
 from quire.engine.worker.ranks.remote_ranks import RankAssignment, answer_queue_name, order_queue_name
 from quire.engine.worker.ranks.rendezvous import connect_store
@@ -74,7 +74,7 @@ def run_follower(
     read_message = Inbox(read_message).get_message if isinstance(rank, PipelineStageRank) else read_message
     try:
         while (content := read_message()) is not None:
-            if (answer := rank.handle_message(content)) is not None:
+            if (answer := rank.handle_and_get_reply(content)) is not None:
                 send_answer(answer)
     except QuireError as error:
         print(f"quire: rank {start.rank}: {error.message}", file=sys.stderr, flush=True)
@@ -128,7 +128,7 @@ def main() -> None:
     try:
         if sys.argv[1] != "--joined":
             with os.fdopen(int(sys.argv[1]), "wb") as answers:
-                status = run_follower(partial(read_frame, sys.stdin.buffer), make_pipe_sender(answers))
+                status = run_follower(partial(read_frame_bytes, sys.stdin.buffer), make_pipe_sender(answers))
         elif line := read_configuration():
             assignment = msgspec.json.decode(line, type=RankAssignment)
             end_with_parent()

@@ -27,7 +27,7 @@ from quire.engine.worker.loading.drafts.draft_head_loader import LoadedDraftHead
 from quire.engine.worker.loading.drafts.mtp_loader import load_head_drafter
 from quire.engine.worker.loading.kv_allocation import RunnerResources, allocate_runner_resources
 from quire.engine.worker.loading.model.loaded_model import LoadedModel, ModelPart
-from quire.engine.worker.loading.model.weight_sizes import resident_weight_bytes
+from quire.engine.worker.loading.model.weight_sizes import weight_bytes_in_memory
 from quire.engine.worker.loading.model_loader import load_model
 from quire.engine.worker.loading.pooler import make_pooler
 from quire.engine.worker.loading.weight_digest import compute_weight_digest
@@ -119,9 +119,9 @@ class FollowerRank(ABC):
 
     def close_group(self) -> None:
         """Compute nothing any more, and let no other rank wait."""
-        self._group.close()
+        self._group.abort_collectives()
 
-    def handle_message(self, content: bytes) -> RankReply | None:
+    def handle_and_get_reply(self, content: bytes) -> RankReply | None:
         """What a message says; returns what is to be answered. Raises QuireError, and RankEnded or BrokenPipeError
         where another rank has ended."""
         command = decode_command(content)
@@ -138,7 +138,7 @@ class FollowerRank(ABC):
                 self._runner = self._make_runner(*self._allocation, captures_mixed_batches=prompts)
             case LoadAdapterCommand(slot, adapter, files):
                 assert self._adapters is not None
-                self._adapters.load_adapter(slot, _localize_adapter(adapter, files, self._assignment))
+                self._adapters.load_adapter(slot, _save_adapter_locally(adapter, files, self._assignment))
             case AwaitAdapterCommand(slot, failed):
                 assert self._adapters is not None
                 self._adapters.await_adapter(slot, failed=failed)
@@ -223,8 +223,8 @@ class PipelineStageRank(FollowerRank):
         assert isinstance(loaded.model, PipelineStage)
         assert isinstance(self._group, DistributedCollective)
         if self._rank > 1:
-            loaded.model.set_previous_stage(self._group, self._rank - 1)
-        held_bytes_total = resident_weight_bytes(
+            loaded.model.set_previous_stage_rank(self._group, self._rank - 1)
+        held_bytes_total = weight_bytes_in_memory(
             loaded.model.parameters(), self._config, self._device_plan.backend, loaded.read_bytes
         )
         tower_arguments = self._config, self._path, self._model_config, self._device_plan
@@ -250,7 +250,7 @@ class PipelineStageRank(FollowerRank):
         )
 
     def _run_step(self, scheduler_output: SchedulerOutput, picked: list[SampledTokens]) -> None:
-        self._runner.compute_stage(scheduler_output, picked)
+        self._runner.compute_and_send_stage(scheduler_output, picked)
 
 
 def _find_kernel_variants(runner: ModelRunner, step_tokens: int) -> KernelVariantsReply:
@@ -260,7 +260,7 @@ def _find_kernel_variants(runner: ModelRunner, step_tokens: int) -> KernelVarian
         return KernelVariantsReply([], describe_kernel_error(error))
 
 
-def _localize_adapter(adapter: Adapter, files: Mapping[str, bytes], assignment: RankAssignment | None) -> Adapter:
+def _save_adapter_locally(adapter: Adapter, files: Mapping[str, bytes], assignment: RankAssignment | None) -> Adapter:
     """The adapter as this machine has it."""
     if assignment is None:
         return adapter

@@ -19,8 +19,8 @@ from quire.engine.models.decoder import Decoder
 from quire.engine.worker.device_plan import DevicePlan
 from quire.engine.worker.draft_head_runner import DraftHeadRunner
 from quire.engine.worker.loading.model.loaded_model import LoadedModel, ModelPart
-from quire.engine.worker.model_runner import ModelRunner, PreparedBatch
-from quire.engine.worker.pending_step import PendingStep
+from quire.engine.worker.model_runner import ModelRunner
+from quire.engine.worker.pending_step import PendingStep, PreparedBatch
 from quire.engine.worker.ranks.pipeline_stage import PipelineStage
 from quire.engine.worker.ranks.rank_messages import AllocateCommand, LoadReply, SampledTokens, StepCommand
 from quire.engine.worker.ranks.rank_processes import MultiProcessRanks
@@ -49,7 +49,7 @@ class Stages(MultiProcessRanks):
         own = load(part=ModelPart(decoder_class=PipelineStage))
         assert isinstance(own.model, PipelineStage)
         assert isinstance(self.group, DistributedCollective)
-        own.model.set_previous_stage(self.group, self.count - 1)
+        own.model.set_previous_stage_rank(self.group, self.count - 1)
         others = self.read_answers(LoadReply)
         checkpoint = own.expected_weights.merge_stages(each.weight_shapes for each in others)
         return replace(own, expected_weights=checkpoint), sum(each.weight_bytes for each in others)
@@ -61,9 +61,9 @@ class Stages(MultiProcessRanks):
             threading.Thread(target=_report_progress, args=reporter_arguments, name="progress", daemon=True).start()
 
     def runner(self, *parts: Any) -> ModelRunner:
-        return PipelineRunner(self, *parts)
+        return LastStageRunner(self, *parts)
 
-    def make_draft_head_runner(self, *parts: Any) -> DraftHeadRunner:
+    def make_leader_draft_head_runner(self, *parts: Any) -> DraftHeadRunner:
         return DraftHeadRunner(*parts)
 
     def make_collective_rpc(self, model: Decoder) -> None:
@@ -75,7 +75,7 @@ def _report_progress(read: Callable[[], bytes | None], progress: Callable[[], No
         progress()
 
 
-class PipelineRunner(ModelRunner):
+class LastStageRunner(ModelRunner):
     """The last stage's. What a step picks is computed when it is asked for, and the steps launched meanwhile are under
     way in the stages before."""
 
@@ -96,19 +96,19 @@ class PipelineRunner(ModelRunner):
             for step in self._in_flight
             for row in step.prepared.scheduler_output.scheduled_requests
         ):
-            self.finish_step(self._in_flight[-1])  # what it picks for who had the slot, it must read there
+            self.finish_steps_through(self._in_flight[-1])  # what it picks for who had the slot, it must read there
         self._stages.send_to_followers(StepCommand(redact_for_followers(scheduler_output), self._unsent_samples))
         self._unsent_samples = []
         self._in_flight.append(step := _InFlightStep(self, self._prepare_batch(scheduler_output)))
         return step
 
     @torch.inference_mode()
-    def finish_step(self, step: _InFlightStep) -> PendingStep:
+    def finish_steps_through(self, step: _InFlightStep) -> PendingStep:
         """Compute the last layers of a step, and of all before it."""
         while step.pending_step is None:
             first = self._in_flight.popleft()
-            with self._stages.raise_rank_failures():
-                first.pending_step = self._compute_batch(first.prepared)
+            with self._stages.rank_failures_as_engine_errors():
+                first.pending_step = self._compute_and_sample_batch(first.prepared)
             sample_targets, sampled_ids = first.prepared.sample_targets, first.pending_step.download.wait_for_copy()[0]
             self._unsent_samples.append(
                 SampledTokens(sample_targets.slots.tolist(), sample_targets.positions.tolist(), sampled_ids.tolist())
@@ -120,12 +120,12 @@ class PipelineRunner(ModelRunner):
 class _InFlightStep:
     """A step under way."""
 
-    runner: PipelineRunner
+    runner: LastStageRunner
     prepared: PreparedBatch
     pending_step: PendingStep | None = None
 
     def result(self) -> ModelRunnerOutput:
-        return self.runner.finish_step(self).result()
+        return self.runner.finish_steps_through(self).result()
 
 
 class StageRunner(ModelRunner):
@@ -137,7 +137,7 @@ class StageRunner(ModelRunner):
         self._group = group
 
     @torch.inference_mode()
-    def compute_stage(self, scheduler_output: SchedulerOutput, sampled_tokens: list[SampledTokens]) -> None:
+    def compute_and_send_stage(self, scheduler_output: SchedulerOutput, sampled_tokens: list[SampledTokens]) -> None:
         """`sampled_tokens`: by steps before, what later ones go on with. Raises RankEnded where the next stage has."""
         for each in sampled_tokens:
             at = torch.tensor([each.slots, each.positions], dtype=torch.int64)

@@ -11,18 +11,18 @@ from quire.kernels.distributed import DistributedCollective
 
 
 class PipelineStage(Decoder):
-    """Call `set_previous_stage` before use, but for the first one."""
+    """Call `set_previous_stage_rank` before use, but for the first one."""
 
     _previous: tuple[DistributedCollective, int] | None = None
 
-    def set_previous_stage(self, group: DistributedCollective, previous_rank: int) -> None:
+    def set_previous_stage_rank(self, group: DistributedCollective, previous_rank: int) -> None:
         """`previous_rank`: the rank in the group whose layers come before."""
         self._previous = group, previous_rank
 
-    def embed_inputs(self, token_ids: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor | None]:
+    def embed_or_receive_inputs(self, token_ids: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor | None]:
         """Raises RankEnded where a stage before has."""
         if self._previous is None:
-            return super().embed_inputs(token_ids, metadata)
+            return super().embed_or_receive_inputs(token_ids, metadata)
         group, before = self._previous
         x, residual = torch.empty((2, len(token_ids), self.spec.hidden_size), dtype=self.dtype)
         for each in (x, residual):

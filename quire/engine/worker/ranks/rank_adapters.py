@@ -24,9 +24,9 @@ class FollowerAdapterLoader:
     def await_adapter(self, slot: int, *, failed: bool) -> None:
         """Wait until an adapter is in its slot, which the first rank's is, or has `failed` to be."""
         while not self._unclaimed_results.get(slot):
-            for filled, failure in self._loader.take_loaded_slots():
+            for filled, failure in self._loader.install_finished_loads():
                 self._unclaimed_results.setdefault(filled, deque()).append(failure is not None)
             if not self._unclaimed_results.get(slot):
-                self._loader.wait_for_load(_WAIT_SECONDS)
+                self._loader.wait_for_any_load(_WAIT_SECONDS)
         if self._unclaimed_results[slot].popleft() != failed:
             raise RuntimeError("an adapter could be loaded by one rank and not by another")

@@ -27,7 +27,7 @@ class RankGroup(ABC):
         the bytes of what other stages hold. Its `read_bytes` are those of all ranks that divide every layer."""
 
     @abstractmethod
-    def available_kv_bytes(self, measure: Callable[[], int]) -> int:
+    def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:
         """Bytes for the KV cache in all processes; `measure` finds this process'."""
 
     @abstractmethod
@@ -43,7 +43,7 @@ class RankGroup(ABC):
         """This process' model runner, which leads the others'. `parts`: a ModelRunner's arguments."""
 
     @abstractmethod
-    def make_draft_head_runner(self, *parts: Any) -> DraftHeadRunner:
+    def make_leader_draft_head_runner(self, *parts: Any) -> DraftHeadRunner:
         """`parts`: a DraftHeadRunner's arguments."""
 
     @abstractmethod

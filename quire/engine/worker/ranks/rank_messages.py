@@ -203,7 +203,7 @@ def encode_frame(message: RankCommand | RankReply) -> bytes:
     return FRAME_HEADER.pack(len(encoded)) + encoded
 
 
-def read_frame(pipe: BinaryIO) -> bytes | None:
+def read_frame_bytes(pipe: BinaryIO) -> bytes | None:
     """The next frame's content; None where the pipe has ended."""
     head = pipe.read(FRAME_HEADER.size)
     if len(head) < FRAME_HEADER.size:

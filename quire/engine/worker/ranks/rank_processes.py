@@ -46,7 +46,7 @@ from quire.engine.worker.ranks.rank_messages import (
     StartCommand,
     decode_reply,
     encode_frame,
-    read_frame,
+    read_frame_bytes,
 )
 from quire.engine.worker.ranks.rank_rpc import RankWorker, run_rank_call
 from quire.engine.worker.ranks.remote_ranks import NodeRendezvous, RemoteRank
@@ -84,14 +84,14 @@ class LeaderAdapterLoader:
     def __init__(self, loader: AdapterLoader, ranks: MultiProcessRanks) -> None:
         self._loader = loader
         self._ranks = ranks
-        self.wait_for_load = loader.wait_for_load
+        self.wait_for_any_load = loader.wait_for_any_load
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         self._ranks.send_adapter(slot, adapter)
         self._loader.load_adapter(slot, adapter)
 
-    def take_loaded_slots(self) -> list[tuple[int, str | None]]:
-        loaded_slots = self._loader.take_loaded_slots()
+    def install_finished_loads(self) -> list[tuple[int, str | None]]:
+        loaded_slots = self._loader.install_finished_loads()
         for slot, failure in loaded_slots:
             self._ranks.send_to_followers(AwaitAdapterCommand(slot, failed=failure is not None))
         return loaded_slots
@@ -172,7 +172,7 @@ class MultiProcessRanks(RankGroup):
         )
         try:
             for rank in range(1, num_local):
-                self._start_process(
+                self._start_and_register_process(
                     StartCommand(config_json, rank, memory, sorted(cores[rank]) if cores else [], store)
                 )
             for rank, each in enumerate(remote, num_local):
@@ -180,10 +180,12 @@ class MultiProcessRanks(RankGroup):
             stay_on(cores[0] if cores else set())
             where = f", on cores {'; '.join(str(sorted(each)) for each in cores)}" if cores else ""
             where += "" if on_cpu else ", each on a GPU of its own"
-            names = ", ".join(map(_process_name, self._processes))
+            names = ", ".join(map(_pid_and_host, self._processes))
             self.note = f"{self.count} {self.process_noun}, beside this process {names}{where}"
             looks_at = (self._processes, self._closing, self._config.engine_heartbeat_timeout)
-            threading.Thread(target=_kill_stopped, args=looks_at, name="rank-stopped", daemon=True).start()
+            threading.Thread(
+                target=_watch_and_kill_stopped_ranks, args=looks_at, name="rank-stopped", daemon=True
+            ).start()
         except OSError as error:
             self.stop_ranks()
             why = f"no process can be started: {error.strerror}"
@@ -193,29 +195,29 @@ class MultiProcessRanks(RankGroup):
                 os.close(descriptor)
 
     def send_to_followers(self, message: RankCommand) -> None:
-        self._send_to(message, self._processes)
+        self._send_to_processes(message, self._processes)
 
     def send_adapter(self, slot: int, adapter: Adapter) -> None:
         """Tell them to load it; ranks of other machines get its files, once."""
         local = [each for each in self._processes if not isinstance(each, RemoteRank)]
         remote = [each for each in self._processes if isinstance(each, RemoteRank)]
-        self._send_to(LoadAdapterCommand(slot, adapter), local)
+        self._send_to_processes(LoadAdapterCommand(slot, adapter), local)
         if remote:
             names = () if adapter.digest in self._sent_adapters else (CONFIG_FILE, WEIGHTS_FILE)
             files = {}
             with suppress(OSError):  # then they cannot load it, nor can this rank, which says why
                 files = {name: (Path(adapter.folder) / name).read_bytes() for name in names}
                 self._sent_adapters.add(adapter.digest)
-            self._send_to(LoadAdapterCommand(slot, adapter, files), remote)
+            self._send_to_processes(LoadAdapterCommand(slot, adapter, files), remote)
 
-    def _send_to(self, message: RankCommand, processes: Sequence[RankProcess]) -> None:
+    def _send_to_processes(self, message: RankCommand, processes: Sequence[RankProcess]) -> None:
         content = encode_frame(message)
-        with self.raise_rank_failures():
+        with self.rank_failures_as_engine_errors():
             for process in processes:
                 process.send(content)
 
     @contextmanager
-    def raise_rank_failures(self) -> Iterator[None]:
+    def rank_failures_as_engine_errors(self) -> Iterator[None]:
         """Raises EngineError, which says why, where what runs inside finds that a rank has ended, and where a GPU that
         waits no longer for one goes on with what it has."""
         self._raise_failure()
@@ -234,10 +236,10 @@ class MultiProcessRanks(RankGroup):
             raise EngineError(self.failure) from error
 
     @contextmanager
-    def run_with_followers(self, message: RankCommand) -> Iterator[None]:
+    def follower_command_context(self, message: RankCommand) -> Iterator[None]:
         """All other ranks do what runs inside."""
         self.send_to_followers(message)
-        with self.raise_rank_failures():
+        with self.rank_failures_as_engine_errors():
             yield
 
     def read_answers(self, kind: type[ExpectedReply], seconds: float | None = None) -> list[ExpectedReply]:
@@ -250,7 +252,7 @@ class MultiProcessRanks(RankGroup):
             except TimeoutError as error:
                 raise EngineError(f"rank {rank} of {self.count} has not answered for {seconds:g} s") from error
             if content is None:
-                with self.raise_rank_failures():
+                with self.rank_failures_as_engine_errors():
                     raise RankEnded
             answer = decode_reply(content)
             if isinstance(answer, FailureReply):
@@ -259,10 +261,10 @@ class MultiProcessRanks(RankGroup):
             answers.append(answer)
         return answers
 
-    def available_kv_bytes(self, measure: Callable[[], int]) -> int:
+    def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:
         """What the ranks of a machine have together, as the machine, or the GPU, with the least room decides; once all
         have reached each other. Raises ConfigError."""
-        with self.run_with_followers(MeasureMemoryCommand()):
+        with self.follower_command_context(MeasureMemoryCommand()):
             check_connection(self.group, self._device, self.setting)
             own_bytes = measure()
         min_bytes = min([own_bytes, *(each.available_bytes for each in self.read_answers(MemoryReply))])
@@ -283,7 +285,7 @@ class MultiProcessRanks(RankGroup):
         worker = RankWorker(0, self.count, model)
 
         def call_all_ranks(content: bytes) -> list[bytes]:
-            with self.run_with_followers(CallCommand(content)):
+            with self.follower_command_context(CallCommand(content)):
                 own_result = run_rank_call(worker, content)
             return [own_result, *(each.content for each in self.read_answers(CallReply))]
 
@@ -301,7 +303,7 @@ class MultiProcessRanks(RankGroup):
     def pids(self) -> Sequence[int]:
         return [process.pid for process in self._processes]
 
-    def _start_process(self, start: StartCommand) -> None:
+    def _start_and_register_process(self, start: StartCommand) -> None:
         answers, answers_fd = os.pipe()
         try:
             child = Child(
@@ -314,7 +316,7 @@ class MultiProcessRanks(RankGroup):
             raise
         finally:
             os.close(answers_fd)
-        self._register_rank(child, Inbox(partial(read_frame, os.fdopen(answers, "rb"))).get_message, start)
+        self._register_rank(child, Inbox(partial(read_frame_bytes, os.fdopen(answers, "rb"))).get_message, start)
 
     def _register_rank(
         self, process: RankProcess, read_answer: Callable[[float | None], bytes | None], start: StartCommand
@@ -333,7 +335,7 @@ class MultiProcessRanks(RankGroup):
         how = exit_cause(code, sender=None, oom_kills=0).description
         if isinstance(process, RemoteRank) and process.is_lost:
             how = "is out of reach"
-        self.failure = self.failure or f"rank {rank} of {self.count} (process {_process_name(process)}) {how}"
+        self.failure = self.failure or f"rank {rank} of {self.count} (process {_pid_and_host(process)}) {how}"
         self._group_ended.set()  # so that none waits for one that has ended
         if self._on_rank_end is not None:
             print(f"quire: {self.failure}", file=sys.stderr, flush=True)
@@ -341,7 +343,7 @@ class MultiProcessRanks(RankGroup):
         self._rank_ended.set()
 
 
-def _process_name(process: RankProcess) -> str:
+def _pid_and_host(process: RankProcess) -> str:
     return f"{process.pid} on {process.host}" if isinstance(process, RemoteRank) else str(process.pid)
 
 
@@ -353,7 +355,9 @@ def _watch_process(
         owner.on_rank_lost(rank, process, code)
 
 
-def _kill_stopped(processes: Sequence[RankProcess], closing: threading.Event, max_stopped_seconds: float) -> None:
+def _watch_and_kill_stopped_ranks(
+    processes: Sequence[RankProcess], closing: threading.Event, max_stopped_seconds: float
+) -> None:
     """In a thread: kill those that stand stopped for so many seconds. All others would wait for one, as long as a step
     may take; a machine's member (engine/worker_node.py) does the same for its own."""
     stopped, last = Stopped(), time.monotonic()
@@ -396,7 +400,7 @@ def _trigger_group_close(group_ended: threading.Event, closing_thread: threading
 def _close_group_when_ended(group_ended: threading.Event, group: Collective) -> None:
     """In a thread."""
     group_ended.wait()
-    group.close()
+    group.abort_collectives()
 
 
 def visible_gpus_for_rank(rank: int, visible: str | None, count: int) -> str:

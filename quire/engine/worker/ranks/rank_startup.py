@@ -43,7 +43,7 @@ def start_ranks(
         config.one_shot_sums and find_spec("triton") is None and "needs Triton (pip install triton)",
     )
     if config.world_size == 1:
-        return choose_executor_class(config, SingleProcess)()
+        return executor_class_or_default(config, SingleProcess)()
     check = check_pipeline_parallel if config.pipeline_parallel_size > 1 else check_tensor_parallel
     check(config, chosen, weights_are_tensors=weights_are_tensors)
     weights = None if config.weights is None else str(stored_at(config))
@@ -60,11 +60,11 @@ def start_ranks(
         settings["enforce_eager"] = True  # by its trial, perhaps, which the others do not make
     local = config.model_copy(update=settings)
     if config.pipeline_parallel_size > 1:
-        return choose_executor_class(config, Stages)(local, chosen, progress, on_end)
-    return choose_executor_class(config, SpmdRanks)(local, chosen, on_end)
+        return executor_class_or_default(config, Stages)(local, chosen, progress, on_end)
+    return executor_class_or_default(config, SpmdRanks)(local, chosen, on_end)
 
 
-def choose_executor_class(config: EngineConfig, default: type[_ExecutorClass]) -> type[_ExecutorClass]:
+def executor_class_or_default(config: EngineConfig, default: type[_ExecutorClass]) -> type[_ExecutorClass]:
     """The usual class, or the subclass of it that --executor-cls names. Raises ConfigError."""
     if config.executor_cls is None:
         return default

@@ -66,7 +66,7 @@ class JoinRequest(msgspec.Struct, frozen=True):
     """The queue for the Answer."""
 
 
-class JoinReply(msgspec.Struct, frozen=True):
+class JoinVerdict(msgspec.Struct, frozen=True):
     refused: str
     """Why; "": it is welcome."""
     final: bool = True
@@ -222,7 +222,7 @@ class NodeRendezvous:
         except msgspec.DecodeError:
             self._print_once("something that is no machine wants to join")
             return
-        answer = self._check_join(join_request)
+        answer = self._make_join_reply(join_request)
         if not answer.refused:
             rank = join_request.node * self._config.local_world_size + join_request.place
             self._ranks[rank] = RemoteRank((self.host, self.store.port), rank, join_request, self._silence)
@@ -235,15 +235,15 @@ class NodeRendezvous:
             with suppress(OSError):  # the output may be closed or full
                 print(f"quire: {text}", file=sys.stderr, flush=True)
 
-    def _check_join(self, join_request: JoinRequest) -> JoinReply:
+    def _make_join_reply(self, join_request: JoinRequest) -> JoinVerdict:
         if wrong := _join_differences(self._own_request, join_request):
             self._print_once(refusal := f"machine {join_request.node} cannot join: {'; '.join(wrong)}")
-            return JoinReply(refusal)
+            return JoinVerdict(refusal)
         if not (0 < join_request.node < join_request.nodes and 0 <= join_request.place < self._config.local_world_size):
-            return JoinReply(f"there is no rank {join_request.place} of machine {join_request.node}")
+            return JoinVerdict(f"there is no rank {join_request.place} of machine {join_request.node}")
         rank = join_request.node * self._config.local_world_size + join_request.place
         taken = rank in self._ranks and not self._ranks[rank].has_ended
-        return JoinReply(f"machine {join_request.node} has joined already" if taken else "", final=False)
+        return JoinVerdict(f"machine {join_request.node} has joined already" if taken else "", final=False)
 
 
 def _join_differences(own_request: JoinRequest, other_request: JoinRequest) -> list[str]:

@@ -21,7 +21,7 @@ class SingleProcess(RankGroup):
     def load_model(self, load_part: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
         return load_part(), 0
 
-    def available_kv_bytes(self, measure: Callable[[], int]) -> int:
+    def measure_total_kv_bytes(self, measure: Callable[[], int]) -> int:
         return measure()
 
     def allocate_on_followers(self, message: AllocateCommand) -> None:
@@ -33,7 +33,7 @@ class SingleProcess(RankGroup):
     def runner(self, *parts: Any) -> ModelRunner:
         return ModelRunner(*parts)
 
-    def make_draft_head_runner(self, *parts: Any) -> DraftHeadRunner:
+    def make_leader_draft_head_runner(self, *parts: Any) -> DraftHeadRunner:
         return DraftHeadRunner(*parts)
 
     def wrap_adapter_loader(self, loader: AdapterLoader) -> AdapterLoader:

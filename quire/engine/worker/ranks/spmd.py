@@ -33,7 +33,7 @@ from quire.engine.worker.ranks.rank_messages import (
 )
 from quire.engine.worker.ranks.rank_processes import MultiProcessRanks
 from quire.engine.worker.ranks.remote_ranks import RemoteRank
-from quire.engine.worker.sampling.sampling_rules import is_greedy_only
+from quire.engine.worker.sampling.sampling_rules import is_plain_greedy_request
 
 if TYPE_CHECKING:
     from quire.kernels.gpu.kernel_variant import KernelVariant
@@ -62,7 +62,7 @@ class SpmdRanks(MultiProcessRanks):
     def runner(self, *parts: Any) -> ModelRunner:
         return SpmdRunner(self, *parts)
 
-    def make_draft_head_runner(self, *parts: Any) -> DraftHeadRunner:
+    def make_leader_draft_head_runner(self, *parts: Any) -> DraftHeadRunner:
         return SpmdDraftHeadRunner(self, *parts)
 
 
@@ -75,19 +75,19 @@ class SpmdRunner(ModelRunner):
         self._ranks = ranks
 
     def launch(self, scheduler_output: SchedulerOutput) -> PendingOutput:
-        with self._ranks.run_with_followers(StepCommand(redact_for_followers(scheduler_output))):
+        with self._ranks.follower_command_context(StepCommand(redact_for_followers(scheduler_output))):
             return _WatchedStep(self._ranks, super().launch(scheduler_output))
 
     def warm_up_next(self) -> bool:
-        with self._ranks.run_with_followers(WarmUpCommand("warm_up_next")):
+        with self._ranks.follower_command_context(WarmUpCommand("warm_up_next")):
             return super().warm_up_next()
 
     def warm_sampler(self) -> None:
-        with self._ranks.run_with_followers(WarmUpCommand("warm_sampler")):
+        with self._ranks.follower_command_context(WarmUpCommand("warm_sampler")):
             super().warm_sampler()
 
     def warm_prompts(self) -> None:
-        with self._ranks.run_with_followers(WarmUpCommand("warm_prompts")):
+        with self._ranks.follower_command_context(WarmUpCommand("warm_prompts")):
             super().warm_prompts()
 
     def kernel_variants(self, step_tokens: int) -> list[KernelVariant]:
@@ -119,11 +119,11 @@ class SpmdDraftHeadRunner(DraftHeadRunner):
         self._ranks = ranks
 
     def draft_tokens(self, rows: Sequence[HeadDraftRequest]) -> list[list[int]]:
-        with self._ranks.run_with_followers(DraftCommand(list(rows))):
+        with self._ranks.follower_command_context(DraftCommand(list(rows))):
             return super().draft_tokens(rows)
 
     def run_dummy_draft(self, count: int) -> None:
-        with self._ranks.run_with_followers(DummyDraftCommand(count)):
+        with self._ranks.follower_command_context(DummyDraftCommand(count)):
             super().run_dummy_draft(count)
 
 
@@ -135,7 +135,7 @@ class _WatchedStep:
     pending: PendingOutput
 
     def result(self) -> ModelRunnerOutput:
-        with self.ranks.raise_rank_failures():
+        with self.ranks.rank_failures_as_engine_errors():
             output = self.pending.result()
             self.ranks.group.raise_if_failed()
             return output
@@ -157,6 +157,6 @@ def redact_for_followers(scheduler_output: SchedulerOutput) -> SchedulerOutput:
 def _redact_request(new_request: NewRequestData) -> NewRequestData:
     if not isinstance(new_request.params, SamplingParams):
         return new_request
-    temperature = 0.0 if is_greedy_only(new_request.params) else 1.0
+    temperature = 0.0 if is_plain_greedy_request(new_request.params) else 1.0
     params = SamplingParams(temperature=temperature, prompt_logprobs=new_request.params.prompt_logprobs)
     return replace(new_request, params=params)

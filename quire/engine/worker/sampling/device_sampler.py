@@ -14,8 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.worker.sampling.sampler import sample
-from quire.engine.worker.sampling.sampling_rules import NO_TOKEN_LEFT, IndexedRow, SamplingRow, process_logits
+from quire.engine.worker.sampling.sampler import sample_token_ids
+from quire.engine.worker.sampling.sampling_rules import (
+    NO_TOKEN_LEFT,
+    IndexedRow,
+    SamplingRow,
+    process_logits_and_find_exhausted,
+)
 from quire.engine.worker.sampling.slot_grammars import GrammarBitmask
 from quire.kernels.collective import Collective
 from quire.kernels.gpu.host_transfer import upload_arrays
@@ -33,22 +38,22 @@ def choose_sampler(
 ) -> Sampler:
     """The one for this device; `argmax` and `draw` are the backend's, `group` the model's ranks."""
     triton = device.type == "cuda" and find_spec("triton") is not None
-    sampler: Sampler = sample_on_device if triton else partial(sample, argmax=argmax, draw=draw)
+    sampler: Sampler = sample_on_device if triton else partial(sample_token_ids, argmax=argmax, draw=draw)
     if is_other_device(device):
         sampler = sample_on_host
     return sampler if group is None else partial(_sample_on_first_rank, sampler, group)
 
 
 def sample_on_host(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None = None) -> Tensor:
-    """As `sample`, for devices that may have no float64, by which tokens are drawn: logits are copied to the host, and
-    the picks back."""
+    """As `sample_token_ids`, for devices that may have no float64, by which tokens are drawn: logits are copied to the
+    host, and the picks back."""
     host_rows = [
         row
         if row.rules.keeps_logits_unchanged
         else row._replace(token_table=row.token_table[row.slot].cpu()[None], slot=0)
         for row in rows
     ]
-    return sample(logits.cpu(), host_rows, mask).to(logits.device)
+    return sample_token_ids(logits.cpu(), host_rows, mask).to(logits.device)
 
 
 def _sample_on_first_rank(
@@ -62,12 +67,12 @@ def _sample_on_first_rank(
 
 def sample_on_device(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None = None) -> Tensor:
     """Token ids [R] int64 for contiguous logits [R, vocab] float32, which may be overwritten; NOTHING_LEFT as in
-    `sample`."""
+    `sample_token_ids`."""
     from quire.kernels.gpu.triton_sampling import MAX_VOCAB, sample_tokens
 
     if logits.shape[1] > MAX_VOCAB:
-        return sample(logits, rows, mask)
-    without_tokens = process_logits(logits, rows, mask, DeviceLogitsProcessor())
+        return sample_token_ids(logits, rows, mask)
+    without_tokens = process_logits_and_find_exhausted(logits, rows, mask, DeviceLogitsProcessor())
     params_list, vocab = [row.rules.params for row in rows], logits.shape[1]
     top_k = [each.top_k if 0 < each.top_k < vocab else vocab for each in params_list]
     arrays: list[np.ndarray] = [

@@ -17,12 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.types import SamplingParams, TokenLogprob
-from quire.engine.worker.sampling.sampling_rules import NO_TOKEN_LEFT, IndexedRow, SamplingRow, process_logits
+from quire.engine.worker.sampling.sampling_rules import (
+    NO_TOKEN_LEFT,
+    IndexedRow,
+    SamplingRow,
+    process_logits_and_find_exhausted,
+)
 from quire.engine.worker.sampling.slot_grammars import GrammarBitmask
 from quire.kernels import reference
 
 
-def sample(
+def sample_token_ids(
     logits: Tensor,
     rows: list[SamplingRow],
     mask: GrammarBitmask | None = None,
@@ -31,7 +36,7 @@ def sample(
 ) -> Tensor:
     """Token ids [R] int64 for logits [R, vocab] float32, which may be overwritten; NOTHING_LEFT for a row to which its
     constraints left no token. `argmax` and `draw` are the backend's."""
-    without_tokens = process_logits(logits, rows, mask, HostLogitsProcessor())
+    without_tokens = process_logits_and_find_exhausted(logits, rows, mask, HostLogitsProcessor())
     sampled = _sample_rows(logits, rows, argmax, draw)
     return sampled if without_tokens is None else sampled.masked_fill(without_tokens, NO_TOKEN_LEFT)
 
@@ -51,14 +56,14 @@ def _sample_rows(
         sampled[greedy_indices] = argmax(logits[greedy_indices])
     drawn_rows = [rows[index] for index in drawn_indices]
     filters = torch.tensor(
-        [_sampling_filters(row.rules.params, logits.shape[1]) for row in drawn_rows], dtype=torch.float64
+        [_sampling_filter_values(row.rules.params, logits.shape[1]) for row in drawn_rows], dtype=torch.float64
     )
     u = uniform_draws(drawn_rows).to(logits.device)
     sampled[drawn_indices] = draw(logits if not greedy_indices else logits[drawn_indices], filters.to(logits.device), u)
     return sampled
 
 
-def _sampling_filters(params: SamplingParams, vocab: int) -> tuple[float, ...]:
+def _sampling_filter_values(params: SamplingParams, vocab: int) -> tuple[float, ...]:
     top_k = params.top_k if 0 < params.top_k < vocab else vocab
     return params.temperature, top_k, params.top_p, params.min_p
 

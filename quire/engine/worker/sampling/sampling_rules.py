@@ -1,8 +1,8 @@
 """What a request's SamplingParams mean for its picks, as lists of token ids and numbers.
 
-`make_sampling_rules` makes them once per request, and `process_logits` applies them in their order, for the host's
-sampler (engine/worker/sampling/sampler.py) and the device's (device_sampler.py beside it); each brings its own
-LogitsProcessor."""
+`make_request_sampling_rules` makes them once per request, and `process_logits_and_find_exhausted` applies them in their
+order, for the host's sampler (engine/worker/sampling/sampler.py) and the device's (device_sampler.py beside it); each
+brings its own LogitsProcessor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.kernels.gpu.host_transfer import upload_arrays
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingRules:
+class RequestSamplingRules:
     """One request's. The fields from `allowed_token_ids` to `penalties`, and then params.thinking, change logits and
     are applied in this order."""
 
@@ -33,7 +33,7 @@ class SamplingRules:
     keeps_logits_unchanged: bool
     """Nothing changes the logits."""
     is_greedy_only: bool
-    """`is_greedy_only` of the request's parameters."""
+    """`is_plain_greedy_request` of the request's parameters."""
     allowed_token_ids: np.ndarray | None
     """[n] int64: all that may be picked."""
     biases: dict[int, float]
@@ -53,7 +53,7 @@ class SamplingRules:
         return self.allowed_token_ids is not None or bool(self.bad_words) or -np.inf in added.values()
 
 
-def make_sampling_rules(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> SamplingRules:
+def make_request_sampling_rules(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> RequestSamplingRules:
     """`eos_token_ids` are the model's end-of-sequence tokens."""
     biases = (params.logit_bias or {}) | {word[0]: -np.inf for word in params.bad_words_ids if len(word) == 1}
     end_token_ids = [*params.stop_token_ids, *(() if params.ignore_eos and params.grammar is None else eos_token_ids)]
@@ -69,12 +69,12 @@ def make_sampling_rules(params: SamplingParams, eos_token_ids: tuple[int, ...]) 
         penalties != (1.0, 0.0, 0.0),
         params.thinking,
     )
-    return SamplingRules(
+    return RequestSamplingRules(
         params=params,
         num_logprobs=len(listed_ids) or params.logprobs,
         logprob_token_ids=np.array(listed_ids, dtype=np.int64) if listed_ids else None,
         keeps_logits_unchanged=not any(logit_changes),
-        is_greedy_only=is_greedy_only(params),
+        is_greedy_only=is_plain_greedy_request(params),
         allowed_token_ids=None if allowed_token_ids is None else np.array(allowed_token_ids, dtype=np.int64),
         biases=biases,
         biases_before_min_tokens=biases | dict.fromkeys(end_token_ids, -np.inf),
@@ -83,7 +83,7 @@ def make_sampling_rules(params: SamplingParams, eos_token_ids: tuple[int, ...]) 
     )
 
 
-def is_greedy_only(params: SamplingParams) -> bool:
+def is_plain_greedy_request(params: SamplingParams) -> bool:
     """Whether each pick is the first of the model's own largest logits, and nothing is told beside it."""
     reported = (params.grammar, params.logprobs, params.logprob_token_ids or None)
     changed = (params.thinking, params.allowed_token_ids, params.logit_bias or None, params.bad_words_ids or None)
@@ -92,7 +92,7 @@ def is_greedy_only(params: SamplingParams) -> bool:
     return params.is_greedy and plain and all(each is None for each in (*reported, *changed))
 
 
-def pad_logprob_token_ids(rules: Sequence[SamplingRules], device: torch.device) -> Tensor | None:
+def pad_logprob_token_ids(rules: Sequence[RequestSamplingRules], device: torch.device) -> Tensor | None:
     """The tokens that each row lists [R, L] int64, as logprob_tensors takes them; None where no row lists any."""
     longest = max((len(each.logprob_token_ids) for each in rules if each.logprob_token_ids is not None), default=0)
     if not longest:
@@ -109,7 +109,7 @@ def pad_logprob_token_ids(rules: Sequence[SamplingRules], device: torch.device) 
 class SamplingRow(NamedTuple):
     """One pick to make. A tuple, because each step makes hundreds, and a frozen dataclass takes three times as long."""
 
-    rules: SamplingRules
+    rules: RequestSamplingRules
     seed: int
     position: int
     """Of the token to pick, in its sequence."""
@@ -154,7 +154,7 @@ class LogitsProcessor(Protocol):
         """
 
 
-def process_logits(
+def process_logits_and_find_exhausted(
     logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None, processor: LogitsProcessor
 ) -> Tensor | None:
     """Apply the rules of every row to its logits [R, vocab] float32, in place, then the grammars' mask. Returns which
@@ -181,7 +181,7 @@ def _apply_rules(logits: Tensor, rows: list[IndexedRow], processor: LogitsProces
         places = np.array([(index, token) for index, token, _ in bias_entries], dtype=np.int64)
         amounts = np.array([value for _, _, value in bias_entries], dtype=np.float32)
         processor.add_biases(logits, *upload_arrays([places[:, 0], places[:, 1], amounts], logits.device))
-    bad_word_rows = [(index, row, _applicable_bad_words(row)) for index, row in rows if row.rules.bad_words]
+    bad_word_rows = [(index, row, _bad_words_within_output_length(row)) for index, row in rows if row.rules.bad_words]
     if any(words for _, _, words in bad_word_rows):
         processor.ban_words(logits, bad_word_rows)
     penalized = [(index, row) for index, row in rows if row.rules.penalties is not None]
@@ -198,7 +198,7 @@ def _row_biases(row: SamplingRow) -> dict[int, float]:
     )
 
 
-def _applicable_bad_words(row: SamplingRow) -> list[tuple[int, ...]]:
+def _bad_words_within_output_length(row: SamplingRow) -> list[tuple[int, ...]]:
     """Words that the output is long enough to have begun: tokens of the prompt do not count, as in vLLM."""
     return [word for word in row.rules.bad_words if len(word) - 1 <= row.num_output_tokens]
 

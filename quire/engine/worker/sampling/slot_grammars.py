@@ -14,7 +14,7 @@ from quire.engine.errors import InvalidRequest, Overloaded, QuireError
 from quire.engine.text.grammar_compiler import (
     CompiledGrammar,
     GrammarCompiler,
-    check_forced_text,
+    check_forced_text_length,
     error_summary,
     has_lexer_error,
 )
@@ -69,7 +69,7 @@ class _SlotGrammar:
 
 class SlotGrammars:
     """The matcher of every slot whose request has a grammar. `load` is called once: for the first grammar, or by
-    `load_compiler`."""
+    `start_loading_compiler`."""
 
     def __init__(self, make_compiler: Callable[[], GrammarCompiler]) -> None:
         self._make_compiler = make_compiler
@@ -79,7 +79,7 @@ class SlotGrammars:
         self._states: dict[int, _SlotGrammar] = {}
         self._failures: dict[int, RequestFailure] = {}
 
-    def load_compiler(self) -> Future[GrammarCompiler]:
+    def start_loading_compiler(self) -> Future[GrammarCompiler]:
         """Load the compiler in a thread: for a vocabulary of 150,000 tokens it takes a second, in which a running
         stream would stand still."""
         if self._loading is None:
@@ -97,9 +97,9 @@ class SlotGrammars:
         if grammar is None:
             return
         try:
-            compiled = self.load_compiler().result().get_compiled(grammar)
+            compiled = self.start_loading_compiler().result().get_compiled(grammar)
             state = _SlotGrammar(grammar, compiled, compiled.new_matcher())
-            check_forced_text(state.matcher)
+            check_forced_text_length(state.matcher)
         except QuireError as error:
             self._failures[slot] = RequestFailure(error.message, "busy" if isinstance(error, Overloaded) else "engine")
         else:
@@ -121,7 +121,7 @@ class SlotGrammars:
         from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
         self._executor = self._executor or LLExecutor()
-        words = allocate_token_bitmask(len(constrained), self.load_compiler().result().vocab_size)
+        words = allocate_token_bitmask(len(constrained), self.start_loading_compiler().result().vocab_size)
         firsts = [
             at
             for at, index in enumerate(constrained)
@@ -146,12 +146,14 @@ class SlotGrammars:
         from llguidance.numpy import fill_next_token_bitmask
 
         while has_lexer_error(state.matcher) or not _try_fill_draft_masks(state.matcher, drafts, words):
-            state.restart_with_new_lexer(self.load_compiler().result())
+            state.restart_with_new_lexer(self.start_loading_compiler().result())
             fill_next_token_bitmask(state.matcher, words, 0)
         if state.matcher.is_error() or not words[0].any():
             raise InvalidRequest(error_summary(state.matcher))
 
-    def consume_tokens(self, slot: int, new_request: NewRequestData, token_ids: list[int]) -> RequestFailure | None:
+    def advance_and_get_failure(
+        self, slot: int, new_request: NewRequestData, token_ids: list[int]
+    ) -> RequestFailure | None:
         """Advance the matcher by tokens that were picked for `new_request`. Returns why its grammar cannot be followed,
         if it cannot. Does nothing where the slot belongs to another owner by now."""
         if self._requests.get(slot) is not new_request:
@@ -162,7 +164,7 @@ class SlotGrammars:
     def _advance_matcher(self, slot: int, token_ids: list[int]) -> None:
         """What follows the end of the answer is ignored, as the scheduler does: accepted drafts may go on there."""
         state = self._states.get(slot)
-        # One by one, as consume_tokens refuses an end-of-sequence token that consume_token accepts.
+        # One by one, as advance_and_get_failure refuses an end-of-sequence token that consume_token accepts.
         for token in token_ids:
             if state is None or state.matcher.is_stopped():
                 return
@@ -170,8 +172,8 @@ class SlotGrammars:
                 while not state.consume_token(token):
                     if not has_lexer_error(state.matcher):
                         raise InvalidRequest(error_summary(state.matcher))
-                    state.restart_with_new_lexer(self.load_compiler().result())
-                check_forced_text(state.matcher)
+                    state.restart_with_new_lexer(self.start_loading_compiler().result())
+                check_forced_text_length(state.matcher)
             except QuireError as error:
                 return self._record_failure(slot, error)
 

@@ -14,7 +14,7 @@ from quire.engine.models.decoder import Decoder
 from quire.engine.types import EngineInfo
 from quire.engine.worker.device_plan import DevicePlan, kv_cache_dtype_name
 from quire.engine.worker.loading.kv_allocation import RunnerResources
-from quire.engine.worker.loading.transformers_support import transformers_class_suffix
+from quire.engine.worker.loading.transformers_support import transformers_description_suffix
 from quire.engine.worker.ranks.rank_group import RankGroup
 from quire.engine.worker.startup_steps.started_worker import make_engine_info
 from quire.engine.worker.startup_steps.worker_weights import WorkerWeights
@@ -31,7 +31,7 @@ def make_decoder_engine_info(
 ) -> EngineInfo:
     """What is told of a decoder's engine."""
     loaded_model = weights.loaded_model
-    suffix = transformers_class_suffix(loaded_model.model)
+    suffix = transformers_description_suffix(loaded_model.model)
     return make_engine_info(
         config,
         kv_plan,

@@ -15,9 +15,9 @@ from quire.engine.worker.drafter_loader import load_drafter
 from quire.engine.worker.images.tower_loader import LoadedTower, load_tower
 from quire.engine.worker.loading.drafts.device_drafter import LoadedDrafter
 from quire.engine.worker.loading.model.loaded_model import LoadedModel
-from quire.engine.worker.loading.model.weight_sizes import resident_weight_bytes
+from quire.engine.worker.loading.model.weight_sizes import weight_bytes_in_memory
 from quire.engine.worker.loading.model_loader import load_model
-from quire.engine.worker.loading.transformers_support import check_transformers_batch_invariance
+from quire.engine.worker.loading.transformers_support import transformers_batch_invariance_and_notes
 from quire.engine.worker.loading.weight_loader import NamedTensors
 from quire.engine.worker.ranks.rank_group import RankGroup
 
@@ -52,11 +52,11 @@ def load_worker_weights(
         )
         model = loaded_model.model
         tower = load_tower(config, path, model_config, device_plan, progress, stage=config.pipeline_parallel_size - 1)
-        model_bytes = resident_weight_bytes(model.parameters(), config, backend, loaded_model.read_bytes)
+        model_bytes = weight_bytes_in_memory(model.parameters(), config, backend, loaded_model.read_bytes)
         if model.offload is not None:
             model_bytes -= model.offload.saved_bytes
         drafter = load_drafter(config, model_config, backend, progress, model)
-        is_batch_invariant, notes = check_transformers_batch_invariance(
+        is_batch_invariant, notes = transformers_batch_invariance_and_notes(
             config, model, backend, backend.is_batch_invariant(device_plan.device, device_plan.dtype)
         )
     draft_bytes = 0 if drafter is None else drafter.weight_bytes

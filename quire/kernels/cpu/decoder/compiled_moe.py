@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu import native_library
-from quire.kernels.cpu.decoder.mapped_experts import MappedWeightArena, PackedBuffer
-from quire.kernels.cpu.linear import CompiledLinear
+from quire.kernels.cpu.decoder.mapped_experts import MappedWeightArena, RelocatableWeights
+from quire.kernels.cpu.linear import CompiledLinearBase
 from quire.kernels.parameters.activation import ACTIVATION_KINDS
 from quire.kernels.parameters.routing import SCORE_FUNCTIONS, Routing
-from quire.kernels.routing import Experts, MoE
+from quire.kernels.routing import MoE, MoEComponents
 
 
-def make_compiled_moe(library: native_library.NativeLibrary, experts: Experts) -> MoE | None:
+def make_compiled_moe(library: native_library.NativeLibrary, experts: MoEComponents) -> MoE | None:
     """None where a linear is not one of ours."""
     linears = [experts.router, *experts.gate_up, *experts.down]
-    ours = [each for each in linears if isinstance(each, CompiledLinear)]
+    ours = [each for each in linears if isinstance(each, CompiledLinearBase)]
     if len(ours) < len(linears):
         return None
     moe = CompiledMoE(library, experts, *ours)
@@ -42,7 +42,11 @@ class CompiledMoE:
     """Of linears that are all compiled, and have no room for adapters."""
 
     def __init__(
-        self, library: native_library.NativeLibrary, experts: Experts, router: CompiledLinear, *linears: CompiledLinear
+        self,
+        library: native_library.NativeLibrary,
+        experts: MoEComponents,
+        router: CompiledLinearBase,
+        *linears: CompiledLinearBase,
     ) -> None:
         """`linears`: each expert's gate_up, then each one's down."""
         self._experts = experts  # alive: what the pointers below point to
@@ -64,7 +68,10 @@ class CompiledMoE:
         self.native = native_library.Experts(ctypes.pointer(router.native), self._gate_up, self._down, *rules, *gates)
         self._kernel = library.mix_experts[self._dtype]
         pairs = zip((*self._gate_up, *self._down), linears, strict=True)
-        each = [[PackedBuffer(*weights) for weights in linear.relocatable_weights(struct)] for struct, linear in pairs]
+        each = [
+            [RelocatableWeights(*weights) for weights in linear.pointer_addresses_and_weights(struct)]
+            for struct, linear in pairs
+        ]
         self.expert_buffers = [up + down for up, down in zip(each[:num_experts], each[num_experts:], strict=True)]
         """The packed weights of each expert."""
 

@@ -15,11 +15,11 @@ from quire.kernels.backend import Linear
 from quire.kernels.cpu import native_library
 from quire.kernels.cpu.decoder.mapped_experts import (
     MappedWeightArena,
-    PackedBuffer,
+    RelocatableWeights,
     disk_read_bytes,
     set_weights_pointer,
 )
-from quire.kernels.cpu.linear import CompiledLinear
+from quire.kernels.cpu.linear import CompiledLinearBase
 from quire.kernels.streaming.layer_streamer import LayerSelector, LayerStreamer
 from quire.kernels.streaming.weight_offloader import OffloadCounts
 
@@ -38,25 +38,25 @@ class DiskLayerStreamer(LayerStreamer):
         arena."""
         super().__init__(choice, slots)
         self._arena = arena
-        self._buffers: dict[int, list[PackedBuffer]] = {}
+        self._buffers: dict[int, list[RelocatableWeights]] = {}
         self._reader = ThreadPoolExecutor(1, "weights")  # which ends when this is let go
         self._pending_reads: dict[int, _PendingRead] = {}
         self._initial_disk_bytes = 0
 
     def register_packed_linear(self, layer: int, linear: Linear) -> None:
-        if isinstance(linear, CompiledLinear):
+        if isinstance(linear, CompiledLinearBase):
             self._buffers.setdefault(layer, []).extend(
-                PackedBuffer(*each) for each in linear.relocatable_weights(linear.native)
+                RelocatableWeights(*each) for each in linear.pointer_addresses_and_weights(linear.native)
             )
 
     def finish_loading(self) -> None:
-        self._arena.flush_to_disk()
+        self._arena.flush_and_drop_pages()
         if not self._buffers:
             raise ValueError("the compiled kernels do not compute this model's layers here; use another --dtype")
-        self._file = self._arena.reopen_file()
+        self._file = self._arena.reopen_for_direct_io()
         count = max(self._buffers) + 1
         self._layer_bytes = [
-            sum(self._extent_bytes(each) for each in self._buffers.get(layer, ())) for layer in range(count)
+            sum(self._buffer_extent_bytes(each) for each in self._buffers.get(layer, ())) for layer in range(count)
         ]
         self.choose_streamed_layers(self._layer_bytes)
         resident = [layer for layer in range(count) if not self.is_streamed(layer)]
@@ -72,7 +72,7 @@ class DiskLayerStreamer(LayerStreamer):
         self.begin_pass()
         self._initial_disk_bytes = disk_read_bytes()
 
-    def _extent_bytes(self, held: PackedBuffer) -> int:
+    def _buffer_extent_bytes(self, held: RelocatableWeights) -> int:
         """Of whole pages, as reads past the system's cache want it."""
         return self._arena.file_extent(held.weights).size
 
@@ -86,7 +86,7 @@ class DiskLayerStreamer(LayerStreamer):
         begin = 0
         for held in self._buffers.get(layer, ()):
             set_weights_pointer(held, memory[begin:])
-            begin += self._extent_bytes(held)
+            begin += self._buffer_extent_bytes(held)
         return memory
 
     def _read_layer(self, layer: int, memory: Tensor) -> None:
@@ -149,5 +149,5 @@ class DiskLayerStreamer(LayerStreamer):
             pending = self._pending_reads[slot] = _PendingRead(layer, read(self._read_layer, layer, memory))
         return pending
 
-    def offload_counts(self) -> OffloadCounts:
+    def total_offload_counts(self) -> OffloadCounts:
         return OffloadCounts(disk_bytes=disk_read_bytes() - self._initial_disk_bytes)

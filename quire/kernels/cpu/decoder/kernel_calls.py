@@ -18,7 +18,7 @@ from quire.kernels.cpu.decoder import recurrence
 from quire.kernels.cpu.decoder.short_conv import check_short_conv
 from quire.kernels.cpu.mla.per_head_linear import check_latent_params
 from quire.kernels.kv_quantization import QUANTIZED_KV_DTYPES, KVScales
-from quire.kernels.latent_params import LatentParams
+from quire.kernels.latent_params import LatentNormRopeParams
 from quire.kernels.parameters.activation import Activation
 from quire.kernels.qk_norm_rope import NORM_KINDS, QKNormRopeParams
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
@@ -140,9 +140,9 @@ class KernelCalls(ABC):
         for each in weights:
             if each is not None and each.dtype != torch.float32:
                 raise TypeError(f"weights of norms, cos_sin and q_scale must be float32, not {each.dtype}")
-        heads = rope.num_query_heads(self.token_width(qkv), kv_heads)
+        heads = rope.num_query_heads_of_width(self.token_width(qkv), kv_heads)
         q, kinds = self.empty_per_token(qkv, heads, dim), (NORM_KINDS.index(rope.norm_kind), rope.num_kv_projections)
-        where = (metadata.rope_positions, metadata.slot_mapping, q, *caches, *_cache_strides(caches))
+        where = (metadata.rope_positions, metadata.slot_mapping, q, *caches, *_cache_page_strides(caches))
         sizes = (self.num_tokens(qkv), pages, heads, kv_heads, dim, rope.eps)
         error_message = f"slots outside the {pages} pages of the cache"
         return self.call_kernel("rope_store", q, qkv, *weights, *kinds, *where, *sizes, error_message=error_message)
@@ -179,14 +179,14 @@ class KernelCalls(ABC):
             step.context_lens,
             step.block_table,
             step.table_stride,
-            *_cache_strides(kernel_caches),
+            *_cache_page_strides(kernel_caches),
         )
         sizes = (pages, step.num_sequences, heads * num_ranks, kernel_caches[0].shape[1], dim)
-        rules = (softmax.scale, softmax.native_window, softmax.softcap or 0.0, *more)
+        rules = (softmax.scale, softmax.window_or_negative_chunk, softmax.softcap or 0.0, *more)
         native_library.check_sinks(softmax.sinks, heads)
         extras = (
             softmax.relative_bias,
-            *native_library.relative_bias_layout(softmax.relative_bias),
+            *native_library.relative_bias_stride_and_origin(softmax.relative_bias),
             softmax.sinks,
             softmax.value_dim or 0,
         )
@@ -195,7 +195,9 @@ class KernelCalls(ABC):
             kernel, out, *group, out, q, *where, *sizes, *rules, *extras, error_message=error_message
         )
 
-    def store_latent_kv(self, q: Any, kv: Any, latent: LatentParams, cache: Tensor, metadata: Any) -> Any:
+    def rope_and_store_latent_kv(
+        self, q: Any, kv: Any, latent: LatentNormRopeParams, cache: Tensor, metadata: Any
+    ) -> Any:
         check_latent_params(latent)
         cache, _, held = _kernel_cache_arguments(q, (cache, cache), latent.kv_scales)
         size, rotated = latent.latent_and_rope_dims
@@ -223,7 +225,7 @@ class KernelCalls(ABC):
 
     def short_conv(self, bcx: Any, conv: ShortConv, columns: ConvStates, metadata: Any) -> Any:
         check_short_conv(conv, columns, bcx.dtype)
-        step, wide = self.step_inputs(metadata), self.token_width(bcx) // conv.inputs_per_channel
+        step, wide = self.step_inputs(metadata), self.token_width(bcx) // conv.num_input_parts
         assert step.state_slots is not None
         out, pages = self.empty_per_token(bcx, wide), 0 if columns.piece_ends is None else len(columns.piece_ends)
         tensors = (bcx, conv.weight, conv.bias, out, columns.piece_ends, columns.slot_columns)
@@ -304,7 +306,7 @@ class ImmediateCalls(KernelCalls):
         return x.numel()
 
     def step_inputs(self, metadata: AttentionMetadata) -> StepInputs:
-        table, guesses = metadata.block_table, metadata.draft_state_lengths
+        table, guesses = metadata.block_table, metadata.state_and_verified_counts
         seen, known = (None, None) if guesses is None else (guesses.num_state_tokens, guesses.num_verified_tokens)
         step = (metadata.query_start, metadata.context_lens, table, table.shape[1], len(table), metadata.state_slots)
         return StepInputs(*step, seen, known)
@@ -330,9 +332,9 @@ def _kernel_cache_arguments(
 ) -> tuple[Tensor, Tensor, native_library.KVFormat | None]:
     """The caches as kernels take them, and the format of their numbers."""
     check_cache_dtypes(x, caches)
-    k_cache, v_cache = (native_library.flatten_cache_pages(each) for each in caches)
+    k_cache, v_cache = (native_library.view_as_kernel_blocks(each) for each in caches)
     return k_cache, v_cache, native_library.kv_format(k_cache, scales)
 
 
-def _cache_strides(kernel_caches: tuple[Tensor, Tensor, Any]) -> tuple[int, int]:
+def _cache_page_strides(kernel_caches: tuple[Tensor, Tensor, Any]) -> tuple[int, int]:
     return kernel_caches[0].stride(0), kernel_caches[1].stride(0)

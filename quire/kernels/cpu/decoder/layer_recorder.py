@@ -19,7 +19,7 @@ from quire.kernels.collective import RankEnded
 from quire.kernels.cpu import native_library
 from quire.kernels.cpu.decoder.compiled_moe import CompiledMoE
 from quire.kernels.cpu.decoder.kernel_calls import KernelCalls, StepInputs
-from quire.kernels.cpu.linear import CompiledLinear
+from quire.kernels.cpu.linear import CompiledLinearBase
 from quire.kernels.cpu.lora import CompiledLinearWithLora
 from quire.kernels.cpu.mla.per_head_linear import CompiledPerHeadLinear
 from quire.kernels.cpu.ranks.shared_collective import SharedCollective
@@ -50,11 +50,11 @@ class _PlaceholderTensor(_StepArgument):
     dtype: torch.dtype
 
     @property
-    def width(self) -> int:
+    def elements_per_token(self) -> int:
         return prod(self.shape)
 
     def flatten(self, _: int) -> _PlaceholderTensor:
-        return _PlaceholderTensor(self.kind, self.value, (self.width,), self.dtype)
+        return _PlaceholderTensor(self.kind, self.value, (self.elements_per_token,), self.dtype)
 
 
 _TOKENS, _PAGES = _StepArgument(_PER_TOKEN, 1), _StepArgument(_PAGES_FETCH, 0)
@@ -117,7 +117,7 @@ class _LayerRecorder(KernelCalls, Operations):
             case CompiledLinearWithLora():
                 out = self.apply_linear(linear.linear, x, context)
                 return self.call_kernel("add_adapters", out, linear.native, _ADAPTERS, x, out, _TOKENS)
-            case CompiledLinear(dtype=self._dtype) if not linear.native.wide:
+            case CompiledLinearBase(dtype=self._dtype) if not linear.native.wide:
                 out = self._allocate_buffer(linear.out_features)
                 return self._record_call("linear", out, linear.native, x, out, _TOKENS, _THREADS, _PAGES)
             case CompiledPerHeadLinear(dtype=self._dtype):
@@ -128,7 +128,7 @@ class _LayerRecorder(KernelCalls, Operations):
     def run_moe(self, moe: Any, x: Any, router_input: Any) -> Any:
         if not isinstance(moe, CompiledMoE):
             raise _UnsupportedOperation
-        out = self._allocate_buffer(x.width)
+        out = self._allocate_buffer(x.elements_per_token)
         return self.call_kernel("mix_experts", out, moe.native, x, router_input, out, _TOKENS)
 
     def all_reduce(self, x: Any, group: Any) -> Any:
@@ -145,7 +145,7 @@ class _LayerRecorder(KernelCalls, Operations):
         return self._allocate_buffer(*x.shape, dtype=x.dtype)
 
     def empty_half_width(self, x: _PlaceholderTensor) -> _PlaceholderTensor:
-        return self._allocate_buffer(x.width // 2, dtype=x.dtype)
+        return self._allocate_buffer(x.elements_per_token // 2, dtype=x.dtype)
 
     def empty_per_token(self, x: _PlaceholderTensor, *shape: int) -> _PlaceholderTensor:
         return self._allocate_buffer(*shape, dtype=x.dtype)
@@ -154,16 +154,16 @@ class _LayerRecorder(KernelCalls, Operations):
         return _PlaceholderTensor(x.kind, x.value, shape, x.dtype)
 
     def rows_and_width(self, x: _PlaceholderTensor) -> tuple[Any, int]:
-        return _TOKENS, x.width
+        return _TOKENS, x.elements_per_token
 
     def num_tokens(self, x: _PlaceholderTensor) -> Any:
         return _TOKENS
 
     def token_width(self, x: Any) -> Any:
-        return x.width if isinstance(x, _PlaceholderTensor) else _WIDTH
+        return x.elements_per_token if isinstance(x, _PlaceholderTensor) else _WIDTH
 
     def num_elements(self, x: _PlaceholderTensor) -> Any:
-        return _StepArgument(_PER_TOKEN, x.width)
+        return _StepArgument(_PER_TOKEN, x.elements_per_token)
 
     def step_inputs(self, metadata: Any) -> StepInputs:
         return StepInputs(
@@ -179,9 +179,9 @@ class _LayerRecorder(KernelCalls, Operations):
 
     def concat_columns(self, x: Any, y: Any) -> Any:
         second = (
-            y.width if isinstance(y, _PlaceholderTensor) else self._hidden
+            y.elements_per_token if isinstance(y, _PlaceholderTensor) else self._hidden
         )  # what lies beside the stream, as wide as it
-        out = self._allocate_buffer(x.width + second)
+        out = self._allocate_buffer(x.elements_per_token + second)
         return self.call_kernel("join", out, x, y, out, *self.rows_and_width(x), second)
 
     def cast(self, x: Any, dtype: torch.dtype) -> Any:
@@ -193,7 +193,7 @@ class _LayerRecorder(KernelCalls, Operations):
     def _allocate_buffer(self, *shape: int, dtype: torch.dtype | None = None) -> _PlaceholderTensor:
         """dtype: by default the model's."""
         buffer = _PlaceholderTensor(_BUFFER, self._used_bytes, shape, self._dtype if dtype is None else dtype)
-        self._used_bytes += -(-buffer.width * buffer.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        self._used_bytes += -(-buffer.elements_per_token * buffer.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self._token_bytes = max(self._token_bytes, self._used_bytes)
         return buffer
 
@@ -224,7 +224,7 @@ class _LayerRecorder(KernelCalls, Operations):
         x, residual = (torch.empty_like(x), x) if residual is None else (x, residual.contiguous())
         table, groups = metadata.block_table, (metadata, *metadata.other_groups)
         where = (x, residual, metadata.query_start, metadata.context_lens, metadata.rope_positions)
-        guesses = metadata.draft_state_lengths
+        guesses = metadata.state_and_verified_counts
         bounds = (None, None) if guesses is None else (guesses.num_state_tokens, guesses.num_verified_tokens)
         per_layer_inputs = metadata.per_layer_inputs
         optional_tensors = (metadata.linear_context.adapter_slots, metadata.state_slots, *bounds, per_layer_inputs)

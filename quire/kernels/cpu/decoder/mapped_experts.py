@@ -32,10 +32,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-class PackedBuffer(NamedTuple):
+class RelocatableWeights(NamedTuple):
     """Packed weights that a kernel reads."""
 
-    pointer: int
+    pointer_address: int
     """Where the address of the weights stands."""
     weights: Tensor
     """[bytes] uint8."""
@@ -75,7 +75,7 @@ class MappedWeightArena(native_library.WeightArena):
         self._size = 0
         self._chunks: list[tuple[mmap.mmap, int]] = []  # each with its offset in the file
         self._extents: dict[int, _FileExtent] = {}
-        self.moes: list[tuple[native_library.Experts, Sequence[Sequence[PackedBuffer]]]] = []
+        self.moes: list[tuple[native_library.Experts, Sequence[Sequence[RelocatableWeights]]]] = []
         """In the order of the layers; of each expert what it holds."""
 
     def allocate_bytes(self, size: int) -> Tensor:
@@ -107,11 +107,11 @@ class MappedWeightArena(native_library.WeightArena):
             chunk.madvise(mmap.MADV_DONTNEED)
             os.posix_fadvise(self._file.fileno(), offset, len(chunk), os.POSIX_FADV_DONTNEED)
 
-    def flush_to_disk(self) -> None:
+    def flush_and_drop_pages(self) -> None:
         """All is on the disk, and nothing of it in memory."""
         self._flush_chunks(self._chunks)
 
-    def reopen_file(self) -> ReopenedFile:
+    def reopen_for_direct_io(self) -> ReopenedFile:
         return ReopenedFile(self._file.fileno())
 
     def file_extent(self, weights: Tensor) -> _FileExtent:
@@ -151,7 +151,7 @@ class MappedDiskExperts(DiskExperts):
         self._steps = self._initial_disk_bytes = 0
 
     def finish_loading(self) -> None:
-        self._arena.flush_to_disk()
+        self._arena.flush_and_drop_pages()
         mixtures = self._arena.moes
         if not mixtures:
             raise ValueError("the compiled kernels do not compute this model's experts here; use another --dtype")
@@ -173,7 +173,7 @@ class MappedDiskExperts(DiskExperts):
         self._slots = native_library.WeightArena().allocate_bytes(slots * self._slot_bytes)
         self._slot_of: dict[int, int] = {}
         for slot, expert in enumerate(self._layer_major_order[:slots].tolist()):
-            self._pin_expert(expert, slot)
+            self._copy_expert_to_slot(expert, slot)
 
     @property
     def total_bytes(self) -> int:
@@ -196,7 +196,7 @@ class MappedDiskExperts(DiskExperts):
 
     def drop_cached_pages(self) -> None:
         """The system keeps nothing of the file in memory, as where it has no room: for measurements."""
-        self._arena.flush_to_disk()
+        self._arena.flush_and_drop_pages()
 
     def set_prefetching(self, is_on: bool) -> None:
         """Whether the next layer's experts are asked for before they are chosen: for measurements."""
@@ -204,7 +204,7 @@ class MappedDiskExperts(DiskExperts):
         for noted, mixture in zip(self._tables.structs, following, strict=True):
             noted.next = mixture if is_on else None
 
-    def begin_offload_step(self) -> None:
+    def prepare_for_step(self) -> None:
         self._steps += 1
         if self._steps % self.rebalance_interval == 0 and 0 < len(self._slot_of) < len(self._experts):
             self._rebalance_pinned()
@@ -222,9 +222,9 @@ class MappedDiskExperts(DiskExperts):
         for new, old in zip(better[: max(_MAX_MOVED_BYTES // self._slot_bytes, 1)], worst, strict=False):
             if scores[new] <= scores[old] * _REPLACEMENT_FACTOR:
                 break
-            self._pin_expert(new, self._unpin_expert(old))
+            self._copy_expert_to_slot(new, self._reclaim_expert_slot(old))
 
-    def _pin_expert(self, expert: int, slot: int) -> None:
+    def _copy_expert_to_slot(self, expert: int, slot: int) -> None:
         for held in self._experts[expert]:
             self._arena.prefetch_weights(held.weights)
         begin = slot * self._slot_bytes
@@ -236,14 +236,14 @@ class MappedDiskExperts(DiskExperts):
             begin += _aligned_bytes(held.weights)
         self._slot_of[expert], self._tables.pinned[expert] = slot, 1
 
-    def _unpin_expert(self, expert: int) -> int:
+    def _reclaim_expert_slot(self, expert: int) -> int:
         """The slot that it had."""
         for held in self._experts[expert]:
             set_weights_pointer(held, held.weights)
         self._tables.pinned[expert] = 0
         return self._slot_of.pop(expert)
 
-    def offload_counts(self) -> OffloadCounts:
+    def total_offload_counts(self) -> OffloadCounts:
         experts_read, experts_kept, experts_guessed, guessed_right = self._tables.counts.tolist()
         return OffloadCounts(
             experts_read, experts_kept, experts_guessed, guessed_right, disk_read_bytes() - self._initial_disk_bytes
@@ -261,8 +261,8 @@ def _build_expert_tables(arena: MappedWeightArena) -> _ExpertTables:
     first = 0
     for mixture, experts in mixtures:
         pieces = [arena.file_extent(each.weights) for expert in experts for each in expert]
-        listed = (native_library.MappedPiece * len(pieces))(
-            *(native_library.MappedPiece(each.address, each.size) for each in pieces)
+        listed = (native_library.MappedByteRange * len(pieces))(
+            *(native_library.MappedByteRange(each.address, each.size) for each in pieces)
         )
         starts = torch.tensor([0, *(len(expert) for expert in experts)]).cumsum(0)
         numbers = [each[first:].data_ptr() for each in (pinned, prefetched, uses)]
@@ -275,8 +275,8 @@ def _build_expert_tables(arena: MappedWeightArena) -> _ExpertTables:
     return _ExpertTables(structs, lists, all_starts, pinned, prefetched, uses, counts)
 
 
-def set_weights_pointer(buffer: PackedBuffer, weights: Tensor) -> None:
-    ctypes.c_void_p.from_address(buffer.pointer).value = weights.data_ptr()
+def set_weights_pointer(buffer: RelocatableWeights, weights: Tensor) -> None:
+    ctypes.c_void_p.from_address(buffer.pointer_address).value = weights.data_ptr()
 
 
 def _aligned_bytes(weights: Tensor) -> int:

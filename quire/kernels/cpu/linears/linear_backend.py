@@ -29,7 +29,7 @@ class CpuLinearBackend(ReferenceBackend):
         """As `CpuBackend`."""
         super().__init__(deterministic=deterministic)
         self.activation_bits = activation_bits
-        loaded_library = native_library.load_library() if library is None else library
+        loaded_library = native_library.load_library_or_reason() if library is None else library
         self.missing_reason = loaded_library if isinstance(loaded_library, str) else None
         """Why there are no compiled kernels, in one line; None where there are."""
         if not isinstance(loaded_library, str):
@@ -44,7 +44,7 @@ class CpuLinearBackend(ReferenceBackend):
         but for routers of experts, which a compiled mixture calls.
         """
         router = wide and weight.dtype in self.library.linear and len(weight) <= _MAX_EXPERTS
-        if not (router or self.has_linear_kernel(weight.dtype)) or weight.shape[1] * weight.element_size() % 4:
+        if not (router or self.prefers_native_linear(weight.dtype)) or weight.shape[1] * weight.element_size() % 4:
             return super().pack_linear(weight, bias, wide=wide)
         return linear.PackedLinear(self.library, weight, bias, wide=wide)
 
@@ -54,7 +54,7 @@ class CpuLinearBackend(ReferenceBackend):
             linears, passthrough_dim
         )
 
-    def has_linear_kernel(self, dtype: torch.dtype) -> bool:
+    def prefers_native_linear(self, dtype: torch.dtype) -> bool:
         """Whether unquantized linears of this type are our own kernel's, which layers run in one call need."""
         narrow = dtype == torch.float32 and self.library.isa in ("plain", "avx2")
         return dtype in self.library.linear and not (narrow and torch.backends.mkldnn.is_available())

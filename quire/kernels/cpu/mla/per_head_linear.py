@@ -10,12 +10,12 @@ from torch import Tensor
 
 from quire.kernels.backend import Linear, LinearContext
 from quire.kernels.cpu import native_library
-from quire.kernels.cpu.linear import CompiledLinear
-from quire.kernels.latent_params import LatentParams
+from quire.kernels.cpu.linear import CompiledLinearBase
+from quire.kernels.latent_params import LatentNormRopeParams
 from quire.kernels.parameters.latent import MAX_ROPE_DIM
 
 
-def check_latent_params(latent: LatentParams) -> None:
+def check_latent_params(latent: LatentNormRopeParams) -> None:
     """Raise TypeError, or ValueError, for what the kernel does not take."""
     if latent.norm_weight.dtype != torch.float32 or latent.cos_sin.dtype != torch.float32:
         raise TypeError("the norm and the rotation of latents must be float32")
@@ -28,7 +28,7 @@ def make_compiled_per_head_linear(
     library: native_library.NativeLibrary, linears: Sequence[Linear], passthrough_dim: int
 ) -> Linear | None:
     """None where a linear is not one of ours."""
-    ours = [each for each in linears if isinstance(each, CompiledLinear)]
+    ours = [each for each in linears if isinstance(each, CompiledLinearBase)]
     return CompiledPerHeadLinear(library, ours, passthrough_dim) if len(ours) == len(linears) else None
 
 
@@ -36,7 +36,7 @@ class CompiledPerHeadLinear:
     """Linears of as many inputs and outputs, which are all compiled."""
 
     def __init__(
-        self, library: native_library.NativeLibrary, linears: Sequence[CompiledLinear], passthrough_dim: int
+        self, library: native_library.NativeLibrary, linears: Sequence[CompiledLinearBase], passthrough_dim: int
     ) -> None:
         self._linear_refs = linears  # alive: what the pointers below point to
         first, count = linears[0], len(linears)
@@ -44,7 +44,7 @@ class CompiledPerHeadLinear:
         self.in_features = count * (first.in_features + passthrough_dim)
         self.out_features = count * (first.out_features + passthrough_dim)
         self._linears = (native_library.PackedLinear * count)(*(each.native for each in linears))
-        self.native = native_library.LinearBlocks(self._linears, count, passthrough_dim)
+        self.native = native_library.PerHeadLinear(self._linears, count, passthrough_dim)
         self._kernel = library.linear_blocks[self.dtype]
 
     def __call__(self, x: Tensor, context: LinearContext) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu import native_library
-from quire.kernels.cpu.linear import CompiledLinear
+from quire.kernels.cpu.linear import CompiledLinearBase
 from quire.kernels.quantized_tensors import Float8Weight, QuantizedWeight
 
 _PANEL_OUTPUTS = 64
@@ -26,7 +26,7 @@ def as_float8_weights(weights: Sequence[QuantizedWeight]) -> Sequence[Float8Weig
     return floats if len(blocks) == 1 and inner % 4 == 0 and not any(block % 4 for block in blocks) else None
 
 
-class Float8Linear(CompiledLinear):
+class Float8Linear(CompiledLinearBase):
     """Of weights that are `as_float8_weights`, their outputs side by side. `bias` is added in float32."""
 
     def __init__(
@@ -43,7 +43,7 @@ class Float8Linear(CompiledLinear):
         self._codes = library.weight_arena.allocate_bytes(padded * inner)
         codes = torch.cat([each.codes.view(torch.uint8) for each in weights]).contiguous()
         library.pack_float8(codes.data_ptr(), self._codes.data_ptr(), inner, outs, torch.get_num_threads())
-        scales = torch.cat([each.output_scales() for each in weights])
+        scales = torch.cat([each.scales_per_output_row() for each in weights])
         scales = torch.nn.functional.pad(scales, (0, 0, 0, padded - outs))
         self._scales = scales.unflatten(0, (-1, _PANEL_OUTPUTS)).transpose(1, 2).contiguous()
         self._bias = None if bias is None else bias.float().contiguous()
@@ -54,7 +54,7 @@ class Float8Linear(CompiledLinear):
         linear = native_library.PackedLinear(None, bias_ptr, inner, outs, 0, wide, None, ctypes.pointer(self._float8))
         super().__init__(library, linear, dtype)
 
-    def relocatable_weights(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
+    def pointer_addresses_and_weights(self, struct: native_library.PackedLinear) -> list[tuple[int, Tensor]]:
         return [(ctypes.addressof(self._float8) + native_library.Float8Linear.packed.offset, self._codes)]
 
     @property

@@ -74,7 +74,7 @@ class SharedCollective(Collective):
             raise RankEnded
         return x
 
-    def close(self) -> None:
+    def abort_collectives(self) -> None:
         self._memory[_CLOSED_OFFSET] = 1
 
 

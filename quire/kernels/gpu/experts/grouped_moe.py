@@ -18,7 +18,7 @@ from quire.kernels.gpu.quantization import triton_quantized
 from quire.kernels.gpu.quantization.quantized_linear import MatmulTiles, TritonQuantizedLinear, choose_matmul_tiles
 from quire.kernels.gpu.quantization.weight_packing import PackedWeight
 from quire.kernels.gpu.triton_launch_sizes import cdiv, next_power_of_2
-from quire.kernels.routing import Experts
+from quire.kernels.routing import MoEComponents
 
 if TYPE_CHECKING:
     from quire.kernels.backend import Backend
@@ -70,7 +70,7 @@ class ExpertLinearGroup:
             [each.factors for each in parts],
             biases or [each.factors for each in parts],
         ]
-        tensor_pointers = tensor_addresses(tensors)
+        tensor_pointers = data_ptr_lists(tensors)
         if any(address % _ALIGNMENT for row in tensor_pointers for address in row):
             return None
         table = torch.tensor(tensor_pointers, dtype=torch.int64, device=parts[0].codes.device)
@@ -102,7 +102,9 @@ class GroupedMoE:
     """Linears that `ExpertLinearGroup` knows. A row's sums follow from the row alone, in one order; where tiles are
     fixed, its bits too."""
 
-    def __init__(self, backend: Backend, experts: Experts, gate_up: ExpertLinearGroup, down: ExpertLinearGroup) -> None:
+    def __init__(
+        self, backend: Backend, experts: MoEComponents, gate_up: ExpertLinearGroup, down: ExpertLinearGroup
+    ) -> None:
         self._backend = backend
         self._experts = experts
         self._gate_up = gate_up
@@ -139,13 +141,13 @@ class GroupedMoE:
         return out
 
 
-def make_grouped_moe(backend: Backend, experts: Experts, *, fixed: bool) -> GroupedMoE | None:
+def make_grouped_moe(backend: Backend, experts: MoEComponents, *, fixed: bool) -> GroupedMoE | None:
     """None where a linear is of a kind that the kernels do not know."""
     gate_up, down = (ExpertLinearGroup.from_linears(each, fixed=fixed) for each in (experts.gate_up, experts.down))
     return None if gate_up is None or down is None else GroupedMoE(backend, experts, gate_up, down)
 
 
-def route_on_device(experts: Experts, x: Tensor) -> tuple[Tensor, Tensor, int]:
+def route_on_device(experts: MoEComponents, x: Tensor) -> tuple[Tensor, Tensor, int]:
     """As `route_tokens`, contiguous, and weights in float32: by one kernel where the routing is of a usual kind."""
     routing = experts.routing
     if routing.score_function == "mixer" or routing.num_groups > 1 or routing.softcap is not None:
@@ -173,7 +175,7 @@ def sort_rows_by_expert(chosen: Tensor, experts: int, first: int = 0) -> tuple[T
     return order, starts
 
 
-def tensor_addresses(tensors: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+def data_ptr_lists(tensors: Sequence[Sequence[Tensor]]) -> list[list[int]]:
     """Where they lie, as long as they live."""
     return [[each.data_ptr() for each in row] for row in tensors]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.gpu.quantization.triton_quantized import accumulate_tile, weight_row_pointers
+from quire.kernels.gpu.quantization.triton_quantized import accumulate_output_tile, weight_row_pointers
 
 CODES, SCALES, OFFSETS, FACTORS, BIASES = range(5)
 """Rows of a table of addresses: where each expert's tensors lie."""
@@ -124,7 +124,7 @@ def multiply_experts(
         own_scales = _expert_tensor_pointer(table, 1, expert, scales, EXPERTS)
         if OFFSET:
             own_offsets = _expert_tensor_pointer(table, 2, expert, scales, EXPERTS)
-    total = accumulate_tile(
+    total = accumulate_output_tile(
         x_rows, inside, lines, n, n_inside, own_scales, own_offsets, outs, inner, 0, stride, stride,
         group, KIND, LOW, HIGH, SCALED, OFFSET, BLOCK_M, BLOCK_N, BLOCK_K, LINES,
     )  # fmt: skip

@@ -36,7 +36,7 @@ def attend_bidirectional(
     first = 0
     page = k_cache.shape[1]
     grouped = q.shape[1] != k_cache.shape[2]
-    for (queries, keys), alike in groupby(metadata.query_key_lens or _query_key_lens(metadata)):
+    for (queries, keys), alike in groupby(metadata.query_key_lens or _sequence_query_key_lens(metadata)):
         count = len(list(alike))
         unseen = 0 if softmax.window is None else max(keys - queries - softmax.window + 1, 0) // page
         pages = metadata.block_table[first : first + count, unseen : -(-keys // page)].long()
@@ -47,7 +47,7 @@ def attend_bidirectional(
         if softmax.window is not None and keys > softmax.window:
             places = torch.arange(unseen * page, keys, device=q.device)
             seen = places > places[-queries:, None] - softmax.window
-            k, v = _zero_unseen(k, seen), _zero_unseen(v, seen)
+            k, v = _zero_unseen_kv(k, seen), _zero_unseen_kv(v, seen)
         attended = F.scaled_dot_product_attention(
             queries_by_sequence, k, v, attn_mask=seen, scale=softmax.scale, enable_gqa=grouped
         )
@@ -56,10 +56,10 @@ def attend_bidirectional(
     return out
 
 
-def _zero_unseen(keys_or_values: Tensor, seen: Tensor) -> Tensor:
+def _zero_unseen_kv(keys_or_values: Tensor, seen: Tensor) -> Tensor:
     """[S, K, L, D] without what no query sees: pages before a window may hold NaN, whose part no weight of 0 is 0."""
     return keys_or_values.masked_fill(~seen.any(0)[:, None], 0)
 
 
-def _query_key_lens(metadata: AttentionMetadata) -> list[tuple[int, int]]:
+def _sequence_query_key_lens(metadata: AttentionMetadata) -> list[tuple[int, int]]:
     return list(zip(metadata.query_start.diff().tolist(), metadata.context_lens.tolist(), strict=True))

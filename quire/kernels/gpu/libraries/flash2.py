@@ -40,7 +40,7 @@ class Flash2Backend(FlashLibraryBackend):
         part. Keys are then always reduced in the same order: both functions run the same kernel, over tiles aligned to
         position 0.
         """
-        window = softmax.window if self.deterministic else softmax.effective_window(metadata.max_context_len)
+        window = softmax.window if self.deterministic else softmax.window_if_limiting(metadata.max_context_len)
         options = {
             "softmax_scale": softmax.scale,
             "causal": True,

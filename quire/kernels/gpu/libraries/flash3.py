@@ -31,7 +31,7 @@ class Flash3Backend(FlashLibraryBackend):
         """One function for all: with cumulative counts its queries are ragged, without them one per sequence. It
         chooses its splits on the host from the width of the page table, so a graph's are those of its longest context.
         """
-        window = softmax.effective_window(metadata.max_context_len)
+        window = softmax.window_if_limiting(metadata.max_context_len)
         one_each = metadata.max_query_len == 1
         ragged = {} if one_each else {"cu_seqlens_q": metadata.query_start, "max_seqlen_q": metadata.max_query_len}
         out: Tensor = self._library.flash_attn_with_kvcache(

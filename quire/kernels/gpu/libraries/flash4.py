@@ -59,7 +59,7 @@ class Flash4Backend(FlashLibraryBackend):
         fallback = self._ops_for(q)
         if one_each and fallback.name == "triton" and not self.can_split_keys(q.device):
             return fallback.paged_attention(q, k_cache, v_cache, metadata, softmax)
-        window = softmax.effective_window(metadata.max_context_len)
+        window = softmax.window_if_limiting(metadata.max_context_len)
         ragged = {} if one_each else {"cu_seqlens_q": metadata.query_start, "max_seqlen_q": metadata.max_query_len}
         out, _ = self._library(
             q.unsqueeze(1) if one_each else q,

@@ -22,7 +22,7 @@ from quire.kernels.quantized_tensors import QuantizedWeight
 from quire.kernels.recurrent.recurrence import Recurrence, RecurrentStates
 from quire.kernels.recurrent.short_conv import ConvStates, ShortConv
 from quire.kernels.reference import ReferenceBackend
-from quire.kernels.routing import Experts, MoE
+from quire.kernels.routing import MoE, MoEComponents
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 256
@@ -64,7 +64,7 @@ class FlashPagedBackend(PagedAttentionBackend):
             return "has no attention within chunks; --attention-backend triton has it"
         return "has no attention over latents" if latents else None
 
-    def make_context_parallel(self, ranks: int) -> None:
+    def make_context_parallel_backend(self, ranks: int) -> None:
         return None
 
     def _ops_for(self, x: Tensor) -> Backend:
@@ -117,7 +117,7 @@ class FlashPagedBackend(PagedAttentionBackend):
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
         return self._ops_for(weight).pack_linear(weight, bias, wide=wide)
 
-    def make_moe(self, experts: Experts) -> MoE:
+    def make_moe(self, experts: MoEComponents) -> MoE:
         return self.fused_ops.make_moe(experts)
 
     def pack_quantized(

@@ -43,7 +43,7 @@ class SdpaBackend(TorchBackend):
             return "has no sinks of attention"
         return "has no attention over latents" if latents else None
 
-    def make_context_parallel(self, ranks: int) -> None:
+    def make_context_parallel_backend(self, ranks: int) -> None:
         return None
 
     def is_batch_invariant(self, device: torch.device, dtype: torch.dtype) -> bool:

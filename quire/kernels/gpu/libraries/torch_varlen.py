@@ -58,7 +58,7 @@ class TorchVarlenBackend(FlashPagedBackend):
         if metadata.max_query_len == 1 and not self.deterministic and fallback.name == "triton":
             return fallback.paged_attention(q, k_cache, v_cache, metadata, softmax)
         assert self._library is not None
-        window = softmax.window if self.deterministic else softmax.effective_window(metadata.max_context_len)
+        window = softmax.window if self.deterministic else softmax.window_if_limiting(metadata.max_context_len)
         plain = (
             metadata.is_full_prefill and not self.deterministic
         )  # then a faster kernel takes copies of the keys in a row

@@ -14,7 +14,7 @@ from quire.kernels.gpu.mla.triton_per_head_linear import TritonPerHeadLinear
 from quire.kernels.gpu.prefill_decode_split import PagedAttentionBackend
 from quire.kernels.gpu.quantization import quantized_linear
 from quire.kernels.quantized_tensors import QuantizedWeight
-from quire.kernels.routing import Experts, MoE
+from quire.kernels.routing import MoE, MoEComponents
 
 
 class TritonLinearBackend(PagedAttentionBackend):
@@ -27,7 +27,7 @@ class TritonLinearBackend(PagedAttentionBackend):
     def pack_per_head_linear(self, weights: Sequence[Tensor], passthrough_dim: int) -> Linear:
         return TritonPerHeadLinear(weights, passthrough_dim, fixed=self.deterministic)
 
-    def make_moe(self, experts: Experts) -> MoE:
+    def make_moe(self, experts: MoEComponents) -> MoE:
         return make_grouped_moe(self, experts, fixed=self.deterministic) or super().make_moe(experts)
 
     def pack_quantized(

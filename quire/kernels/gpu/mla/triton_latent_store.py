@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.triton_kv_quantization import cache_format_and_views, integer_scale, to_float8, to_integer
 from quire.kernels.gpu.triton_launch_sizes import next_power_of_2
-from quire.kernels.latent_params import LatentParams
+from quire.kernels.latent_params import LatentNormRopeParams
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
@@ -66,9 +66,11 @@ def rope_and_store_latents(
             tl.store(to + L + HALF + i, second, mask=inside)
 
 
-def store_latent_kv(q: Tensor, kv: Tensor, latent: LatentParams, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """`Operations.store_latent_kv`; q may have other numbers than absorbed ones before those that are turned: [T, H,
-    any + R]."""
+def rope_and_store_latent_kv(
+    q: Tensor, kv: Tensor, latent: LatentNormRopeParams, cache: Tensor, metadata: AttentionMetadata
+) -> Tensor:
+    """`Operations.rope_and_store_latent_kv`; q may have other numbers than absorbed ones before those that are turned:
+    [T, H, any + R]."""
     size, rotated = latent.latent_and_rope_dims
     q, kv = q.contiguous(), kv.contiguous()
     if q.ndim == 2:

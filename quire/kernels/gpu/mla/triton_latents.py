@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.gpu.triton_attention import local_to_global_position, merge_softmax_parts, num_local_tokens_before
-from quire.kernels.gpu.triton_kv_quantization import kv_codes_to_floats
+from quire.kernels.gpu.triton_kv_quantization import kv_codes_to_unscaled_floats
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -62,8 +62,8 @@ def _latent_softmax_step(
     d, r, key = tl.arange(0, L_PAD), tl.arange(0, R_PAD), begin + tl.arange(0, BLOCK_N)
     inside, page = key < end, page.to(tl.int64)
     own = cache + (page * stride + (key % PAGE) * (L + R))[:, None]
-    low = kv_codes_to_floats(_load_latent_rows(own + d[None, :], inside, d, L, L_PAD), HELD, q_low)
-    turned = kv_codes_to_floats(_load_latent_rows(own + L + r[None, :], inside, r, R, R_PAD), HELD, q_low)
+    low = kv_codes_to_unscaled_floats(_load_latent_rows(own + d[None, :], inside, d, L, L_PAD), HELD, q_low)
+    turned = kv_codes_to_unscaled_floats(_load_latent_rows(own + L + r[None, :], inside, r, R, R_PAD), HELD, q_low)
     scores = tl.dot(q_low, tl.trans(low), input_precision="ieee")
     scores = tl.dot(q_turned, tl.trans(turned), scores, input_precision="ieee")
     factors = value_scale + tl.zeros([BLOCK_N], tl.float32)

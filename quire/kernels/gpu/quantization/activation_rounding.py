@@ -77,7 +77,7 @@ class EightBitRounding(ActivationRounding):
         rows, size = x.shape
         out = (torch.empty_like(x) if residual is None else x) if whole else None
         rounded = self._allocate_rounded(x, size, out)
-        row, warps = triton_fused.row_block_and_warps(size)
+        row, warps = triton_fused.row_block_size_and_warps(size)
         if rows:
             kernels.norm_rounded[rows,](
                 x if out is None else out, rounded.codes, rounded.scales, x, total, weight,

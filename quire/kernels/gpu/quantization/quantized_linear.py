@@ -17,7 +17,7 @@ from quire.kernels.gpu.quantization.activation_rounding import EightBitRounding
 from quire.kernels.gpu.quantization.weight_packing import (
     SCALE_BLOCK,
     PackedWeight,
-    interleave_for_decode,
+    interleave_output_rows,
     merge_adjacent_weights,
     pack_float8,
     pack_group_quantized,
@@ -191,7 +191,7 @@ def pack_without_trial(
         if packed is None:
             return None
         parts.append(packed)
-    parts = [interleave_for_decode(each) for each in merge_adjacent_weights(parts)]
+    parts = [interleave_output_rows(each) for each in merge_adjacent_weights(parts)]
     products = [None if fixed or wide else torch_matmul.choose_matmul(each, dtype) for each in parts]
     forms = {_activation_rounding(*each) for each in zip(parts, products, strict=True)} - {None}
     fuses = all(
@@ -246,7 +246,7 @@ def choose_matmul_tiles(rows: int, dtype: torch.dtype, *, fixed: bool, part: Pac
     return MatmulTiles(128, 128, 8, 2) if dtype.itemsize == 1 else MatmulTiles(128, 64, 8, 2)
 
 
-def choose_split_k(part: PackedWeight, tiles: MatmulTiles) -> tuple[int, int]:
+def split_k_count_and_length(part: PackedWeight, tiles: MatmulTiles) -> tuple[int, int]:
     """How many parts of the inner dimension have sums of their own, and words of each part; by the weight's shape and
     the tiles' alone. Sums that are stored stay fewer bytes than the weights."""
     steps, columns = cdiv(part.words_per_output, part.inputs_per_step), cdiv(part.out_features, tiles.block_n)
@@ -260,7 +260,9 @@ def multiply_unrounded(part: PackedWeight, x: Tensor, bias: Tensor | None, out: 
     """x [rows, in] @ weight.T + bias to out, some columns of a wider tensor."""
     rows, outs = out.shape
     tiles = choose_matmul_tiles(rows, x.dtype, fixed=fixed, part=part)
-    count, length = choose_split_k(part, tiles) if fixed or rows <= _MAX_SOME_ROWS else (1, part.words_per_output)
+    count, length = (
+        split_k_count_and_length(part, tiles) if fixed or rows <= _MAX_SOME_ROWS else (1, part.words_per_output)
+    )
     grid = cdiv(rows, tiles.block_m) * cdiv(outs, tiles.block_n)
     shape = (tiles.block_m, tiles.block_n, part.inputs_per_step, part.interleaved_outputs)
     compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
@@ -307,7 +309,7 @@ def _multiply_rounded_codes(
     rows, outs = out.shape
     tiles = choose_matmul_tiles(rows, x.codes.dtype, fixed=fixed)
     code_dtype = torch.float8_e4m3fn if part.kernel_form[0] == kernels.FLOATS else torch.int8
-    kernels.multiply_codes[cdiv(rows, tiles.block_m) * cdiv(outs, tiles.block_n),](
+    kernels.multiply_block_scaled_codes[cdiv(rows, tiles.block_m) * cdiv(outs, tiles.block_n),](
         x.codes.view(code_dtype), x.scales, part.codes.view(code_dtype), part.kernel_scales_and_offsets[0],
         part.factors, part.factors if bias is None else bias, out, rows, outs, part.in_features, out.stride(0),
         part.group_size, part.scales is not None, bias is not None, tiles.block_m, tiles.block_n, SCALE_BLOCK,

@@ -2,9 +2,9 @@
 
 `multiply_weight_only` takes x as it is: codes become numbers of its type, which holds them exactly, and tensor cores
 multiply these; scales and offsets join the sums in float32, once for each step of the inner dimension, which lies in
-one group. `multiply_codes` takes x in 8 bits as triton_rounded.py makes it, integers or floats, with a scale for each
-128 inputs of a row, and tensor cores multiply codes. Products are of weights by x, not of x by weights: 64 outputs fill
-a tensor core's rows also where x has few.
+one group. `multiply_block_scaled_codes` takes x in 8 bits as triton_rounded.py makes it, integers or floats, with a
+scale for each 128 inputs of a row, and tensor cores multiply codes. Products are of weights by x, not of x by weights:
+64 outputs fill a tensor core's rows also where x has few.
 
 Few rows fill a GPU only where the inner dimension is split. `multiply_split_k` sums one part of it, and
 `reduce_split_k` adds the parts in their order; NESTED, `multiply_weight_only` makes the same sums in the same order by
@@ -127,7 +127,7 @@ def _load_group_scale(scales, at, n, n_inside, outs, inner, group):
 
 
 @triton.jit
-def accumulate_tile(  # noqa: PLR0912
+def accumulate_output_tile(  # noqa: PLR0912
     x_rows, m_inside, lines, n, n_inside, scales, offsets, outs, inner, first, end, stride, group,
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr,
@@ -211,13 +211,13 @@ def multiply_weight_only(
     if NESTED:
         total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
         for part in range(parts):
-            total += accumulate_tile(
+            total += accumulate_output_tile(
                 x_rows, m < rows, lines, n, n < outs, scales, offsets, outs, inner,
                 part * length, tl.minimum((part + 1) * length, stride), stride, group,
                 KIND, LOW, HIGH, SCALED, OFFSET, BLOCK_M, BLOCK_N, BLOCK_K, LINES,
             )  # fmt: skip
     else:
-        total = accumulate_tile(
+        total = accumulate_output_tile(
             x_rows, m < rows, lines, n, n < outs, scales, offsets, outs, inner, 0, stride, stride, group,
             KIND, LOW, HIGH, SCALED, OFFSET, BLOCK_M, BLOCK_N, BLOCK_K, LINES,
         )  # fmt: skip
@@ -234,7 +234,7 @@ def multiply_split_k(
     tiles_m, part = tl.cdiv(rows, BLOCK_M), tl.program_id(1)
     m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = accumulate_tile(
+    total = accumulate_output_tile(
         x + m.to(tl.int64)[None, :] * inner, m < rows,
         weight_row_pointers(codes, n, outs, stride, LINES, BLOCK_K)[:, None], n, n < outs,
         scales, offsets, outs, inner, part * length, tl.minimum((part + 1) * length, stride), stride, group,
@@ -288,7 +288,7 @@ def dequantize_weights(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def multiply_codes(
+def multiply_block_scaled_codes(
     x, x_scales, codes, scales, factors, bias, out, rows, outs, inner, out_stride, group,
     SCALED: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip

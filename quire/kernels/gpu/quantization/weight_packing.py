@@ -32,7 +32,7 @@ class PackedWeight:
 
     codes: Tensor
     """[lines, words]: int16 of four codes of 4 bits, as `_pack_nibbles` lays them, or of two of 8 (`_pack_byte_pairs`),
-    and perhaps `interleave_for_decode`; else [outs, in], a byte or a number each."""
+    and perhaps `interleave_output_rows`; else [outs, in], a byte or a number each."""
     factors: Tensor
     """[outs] float32."""
     scales: Tensor | None
@@ -108,7 +108,7 @@ def pack_group_quantized(weight: GroupedWeight) -> PackedWeight | None:
         step = next((each for each in steps if -inner % (_NIBBLES_PER_WORD * each) <= _MAX_PADDING * inner), steps[-1])
         codes = _pack_nibbles(weight.codes, step)
     scales, offsets = (None if each is None else each.t().contiguous() for each in (scales, offsets))
-    words = _pack_table_values(weight.code_values if kind == kernels.TABLE else None)
+    words = _table_values_as_two_int64(weight.code_values if kind == kernels.TABLE else None)
     form = (kind, *words, scales is not None, offsets is not None)
     rounds = weight.bits == 8 and scales is None
     return PackedWeight(
@@ -122,7 +122,7 @@ def pack_float8(weight: Float8Weight, *, native: bool) -> PackedWeight | None:
     steps = [step for step in _STEP_SIZES if single or weight.inputs_per_scale % step == 0]
     if not steps:
         return None
-    scales, step = weight.output_scales(), _choose_byte_pair_step(steps, inner)
+    scales, step = weight.scales_per_output_row(), _choose_byte_pair_step(steps, inner)
     codes = _pack_byte_pairs(weight.codes.view(torch.uint8), step)
     factors = scales[:, 0].contiguous() if single else torch.ones_like(scales[:, 0])
     transposed_scales = None if single else scales.t().contiguous()
@@ -139,7 +139,7 @@ def pack_float8(weight: Float8Weight, *, native: bool) -> PackedWeight | None:
     )
 
 
-def interleave_for_decode(part: PackedWeight) -> PackedWeight:
+def interleave_output_rows(part: PackedWeight) -> PackedWeight:
     """Words so that a program, which multiplies LINES outputs, reads steps that follow each other in memory: of a few
     rows the time of a product is that of reading its weights. Outputs are filled up with zeros. Others stay, and those
     that PyTorch multiplies."""
@@ -169,7 +169,7 @@ def merge_adjacent_weights(parts: Sequence[PackedWeight]) -> list[PackedWeight]:
     return merged
 
 
-def _pack_table_values(values: tuple[int, ...] | None) -> tuple[int, int]:
+def _table_values_as_two_int64(values: tuple[int, ...] | None) -> tuple[int, int]:
     """16 values, a byte each, as two integers."""
     listed = bytes(value & 255 for value in values or ())
     return int.from_bytes(listed[:8], "little", signed=True), int.from_bytes(listed[8:], "little", signed=True)

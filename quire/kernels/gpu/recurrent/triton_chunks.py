@@ -42,7 +42,7 @@ def split_into_bfloat16_pair(x):
 
 
 @triton.jit
-def _locate_chunk(number, decodes, seqs, query_start):
+def _chunk_sequence_and_index(number, decodes, seqs, query_start):
     """The sequence of a piece, and the number of the piece in it. Of the `seqs` sequences behind `decodes`, s has the
     pieces from number query_start[s] // 64 + s on, so that no two have one; there may be none with this number."""
     row = 0
@@ -58,7 +58,7 @@ def _locate_chunk(number, decodes, seqs, query_start):
 def _chunk_start_and_length(number, decodes, seqs, query_start, contexts, seen, known, guessed, long):
     """Of a piece: its first token in the step, and how many tokens of its sequence begin with it; 0 where there is no
     such piece, or its sequence is not computed so."""
-    row, piece = _locate_chunk(number, decodes, seqs, query_start)
+    row, piece = _chunk_sequence_and_index(number, decodes, seqs, query_start)
     start, first, begin, stop, context = load_sequence_bounds(row, query_start, contexts, seen, known, guessed)
     count = tl.where(uses_chunked_kernel(first, begin, stop, context, long), context - first - piece * _SIZE, 0)
     return start + piece * _SIZE, count
@@ -116,7 +116,7 @@ def prepare_delta_chunks(
 
 
 @triton.jit
-def _load_block(system, row: tl.constexpr, column: tl.constexpr):
+def _load_16x16_block(system, row: tl.constexpr, column: tl.constexpr):
     i = tl.arange(0, 16)
     return tl.load(system + (row * 16 + i)[:, None] * _SIZE + column * 16 + i[None, :])
 
@@ -159,23 +159,23 @@ def invert_delta_systems(
         d1 = tl.sum(tl.where((n == 1)[:, None, None], solved, 0.0), 0)
         d2 = tl.sum(tl.where((n == 2)[:, None, None], solved, 0.0), 0)
         d3 = tl.sum(tl.where((n == 3)[:, None, None], solved, 0.0), 0)
-        below = _dot_float32(-d1, _dot_float32(_load_block(system, 1, 0), d0))
-        two = _dot_float32(_load_block(system, 2, 0), d0) + _dot_float32(_load_block(system, 2, 1), below)
-        three = _dot_float32(_load_block(system, 3, 0), d0) + _dot_float32(_load_block(system, 3, 1), below)
+        below = _dot_float32(-d1, _dot_float32(_load_16x16_block(system, 1, 0), d0))
+        two = _dot_float32(_load_16x16_block(system, 2, 0), d0) + _dot_float32(_load_16x16_block(system, 2, 1), below)
+        three = _dot_float32(_load_16x16_block(system, 3, 0), d0) + _dot_float32(_load_16x16_block(system, 3, 1), below)
         _store_beta_scaled_block(to, system, 0, 0, d0)
         _store_beta_scaled_block(to, system, 1, 0, below)
         below = _dot_float32(-d2, two)
         _store_beta_scaled_block(to, system, 2, 0, below)
         _store_beta_scaled_block(
-            to, system, 3, 0, _dot_float32(-d3, three + _dot_float32(_load_block(system, 3, 2), below))
+            to, system, 3, 0, _dot_float32(-d3, three + _dot_float32(_load_16x16_block(system, 3, 2), below))
         )
-        below = _dot_float32(-d2, _dot_float32(_load_block(system, 2, 1), d1))
-        three = _dot_float32(_load_block(system, 3, 1), d1) + _dot_float32(_load_block(system, 3, 2), below)
+        below = _dot_float32(-d2, _dot_float32(_load_16x16_block(system, 2, 1), d1))
+        three = _dot_float32(_load_16x16_block(system, 3, 1), d1) + _dot_float32(_load_16x16_block(system, 3, 2), below)
         _store_beta_scaled_block(to, system, 1, 1, d1)
         _store_beta_scaled_block(to, system, 2, 1, below)
         _store_beta_scaled_block(to, system, 3, 1, _dot_float32(-d3, three))
         _store_beta_scaled_block(to, system, 2, 2, d2)
-        _store_beta_scaled_block(to, system, 3, 2, _dot_float32(-d3, _dot_float32(_load_block(system, 3, 2), d2)))
+        _store_beta_scaled_block(to, system, 3, 2, _dot_float32(-d3, _dot_float32(_load_16x16_block(system, 3, 2), d2)))
         _store_beta_scaled_block(to, system, 3, 3, d3)
         nothing = tl.zeros_like(d0)
         _store_beta_scaled_block(to, system, 0, 1, nothing)

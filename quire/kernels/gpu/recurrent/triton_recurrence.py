@@ -57,7 +57,7 @@ def run_recurrence(
     value, most = states.matrices.shape[3], states.draft_inputs.shape[1]
     read = torch.empty((len(inputs), rule.num_heads, value), dtype=torch.float32, device=inputs.device)
     sequences = metadata if metadata.recurrence_metadata is None else metadata.recurrence_metadata
-    guesses = sequences.draft_state_lengths if most else None
+    guesses = sequences.state_and_verified_counts if most else None
     bounds = (
         (sequences.context_lens,) * 2 if guesses is None else (guesses.num_state_tokens, guesses.num_verified_tokens)
     )

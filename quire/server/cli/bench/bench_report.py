@@ -78,7 +78,7 @@ def print_table(title: str, summary: BenchSummary) -> None:
         print(f"{count} x {error}")
 
 
-def draw_latencies(path: Path, title: str, samples: Mapping[str, Sequence[float]]) -> None:
+def save_latency_plot(path: Path, title: str, samples: Mapping[str, Sequence[float]]) -> None:
     """Draw one panel per latency: the cumulative distribution of its samples (in seconds), with percentiles marked."""
     from matplotlib.figure import Figure  # an optional package that is slow to import
 

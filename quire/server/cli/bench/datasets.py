@@ -31,7 +31,7 @@ def read_dataset(args: argparse.Namespace, count_tokens: Callable[[str], int]) -
 
 def _read_custom(path: Path, length: int, *, chats: bool) -> list[dict[str, Any]]:
     entries = []
-    for number, line in enumerate(_read_text_file(path).splitlines(), 1):
+    for number, line in enumerate(_read_utf8_text(path).splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -48,7 +48,7 @@ def _read_custom(path: Path, length: int, *, chats: bool) -> list[dict[str, Any]
 def _read_sharegpt(args: argparse.Namespace, count_tokens: Callable[[str], int]) -> list[dict[str, Any]]:
     path = args.dataset_path
     try:
-        content = json.loads(_read_text_file(path))
+        content = json.loads(_read_utf8_text(path))
         if not isinstance(content, list):
             raise TypeError(type(content))
         pairs = [pair for each in content if (pair := _first_turns(each)) is not None]
@@ -97,7 +97,7 @@ def _request_body(prompt: str, length: int, *, chats: bool) -> dict[str, Any]:
     return content | {"max_tokens": length}
 
 
-def _read_text_file(path: Path) -> str:
+def _read_utf8_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -10,7 +10,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.offline.llm import LLM
 from quire.engine.offline.params import SamplingParams
 from quire.server.cli.bench.bench_report import REPORT_FLAGS, check_report_paths, write_json
-from quire.server.cli.bench.workload import WORKLOAD_FLAGS, check_workload, random_prompts
+from quire.server.cli.bench.workload import WORKLOAD_FLAGS, check_shared_prefix_length, random_prompts_and_warmup
 from quire.server.cli.flags import add_flag_table, build_parser
 from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     add_settings_flags(parser, EngineConfig, {EngineConfig: "engine"})
     add_flag_table(parser, WORKLOAD_FLAGS | REPORT_FLAGS)
     args, config = parse_settings(parser, argv, EngineConfig, "name")
-    check_workload(parser, args)
+    check_shared_prefix_length(parser, args)
     check_report_paths(args.json)
     llm = LLM(**config.model_dump())
     try:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 def measure_throughput(llm: LLM, args: argparse.Namespace) -> dict[str, float]:
     """Warm up, then generate answers to all prompts once and measure it."""
-    prompts, warming = random_prompts(args, min(args.vocab, llm.tokenizer.vocab_size))
+    prompts, warming = random_prompts_and_warmup(args, min(args.vocab, llm.tokenizer.vocab_size))
     if warming:
         llm.generate(warming, _fixed_length_params(WARMUP_TOKENS, args.temperature), use_tqdm=False)
     started = time.perf_counter()

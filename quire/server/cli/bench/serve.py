@@ -21,8 +21,8 @@ from quire.engine.errors import EngineError
 from quire.server.cli.bench.bench_report import (
     DRAWN_REPORT_FLAGS,
     check_report_paths,
-    draw_latencies,
     print_table,
+    save_latency_plot,
     write_json,
 )
 from quire.server.cli.bench.datasets import count_tokens_by_server, read_dataset
@@ -37,7 +37,13 @@ from quire.server.cli.bench.latency_stats import (
 from quire.server.cli.bench.stream_client import StreamClient, StreamError
 from quire.server.cli.bench.vllm_flags import RATE_FLAG, VLLM_FLAGS, apply_vllm_flags
 from quire.server.cli.bench.vllm_result import build_result, goodput, save_result
-from quire.server.cli.bench.workload import WORKLOAD_FLAGS, check_workload, random_lengths, random_prompts, read_prompts
+from quire.server.cli.bench.workload import (
+    WORKLOAD_FLAGS,
+    check_shared_prefix_length,
+    random_lengths,
+    random_prompts_and_warmup,
+    read_jsonl_prompts,
+)
 from quire.server.cli.flags import build_parser
 from quire.server.cli.server_client import (
     auth_headers,
@@ -159,19 +165,19 @@ async def run_open_loop(
     return await asyncio.gather(*tasks)
 
 
-def build_jobs(
+def build_measured_and_warmup_jobs(
     args: argparse.Namespace, model: str, dataset: Sequence[dict[str, Any]] = ()
 ) -> tuple[list[BenchJob], list[BenchJob]]:
     """The requests to measure, and those to warm up with. `dataset`: what --dataset-path holds."""
     uses_random_prompts = args.prompts is None and not dataset
     if uses_random_prompts:
-        prompts, warmup_prompts = random_prompts(args, args.vocab)
-        measured = [_random_prompt_body(ids, chats=args.chats) for ids in prompts]
-        warming = [_random_prompt_body(ids, chats=args.chats) for ids in warmup_prompts]
+        prompts, warmup_prompts = random_prompts_and_warmup(args, args.vocab)
+        measured = [_prompt_ids_to_body(ids, chats=args.chats) for ids in prompts]
+        warming = [_prompt_ids_to_body(ids, chats=args.chats) for ids in warmup_prompts]
         answers = random_lengths(args, args.output_len, len(measured))
         measured = [{**each, "max_tokens": length} for each, length in zip(measured, answers, strict=True)]
     else:
-        entries = list(dataset) or read_prompts(args.prompts)
+        entries = list(dataset) or read_jsonl_prompts(args.prompts)
         measured = list(islice(cycle(entries), args.num_requests))
         warming = [{**each, "max_tokens": WARMUP_TOKENS} for each in islice(cycle(entries), args.warmup)]
     exact = uses_random_prompts if args.ignore_eos is None else args.ignore_eos
@@ -187,7 +193,7 @@ def build_jobs(
     return [build_job(entry, args.output_len) for entry in measured], [build_job(entry, short) for entry in warming]
 
 
-def _random_prompt_body(ids: Sequence[int], *, chats: bool) -> dict[str, Any]:
+def _prompt_ids_to_body(ids: Sequence[int], *, chats: bool) -> dict[str, Any]:
     """A prompt of these ids; a chat, which takes no ids, of as many words that most vocabularies have as a token."""
     if not chats:
         return {"prompt": ids}
@@ -208,7 +214,7 @@ async def measure_server(
     args: argparse.Namespace, client: StreamClient, model: str, dataset: Sequence[dict[str, Any]] = ()
 ) -> Measurement:
     """Warm up, then measure. Raises EngineError when a request of the warm-up fails."""
-    jobs, warming = build_jobs(args, model, dataset)
+    jobs, warming = build_measured_and_warmup_jobs(args, model, dataset)
     try:
         for job in warming:
             result = await send_request(client, job)
@@ -260,7 +266,7 @@ def main(argv: Sequence[str]) -> int:
     parser = build_serve_bench_parser()
     args = parse_flags(parser, argv)
     apply_vllm_flags(parser, args)
-    check_workload(parser, args)
+    check_shared_prefix_length(parser, args)
     check_report_paths(args.json, args.png)
     ssl_context = client_ssl_context(args.cacert)
     client = StreamClient(args.url, args.api_key, keep_alive=not args.no_keepalive, trust=ssl_context)
@@ -294,4 +300,4 @@ def report_measurement(args: argparse.Namespace, model: str, measured: Measureme
     if args.png:
         rate = f"{summary.output_tokens_per_second:.0f} output tokens/s"
         answers = [result for result in measured.results if isinstance(result, BenchAnswer)]
-        draw_latencies(args.png, f"{title}: {rate}", latency_samples(answers))
+        save_latency_plot(args.png, f"{title}: {rate}", latency_samples(answers))

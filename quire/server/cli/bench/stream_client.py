@@ -131,7 +131,7 @@ class _StreamConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         """End the exchange: a response with neither a length nor chunks ends when its connection is closed."""
         self.is_reusable = False
-        self._finish_exchange("the connection was closed before the end of the answer")
+        self._resolve_response_future("the connection was closed before the end of the answer")
 
     def data_received(self, data: bytes) -> None:
         self.has_received = True
@@ -140,10 +140,10 @@ class _StreamConnection(asyncio.Protocol):
             if self._parser.get_status_code() == 200:
                 self._read_events()
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, ValueError) as error:
-            self._finish_exchange(str(error) or "not HTTP", failed=True)
+            self._resolve_response_future(str(error) or "not HTTP", failed=True)
             self.close()
         if self._is_complete:
-            self._finish_exchange("the stream ended without [DONE]")
+            self._resolve_response_future("the stream ended without [DONE]")
 
     def on_body(self, data: bytes) -> None:
         self._buffer += data
@@ -163,7 +163,7 @@ class _StreamConnection(asyncio.Protocol):
             else:
                 self._on_event(data)
 
-    def _finish_exchange(self, missing: str, *, failed: bool = False) -> None:
+    def _resolve_response_future(self, missing: str, *, failed: bool = False) -> None:
         """End the exchange. `missing` is the error message if the stream is incomplete or has failed."""
         if self._end_future is None or self._end_future.done():
             return

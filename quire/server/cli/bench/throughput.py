@@ -14,7 +14,12 @@ from quire.engine.offline.llm import LLM
 from quire.engine.offline.params import SamplingParams
 from quire.server.cli.bench.bench_report import check_report_paths
 from quire.server.cli.bench.datasets import read_dataset
-from quire.server.cli.bench.workload import WORKLOAD_FLAGS, check_workload, random_lengths, random_prompts
+from quire.server.cli.bench.workload import (
+    WORKLOAD_FLAGS,
+    check_shared_prefix_length,
+    random_lengths,
+    random_prompts_and_warmup,
+)
 from quire.server.cli.flags import add_flag_table, build_parser
 from quire.server.cli.settings_flags import add_settings_flags, bounded_number, parse_settings
 
@@ -59,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         args.dataset_name = "sharegpt"
     if args.dataset_name in ("sharegpt", "custom") and args.dataset_path is None:
         parser.error(f"argument --dataset-name: {args.dataset_name} needs --dataset-path FILE")
-    check_workload(parser, args)
+    check_shared_prefix_length(parser, args)
     check_report_paths(args.output_json)
     llm = LLM(**config.model_dump())
     try:
@@ -81,7 +86,7 @@ def measure_throughput(llm: LLM, args: argparse.Namespace) -> dict[str, float]:
     """Warm up, then generate answers to all prompts once and measure it."""
     prompts: list[Any]
     if args.dataset_path is None:
-        prompts, warming = random_prompts(args, min(args.vocab, llm.tokenizer.vocab_size))
+        prompts, warming = random_prompts_and_warmup(args, min(args.vocab, llm.tokenizer.vocab_size))
         output_lengths = random_lengths(args, args.output_len, len(prompts))
     else:
         entries = read_dataset(args, lambda text: len(llm.tokenizer.encode(text)))

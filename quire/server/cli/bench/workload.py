@@ -43,7 +43,7 @@ WORKLOAD_FLAGS = {
 }
 
 
-def check_workload(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def check_shared_prefix_length(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.shared_prefix > args.input_len:
         parser.error(f"argument --shared-prefix: longer than --input-len, {args.shared_prefix} > {args.input_len}")
 
@@ -57,7 +57,7 @@ def random_lengths(args: argparse.Namespace, length: int, count: int) -> list[in
     return [rng.randint(max(1, int(length * (1 - ratio))), max(1, int(length * (1 + ratio)))) for _ in range(count)]
 
 
-def random_prompts(args: argparse.Namespace, vocab: int) -> tuple[list[list[int]], list[list[int]]]:
+def random_prompts_and_warmup(args: argparse.Namespace, vocab: int) -> tuple[list[list[int]], list[list[int]]]:
     """Token ids of the prompts to measure, and of those for the warm-up. They differ, except for the shared prefix."""
     rng = random.Random(args.seed)
 
@@ -70,7 +70,7 @@ def random_prompts(args: argparse.Namespace, vocab: int) -> tuple[list[list[int]
     return measured, [shared + random_ids(args.input_len - args.shared_prefix) for _ in range(args.warmup)]
 
 
-def read_prompts(path: Path) -> list[dict[str, Any]]:
+def read_jsonl_prompts(path: Path) -> list[dict[str, Any]]:
     """Read lines of {"prompt": ...} or {"messages": ...}; other fields are added to the request. Raises ConfigError."""
     entries = []
     try:

@@ -15,7 +15,7 @@ from quire.engine.config import EngineConfig
 from quire.server.cli.chat.chat_session import ChatSession
 from quire.server.cli.chat.piped_chat import chat_over_pipes
 from quire.server.cli.flags import build_parser
-from quire.server.cli.models.pull import pull_missing
+from quire.server.cli.models.pull import pull_configured_model_if_missing
 from quire.server.cli.server_client import (
     auth_headers,
     choose_model,
@@ -28,15 +28,17 @@ from quire.server.config import ServerConfig
 
 
 @contextmanager
-def connect_or_start_server(
+def open_client_or_start_server(
     url: str | None, config: ServerConfig, key: str | None, cacert: Path | None
 ) -> Iterator[httpx.Client]:
     """An HTTP client whose base is the /v1 of the server at `url`, or of a server that is started for it."""
     with ExitStack() as stack:
         if url is None:
-            from quire.server.cli.http_server import run_local_server  # imported only when needed: it is slow
+            from quire.server.cli.http_server import (
+                run_server_on_private_socket,  # imported only when needed: it is slow
+            )
 
-            transport = httpx.HTTPTransport(uds=stack.enter_context(run_local_server(config)))
+            transport = httpx.HTTPTransport(uds=stack.enter_context(run_server_on_private_socket(config)))
             base = "http://quire"
         else:
             base, transport = (
@@ -69,7 +71,7 @@ def main(argv: Sequence[str], started: float) -> int:
     options = {"temperature": args.temperature, "max_tokens": args.max_tokens}
     given_options = {name: value for name, value in options.items() if value is not None}
     if not args.url:
-        pull_missing(config)
+        pull_configured_model_if_missing(config)
     with ExitStack() as stack:
         return run_chat(stack, args.url, config, args, requested_model, given_options)
 
@@ -85,7 +87,7 @@ def run_chat(
     """A conversation with the server at `url`, or one that is started for it: at a terminal, or through pipes.
     `requested_model`: the model; None: the first. Returns the exit status."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        http = stack.enter_context(connect_or_start_server(url, config, args.bearer, args.cacert))
+        http = stack.enter_context(open_client_or_start_server(url, config, args.bearer, args.cacert))
         return chat_over_pipes(
             ChatSession(http, choose_model(http, requested_model), options, args.system), sys.stdin, sys.stdout
         )
@@ -95,7 +97,7 @@ def run_chat(
 
     console = Console(highlight=False)
     with terminal.hide_typed_keys(), console.status("connecting" if url else f"loading {config.model_names[0]}"):
-        http = stack.enter_context(connect_or_start_server(url, config, args.bearer, args.cacert))
+        http = stack.enter_context(open_client_or_start_server(url, config, args.bearer, args.cacert))
         model = choose_model(http, requested_model)
     console.print(f"[bold]{model}[/]; /help lists the commands")
     return terminal.chat_in_terminal(ChatSession(http, model, options, args.system), console)

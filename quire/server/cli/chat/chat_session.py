@@ -114,7 +114,7 @@ class ChatSession:
                     if line.startswith("data:") and event != "[DONE]":
                         chunk = json.loads(event)
                         self.usage = chunk.get("usage") or self.usage
-                        yield from _content_deltas(chunk)
+                        yield from _chunk_content_deltas(chunk)
                         self.was_truncated |= any(
                             choice.get("finish_reason") == "length" for choice in chunk["choices"]
                         )
@@ -122,7 +122,7 @@ class ChatSession:
             raise EngineError(f"the server does not answer: {error}") from None
 
 
-def _content_deltas(chunk: dict[str, Any]) -> Iterator[str]:
+def _chunk_content_deltas(chunk: dict[str, Any]) -> Iterator[str]:
     if "error" in chunk:
         raise EngineError(chunk["error"]["message"])
     for choice in chunk["choices"]:

@@ -23,7 +23,7 @@ def split_finished_blocks(text: str) -> tuple[list[str], str]:
     blocks = []
     lines = list[str]()
     blank = False
-    for line, before, after in _track_fences(text.split("\n")[:-1]):
+    for line, before, after in _lines_with_fence_state(text.split("\n")[:-1]):
         if not before and blank and lines and line.strip() and not _CONTINUATION.match(line):
             blocks.append("\n".join(lines))
             lines = []
@@ -32,7 +32,7 @@ def split_finished_blocks(text: str) -> tuple[list[str], str]:
     return blocks, "\n".join([*lines, text.rpartition("\n")[2]])
 
 
-def _track_fences(lines: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
+def _lines_with_fence_state(lines: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
     """Each line, and whether a fence is open before it and behind it."""
     fence = ""
     for line in lines:
@@ -44,10 +44,11 @@ def _track_fences(lines: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
         yield line, bool(before), bool(fence)
 
 
-def render_markdown(text: str) -> Markdown:
+def to_rich_markdown(text: str) -> Markdown:
     """With the line breaks of the text, as of a verse: Markdown would make spaces of them."""
     lines = [
-        line if before or after else line.rstrip() + "  " for line, before, after in _track_fences(text.split("\n"))
+        line if before or after else line.rstrip() + "  "
+        for line, before, after in _lines_with_fence_state(text.split("\n"))
     ]
     return Markdown("\n".join(lines))
 
@@ -74,7 +75,7 @@ def print_stream(console: Console, pieces: Iterable[str], waiting: str = "") -> 
                     _print_block(console, block, first=printed == 0)
                     printed += 1
                 text = rest
-                live.update(render_markdown(_last_lines(text, console.height - 2)))
+                live.update(to_rich_markdown(_last_lines(text, console.height - 2)))
     finally:
         if text.strip():
             _print_block(console, text, first=printed == 0)
@@ -83,7 +84,7 @@ def print_stream(console: Console, pieces: Iterable[str], waiting: str = "") -> 
 def _print_block(console: Console, block: str, *, first: bool) -> None:
     if not first:
         console.print()
-    console.print(render_markdown(block.strip("\n")))
+    console.print(to_rich_markdown(block.strip("\n")))
 
 
 def _last_lines(text: str, height: int) -> str:

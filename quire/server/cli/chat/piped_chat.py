@@ -22,7 +22,7 @@ def chat_over_pipes(chat: ChatSession, stdin: TextIO, out: TextIO) -> int:
         if outcome.draft is not None:
             print("/edit needs the new text here", file=out)
         if outcome.prompt is not None:
-            status = print_answer(chat, outcome.prompt, out)
+            status = send_and_print_answer(chat, outcome.prompt, out)
     return status
 
 
@@ -46,7 +46,7 @@ def _print_error(why: str) -> None:
     print(f"quire chat: {why}", file=sys.stderr)
 
 
-def print_answer(chat: ChatSession, text: str, out: TextIO) -> int:
+def send_and_print_answer(chat: ChatSession, text: str, out: TextIO) -> int:
     answer = chat.stream_answer(text)
     try:
         for piece in answer:

@@ -16,12 +16,12 @@ import httpx
 
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
-from quire.server.cli.chat import connect_or_start_server, run_chat
+from quire.server.cli.chat import open_client_or_start_server, run_chat
 from quire.server.cli.chat.chat_session import ChatSession
-from quire.server.cli.chat.piped_chat import print_answer
+from quire.server.cli.chat.piped_chat import send_and_print_answer
 from quire.server.cli.flags import build_parser
 from quire.server.cli.models.model_names import equivalent_names
-from quire.server.cli.models.pull import pull_missing
+from quire.server.cli.models.pull import pull_configured_model_if_missing
 from quire.server.cli.server_client import auth_headers, choose_model, normalize_server_url, server_flags
 from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 from quire.server.config import ServerConfig
@@ -44,16 +44,16 @@ def main(argv: Sequence[str], started: float) -> int:
         parser.error(f"{args.name}: a file of requests needs -o OUT.jsonl for the results")
     prompt = _read_prompt(args.prompt)
     options = _request_options(args)
-    url, requested_model = _find_server(args, config)
+    url, requested_model = _find_server_and_model(args, config)
     if url is None:
-        pull_missing(config)
+        pull_configured_model_if_missing(config)
     with ExitStack() as stack:
         if prompt is None:
             return run_chat(stack, url, config, args, requested_model, options)
-        http = stack.enter_context(connect_or_start_server(url, config, args.bearer, args.cacert))
+        http = stack.enter_context(open_client_or_start_server(url, config, args.bearer, args.cacert))
         chat = ChatSession(http, choose_model(http, requested_model), options, args.system)
         began = time.perf_counter()
-        status = print_answer(chat, prompt, sys.stdout)
+        status = send_and_print_answer(chat, prompt, sys.stdout)
         if args.verbose:
             _print_speed(chat, time.perf_counter() - began)
         return status
@@ -133,7 +133,7 @@ def _request_options(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def _find_server(args: argparse.Namespace, config: ServerConfig) -> tuple[str | None, str | None]:
+def _find_server_and_model(args: argparse.Namespace, config: ServerConfig) -> tuple[str | None, str | None]:
     """The address of the server that is to answer, and the name to ask it for; None and None: an engine of its own."""
     model = args.name or config.model
     if args.url is not None:

@@ -49,10 +49,10 @@ def chat_in_terminal(chat: ChatSession, console: Console) -> int:
             return status
         draft = outcome.draft or ""
         if outcome.prompt:
-            status = _print_answer(chat, outcome.prompt, console)
+            status = _send_and_print_answer(chat, outcome.prompt, console)
 
 
-def _print_answer(chat: ChatSession, text: str, console: Console) -> int:
+def _send_and_print_answer(chat: ChatSession, text: str, console: Console) -> int:
     answer = chat.stream_answer(text)
     try:
         with hide_typed_keys():

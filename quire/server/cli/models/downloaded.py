@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.engine.gguf.file_selection import group_by_tag
+from quire.engine.gguf.file_selection import group_models_by_tag
 from quire.server.cli.flags import build_parser
 from quire.server.cli.unknown_flags import parse_flags
 
@@ -90,7 +90,7 @@ def _models_of_revision(repo: str, revision: CachedRevisionInfo) -> Iterator[Dow
     place = revision.snapshot_path
     files = {file.file_path.relative_to(place).as_posix(): file for file in revision.files}
     other_files = dict(files)
-    for tag, several in group_by_tag(files).items():
+    for tag, several in group_models_by_tag(files).items():
         for paths in several:
             name = f"{repo}:{tag}" if len(several) == 1 else f"{repo}/{paths[0]}"
             own = {path: other_files.pop(path) for path in paths}

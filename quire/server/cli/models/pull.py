@@ -39,7 +39,7 @@ def main(argv: Sequence[str], started: float) -> int:
     return 0
 
 
-def pull_missing(config: EngineConfig) -> None:
+def pull_configured_model_if_missing(config: EngineConfig) -> None:
     """Download what an engine is to serve, where it is not there yet: before the engine starts, so that one process
     does it, and its progress and errors are seen. Raises ModelError."""
     if must_come(config.model, config.revision):

@@ -83,7 +83,7 @@ def _describe_served(args: argparse.Namespace) -> dict[str, Any] | None:
 def _describe_stored(name: str) -> dict[str, Any]:
     """What the files of a model say. Raises ModelError."""
     entry = next((each for each in known_models().values() if each.name in equivalent_names(name)), None)
-    raw, folder = _read_config(name, entry)
+    raw, folder = _config_from_files_or_catalog(name, entry)
     sizes, text = read_sizes(raw), text_config(raw)
     method = (raw.get("quantization_config") or {}).get("quant_method", "")
     bits = method if folder is None or folder.is_dir() else "GGUF"
@@ -106,7 +106,7 @@ def _describe_stored(name: str) -> dict[str, Any]:
     if folder is not None:
         defaults = read_generation_defaults(folder)
         description["parameters"] = "\n".join(f"{key} {value:g}" for key, value in defaults.items())
-        renderer, description["template"] = _read_chat_template(folder)
+        renderer, description["template"] = _load_chat_renderer_and_text(folder)
         description["Capabilities"] = [
             "completion",
             *(["tools"] if renderer.has_template and renderer.capabilities.shows_tools else []),
@@ -114,7 +114,7 @@ def _describe_stored(name: str) -> dict[str, Any]:
     return description
 
 
-def _read_config(name: str, entry: CatalogEntry | None) -> tuple[Mapping[str, Any], Path | None]:
+def _config_from_files_or_catalog(name: str, entry: CatalogEntry | None) -> tuple[Mapping[str, Any], Path | None]:
     """As read_raw_config; what the catalogue knows, where the model is not downloaded and the hub not reached."""
     try:
         return read_raw_config(name)
@@ -124,7 +124,7 @@ def _read_config(name: str, entry: CatalogEntry | None) -> tuple[Mapping[str, An
         return entry.config, None
 
 
-def _read_chat_template(path: Path) -> tuple[ChatRenderer, str]:
+def _load_chat_renderer_and_text(path: Path) -> tuple[ChatRenderer, str]:
     """Of a folder or a GGUF file; its chat templates' text too. Raises ModelError."""
     files = ModelFiles(path)
     config = read_config_object(files, "tokenizer_config.json")

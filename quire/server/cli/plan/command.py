@@ -22,18 +22,18 @@ from quire.server.cli.models.table import catalog_config_and_weights
 from quire.server.cli.plan.cpu_rates import with_cpu_rates
 from quire.server.cli.plan.estimate import Estimate, PlanRequest
 from quire.server.cli.plan.estimate_builder import estimate_model
-from quire.server.cli.plan.images_plan import load_vision_spec, parse_image_count_and_size, plan_images
-from quire.server.cli.plan.machine import Machine, detect_machine, find_gpu, gpu_with_memory, read_gpu_table
+from quire.server.cli.plan.images_plan import load_required_vision_spec, parse_image_count_and_size, plan_images
+from quire.server.cli.plan.machine import Machine, detect_machine, find_gpu, generic_gpu_with_memory, read_gpu_table
 from quire.server.cli.plan.model_plan import (
     build_plan_request,
-    divide_machine_for_config,
+    divide_machine_by_config_parallelism,
     find_fitting_quantization,
     find_smallest_gpu,
-    served_model_sizes,
+    model_sizes_with_served_context,
 )
 from quire.server.cli.plan.plan_report import estimate_dict, format_gpu_table, format_report
 from quire.server.cli.plan.svg_chart import draw_estimate_svg
-from quire.server.cli.settings_flags import add_field_flags, bounded_number, parse_settings
+from quire.server.cli.settings_flags import add_flag_per_field, bounded_number, parse_settings
 from quire.server.config import ServerConfig
 
 _SHOWN_FLAGS = (
@@ -79,13 +79,13 @@ def main(argv: Sequence[str], started: float) -> int:
     request = build_plan_request(config, model.raw, model.folder, args.concurrency)
     vision = None
     if args.images is not None:
-        vision = load_vision_spec(config.model, config.revision, model.raw, model.folder)
+        vision = load_required_vision_spec(config.model, config.revision, model.raw, model.folder)
     if args.gpu == "all":
         if vision is not None:
             raise ConfigError("--images: of one machine, not of --gpu all")
         _print_table(config, model, request)
         return 0
-    machine = divide_machine_for_config(_requested_machine(args), config)
+    machine = divide_machine_by_config_parallelism(_requested_machine(args), config)
     estimate = estimate_model(model.sizes, machine, request, model.stored)
     smallest_gpu = None
     if not estimate.fits and model.sizes.model_type not in WITH_EXPERTS:
@@ -120,16 +120,16 @@ def _read_model(config: ServerConfig) -> _ModelToPlan:
     if entry is not None and must_come(config.model, config.revision):  # nothing of it needs to be on this machine
         raw, stored = catalog_config_and_weights(entry)
         raw = with_overrides(raw, config.hf_overrides or {})
-        return _ModelToPlan(raw, None, served_model_sizes(config, raw), stored)
+        return _ModelToPlan(raw, None, model_sizes_with_served_context(config, raw), stored)
     raw, folder = configured(config)
-    sizes = served_model_sizes(config, raw)
+    sizes = model_sizes_with_served_context(config, raw)
     stored = None if folder is None else read_stored_weights(folder, without_mtp(sizes.num_layers))
     return _ModelToPlan(raw, folder, sizes, stored)
 
 
 def _print_table(config: ServerConfig, model: _ModelToPlan, request: PlanRequest) -> None:
     """Print what fits on every GPU of the table."""
-    gpus = [divide_machine_for_config(gpu, config) for gpu in read_gpu_table().values()]
+    gpus = [divide_machine_by_config_parallelism(gpu, config) for gpu in read_gpu_table().values()]
     print(format_gpu_table([estimate_model(model.sizes, gpu, request, model.stored) for gpu in gpus]))
 
 
@@ -170,7 +170,7 @@ def _build_plan_parser() -> argparse.ArgumentParser:
     }
     epilog = "All other flags of quire serve mean here what they mean there."
     parser = build_parser("quire plan", __doc__, flags, epilog=epilog)
-    for name, action in add_field_flags(parser, ServerConfig, {ServerConfig: "flags of quire serve"}).items():
+    for name, action in add_flag_per_field(parser, ServerConfig, {ServerConfig: "flags of quire serve"}).items():
         if name not in _SHOWN_FLAGS:
             action.help = argparse.SUPPRESS
     context_flag = {"dest": "max_model_len", "metavar": "N", "default": argparse.SUPPRESS, "help": "as --max-model-len"}
@@ -182,7 +182,7 @@ def _requested_machine(args: argparse.Namespace) -> Machine:
     if args.gpu is not None:
         machine = find_gpu(args.gpu)
     else:
-        machine = detect_machine() if args.memory is None else gpu_with_memory(args.memory)
+        machine = detect_machine() if args.memory is None else generic_gpu_with_memory(args.memory)
     if (args.bandwidth is None) != (args.tflops is None) and machine.bandwidth is None:
         raise ConfigError("--bandwidth and --tflops go together: a limit needs both")
     if not machine.gpu and args.bandwidth is None and args.tflops is None:

@@ -33,7 +33,7 @@ def read_or_measure_rates(*, must_measure: bool = False) -> CpuRates | None:
     """Those that are kept. Measured where none are, and after a day: the better figure of both stays then, for other
     programs that run beside a measurement only lower it. `must_measure`: measured in any case, and what was kept does
     not count. None where this processor has no kernels."""
-    rates_by_machine, key = _read_rates(), machine_key()
+    rates_by_machine, key = _read_rates_by_machine(), machine_key()
     known = None if must_measure else rates_by_machine.get(key)
     if known is not None and time.time() - known.at < _FRESH_SECONDS:
         return known
@@ -42,7 +42,7 @@ def read_or_measure_rates(*, must_measure: bool = False) -> CpuRates | None:
     if known is not None:
         measured = CpuRates(max(measured.bandwidth, known.bandwidth), max(measured.flops, known.flops), measured.at)
     rates_by_machine[key] = measured
-    _write_rates(rates_by_machine)
+    _write_rates_by_machine(rates_by_machine)
     return measured
 
 
@@ -78,14 +78,14 @@ def _measure_rates() -> CpuRates | None:
         return None
 
 
-def _read_rates() -> dict[str, CpuRates]:
+def _read_rates_by_machine() -> dict[str, CpuRates]:
     try:
         return msgspec.json.decode(_rates_file().read_bytes(), type=dict[str, CpuRates])
     except (OSError, RuntimeError, msgspec.MsgspecError):  # RuntimeError: no home directory
         return {}
 
 
-def _write_rates(rates_by_machine: dict[str, CpuRates]) -> None:
+def _write_rates_by_machine(rates_by_machine: dict[str, CpuRates]) -> None:
     """Where it can be written: else the next plan measures again."""
     try:
         file = _rates_file()

@@ -34,7 +34,7 @@ class DraftPlan:
         """In a type of `width` bytes a number."""
         return self.stored.floats * width + self.stored.other_bytes
 
-    def num_draft_blocks_per_request(self, block_size: int) -> int:
+    def num_extra_blocks_for_draft_tokens(self, block_size: int) -> int:
         """Pages of each sequence for drafts beyond its own, as engine/worker/loading/drafts/draft_model_loader.py has
         them."""
         return 1 + -(-self.speculative_config.num_speculative_tokens // block_size)

@@ -17,7 +17,7 @@ from quire.server.cli.plan.draft_plan import ONE_STATE_SLOT, DraftPlan
 from quire.server.cli.plan.experts_plan import ExpertsPlan
 from quire.server.cli.plan.machine import Machine
 from quire.server.cli.plan.streamed_layers import StreamedLayersPlan
-from quire.server.cli.plan.tier_plan import TierPlan
+from quire.server.cli.plan.tier_plan import KVTierSize
 
 _DEFAULTS = EngineConfig()
 _NO_EXPERTS = ExpertsPlan(0, 0, has_whole_experts=False)
@@ -83,7 +83,7 @@ class Estimate:
     """How many sequences and snapshots have these slots."""
     experts_plan: ExpertsPlan = _NO_EXPERTS
     layers_plan: StreamedLayersPlan = _NO_STREAMED_LAYERS
-    tier_plans: tuple[TierPlan, ...] = ()
+    tier_plans: tuple[KVTierSize, ...] = ()
     """Below the KV cache."""
     reasons: tuple[str, ...] = ()
     """Why the model does not fit; empty when it does."""

@@ -22,7 +22,7 @@ from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import EngineConfig
 from quire.engine.families.model_sizes import ModelSizes
 from quire.engine.images.vision_config import ENCODER_CACHE_BYTES
-from quire.engine.lora.target_modules import max_cached_adapters, num_adapter_weights
+from quire.engine.lora.target_modules import effective_max_cpu_loras, num_adapter_weights
 from quire.server.cli.plan.draft_plan import plan_state_slots, state_slot_bytes
 from quire.server.cli.plan.estimate import Estimate, PlanRequest
 from quire.server.cli.plan.experts_plan import ExpertsPlan, imbalance_bytes, plan_experts
@@ -30,7 +30,7 @@ from quire.server.cli.plan.machine import Machine
 from quire.server.cli.plan.misfit import misfit_reason
 from quire.server.cli.plan.serve_flags import serve_flags
 from quire.server.cli.plan.streamed_layers import StreamedLayersPlan, plan_streamed_layers
-from quire.server.cli.plan.tier_plan import TierPlan, host_tier_bytes, plan_tiers
+from quire.server.cli.plan.tier_plan import KVTierSize, host_tier_bytes, plan_tiers
 from quire.server.cli.plan.weight_sizes import kv_token_bytes, resolve_dtypes, total_and_device_weight_bytes
 
 _DEFAULTS = EngineConfig()
@@ -109,11 +109,11 @@ class EstimateBuilder:
     def build(self) -> Estimate:
         weights = self._plan_weights()
         token_bytes = self._count_kv_token_bytes()
-        blocks = self._plan_blocks(token_bytes)
+        blocks = self._plan_block_size_and_bytes(token_bytes)
         step_bytes = _step_and_graph_bytes(self._sizes, self._machine, self._config, self._width)
         budget = self._kv_budget_bytes(weights.device_bytes, step_bytes)
         states = self._plan_states(budget, token_bytes.split)
-        spare_bytes = self._draft_block_bytes(blocks.size, token_bytes)
+        spare_bytes = self._total_extra_draft_block_bytes(blocks.size, token_bytes)
         partial_estimate = Estimate(
             sizes=self._sizes,
             machine=self._machine,
@@ -141,13 +141,13 @@ class EstimateBuilder:
         return _complete_estimate(partial_estimate, self._request)
 
     @property
-    def _has_draft_model(self) -> bool:
+    def _has_separate_draft_model(self) -> bool:
         return self._draft is not None and self._draft.is_separate_model
 
     @property
     def _num_devices_sharing_draft(self) -> int:
         """Devices of one memory that share what drafts: one rank alone has a model; all ranks have whole heads."""
-        return self._machine.devices_per_memory if self._has_draft_model else 1
+        return self._machine.devices_per_memory if self._has_separate_draft_model else 1
 
     @property
     def _max_num_seqs(self) -> int:
@@ -180,7 +180,7 @@ class EstimateBuilder:
         on_gpu = self._machine.gpu
         if not config.enable_lora:
             return 0
-        count = config.max_loras if on_gpu else max_cached_adapters(config.max_loras, config.max_cpu_loras)
+        count = config.max_loras if on_gpu else effective_max_cpu_loras(config.max_loras, config.max_cpu_loras)
         num_weights = num_adapter_weights(self._request.lora_modules, config.max_lora_rank, head=on_gpu)
         return count * num_weights * self._width
 
@@ -199,7 +199,7 @@ class EstimateBuilder:
         model = kv_token_bytes(self._sizes, self._dtype, self._kv_type)
         return _KVBytesPerToken(model, draft, draft // self._num_devices_sharing_draft, split)
 
-    def _plan_blocks(self, token_bytes: _KVBytesPerToken) -> _BlockPlan:
+    def _plan_block_size_and_bytes(self, token_bytes: _KVBytesPerToken) -> _BlockPlan:
         sizes = self._sizes
         machine = self._machine
         config = self._config
@@ -249,23 +249,23 @@ class EstimateBuilder:
         )
         return _StatePlan(slot_bytes * shares.slots, shares)
 
-    def _draft_block_bytes(self, block_size: int, token_bytes: _KVBytesPerToken) -> int:
+    def _total_extra_draft_block_bytes(self, block_size: int, token_bytes: _KVBytesPerToken) -> int:
         """Of the pages that sequences have for drafts beyond their own."""
         if self._draft is None:
             return 0
-        num_blocks = self._draft.num_draft_blocks_per_request(block_size) * self._max_num_seqs
+        num_blocks = self._draft.num_extra_blocks_for_draft_tokens(block_size) * self._max_num_seqs
         return num_blocks * token_bytes.draft * block_size // self._num_devices_sharing_draft
 
-    def _plan_tiers(self, token_bytes: _KVBytesPerToken, block_size: int) -> tuple[TierPlan, ...]:
+    def _plan_tiers(self, token_bytes: _KVBytesPerToken, block_size: int) -> tuple[KVTierSize, ...]:
         tier_token_bytes = token_bytes.per_device
-        if self._has_draft_model:  # see ModelRunner.make_block_mover
+        if self._has_separate_draft_model:  # see ModelRunner.make_block_mover
             tier_token_bytes -= token_bytes.draft_share
         return plan_tiers(self._config, self._machine.replicas, tier_token_bytes * block_size, block_size)
 
 
 def max_step_tokens(machine: Machine, config: EngineConfig) -> int:
     """Most tokens of a step there."""
-    return (config.with_gpu_defaults(machine.memory) if machine.gpu else config).max_step_tokens
+    return (config.with_gpu_default_step_tokens(machine.memory) if machine.gpu else config).max_step_tokens
 
 
 def max_step_bytes(sizes: ModelSizes, width: int, tokens: int) -> int:

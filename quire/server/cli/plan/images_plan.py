@@ -75,7 +75,7 @@ def parse_image_count_and_size(text: str) -> ImageCountAndSize:
     return ImageCountAndSize(count, width, height)
 
 
-def load_vision_spec(model: str, revision: str | None, raw: dict[str, Any], folder: Path | None) -> VisionSpec:
+def load_required_vision_spec(model: str, revision: str | None, raw: dict[str, Any], folder: Path | None) -> VisionSpec:
     """What the model reads of images; of a hub id the files that say how they are prepared are fetched. Raises
     ConfigError where it reads none, and ModelError."""
     vision: VisionSpec | None = None
@@ -94,10 +94,10 @@ def plan_images(images: ImageCountAndSize, vision: VisionSpec, estimate: Estimat
     layout = vision.make_layout(images.width, images.height, has_other_images=images.count > 1)
     width, count = DTYPE_BYTES[estimate.dtype], images.count
     hidden = estimate.sizes.head_parameters // estimate.sizes.vocab_size
-    contents = layout.make_tower_inputs(Image.new("RGB", (images.width, images.height)))
+    contents = layout.iter_resized_images(Image.new("RGB", (images.width, images.height)))
     return ImagesPlan(
         images,
-        count * len(layout.token_runs),
+        count * len(layout.token_run_lengths),
         count * len(_PLACEHOLDER_TOKEN.findall(layout.placeholder_text(lambda token: "<>"))),
         count * layout.num_tokens * hidden * width,
         count * sum(len(each.pixels) for each in contents),

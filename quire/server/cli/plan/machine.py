@@ -158,7 +158,9 @@ def detect_machine(*, gpu: bool = True) -> Machine:
     return Machine("this machine's CPU", memory=available_host_bytes(), gpu=False, compresses_weights=compresses)
 
 
-def divide_machine(machine: Machine, ranks: int, replicas: int = 1, stages: int = 1, nodes: int = 1) -> Machine:
+def divide_machine_by_parallelism(
+    machine: Machine, ranks: int, replicas: int = 1, stages: int = 1, nodes: int = 1
+) -> Machine:
     """The machine as ranks, stages and replicas share it. A GPU is counted once for each rank or stage. A CPU machine
     is divided into equal parts, one for each process, because these share its memory and cores; `nodes` is the number
     of such machines.
@@ -186,7 +188,7 @@ def divide_machine(machine: Machine, ranks: int, replicas: int = 1, stages: int 
     return replace(part, bandwidth=bandwidth, flops=flops, count=count, stages=stages, replicas=replicas, nodes=nodes)
 
 
-def gpu_with_memory(gib: float) -> Machine:
+def generic_gpu_with_memory(gib: float) -> Machine:
     """A GPU with this much memory and of unknown speed."""
     return Machine(f"a GPU of {gib:g} GiB", memory=int(gib * GIB), gpu=True)
 

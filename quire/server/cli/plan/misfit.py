@@ -16,7 +16,7 @@ def misfit_reason(estimate: Estimate, request: PlanRequest) -> str | None:
         or estimate.layers_plan.problem
         or experts_problem(estimate.config, estimate.sizes, estimate.machine)
         or _too_few_layers_or_positions_reason(estimate)
-        or _kv_cache_size_reason(estimate)
+        or _kv_cache_too_large_reason(estimate)
         or _weights_reason(estimate)
         or _concurrency_reason(estimate, request.concurrency or 1)
     )
@@ -58,7 +58,7 @@ def _too_few_layers_or_positions_reason(estimate: Estimate) -> str | None:
     return None
 
 
-def _kv_cache_size_reason(estimate: Estimate) -> str | None:
+def _kv_cache_too_large_reason(estimate: Estimate) -> str | None:
     """Why a KV cache of a given size does not fit."""
     machine = estimate.machine
     gib = estimate.config.kv_cache_memory

@@ -20,7 +20,7 @@ from quire.engine.lora.target_modules import modules_of_config
 from quire.server.cli.plan.draft_plan import plan_draft
 from quire.server.cli.plan.estimate import Estimate, PlanRequest
 from quire.server.cli.plan.estimate_builder import estimate_model
-from quire.server.cli.plan.machine import Machine, divide_machine, read_gpu_table
+from quire.server.cli.plan.machine import Machine, divide_machine_by_parallelism, read_gpu_table
 
 
 def build_plan_request(
@@ -32,7 +32,7 @@ def build_plan_request(
     return PlanRequest(config, concurrency, modules, plan_draft(config.speculative_config, raw, folder))
 
 
-def served_model_sizes(config: EngineConfig, raw: dict[str, Any]) -> ModelSizes:
+def model_sizes_with_served_context(config: EngineConfig, raw: dict[str, Any]) -> ModelSizes:
     """Of a model with this config.json, as this configuration serves it. Raises ModelError, and ConfigError for a
     rope_context that it has no use for."""
     sizes, text = read_sizes(raw), text_config(raw)
@@ -45,10 +45,11 @@ def served_model_sizes(config: EngineConfig, raw: dict[str, Any]) -> ModelSizes:
     return replace(sizes, max_position=min(sizes.max_position, config.rope_context or sizes.max_position))
 
 
-def divide_machine_for_config(machine: Machine, config: EngineConfig) -> Machine:
-    """So many of it, or of its parts, as this configuration has processes. Raises ConfigError as `divide_machine`."""
+def divide_machine_by_config_parallelism(machine: Machine, config: EngineConfig) -> Machine:
+    """So many of it, or of its parts, as this configuration has processes. Raises ConfigError as
+    `divide_machine_by_parallelism`."""
     counts = config.tensor_parallel_size, config.data_parallel_size, config.pipeline_parallel_size
-    return divide_machine(machine, *counts, config.nnodes)
+    return divide_machine_by_parallelism(machine, *counts, config.nnodes)
 
 
 def predict_kv_tokens(config: EngineConfig, machine: Machine) -> int | None:
@@ -85,10 +86,10 @@ class _ModelPlan:
 def _plan_model(config: EngineConfig, machine: Machine) -> _ModelPlan | None:
     try:
         raw, folder = configured(config)
-        sizes, files = served_model_sizes(config, raw), folder if config.load_format == "auto" else None
+        sizes, files = model_sizes_with_served_context(config, raw), folder if config.load_format == "auto" else None
         stored = None if files is None else read_stored_weights(files, without_mtp(sizes.num_layers))
         request = build_plan_request(config, raw, files)
-        parts = divide_machine_for_config(machine, config)
+        parts = divide_machine_by_config_parallelism(machine, config)
         return _ModelPlan(estimate_model(sizes, parts, request, stored), sizes, request, stored)
     except (ModelError, ConfigError):
         return None

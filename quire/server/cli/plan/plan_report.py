@@ -36,7 +36,7 @@ def format_report(
         ("weights", _weights_text(estimate)),
         *_expert_lines(estimate),
         *_streamed_layer_lines(estimate),
-        ("KV", _kv_text(estimate)),
+        ("KV", _kv_token_bytes_text(estimate)),
     ]
     if estimate.adapter_bytes:
         lines.append(("adapters", f"{_format_size(estimate.adapter_bytes)} in all, of linears"))
@@ -48,7 +48,7 @@ def format_report(
         lines += _image_lines(estimate, images_plan)
     lines.append(("memory", _memory_text(estimate)))
     if estimate.fits:
-        lines += _fitting_lines(estimate, name)
+        lines += _lines_if_model_fits(estimate, name)
     else:
         lines += _misfit_lines(estimate, smallest_gpu, fitting_quantization)
     lines += [("note", note) for note in estimate_notes(estimate)]
@@ -73,7 +73,7 @@ def _weights_text(estimate: Estimate) -> str:
     return f"{estimate.dtype}{quantized}: {size}, by {estimate.weight_source}{stored_as}"
 
 
-def _kv_text(estimate: Estimate) -> str:
+def _kv_token_bytes_text(estimate: Estimate) -> str:
     each = " and device" if estimate.machine.count > 1 else ""
     return (
         f"{_kv_formula(estimate)} = {_format_size(estimate.kv_token_bytes)} a token{each}; "
@@ -82,7 +82,7 @@ def _kv_text(estimate: Estimate) -> str:
     )
 
 
-def _fitting_lines(estimate: Estimate, name: str) -> list[tuple[str, str]]:
+def _lines_if_model_fits(estimate: Estimate, name: str) -> list[tuple[str, str]]:
     lines = [("cache", _kv_cache_text(estimate))]
     if estimate.tier_plans:
         lines.append(("below it", _tiers_text(estimate)))

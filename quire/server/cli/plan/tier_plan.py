@@ -9,7 +9,7 @@ from quire.engine.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
-class TierPlan:
+class KVTierSize:
     name: str
     num_bytes: int
     """Bytes that it may take."""
@@ -22,10 +22,10 @@ def host_tier_bytes(config: EngineConfig) -> int:
     return int((config.kv_offload_memory or 0.0) * GIB)
 
 
-def plan_tiers(config: EngineConfig, replicas: int, page_bytes: int, page_tokens: int) -> tuple[TierPlan, ...]:
+def plan_tiers(config: EngineConfig, replicas: int, page_bytes: int, page_tokens: int) -> tuple[KVTierSize, ...]:
     """Of each of so many replicas; none where there are no pages to keep."""
     memory, disk = config.kv_offload_memory or 0.0, config.kv_disk_gib if config.kv_offload_dir is not None else 0.0
     bounds = {"host": int(memory / replicas * GIB), "disk": int(disk / replicas * GIB)}
     return tuple(
-        TierPlan(name, size, size // page_bytes * page_tokens) for name, size in bounds.items() if size and page_bytes
+        KVTierSize(name, size, size // page_bytes * page_tokens) for name, size in bounds.items() if size and page_bytes
     )

@@ -77,7 +77,11 @@ def kv_token_bytes(sizes: ModelSizes, dtype: str, kv_cache_dtype: str) -> int:
         return sizes.kv_numbers * DTYPE_BYTES[dtype] + columns
     if kv_cache_dtype in DTYPE_BYTES:
         return sizes.kv_numbers * DTYPE_BYTES[kv_cache_dtype] + columns
-    heads = sum(each.numbers // (each.head or sizes.head_dim) for each in sizes.states if isinstance(each, PagedState))
+    heads = sum(
+        each.paged_values_per_token // (each.head or sizes.head_dim)
+        for each in sizes.states
+        if isinstance(each, PagedState)
+    )
     return sizes.kv_numbers + heads * KV_CODE_SCALE_BYTES[kv_cache_dtype] + columns
 
 

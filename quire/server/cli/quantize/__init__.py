@@ -69,7 +69,7 @@ def main(argv: Sequence[str], started: float) -> int:
         name,
     ]
     if args.smooth is not None:
-        samples = _build_samples_json(args.smooth, args.smooth_strength, name, path)
+        samples = _tokenized_samples_json(args.smooth, args.smooth_strength, name, path)
         program.append(str(args.smooth_strength))
     status = subprocess.run(program, input=samples, text=True).returncode
     if status < 0:  # for one, the system killed it for memory
@@ -77,7 +77,7 @@ def main(argv: Sequence[str], started: float) -> int:
     return 1 if status < 0 else status
 
 
-def _build_samples_json(file: Path, strength: float, name: str, path: Path) -> str:
+def _tokenized_samples_json(file: Path, strength: float, name: str, path: Path) -> str:
     """What the process that writes takes of the texts in `file`, as JSON. Raises ConfigError."""
     if name != "int8":
         raise ConfigError(f"smooth: {name} does not round activations to integers: --format int8", param="smooth")

@@ -45,13 +45,13 @@ def read_tokenized_samples(file: Path, tokenizer: Tokenizer, max_tokens: int) ->
                 pieces = _split_token_chunks(tokenizer.encode(opened.read(_MAX_CHARACTERS)), max_tokens)
             samples = _limit_total_tokens(pieces)
     except OSError as error:
-        raise _smooth_flag_error(f"{file}: {error.strerror or error}") from error
+        raise _make_smooth_config_error(f"{file}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise _smooth_flag_error(f"{file}: is not UTF-8") from error
+        raise _make_smooth_config_error(f"{file}: is not UTF-8") from error
     except InvalidRequest as error:
-        raise _smooth_flag_error(f"{file}: {error}") from error
+        raise _make_smooth_config_error(f"{file}: {error}") from error
     if not samples:
-        raise _smooth_flag_error(f"{file}: has no text")
+        raise _make_smooth_config_error(f"{file}: has no text")
     return samples
 
 
@@ -63,7 +63,7 @@ def _tokenize_jsonl_lines(lines: Iterator[str], tokenizer: Tokenizer, max_tokens
         try:
             read = msgspec.json.decode(line, type=_SampleLine)
         except msgspec.MsgspecError as error:
-            raise _smooth_flag_error(f"line {number}: {error}") from error
+            raise _make_smooth_config_error(f"line {number}: {error}") from error
         text = read.prompt if read.text is None else read.text
         if read.messages is not None:
             yield tokenizer.encode(_render_messages(read.messages, renderer, number), add_special_tokens=False)[
@@ -72,7 +72,7 @@ def _tokenize_jsonl_lines(lines: Iterator[str], tokenizer: Tokenizer, max_tokens
         elif text is not None:
             yield tokenizer.encode(text[:_MAX_CHARACTERS])[:max_tokens]
         else:
-            raise _smooth_flag_error(f"line {number}: has neither text, prompt nor messages")
+            raise _make_smooth_config_error(f"line {number}: has neither text, prompt nor messages")
 
 
 def _render_messages(messages: list[dict[str, Any]], renderer: ChatRenderer, line: int) -> str:
@@ -80,7 +80,7 @@ def _render_messages(messages: list[dict[str, Any]], renderer: ChatRenderer, lin
         talk = validate_body({"messages": messages}, ChatRequest).messages
         return renderer.render([message.to_template_message() for message in talk], add_generation_prompt=False)
     except InvalidRequest as error:
-        raise _smooth_flag_error(f"line {line}: {error}") from error
+        raise _make_smooth_config_error(f"line {line}: {error}") from error
 
 
 def _split_token_chunks(ids: list[int], max_tokens: int) -> Iterator[list[int]]:
@@ -98,5 +98,5 @@ def _limit_total_tokens(samples: Iterator[list[int]]) -> list[list[int]]:
     return taken
 
 
-def _smooth_flag_error(message: str) -> ConfigError:
+def _make_smooth_config_error(message: str) -> ConfigError:
     return ConfigError(f"smooth: {message}", param="smooth")

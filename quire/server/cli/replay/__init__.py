@@ -17,19 +17,19 @@ from quire.engine.checkpoint.files import resolve_model
 from quire.engine.checkpoint.overrides import model_path, read_configured
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, InvalidRequest, ModelError
-from quire.engine.images.image_reader import RequestImage, images_by_digest, make_image_reader
+from quire.engine.images.image_reader import RequestImage, make_image_reader, tiles_by_hex_digest
 from quire.engine.link.client import EngineClient
 from quire.engine.link.link import Link
 from quire.engine.link.supervisor import ProcessLink
 from quire.engine.lora.local_adapters import LocalAdapters, LoRARequest
 from quire.engine.receipts.model_hasher import ModelHasher
-from quire.engine.receipts.receipt import Receipt, decode_receipt
+from quire.engine.receipts.receipt import Receipt, parse_receipt_json
 from quire.engine.receipts.receipt_replay import ReplayModel, ReplayVerdict, replay_receipt
 from quire.engine.text.null_tokenizer import load_tokenizer
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Image
 from quire.server.cli.flags import build_parser
-from quire.server.cli.models.pull import pull_missing
+from quire.server.cli.models.pull import pull_configured_model_if_missing
 from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 from quire.server.config import DEMO_NAME
 from quire.server.encoding import EVENT_PREFIX, encode_ascii_json
@@ -64,7 +64,7 @@ def main(argv: Sequence[str], started: float) -> int:
     add_settings_flags(parser, EngineConfig, {EngineConfig: "engine"})
     args, config = parse_settings(parser, argv, EngineConfig)
     config = replay_config(config, read_first_receipt(args.file), lora=bool(args.adapter))
-    pull_missing(config)
+    pull_configured_model_if_missing(config)
     return uvloop.run(_replay_and_print(config, args))
 
 
@@ -134,7 +134,7 @@ async def replay_receipts(
             max_model_len=info.max_model_len,
             vocab_size=model_config.vocab_size,
             adapters={each.digest: each for each in loaded},
-            images=read_images(path, tokenizer, images),
+            images=read_images_by_digest(path, tokenizer, images),
         )
         running: deque[asyncio.Task[ReplayVerdict]] = deque()
         for number, encoded in enumerate(read_encoded_receipts(file), 1):
@@ -149,7 +149,7 @@ async def replay_receipts(
 
 async def _replay_receipt(encoded: bytes, where: str, model: ReplayModel, client: EngineClient) -> ReplayVerdict:
     try:
-        receipt = decode_receipt(encoded)
+        receipt = parse_receipt_json(encoded)
     except InvalidRequest as error:
         return ReplayVerdict(where, "refused", error.message)
     return await replay_receipt(_add_line_to_id(receipt, where), model, client)
@@ -183,7 +183,7 @@ def read_first_receipt(file: Path) -> Receipt:
     why = "it has no lines of JSON"
     for encoded in read_encoded_receipts(file):
         try:
-            return decode_receipt(encoded)
+            return parse_receipt_json(encoded)
         except InvalidRequest as error:
             why = error.message
     raise ConfigError(f"{file} has no receipt: {why}")
@@ -207,7 +207,7 @@ def replay_config(config: EngineConfig, receipt: Receipt, *, lora: bool) -> Engi
     return config.model_copy(update=update)
 
 
-def read_images(path: Path, tokenizer: Tokenizer, files: Sequence[str]) -> dict[str, Image]:
+def read_images_by_digest(path: Path, tokenizer: Tokenizer, files: Sequence[str]) -> dict[str, Image]:
     """All that images become when the model at `path` reads them, by digest in hexadecimal. Raises ConfigError and
     InvalidRequest."""
     if not files:
@@ -220,4 +220,4 @@ def read_images(path: Path, tokenizer: Tokenizer, files: Sequence[str]) -> dict[
             images.append(RequestImage(file, Path(file).read_bytes()))
         except OSError as error:
             raise ConfigError(f"--image: {file}: {error.strerror}") from None
-    return images_by_digest(reader, images)
+    return tiles_by_hex_digest(reader, images)

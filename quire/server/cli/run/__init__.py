@@ -27,18 +27,18 @@ from quire.engine.link.client import EngineClient
 from quire.engine.replicas.replicas import processes
 from quire.server.batches.batch_lines import (
     LineRequest,
+    custom_id_or_line_name,
     encode_answer_line,
     encode_error_line,
     find_duplicate_lines,
     parse_line,
-    read_custom_id,
-    read_custom_ids,
+    read_line_numbers_by_custom_id,
     read_nonempty_lines,
     rereadable_file,
 )
 from quire.server.cli.flags import build_parser
 from quire.server.cli.http_server import PRIVATE_SERVER_SETTINGS, open_engine_app
-from quire.server.cli.models.pull import pull_missing
+from quire.server.cli.models.pull import pull_configured_model_if_missing
 from quire.server.cli.settings_flags import add_settings_flags, parse_settings
 from quire.server.config import ServerConfig
 
@@ -93,7 +93,9 @@ def failure_kind_and_message(result: dict[str, Any]) -> tuple[str, str]:
     return f"{response['status_code']}{f' {named}' if named else ''}", str(error.get("message", ""))
 
 
-def prepare_resume(path: Path, requested: Collection[str], *, retry_refused: bool = False) -> tuple[set[str], set[str]]:
+def trim_output_and_read_finished_ids(
+    path: Path, requested: Collection[str], *, retry_refused: bool = False
+) -> tuple[set[str], set[str]]:
     """Prepare an output file to be continued; returns the custom_ids answered in it, and those refused for good.
 
     Failures of `requested` ids are removed from the file, so that they are tried again, but those that would be the
@@ -178,7 +180,7 @@ class RequestFileRunner:
 
     async def _answer_lines(self, lines: Iterator[tuple[int, str]]) -> None:
         for number, line in lines:
-            name = read_custom_id(number, line)
+            name = custom_id_or_line_name(number, line)
             try:
                 if number in self._duplicates:
                     duplicate_id, name = name, f"line-{number}"
@@ -261,16 +263,16 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _run_file(args: argparse.Namespace, config: ServerConfig, file: Path, started: float) -> int:
-    places = read_custom_ids(file)
+    places = read_line_numbers_by_custom_id(file)
     duplicates = find_duplicate_lines(file, places)
     requested = {*places, *(f"line-{number}" for number in duplicates)}
-    answered, refused = _resume_output_file(args, requested)
+    answered, refused = _resume_output_and_get_finished_ids(args, requested)
     done = answered | refused
     total = len(requested - done)
     lines = (
         (number, line)
         for number, line in read_nonempty_lines(file)
-        if (f"line-{number}" if number in duplicates else read_custom_id(number, line)) not in done
+        if (f"line-{number}" if number in duplicates else custom_id_or_line_name(number, line)) not in done
     )
     if done:
         without = f", {len(refused)} refused for good" if refused else ""
@@ -280,9 +282,9 @@ def _run_file(args: argparse.Namespace, config: ServerConfig, file: Path, starte
     tally = RequestTally()
     try:
         if total:
-            pull_missing(config)
+            pull_configured_model_if_missing(config)
             at_once = args.concurrency or config.max_num_seqs
-            uvloop.run(answer_requests(config, lines, total, args.output, at_once, tally, duplicates))
+            uvloop.run(start_engine_and_answer_requests(config, lines, total, args.output, at_once, tally, duplicates))
     finally:
         num_left = total - tally.num_done - tally.num_failed
         counts = (
@@ -304,7 +306,7 @@ def shorten_line(text: str) -> str:
     return line if len(line) <= MAX_SHOWN_CHARACTERS else f"{line[: MAX_SHOWN_CHARACTERS - 1]}…"
 
 
-def _resume_output_file(args: argparse.Namespace, requested: set[str]) -> tuple[set[str], set[str]]:
+def _resume_output_and_get_finished_ids(args: argparse.Namespace, requested: set[str]) -> tuple[set[str], set[str]]:
     """The custom_ids of `requested` that the output has answers for already, and those that were refused for good.
 
     Raises ConfigError when the output has results but --resume is not given, so that they are not overwritten, and when
@@ -320,13 +322,13 @@ def _resume_output_file(args: argparse.Namespace, requested: set[str]) -> tuple[
             return set(), set()
         if not args.resume:
             raise ConfigError(f"{output} holds results already: continue it with --resume, or choose another")
-        answered, refused = prepare_resume(output, requested, retry_refused=args.retry_refused)
+        answered, refused = trim_output_and_read_finished_ids(output, requested, retry_refused=args.retry_refused)
     except OSError as error:
         raise ConfigError(f"cannot write {output}: {error.strerror}") from None
     return answered & requested, (refused & requested) - answered
 
 
-async def answer_requests(
+async def start_engine_and_answer_requests(
     config: ServerConfig,
     lines: Iterator[tuple[int, str]],
     total: int,

@@ -14,7 +14,7 @@ from quire.server.formats.schema_node import SchemaNode
 from quire.server.formats.tools import strict_json
 from quire.server.formats.tools.json_calls import read_json_arguments
 from quire.server.formats.tools.json_repair import repair_json
-from quire.server.formats.tools.lark_calls import separated_items_expressions, tool_properties
+from quire.server.formats.tools.lark_calls import ordered_optional_items_expressions, tool_property_entries
 from quire.server.formats.tools.text_source import ParserSteps, TextSource, partial_match_length
 from quire.server.formats.tools.tool_call_sink import ToolCallSink
 from quire.server.formats.tools.tool_parser import Schema, Tool
@@ -35,7 +35,7 @@ class ArgumentsForm(ABC):
         """All texts around keys and values."""
         return ()
 
-    def can_begin(self, source: TextSource) -> ParserSteps[bool]:
+    def skip_space_to_arguments(self, source: TextSource) -> ParserSteps[bool]:
         """Whether arguments may begin here. Takes white space that is none of theirs."""
         return True
         yield
@@ -63,16 +63,16 @@ class JsonArguments(ArgumentsForm):
     is_json_string: bool = False
     """The object is written into a JSON string."""
 
-    def can_begin(self, source: TextSource) -> ParserSteps[bool]:
-        if (yield from source.peek_character()) not in ("{", '"'):
+    def skip_space_to_arguments(self, source: TextSource) -> ParserSteps[bool]:
+        if (yield from source.peek_non_space_character()) not in ("{", '"'):
             return False
         source.take_text(len(source.text) - len(source.text.lstrip()))
         return True
 
     def stream_arguments(self, source: TextSource, sink: ToolCallSink, schema: Schema, tail: str) -> ParserSteps[bool]:
-        if (yield from source.peek_character()) == '"':
+        if (yield from source.peek_non_space_character()) == '"':
             try:
-                written = yield from LiteralSyntax('"').read_literal(source)
+                written = yield from LiteralSyntax('"').parse_next_literal(source)
             except UnreadableLiteral:
                 return False
             sink.add_arguments(
@@ -91,7 +91,7 @@ class JsonArguments(ArgumentsForm):
                 string_rules.value_expression(SchemaNode.from_document({"properties": {}, **tool.parameters}), 1),
                 '"\\""',
             ]
-        schema = sort_properties(tool.parameters) if self.sort else tool.parameters
+        schema = schema_with_sorted_properties(tool.parameters) if self.sort else tool.parameters
         return [lark_json_rule(schema, indented=self.indented)]
 
 
@@ -136,7 +136,7 @@ class LiteralArguments(ArgumentsForm):
         if bare and not (yield from source.take_ignoring_space(bare)):
             raise UnreadableLiteral
         core = self.colon.strip("\"' \n\t")
-        key = yield from self.syntax.read_key(source, (core,))
+        key = yield from self.syntax.parse_next_key(source, (core,))
         if not (yield from source.take_ignoring_space(core)):
             raise UnreadableLiteral
         sink.add_arguments(f"{', ' if begun else ''}{strict_json.write_json(key)}: ")
@@ -144,18 +144,20 @@ class LiteralArguments(ArgumentsForm):
         if len(quote) > 1 and self.syntax.raw and (yield from source.take_after_space(quote)):
             yield from _stream_string_text(source, sink, quote)
         else:
-            sink.add_arguments(strict_json.write_json((yield from self.syntax.read_literal(source))))
+            sink.add_arguments(strict_json.write_json((yield from self.syntax.parse_next_literal(source))))
         if self.after_value.strip() and not (yield from source.take_ignoring_space(self.after_value)):
             raise UnreadableLiteral
 
     def lark_expressions(self, tool: Tool, rules: LarkRules) -> list[str]:
         writer = self.rule_writer(rules)
         entries = []
-        known_properties = tool_properties(tool)
-        for name, node, required in sorted(known_properties, key=_property_name) if self.sort else known_properties:
+        known_properties = tool_property_entries(tool)
+        for name, node, required in (
+            sorted(known_properties, key=_property_entry_name) if self.sort else known_properties
+        ):
             begin, end = rules.split_literal(self.before_key + name + self.colon), rules.split_literal(self.after_value)
             entries.append((" ".join([*begin, writer.value_expression(node), *end]), required))
-        return separated_items_expressions(entries, " ".join(rules.split_literal(self.separator)))
+        return ordered_optional_items_expressions(entries, " ".join(rules.split_literal(self.separator)))
 
     def rule_writer(self, rules: LarkRules) -> LiteralRuleWriter:
         """Writes the rules of values. What stands inside other values has the words and quotes of these."""
@@ -166,24 +168,24 @@ class LiteralArguments(ArgumentsForm):
         )
 
 
-def sort_properties(schema: Any) -> Any:
+def schema_with_sorted_properties(schema: Any) -> Any:
     """A schema with all properties in the order of the alphabet."""
     if isinstance(schema, Mapping):
-        ordered = {name: sort_properties(value) for name, value in schema.items()}
+        ordered = {name: schema_with_sorted_properties(value) for name, value in schema.items()}
         if isinstance(ordered.get("properties"), dict):
             ordered["properties"] = dict(sorted(ordered["properties"].items()))
         return ordered
-    return [sort_properties(one) for one in schema] if isinstance(schema, list) else schema
+    return [schema_with_sorted_properties(one) for one in schema] if isinstance(schema, list) else schema
 
 
-def _property_name(property_entry: tuple[str, SchemaNode, bool]) -> str:
+def _property_entry_name(property_entry: tuple[str, SchemaNode, bool]) -> str:
     return property_entry[0]
 
 
 def is_literal_next(source: TextSource, literal: str) -> ParserSteps[bool]:
     """Whether a literal comes next. Takes nothing."""
     if not literal.strip():
-        return not (yield from source.peek_character())
+        return not (yield from source.peek_non_space_character())
     place = source.save_place()
     was_taken = yield from source.take_ignoring_space(literal)
     if was_taken:

@@ -13,10 +13,10 @@ from quire.server.formats.call_forms.slots import (
     INDEX_SLOT,
     NAME_SLOT,
     SLOT_PATTERN,
-    common_prefix,
+    common_prefix_by_atoms,
     split_into_atoms,
 )
-from quire.server.formats.tools.lark_calls import lark_string
+from quire.server.formats.tools.lark_calls import quote_lark_string
 from quire.server.formats.tools.tool_parser import LiteralEncoder, Tool
 
 ID_REGEX, INDEX_REGEX = "/[A-Za-z0-9_.:-]{1,64}/", "/[0-9]{1,3}/"
@@ -36,7 +36,7 @@ class CallFormGrammarWriter:
         rules = self._rules
         first = self._form.opening_after_prompt
         opening = rules.split_literal(first.lstrip())
-        calls = [self._call_expressions(tool) for tool in tools]
+        calls = [self._call_expression_sequence(tool) for tool in tools]
         space = form.tail[len(form.tail.rstrip()) :]  # behind the last call it may be missing
         between = " ".join(rules.split_literal(space + form.between + form.fixed_head))
         more = f"( {between} call )*" if many and form.allows_many else ""
@@ -58,7 +58,9 @@ class CallFormGrammarWriter:
         """The beginning of the start rule where calls must be made: empty content, and white space."""
         form, rules = self._form, self._rules
         empty = " ".join(rules.split_literal(form.content_begin + form.content_end)) if form.content_end else ""
-        return " ".join(["start:", *(f"( {one} )?" for one in (empty, lark_string(space) if space else "") if one)])
+        return " ".join(
+            ["start:", *(f"( {one} )?" for one in (empty, quote_lark_string(space) if space else "") if one)]
+        )
 
     def _optional_start_rule(self, opening: Sequence[str], rest: str) -> str:
         """The start rule where an answer may be text, in which calls follow the `opening`, and the rules it needs."""
@@ -70,10 +72,10 @@ class CallFormGrammarWriter:
         if form.content_begin and not form.has_distinct_marker:
             space = first[: len(first) - len(first.lstrip())]
             framed, bare = form.content_begin.lstrip(), first.lstrip()
-            shared = common_prefix(framed, bare)
+            shared = common_prefix_by_atoms(framed, bare)
             texts = (shared, framed[len(shared) :], bare[len(shared) :])
             both, content, calls = (" ".join(rules.split_literal(one)) for one in texts)
-            may = f"( {lark_string(space)} )?" if space else ""
+            may = f"( {quote_lark_string(space)} )?" if space else ""
             return f"start: {may} {both} ( {content} TEXT | {calls} {rest} )\n{anything}"
         frame, end = (" ".join(rules.split_literal(one)) for one in (form.content_begin, form.content_end))
         frame, end = f"( {frame} )?" if frame else "", f"( {end} )?" if end else ""
@@ -84,20 +86,22 @@ class CallFormGrammarWriter:
             return f"start: {frame} TEXT {end} ( {whole} )?\n{anything}"
         literal = json.loads(opening[0])
         marker = self._markers[0] if literal.startswith(self._markers[0]) else literal
-        after = " ".join([*([lark_string(literal[len(marker) :])] if literal != marker else []), *opening[1:], rest])
-        lead = f"lead[suffix={lark_string(marker)}]: /(?s:.*)/"
+        after = " ".join(
+            [*([quote_lark_string(literal[len(marker) :])] if literal != marker else []), *opening[1:], rest]
+        )
+        lead = f"lead[suffix={quote_lark_string(marker)}]: /(?s:.*)/"
         return f"start: {frame} TEXT {end} | {frame} lead {after}\n{lead}\n{anything}"
 
-    def _call_expressions(self, tool: Tool) -> list[str]:
+    def _call_expression_sequence(self, tool: Tool) -> list[str]:
         form = self._form
         head, tail = form.head[len(form.fixed_head) :], form.tail.rstrip()
         return [
-            *self._slot_expressions(head, tool),
+            *self._slotted_text_expressions(head, tool),
             *form.arguments.lark_expressions(tool, self._rules),
-            *self._slot_expressions(tail, tool),
+            *self._slotted_text_expressions(tail, tool),
         ]
 
-    def _slot_expressions(self, literal: str, tool: Tool) -> list[str]:
+    def _slotted_text_expressions(self, literal: str, tool: Tool) -> list[str]:
         if self._form.named_ids:
             literal = literal.replace(ID_SLOT, f"functions.{tool.name}:{INDEX_SLOT}")
         expressions = []

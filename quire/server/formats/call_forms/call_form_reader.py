@@ -78,7 +78,7 @@ class CallFormReader:
         place = source.save_place()
         outer = head[: head.index("{")]
         if not (yield from source.take_ignoring_space(outer)) and not (
-            form.has_distinct_marker and (yield from source.peek_character()) == "{"
+            form.has_distinct_marker and (yield from source.peek_non_space_character()) == "{"
         ):
             return False
         if not (yield from read_json_call(source, self._sink, names, keys)):
@@ -96,7 +96,7 @@ class CallFormReader:
         sink = self._sink
         tools = self._tools
         place = source.save_place()
-        slot_values = yield from self._read_head(head, must_be_known=must_be_known)
+        slot_values = yield from self._read_head_slots(head, must_be_known=must_be_known)
         if slot_values is None:
             source.restore_place(place)
             return False
@@ -107,7 +107,7 @@ class CallFormReader:
         if CALL_NAME.fullmatch(name) is None or (must_be_known and name not in tools):
             source.restore_place(place)
             return False
-        if not (yield from form.arguments.can_begin(source)):
+        if not (yield from form.arguments.skip_space_to_arguments(source)):
             source.restore_place(place)
             return False
         tool, tail = tools.get(name), form.tail.replace(NAME_SLOT, name)
@@ -122,7 +122,7 @@ class CallFormReader:
             yield from self._skip_literal(tail)
         return True
 
-    def _read_head(self, head: str, *, must_be_known: bool) -> ParserSteps[dict[str, str] | None]:
+    def _read_head_slots(self, head: str, *, must_be_known: bool) -> ParserSteps[dict[str, str] | None]:
         """Read a head, and return what stands in its slots; None if something else comes."""
         source = self._source
         slot_values: dict[str, str] = {}
@@ -146,9 +146,9 @@ class CallFormReader:
         if not follows and next_piece:  # names have no white space, but may have what begins arguments
             follows = [next_piece[0], *(one for one in form.texts_after_head_slot if len(one) > 1)]
         follows = follows or form.texts_after_head_slot
-        yield from source.peek_character()
+        yield from source.peek_non_space_character()
         source.take_text(len(source.text) - len(source.text.lstrip()))
-        read = yield from source.take_until((*follows, "{"))  # no name has a brace
+        read = yield from source.take_through_first_literal((*follows, "{"))  # no name has a brace
         if read is None or read[1] not in follows:
             return None
         source.give_back(read[1])
@@ -159,7 +159,7 @@ class CallFormReader:
         source = self._source
         for piece in SLOT_PATTERN.split(literal):
             if piece in (ID_SLOT, INDEX_SLOT):
-                yield from source.take_until(('"', "<", ",", "}"))
+                yield from source.take_through_first_literal(('"', "<", ",", "}"))
             for atom in non_space_atoms(piece):
                 yield from source.take_after_space(atom)
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.engine.text.grammar_compiler import lark_json_rule
-from quire.server.formats.call_forms.schema_patterns import pattern_terminal, schema_pattern
+from quire.server.formats.call_forms.schema_patterns import pattern_then_end_terminal, schema_pattern
 from quire.server.formats.call_forms.slots import TAG
 from quire.server.formats.schema_node import SchemaNode, TypeVariant
-from quire.server.formats.tools.lark_calls import lark_string, separated_items_expressions
+from quire.server.formats.tools.lark_calls import ordered_optional_items_expressions, quote_lark_string
 
 LiteralEncoder = Callable[[str], str]
 LITERAL_PIECES = re.compile(r'"(?:[^"\\]|\\.)*"|<\[\d+\]>')
@@ -52,7 +52,7 @@ class LarkRules:
         for piece in self.literal_parts(literal):
             words = re.match(r"(\s*)(.*)", "" if piece.startswith("<[") else json.loads(piece), re.DOTALL)
             assert words is not None
-            expressions += [lark_string(word) for word in words.groups() if word] or [piece]
+            expressions += [quote_lark_string(word) for word in words.groups() if word] or [piece]
         return expressions
 
     def literal_parts(self, literal: str) -> list[str]:
@@ -86,7 +86,7 @@ class LarkRules:
             return " ".join([self.add_rule(f"[suffix={pieces[0]}]", anything), *pieces[1:]])
         rest = literal.lstrip()[tag.end() :]
         after = self.split_literal(rest) if rest else []
-        return " ".join([self.add_rule(f"[suffix={lark_string(tag[0])}]", anything), *after, *pieces[1:]])
+        return " ".join([self.add_rule(f"[suffix={quote_lark_string(tag[0])}]", anything), *after, *pieces[1:]])
 
     def _matching_text_until(self, end: str, pattern: str) -> str:
         """White space before the end's first tag is written as it is there: parsers leave out no more than that."""
@@ -95,13 +95,13 @@ class LarkRules:
         first, *more = self.literal_parts(core)
         tag = TAG.match(core)
         if first.startswith("<["):
-            text_rule = pattern_terminal(pattern, space, tag[0] if tag is not None else None)
+            text_rule = pattern_then_end_terminal(pattern, space, tag[0] if tag is not None else None)
             return " ".join([self.add_terminal(text_rule), first, *more])
         literal = json.loads(first)
         stop = tag[0] if tag is not None and literal.startswith(tag[0]) else literal
         rest = literal[len(stop) :]
         after = self.split_literal(rest) if rest else []
-        return " ".join([self.add_terminal(pattern_terminal(pattern, space + stop, stop)), *after, *more])
+        return " ".join([self.add_terminal(pattern_then_end_terminal(pattern, space + stop, stop)), *after, *more])
 
     def render_rules(self) -> str:
         return "".join(f"{name}{body}\n" for body, name in self.names_by_body.items())
@@ -137,9 +137,9 @@ class LiteralRuleWriter:
             case "integer" | "number":
                 return lark_json_rule(node.with_schema(schema).standalone_schema())
             case "boolean":
-                return f"( {lark_string(spelling.true)} | {lark_string(spelling.false)} )"
+                return f"( {quote_lark_string(spelling.true)} | {quote_lark_string(spelling.false)} )"
             case "null":
-                return lark_string(spelling.null)
+                return quote_lark_string(spelling.null)
             case "array" if self.spelling.json_lists and not depth:
                 return lark_json_rule(node.with_schema(schema).standalone_schema())
             case "object" if self.spelling.json_objects and not depth:
@@ -156,7 +156,7 @@ class LiteralRuleWriter:
         if most == 0:
             return '"[" "]"'
         more = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
-        items = f"{item} ( {lark_string(self.comma)} {item} ){more}"
+        items = f"{item} ( {quote_lark_string(self.comma)} {item} ){more}"
         return f'"[" {items} "]"' if least else f'"[" ( {items} )? "]"'
 
     def _object_expression(self, schema: Mapping[str, Any], node: SchemaNode, depth: int) -> str:
@@ -168,31 +168,31 @@ class LiteralRuleWriter:
         return self._open_object_expression(self.value_expression(values, depth + 1))
 
     def _closed_object_expression(self, node: SchemaNode, depth: int) -> str:
-        known = node.properties()
+        known = node.property_entries()
         entries = [
             (f"{self._key_expression(key)} {self.value_expression(value, depth + 1)}", required)
             for key, value, required in (sorted(known, key=lambda one: one[0]) if self.sort else known)
         ]
-        return " ".join(['"{"', *separated_items_expressions(entries, lark_string(self.comma)), '"}"'])
+        return " ".join(['"{"', *ordered_optional_items_expressions(entries, quote_lark_string(self.comma)), '"}"'])
 
     def _key_expression(self, key: str) -> str:
         return " ".join(self.rules.split_literal((key if self.bare_keys else self.quote_string(key)) + self.colon))
 
     def _open_object_expression(self, value: str) -> str:
         key = "/[A-Za-z0-9_.-]+/" if self.bare_keys else self.string_expression()
-        entry = f"{key} {lark_string(self.colon)} {value}"
-        return f'"{{" ( {entry} ( {lark_string(self.comma)} {entry} )* )? "}}"'
+        entry = f"{key} {quote_lark_string(self.colon)} {value}"
+        return f'"{{" ( {entry} ( {quote_lark_string(self.comma)} {entry} )* )? "}}"'
 
     def _any_value_expression(self, depth: int) -> str:
         """Any value, by a rule that refers to itself."""
         if not depth and self.spelling.json_lists and self.spelling.json_objects:
             constants = " | ".join(
-                lark_string(word) for word in (self.spelling.true, self.spelling.false, self.spelling.null)
+                quote_lark_string(word) for word in (self.spelling.true, self.spelling.false, self.spelling.null)
             )
             return f"( {lark_json_rule(True)} | {constants} )"
         name, spelling = "anyvalue", self.spelling
-        constants = " | ".join(lark_string(word) for word in (spelling.true, spelling.false, spelling.null))
-        array = f'"[" ( {name} ( {lark_string(self.comma)} {name} )* )? "]"'
+        constants = " | ".join(quote_lark_string(word) for word in (spelling.true, spelling.false, spelling.null))
+        array = f'"[" ( {name} ( {quote_lark_string(self.comma)} {name} )* )? "]"'
         return self.rules.names_by_body.setdefault(
             f": {self.string_expression()} | {NUMBER_REGEX} | {constants} | "
             f"{array} | {self._open_object_expression(name)}",

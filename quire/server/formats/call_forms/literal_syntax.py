@@ -33,24 +33,26 @@ class LiteralSyntax:
     string_end_pattern: str = r"\s*[,\])}]"
     """What follows a raw string whose quote may also stand inside it: a regular expression."""
 
-    def read_literal(self, source: TextSource, depth: int = 0) -> ParserSteps[Any]:
+    def parse_next_literal(self, source: TextSource, depth: int = 0) -> ParserSteps[Any]:
         """The next value. Raises Unreadable."""
-        first = yield from source.peek_character()
+        first = yield from source.peek_non_space_character()
         if depth > MAX_DEPTH or not first:
             raise UnreadableLiteral
         if (yield from source.take_after_space(self.quote)):
             return (
-                yield from self.read_string(source, self.quote, raw=self.raw and (len(self.quote) > 1 or not depth))
+                yield from self.parse_string_after_quote(
+                    source, self.quote, raw=self.raw and (len(self.quote) > 1 or not depth)
+                )
             )
         if first in "\"'" and (yield from source.take_after_space(first)):
-            return (yield from self.read_string(source, first, raw=False))
+            return (yield from self.parse_string_after_quote(source, first, raw=False))
         if first in "[(":
             return (yield from self._read_items(source, first, depth))
         if first == "{":
             return (yield from self._read_entries(source, depth))
         return (yield from _read_word(source))
 
-    def read_string(self, source: TextSource, quote: str, *, raw: bool) -> ParserSteps[str]:
+    def parse_string_after_quote(self, source: TextSource, quote: str, *, raw: bool) -> ParserSteps[str]:
         """The rest of a string behind its quote."""
         pieces: list[str] = []
         while True:
@@ -87,7 +89,7 @@ class LiteralSyntax:
                 raise UnreadableLiteral
             if items and (yield from source.take_after_space(close)):
                 break
-            items.append((yield from self.read_literal(source, depth + 1)))
+            items.append((yield from self.parse_next_literal(source, depth + 1)))
         return items
 
     def _read_entries(self, source: TextSource, depth: int) -> ParserSteps[dict[str, Any]]:
@@ -100,19 +102,19 @@ class LiteralSyntax:
             if has_entries and (yield from source.take_after_space("}")):
                 break
             has_entries = True
-            key = yield from self.read_key(source, (":", "="))
+            key = yield from self.parse_next_key(source, (":", "="))
             if not ((yield from source.take_after_space(":")) or (yield from source.take_after_space("="))):
                 raise UnreadableLiteral
-            entries[key] = yield from self.read_literal(source, depth + 1)
+            entries[key] = yield from self.parse_next_literal(source, depth + 1)
         return entries
 
-    def read_key(self, source: TextSource, ends: tuple[str, ...]) -> ParserSteps[str]:
+    def parse_next_key(self, source: TextSource, ends: tuple[str, ...]) -> ParserSteps[str]:
         """A key, in quotes or bare."""
-        first = yield from source.peek_character()
+        first = yield from source.peek_non_space_character()
         for quote in (self.quote, *"\"'"):
             if (yield from source.take_after_space(quote)):
-                return (yield from self.read_string(source, quote, raw=len(quote) > 1))
-        key_and_end = yield from source.take_until(ends)
+                return (yield from self.parse_string_after_quote(source, quote, raw=len(quote) > 1))
+        key_and_end = yield from source.take_through_first_literal(ends)
         if key_and_end is None or not first:
             raise UnreadableLiteral
         source.give_back(key_and_end[1])
@@ -147,11 +149,11 @@ def _read_word(source: TextSource) -> ParserSteps[Any]:
 
 def unescape_literal(text: str) -> str:
     """A string with its escapes, of Python or JSON, replaced by what they mean."""
-    text = ESCAPE.sub(_unescape_character, text)
+    text = ESCAPE.sub(_unescape_match, text)
     return SURROGATE_PAIR.sub(lambda pair: pair[0].encode("utf-16", "surrogatepass").decode("utf-16"), text)
 
 
-def _unescape_character(match: re.Match[str]) -> str:
+def _unescape_match(match: re.Match[str]) -> str:
     code = match[1]
     if len(code) > 1:
         number = int(code[1:], 16)

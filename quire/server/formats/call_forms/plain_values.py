@@ -44,29 +44,31 @@ def value_to_json(written: str, variants: list[TypeVariant], spelling: LiteralSp
         enums = [variant.enum for variant in variants if variant.type == "string"]
         if any(enum is not None and written in enum for enum in enums):
             return strict_json.write_json(written)
-        literal_json = _literal_to_json(
-            written, {"null": "null", "true": "true", "false": "false", **_json_by_constant(spelling)}, spelling
+        literal_json = _literal_to_json_or_none(
+            written,
+            {"null": "null", "true": "true", "false": "false", **_json_constant_by_spelling(spelling)},
+            spelling,
         )
         fits = (
             literal_json is not None
             and written == written.strip()
-            and _matches_variant(strict_json.parse_json(literal_json), variants)
+            and _matches_any_nonstring_variant(strict_json.parse_json(literal_json), variants)
         )
         return literal_json if literal_json is not None and fits else strict_json.write_json(written)
     text = written.strip()
-    constants = {**JSON_BY_PYTHON_CONSTANT, **_json_by_constant(spelling)}
+    constants = {**JSON_BY_PYTHON_CONSTANT, **_json_constant_by_spelling(spelling)}
     if kinds <= {"boolean", "null"}:
         constants |= {word.lower(): json for word, json in constants.items()}
         text = text.lower() if text.lower() in constants else text
-    literal_json = _literal_to_json(text, constants, spelling, python=True)
+    literal_json = _literal_to_json_or_none(text, constants, spelling, python=True)
     return strict_json.write_json(written) if literal_json is None else literal_json
 
 
-def _json_by_constant(spelling: LiteralSpelling) -> dict[str, str]:
+def _json_constant_by_spelling(spelling: LiteralSpelling) -> dict[str, str]:
     return {spelling.true: "true", spelling.false: "false", spelling.null: "null"}
 
 
-def _literal_to_json(
+def _literal_to_json_or_none(
     written: str, constants: dict[str, str], spelling: LiteralSpelling, *, python: bool = False
 ) -> str | None:
     """The JSON of a literal; None for any other text. Literals of Python are read too with `python`, or where the
@@ -88,7 +90,7 @@ def _literal_to_json(
     return None
 
 
-def _matches_variant(value: Any, variants: list[TypeVariant]) -> bool:
+def _matches_any_nonstring_variant(value: Any, variants: list[TypeVariant]) -> bool:
     """Whether a value is of one of the types; a string is not, for strings are written without quotes."""
     type = json_type_of_value(value)
     for variant in variants:

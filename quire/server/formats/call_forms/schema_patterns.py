@@ -34,7 +34,7 @@ def full_match_pattern(pattern: str) -> str:
     return "|".join(map(_anchor_alternative, alternatives))
 
 
-def pattern_terminal(pattern: str, end: str, stop: str | None) -> str:
+def pattern_then_end_terminal(pattern: str, end: str, stop: str | None) -> str:
     """The body of a terminal: a text all of which the pattern matches, and `end`. A parser takes the first `stop` for
     the end of the text, so that there is none but one that `end` ends with."""
     body = f"/{_escape_for_lark(f'(?:{pattern}){escape_regex(end)}')}/"

@@ -29,11 +29,11 @@ def split_into_atoms(text: str) -> list[str]:
     return ATOM.findall(text)
 
 
-def common_prefix(one: str, other: str) -> str:
+def common_prefix_by_atoms(one: str, other: str) -> str:
     return "".join(_common_leading_atoms(split_into_atoms(one), split_into_atoms(other)))
 
 
-def common_suffix(one: str, other: str) -> str:
+def common_suffix_by_atoms(one: str, other: str) -> str:
     return "".join(reversed(_common_leading_atoms(split_into_atoms(one)[::-1], split_into_atoms(other)[::-1])))
 
 

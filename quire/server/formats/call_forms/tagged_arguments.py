@@ -16,7 +16,11 @@ from quire.server.formats.call_forms.schema_patterns import schema_pattern
 from quire.server.formats.call_forms.slots import KEY_SLOT, TAG, split_into_atoms
 from quire.server.formats.schema_node import ANY_TYPE, SchemaNode, TypeVariant
 from quire.server.formats.tools import strict_json
-from quire.server.formats.tools.lark_calls import lark_string, separated_items_expressions, tool_properties
+from quire.server.formats.tools.lark_calls import (
+    ordered_optional_items_expressions,
+    quote_lark_string,
+    tool_property_entries,
+)
 from quire.server.formats.tools.text_source import ParserSteps, TextSource, partial_match_length
 from quire.server.formats.tools.tool_call_sink import ToolCallSink
 from quire.server.formats.tools.tool_parser import Schema, Tool
@@ -65,7 +69,7 @@ class TaggedArguments(ArgumentsForm):
             place = source.save_place()
             if has_entries and self.separator.strip():
                 yield from source.take_ignoring_space(self.separator)
-            key_and_kind = yield from _read_key(self, source)
+            key_and_kind = yield from _read_key_and_value_type(self, source)
             if key_and_kind is None:
                 source.restore_place(place)
                 return False
@@ -82,12 +86,12 @@ class TaggedArguments(ArgumentsForm):
 
     def lark_expressions(self, tool: Tool, rules: LarkRules) -> list[str]:
         entries = []
-        known_properties = tool_properties(tool)
+        known_properties = tool_property_entries(tool)
         for name, node, required in sorted(known_properties, key=lambda one: one[0]) if self.sort else known_properties:
             entries.append((_argument_expression(self, name, node, rules), required))
         separator = " ".join(rules.split_literal(self.separator))
         if separator:
-            return separated_items_expressions(entries, separator)
+            return ordered_optional_items_expressions(entries, separator)
         return [f"( {entry} ){'' if required else '?'}" for entry, required in entries]
 
 
@@ -99,7 +103,7 @@ def _is_call_end(source: TextSource, tail: str) -> ParserSteps[bool]:
     return False
 
 
-def _read_key(form: TaggedArguments, source: TextSource) -> ParserSteps[tuple[str, str] | None]:
+def _read_key_and_value_type(form: TaggedArguments, source: TextSource) -> ParserSteps[tuple[str, str] | None]:
     """The next key, and the type of its value where the text tells it. None, when no key comes."""
     if form.before_key.strip() and not (yield from source.take_ignoring_space(form.before_key)):
         return None
@@ -107,7 +111,7 @@ def _read_key(form: TaggedArguments, source: TextSource) -> ParserSteps[tuple[st
     for kind, infix in form.infixes.items():
         infixes.setdefault(infix, []).append(kind)
     first = next(one for one in split_into_atoms(next(iter(infixes)).strip()))
-    key_and_end = yield from source.take_until((first,))
+    key_and_end = yield from source.take_through_first_literal((first,))
     if key_and_end is None or not VALID_KEY.fullmatch(key_and_end[0].strip()):
         return None
     source.give_back(first)
@@ -226,12 +230,12 @@ def _argument_expression(form: TaggedArguments, name: str, node: SchemaNode, rul
         begin = rules.split_literal(
             form.before_key + name + form.infixes.get(variant.numeric_merged_type, form.infixes["string"])
         )
-        alternatives.append(" ".join([*begin, *_value_expressions(form, variant, node, end, rules)]))
+        alternatives.append(" ".join([*begin, *_variant_value_expressions(form, variant, node, end, rules)]))
     alternatives = list(dict.fromkeys(alternatives))
     return alternatives[0] if len(alternatives) == 1 else f"( {' | '.join(alternatives)} )"
 
 
-def _value_expressions(
+def _variant_value_expressions(
     form: TaggedArguments, variant: TypeVariant, node: SchemaNode, end: str, rules: LarkRules
 ) -> list[str]:
     """The expressions of a value of one of the types that `node` allows."""
@@ -251,13 +255,16 @@ def _string_expressions(form: TaggedArguments, variant: TypeVariant, end: str, r
     closing = rules.split_literal(end)
     if variant.enum is not None:
         texts = [encode_tagged_string(form, str(one)) for one in variant.enum]
-        return [f"( {' | '.join(' '.join(rules.split_literal(one)) or lark_string('') for one in texts)} )", *closing]
+        return [
+            f"( {' | '.join(' '.join(rules.split_literal(one)) or quote_lark_string('') for one in texts)} )",
+            *closing,
+        ]
     pattern = None if form.has_html_entities else schema_pattern(variant.schema)
     if form.uses_cdata and pattern is not None:
-        return [lark_string(CDATA_BEGIN), rules.text_until(CDATA_END, pattern), *closing]
+        return [quote_lark_string(CDATA_BEGIN), rules.text_until(CDATA_END, pattern), *closing]
     if form.uses_cdata:
         plain = " ".join([rules.add_terminal("/[^<]*/"), *closing])
-        return [f"( {lark_string(CDATA_BEGIN)} {rules.text_until(CDATA_END)} {' '.join(closing)} | {plain} )"]
+        return [f"( {quote_lark_string(CDATA_BEGIN)} {rules.text_until(CDATA_END)} {' '.join(closing)} | {plain} )"]
     return [rules.text_until(end, pattern)]
 
 
@@ -268,9 +275,9 @@ def _element_expressions(
     if variant.type == ANY_TYPE or depth > MAX_DEPTH:
         return [rules.text_until(end)]
     if variant.type not in ("array", "object"):
-        return _value_expressions(form, variant, node, end, rules)
+        return _variant_value_expressions(form, variant, node, end, rules)
     inside = node.with_schema(variant.schema)
-    known = inside.properties() if variant.type == "object" else [(form.item_name, inside.item_node(0), False)]
+    known = inside.property_entries() if variant.type == "object" else [(form.item_name, inside.item_node(0), False)]
     if variant.enum is not None or not known or (variant.type == "array" and inside.item_node(0).schema is True):
         return [rules.text_until(end)]
     expressions = []

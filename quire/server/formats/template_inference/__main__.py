@@ -25,10 +25,10 @@ SLOT_NAMES = {NAME_SLOT: "NAME", ID_SLOT: "ID", INDEX_SLOT: "INDEX", KEY_SLOT: "
 def main(paths: Sequence[str]) -> None:
     print("| template | a call | arguments | reasoning | proof |\n|---|---|---|---|---|")
     for path in map(Path, paths):
-        print(table_row(path.stem, path.read_text(encoding="utf-8")))
+        print(inference_table_row(path.stem, path.read_text(encoding="utf-8")))
 
 
-def table_row(name: str, template: str) -> str:
+def inference_table_row(name: str, template: str) -> str:
     """What is found out from one template, and how long that takes."""
     renderer = ChatRenderer({"default": template}, SPECIAL_TOKENS)
     began = time.perf_counter()

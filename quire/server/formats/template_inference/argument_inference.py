@@ -12,7 +12,7 @@ from typing import Any
 from quire.server.formats.call_forms.argument_forms import ArgumentsForm, LiteralArguments
 from quire.server.formats.call_forms.lark_rules import LiteralSpelling
 from quire.server.formats.call_forms.literal_syntax import LiteralSyntax
-from quire.server.formats.call_forms.slots import KEY_SLOT, common_prefix, common_suffix
+from quire.server.formats.call_forms.slots import KEY_SLOT, common_prefix_by_atoms, common_suffix_by_atoms
 from quire.server.formats.call_forms.tagged_arguments import TaggedArguments
 from quire.server.formats.template_inference.template_prober import (
     PROBE_KEYS,
@@ -42,7 +42,7 @@ class ArgumentsRegion:
     before: str
     after: str
 
-    def arguments_text(self, turn: str) -> str:
+    def extract_arguments_text(self, turn: str) -> str:
         """The arguments in a turn that has one call. Raises TemplateInferenceError."""
         if not turn.startswith(self.before) or not turn.endswith(self.after):
             raise TemplateInferenceError("calls look different with other arguments")
@@ -68,8 +68,8 @@ def find_arguments_region(prober: TemplateProber) -> ArgumentsRegion:
     """What stands around the arguments of a call: what a call without any has in common with one that has two."""
     empty = prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], {})])
     full = prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], dict(zip(PROBE_KEYS, PROBE_VALUES, strict=True)))])
-    before = common_prefix(empty, full)
-    after = common_suffix(empty[len(before) :], full[len(before) :])
+    before = common_prefix_by_atoms(empty, full)
+    after = common_suffix_by_atoms(empty[len(before) :], full[len(before) :])
     if any(one not in full[len(before) : len(full) - len(after)] for one in (*PROBE_KEYS, *PROBE_VALUES)):
         raise TemplateInferenceError("it does not show the arguments of calls")
     return ArgumentsRegion(before, after)
@@ -77,13 +77,13 @@ def find_arguments_region(prober: TemplateProber) -> ArgumentsRegion:
 
 def infer_arguments_form(prober: TemplateProber, region: ArgumentsRegion) -> ArgumentsForm:
     """Raises TemplateInferenceError."""
-    full = region.arguments_text(
+    full = region.extract_arguments_text(
         prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], dict(zip(PROBE_KEYS, PROBE_VALUES, strict=True)))])
     )
     sort = full.index(PROBE_KEYS[1]) < full.index(PROBE_KEYS[0])
     order = (1, 0) if sort else (0, 1)
     keys, values = [PROBE_KEYS[one] for one in order], [PROBE_VALUES[one] for one in order]
-    before_key, infix, middle, after = _split_two_entries(full, keys[0], values[0], keys[1], values[1])
+    before_key, infix, middle, after = _texts_around_two_entries(full, keys[0], values[0], keys[1], values[1])
     if not middle.startswith(after) or not middle.endswith(before_key) or len(middle) < len(after + before_key):
         raise TemplateInferenceError("it does not show where a value ends and the next key begins")
     separator = middle[len(after) : len(middle) - len(before_key)]
@@ -92,8 +92,12 @@ def infer_arguments_form(prober: TemplateProber, region: ArgumentsRegion) -> Arg
     written: dict[str, str] = {}
     for kind, sample in SAMPLE_VALUES.items():
         try:
-            one = region.arguments_text(prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], {SAMPLE_KEY: sample})]))
-            infixes[kind], written[kind], ends[kind] = _split_entry(one, before_key, after, kind, sample, infix)
+            one = region.extract_arguments_text(
+                prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], {SAMPLE_KEY: sample})])
+            )
+            infixes[kind], written[kind], ends[kind] = _split_entry_after_key(
+                one, before_key, after, kind, sample, infix
+            )
         except (TemplateInferenceError, ValueError):
             continue
     if "number" not in infixes:
@@ -107,7 +111,7 @@ def infer_arguments_form(prober: TemplateProber, region: ArgumentsRegion) -> Arg
     return _infer_tagged_arguments(prober, region, layout)
 
 
-def _split_two_entries(full: str, key: str, value: str, key2: str, value2: str) -> tuple[str, str, str, str]:
+def _texts_around_two_entries(full: str, key: str, value: str, key2: str, value2: str) -> tuple[str, str, str, str]:
     """What stands before the first key, between a key and its value, behind the first value, and behind the second."""
     places = [full.index(one) for one in (key, value, key2, value2)]
     if places != sorted(places):
@@ -122,7 +126,7 @@ def _split_two_entries(full: str, key: str, value: str, key2: str, value2: str) 
     return before, infix, middle, after
 
 
-def _split_entry(
+def _split_entry_after_key(
     arguments_text: str, before_key: str, after: str, kind: str, sample: Any, string_infix: str
 ) -> tuple[str, str, str]:
     """What stands between key and value, the value as written, and what follows it."""
@@ -132,7 +136,7 @@ def _split_entry(
     rest = rest[len(SAMPLE_KEY) :].replace(SAMPLE_KEY, KEY_SLOT)
     splits = [
         (rest[:place], one, rest[place + len(one) :])
-        for one in candidate_spellings(sample)
+        for one in candidate_value_texts(sample)
         for place in _find_occurrences(rest, one)
     ]
     if splits:
@@ -146,7 +150,7 @@ def _find_occurrences(text: str, part: str) -> list[int]:
     return [place for place in range(len(text)) if text.startswith(part, place)] if part else []
 
 
-def candidate_spellings(value: Any) -> Iterator[str]:
+def candidate_value_texts(value: Any) -> Iterator[str]:
     """How templates write a value that is no string."""
     yield json.dumps(value)
     yield json.dumps(value, separators=(",", ":"))
@@ -178,7 +182,7 @@ def _infer_quote(infixes: dict[str, str], ends: dict[str, str]) -> str | None:
 def _infer_literal_arguments(
     prober: TemplateProber, region: ArgumentsRegion, layout: EntryLayout, quote: str
 ) -> ArgumentsForm:
-    arguments_text = region.arguments_text(
+    arguments_text = region.extract_arguments_text(
         prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], {SAMPLE_KEY: TRICKY_STRING})])
     )
     raw = quote + TRICKY_STRING + quote in arguments_text
@@ -198,7 +202,7 @@ def _infer_literal_arguments(
 
 def _infer_tagged_arguments(prober: TemplateProber, region: ArgumentsRegion, layout: EntryLayout) -> ArgumentsForm:
     try:
-        arguments_text = region.arguments_text(
+        arguments_text = region.extract_arguments_text(
             prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], {SAMPLE_KEY: TRICKY_STRING})])
         )
     except TemplateInferenceError:
@@ -222,7 +226,7 @@ def _infer_tagged_arguments(prober: TemplateProber, region: ArgumentsRegion, lay
 def _render_array(prober: TemplateProber, region: ArgumentsRegion, infix: str) -> str:
     """A list as it is written, and what follows."""
     try:
-        arguments_text = region.arguments_text(
+        arguments_text = region.extract_arguments_text(
             prober.render_assistant_turn([ProbeCall(PROBE_NAMES[0], {SAMPLE_KEY: ["qitemq"]})])
         )
     except TemplateInferenceError:

@@ -114,11 +114,11 @@ def _heads_without_outer_tag(begin: str, head: str) -> tuple[str, ...]:
 
 def _find_arguments_and_form(prober: TemplateProber, turn: str) -> tuple[str, ArgumentsForm]:
     """The text of the arguments in a turn, and how it is written."""
-    json_arguments = _find_json_arguments(turn)
+    json_arguments = _find_json_arguments_and_form(turn)
     if json_arguments is not None:
         return json_arguments
     region = find_arguments_region(prober)
-    return region.arguments_text(turn), infer_arguments_form(prober, region)
+    return region.extract_arguments_text(turn), infer_arguments_form(prober, region)
 
 
 def _insert_slots(answer: str, arguments_text: str) -> str:
@@ -139,7 +139,7 @@ def _needs_short_ids(prober: TemplateProber) -> bool:
     return False
 
 
-def _find_json_arguments(turn: str) -> tuple[str, ArgumentsForm] | None:
+def _find_json_arguments_and_form(turn: str) -> tuple[str, ArgumentsForm] | None:
     """The text of the arguments if they are a JSON object, or one in a JSON string, and how it is written."""
     for place, value, end in _find_json_values(turn):
         arguments_text = turn[place:end]

@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.engine.errors import QuireError
 from quire.engine.text.chat_template import ChatRenderer
-from quire.server.formats.call_forms.slots import ID_SLOT, common_prefix, common_suffix
+from quire.server.formats.call_forms.slots import ID_SLOT, common_prefix_by_atoms, common_suffix_by_atoms
 
 USER_TEXT = "quserq"
 CONTENT_TEXT, REASONING_TEXT = "qcontentq", "qthoughtq"
@@ -66,7 +66,7 @@ class TemplateProber:
         user = {"role": "user", "content": USER_TEXT}
         self.prompt_before = self._render_probe([user], False)
         prompt = self._render_probe([user], True)
-        self.generation_prompt = prompt[len(common_prefix(self.prompt_before, prompt)) :]
+        self.generation_prompt = prompt[len(common_prefix_by_atoms(self.prompt_before, prompt)) :]
 
     def render_assistant_turn(
         self, calls: Sequence[ProbeCall] = (), *, content: str = "", reasoning: str | None = None
@@ -83,9 +83,9 @@ class TemplateProber:
         whole = self._render_probe([{"role": "user", "content": USER_TEXT}, message], False)
         if USER_TEXT not in whole or USER_TEXT not in self.prompt_before:
             raise TemplateInferenceError("it does not show the user's message")
-        start = common_prefix(self.prompt_before, whole)
+        start = common_prefix_by_atoms(self.prompt_before, whole)
         rest, after = whole[len(start) :], self.prompt_before[len(start) :]
-        rest = rest.removesuffix(common_suffix(rest, after))
+        rest = rest.removesuffix(common_suffix_by_atoms(rest, after))
         for one in self.ids:
             rest = rest.replace(one, ID_SLOT)
         return rest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from quire.server.formats.call_forms.slots import TAG, TAG_GROUP, common_prefix, common_suffix
+from quire.server.formats.call_forms.slots import TAG, TAG_GROUP, common_prefix_by_atoms, common_suffix_by_atoms
 from quire.server.formats.template_inference.template_prober import (
     CONTENT_TEXT,
     PROBE_NAMES,
@@ -39,11 +39,13 @@ class AssistantTurnForm:
         if turn.startswith(self.generation_prompt):
             rest = turn[len(self.generation_prompt) :]
         else:
-            shared = common_prefix(self.generation_prompt, turn)
+            shared = common_prefix_by_atoms(self.generation_prompt, turn)
             rest = turn[len(shared) :]
             if not self.reasoning_end:
                 rest = rest[
-                    len(common_prefix(rest, self.content_only_turn[len(shared) :].partition(CONTENT_TEXT)[0])) :
+                    len(
+                        common_prefix_by_atoms(rest, self.content_only_turn[len(shared) :].partition(CONTENT_TEXT)[0])
+                    ) :
                 ]
         if self.reasoning_end:
             head, separator, after = rest.partition(self.reasoning_end)
@@ -73,7 +75,7 @@ def infer_turn_form(prober: TemplateProber) -> AssistantTurnForm:
         except TemplateInferenceError:
             called = ""
         if called.startswith(frame):
-            content_end = common_prefix(called[len(frame) :], after)
+            content_end = common_prefix_by_atoms(called[len(frame) :], after)
     stripped = begin.strip()
     space = begin[: len(begin) - len(begin.lstrip())]
     return AssistantTurnForm(
@@ -105,7 +107,7 @@ def infer_reasoning_markers(prober: TemplateProber, content_only_turn: str) -> t
     else:
         return "", "", False
     before, _, after = turn.partition(REASONING_TEXT)
-    rest = common_suffix(after, turn_without_reasoning)
+    rest = common_suffix_by_atoms(after, turn_without_reasoning)
     end = after[: len(after) - len(rest)].strip()
     if not end:
         match = re.match(rf"\s*({TAG_GROUP})", after.partition(CONTENT_TEXT)[0].partition(PROBE_NAMES[0])[0])
@@ -121,8 +123,8 @@ def _infer_reasoning_begin(before: str, turn_without_reasoning: str, lead: str, 
     if before.startswith(lead):
         begin = before[len(lead) :].rstrip()
     else:
-        begin = before[len(common_prefix(before, turn_without_reasoning)) :].strip()
-        prompt_begin = lead[len(common_prefix(lead, before)) :].strip()
+        begin = before[len(common_prefix_by_atoms(before, turn_without_reasoning)) :].strip()
+        prompt_begin = lead[len(common_prefix_by_atoms(lead, before)) :].strip()
         if not begin and not prompt_begin.startswith(end):
             begin = prompt_begin
     if begin.strip():

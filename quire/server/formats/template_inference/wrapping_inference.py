@@ -9,8 +9,8 @@ from quire.server.formats.call_forms.slots import (
     ARGUMENTS_SLOT,
     INDEX_SLOT,
     TAG,
-    common_prefix,
-    common_suffix,
+    common_prefix_by_atoms,
+    common_suffix_by_atoms,
     last_tag,
     split_into_atoms,
 )
@@ -42,9 +42,9 @@ def infer_wrapping(lead: str, one: str, two: str | None, end_without_calls: str)
     start, middle, last = two.split(ARGUMENTS_SLOT)
     start, middle, first_index = insert_index_slots(start, middle)
     last = _insert_tail_index(last, middle)
-    tail = common_prefix(middle, last)
+    tail = common_prefix_by_atoms(middle, last)
     rest = middle[len(tail) :]
-    head = common_suffix(lead + start, rest)
+    head = common_suffix_by_atoms(lead + start, rest)
     prompt_head = ""
     if len(head) > len(start):
         extra = head[: len(head) - len(start)]
@@ -86,7 +86,7 @@ def _insert_tail_index(last: str, middle: str) -> str:
 
 def split_turn_end(text: str, end_without_calls: str) -> tuple[str, str]:
     """What ends calls, and what ends the turn: what a turn without calls ends with too."""
-    shared = common_suffix(text, end_without_calls)
+    shared = common_suffix_by_atoms(text, end_without_calls)
     end = text[: len(text) - len(shared)]
     tag = last_tag(end_without_calls)
     if tag and tag in end:

@@ -22,7 +22,7 @@ class CallTrial:
         self.num_read = 0
         """Characters up to the piece that failed, or is to come."""
 
-    def try_text(self, text: str, count: int) -> int:
+    def parse_calls_up_to(self, text: str, count: int) -> int:
         """`text`: what has come and was not read; `count`: how many of its first characters may be read. Returns how
         many were."""
         begin = self.num_read

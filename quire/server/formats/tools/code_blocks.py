@@ -47,7 +47,7 @@ class CodeBlockReader:
             self._is_inside = False
             return False
         self._is_inside = True
-        read = yield from source.take_until(("\n", "{", "[", "`"), _LONGEST_LABEL)
+        read = yield from source.take_through_first_literal(("\n", "{", "[", "`"), _LONGEST_LABEL)
         if read is None or read[1] == "`" or read[0].strip().lower() not in FENCE_LABELS:
             return False
         if read[1] != "\n":
@@ -55,7 +55,7 @@ class CodeBlockReader:
         yield from source.take_after_space("[")
         if not (yield from read_json_call(source, sink, names, BLOCK_KEYS)):
             return False
-        while (yield from _has_another_call(source)):
+        while (yield from _skip_to_another_call(source)):
             source.reset_taken("")
             if not (yield from read_json_call(source, sink, names, BLOCK_KEYS)):
                 break
@@ -64,8 +64,8 @@ class CodeBlockReader:
         return True
 
 
-def _has_another_call(source: TextSource) -> ParserSteps[bool]:
+def _skip_to_another_call(source: TextSource) -> ParserSteps[bool]:
     """Whether one more object follows in the block."""
     for between in (",", ";"):
         yield from source.take_after_space(between)
-    return (yield from source.peek_character()) == "{"
+    return (yield from source.peek_non_space_character()) == "{"

@@ -58,7 +58,9 @@ class JsonRepairer:
         written: list[str] = []
         place = 0
         while place < len(text) and not (self.is_done or self.is_broken):
-            step = self._read_string(text, place, closed) if self._quote else self._read_token(text, place, closed)
+            step = (
+                self._read_string_piece(text, place, closed) if self._quote else self._read_token(text, place, closed)
+            )
             if step is None:
                 break
             piece, place = step
@@ -72,14 +74,14 @@ class JsonRepairer:
         self.is_done = True
         return "".join(reversed(self._open_closers))
 
-    def _read_string(self, text: str, place: int, closed: bool) -> tuple[str, int] | None:
+    def _read_string_piece(self, text: str, place: int, closed: bool) -> tuple[str, int] | None:
         run = PLAIN_RUNS[self._quote].match(text, place)
         if run is not None:
             return run[0], run.end()
         character = text[place]
         if character == self._quote:
             self._quote = ""
-            self._expect_after_value()
+            self._expect_after_key_or_value()
             return '"', place + 1
         if character != "\\":
             return json.dumps(character)[1:-1], place + 1
@@ -139,7 +141,7 @@ class JsonRepairer:
             return None
         before = self._write_missing_separator()
         written = json.dumps(word[0]) if self._expected == "key" else repair_word(word[0])
-        self._expect_after_value()
+        self._expect_after_key_or_value()
         return before + written, word.end()
 
     def _write_missing_separator(self) -> str:
@@ -153,7 +155,7 @@ class JsonRepairer:
             before, self._expected = ": ", "value"
         return before
 
-    def _expect_after_value(self) -> None:
+    def _expect_after_key_or_value(self) -> None:
         self._expected = "colon" if self._expected == "key" else "end"
 
     def _next_expected(self) -> Literal["key", "value"]:

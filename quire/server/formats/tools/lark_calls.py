@@ -36,11 +36,11 @@ def lark_calls_grammar(
     return "\n".join(rules) + "\n"
 
 
-def lark_string(literal: str) -> str:
+def quote_lark_string(literal: str) -> str:
     return json.dumps(literal, ensure_ascii=False)
 
 
-def json_call_expressions(tool: Tool, *, in_words: bool) -> list[str]:
+def json_call_expression_sequence(tool: Tool, *, in_words: bool) -> list[str]:
     """{"name": …, "parameters": …}. `in_words` splits it into the words that %json uses.
 
     llguidance reads the longest word that fits and does not go back. In a grammar that also allows another object, a
@@ -48,22 +48,26 @@ def json_call_expressions(tool: Tool, *, in_words: bool) -> list[str]:
     """
     words = ["{", '"name"', ": ", json.dumps(tool.name), ", ", '"parameters"', ": "]
     return [
-        *map(lark_string, words if in_words else ["".join(words)]),
+        *map(quote_lark_string, words if in_words else ["".join(words)]),
         lark_json_rule(tool.parameters),
-        lark_string("}"),
+        quote_lark_string("}"),
     ]
 
 
-def keyword_call_expressions(tool: Tool) -> list[str]:
+def keyword_call_expression_sequence(tool: Tool) -> list[str]:
     """f(a=1, b=2), with the arguments in the schema's order; those not required may be left out."""
     arguments = [
-        (f"{lark_string(name + '=')} {lark_json_rule(node.standalone_schema())}", required)
-        for name, node, required in tool_properties(tool)
+        (f"{quote_lark_string(name + '=')} {lark_json_rule(node.standalone_schema())}", required)
+        for name, node, required in tool_property_entries(tool)
     ]
-    return [lark_string(f"{tool.name}("), *separated_items_expressions(arguments, lark_string(", ")), lark_string(")")]
+    return [
+        quote_lark_string(f"{tool.name}("),
+        *ordered_optional_items_expressions(arguments, quote_lark_string(", ")),
+        quote_lark_string(")"),
+    ]
 
 
-def separated_items_expressions(items: Sequence[tuple[str, bool]], separator: str) -> list[str]:
+def ordered_optional_items_expressions(items: Sequence[tuple[str, bool]], separator: str) -> list[str]:
     """The items that are present, each with whether it must be, with the separator, an expression, between.
 
     There is one alternative for each item that may come first.
@@ -80,6 +84,6 @@ def separated_items_expressions(items: Sequence[tuple[str, bool]], separator: st
     return [f"( {' | '.join(alternatives)} ){skippable}"]
 
 
-def tool_properties(tool: Tool) -> list[tuple[str, SchemaNode, bool]]:
+def tool_property_entries(tool: Tool) -> list[tuple[str, SchemaNode, bool]]:
     """Of each property: its name, its schema, and whether it is required."""
-    return SchemaNode.from_document(tool.parameters).properties()
+    return SchemaNode.from_document(tool.parameters).property_entries()

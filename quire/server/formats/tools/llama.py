@@ -10,10 +10,10 @@ from typing import Any
 from quire.server.formats.tools import strict_json
 from quire.server.formats.tools.json_calls import BracketScanner, read_json_call
 from quire.server.formats.tools.lark_calls import (
-    json_call_expressions,
-    keyword_call_expressions,
+    json_call_expression_sequence,
+    keyword_call_expression_sequence,
     lark_calls_grammar,
-    lark_string,
+    quote_lark_string,
 )
 from quire.server.formats.tools.text_source import MAX_TOOL_NAME_LENGTH, ParserSteps, TextSource
 from quire.server.formats.tools.tool_call_sink import ToolCallSink
@@ -44,7 +44,7 @@ class LlamaJsonFormat(ToolFormat):
         place = source.save_place()
         for between in (";", ",", *self.other_markers, *self.markers):
             yield from source.take_after_space(between)
-        if (yield from source.peek_character()) == "{" and (yield from read_json_call(source, sink, tools)):
+        if (yield from source.peek_non_space_character()) == "{" and (yield from read_json_call(source, sink, tools)):
             return True
         source.restore_place(place)
         return False
@@ -52,8 +52,8 @@ class LlamaJsonFormat(ToolFormat):
     def build_calls_grammar(
         self, tools: Sequence[Tool], many: bool, token: LiteralEncoder, *, must: bool = True
     ) -> str:
-        calls = [json_call_expressions(tool, in_words=must) for tool in tools]
-        return lark_calls_grammar(calls, many, between=[lark_string("; ")], must=must, unlike=r'\s*\{\s*"name"')
+        calls = [json_call_expression_sequence(tool, in_words=must) for tool in tools]
+        return lark_calls_grammar(calls, many, between=[quote_lark_string("; ")], must=must, unlike=r'\s*\{\s*"name"')
 
 
 class PythonicFormat(ToolFormat):
@@ -84,10 +84,14 @@ class PythonicFormat(ToolFormat):
     def build_calls_grammar(
         self, tools: Sequence[Tool], many: bool, token: LiteralEncoder, *, must: bool = True
     ) -> str:
-        around = {"before": [lark_string("[")], "between": [lark_string(", ")], "after": [lark_string("]")]}
+        around = {
+            "before": [quote_lark_string("[")],
+            "between": [quote_lark_string(", ")],
+            "after": [quote_lark_string("]")],
+        }
         # The bracket must be a token of its own: only then can text that begins with one be told from calls.
         return lark_calls_grammar(
-            [keyword_call_expressions(tool) for tool in tools], many, **around, must=must, unlike=r"\s*\["
+            [keyword_call_expression_sequence(tool) for tool in tools], many, **around, must=must, unlike=r"\s*\["
         )
 
 
@@ -108,7 +112,7 @@ def read_keyword_call(source: TextSource, sink: ToolCallSink, tools: ToolsByName
     while not (scanner.is_done or scanner.is_broken or source.is_closed):
         yield
         position = scanner.scan(source.text, position)
-    arguments = _parse_keyword_arguments(source.text[head.end() : position - 1]) if scanner.is_done else None
+    arguments = _keyword_arguments_to_json(source.text[head.end() : position - 1]) if scanner.is_done else None
     if arguments is None:
         return False
     source.take_text(position)
@@ -116,7 +120,7 @@ def read_keyword_call(source: TextSource, sink: ToolCallSink, tools: ToolsByName
     return True
 
 
-def _parse_keyword_arguments(text: str) -> str | None:
+def _keyword_arguments_to_json(text: str) -> str | None:
     """Keyword arguments as a JSON object; None when they are not keywords with literals."""
     try:
         call = _parse_expression(f"f({text}\n)").body

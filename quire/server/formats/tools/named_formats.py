@@ -10,7 +10,7 @@ from quire.server.formats.tools.llama import LlamaJsonFormat, PythonicFormat
 from quire.server.formats.tools.tool_parser import ToolFormat
 
 
-def _has_other_call_format(text: str) -> bool:
+def _has_non_hermes_call_format(text: str) -> bool:
     """Whether a template uses Hermes' marker for another format, as those of GLM 4.5 and Apriel 1.5 do."""
     return "<arg_key>" in text or "<tool_calls>[" in text
 
@@ -48,7 +48,7 @@ TOOL_FORMATS = (
     NamedToolFormat(
         "hermes",
         known_forms.HERMES,
-        lambda text: "<tool_call>" in text and '"arguments"' in text and not _has_other_call_format(text),
+        lambda text: "<tool_call>" in text and '"arguments"' in text and not _has_non_hermes_call_format(text),
     ),
     NamedToolFormat(
         "openai", known_forms.HARMONY, lambda text: "<|channel|>commentary" in text and "functions." in text

@@ -73,7 +73,7 @@ class TextSource:
         """Take `literal`, with whatever white space. False, with nothing taken, when something else comes next."""
         wanted = "".join(literal.split())
         while True:
-            end = find_end_ignoring_space(self.text, wanted)
+            end = match_end_ignoring_space(self.text, wanted)
             if end is not None:
                 self.take_text(max(end, 0))
                 return end >= 0
@@ -100,7 +100,7 @@ class TextSource:
                 return False
             yield
 
-    def take_until(
+    def take_through_first_literal(
         self, literals: tuple[str, ...], limit: int = MAX_TOOL_NAME_LENGTH
     ) -> ParserSteps[tuple[str, str] | None]:
         """Take the text up to the first of `literals`, and the literal; give both. None, with nothing taken, when no
@@ -115,14 +115,14 @@ class TextSource:
                 return None
             yield
 
-    def peek_character(self) -> ParserSteps[str]:
+    def peek_non_space_character(self) -> ParserSteps[str]:
         """The next character that is not white space; empty at the end of the text. Takes nothing."""
         while not (text := self.text.lstrip()) and not self.is_closed:
             yield
         return text[:1]
 
 
-def find_end_ignoring_space(text: str, wanted: str) -> int | None:
+def match_end_ignoring_space(text: str, wanted: str) -> int | None:
     """Where `wanted` ends, read from the text's beginning over white space; -1: something else is there; None: the text
     ends before that is decided."""
     place = 0

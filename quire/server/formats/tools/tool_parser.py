@@ -57,7 +57,7 @@ class ToolFormat(ABC):
     ) -> ParserSteps[None]:
         """Read an answer to its end; the text left in the source is content. in_blocks: calls in code blocks are read
         too."""
-        if self.bare and (yield from source.peek_character()) == self.bare:
+        if self.bare and (yield from source.peek_non_space_character()) == self.bare:
             source.reset_taken("")
             if not (yield from self.read_calls(source, sink, tools, "")):
                 sink.add_content(source.taken_text)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.encoding import PING_EVENT
-from quire.server.error_responses import encode_stream_error
+from quire.server.error_responses import encode_openai_stream_error
 from quire.server.generation.choice_state import ChoiceDelta
 from quire.server.generation.generation import Usage
 from quire.server.generation.output_parts import CollectedChoice, OutputPart, OutputParts
@@ -47,7 +47,7 @@ class AnswerWriter(ABC):
         self._usage = usage
 
     @property
-    def holds_logprobs(self) -> bool:
+    def keeps_logprobs_until_end(self) -> bool:
         """Whether it keeps the log probabilities of a stream's tokens until its last events, which repeat them."""
         return False
 
@@ -70,7 +70,7 @@ class AnswerWriter(ABC):
 
     def error_event(self, error: Exception) -> bytes:
         """The last event of a stream that an error ends."""
-        return encode_stream_error(error)
+        return encode_openai_stream_error(error)
 
     @abstractmethod
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
@@ -81,7 +81,7 @@ WriterFactory = Callable[[GenerationSpec, Tokenizer, str], AnswerWriter]
 """Makes the writer of one call: most often its class."""
 
 
-class NonStreamingWriter(AnswerWriter):
+class UnstreamableAnswerWriter(AnswerWriter):
     """Writes answers that are never streamed."""
 
     def step_events(self, deltas: Sequence[ChoiceDelta]) -> bytes:
@@ -104,13 +104,13 @@ class OutputPartWriter(AnswerWriter):
         """The choice's last delta."""
 
     @property
-    def holds_logprobs(self) -> bool:
+    def keeps_logprobs_until_end(self) -> bool:
         return True
 
     def step_events(self, deltas: Sequence[ChoiceDelta]) -> bytes:
         events = []
         for delta in deltas:
-            for part, piece in self._parts.add_delta(delta):
+            for part, piece in self._parts.add_delta_and_iter_pieces(delta):
                 if part is not self._open_part:
                     events += [self.part_end_events(), self._start_part(part)]
                 events.append(self.part_delta_events(part, piece))

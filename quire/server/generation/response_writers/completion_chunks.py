@@ -73,7 +73,7 @@ class ChunkWriter(AnswerWriter):
     def last_events(self, usage: Usage) -> bytes:
         if not self._spec.include_usage and self.receipt is None:
             return DONE_EVENT
-        counts = self._usage_fields(usage) if self._spec.include_usage else {}
+        counts = self._usage_and_metrics_fields(usage) if self._spec.include_usage else {}
         encoded_counts = {name: encode_json(each) for name, each in counts.items()}
         fields = b"".join(
             [b',"%b":%b' % (name.encode(), value) for name, value in (encoded_counts | self.receipt_field).items()]
@@ -94,7 +94,7 @@ class ChunkWriter(AnswerWriter):
             opening = self._choice_heads[index] = self._chunk_head + self.BEFORE_TEXT % index
         return opening
 
-    def _append_event_end(self, event: bytes, delta: ChoiceDelta) -> bytes:
+    def _finish_choice_event(self, event: bytes, delta: ChoiceDelta) -> bytes:
         """The whole of an event that is written up to its text."""
         if delta.finish_reason is None and not delta.tokens:
             return event + self._unfinished_chunk_end
@@ -116,7 +116,9 @@ class ChunkWriter(AnswerWriter):
             EVENT_END,
         )
 
-    def _choice_fields(self, answer: CollectedChoice, content_fields: Mapping[str, object]) -> dict[str, object]:
+    def _collected_choice_fields(
+        self, answer: CollectedChoice, content_fields: Mapping[str, object]
+    ) -> dict[str, object]:
         """A whole choice with the fields `content_fields`."""
         return {
             "index": answer.index,
@@ -131,7 +133,7 @@ class ChunkWriter(AnswerWriter):
         """Those of a whole answer that are not about its choices."""
         return {**self._common_fields(kind), "weights_version": self.weights_version}
 
-    def _usage_fields(self, usage: Usage) -> dict[str, object]:
+    def _usage_and_metrics_fields(self, usage: Usage) -> dict[str, object]:
         """Those about what a whole answer took."""
         counts: dict[str, object] = {"usage": usage.to_openai_usage()}
         return counts if usage.metrics is None else counts | {"metrics": usage.metrics}
@@ -157,13 +159,14 @@ class CompletionWriter(ChunkWriter):
         if self._spec.return_token_ids:
             about = self._chunk_head, delta.index, encode_json(delta.prompt_ids), encode_json(delta.token_ids)
             opening = b'%b[{"index":%d,"prompt_token_ids":%b,"token_ids":%b,"text":' % about
-        return self._append_event_end(opening + encode_json(delta.text), delta)
+        return self._finish_choice_event(opening + encode_json(delta.text), delta)
 
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
         choices = [
-            self._choice_fields(answer, {"text": answer.text}) | self._prompt_fields(answer) for answer in answers
+            self._collected_choice_fields(answer, {"text": answer.text}) | self._prompt_fields(answer)
+            for answer in answers
         ]
-        body = {**self._response_fields(self.OBJECT_TYPE), "choices": choices, **self._usage_fields(usage)}
+        body = {**self._response_fields(self.OBJECT_TYPE), "choices": choices, **self._usage_and_metrics_fields(usage)}
         return encode_with_raw_fields(body, **self.receipt_field)
 
     def logprobs_field(self, tokens: Sequence[AnswerToken]) -> dict[str, object]:
@@ -240,21 +243,28 @@ class ChatWriter(ChunkWriter):
         if self._spec.return_token_ids:
             ids = encode_json(delta.token_ids)
             opening = b'%b[{"index":%d,"token_ids":%b,"delta":{' % (self._chunk_head, delta.index, ids)
-        return self._append_event_end(
+        return self._finish_choice_event(
             opening + self.TEXT_KEY + encode_json(delta.text) if delta.text else opening, delta
         )
 
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
-        choices = [self._choice_fields(answer, {"message": self._message_fields(answer)}) for answer in answers]
+        choices = [
+            self._collected_choice_fields(answer, {"message": self._message_fields(answer)}) for answer in answers
+        ]
         fields = self._response_fields("chat.completion")
-        body = {**fields, "choices": choices, **self._usage_fields(usage), **self._prompt_fields(answers[0])}
+        body = {
+            **fields,
+            "choices": choices,
+            **self._usage_and_metrics_fields(usage),
+            **self._prompt_fields(answers[0]),
+        }
         return encode_with_raw_fields(body, **self.receipt_field)
 
     def logprobs_field(self, tokens: Sequence[AnswerToken]) -> dict[str, object]:
         return chat_logprobs(tokens, self._tokenizer, as_token_ids=self._spec.return_tokens_as_token_ids)
 
     def _message_fields(self, answer: CollectedChoice) -> dict[str, object]:
-        calls = [self._tool_call_fields(part) for part in answer.parts.parts if part.kind == "call"]
+        calls = [self._tool_call_object(part) for part in answer.parts.parts if part.kind == "call"]
         message: dict[str, object] = {"role": "assistant", "content": answer.text, "refusal": None}
         if answer.reasoning:
             message |= {"reasoning": answer.reasoning, "reasoning_content": answer.reasoning}
@@ -262,7 +272,7 @@ class ChatWriter(ChunkWriter):
             message |= {"content": answer.text or None, "tool_calls": calls}
         return message
 
-    def _tool_call_fields(self, part: OutputPart) -> dict[str, object]:
+    def _tool_call_object(self, part: OutputPart) -> dict[str, object]:
         if part.function_name in self._spec.custom_tool_names:
             return {
                 "id": part.call_id,

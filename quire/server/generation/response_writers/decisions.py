@@ -12,11 +12,11 @@ from quire.server.encoding import encode_json, encode_with_raw_fields
 from quire.server.generation.generation import Usage
 from quire.server.generation.output_parts import CollectedChoice
 from quire.server.generation.request_specs import GenerationSpec, OptionQuestion
-from quire.server.generation.response_writers.answer_writer import NonStreamingWriter
+from quire.server.generation.response_writers.answer_writer import UnstreamableAnswerWriter
 from quire.server.generation.response_writers.responses import responses_usage
 
 
-class LabelScoresWriter(NonStreamingWriter):
+class LabelScoresWriter(UnstreamableAnswerWriter):
     """SGLang's /v1/score."""
 
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
@@ -26,7 +26,7 @@ class LabelScoresWriter(NonStreamingWriter):
         return encode_json({"scores": scores, **about, "usage": usage.to_openai_usage()})
 
 
-class DecisionsWriter(NonStreamingWriter):
+class DecisionsWriter(UnstreamableAnswerWriter):
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
         decisions = [
             decision_fields(question, answer) for question, answer in zip(self._spec.questions, answers, strict=True)
@@ -72,7 +72,7 @@ def option_probabilities(question: OptionQuestion, answer: CollectedChoice) -> l
     return [weight / sum(weights) for weight in weights]
 
 
-class SystemOneApiWriter(NonStreamingWriter):
+class SystemOneApiWriter(UnstreamableAnswerWriter):
     """Writes decisions in the fields of the System One API. Fields that its specification does not have begin with
     x_."""
 
@@ -131,7 +131,7 @@ def clamp_probability(value: float) -> float:
     return min(max(value, 0.0), 1.0)
 
 
-class SessionWarmupWriter(NonStreamingWriter):
+class SessionWarmupWriter(UnstreamableAnswerWriter):
     """Tells how much of the conversation was cached, and how much was computed."""
 
     def __init__(self, session: str, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:

@@ -65,19 +65,19 @@ class EventIdWriter(AnswerWriter):
         return self._writer.ping_event
 
     @property
-    def holds_logprobs(self) -> bool:
-        return self._writer.holds_logprobs
+    def keeps_logprobs_until_end(self) -> bool:
+        return self._writer.keeps_logprobs_until_end
 
     def set_usage(self, usage: Usage) -> None:
         self._writer.set_usage(usage)
 
     def first_events(self) -> bytes:
-        return self._add_event_ids(0, self._writer.first_events())
+        return self._add_ids_to_unseen_events(0, self._writer.first_events())
 
     def step_events(self, deltas: Sequence[ChoiceDelta]) -> bytes:
         if self._is_journaled_step is not None and not self._is_journaled_step():
             self._is_journaled_step = None
-            if self._is_reader_ahead(slice(1, -1)):
+            if self._has_reader_seen_unsent(slice(1, -1)):
                 raise Conflict("What its reader has of this answer is not all kept, and would not come again")
         if len(deltas) == 1:
             delta = deltas[0]
@@ -92,16 +92,18 @@ class EventIdWriter(AnswerWriter):
                 return form % (count, encode_json(delta.text))
         self._writer.weights_version = self.weights_version
         if len(deltas) == 1:
-            return self._add_event_ids(1 + deltas[0].index, self._writer.step_events(deltas))
-        return b"".join([self._add_event_ids(1 + delta.index, self._writer.step_events([delta])) for delta in deltas])
+            return self._add_ids_to_unseen_events(1 + deltas[0].index, self._writer.step_events(deltas))
+        return b"".join(
+            [self._add_ids_to_unseen_events(1 + delta.index, self._writer.step_events([delta])) for delta in deltas]
+        )
 
     def last_events(self, usage: Usage) -> bytes:
-        if self._is_reader_ahead(slice(0, -1)):
+        if self._has_reader_seen_unsent(slice(0, -1)):
             raise Conflict("Last-Event-ID is the id of no event of this stream: it has fewer")
         self._writer.weights_version, self._writer.receipt = self.weights_version, self.receipt
-        return self._add_event_ids(len(self._sent_counts) - 1, self._writer.last_events(usage))
+        return self._add_ids_to_unseen_events(len(self._sent_counts) - 1, self._writer.last_events(usage))
 
-    def _is_reader_ahead(self, kinds: slice) -> bool:
+    def _has_reader_seen_unsent(self, kinds: slice) -> bool:
         """Whether the reader has seen events of these kinds that were not sent."""
         self._sent_counts[self._kind] = self._kind_count
         return any(seen > sent for seen, sent in zip(self._seen_counts[kinds], self._sent_counts[kinds], strict=True))
@@ -113,15 +115,15 @@ class EventIdWriter(AnswerWriter):
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
         return self._writer.response_body(answers, usage)
 
-    def _add_event_ids(self, kind: int, events: bytes) -> bytes:
+    def _add_ids_to_unseen_events(self, kind: int, events: bytes) -> bytes:
         if kind != self._kind:
             self._switch_event_kind(kind)
         if events.find(EVENT_END) != len(events) - len(EVENT_END):
-            return b"".join([self._add_event_id(event + EVENT_END) for event in events.split(EVENT_END) if event])
+            return b"".join([self._add_id_if_unseen(event + EVENT_END) for event in events.split(EVENT_END) if event])
         self._kind_count = count = self._kind_count + 1
         return self._event_template % (count, events) if count > self._kind_seen_count else b""
 
-    def _add_event_id(self, event: bytes) -> bytes:
+    def _add_id_if_unseen(self, event: bytes) -> bytes:
         self._kind_count += 1
         return self._event_template % (self._kind_count, event) if self._kind_count > self._kind_seen_count else b""
 

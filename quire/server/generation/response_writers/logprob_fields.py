@@ -21,7 +21,7 @@ def completion_logprobs(
     tokens: Sequence[AnswerToken], tokenizer: Tokenizer, *, as_token_ids: bool = False
 ) -> dict[str, Any]:
     """Four lists with one entry for each token. As in vLLM, top_logprobs begins with the token that was picked."""
-    name = token_id_name if as_token_ids else tokenizer.token_text
+    name = token_id_name if as_token_ids else tokenizer.token_display_text
     return {
         "tokens": [name(token.token_id) for token in tokens],
         "token_logprobs": [
@@ -33,7 +33,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(tokens: Sequence[AnswerToken], tokenizer: Tokenizer, *, as_token_ids: bool = False) -> dict[str, Any]:
-    name = token_id_name if as_token_ids else tokenizer.token_text
+    name = token_id_name if as_token_ids else tokenizer.token_display_text
     content = []
     for token in tokens:
         assert token.logprob is not None, "only echoed prompts have tokens without one"
@@ -64,7 +64,7 @@ def _logprobs_by_token_id(logprob: TokenLogprob, tokenizer: Tokenizer) -> dict[s
         str(token_id): {
             "logprob": _clamp_to_finite(value),
             "rank": rank,
-            "decoded_token": tokenizer.token_text(token_id),
+            "decoded_token": tokenizer.token_display_text(token_id),
         }
         for token_id, (value, rank) in ranked.items()
     }

@@ -63,15 +63,15 @@ class MessagesWriter(OutputPartWriter):
         ended = stop_reason_fields(answer.finish_reason, answer.stop_reason, self._spec, usage)
         usage_and_version = {"usage": anthropic_usage(usage), "weights_version": self.weights_version}
         return encode_with_raw_fields(
-            {**self._message_fields(), "content": content, **ended, **usage_and_version}, **self.receipt_field
+            {**self._common_message_fields(), "content": content, **ended, **usage_and_version}, **self.receipt_field
         )
 
-    def _message_fields(self) -> dict[str, object]:
+    def _common_message_fields(self) -> dict[str, object]:
         about = {"id": self._spec.answer_id, "type": "message", "role": "assistant", "model": self._spec.model}
         return {**about, "container": None, "stop_details": None}
 
     def _message_start_event(self) -> bytes:
-        message = {**self._message_fields(), "content": [], "stop_reason": None, "stop_sequence": None}
+        message = {**self._common_message_fields(), "content": [], "stop_reason": None, "stop_sequence": None}
         so_far = self._usage or Usage(self._spec.prompt_tokens, 0, 0)
         message["usage"] = anthropic_usage(
             replace(so_far, prefix_reports=())

@@ -36,11 +36,11 @@ class OllamaWriter(OutputPartWriter):
     @property
     def ping_event(self) -> bytes:
         """A line without text: clients of Ollama read no comments."""
-        return self._json_line()
+        return self._encode_answer_line()
 
     def last_events(self, usage: Usage) -> bytes:
         reason = None if self._final_delta is None else self._final_delta.finish_reason
-        return self.part_end_events() + self._json_line(done=self._done_fields(reason, usage))
+        return self.part_end_events() + self._encode_answer_line(done=self._done_fields(reason, usage))
 
     def error_event(self, error: Exception) -> bytes:
         return error_info(error).encode_ollama() + b"\n"
@@ -49,7 +49,7 @@ class OllamaWriter(OutputPartWriter):
         (answer,) = answers
         calls = [ollama_tool_call(part) for part in answer.parts.parts if part.kind == "call"]
         ended = self._done_fields(answer.finish_reason, usage)
-        return self._json_line(text=answer.text, reasoning=answer.reasoning, calls=calls, done=ended)
+        return self._encode_answer_line(text=answer.text, reasoning=answer.reasoning, calls=calls, done=ended)
 
     def part_start_events(self, part: OutputPart) -> bytes:
         return b""
@@ -57,13 +57,15 @@ class OllamaWriter(OutputPartWriter):
     def part_delta_events(self, part: OutputPart, piece: str) -> bytes:
         if not piece or part.kind == "call":
             return b""
-        return self._json_line(text=piece) if part.kind == "text" else self._json_line(reasoning=piece)
+        return (
+            self._encode_answer_line(text=piece) if part.kind == "text" else self._encode_answer_line(reasoning=piece)
+        )
 
     def part_end_events(self) -> bytes:
         call = self._open_part
-        return b"" if call is None or call.kind != "call" else self._json_line(calls=[ollama_tool_call(call)])
+        return b"" if call is None or call.kind != "call" else self._encode_answer_line(calls=[ollama_tool_call(call)])
 
-    def _json_line(
+    def _encode_answer_line(
         self,
         *,
         text: str = "",

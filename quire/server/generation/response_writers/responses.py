@@ -52,7 +52,7 @@ class ResponsesWriter(OutputPartWriter):
 
     def first_events(self) -> bytes:
         response = self.current_response("in_progress")
-        return self._next_event("response.created", response=response) + self._next_event(
+        return self._encode_next_event("response.created", response=response) + self._encode_next_event(
             "response.in_progress", response=response
         )
 
@@ -63,7 +63,7 @@ class ResponsesWriter(OutputPartWriter):
         events += self.part_end_events(self.status)
         self.final_response = self._encode_response(self.status, usage)
         kind = "response.completed" if self.status == "completed" else "response.incomplete"
-        return events + self._next_event(kind, response=self.final_response)
+        return events + self._encode_next_event(kind, response=self.final_response)
 
     def error_event(self, error: Exception) -> bytes:
         if self._first_final_number is not None:  # they are not sent: this comes in their place
@@ -72,19 +72,19 @@ class ResponsesWriter(OutputPartWriter):
         error_fields = {"code": "server_error", "message": error_info(error).message}
         self.status = "failed"
         self.final_response = self._encode_response(self.status, error=error_fields)
-        return opening + self._next_event("response.failed", response=self.final_response)
+        return opening + self._encode_next_event("response.failed", response=self.final_response)
 
     def response_body(self, answers: Sequence[CollectedChoice], usage: Usage) -> bytes:
         (answer,) = answers
         parts, self.status = answer.parts.parts or [OutputPart("text")], response_status(answer.finish_reason)
         for index, part in enumerate(parts):
-            status = "completed" if part is not parts[-1] else last_item_status(self.status)
-            self._add_item(self._items.output_item(part, index, status))
+            status = "completed" if part is not parts[-1] else last_item_status_from_response(self.status)
+            self._add_done_item(self._items.output_item(part, index, status))
         self.final_response = self._encode_response(self.status, usage)
         return self.final_response
 
     @property
-    def is_unfinished(self) -> bool:
+    def has_ended_unfinished(self) -> bool:
         """Whether the response ended before the model finished it."""
         return self.final_response is None or self.status == "failed"
 
@@ -111,12 +111,12 @@ class ResponsesWriter(OutputPartWriter):
         encoded = encode_with_raw_fields(head, output=output, **({} if usage is None else self.receipt_field))
         return b"%b,%b" % (encoded[:-1], self._echoed_fields[1:])
 
-    def _add_item(self, item: Mapping[str, Any]) -> bytes:
+    def _add_done_item(self, item: Mapping[str, Any]) -> bytes:
         """Note an item that is done. Returns its JSON."""
         self.output_items.append(StoredItem(item["id"], encode_json(item)))
         return self.output_items[-1].data
 
-    def _next_event(self, kind: str, fields: Mapping[str, object] | None = None, **encoded: bytes) -> bytes:
+    def _encode_next_event(self, kind: str, fields: Mapping[str, object] | None = None, **encoded: bytes) -> bytes:
         """`encoded`: fields whose values are JSON already."""
         number, self.next_sequence_number = self.next_sequence_number, self.next_sequence_number + 1
         return encode_event(kind, {"type": kind, "sequence_number": number, **(fields or {})}, **encoded)
@@ -130,11 +130,11 @@ class ResponsesWriter(OutputPartWriter):
         self._custom_input, self._num_logprobs_sent = CustomInputDecoder(), 0
         index = len(self.output_items)
         new_item = self._items.empty_item(part, index)
-        events = self._next_event("response.output_item.added", {"output_index": index, "item": new_item})
+        events = self._encode_next_event("response.output_item.added", {"output_index": index, "item": new_item})
         if part.kind != "call":
             empty = self._items.content_part(OutputPart(part.kind))
             fields = {**self._item_position(part), "content_index": 0, "part": empty}
-            events += self._next_event("response.content_part.added", fields)
+            events += self._encode_next_event("response.content_part.added", fields)
         return events
 
     def part_delta_events(self, part: OutputPart, piece: str) -> bytes:
@@ -147,7 +147,7 @@ class ResponsesWriter(OutputPartWriter):
         if part.kind == "text":
             fields["logprobs"] = self._items.part_logprobs(part.tokens[self._num_logprobs_sent :])
             self._num_logprobs_sent = len(part.tokens)
-        return self._next_event(f"{TEXT_EVENTS[kind][0]}.delta", {**fields, "delta": piece}) if piece else b""
+        return self._encode_next_event(f"{TEXT_EVENTS[kind][0]}.delta", {**fields, "delta": piece}) if piece else b""
 
     def part_end_events(self, status: str = "completed") -> bytes:
         """`status`: the response's."""
@@ -157,22 +157,24 @@ class ResponsesWriter(OutputPartWriter):
         kind = self._items.item_type(part)
         index = len(self.output_items)
         place = self._item_position(part)
-        item = self._items.output_item(part, index, last_item_status(status))
+        item = self._items.output_item(part, index, last_item_status_from_response(status))
         prefix, field = TEXT_EVENTS[kind]
         events = []
         if part.kind == "call":
             rest = self._custom_input.decode_arguments("", final=True) if kind == "custom_tool_call" else ""
             if rest:
-                events.append(self._next_event(f"{prefix}.delta", {**place, "delta": rest}))
-            events.append(self._next_event(f"{prefix}.done", {**place, field: item[field]}))
+                events.append(self._encode_next_event(f"{prefix}.delta", {**place, "delta": rest}))
+            events.append(self._encode_next_event(f"{prefix}.done", {**place, field: item[field]}))
         else:
             content = self._items.content_part(part)
             place["content_index"] = 0
             logprobs_field = {"logprobs": content["logprobs"]} if part.kind == "text" else {}
-            events.append(self._next_event(f"{prefix}.done", {**place, **logprobs_field, "text": content["text"]}))
-            events.append(self._next_event("response.content_part.done", {**place, "part": content}))
-        done = self._add_item(item)
-        events.append(self._next_event("response.output_item.done", {"output_index": index}, item=done))
+            events.append(
+                self._encode_next_event(f"{prefix}.done", {**place, **logprobs_field, "text": content["text"]})
+            )
+            events.append(self._encode_next_event("response.content_part.done", {**place, "part": content}))
+        done = self._add_done_item(item)
+        events.append(self._encode_next_event("response.output_item.done", {"output_index": index}, item=done))
         return b"".join(events)
 
 
@@ -181,7 +183,7 @@ def response_status(finish_reason: str | None) -> str:
     return {"length": "incomplete", "abort": "cancelled"}.get(finish_reason or "", "completed")
 
 
-def last_item_status(status: str) -> str:
+def last_item_status_from_response(status: str) -> str:
     """Of the last item of a response with this status."""
     return "completed" if status == "completed" else "incomplete"
 

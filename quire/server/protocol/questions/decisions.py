@@ -67,8 +67,8 @@ class DecisionRequest(TranslatableBody):
     input: TextOrItems
     questions: Annotated[list[AnyQuestion], MaxEntries(MAX_QUESTIONS), Field(min_length=1)]
 
-    def find_ignored_params(self) -> list[str]:
+    def check_params_and_list_ignored(self) -> list[str]:
         for name in self.model_extra or {}:
             if name in CHAT_EXTENSIONS and name not in SUPPORTED_EXTENSIONS:
                 raise InvalidRequest(f"{name} is not a parameter of this endpoint: nothing is sampled", param=name)
-        return super().find_ignored_params()
+        return super().check_params_and_list_ignored()

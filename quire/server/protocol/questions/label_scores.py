@@ -22,6 +22,6 @@ class LabelScoreRequest(EngineRequestBody):
     """Items stand before the query."""
 
     @property
-    def completion_fields(self) -> dict[str, Any]:
+    def engine_request_fields(self) -> dict[str, Any]:
         """What means the same in a completion."""
         return {name: value for name in EngineRequestBody.model_fields if (value := getattr(self, name)) is not None}

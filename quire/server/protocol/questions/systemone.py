@@ -76,7 +76,7 @@ class SystemOneRequest(TranslatableBody):
     """What the questions are about."""
     questions: Annotated[dict[QuestionId, AnyQuestion], Field(min_length=1, max_length=MAX_QUESTIONS)]
 
-    def find_ignored_params(self) -> list[str]:
+    def check_params_and_list_ignored(self) -> list[str]:
         return [name for name in self.model_extra or {} if name not in self.accepted_extensions]
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.engine.errors import InvalidRequest
-from quire.engine.images.image_decoding import top_level_field
+from quire.engine.images.image_decoding import param_of_field_path
 from quire.engine.text.conversation.literal_encoding import encode_with_literal_texts
 from quire.server.config import ServerConfig
 from quire.server.images.image_parts import UnfetchedImagesError
@@ -18,7 +18,7 @@ from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.request_bodies import ADAPTED_HEADER, build_adapted_header
 from quire.server.resolve.checks import check_no_surrogates
 from quire.server.resolve.common import Resolved
-from quire.server.resolve.prompts import adaptation_summary, expand_image_placeholders, render_chat
+from quire.server.resolve.prompts import adaptation_summary, expand_image_placeholders_in_text, render_chat
 from quire.server.resolve.tool_use import resolve_request_tools
 from quire.server.served_model import ServedModel
 
@@ -43,7 +43,7 @@ def rename_fields_in_raised_errors(names: Mapping[str, str]) -> Iterator[CallerF
     except InvalidRequest as error:
         place, _, why = error.message.partition(": ")
         if place in caller_fields:
-            error.message, error.param = f"{caller_fields[place]}: {why}", top_level_field(caller_fields[place])
+            error.message, error.param = f"{caller_fields[place]}: {why}", param_of_field_path(caller_fields[place])
         else:
             error.message = rename_fields_in_error_text(error.message, error.param, names)
             error.param = names.get(error.param or "", error.param)
@@ -51,7 +51,7 @@ def rename_fields_in_raised_errors(names: Mapping[str, str]) -> Iterator[CallerF
         raise
 
 
-def with_caller_field_names(
+def rename_fields_in_resolved(
     call: Resolved, names: Mapping[str, str], caller_fields: CallerFields | None = None
 ) -> Resolved:
     """The call, with the caller's names of the fields that its grammars come from, and of what was adapted."""
@@ -80,7 +80,7 @@ def image_content_part(url: str, field: str, **more: str) -> ChatTurn:
     return {"type": "image_url", "image_url": {"url": url, **more}, FIELD_KEY: field}
 
 
-def append_parts(turns: list[ChatTurn], role: str, parts: Sequence[ChatTurn]) -> None:
+def extend_or_add_turn(turns: list[ChatTurn], role: str, parts: Sequence[ChatTurn]) -> None:
     """Add parts to the last turn, or to a new one where that is another role's."""
     if not turns or turns[-1]["role"] != role:
         turns.append({"role": role, "content": []})
@@ -125,7 +125,7 @@ def count_chat_tokens(
     """How many the prompt has that a chat makes, and headers of the answer. Raises InvalidRequest."""
     template_tools = resolve_request_tools(chat, model.chat_formats.tool_format).template_tools
     conversation = render_chat(chat, model, template_tools, trusted=config.trust_request_chat_template)
-    text = expand_image_placeholders(conversation.text, chat.messages, model)
+    text = expand_image_placeholders_in_text(conversation.text, chat.messages, model)
     check_no_surrogates(text, "messages")
     ids = encode_with_literal_texts(
         model.tokenizer, text, conversation.moved_texts, add_special_tokens=chat.add_special_tokens

@@ -12,7 +12,7 @@ from quire.server.protocol.pooling import CohereEmbedRequest, EmbeddingRequest, 
 from quire.server.protocol.request_bodies import ignored_params_header
 from quire.server.resolve.other_apis.chat_conversion import rename_fields_in_raised_errors
 from quire.server.resolve.parse import parse_body, validate_body
-from quire.server.resolve.pooling_requests import build_embedding_spec
+from quire.server.resolve.pooling_requests import build_embedding_request_spec
 from quire.server.served_model import ServedModel
 
 COHERE_FIELD_NAMES = {"input": "texts", "dimensions": "output_dimension", "truncate_prompt_tokens": "max_tokens"}
@@ -31,5 +31,5 @@ def resolve_cohere_embedding(body_bytes: bytes, model: ServedModel, config: Serv
         fields["truncation_side"] = "left" if body.truncate == "START" else "right"
     answer = partial(cohere_embed_body, tuple(body.embedding_types), tuple(body.texts))
     with rename_fields_in_raised_errors(COHERE_FIELD_NAMES):
-        spec = build_embedding_spec(validate_body(fields, EmbeddingRequest), answer, model, config)
-    return replace(spec, headers=ignored_params_header(body.find_ignored_params(), config.strict))
+        spec = build_embedding_request_spec(validate_body(fields, EmbeddingRequest), answer, model, config)
+    return replace(spec, headers=ignored_params_header(body.check_params_and_list_ignored(), config.strict))

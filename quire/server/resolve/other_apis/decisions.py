@@ -23,7 +23,7 @@ SYSTEMONE_QUESTION_TYPES: Mapping[str, QuestionType] = {"noul": "predicate", "ch
 def resolve_decisions(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> Resolved:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
     body = parse_body(body_bytes, DecisionRequest)
-    name = model.response_model_name(body.model)
+    name = model.resolve_model_name(body.model)
     posed = [
         PromptQuestion(each.type, each.name, content_texts(each.instructions), question_options(each))
         for each in body.questions
@@ -48,7 +48,7 @@ def resolve_systemone_request(body_bytes: bytes, model: ServedModel, config: Ser
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
     body = parse_body(body_bytes, SystemOneRequest)
     served_name = is_model_alias(body.model, (*model.names, *model.adapters))
-    name = model.response_model_name(None if served_name else body.model)
+    name = model.resolve_model_name(None if served_name else body.model)
     posed = [
         PromptQuestion(
             SYSTEMONE_QUESTION_TYPES[question.type], id, [to_prompt_text(question.instructions)], question.options

@@ -77,7 +77,7 @@ def response_history(folder: Path, owner: str, response_id: str) -> list[Any]:
 
 
 def _response_output(stored: StoreReader, owner: str, response_id: str) -> list[Any]:
-    response = stored.read_object(owner, "response", response_id)
+    response = stored.read_object_without_items(owner, "response", response_id)
     return [] if response is None else list(json.loads(response.data)["output"])
 
 
@@ -95,9 +95,7 @@ def conversation_items(folder: Path, owner: str, conversation_id: str) -> list[A
         return stored.read_items(owner, conversation_id)
 
 
-def resolve_item_references(
-    folder: Path, owner: str, ids: Sequence[str], nearby_items: Sequence[Any]
-) -> dict[str, Any]:
+def load_referenced_items(folder: Path, owner: str, ids: Sequence[str], nearby_items: Sequence[Any]) -> dict[str, Any]:
     """Stored items by their ids: of those `nearby_items`, or of the responses that made them. Raises InvalidRequest."""
     known = {item["id"]: item for item in nearby_items}
     size = 0
@@ -125,7 +123,7 @@ def to_stored_items(items: Sequence[InputItem], param: str, *, in_conversation: 
         raise InvalidRequest(f"{param}: at most {MAX_ITEMS} items are stored: pass store false", param=param)
     stored_items, size = [], 0
     for item in items:
-        fields = _stored_fields(item)
+        fields = _make_stored_item_fields(item)
         try:
             stored_items.append(StoredItem(fields["id"], encode_json(fields)))
         except UnicodeEncodeError:
@@ -142,7 +140,7 @@ def _stored_part(part: MessagePart, kind: str, **more: Any) -> dict[str, Any]:
     return part.model_dump() if isinstance(part, ImageContent) else {"type": kind, "text": part.text, **more}
 
 
-def _stored_fields(item: InputItem) -> dict[str, Any]:
+def _make_stored_item_fields(item: InputItem) -> dict[str, Any]:
     fields = item.model_dump(exclude_defaults=False)
     if isinstance(item, Message):
         kind = "output_text" if item.role == "assistant" else "input_text"

@@ -16,12 +16,12 @@ from quire.server.protocol.response_items import (
     MessagePart,
     Reasoning,
     TextContents,
-    decode_reasoning,
+    decode_reasoning_or_empty,
     namespaced_tool_name,
 )
 from quire.server.resolve.other_apis.chat_conversion import (
     ChatTurn,
-    append_parts,
+    extend_or_add_turn,
     image_content_part,
     record_caller_field,
     tool_result_turn,
@@ -40,7 +40,7 @@ def turns_from_items(
     turns: list[ChatTurn] = []
     names: dict[str, str] = {}
     if system:
-        append_parts(turns, "system", chat_content_parts(system, "instructions"))
+        extend_or_add_turn(turns, "system", chat_content_parts(system, "instructions"))
         record_caller_field(turns, "instructions")
     for index, item in enumerate(items):
         field = f"input[{index - num_earlier}]" if index >= num_earlier else "previous_response_id"
@@ -50,7 +50,7 @@ def turns_from_items(
             )
         elif isinstance(item, Message):
             role = "system" if item.role == "developer" and not has_developer_role else item.role
-            append_parts(turns, role, chat_content_parts(item.content, f"{field}.content"))
+            extend_or_add_turn(turns, role, chat_content_parts(item.content, f"{field}.content"))
         elif isinstance(item, CallOutput):
             turns.append(tool_result_turn(item.call_id, tool_output_content(item, f"{field}.output"), names))
         elif isinstance(item, Reasoning):
@@ -81,7 +81,7 @@ def tool_call_from_item(item: FunctionCall | CustomToolCall) -> dict[str, Any]:
 
 def reasoning_text(item: Reasoning) -> str:
     """The text of the thinking. A client that does not keep content sends it back as encrypted_content."""
-    full_text = "\n".join(part.text for part in item.content) or decode_reasoning(item.encrypted_content)
+    full_text = "\n".join(part.text for part in item.content) or decode_reasoning_or_empty(item.encrypted_content)
     return full_text or "\n".join(part.text for part in item.summary)
 
 

@@ -14,7 +14,7 @@ from quire.server.protocol.field_limits import MAX_PROMPT_ENTRIES
 from quire.server.protocol.questions.label_scores import LabelScoreRequest
 from quire.server.resolve.common import Resolved
 from quire.server.resolve.completions import resolve_completion_request
-from quire.server.resolve.other_apis.chat_conversion import rename_fields_in_raised_errors, with_caller_field_names
+from quire.server.resolve.other_apis.chat_conversion import rename_fields_in_raised_errors, rename_fields_in_resolved
 from quire.server.resolve.parse import read_json_object, validate_body
 from quire.server.resolve.text_pairs import resolve_score
 from quire.server.served_model import ServedModel
@@ -48,12 +48,12 @@ def resolve_label_scores(body: LabelScoreRequest, model: ServedModel, config: Se
     fields |= {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
     with rename_fields_in_raised_errors(LABEL_SCORE_FIELD_NAMES):
         call = resolve_completion_request(
-            validate_body({**fields, **body.completion_fields}, CompletionRequest),
+            validate_body({**fields, **body.engine_request_fields}, CompletionRequest),
             model,
             config,
             writer=LabelScoresWriter,
-            ignored=body.find_ignored_params(),
+            ignored=body.check_params_and_list_ignored(),
         )
     question = OptionQuestion("shares" if body.apply_softmax else "labels", None, (), body.label_token_ids)
     spec = replace(call.spec, questions=[question])
-    return with_caller_field_names(replace(call, spec=spec, receipts=False), LABEL_SCORE_FIELD_NAMES)
+    return rename_fields_in_resolved(replace(call, spec=spec, receipts=False), LABEL_SCORE_FIELD_NAMES)

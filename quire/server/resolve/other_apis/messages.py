@@ -8,7 +8,7 @@ from typing import Any
 from quire.engine.errors import InvalidRequest
 from quire.server.config import ServerConfig
 from quire.server.encoding import encode_json
-from quire.server.formats.reasoning_parser import resolve_thinking_budget
+from quire.server.formats.reasoning_parser import make_engine_thinking_budget
 from quire.server.generation.response_writers.messages import MessagesWriter
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.chat_translation import CHAT_EXTENSIONS
@@ -30,14 +30,14 @@ from quire.server.resolve.common import Resolved
 from quire.server.resolve.other_apis.chat_conversion import (
     CallerFields,
     ChatTurn,
-    append_parts,
     count_chat_tokens,
+    extend_or_add_turn,
     image_content_part,
     merge_user_turns,
     record_caller_field,
     rename_fields_in_raised_errors,
+    rename_fields_in_resolved,
     tool_result_turn,
-    with_caller_field_names,
 )
 from quire.server.resolve.parse import parse_body, validate_body
 from quire.server.resolve.tokenize_requests import JsonReply
@@ -59,8 +59,8 @@ the cache again."""
 def resolve_message(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> Resolved:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
     body = parse_body(body_bytes, MessagesRequest)
-    model.response_model_name(body.model)
-    ignored = [*body.find_ignored_params(), *ignored_thinking_params(body, model)]
+    model.resolve_model_name(body.model)
+    ignored = [*body.check_params_and_list_ignored(), *ignored_thinking_params(body, model)]
     with rename_fields_in_raised_errors(ANTHROPIC_FIELD_NAMES) as caller_fields:
         fields = {
             "max_tokens": body.max_tokens,
@@ -73,13 +73,13 @@ def resolve_message(body_bytes: bytes, model: ServedModel, config: ServerConfig)
         }
         chat = chat_request_from_messages(body, model, fields, caller_fields)
         call = resolve_chat_request(chat, model, config, writer=MessagesWriter, id_prefix="msg_", ignored=ignored)
-    return with_caller_field_names(call, ANTHROPIC_FIELD_NAMES, caller_fields)
+    return rename_fields_in_resolved(call, ANTHROPIC_FIELD_NAMES, caller_fields)
 
 
 def count_message_tokens(body_bytes: bytes, model: ServedModel, config: ServerConfig) -> JsonReply:
     """The number of tokens of the prompt that these messages make. Raises as above."""
     body = parse_body(body_bytes, CountTokensRequest)
-    model.response_model_name(body.model)
+    model.resolve_model_name(body.model)
     with rename_fields_in_raised_errors(ANTHROPIC_FIELD_NAMES) as caller_fields:
         chat = chat_request_from_messages(body, model, {}, caller_fields)
         others = [name for name in body.model_extra or () if name not in CHAT_EXTENSIONS]
@@ -164,7 +164,7 @@ def chat_thinking_fields(body: CountTokensRequest, model: ServedModel) -> dict[s
 def can_limit_thinking(model: ServedModel) -> bool:
     """Anthropic's budget is a target, so a model without tokens for it is not a reason to refuse a request."""
     try:
-        return resolve_thinking_budget(1, model.chat_formats.reasoning_format, None, model.tokenizer) is not None
+        return make_engine_thinking_budget(1, model.chat_formats.reasoning_format, None, model.tokenizer) is not None
     except InvalidRequest:
         return False
 
@@ -177,7 +177,7 @@ def turns_from_messages(body: CountTokensRequest) -> list[ChatTurn]:
     ]
     turns: list[ChatTurn] = []
     if any(system):
-        turns.append({"role": "system", "content": text_parts([text for text in system if text])})
+        turns.append({"role": "system", "content": chat_parts_from_texts([text for text in system if text])})
         record_caller_field(turns, "system")
     names_by_call_id: dict[str, str] = {}
     for index, message in enumerate(body.messages):
@@ -201,7 +201,7 @@ def append_user_turns(
         if isinstance(block, ToolResultBlock):
             turns.append(tool_result_turn(block.tool_use_id, tool_result_content(block, field), names_by_call_id))
         elif isinstance(block, TextBlock | ImageBlock):
-            append_parts(turns, message.role, [content_part_from_block(block, field)])
+            extend_or_add_turn(turns, message.role, [content_part_from_block(block, field)])
         else:
             raise InvalidRequest(f"messages: a block of type {block.type} is the assistant's", param="messages")
 
@@ -215,7 +215,7 @@ def tool_result_content(block: ToolResultBlock, field: str) -> str | list[ChatTu
         )
         return f"Error: {text}" if block.is_error else text
     content_parts = [content_part_from_block(each, f"{field}.content[{place}]") for place, each in enumerate(shown)]
-    return [*text_parts(["Error:"] if block.is_error else []), *content_parts]
+    return [*chat_parts_from_texts(["Error:"] if block.is_error else []), *content_parts]
 
 
 def assistant_turn(message: InputMessage, names_by_call_id: dict[str, str]) -> ChatTurn:
@@ -223,7 +223,7 @@ def assistant_turn(message: InputMessage, names_by_call_id: dict[str, str]) -> C
     blocks = message_blocks(message)
     turn: ChatTurn = {
         "role": "assistant",
-        "content": text_parts([each.text for each in blocks if isinstance(each, TextBlock)]),
+        "content": chat_parts_from_texts([each.text for each in blocks if isinstance(each, TextBlock)]),
     }
     thoughts = [each.thinking for each in blocks if isinstance(each, ThinkingBlock)]
     if thoughts:
@@ -252,6 +252,6 @@ def content_part_from_block(block: TextBlock | ImageBlock, field: str) -> ChatTu
     return image_content_part(block.url, f"{field}.source")
 
 
-def text_parts(texts: list[str]) -> list[dict[str, str]]:
+def chat_parts_from_texts(texts: list[str]) -> list[dict[str, str]]:
     """A chat's content."""
     return [{"type": "text", "text": text} for text in texts]

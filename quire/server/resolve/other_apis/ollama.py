@@ -35,10 +35,10 @@ from quire.server.resolve.other_apis.chat_conversion import (
     image_content_part,
     merge_user_turns,
     rename_fields_in_raised_errors,
-    with_caller_field_names,
+    rename_fields_in_resolved,
 )
 from quire.server.resolve.parse import parse_body, validate_body
-from quire.server.resolve.pooling_requests import build_embedding_spec
+from quire.server.resolve.pooling_requests import build_embedding_request_spec
 from quire.server.resolve.tokenize_requests import JsonReply
 from quire.server.served_model import ServedModel
 
@@ -61,7 +61,7 @@ def resolve_ollama_chat(body_bytes: bytes, model: ServedModel, config: ServerCon
     """A chat without messages is Ollama's way to load a model, which is loaded here already. Raises ModelNotFound, and
     InvalidRequest naming the parameter."""
     body = parse_body(body_bytes, OllamaChatRequest)
-    name = model.response_model_name(model_name_without_tag(body.model, model))
+    name = model.resolve_model_name(model_name_without_latest_tag(body.model, model))
     if not body.messages:
         return JsonReply(model_loaded_body(name, "message"), {})
     return _resolve_chat_turns(body, turns_from_ollama(body.messages), body.tools, name, model, config)
@@ -71,7 +71,7 @@ def resolve_ollama_generate(body_bytes: bytes, model: ServedModel, config: Serve
     """A chat whose only message is the prompt, as in Ollama; a completion where the body has raw or a suffix. Raises
     what `resolve_ollama_chat` raises."""
     body = parse_body(body_bytes, OllamaGenerateRequest)
-    name = model.response_model_name(model_name_without_tag(body.model, model))
+    name = model.resolve_model_name(model_name_without_latest_tag(body.model, model))
     if body.images and (body.raw or body.suffix):
         raise InvalidRequest("images: not with raw or suffix, which are read without the template", param="images")
     if not body.prompt and not body.images:
@@ -84,9 +84,9 @@ def resolve_ollama_generate(body_bytes: bytes, model: ServedModel, config: Serve
         fields = {**sampling_fields(body, model), "prompt": body.prompt, "model": name}
         if body.suffix:
             fields["suffix"] = body.suffix
-        request, ignored = validate_body(fields, CompletionRequest), body.find_ignored_params()
+        request, ignored = validate_body(fields, CompletionRequest), body.check_params_and_list_ignored()
         call = resolve_completion_request(request, model, config, writer=OllamaWriter, ignored=ignored)
-    return with_caller_field_names(call, OLLAMA_FIELD_NAMES)
+    return rename_fields_in_resolved(call, OLLAMA_FIELD_NAMES)
 
 
 def _resolve_chat_turns(
@@ -109,12 +109,16 @@ def _resolve_chat_turns(
         }
         writer = OllamaChatWriter if is_chat else OllamaWriter
         call = resolve_chat_request(
-            validate_body(fields, ChatRequest), model, config, writer=writer, ignored=body.find_ignored_params()
+            validate_body(fields, ChatRequest),
+            model,
+            config,
+            writer=writer,
+            ignored=body.check_params_and_list_ignored(),
         )
-    return with_caller_field_names(call, names, caller_fields)
+    return rename_fields_in_resolved(call, names, caller_fields)
 
 
-def model_name_without_tag(requested_name: str | None, model: ServedModel) -> str | None:
+def model_name_without_latest_tag(requested_name: str | None, model: ServedModel) -> str | None:
     """The name without the tag that Ollama's clients add."""
     return None if requested_name is None else strip_latest_tag(requested_name, (*model.names, *model.adapters))
 
@@ -213,5 +217,5 @@ def _resolve_vectors(
     model: ServedModel,
     config: ServerConfig,
 ) -> VectorSpec:
-    body = validate_body({**fields, "model": model_name_without_tag(requested_name, model)}, EmbeddingRequest)
-    return build_embedding_spec(body, write_body, model, config)
+    body = validate_body({**fields, "model": model_name_without_latest_tag(requested_name, model)}, EmbeddingRequest)
+    return build_embedding_request_spec(body, write_body, model, config)

@@ -87,7 +87,7 @@ class DecisionApiVariant:
     ) -> Resolved:
         """A call that poses questions about these items; `name`: the model's in the answer. Raises InvalidRequest,
         naming the parameter."""
-        headers = ignored_params_header(body.find_ignored_params(), config.strict)
+        headers = ignored_params_header(body.check_params_and_list_ignored(), config.strict)
         labels = single_token_labels(model.tokenizer, max(len(each.options) for each in posed))
         ids = tuple(labels.values())
         questions = [each.to_option_question(ids, must_be_distinct=self.options_are_distinct) for each in posed]

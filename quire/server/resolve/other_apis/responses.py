@@ -35,11 +35,11 @@ from quire.server.resolve.other_apis.chat_conversion import (
     count_chat_tokens,
     merge_user_turns,
     rename_fields_in_raised_errors,
-    with_caller_field_names,
+    rename_fields_in_resolved,
 )
 from quire.server.resolve.other_apis.history import (
     conversation_items,
-    resolve_item_references,
+    load_referenced_items,
     response_history,
     to_stored_items,
 )
@@ -82,7 +82,7 @@ FIELDS_NOT_OF_PROMPT = {
 def resolve_response(body_bytes: bytes, model: ServedModel, config: ServerConfig, *, owner: str) -> Resolved:
     """`owner`: whose stored responses may be named. Raises ModelNotFound, and InvalidRequest naming the parameter."""
     body = parse_body(body_bytes, ResponsesRequest)
-    model.response_model_name(body.model)
+    model.resolve_model_name(body.model)
     check_store_fields(body, config)
     earlier, items = load_items(body, model, config, owner)
     ignored = params_without_effect(body, model)
@@ -113,7 +113,7 @@ def resolve_response(body_bytes: bytes, model: ServedModel, config: ServerConfig
         previous_id=body.previous_response_id,
         conversation_id=conversation,
     )
-    return with_caller_field_names(
+    return rename_fields_in_resolved(
         replace(call, spec=replace(call.spec, responses_fields=fields)), RESPONSES_FIELD_NAMES, caller_fields
     )
 
@@ -121,7 +121,7 @@ def resolve_response(body_bytes: bytes, model: ServedModel, config: ServerConfig
 def count_input_tokens(body_bytes: bytes, model: ServedModel, config: ServerConfig, *, owner: str) -> JsonReply:
     """The number of tokens of the prompt that a response to this body has. Raises as above."""
     body = parse_body(body_bytes, ResponsesRequest)
-    model.response_model_name(body.model)
+    model.resolve_model_name(body.model)
     check_store_fields(body, config)
     earlier, items = load_items(body, model, config, owner)
     ignored = [*params_without_effect(body, model), *sorted(FIELDS_NOT_OF_PROMPT & body.model_fields_set)]
@@ -182,7 +182,7 @@ def load_items(
     earlier_items = conversation_items(folder, owner, conversation) if conversation else []
     if previous:
         earlier_items = response_history(folder, owner, previous)
-    known = resolve_item_references(folder, owner, ids, earlier_items) if ids else {}
+    known = load_referenced_items(folder, owner, ids, earlier_items) if ids else {}
     own_items = [
         ITEM_ADAPTER.validate_python(known[one.id]) if isinstance(one, ItemReference) else one for one in input_items
     ]
@@ -190,7 +190,7 @@ def load_items(
 
 
 def params_without_effect(body: ResponsesRequest, model: ServedModel) -> list[str]:
-    ignored = body.find_ignored_params()
+    ignored = body.check_params_and_list_ignored()
     if body.reasoning.effort is not None and not can_set_effort(model):
         ignored.append("reasoning.effort")
     return ignored

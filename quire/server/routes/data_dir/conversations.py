@@ -19,11 +19,11 @@ from quire.server.routes.data_dir.list_pages import (
     Order,
     encode_item_page,
     find_or_raise,
-    json_response,
+    leased_json_response,
     list_items_response,
 )
 from quire.server.routes.responses import require_store, write_in_owner_thread
-from quire.server.store.response_store import ItemPage, ObjectToStore, StoredObject
+from quire.server.store.response_store import ItemPage, ObjectToStore, ObjectWithoutItems
 
 router = APIRouter(route_class=StoredDataRoute)
 CONVERSATION_PATH = "/v1/conversations/{conversation_id}"
@@ -35,14 +35,14 @@ async def create_conversation(request: Request) -> Response:
     body = await worked_on(request, parse_new_conversation)
     id = f"conv_{random_source.token_hex(16)}"
     fields = {"id": id, "created_at": int(clock.time()), "metadata": body.metadata, "object": "conversation"}
-    stored = StoredObject("conversation", {}, encode_json(fields))
+    stored = ObjectWithoutItems("conversation", {}, encode_json(fields))
     await write_in_owner_thread(request, store.put, ObjectToStore(id, stored, body.items))
-    return json_response(request, stored.data)
+    return leased_json_response(request, stored.data)
 
 
 @router.get(CONVERSATION_PATH, response_model=None)
 async def retrieve_conversation(conversation_id: str, request: Request) -> Response:
-    return json_response(request, (await _find_conversation(request, conversation_id)).data)
+    return leased_json_response(request, (await _find_conversation(request, conversation_id)).data)
 
 
 @router.post(CONVERSATION_PATH, response_model=None, openapi_extra=Documented(MetadataRequest))
@@ -50,7 +50,7 @@ async def update_conversation(conversation_id: str, request: Request) -> Respons
     """Replace the metadata."""
     store = require_store(request, conversation_id)
     metadata, not_found = await worked_on(request, parse_metadata), _conversation_not_found(conversation_id)
-    return json_response(
+    return leased_json_response(
         request, await find_or_raise(request, store.replace_metadata, conversation_id, metadata, not_found=not_found)
     )
 
@@ -79,14 +79,14 @@ async def add_items(conversation_id: str, request: Request) -> Response:
     added = await worked_on(request, parse_new_items)
     if not await write_in_owner_thread(request, store.append_items, conversation_id, added, CONVERSATION_BOUNDS):
         raise _conversation_not_found(conversation_id)
-    return json_response(request, encode_item_page(ItemPage(added, more=False)))
+    return leased_json_response(request, encode_item_page(ItemPage(added, more=False)))
 
 
 @router.get(f"{CONVERSATION_PATH}/items/{{item_id}}", response_model=None)
 async def retrieve_item(conversation_id: str, item_id: str, request: Request) -> Response:
     await _find_conversation(request, conversation_id)
     store = require_store(request, conversation_id)
-    return json_response(
+    return leased_json_response(
         request,
         await find_or_raise(request, store.get_item, conversation_id, item_id, not_found=_item_not_found(item_id)),
     )
@@ -97,7 +97,7 @@ async def delete_item(conversation_id: str, item_id: str, request: Request) -> R
     conversation = await _find_conversation(request, conversation_id)
     store = require_store(request, conversation_id)
     await find_or_raise(request, store.delete_item, conversation_id, item_id, not_found=_item_not_found(item_id))
-    return json_response(request, conversation.data)
+    return leased_json_response(request, conversation.data)
 
 
 def _item_not_found(item_id: str) -> RequestNotFound:
@@ -108,9 +108,13 @@ def _conversation_not_found(conversation_id: str) -> RequestNotFound:
     return RequestNotFound(f"No conversation `{conversation_id}` is stored here", param="conversation_id")
 
 
-async def _find_conversation(request: Request, conversation_id: str) -> StoredObject:
+async def _find_conversation(request: Request, conversation_id: str) -> ObjectWithoutItems:
     """Raises RequestNotFound."""
     store = require_store(request, conversation_id)
     return await find_or_raise(
-        request, store.get, "conversation", conversation_id, not_found=_conversation_not_found(conversation_id)
+        request,
+        store.get_without_items,
+        "conversation",
+        conversation_id,
+        not_found=_conversation_not_found(conversation_id),
     )

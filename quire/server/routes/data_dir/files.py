@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 
 from quire.engine.errors import InvalidRequest, Overloaded, RequestNotFound
-from quire.server.access.admission import FileRoute
+from quire.server.access.admission import ModelIndependentRoute
 from quire.server.access.content_encoding import BodyDecoder, BodyTooLarge, iter_parts_in_thread, parse_encodings
 from quire.server.batches.runner import BatchRunner
 from quire.server.encoding import encode_json
@@ -33,7 +33,7 @@ from quire.server.runtime.server_context import get_server_context
 from quire.server.sse import CLIENT_CLOSED_REQUEST
 from quire.server.store.files import STORAGE_FULL_MESSAGE, StoredFile, new_file, new_file_id
 
-router = APIRouter(route_class=FileRoute)
+router = APIRouter(route_class=ModelIndependentRoute)
 Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
 """OpenAI's. All are kept; only batches read them."""
 BATCH_PURPOSE = "batch"
@@ -108,20 +108,20 @@ class _Upload:
 
     async def reserve_announced(self) -> None:
         """Raises HTTPException where the form that is announced is too large."""
-        await self._reserve_largest_size(self._expected_bytes)
+        await self._reserve_largest_fitting_size(self._expected_bytes)
 
     async def count_and_reserve_bytes(self, size: int) -> None:
         """Raises HTTPException where `size` bytes more are too many."""
         self._received_bytes += size
         if self._received_bytes > self._reserved_bytes:  # its length was not announced
-            await self._reserve_largest_size(self._received_bytes, self._received_bytes + _AHEAD_BYTES)
+            await self._reserve_largest_fitting_size(self._received_bytes, self._received_bytes + _AHEAD_BYTES)
 
-    async def _reserve_largest_size(self, *sizes: int) -> None:
+    async def _reserve_largest_fitting_size(self, *sizes: int) -> None:
         """The largest of these sizes for which there is room; the first is needed."""
         if sizes[0] > MAX_FILE_BYTES:
             raise HTTPException(413, f"A file may have {MAX_FILE_BYTES} bytes")
         for size in sorted(sizes, reverse=True):
-            if await asyncio.to_thread(self._files.reserve, self._owner, self.id, size, self._process):
+            if await asyncio.to_thread(self._files.try_reserve_bytes, self._owner, self.id, size, self._process):
                 self._reserved_bytes = size
                 return
         raise HTTPException(413, STORAGE_FULL_MESSAGE)
@@ -211,7 +211,7 @@ async def _receive_form(request: Request, upload: _Upload) -> AsyncIterator[tupl
         except BodyTooLarge:
             raise HTTPException(413, f"A file may have {MAX_FILE_BYTES} bytes") from None
 
-    headers = _sanitize_form_headers(request.headers.get("content-type", ""))
+    headers = _sanitize_content_type_header(request.headers.get("content-type", ""))
     parser = MultiPartParser(headers, decoded_stream(), max_files=1, max_fields=len(_FORM_FIELDS), max_part_size=256)
     try:
         async with asyncio.timeout(_MAX_UPLOAD_SECONDS):
@@ -240,7 +240,7 @@ async def _receive_form(request: Request, upload: _Upload) -> AsyncIterator[tupl
         await form.close()
 
 
-def _sanitize_form_headers(content_type: str) -> Headers:
+def _sanitize_content_type_header(content_type: str) -> Headers:
     """What the parser reads of a form's type: its boundary. Names of charsets are left out, as RFC 7578 knows none:
     Python has charsets that decode to half surrogates, take quadratic time, or are none of texts. So names are UTF-8,
     or else Latin-1. Raises InvalidRequest."""

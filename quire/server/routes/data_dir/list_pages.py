@@ -33,7 +33,7 @@ async def list_items_response(
     Overloaded where too much waits to be sent."""
     method = partial(store.read_item_page, newest_first=order == "desc", after=after)
     page = await find_or_raise(request, method, id, limit, not_found=unknown_cursor_error("item", after))
-    return json_response(request, encode_item_page(page))
+    return leased_json_response(request, encode_item_page(page))
 
 
 async def find_or_raise(
@@ -60,7 +60,7 @@ def list_page_response(objects: Sequence[Mapping[str, Any]], *, has_more: bool) 
     return Response(encode_json(about), media_type="application/json")
 
 
-def json_response(request: Request, body: bytes) -> Response:
+def leased_json_response(request: Request, body: bytes) -> Response:
     """What is stored, as JSON. Raises Overloaded where too much waits to be sent."""
     grow_request_lease(request.scope, len(body))
     return Response(body, media_type="application/json")

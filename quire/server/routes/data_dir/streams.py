@@ -44,10 +44,10 @@ async def resume_stream(stream_id: str, request: Request) -> Response:
         alternative = f"GET /v1/responses/{stream_id}, with stream=true and starting_after"
         raise InvalidRequest(f"The response goes on in the background: {alternative}", param="stream_id")
     claims: list[Claim] = []
-    return _ReplayResponse(await streams.prepare_resume(owner, call, seen_events, claims), claims)
+    return _ReplayedRouteResponse(await streams.prepare_resume(owner, call, seen_events, claims), claims)
 
 
-class _ReplayResponse(Response):
+class _ReplayedRouteResponse(Response):
     """The answer of the original call's route."""
 
     def __init__(self, resumed: ResumedCall, claims: list[Claim]) -> None:

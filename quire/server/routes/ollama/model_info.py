@@ -11,7 +11,7 @@ from starlette.requests import Request
 from quire.engine import VERSION
 from quire.server.access.admission import ModelRoute
 from quire.server.protocol.ollama import OllamaShowRequest
-from quire.server.resolve.other_apis.ollama import model_name_without_tag
+from quire.server.resolve.other_apis.ollama import model_name_without_latest_tag
 from quire.server.routes.bodies import Documented, parsed
 from quire.server.runtime.model_runtime import ModelRuntime, get_runtime
 from quire.server.served_model import ServedModel, get_model
@@ -41,7 +41,7 @@ async def show(request: Request) -> dict[str, Any]:
     """What is known of a model. Raises ModelNotFound."""
     body = await parsed(request, OllamaShowRequest)
     model, info = get_model(request), get_runtime(request).info
-    model.response_model_name(model_name_without_tag(body.model or body.name, model))
+    model.resolve_model_name(model_name_without_latest_tag(body.model or body.name, model))
     capabilities = ["completion"] if "generate" in model.tasks else []
     capabilities += ["tools"] if model.chat_formats.tool_format is not None else []
     capabilities += ["thinking"] if model.chat_formats.reasoning_format is not None else []

@@ -43,18 +43,20 @@ async def pull(request: Request) -> Response:
     if server.pull_lock.locked():
         raise Overloaded("Another model is being downloaded. Please try again later")
     if body.stream:
-        return StreamingResponse(_stream_progress(server.pull_lock, name), media_type="application/x-ndjson")
+        return StreamingResponse(
+            _download_and_stream_progress(server.pull_lock, name), media_type="application/x-ndjson"
+        )
     async with server.pull_lock:
-        if (failure := await _wait_for_download(await _start_download(name))) is not None:
+        if (failure := await _wait_for_download(await _spawn_pull_process(name))) is not None:
             raise InvalidRequest(failure, param="model")
     return Response(encode_json({"status": "success"}), media_type="application/json")
 
 
-async def _stream_progress(download_lock: asyncio.Lock, name: str) -> AsyncGenerator[bytes]:
+async def _download_and_stream_progress(download_lock: asyncio.Lock, name: str) -> AsyncGenerator[bytes]:
     """A line at the beginning, more lines at intervals, and one at the end."""
     async with download_lock:
         yield _FIRST_LINE
-        download = asyncio.ensure_future(_wait_for_download(await _start_download(name)))
+        download = asyncio.ensure_future(_wait_for_download(await _spawn_pull_process(name)))
         try:
             while not (await asyncio.wait([download], timeout=_PROGRESS_SECONDS))[0]:
                 yield encode_json({"status": f"pulling {name}"}) + b"\n"
@@ -65,7 +67,7 @@ async def _stream_progress(download_lock: asyncio.Lock, name: str) -> AsyncGener
             await asyncio.gather(download, return_exceptions=True)
 
 
-async def _start_download(name: str) -> Process:
+async def _spawn_pull_process(name: str) -> Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",
@@ -97,7 +99,7 @@ async def _wait_for_download(process: Process) -> str | None:
 async def _read_small_body(request: Request) -> bytes:
     """Raises InvalidRequest for more than a name takes."""
     try:
-        async with get_server_context(request).body_reader.read_body(request) as body:
+        async with get_server_context(request).body_reader.hold_request_body(request) as body:
             if body.received_bytes > _MAX_BODY_BYTES:
                 raise InvalidRequest(f"The body has more than {_MAX_BODY_BYTES} bytes")
             return b"".join(body.chunks)

@@ -23,9 +23,9 @@ from quire.engine.models.requirements import (
     widest_attention_spec,
 )
 from quire.engine.worker.device_memory import allocate_kv_blocks, allocate_slot_states, slot_state_bytes
-from quire.engine.worker.device_plan import can_capture_decodes, check_attention_support
+from quire.engine.worker.device_plan import can_capture_decodes, check_device_supports_attention
 from quire.engine.worker.draft_model_runner import DraftModelRunner
-from quire.engine.worker.input_batch import InputBatch, SlotStates
+from quire.engine.worker.input_batch import InputBatch, SlotStateTensors
 from quire.engine.worker.loading.checkpoint_weights import open_weights
 from quire.engine.worker.loading.drafts.device_drafter import StartedDrafter
 from quire.engine.worker.loading.drafts.spare_blocks import SpareBlockLayout, num_spare_blocks_per_slot
@@ -72,7 +72,7 @@ class LoadedDraftModel:
             block_size,
             decoder.device,
             scratch_block=scratch,
-            slot_states=SlotStates(states),
+            slot_states=SlotStateTensors(states),
         )
         runner = DraftModelRunner(decoder, kv_tensors, input_batch, self.eos_token_ids, capture)
         costs = runner.measure_draft_costs(num_blocks, decoder.max_model_len)
@@ -98,7 +98,7 @@ def load_draft_model(
                 f"its vocabulary has {model.vocab_size} tokens, the served model's {target_config.vocab_size}"
             )
         spec = decoder_spec(replace(model, context=target_model.max_model_len))
-        check_attention_support(target_model.device, model, spec)
+        check_device_supports_attention(target_model.device, model, spec)
         if spec.needs_state_snapshots:
             raise ConfigError(
                 f"a {model.model_type}, whose large states cannot take back a guess of their own, does not draft"

@@ -20,7 +20,7 @@ from quire.engine.models.decoder import Decoder
 from quire.engine.models.heads.mtp import MTPHead
 from quire.engine.worker.loading.checkpoint_weights import open_weights
 from quire.engine.worker.loading.drafts.draft_head_loader import LoadedDraftHead, load_draft_head
-from quire.engine.worker.loading.model.weight_sizes import resident_weight_bytes
+from quire.engine.worker.loading.model.weight_sizes import weight_bytes_in_memory
 from quire.engine.worker.loading.weight_loader import dummy_stream, load_weights
 from quire.kernels.backend import Backend
 
@@ -54,4 +54,4 @@ def _load_mtp(config: EngineConfig, target_config: ModelConfig, backend: Backend
     stream: Iterable[tuple[str, Tensor]] = dummy_stream(table, config.seed, decoder.device) if dummy else weights.stream
     with torch.inference_mode():
         read = load_weights(table, stream, device=decoder.device)
-    return LoadedDraftHead(head, resident_weight_bytes(table, config, backend, read), decoder)
+    return LoadedDraftHead(head, weight_bytes_in_memory(table, config, backend, read), decoder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.architecture.kv_cache_spec import ColumnState, PagedState
+from quire.engine.architecture.kv_cache_spec import PagedColumnState, PagedState
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_plan import check_positions
 from quire.engine.config import EngineConfig
@@ -10,7 +10,7 @@ from quire.engine.worker.device_memory import check_context_length, max_kv_token
 from quire.engine.worker.device_plan import DevicePlan
 
 
-def max_context_length(config: EngineConfig, model_config: ModelConfig, chosen: DevicePlan) -> int:
+def max_fitting_context_length(config: EngineConfig, model_config: ModelConfig, chosen: DevicePlan) -> int:
     """The context's length until plan_kv fits it, once the weights are loaded: the longest that might fit. Raises
     ConfigError where the model has fewer positions than were asked for, or the KV cache, whatever the weights leave
     for it, has no room for so many tokens."""
@@ -18,14 +18,17 @@ def max_context_length(config: EngineConfig, model_config: ModelConfig, chosen: 
     state_itemsize, kv_itemsize = chosen.dtype.itemsize, chosen.kv_dtype.itemsize
     states = chosen.spec.kv_cache_specs
     token_bytes = sum(
-        each.numbers * (state_itemsize if isinstance(each, ColumnState) else kv_itemsize) for each in states
+        each.paged_values_per_token * (state_itemsize if isinstance(each, PagedColumnState) else kv_itemsize)
+        for each in states
     )
     if config.max_model_len is None:
         max_tokens = max_kv_tokens(config, max(token_bytes, 1), chosen.device, chosen.backend.block_size)
         return min(model_config.max_position, max_tokens)
     # Layers with a window keep few tokens; so all pages there are may be the others'.
     full_token_numbers = sum(
-        each.numbers * kv_itemsize for each in states if isinstance(each, PagedState) and each.window is None
+        each.paged_values_per_token * kv_itemsize
+        for each in states
+        if isinstance(each, PagedState) and each.window is None
     )
     if full_token_numbers and (config.num_kv_blocks is None or not any(each.window for each in states)):
         check_context_length(config, full_token_numbers, chosen.device, chosen.backend.block_size)

@@ -18,9 +18,9 @@ from quire.engine.worker.loading.weight_check import ExpectedWeights
 from quire.engine.worker.loading.weight_loader import (
     NamedTensors,
     dummy_stream,
-    folders_stream,
     load_weights,
-    match_table_names,
+    prefixed_folders_stream,
+    rename_tensors_to_table_names,
 )
 
 
@@ -51,8 +51,8 @@ def fill_weights(
     where they are; or make them up. Returns their bytes. on_disk: as disk_tensor_name_pattern gives it."""
     table = expected_weights.parameter_table
     all_tensors = chain(
-        match_table_names(stream, table, expected_weights.optional_prefixes),
-        () if path is None else folders_stream(path, expected_weights.extra_folders),
+        rename_tensors_to_table_names(stream, table, expected_weights.optional_prefixes),
+        () if path is None else prefixed_folders_stream(path, expected_weights.extra_folders),
     )
     if config.load_format == "dummy":
         if device.type == "cpu":

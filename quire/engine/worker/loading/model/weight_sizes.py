@@ -11,7 +11,7 @@ from quire.engine.layers.parameters import ParameterTable
 from quire.kernels.backend import Backend
 
 
-def resident_weight_bytes(table: ParameterTable, config: EngineConfig, backend: Backend, read_bytes: int) -> int:
+def weight_bytes_in_memory(table: ParameterTable, config: EngineConfig, backend: Backend, read_bytes: int) -> int:
     """Bytes of weights as they are held, where `read_bytes` were read."""
     quantizes = config.online_quantization is not None or config.quantize_embedding
     return (

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from quire.engine.core.drafter import Draft, Drafter, RequestsToDraft
 from quire.engine.core.request import Request
 from quire.engine.spec_decode.draft_length import StepCosts, choose_draft_lengths
-from quire.engine.spec_decode.selective_drafter import MAX_DRAFTS, PROBE_INTERVAL, SelectiveDrafter, break_even_rate
+from quire.engine.spec_decode.load_aware_drafter import MAX_DRAFTS, PROBE_INTERVAL, LoadAwareDrafter, break_even_rate
 from quire.engine.types import EngineCoreRequest, Grammar, SamplingParams
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -33,7 +33,7 @@ def sequences(count: int, grammar: Grammar | None = None) -> list[Request]:
     return [Request(request, number, 100, drafting=True) for number, request in enumerate(requests)]
 
 
-def looked_at(drafter: SelectiveDrafter, noted: Noted, seqs: list[Request]) -> list[str]:
+def looked_at(drafter: LoadAwareDrafter, noted: Noted, seqs: list[Request]) -> list[str]:
     """Of one step, in which nothing is accepted; what is guessed belongs to the right sequence."""
     noted.asked = [[]]
     guesses = drafter.propose([(seq, 9) for seq in seqs], len(seqs))
@@ -48,13 +48,13 @@ def looked_at(drafter: SelectiveDrafter, noted: Noted, seqs: list[Request]) -> l
 
 def test_all_are_looked_at_where_drafts_cost_little() -> None:
     noted, seqs = Noted(), sequences(20)
-    drafter = SelectiveDrafter(noted, FREE)
+    drafter = LoadAwareDrafter(noted, FREE)
     assert [len(looked_at(drafter, noted, seqs)) for _ in range(5)] == [20] * 5
 
 
 def test_under_load_each_is_looked_at_in_turn() -> None:
     noted, seqs = Noted(), sequences(20)
-    drafter = SelectiveDrafter(noted, DEAR)
+    drafter = LoadAwareDrafter(noted, DEAR)
     steps = [looked_at(drafter, noted, seqs) for _ in range(PROBE_INTERVAL)]
     assert sorted(name for step in steps for name in step) == sorted(seq.engine_request.id for seq in seqs)
     assert max(map(len, steps)) <= 1 + 20 // PROBE_INTERVAL
@@ -62,7 +62,7 @@ def test_under_load_each_is_looked_at_in_turn() -> None:
 
 def test_under_load_those_are_looked_at_whose_guesses_are_tried_and_those_with_a_grammar() -> None:
     noted, seqs = Noted(), sequences(20)
-    drafter = SelectiveDrafter(noted, DEAR)
+    drafter = LoadAwareDrafter(noted, DEAR)
     for _ in range(PROBE_INTERVAL):
         drafter.record_acceptance(seqs[3], 1, 0)
         assert "3" in looked_at(drafter, noted, seqs)

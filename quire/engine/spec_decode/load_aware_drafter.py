@@ -18,7 +18,7 @@ LOAD_THRESHOLD = 0.5
 """The least probability of being right with which a draft pays, from which on that is so."""
 
 
-class SelectiveDrafter(Drafter):
+class LoadAwareDrafter(Drafter):
     def __init__(self, drafter: Drafter, costs: StepCosts) -> None:
         self._drafter = drafter
         self._break_even_rate = lru_cache(1024)(partial(break_even_rate, costs=costs))
@@ -26,8 +26,8 @@ class SelectiveDrafter(Drafter):
         self._recently_verified: set[str] = set()
         """Request ids: of whose guesses some were computed in the last step."""
 
-    def can_draft(self, request: EngineCoreRequest) -> bool:
-        return self._drafter.can_draft(request)
+    def can_ever_draft(self, request: EngineCoreRequest) -> bool:
+        return self._drafter.can_ever_draft(request)
 
     def propose(self, draft_requests: RequestsToDraft, num_step_tokens: int) -> list[Draft]:
         is_loaded = self._break_even_rate(len(draft_requests), num_step_tokens) >= LOAD_THRESHOLD

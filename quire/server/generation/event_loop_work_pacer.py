@@ -12,9 +12,9 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-class EventLoopGuard:
-    """`async with turns:` runs its block in a turn of the event loop in which no other block of the same EventLoopGuard
-    runs."""
+class EventLoopWorkPacer:
+    """`async with turns:` runs its block in a turn of the event loop in which no other block of the same
+    EventLoopWorkPacer runs."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
