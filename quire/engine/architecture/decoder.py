@@ -11,8 +11,8 @@ from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.kv_cache_spec import LayerStates, MatrixState, PagedState, SharedState, State
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.norm import NormSpec
-from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_shapes, norm_shapes
-from quire.engine.architecture.stream import PerLayerInputsSpec
+from quire.engine.architecture.parameter_shapes import LinearSizes, ParameterShapes, linear_shapes, norm_shapes
+from quire.engine.architecture.stream import PER_LAYER_MODEL_PROJECTION, PerLayerInputsSpec
 from quire.engine.architecture.sublayer import SublayerSpec
 
 EMBED_TOKENS = "model.embed_tokens"
@@ -69,6 +69,17 @@ class DecoderSpec:
         if not self.tie_embeddings:
             shapes |= linear_shapes([LM_HEAD], vocab, hidden, bias=self.head_bias)
         return shapes
+
+    def adaptable_linears(self) -> LinearSizes:
+        """The embedding, the head, and the linears of the layers that may have LoRA adapters."""
+        hidden, vocab = self.hidden_size, self.vocab_size
+        linears: LinearSizes = {}
+        for index, layer in enumerate(self.layers):
+            for sublayer in layer:
+                linears |= sublayer.adaptable_linears(f"model.layers.{index}", hidden)
+        if self.per_layer_inputs is not None:
+            linears[PER_LAYER_MODEL_PROJECTION] = (hidden, self.per_layer_inputs.total_size)
+        return linears | {EMBED_TOKENS: (vocab, hidden), LM_HEAD: (hidden, vocab)}
 
     @property
     def num_layers(self) -> int:

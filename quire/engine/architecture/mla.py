@@ -7,7 +7,13 @@ from typing import Any
 
 from quire.engine.architecture.kv_cache_spec import PagedState
 from quire.engine.architecture.norm import NormSpec
-from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_shapes, norm_shapes
+from quire.engine.architecture.parameter_shapes import (
+    LinearSizes,
+    ParameterShapes,
+    linear_shapes,
+    linear_sizes,
+    norm_shapes,
+)
 from quire.engine.architecture.sublayer import SublayerSpec, divisibility_error
 
 
@@ -71,6 +77,12 @@ class MLALayerSpec(SublayerSpec):
         shapes |= linear_shapes([f"{prefix}.o_proj"], hidden_size, value_size, bias=self.bias)
         shapes |= norm_shapes({f"{layer}.input_layernorm": hidden_size}, self.norm)
         return shapes | norm_shapes(norms, NormSpec(self.latent_eps))
+
+    def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
+        """Without the one that expands latents to keys and values: the layer makes others of it."""
+        linears = linear_sizes(self.parameter_shapes(layer, hidden_size))
+        del linears[f"{layer}.self_attn.kv_b_proj"]
+        return linears
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
         return divisibility_error(self.num_heads, f"{self.num_heads} heads", ranks)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.engine.architecture.norm import NormSpec
-from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_shapes, mlp_shapes, norm_shapes
+from quire.engine.architecture.parameter_shapes import (
+    LinearSizes,
+    ParameterShapes,
+    linear_shapes,
+    linear_sizes,
+    mlp_shapes,
+    norm_shapes,
+)
 from quire.engine.architecture.sublayer import SublayerSpec, divisibility_error
 from quire.kernels.parameters.activation import ClampedSwiGLU
 from quire.kernels.parameters.routing import Routing
@@ -102,12 +109,20 @@ class MoELayerSpec(SublayerSpec):
             shapes[f"{prefix}.{self.expert_scales}"] = (self.num_experts,)
         if self.router_scale is not None:
             shapes[f"{prefix}.{self.router_scale}"] = (hidden_size,)
+        if self.shared_expert is not None and self.shared_expert.gate_name is not None:
+            shapes |= linear_shapes([f"{layer}.{self.shared_expert.gate_name}"], 1, hidden_size)
+        return shapes | self._dense_shapes(layer, hidden_size)
+
+    def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
+        """Those that every token has, without the shared experts' gate."""
+        return linear_sizes(self._dense_shapes(layer, hidden_size))
+
+    def _dense_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
+        """What every token has: shared experts, and the projections around experts of smaller vectors."""
+        shapes = ParameterShapes()
         if (shared := self.shared_expert) is not None:
-            shared_prefix = f"{layer}.{shared.name}"
-            size = shared.intermediate_size
-            shapes |= mlp_shapes(shared_prefix, size, hidden_size, gated=self.gated, bias=shared.bias)
-            if shared.gate_name is not None:
-                shapes |= linear_shapes([f"{layer}.{shared.gate_name}"], 1, hidden_size)
+            prefix, size = f"{layer}.{shared.name}", shared.intermediate_size
+            shapes |= mlp_shapes(prefix, size, hidden_size, gated=self.gated, bias=shared.bias)
         if (latent := self.latent) is not None:
             into, out_of = (f"{layer}.{name}" for name in latent.projection_names)
             shapes |= linear_shapes([into], latent.latent_size, hidden_size, bias=latent.bias)

@@ -9,6 +9,8 @@ from quire.engine.architecture.norm import NormSpec
 
 ParameterShapes = dict[str, tuple[int, ...]]
 """By the tensor's name in the checkpoint, under the names that Quire's own modules use."""
+LinearSizes = dict[str, tuple[int, int]]
+"""(in_features, out_features) by the linear's name."""
 
 
 def linear_shapes(names: Iterable[str], out_features: int, in_features: int, *, bias: bool = False) -> ParameterShapes:
@@ -38,8 +40,13 @@ def norm_shapes(sizes: Mapping[str, int], norm: NormSpec) -> ParameterShapes:
     return shapes
 
 
-def prefix_names(prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> ParameterShapes:
-    return {f"{prefix}.{name}": shape for name, shape in shapes.items()}
+def linear_sizes(shapes: Mapping[str, tuple[int, ...]]) -> LinearSizes:
+    """Of the linears among these parameters: their weights alone have two axes."""
+    return {
+        name.removesuffix(".weight"): (shape[1], shape[0])
+        for name, shape in shapes.items()
+        if name.endswith(".weight") and len(shape) == 2
+    }
 
 
 def count_parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:

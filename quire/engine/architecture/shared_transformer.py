@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.kv_cache_spec import PagedState
 from quire.engine.architecture.norm import NormSpec
-from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_shapes, mlp_shapes, norm_shapes
+from quire.engine.architecture.parameter_shapes import (
+    LinearSizes,
+    ParameterShapes,
+    linear_shapes,
+    linear_sizes,
+    mlp_shapes,
+    norm_shapes,
+)
 from quire.engine.architecture.sublayer import SublayerSpec, divisibility_error
 from quire.kernels.parameters.activation import Activation
 
@@ -61,6 +68,13 @@ class SharedTransformerSpec(SublayerSpec):
         return shapes | linear_shapes(
             [f"{adapter}.1.gate", f"{adapter}.1.up"], self.intermediate_size, self.adapter_rank
         )
+
+    def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
+        """Of this use, which can have adapters of its own; its low-rank linears have none."""
+        prefix = f"{layer}.{SHARED_TRANSFORMER}"
+        shapes = self.attention.parameter_shapes(prefix, hidden_size)
+        shapes |= mlp_shapes(f"{prefix}.feed_forward", self.intermediate_size, hidden_size)
+        return linear_sizes(shapes | linear_shapes([f"{layer}.linear"], hidden_size, hidden_size))
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
         return divisibility_error(

@@ -47,10 +47,14 @@ class PerLayerInputsSpec:
     image_token_id: int
     """Whose numbers the tokens have that stand for a part of an image."""
 
+    @property
+    def total_size(self) -> int:
+        """Numbers of a token for all layers together."""
+        return self.size_per_layer * self.num_layers
+
     def parameter_shapes(self, hidden_size: int) -> ParameterShapes:
-        size = self.size_per_layer * self.num_layers
-        shapes: ParameterShapes = {f"{EMBED_TOKENS_PER_LAYER}.weight": (self.vocab_size, size)}
-        shapes |= linear_shapes([PER_LAYER_MODEL_PROJECTION], size, hidden_size)
+        shapes: ParameterShapes = {f"{EMBED_TOKENS_PER_LAYER}.weight": (self.vocab_size, self.total_size)}
+        shapes |= linear_shapes([PER_LAYER_MODEL_PROJECTION], self.total_size, hidden_size)
         return shapes | norm_shapes({PER_LAYER_PROJECTION_NORM: self.size_per_layer}, self.norm)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.architecture.kv_cache_spec import State
-from quire.engine.architecture.parameter_shapes import ParameterShapes
+from quire.engine.architecture.parameter_shapes import LinearSizes, ParameterShapes, linear_sizes
 
 
 class SublayerSpec:
@@ -19,6 +19,10 @@ class SublayerSpec:
     def parameter_shapes(self, layer: str, hidden_size: int) -> ParameterShapes:
         """`layer`: the layer's name in the checkpoint. `hidden_size`: the width of the residual stream."""
         raise NotImplementedError(f"{type(self).__name__} does not say its parameters")
+
+    def adaptable_linears(self, layer: str, hidden_size: int) -> LinearSizes:
+        """The linears that may have LoRA adapters. `layer`, `hidden_size`: as in `parameter_shapes`."""
+        return linear_sizes(self.parameter_shapes(layer, hidden_size))
 
     def tensor_parallel_error(self, ranks: int) -> str | None:
         """What of it cannot be divided among so many ranks; None: all can."""

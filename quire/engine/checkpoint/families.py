@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from quire.engine.checkpoint.adapted import class_not_served
 from quire.engine.checkpoint.quantization import why_not
@@ -94,8 +94,6 @@ FAMILIES = {
 }
 """config.json's model_type to the module of engine/models that reads such a file: by a row of its TABLE, or by its
 function `spec`."""
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "minicpm3", "youtu")
-"""Families with latent attention in all layers."""
 LATENT_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 """What config.json calls the sizes of latent attention."""
 WITH_EXPERTS = (
@@ -110,23 +108,6 @@ WITH_EXPERTS = (
     "nemotron_h",
 )
 """Families with mixtures of experts."""
-WITHOUT_GATES = (
-    "apertus",
-    "arcee",
-    "bloom",
-    "falcon",
-    "gpt2",
-    "gpt_bigcode",
-    "gpt_neox",
-    "gptj",
-    "mpt",
-    "nemotron",
-    "nemotron_h",
-    "opt",
-    "phi",
-    "starcoder2",
-)
-"""Families whose MLPs have two matrices, not three."""
 DELTA_NETS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Families with gated delta nets in most layers."""
 STATE_SPACES = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
@@ -148,8 +129,6 @@ WITHOUT_STATES = {"nemotron_h": ("mlp", "moe")}
 """By such a family, what layer_types calls the layers that are an MLP, or experts."""
 GATED = DELTA_NETS
 """Families whose attention has a gate for each query."""
-HEAD_GATED = ("lfm3",)
-"""Those whose attention has one for each head, unless use_attention_gate says that it has none."""
 _SHARED = {
     "hunyuan_v1_moe": "mlp.shared_mlp",
     "llama4_text": "feed_forward.shared_expert",
@@ -288,31 +267,6 @@ def sparse_layers(text: Mapping[str, Any], layers: int) -> list[bool]:
     end = text.get("moe_layer_end_index")
     last = layers - 1 if end in (None, -1) else int(end)
     return [(layer + 1) % every == 0 and layer not in dense and layer <= last for layer in range(layers)]
-
-
-class LayerParts(NamedTuple):
-    """Which parts a layer has."""
-
-    attends: bool
-    keeps: bool
-    """A state, in attention's place or beside it."""
-    mlp: bool
-    experts: bool
-    """Also of a granitemoehybrid without experts, whose layers have the MLP that stands beside experts elsewhere."""
-
-
-def layer_parts(text: Mapping[str, Any], layers: int) -> list[LayerParts]:
-    """By layer, in the families that are served."""
-    kind = str(text.get("model_type"))
-    sparse = sparse_layers(text, layers) if kind in WITH_EXPERTS else [False] * layers
-    own, kinds = STATES.get(kind), list(text.get("layer_types") or ())
-    if own is None or not kinds:
-        return [LayerParts(True, False, not each, each) for each in sparse]
-    found = []
-    for each, has in zip(kinds, sparse, strict=False):  # the plan reads what contradicts itself too
-        mlp = each == "mlp" if kind in ALONE else not has
-        found.append(LayerParts(_attends(each), each in own, mlp, has))
-    return found
 
 
 def _attends(kind: str) -> bool:

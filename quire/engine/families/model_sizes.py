@@ -12,17 +12,16 @@ from quire.engine.architecture.kv_cache_spec import MatrixState, PagedColumnStat
 from quire.engine.checkpoint.adapted import class_not_served
 from quire.engine.checkpoint.alike.told import told_by_file
 from quire.engine.checkpoint.families import (
-    FAMILIES,
     family_not_served,
     has_file,
     stored_dtype,
     why_not_served,
     wide_activations,
 )
-from quire.engine.checkpoint.files import parse_family_config, text_config
+from quire.engine.checkpoint.files import text_config
 from quire.engine.checkpoint.kv_plan import QUANTIZED_BITS
 from quire.engine.errors import ModelError
-from quire.engine.families import family_decoder_spec
+from quire.engine.families.config_spec import read_family_spec
 from quire.engine.families.decoder_sizes import DecoderSizes, count_decoder
 from quire.engine.families.guessed_sizes import (
     guess_decoder_sizes,
@@ -143,7 +142,7 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
     tower, tower_linears = count_vision_and_linear_parameters(raw, hidden)
     unserved = why_not_served(raw)
     notes = _describe_uncounted(raw, text, tower)
-    decoder = _count_family(raw, text, must_be_served=not unserved)
+    decoder = _count_family(raw, must_be_served=not unserved)
     if decoder is None:
         notes += note_unknown_states(text)
         decoder = guess_decoder_sizes(raw, text)
@@ -174,18 +173,15 @@ def _text_to_plan(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return text
 
 
-def _count_family(raw: Mapping[str, Any], text: Mapping[str, Any], *, must_be_served: bool) -> DecoderSizes | None:
+def _count_family(raw: Mapping[str, Any], *, must_be_served: bool) -> DecoderSizes | None:
     """The sizes of a decoder whose family a file of ours describes; None: none does. Raises ModelError."""
-    is_ours = has_file(raw)
-    if text.get("model_type") not in FAMILIES or (not is_ours and text.get("kv_lora_rank")):
-        return None  # transformers' classes cache keys and values that they make of latents
-    content = raw if raw.get("model_type") in FAMILIES else text
     try:
-        return count_decoder(family_decoder_spec(parse_family_config(content, "config.json")))
+        spec = read_family_spec(raw)
     except ModelError:
-        if is_ours and must_be_served:
+        if has_file(raw) and must_be_served:
             raise
         return None
+    return None if spec is None else count_decoder(spec)
 
 
 def _describe_uncounted(raw: Mapping[str, Any], text: Mapping[str, Any], tower: int) -> list[str]:

@@ -25,18 +25,6 @@ def uses_of(text: Mapping[str, Any]) -> list[Use]:
     return [Use(layer, layers[number % blocks]) for number, layer in enumerate(layers)]
 
 
-def use_modules(text: Mapping[str, Any], hidden: int) -> Shapes:
-    """The linears of one use that may have adapters, (in, out) by their names in a layer."""
-    inner, both = int(text.get("intermediate_size") or 0), 2 * hidden
-    queries, keys = (int(text.get(name) or 0) * _head(text, hidden) for name in _HEADS)
-    keys = keys or queries
-    attention = {"q": (both, queries), "k": (both, keys), "v": (both, keys), "o": (queries, hidden)}
-    found = {f"self_attn.{name}_proj": shape for name, shape in attention.items()}
-    found |= {f"feed_forward.{name}_proj": (hidden, inner) for name in ("gate", "up")}
-    found |= {"feed_forward.down_proj": (inner, hidden)}
-    return {f"shared_transformer.{name}": shape for name, shape in found.items()} | {"linear": (hidden, hidden)}
-
-
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 

@@ -120,21 +120,3 @@ def _of_layer(each: Mapping[str, Any], layer: int) -> Mapping[str, Any]:
         if int(number) == layer:
             return own or {}
     return {}
-
-
-def unequal_modules(text: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, int]]:
-    """The linears that may have adapters but the head, (in, out) by name. Raises ModelError."""
-    found: dict[str, tuple[int, int]] = {}
-    layers, size = unequal_layers(text), int(text.get("hidden_size_per_layer_input") or 0)
-    for index, each in enumerate(layers):
-        queries, keys = each.heads * each.head_dim, each.kv_heads * each.head_dim
-        own = {"self_attn.q_proj": (hidden, queries), "self_attn.o_proj": (queries, hidden)}
-        if each.source is None:
-            own |= {"self_attn.k_proj": (hidden, keys)}
-            own |= {} if each.keys_are_values else {"self_attn.v_proj": (hidden, keys)}
-        own |= {f"mlp.{name}_proj": (hidden, each.inner) for name in ("gate", "up")}
-        own |= {"mlp.down_proj": (each.inner, hidden)}
-        if size:
-            own |= {"per_layer_input_gate": (hidden, size), "per_layer_projection": (size, hidden)}
-        found |= {f"model.layers.{index}.{name}": shape for name, shape in own.items()}
-    return found | ({"model.per_layer_model_projection": (hidden, len(layers) * size)} if size else {})
