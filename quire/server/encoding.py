@@ -53,7 +53,7 @@ def escape_log_text(text: str) -> str:
 encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
-class MethodCodec(NamedTuple):
+class MethodCallCodec(NamedTuple):
     """How a process calls a method of another one: its arguments pass as a tuple, each of the type that it has."""
 
     signature: inspect.Signature
@@ -63,13 +63,13 @@ class MethodCodec(NamedTuple):
 
 
 @cache
-def method_codec(method: Callable[..., Any]) -> MethodCodec:
+def method_call_codec(method: Callable[..., Any]) -> MethodCallCodec:
     """Of a method as its class has it."""
     parameters = list(inspect.signature(method).parameters.values())[1:]
     hints = get_type_hints(method)
     arguments_type: Any = tuple.__class_getitem__(tuple(hints[each.name] for each in parameters))
     decode = msgspec.msgpack.Decoder(arguments_type), msgspec.msgpack.Decoder(hints["return"])
-    return MethodCodec(inspect.Signature(parameters), *decode)
+    return MethodCallCodec(inspect.Signature(parameters), *decode)
 
 
 def method_handler(owner: object, method: Callable[..., Any]) -> Callable[[bytes], Awaitable[bytes | None]]:
@@ -77,7 +77,7 @@ def method_handler(owner: object, method: Callable[..., Any]) -> Callable[[bytes
     stands for no arguments."""
 
     async def handle_call(body: bytes) -> bytes | None:
-        result = method(owner, *(method_codec(method).arguments_decoder.decode(body) if body else ()))
+        result = method(owner, *(method_call_codec(method).arguments_decoder.decode(body) if body else ()))
         result = await result if isinstance(result, Awaitable) else result
         return None if result is None else encode_msgpack(result)
 

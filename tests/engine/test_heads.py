@@ -102,7 +102,7 @@ class Recorded(Drafter):
         assert isinstance(heads, DraftHeadRunner)
         for (seq, _), guess in zip(asked, found, strict=True):
             assert seq.slot is not None
-            place = heads._find_state_index(HeadDraftRequest(seq.slot, len(seq.token_ids), 1, []))
+            place = heads._find_place_in_slot_states(HeadDraftRequest(seq.slot, len(seq.token_ids), 1, []))
             assert (place is None) == (seq.num_output_tokens == 0), (
                 "before its first pick there is nothing to go on from"
             )

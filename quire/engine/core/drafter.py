@@ -74,7 +74,7 @@ class Drafter(ABC):
         """The request has finished."""
 
 
-class StepwiseDrafter(ABC):
+class TokenwiseDrafter(ABC):
     """Drafts one token after the other, so that the caller can decide after each whether one more pays."""
 
     @abstractmethod

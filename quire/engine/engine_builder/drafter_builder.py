@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.engine.architecture.kv_cache_spec import PIECE
 from quire.engine.config import EngineConfig
-from quire.engine.core.drafter import Drafter, StepwiseDrafter
+from quire.engine.core.drafter import Drafter, TokenwiseDrafter
 from quire.engine.spec_decode.drafter_factory import choose_drafter
 from quire.engine.spec_decode.head_drafter import HeadDrafter
 from quire.engine.spec_decode.model_drafter import DraftBlockLayout, ModelDrafter
@@ -24,7 +24,7 @@ def make_configured_drafter(worker: StartedWorker, config: EngineConfig) -> Draf
 
 def make_model_or_head_drafter(
     worker: StartedWorker, config: EngineConfig
-) -> tuple[Drafter | StepwiseDrafter, list[tuple[int, float]]] | None:
+) -> tuple[Drafter | TokenwiseDrafter, list[tuple[int, float]]] | None:
     """What asks the model or the heads that draft, if there are some, and what one guess more costs them."""
     if (draft := worker.started_drafter) is None:
         return None

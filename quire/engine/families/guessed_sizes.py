@@ -67,7 +67,7 @@ def guess_decoder_sizes(raw: Mapping[str, Any], text: Mapping[str, Any]) -> Deco
     )
 
 
-def note_unknown_states(text: Mapping[str, Any]) -> list[str]:
+def unknown_state_notes(text: Mapping[str, Any]) -> list[str]:
     """What is to be known of layers that keep a state which nothing here knows."""
     layers = required_size(text, "num_hidden_layers")
     others = layers - len(layer_windows(text, layers))

@@ -25,9 +25,9 @@ from quire.engine.families.config_spec import read_family_spec
 from quire.engine.families.decoder_sizes import DecoderSizes, count_decoder
 from quire.engine.families.guessed_sizes import (
     guess_decoder_sizes,
-    note_unknown_states,
     optional_size,
     required_size,
+    unknown_state_notes,
 )
 from quire.engine.images.vision_config import count_vision_and_linear_parameters
 
@@ -144,7 +144,7 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
     notes = _describe_uncounted(raw, text, tower)
     decoder = _count_family(raw, must_be_served=not unserved)
     if decoder is None:
-        notes += note_unknown_states(text)
+        notes += unknown_state_notes(text)
         decoder = guess_decoder_sizes(raw, text)
     quantization, bits = _quantization(text)
     return ModelSizes(

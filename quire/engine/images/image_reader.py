@@ -171,7 +171,7 @@ class ImageReader:
         return tuple(spans)
 
 
-def tiles_by_hex_digest(reader: ImageReader, request_images: Iterable[RequestImage]) -> dict[str, Image]:
+def make_tiles_by_tile_digest(reader: ImageReader, request_images: Iterable[RequestImage]) -> dict[str, Image]:
     """All that images become, cut into tiles and not, by digest in hexadecimal: what receipts name. Raises
     InvalidRequest as `tiles`."""
     images = dict[str, Image]()

@@ -76,7 +76,7 @@ class InProcessLink(EngineLink):
             raise ConfigError("the weights that slept are in no file: load_weights gives them, and wakes the model")
         if weights is not None:
             await self.check(weights)
-        await self._rebuild_engine(self._config_with_weights(weights), version)
+        await self._replace_engine(self._config_with_weights(weights), version)
 
     def _config_with_weights(self, weights: str | None) -> EngineConfig:
         update = {} if weights is None else {"weights": weights, "load_format": "auto"}
@@ -87,9 +87,9 @@ class InProcessLink(EngineLink):
         weights before are back if a file has them; if not, the model sleeps until some are given."""
         # Without the folder of an earlier update: it may be gone by now.
         config = self._config.model_copy(update=self._memory_plan | {"load_format": "auto", "weights": None})
-        await self._rebuild_engine(config, version, tensors)
+        await self._replace_engine(config, version, tensors)
 
-    async def _rebuild_engine(self, config: EngineConfig, version: str, tensors: NamedTensors | None = None) -> None:
+    async def _replace_engine(self, config: EngineConfig, version: str, tensors: NamedTensors | None = None) -> None:
         from quire.engine.engine_core import EngineCore, free_engine_memory
 
         if self.failure is not None:

@@ -9,7 +9,7 @@ import msgspec
 
 from quire.engine import clock
 from quire.engine.errors import InvalidRequest
-from quire.engine.images.image_reader import RequestImage, tiles_by_hex_digest
+from quire.engine.images.image_reader import RequestImage, make_tiles_by_tile_digest
 from quire.engine.offline.offline_model import GenerationTask
 from quire.engine.offline.prompt_images import check_image_types
 from quire.engine.offline.running_engine import RunningEngine
@@ -66,7 +66,7 @@ class ReceiptMaker:
             max_model_len=running_engine.info.max_model_len,
             vocab_size=running_engine.input_processor.vocab_size,
             adapters={each.digest: each for each in adapters if each is not None},
-            images={} if reader is None else tiles_by_hex_digest(reader, request_images),
+            images={} if reader is None else make_tiles_by_tile_digest(reader, request_images),
         )
         return await replay_receipt(receipt, model, running_engine.client)
 

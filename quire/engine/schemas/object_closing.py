@@ -27,11 +27,11 @@ from quire.engine.schemas.object_keywords import (
     CLOSING_KEYWORDS,
     ConditionalKeywords,
     UndecidableSchema,
-    can_satisfy_min_properties,
     common_types,
     has_positional_items,
     is_bare_reference,
     may_hold_objects,
+    named_properties_reach_minimum,
     names_in_required_and_constants,
     require_schema_list,
     require_schema_map,
@@ -245,7 +245,7 @@ class _SchemaCloser:
         if any(CLOSING_KEYWORDS & one.keys() for one in schemas) or conditional.has_closers:
             return result
         allowed = dict.fromkeys([*written, *names_in_required_and_constants(schemas), *conditional.property_names])
-        if conditional.is_undecidable or not can_satisfy_min_properties(schemas, written):
+        if conditional.is_undecidable or not named_properties_reach_minimum(schemas, written):
             self._record_open_object(schemas)
             return result
         properties = {name: written.get(name, True) for name in allowed}

@@ -114,7 +114,7 @@ def names_in_required_and_constants(schemas: Sequence[dict[str, Any]]) -> list[s
     return names
 
 
-def can_satisfy_min_properties(schemas: Sequence[dict[str, Any]], written: dict[str, Schema]) -> bool:
+def named_properties_reach_minimum(schemas: Sequence[dict[str, Any]], written: dict[str, Schema]) -> bool:
     """Whether the named properties suffice for `minProperties`, as far as that is plain."""
     counts = [one["minProperties"] for one in schemas if isinstance(one.get("minProperties"), int | float)]
     surely = {

@@ -17,7 +17,7 @@ from quire.engine.core.drafter import (
     Draft,
     Drafter,
     RequestsToDraft,
-    StepwiseDrafter,
+    TokenwiseDrafter,
     draft_acceptance_kinds,
 )
 from quire.engine.core.request import Request
@@ -126,7 +126,7 @@ class AcceptanceTracker:
 class TrackingDrafter(Drafter):
     """It learns how often the tokens that another drafter guesses are right."""
 
-    def __init__(self, drafter: Drafter | StepwiseDrafter, max_drafts: int, step_costs: StepCosts) -> None:
+    def __init__(self, drafter: Drafter | TokenwiseDrafter, max_drafts: int, step_costs: StepCosts) -> None:
         """`max_drafts`: drafts of one sequence in one step. `step_costs`: of the steps that they are for."""
         self._max_drafts, self._step_costs = max_drafts, step_costs
         self._acceptance = AcceptanceTracker()

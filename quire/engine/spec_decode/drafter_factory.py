@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from quire.engine.config import SpeculativeConfig
-from quire.engine.core.drafter import Drafter, NullDrafter, StepwiseDrafter
+from quire.engine.core.drafter import Drafter, NullDrafter, TokenwiseDrafter
 from quire.engine.spec_decode.draft_length import AdaptiveLengthDrafter, StepCosts
 from quire.engine.spec_decode.grammar_drafter import GrammarDrafter
 from quire.engine.spec_decode.load_aware_drafter import LoadAwareDrafter
 from quire.engine.spec_decode.ngram_drafter import NgramDrafter, SuffixDrafter
-from quire.engine.spec_decode.stepwise_drafter import AdaptiveStepwiseDrafter
+from quire.engine.spec_decode.tokenwise_drafter import AdaptiveTokenwiseDrafter
 from quire.engine.text.grammar_compiler import GrammarCompiler
 
 MeasuredCosts = Sequence[tuple[int, float]]
@@ -22,7 +22,7 @@ ASSUMED_COSTS = ((1, 1.0), (2, 1.5))
 def choose_drafter(
     config: SpeculativeConfig | None,
     costs: MeasuredCosts,
-    model: tuple[Drafter | StepwiseDrafter, MeasuredCosts] | None,
+    model: tuple[Drafter | TokenwiseDrafter, MeasuredCosts] | None,
     compiler: Callable[[], GrammarCompiler],
 ) -> Drafter | None:
     """None where nothing is guessed. `config`: None where nobody said how, which costs nothing where no grammar is.
@@ -36,8 +36,8 @@ def choose_drafter(
     drafter: Drafter = NullDrafter()
     if model is not None:
         model_drafter, draft_costs = model[0], StepCosts(*zip(*model[1], strict=True))
-        if isinstance(model_drafter, StepwiseDrafter):
-            drafter = AdaptiveStepwiseDrafter(model_drafter, max_drafts, step_costs, draft_costs)
+        if isinstance(model_drafter, TokenwiseDrafter):
+            drafter = AdaptiveTokenwiseDrafter(model_drafter, max_drafts, step_costs, draft_costs)
         else:
             drafter = AdaptiveLengthDrafter(model_drafter, max_drafts, step_costs, draft_costs)
     elif config.method != "grammar":

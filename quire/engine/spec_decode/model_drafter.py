@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from quire.engine.core.drafter import Draft, RequestsToDraft, StepwiseDrafter
+from quire.engine.core.drafter import Draft, RequestsToDraft, TokenwiseDrafter
 from quire.engine.core.request import Request
 from quire.engine.core.scheduler_output import DrafterCatchUp, DraftToken, NewRequestData
 from quire.engine.types import SamplingParams
@@ -75,7 +75,7 @@ class _OpenDraft:
     probabilities: list[float] = field(default_factory=list)
 
 
-class ModelDrafter(StepwiseDrafter):
+class ModelDrafter(TokenwiseDrafter):
     def __init__(self, model: DraftModel, blocks: DraftBlockLayout, max_tokens: int) -> None:
         """`max_tokens`: the most that the model computes in a step."""
         self._model = model

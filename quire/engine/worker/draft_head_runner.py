@@ -136,7 +136,9 @@ class DraftHeadRunner:
         """Guesses for each of the rows, as many as it asks for; none where its last step was too long ago."""
         drafts: list[list[int]] = [[] for _ in rows]
         draftable = [
-            index for index, row in enumerate(rows) if row.num_drafts > 0 and self._find_state_index(row) is not None
+            index
+            for index, row in enumerate(rows)
+            if row.num_drafts > 0 and self._find_place_in_slot_states(row) is not None
         ]
         if not draftable:
             return drafts
@@ -148,7 +150,7 @@ class DraftHeadRunner:
                 drafts[index].append(token)
         return drafts
 
-    def _find_state_index(self, row: HeadDraftRequest) -> int | None:
+    def _find_place_in_slot_states(self, row: HeadDraftRequest) -> int | None:
         """Where the slot keeps the state before the last known token; None: it has none."""
         state_span, slot_request = self._state_spans.get(row.slot), self._input_batch.slot_requests[row.slot]
         if state_span is None or slot_request is None or slot_request.new_request is not state_span.new_request:
@@ -161,7 +163,7 @@ class DraftHeadRunner:
         longest = max(len(row.block_ids) for row in rows)
         arrays: list[np.ndarray] = [
             np.array([row.slot for row in rows], dtype=np.int64),
-            np.array([self._find_state_index(row) for row in rows], dtype=np.int64),
+            np.array([self._find_place_in_slot_states(row) for row in rows], dtype=np.int64),
             np.array([row.num_tokens for row in rows], dtype=np.int64),
             np.array([[*row.block_ids, *[0] * (longest - len(row.block_ids))] for row in rows], dtype=np.int32),
         ]
@@ -190,7 +192,7 @@ class DraftHeadRunner:
         draft_tokens = list[Tensor]()
         assert graphs is not None
         each = [
-            (row.slot, row.num_tokens - 1, self._input_batch.num_blocks[row.slot], self._find_state_index(row))
+            (row.slot, row.num_tokens - 1, self._input_batch.num_blocks[row.slot], self._find_place_in_slot_states(row))
             for row in rows
         ]
         graph_rows = np.array(each, dtype=np.int64).T

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.engine.errors import may_succeed_later
-from quire.server.encoding import encode_msgpack, method_codec, method_handler
+from quire.server.encoding import encode_msgpack, method_call_codec, method_handler
 from quire.server.generation.response_writers.answer_writer import AnswerWriter
 from quire.server.generation.response_writers.responses import ResponsesWriter
 from quire.server.peers import Peers
@@ -110,7 +110,7 @@ class Background:
     async def _ask_peer(self, holder: str, method: Callable[..., Any], *arguments: object) -> Any:
         """What this method returns in another process; None where that says nothing."""
         reply = await self._peers.ask_peer(holder, method.__qualname__, encode_msgpack(arguments))
-        return None if reply is None else method_codec(method).result_decoder.decode(reply)
+        return None if reply is None else method_call_codec(method).result_decoder.decode(reply)
 
     async def follow_answer(self, key: AnswerKey, after: int) -> AsyncGenerator[bytes] | None:
         """The events of an answer after the one with this number, up to the last. None if no process works on the

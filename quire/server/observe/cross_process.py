@@ -14,7 +14,7 @@ from quire.engine.link.hub_messages import LASTING
 from quire.engine.prefix_misses.recent_turns import Turn
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
-from quire.server.encoding import encode_json, encode_msgpack, method_codec, method_handler
+from quire.server.encoding import encode_json, encode_msgpack, method_call_codec, method_handler
 from quire.server.observe import metric_sums
 from quire.server.observe.http_metrics import HttpMetrics, without_process_gauges
 from quire.server.observe.metric_sums import PeerSample
@@ -128,7 +128,7 @@ class CrossProcessObserver:
         encoded_results = (
             [] if self._hub is None else await self._hub.ask(topic or method.__qualname__, encode_msgpack(arguments))
         )
-        return [method_codec(method).result_decoder.decode(each) for each in encoded_results]
+        return [method_call_codec(method).result_decoder.decode(each) for each in encoded_results]
 
     def _ended_process_samples(self) -> list[PeerSample]:
         inherited = None if self._hub is None else self._hub.inherited

@@ -19,7 +19,7 @@ import msgspec
 
 from quire.engine.errors import QuireError
 from quire.engine.link.hub_messages import Fault
-from quire.server.encoding import encode_msgpack, method_codec
+from quire.server.encoding import encode_msgpack, method_call_codec
 from quire.server.store.batches import Batches
 from quire.server.store.data_dir import DataDir, Processes
 from quire.server.store.files import FileContents, Files
@@ -131,7 +131,7 @@ def serve_data_dir_call(data: DataDir, encoded_request: bytes) -> bytes:
     try:
         request = _decode_request(encoded_request)
         method = RPC_METHODS[request.method]
-        form = method_codec(method)
+        form = method_call_codec(method)
         store = getattr(data, request.method.partition(".")[0].lower())
         arguments = dict(zip(form.signature.parameters, form.arguments_decoder.decode(request.arguments), strict=True))
         result = getattr(store, method.__name__)(**arguments)
@@ -158,7 +158,7 @@ class _RPCProxy:
         return partial(self._call_method, _WIRE_NAMES[f"{self._store_class.__name__}.{method}"])
 
     def _call_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        form = method_codec(RPC_METHODS[method])
+        form = method_call_codec(RPC_METHODS[method])
         bound = form.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         request = _RPCRequest(method, msgspec.Raw(encode_msgpack(tuple(bound.arguments.values()))))

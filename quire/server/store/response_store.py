@@ -115,7 +115,7 @@ class Store:
 
     def get_without_items(self, owner: str, kind: ObjectKind, id: str) -> ObjectWithoutItems | None:
         with self._database.read_connection() as database:
-            return _select_object(database, owner, kind, id)
+            return _select_object_without_items(database, owner, kind, id)
 
     def get_summary(self, owner: str, kind: ObjectKind, id: str) -> ObjectSummary | None:
         with self._database.read_connection() as database:
@@ -170,7 +170,7 @@ class Store:
     def replace_metadata(self, owner: str, id: str, metadata: Any) -> bytes | None:
         """Replace a conversation's metadata. Returns the conversation as JSON; None where there is none."""
         with self.write_transaction_with_sizes() as database:
-            stored = _select_object(database, owner, "conversation", id)
+            stored = _select_object_without_items(database, owner, "conversation", id)
             if stored is None:
                 return None
             data = encode_json({**json.loads(stored.data), "metadata": metadata})
@@ -232,7 +232,7 @@ class Store:
     def mark_response_failed(self, owner: str, id: str) -> None:
         """No process can go on with this response: it has failed. Its items stay."""
         with self.write_transaction_with_sizes() as database:
-            if (before := _select_object(database, owner, "response", id)) is None:
+            if (before := _select_object_without_items(database, owner, "response", id)) is None:
                 return
             now = _with_failed_status(before)
             row = (json.dumps(now.about), now.data, owner, id)
@@ -323,7 +323,7 @@ class StoreReader:
         return _select_summary(self._database, owner, kind, id)
 
     def read_object_without_items(self, owner: str, kind: ObjectKind, id: str) -> ObjectWithoutItems | None:
-        return _select_object(self._database, owner, kind, id)
+        return _select_object_without_items(self._database, owner, kind, id)
 
     def read_items(self, owner: str, id: str) -> list[Any]:
         """All items of an object, the oldest first."""
@@ -373,7 +373,9 @@ def _insert_items(
     database.executemany("insert or replace into items values (?, ?, ?, ?, ?)", rows)
 
 
-def _select_object(database: sqlite3.Connection, owner: str, kind: ObjectKind, id: str) -> ObjectWithoutItems | None:
+def _select_object_without_items(
+    database: sqlite3.Connection, owner: str, kind: ObjectKind, id: str
+) -> ObjectWithoutItems | None:
     query = "select about, data from objects where owner = ? and id = ? and kind = ?"
     row = database.execute(query, (owner, id, kind)).fetchone()
     return None if row is None else ObjectWithoutItems(kind, json.loads(row[0]), bytes(row[1]))

@@ -160,7 +160,7 @@ class MultiProcessRanks(RankGroup):
         # NCCL waits in `stop_ranks` until the GPU has stopped, and until no decode graph holds its calls any more. The
         # thread is there from the start: this may be let go of when a program ends, which begins no threads then.
         closing = threading.Thread(
-            target=_close_group_when_ended, args=(self._group_ended, self.group), name="let-go", daemon=True
+            target=_abort_collectives_on_event, args=(self._group_ended, self.group), name="let-go", daemon=True
         )
         closing.start()
         closing_thread = closing if on_cpu else None  # for the store's port, which the next engine listens at
@@ -397,7 +397,7 @@ def _trigger_group_close(group_ended: threading.Event, closing_thread: threading
         closing_thread.join(STOP_SECONDS)
 
 
-def _close_group_when_ended(group_ended: threading.Event, group: Collective) -> None:
+def _abort_collectives_on_event(group_ended: threading.Event, group: Collective) -> None:
     """In a thread."""
     group_ended.wait()
     group.abort_collectives()

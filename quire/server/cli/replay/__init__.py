@@ -17,7 +17,7 @@ from quire.engine.checkpoint.files import resolve_model
 from quire.engine.checkpoint.overrides import model_path, read_configured
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, InvalidRequest, ModelError
-from quire.engine.images.image_reader import RequestImage, make_image_reader, tiles_by_hex_digest
+from quire.engine.images.image_reader import RequestImage, make_image_reader, make_tiles_by_tile_digest
 from quire.engine.link.client import EngineClient
 from quire.engine.link.link import Link
 from quire.engine.link.supervisor import ProcessLink
@@ -220,4 +220,4 @@ def read_images_by_digest(path: Path, tokenizer: Tokenizer, files: Sequence[str]
             images.append(RequestImage(file, Path(file).read_bytes()))
         except OSError as error:
             raise ConfigError(f"--image: {file}: {error.strerror}") from None
-    return tiles_by_hex_digest(reader, images)
+    return make_tiles_by_tile_digest(reader, images)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from quire.engine.core.drafter import KIND_DEFAULT, Draft, RequestsToDraft, StepwiseDrafter, draft_acceptance_kinds
+from quire.engine.core.drafter import KIND_DEFAULT, Draft, RequestsToDraft, TokenwiseDrafter, draft_acceptance_kinds
 from quire.engine.core.request import Request
 from quire.engine.spec_decode.draft_length import StepCosts, TrackingDrafter
 
 
-class AdaptiveStepwiseDrafter(TrackingDrafter):
+class AdaptiveTokenwiseDrafter(TrackingDrafter):
     def __init__(
-        self, drafter: StepwiseDrafter, max_drafts: int, step_costs: StepCosts, draft_costs: StepCosts
+        self, drafter: TokenwiseDrafter, max_drafts: int, step_costs: StepCosts, draft_costs: StepCosts
     ) -> None:
         """`draft_costs`: what it costs to make one token more of so many guesses."""
         super().__init__(drafter, max_drafts, step_costs)
