@@ -88,7 +88,7 @@ class LinearWithLora(ABC):
         """As every Linear."""
 
     @abstractmethod
-    def pack_deltas(self, deltas: Sequence[LoraDelta]) -> Any:
+    def pack_one_adapter(self, deltas: Sequence[LoraDelta]) -> Any:
         """One adapter's deltas in the form that `put_adapter` takes. May be called by any thread, at any time."""
 
     @abstractmethod
@@ -336,7 +336,8 @@ class Backend(Operations):
         then other methods may be called. softcap: the model caps its attention scores."""
 
     def unsupported_kv_dtype_reason(self, kv_dtype: torch.dtype) -> str | None:
-        """Why its pages cannot hold one of KV_CODES, in one line that says what would help; None where they can."""
+        """Why its pages cannot hold one of QUANTIZED_KV_DTYPES, in one line that says what would help; None where they
+        can."""
         return None
 
     def unsupported_attention_reason(self, *, sinks: bool, latents: bool, chunks: bool) -> str | None:
@@ -350,9 +351,10 @@ class Backend(Operations):
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
         """Shape of one layer's key cache and of its value cache; the first axis is the page. dtype: what pages hold:
-        that of q, k and v, or one of KV_CODES. The layout inside a page is the backend's own, of block_size * K * D
-        elements, or for codes block_size * K * (D + num_scale_elements). Pages of more than 16 tokens are [tokens,
-        ...], so that a page's beginning can be copied. All methods tell by the dtype of the caches what these hold."""
+        that of q, k and v, or one of QUANTIZED_KV_DTYPES. The layout inside a page is the backend's own, of block_size
+        * K * D elements, or for codes block_size * K * (D + num_scale_elements). Pages of more than 16 tokens are
+        [tokens, ...], so that a page's beginning can be copied. All methods tell by the dtype of the caches what these
+        hold."""
 
     @abstractmethod
     def store_kv(

@@ -28,7 +28,7 @@ class ReferenceLinearWithLora(LinearWithLora):
                     )
         return out
 
-    def pack_deltas(self, deltas: Sequence[LoraDelta]) -> Sequence[LoraDelta]:
+    def pack_one_adapter(self, deltas: Sequence[LoraDelta]) -> Sequence[LoraDelta]:
         return deltas
 
     def put_adapter(self, slot: int, packed: Sequence[LoraDelta] | None) -> None:

@@ -62,7 +62,7 @@ def create_app(
             yield SingleModelDispatcher(runtime)
 
     budget_bytes = MAX_LEASED_BYTES
-    if source.image_reader is not None:
+    if source.multimodal_prompt_builder is not None:
         budget_bytes += MAX_LEASED_IMAGE_BYTES
     data_link = client.link if isinstance(client.link, HubLink) else link
     return build_app(config, tenants, open_models, budget_bytes=budget_bytes, link=data_link)

@@ -157,14 +157,14 @@ class ResumableCalls:
         self._pending_attempts.add(attempt)
         claims.append(Claim(owner, call.pins.id, ends, attempt))
         try:
-            call = await self._take_over_call(owner, call)
+            call = await self._stop_and_reload_call(owner, call)
         except BaseException:
             self.release_claims(claims[-1:])
             raise
         self.num_resumed += 1
         return ResumedCall(call, seen, attempt)
 
-    async def _take_over_call(self, owner: str, call: JournaledCall) -> JournaledCall:
+    async def _stop_and_reload_call(self, owner: str, call: JournaledCall) -> JournaledCall:
         """A call that nobody answers any more, with the tokens that it has by now."""
         if (running := self._running.get((owner, call.pins.id))) is not None:
             return msgspec.structs.replace(call, progress=await _stop_and_get_progress(running))

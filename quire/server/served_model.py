@@ -14,7 +14,7 @@ from quire.engine import VERSION, clock
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.config import EngineConfig
 from quire.engine.errors import InvalidRequest, ModelNotFound
-from quire.engine.images.image_reader import ImageReader
+from quire.engine.images.multimodal_prompt import MultimodalPromptBuilder
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.grammar_compiler import GrammarCompiler, make_grammar_vocabulary
 from quire.engine.text.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ class ServedModelSpec:
     """The kinds of requests that it can answer."""
     pooling: Pooling | None = None
     """How it makes vectors."""
-    image_reader: ImageReader | None = None
+    multimodal_prompt_builder: MultimodalPromptBuilder | None = None
     """How it reads images; None where requests may not bring any."""
     no_images_reason: str = NO_IMAGES_REASON
     """Why they may not."""
@@ -67,7 +67,7 @@ class ServedModelSpec:
             self,
             context_length=model.context_length,
             tasks=model.tasks,
-            image_reader=model.image_reader,
+            multimodal_prompt_builder=model.multimodal_prompt_builder,
             no_images_reason=model.no_images_reason,
         )
 
@@ -104,7 +104,7 @@ class ServedModel(ServedModelSpec):
     def with_engine_info(self, info: EngineInfo, weights_version: str, adapters: Collection[str]) -> ServedModel:
         """With what an engine says that is ready now. It may be unable to read images."""
         no_images_reason = info.no_images
-        if not no_images_reason and self.image_reader is None:
+        if not no_images_reason and self.multimodal_prompt_builder is None:
             no_images_reason = NO_IMAGES_REASON
         return replace(
             self,
@@ -112,7 +112,7 @@ class ServedModel(ServedModelSpec):
             fingerprint=system_fingerprint(info, weights_version, self.config),
             context_length=info.max_model_len,
             tasks=info.tasks,
-            image_reader=None if info.no_images else self.image_reader,
+            multimodal_prompt_builder=None if info.no_images else self.multimodal_prompt_builder,
             no_images_reason=no_images_reason,
             adapters=adapters,
         )
@@ -135,7 +135,7 @@ class ServedModel(ServedModelSpec):
     @property
     def is_dual_encoder(self) -> bool:
         """Whether an image has a vector of its own, and is in no prompt with text."""
-        return self.image_reader is not None and self.image_reader.vision.is_dual_encoder
+        return self.multimodal_prompt_builder is not None and self.multimodal_prompt_builder.vision.is_dual_encoder
 
     @property
     def chat_renderer(self) -> ChatRenderer:

@@ -37,7 +37,7 @@ def made(
     linear = backend.make_linear_with_lora(backend.pack_linear(weight, None, wide=wide), slots)
     each = [deltas(rank, dtype, generator) for rank in RANKS]
     for slot, own in enumerate(each, 1):
-        linear.put_adapter(slot, linear.pack_deltas(own))
+        linear.put_adapter(slot, linear.pack_one_adapter(own))
     return linear, weight, each
 
 
@@ -98,7 +98,7 @@ def test_slots_are_filled_again(cpu: CpuBackend, generator: torch.Generator) -> 
     linear, weight, each = made(cpu, torch.float32, generator)
     x = torch.randn((4, IN), generator=generator)
     adapters = torch.tensor([1, 2, 1, 0])
-    linear.put_adapter(1, linear.pack_deltas(each[3]))
+    linear.put_adapter(1, linear.pack_one_adapter(each[3]))
     linear.put_adapter(2, None)
     got = linear(x, LinearContext(adapters))
     assert error(got, expected(x, weight, each, torch.tensor([4, 0, 4, 0]))) < 2e-6

@@ -47,7 +47,7 @@ MAX_SESSIONS = 4096
 class Session:
     tenant: str
     key: str | None
-    """Its key in `_named`; None: it has no id."""
+    """Its key in `_by_key`; None: it has no id."""
     keep_seconds: float = DEFAULT_KEEP_SECONDS
     """How long its pages are kept after its last sequence."""
     num_turns: int = 0

@@ -96,7 +96,7 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
     def without_gauges(self) -> EngineStats:
         """The counters of an engine that is no more."""
         tiers = [msgspec.structs.replace(tier, pages=0, bytes=0, off=False) for tier in self.tiers]
-        return msgspec.structs.replace(self, tiers=tiers, **dict.fromkeys(_GAUGES, 0))
+        return msgspec.structs.replace(self, tiers=tiers, **dict.fromkeys(_ZEROED_GAUGES, 0))
 
     def add_earlier(self, earlier: EngineStats) -> EngineStats:
         """With the counters increased by those of the engines before."""
@@ -109,7 +109,7 @@ class EngineStats(_Counters, frozen=True, array_like=True):  # type: ignore[misc
         return msgspec.structs.replace(self, accepted_drafts=list(map(sum, places)), tiers=tiers, **sums)
 
 
-_GAUGES = ("running", "waiting", "used_blocks", "cached_blocks", "saved_blocks", "kept_blocks", "kept_sessions")
+_ZEROED_GAUGES = ("running", "waiting", "used_blocks", "cached_blocks", "saved_blocks", "kept_blocks", "kept_sessions")
 _COUNTERS = (
     "preemptions",
     "prefix_queries",
@@ -172,7 +172,7 @@ class RequestView(msgspec.Struct, frozen=True):
     """Those of its pages that others hold too."""
     priority: int
     images: list[tuple[int, int]] = []
-    """(first token, tokens) of what stands for images in its prompt, neighbours joined; at most MOST_IMAGES of
+    """(first token, tokens) of what stands for images in its prompt, neighbours joined; at most MAX_LISTED_IMAGES of
     engine/core/engine_view.py."""
 
 
@@ -182,7 +182,7 @@ class EngineView(msgspec.Struct, frozen=True):
     stats: EngineStats
     requests: list[RequestView]
     """Those that run, then those that wait, each in their order; at most engine/core/engine_view.py's
-    MOST_SEQUENCES."""
+    MAX_LISTED_REQUESTS."""
     block_codes: bytes
     """zlib-compressed little-endian uint16, one for each page: 0 empty, 1 cached and held by nobody, 0x8000 + n shared
     by n sequences, 0x7fff held by one that is not listed, otherwise 2 + the index in `requests` of its owner."""
@@ -225,7 +225,7 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Whether a CUDA graph computed it."""
 
 
-_GAUGES = ("running", "waiting", "used_blocks", "total_blocks", "cached_blocks", "kept_blocks", "kept_sessions")
+_SUMMED_GAUGES = ("running", "waiting", "used_blocks", "total_blocks", "cached_blocks", "kept_blocks", "kept_sessions")
 
 
 def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
@@ -240,5 +240,5 @@ def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
         )
         for tier in summed_stats.tiers
     ]
-    gauges = {name: sum(getattr(each, name) for each in stats) for name in _GAUGES}
+    gauges = {name: sum(getattr(each, name) for each in stats) for name in _SUMMED_GAUGES}
     return msgspec.structs.replace(summed_stats, tiers=tiers, **gauges)

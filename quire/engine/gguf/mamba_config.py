@@ -45,7 +45,7 @@ _UNLIMITED_CONTEXT = 2**20
 
 
 def unsuffixed_tensor_name_map(model_type: str) -> Mapping[str, str]:
-    """Whole names of a layer's tensors, with their endings, as delta_nets.BARE has them."""
+    """Whole names of a layer's tensors, with their endings, as delta_net_config.UNSUFFIXED_LAYER_TENSORS has them."""
     if model_type in _SELECTIVE_SCAN_TYPES:
         return _MAMBA1_UNSUFFIXED_TENSORS
     return _MAMBA2_UNSUFFIXED_TENSORS if model_type in MODEL_TYPES.values() else {}

@@ -99,7 +99,7 @@ class AdapterManager:
                 delta = (each.contiguous() for each in target.linear_slice.slice_lora(down, up))
                 deltas.setdefault(target.linear_index, []).append(LoraDelta(target.first_output, *delta))
         return PackedAdapter(
-            {index: self._linears[index].pack_deltas(each) for index, each in deltas.items()}, embedding
+            {index: self._linears[index].pack_one_adapter(each) for index, each in deltas.items()}, embedding
         )
 
     def put_adapter(self, slot: int, adapter: PackedAdapter) -> None:

@@ -15,7 +15,7 @@ from quire.engine.checkpoint.overrides import model_path, read_configured, sampl
 from quire.engine.checkpoint.pooling import read_tasks
 from quire.engine.config import EngineConfig
 from quire.engine.errors import EngineError, InvalidRequest, check_task
-from quire.engine.images.image_reader import RequestImage, make_image_reader
+from quire.engine.images.multimodal_prompt import RequestImage, make_multimodal_prompt_builder
 from quire.engine.link.client import EngineClient
 from quire.engine.link.weights import Weights
 from quire.engine.lora.local_adapters import LocalAdapters
@@ -91,7 +91,7 @@ class OfflineModel:
             adapt_conversations=config.adapt_conversations == "auto",
         )
         self.adapters = LocalAdapters(config, model_config) if config.enable_lora else None
-        self.image_reader = make_image_reader(path, self.tokenizer)
+        self.multimodal_prompt_builder = make_multimodal_prompt_builder(path, self.tokenizer)
         self._default_sampling = sampling_defaults(config)
 
     def pass_engine_info_to_adapters(self, info: types.EngineInfo) -> None:
@@ -183,12 +183,12 @@ class OfflineModel:
         add_special_tokens: bool,
     ) -> EncodedPrompt:
         """A text with images; `moved_texts`: see RenderedConversation. Raises InvalidRequest, naming the field."""
-        if self.image_reader is None:
+        if self.multimodal_prompt_builder is None:
             raise InvalidRequest(f"{request_images[0].field_path}: {types.NO_IMAGES_REASON}", param="prompts")
         encode = partial(
             encode_with_literal_texts, self.tokenizer, moved=moved_texts, add_special_tokens=add_special_tokens
         )
-        prompt = self.image_reader.make_multimodal_prompt(text, request_images, encode)
+        prompt = self.multimodal_prompt_builder.make_multimodal_prompt(text, request_images, encode)
         return EncodedPrompt(text, prompt.token_ids, prompt.spans, prompt.images)
 
     def keep_first_prompt_tokens(self, prompt: EncodedPrompt, length: int | None, info: EngineInfo) -> EncodedPrompt:

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.engine.errors import InvalidRequest
 from quire.engine.images.image_decoding import decode_data_url
-from quire.engine.images.image_reader import IMAGE_ROLES, IMAGE_ROLES_MESSAGE, RequestImage
+from quire.engine.images.multimodal_prompt import IMAGE_ROLES, IMAGE_ROLES_MESSAGE, RequestImage
 
 _PILLOW_KEYS = {"image": "image", "image_pil": "image_pil"}
 """Types of parts that hold an image of Pillow, as transformers and vLLM call them, and the key that it is under."""

@@ -9,7 +9,7 @@ import msgspec
 
 from quire.engine import clock
 from quire.engine.errors import InvalidRequest
-from quire.engine.images.image_reader import RequestImage, make_tiles_by_tile_digest
+from quire.engine.images.multimodal_prompt import RequestImage, make_tiles_by_tile_digest
 from quire.engine.offline.offline_model import GenerationTask
 from quire.engine.offline.prompt_images import check_image_types
 from quire.engine.offline.running_engine import RunningEngine
@@ -53,7 +53,7 @@ class ReceiptMaker:
     ) -> ReplayVerdict:
         """`images`: of Pillow. Raises InvalidRequest for others, and where the model reads none."""
         running_engine = self._running_engine
-        reader = running_engine.input_processor.image_reader
+        reader = running_engine.input_processor.multimodal_prompt_builder
         request_images = check_image_types(
             [RequestImage(f"images[{index}]", each) for index, each in enumerate(images)]
         )

@@ -61,7 +61,7 @@ class LoadAwareDrafter(Drafter):
 
 
 def break_even_rate(num_requests: int, num_step_tokens: int, costs: StepCosts) -> float:
-    """With what chance of being right up to MOST_DRAFTS drafts pay at the least, in a step that computes
+    """With what chance of being right up to MAX_DRAFTS drafts pay at the least, in a step that computes
     `num_step_tokens` tokens of so many rows."""
     step_seconds = costs.estimate_seconds(num_step_tokens)
     measured_counts = [

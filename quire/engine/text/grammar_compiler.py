@@ -36,7 +36,7 @@ SMALL_LEXER_STATES, LARGE_LEXER_STATES = 4096, 50_000
 """Limits of a lexer, which makes its states as it meets text, and keeps them: half a KB each. A schema of 30 fields
 needs 800, 2,000 characters of any kind as many, `\\p{L}{1,300}` 7,000."""
 _MAX_LARGE_LEXERS = 16
-"""Lexers with more than FEW_STATES at a time: 330 MB where all are full."""
+"""Lexers with more than SMALL_LEXER_STATES at a time: 330 MB where all are full."""
 MAX_COMPILED_BYTES = 1 << 30
 """Of all grammars that answers follow or the cache has, as they are compiled: 0.15 MB for a schema of five fields, 10
 for one of 130 KB, 15 for ten numbers with large `multipleOf`. Lexers grow beside that."""

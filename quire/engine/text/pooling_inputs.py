@@ -42,7 +42,7 @@ def encode_pairs_with_second_start(
 ) -> list[tuple[list[int], int | None]]:
     """Of each pair the token ids, and where the second text begins if the tokenizer tells segments apart.
 
-    limit: most tokens of a pair; the longer of its texts is cut first, at its end. longest_second: most tokens of a
+    limit: most tokens of a pair; the longer of its texts is cut first, at its end. max_second_tokens: most tokens of a
     second text, without special ones. Raises InvalidRequest.
     """
     num_special_tokens = tokenizer.backend.num_special_tokens_to_add(True)

@@ -247,7 +247,7 @@ def _binop_result_size(operator: str, left: Any, right: Any) -> int:
 
 
 def _total_format_width(text: Any) -> int:
-    """The widths that a format gives, and more than MAX_SIZE where one is taken from what is formatted."""
+    """The widths that a format gives, and more than MAX_RESULT_SIZE where one is taken from what is formatted."""
     if not isinstance(text, str):
         return 0
     taken = re.search(r"%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{", text)

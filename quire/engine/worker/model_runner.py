@@ -417,7 +417,7 @@ class ModelRunner:
         hidden: Tensor,
     ) -> list[Tensor]:
         """Pick tokens and write them to their slots. Returns them, [R] int64, LOST in the place of those for which the
-        model gave no number, NOTHING_LEFT where constraints left none; then, if some are `logprob_indices` for log
+        model gave no number, NO_TOKEN_LEFT where constraints left none; then, if some are `logprob_indices` for log
         probabilities, what logprob_tensors finds."""
         if not sample_targets.rows:
             return [hidden.new_empty(0, dtype=torch.int64)]

@@ -44,7 +44,7 @@ class CompiledLinearWithLora(LinearWithLora):
             self._kernel(self._pointer, *pointers, len(x), torch.get_num_threads())
         return out
 
-    def pack_deltas(self, deltas: Sequence[LoraDelta]) -> PackedLinearAdapter:
+    def pack_one_adapter(self, deltas: Sequence[LoraDelta]) -> PackedLinearAdapter:
         down = torch.cat([each.down for each in deltas])
         panels = _pack_panels(down, 4 // down.itemsize)
         parts = (native_library.LoraPart * len(deltas))()

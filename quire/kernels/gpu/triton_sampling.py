@@ -22,7 +22,7 @@ _LEVELS = tl.constexpr(16)
 """Level 0 is the largest weight, 1; level j is [2^-j, 2^(1 - j)); the last holds all of the rest."""
 _CANDIDATES = tl.constexpr(4096)
 _ONE = tl.constexpr(float(2**44))
-"""1 in fixed point: MOST_TOKENS of it still fit an int64."""
+"""1 in fixed point: MAX_VOCAB of it still fit an int64."""
 MAX_VOCAB = 2**19 - 1
 """The largest vocabulary that `sample_tokens` takes."""
 

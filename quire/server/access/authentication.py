@@ -18,7 +18,7 @@ class AuthenticationMiddleware:
     401.
 
     It also answers 403 when another key than an admin's is used for ADMIN_PREFIX or ADMIN_PATHS, and without keys when
-    another machine asks for LOCAL_PATHS. It puts the key's owner into the request's scope, where `tenant_of` finds it.
+    another machine asks for ADMIN_PATHS. It puts the key's owner into the request's scope, where `tenant_of` finds it.
     """
 
     def __init__(self, app: ASGIApp, tenants: Tenants, gateways: TrustedGateways) -> None:

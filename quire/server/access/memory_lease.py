@@ -17,7 +17,7 @@ _LEASE_SCOPE_KEY = "quire.hold"
 
 
 class MemoryLease:
-    """The memory of one request. Up to FREE_BYTES are not counted: its connection has a buffer of that size."""
+    """The memory of one request. Up to UNCOUNTED_BYTES are not counted: its connection has a buffer of that size."""
 
     __slots__ = ("_budget", "_counted", "_free", "_owner", "_size")
 

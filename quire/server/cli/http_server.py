@@ -24,7 +24,7 @@ from quire.engine.checkpoint.overrides import model_path, read_configured, sampl
 from quire.engine.checkpoint.pooling import read_tasks
 from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.errors import ConfigError, Overloaded
-from quire.engine.images.image_reader import make_image_reader
+from quire.engine.images.multimodal_prompt import make_multimodal_prompt_builder
 from quire.engine.link.client import EngineClient
 from quire.engine.lora.target_modules import ModuleShapes, adaptable_modules
 from quire.engine.processes.socket_folder import SocketFolder
@@ -195,8 +195,10 @@ def load_served_model_spec(config: ServerConfig) -> tuple[ServedModelSpec, Modul
     tokenizer = load_tokenizer(tokenizer_path, config.chat_template, vocab_size, model_config.eos_token_ids, skip=skip)
     modules = adaptable_modules(model_config) if config.enable_lora else None
     check_local_adapters(config, modules)
-    images = make_image_reader(path, tokenizer)
-    return ServedModelSpec(config, tokenizer, vocab_size, defaults, pooling=pooling, image_reader=images), modules
+    images = make_multimodal_prompt_builder(path, tokenizer)
+    return ServedModelSpec(
+        config, tokenizer, vocab_size, defaults, pooling=pooling, multimodal_prompt_builder=images
+    ), modules
 
 
 @contextmanager

@@ -26,8 +26,8 @@ from quire.server.runtime.model_startup import open_runtime
 
 
 class MultiModelHost:
-    """The same for `Service` as serve.OneModel. `file`: a TOML file, or `cache` for all that is downloaded. Raises
-    ConfigError for what is wrong in the file."""
+    """The same for `Service` as serve.SingleModelHost. `file`: a TOML file, or `cache` for all that is downloaded.
+    Raises ConfigError for what is wrong in the file."""
 
     def __init__(self, config: ServerConfig, file: Path) -> None:
         self._config = config

@@ -225,7 +225,8 @@ _PARSER_PLUGIN_REASON = "a parser of a plugin's: how the model writes is read fr
 
 
 def _pop_flag_values(rest: list[str], value_kind: str) -> list[str]:
-    """Take the values of a flag from the beginning of `rest`; `value_kind` is as in `unsupported_options.Foreign`."""
+    """Take the values of a flag from the beginning of `rest`; `value_kind` is as in
+    `unsupported_options.ForeignFlag`."""
     values: list[str] = []
     while value_kind and rest and not rest[0].startswith("--") and (value_kind == "+" or not values):
         values.append(rest.pop(0))

@@ -199,8 +199,8 @@ class Background:
         asyncio.get_running_loop().call_later(_KEEP_EVENTS_SECONDS, forget_events)
 
     def schedule_close_after_reader_left(self, key: AnswerKey, running: RunningAnswer, seconds: float) -> None:
-        """Called when the reader has left: the answer goes on for so many seconds, or ends now if MOST_LEFT answers of
-        its owner already run without a reader."""
+        """Called when the reader has left: the answer goes on for so many seconds, or ends now if MAX_ABANDONED answers
+        of its owner already run without a reader."""
         owner = key[0]
         if running.has_ended or running.task is None:
             return

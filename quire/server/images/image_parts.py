@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from quire.engine.errors import InvalidRequest, QuireError
 from quire.engine.images.image_decoding import decode_data_url, image_error
-from quire.engine.images.image_reader import IMAGE_ROLES, IMAGE_ROLES_MESSAGE, RequestImage
+from quire.engine.images.multimodal_prompt import IMAGE_ROLES, IMAGE_ROLES_MESSAGE, RequestImage
 from quire.server.protocol.chat import ChatMessage, ImagePart
 from quire.server.served_model import ServedModel
 
@@ -36,7 +36,7 @@ def collect_images(messages: Sequence[ChatMessage], model: ServedModel) -> list[
     """Raises InvalidRequest, naming the field, for what may not be or cannot be read, and UnfetchedImagesError."""
     unfetched, images = dict[str, str](), list[RequestImage]()
     for where, role, part in _image_parts(messages):
-        if model.image_reader is None:
+        if model.multimodal_prompt_builder is None:
             raise InvalidRequest(f"{where}: {model.no_images_reason}", param="messages")
         if role not in IMAGE_ROLES:
             raise InvalidRequest(f"{where}: {IMAGE_ROLES_MESSAGE}, not of role {role}", param="messages")

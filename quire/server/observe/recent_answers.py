@@ -24,7 +24,7 @@ _SUMMED_FIELDS = ("requests", "open", "computed_tokens", "output_tokens")
 def summarize_recent_answers(log: RequestLog, history: RequestHistory, limit: int) -> dict[str, Any]:
     """The last `limit` answers that have ended, the latest first, and what each tenant had of all that are remembered.
 
-    It looks at no more than MOST_ANSWERS and MOST_SEQUENCES, however many --request-history keeps.
+    It looks at no more than MAX_ANSWERS and MAX_SEQUENCES, however many --request-history keeps.
     """
     timelines: dict[str, list[Timeline]] = defaultdict(list)
     for timeline in (*history.open_timelines, *history.ended_timelines[-MAX_SEQUENCES:]):
@@ -66,7 +66,7 @@ def merge_answer_summaries(parts: Sequence[dict[str, Any]], limit: int) -> dict[
 
 
 def list_adapter_states(client: EngineClient, names: Iterable[str]) -> dict[str, Any]:
-    """The adapters by name and what they do, those in use first; at most MOST_ADAPTERS of them, and how many more."""
+    """The adapters by name and what they do, those in use first; at most MAX_ADAPTERS of them, and how many more."""
     running = {each.name for each in client.adapters(queued=False)}
     waiting = {each.name for each in client.adapters(queued=True)} - running
     states = [(name, "running" if name in running else "waiting" if name in waiting else "idle") for name in names]
@@ -112,7 +112,7 @@ def _tenant_totals(
     completion_times: Mapping[str | None, float | None],
 ) -> list[dict[str, Any]]:
     """Of each tenant its weight and what was computed for it, the largest first. `share` counts tokens as the scheduler
-    does, a generated one as OUTPUT_COST computed ones of a prompt."""
+    does, a generated one as OUTPUT_TOKEN_COST computed ones of a prompt."""
     tenants: dict[str, dict[str, Any]] = {}
     for record in records:
         empty_totals = {"name": record.owner, "requests": 0, "open": 0, "computed_tokens": 0, "output_tokens": 0}

@@ -41,7 +41,7 @@ def explain_request(
     """`may_show` tells whether a sequence's id may be shown to the caller. Other batch mates are only counted.
     `decode_tokens`: see describe_prefix_use.
 
-    What it costs is bounded, whatever ran beside an answer of many sequences: see MAX_STEPS and MAX_NAMES.
+    What it costs is bounded, whatever ran beside an answer of many sequences: see MAX_STEPS and MAX_BATCH_MATES.
     """
     now = clock.monotonic() if record.ended_at is None else record.ended_at
     timelines = sorted(history.response_timelines(record.internal_id or ""), key=lambda each: each.submitted_at)

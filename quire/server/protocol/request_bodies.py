@@ -282,9 +282,9 @@ class GenerationBody(EngineRequestBody):
     session_ttl: float | None = Field(None, gt=0, le=MAX_SESSION_TTL)
     """Seconds for which that is kept; it may be given without session_id."""
     prompt_cache_key: str | None = Field(None, max_length=MAX_SESSION_ID_LENGTH)
-    """OpenAI's name: keeps what was computed for KEEP_SECONDS, as session_id alone does."""
+    """OpenAI's name: keeps what was computed for DEFAULT_KEEP_SECONDS, as session_id alone does."""
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    """OpenAI's name: 24h means a session_ttl of MAX_TTL."""
+    """OpenAI's name: 24h means a session_ttl of MAX_SESSION_TTL."""
 
     @property
     def prompt_cache_retention_seconds(self) -> float:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.engine.errors import ContextLengthExceeded, InvalidRequest
-from quire.engine.images.image_reader import RequestImage
+from quire.engine.images.multimodal_prompt import RequestImage
 from quire.engine.text.chat_messages import normalize_message
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.conversation.conversation_renderer import RenderedConversation
@@ -150,8 +150,8 @@ def build_chat_prompt(
     conversation = render_chat(body, model, tools, trusted=trusted)
     adapted = adaptation_summary(conversation)
     if images:
-        assert model.image_reader is not None
-        check_images_rendered(conversation.text, model.image_reader.template_image_token, body.messages)
+        assert model.multimodal_prompt_builder is not None
+        check_images_rendered(conversation.text, model.multimodal_prompt_builder.template_image_token, body.messages)
         return replace(build_multimodal_chat_prompt(body, model, conversation, images), adaptations=adapted)
     cut = body.truncate_prompt_tokens is not None
     ids = encode_rendered_conversation(model, conversation, body.add_special_tokens, will_truncate=cut)
@@ -183,14 +183,14 @@ def build_multimodal_chat_prompt(
     """The same of a conversation with images. Raises InvalidRequest."""
     if body.truncate_prompt_tokens is not None:
         raise InvalidRequest("truncate_prompt_tokens: a prompt with images is not cut", param="truncate_prompt_tokens")
-    assert model.image_reader is not None
+    assert model.multimodal_prompt_builder is not None
 
     def encode_text(text: str) -> list[int]:
         ids = encode_rendered_conversation(model, replace(conversation, text=text), body.add_special_tokens)
         check_prompt_length(ids, model.context_length, "messages")
         return ids
 
-    expanded = model.image_reader.make_multimodal_prompt(conversation.text, images, encode_text)
+    expanded = model.multimodal_prompt_builder.make_multimodal_prompt(conversation.text, images, encode_text)
     echo_text = final_message_text(body, conversation.text) if body.echo else None
     return Prompt(expanded.token_ids, echo_text, spans=expanded.spans, images=expanded.images)
 
@@ -205,8 +205,8 @@ def build_dual_encoder_prompt(body: ChatRequest, model: ServedModel) -> Prompt:
     if body.truncate_prompt_tokens is not None:
         raise InvalidRequest("truncate_prompt_tokens: it is for `input` here", param="truncate_prompt_tokens")
     if images := requested_images(body.messages, model):
-        assert model.image_reader is not None
-        expanded = model.image_reader.make_image_only_prompt(images[0])
+        assert model.multimodal_prompt_builder is not None
+        expanded = model.multimodal_prompt_builder.make_image_only_prompt(images[0])
         return Prompt(expanded.token_ids, spans=expanded.spans, images=expanded.images)
     (ids,) = check_and_encode_texts(model, [parts[0]], True, "messages")
     return Prompt(ids)
@@ -225,14 +225,14 @@ def expand_image_placeholders_in_text(text: str, messages: Sequence[ChatMessage]
     images = requested_images(messages, model)
     if not images:
         return text
-    assert model.image_reader is not None
-    check_images_rendered(text, model.image_reader.template_image_token, messages)
-    return model.image_reader.expand_text(text, images)
+    assert model.multimodal_prompt_builder is not None
+    check_images_rendered(text, model.multimodal_prompt_builder.template_image_token, messages)
+    return model.multimodal_prompt_builder.expand_text(text, images)
 
 
 def requested_images(messages: Sequence[ChatMessage], model: ServedModel) -> list[RequestImage]:
     """The images of a conversation. Raises what collect_images raises, and NeedsWorker: their files may be hostile."""
-    if model.image_reader is not None and not model.expendable and has_images(messages):
+    if model.multimodal_prompt_builder is not None and not model.expendable and has_images(messages):
         raise NeedsWorker
     return collect_images(messages, model)
 

@@ -89,7 +89,7 @@ def _build_model_card(name: str, model: ServedModel) -> dict[str, Any]:
 
 
 def _input_modalities(model: ServedModel) -> list[str]:
-    return ["text"] if model.image_reader is None else ["text", "image"]
+    return ["text"] if model.multimodal_prompt_builder is None else ["text", "image"]
 
 
 @router.post("/v1/load_lora_adapter", response_model=None, openapi_extra=Documented(LoadAdapterRequest))
@@ -133,7 +133,7 @@ async def props(request: Request) -> dict[str, Any]:
         "chat_template": model.tokenizer.chat_templates.get("default") or "",
         "bos_token": special.get("bos_token") or "",
         "eos_token": special.get("eos_token") or "",
-        "modalities": {"vision": model.image_reader is not None, "audio": False},
+        "modalities": {"vision": model.multimodal_prompt_builder is not None, "audio": False},
         "build_info": f"quire {VERSION}",
         "is_sleeping": runtime.client.link.asleep,
     }

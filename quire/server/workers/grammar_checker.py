@@ -27,7 +27,7 @@ _MAX_VERDICTS = 64
 _MAX_CHECKED_PARTS = 32
 """Parts of a wrong grammar that are checked by themselves."""
 _CHECK_LIMITS = JobLimits(cpu_seconds=30.0, memory_bytes=MAX_CHECK_MEMORY_BYTES)
-"""Of a worker's first grammar, before which it reads the vocabulary. MAX_CPU_SECONDS limits the check itself."""
+"""Of a worker's first grammar, before which it reads the vocabulary. MAX_CHECK_CPU_SECONDS limits the check itself."""
 
 
 def compile_grammar_or_raise(encoded_grammar: bytes, model: ServedModel, config: ServerConfig) -> None:

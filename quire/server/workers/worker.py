@@ -61,7 +61,7 @@ def run_fork_server(control: socket.socket) -> None:
     assert isinstance(source, ServedModelSpec)
     adapters: list[str] = []
     model = source.build_served_model(expendable=True, adapters=adapters)
-    if model.image_reader is not None:
+    if model.multimodal_prompt_builder is not None:
         preload_decoders()
     gc.collect()
     gc.freeze()

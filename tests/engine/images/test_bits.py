@@ -15,7 +15,7 @@ from quire.engine.encoders.vision.tower import TowerBuildContext
 from quire.engine.encoders.vision.tower_factory import make_tower
 from quire.engine.engine_core import EngineCore
 from quire.engine.families.model_sizes import read_sizes
-from quire.engine.images.image_reader import ImageReader, RequestImage, make_image_reader
+from quire.engine.images.multimodal_prompt import MultimodalPromptBuilder, RequestImage, make_multimodal_prompt_builder
 from quire.engine.images.vision_config import read_vision_spec
 from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.link.engine_messages import Submit, apart, decode_to_engine, encode, together
@@ -36,8 +36,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def about(path: Path, name: str, *pictures: int, more: str = "", **options: object) -> EngineCoreRequest:
     """A question about pictures, which are cut into several tiles."""
     tokenizer = Tokenizer.from_pretrained(path)
-    reader = make_image_reader(path, tokenizer)
-    assert isinstance(reader, ImageReader)
+    reader = make_multimodal_prompt_builder(path, tokenizer)
+    assert isinstance(reader, MultimodalPromptBuilder)
     text = "Look at what follows: " + "".join(f"see {MARK} and " for _ in pictures) + f"say what it is{more}"
     read = reader.make_multimodal_prompt(
         text, [RequestImage("image", picture(seed, 120, 70)) for seed in pictures], tokenizer.encode

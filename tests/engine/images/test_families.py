@@ -23,7 +23,7 @@ from quire.engine.encoders.vision.tower_factory import make_tower
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
 from quire.engine.families.model_sizes import read_sizes
-from quire.engine.images.image_reader import RequestImage, make_image_reader
+from quire.engine.images.multimodal_prompt import RequestImage, make_multimodal_prompt_builder
 from quire.engine.images.vision_config import read_vision_spec
 from quire.engine.images.vision_spec import InvalidImage
 from quire.engine.layers.schemes import UnquantizedScheme
@@ -129,7 +129,7 @@ def test_the_plan_counts_the_tower(name: str, tmp_path: Path) -> None:
 def about(path: Path, name: str, asked: str, *pictures: int, more: str = "", **options: object) -> EngineCoreRequest:
     """A question about pictures."""
     tokenizer = Tokenizer.from_pretrained(path)
-    reader = make_image_reader(path, tokenizer)
+    reader = make_multimodal_prompt_builder(path, tokenizer)
     assert reader is not None
     text = "Look: " + "".join(f"see {FAMILIES[name].written} and " for _ in pictures) + f"say what it is{more}"
     read = reader.make_multimodal_prompt(

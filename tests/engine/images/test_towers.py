@@ -14,7 +14,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.encoders.vision.tower import Tower
 from quire.engine.engine_core import EngineCore
 from quire.engine.families.model_sizes import read_sizes
-from quire.engine.images.image_reader import RequestImage, make_image_reader
+from quire.engine.images.multimodal_prompt import RequestImage, make_multimodal_prompt_builder
 from quire.engine.images.vision_config import read_vision_spec
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Image
@@ -24,7 +24,7 @@ from tests.vision_families import FAMILIES, save_family
 
 def tower_and_images(path: Path, **options: Any) -> tuple[Tower, list[Image]]:
     """The engine's, and three of one shape."""
-    reader = make_image_reader(path, Tokenizer.from_pretrained(path))
+    reader = make_multimodal_prompt_builder(path, Tokenizer.from_pretrained(path))
     assert reader is not None
     images = [reader.make_tiles_of_image(RequestImage("", picture(seed, 70, 50)))[0] for seed in (1, 2, 3)]
     served = EngineCore(EngineConfig(model=str(path), num_kv_blocks=8, dtype="bfloat16", max_model_len=64, **options))

@@ -26,3 +26,9 @@ def test_they_travel_between_processes() -> None:
     message = decode_from_engine(encode(Stepped([], stats, None)))
     assert isinstance(message, Stepped)
     assert message.stats == stats
+
+
+def test_the_pool_of_an_engine_that_is_gone_keeps_its_size() -> None:
+    """Its successor has one of the same size; nothing is in it yet."""
+    gone = EngineStats(total_blocks=7, used_blocks=4, saved_blocks=3, steps=2).without_gauges()
+    assert (gone.total_blocks, gone.used_blocks, gone.saved_blocks, gone.steps) == (7, 0, 0, 2)

@@ -391,7 +391,7 @@ class Gathered(LinearWithLora):
         middle = (down * x[:, None].float()).sum(-1)
         return (out + (up * middle[:, None]).sum(-1)).to(out.dtype)
 
-    def pack_deltas(self, deltas: Sequence[LoraDelta]) -> Sequence[LoraDelta]:
+    def pack_one_adapter(self, deltas: Sequence[LoraDelta]) -> Sequence[LoraDelta]:
         return deltas
 
     @torch.inference_mode()

@@ -47,7 +47,7 @@ class Made:
         self.linear = TritonLinearWithLora(self.plain, slots, **options)
         self.deltas = [deltas(rank, inner, dtype, generator) for rank in RANKS]
         for slot, own in enumerate(self.deltas, 1):
-            self.linear.put_adapter(slot, self.linear.pack_deltas(own))
+            self.linear.put_adapter(slot, self.linear.pack_one_adapter(own))
 
     def expected(self, x: Tensor, adapters: Tensor) -> Tensor:
         """float64, with the weights merged."""
@@ -114,7 +114,7 @@ def test_every_row_an_adapter_of_its_own(device: torch.device, generator: torch.
     for slot in range(1, count + 1):
         down, up = torch.randn((8, inner), generator=generator), torch.randn((48, 8), generator=generator)
         halves.append((down, up))
-        linear.put_adapter(slot, linear.pack_deltas([LoraDelta(0, down, up)]))
+        linear.put_adapter(slot, linear.pack_one_adapter([LoraDelta(0, down, up)]))
     adapters = torch.cat([torch.randperm(count, generator=generator) + 1, torch.zeros(5, dtype=torch.int64)])
     x = torch.randn((len(adapters), inner), generator=generator)
     merged = [weight.cpu().double(), *(weight.cpu().double() + up.double() @ down.double() for down, up in halves)]
@@ -127,9 +127,9 @@ def test_slots_are_filled_again(device: torch.device, generator: torch.Generator
     made = Made(70, torch.float32, device, generator)
     x = torch.randn((5, 70), generator=generator).to(device)
     for slot, other in ((1, 3), (5, 1)):
-        made.linear.put_adapter(slot, made.linear.pack_deltas(made.deltas[other]))
+        made.linear.put_adapter(slot, made.linear.pack_one_adapter(made.deltas[other]))
     made.linear.put_adapter(2, None)
-    made.linear.put_adapter(3, made.linear.pack_deltas(made.deltas[2][1:]))
+    made.linear.put_adapter(3, made.linear.pack_one_adapter(made.deltas[2][1:]))
     got = made.linear(x, of(torch.tensor([1, 2, 5, 3, 0], device=device))).cpu()
     assert error(got[:3], made.expected(x[:3], torch.tensor([4, 0, 2]))) < 3e-6
     plain = F.linear(x[3], made.weight).cpu()

@@ -263,7 +263,7 @@ def test_adapters_read_what_is_not_rounded(device: torch.device, generator: torc
     inner = TritonBackend().pack_quantized([weight], None, dtype=torch.bfloat16)
     linear = TritonLinearWithLora(inner, AdapterSlotSpec(2, 256, (32, 16), 8, torch.bfloat16, False, device))
     down, up = torch.randn((8, 256), generator=generator), torch.randn((32, 8), generator=generator)
-    linear.put_adapter(1, linear.pack_deltas([LoraDelta(0, down.bfloat16() / 16, up.bfloat16())]))
+    linear.put_adapter(1, linear.pack_one_adapter([LoraDelta(0, down.bfloat16() / 16, up.bfloat16())]))
     slots = (torch.arange(20) % 2).to(device)
     x, factor = torch.randn((20, 256), generator=generator).to(device).bfloat16(), torch.ones(256, device=device)
     found = choose_rounding_and_needs_unrounded([linear], x)

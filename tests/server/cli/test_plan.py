@@ -26,7 +26,7 @@ from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.families.model_sizes import read_sizes
-from quire.engine.images.image_reader import RequestImage, make_image_reader
+from quire.engine.images.multimodal_prompt import RequestImage, make_multimodal_prompt_builder
 from quire.engine.layers.rope import rope_table
 from quire.engine.text.tokenizer import Tokenizer
 from quire.kernels.cpu.backend import CpuBackend
@@ -639,7 +639,7 @@ def test_images_are_planned_as_they_are_read(
     assert found["tiles"] == tokens // tiny_vision.TILE_TOKENS
     assert found["tokens"] == len(ids) - count * (found["tiles"] > count), "a byte's tokenizer has two for two breaks"
     assert found["feature_bytes"] == tokens * tiny_models.SHAPE["hidden_size"] * 4
-    reader = make_image_reader(tmp_path, Tokenizer.from_pretrained(tmp_path))
+    reader = make_multimodal_prompt_builder(tmp_path, Tokenizer.from_pretrained(tmp_path))
     assert reader is not None
     read = reader.make_multimodal_prompt(
         "<image>", [RequestImage("a", shown[0])], lambda text: ids[: len(ids) // count]

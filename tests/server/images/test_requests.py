@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from quire.engine.errors import InvalidRequest
-from quire.engine.images.image_reader import make_image_reader
+from quire.engine.images.multimodal_prompt import make_multimodal_prompt_builder
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.config import ServerConfig
 from quire.server.resolve.chat import resolve_chat
@@ -146,7 +146,12 @@ async def test_an_address_is_asked_and_its_image_read(api: Api, monkeypatch: pyt
 async def test_addresses_are_not_asked_by_default(path: Path) -> None:
     tokenizer = Tokenizer.from_pretrained(path)
     source = ServedModelSpec(
-        ServerConfig(), tokenizer, VOCAB, {}, 2048, image_reader=make_image_reader(path, tokenizer)
+        ServerConfig(),
+        tokenizer,
+        VOCAB,
+        {},
+        2048,
+        multimodal_prompt_builder=make_multimodal_prompt_builder(path, tokenizer),
     )
     body = json.dumps({"messages": asking("https://example.com/a.png")}).encode()
     with pytest.raises(InvalidRequest, match="not fetched from addresses here: send a data: URL"):
@@ -380,7 +385,7 @@ def test_a_template_that_shows_no_image_of_a_tool_is_named(path: Path) -> None:
     )
     config, tokenizer = ServerConfig(), Tokenizer.from_pretrained(path, template)
     model = ServedModelSpec(
-        config, tokenizer, VOCAB, {}, 2048, image_reader=make_image_reader(path, tokenizer)
+        config, tokenizer, VOCAB, {}, 2048, multimodal_prompt_builder=make_multimodal_prompt_builder(path, tokenizer)
     ).build_served_model(expendable=True)
     result = {"role": "tool", "tool_call_id": "c", "content": asking(data_url(PNG))[0]["content"]}
     body = json.dumps({"messages": [*asking(data_url(PNG)), result]}).encode()

@@ -113,7 +113,7 @@ class AwaitAdapterCommand(msgspec.Struct, frozen=True, tag=True):
 
 
 class CallCommand(msgspec.Struct, frozen=True, tag=True):
-    """Call something, as `call_of` of engine/core/executor.py writes it. Answered by Called."""
+    """Call something, as `encode_call` of engine/core/executor.py writes it. Answered by Called."""
 
     content: bytes
 

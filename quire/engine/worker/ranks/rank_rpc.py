@@ -35,7 +35,7 @@ class RankWorker:
 
 
 def run_rank_call(worker: RankWorker, content: bytes) -> bytes:
-    """What a call, as `call_of` of engine/core/executor.py writes it, gives on this rank, or why it failed."""
+    """What a call, as `encode_call` of engine/core/executor.py writes it, gives on this rank, or why it failed."""
     try:
         path, call = pickle.loads(content)
         sys.path += [each for each in path if each not in sys.path]  # for the function's module, and what it imports

@@ -66,7 +66,7 @@ def _sample_on_first_rank(
 
 
 def sample_on_device(logits: Tensor, rows: list[SamplingRow], mask: GrammarBitmask | None = None) -> Tensor:
-    """Token ids [R] int64 for contiguous logits [R, vocab] float32, which may be overwritten; NOTHING_LEFT as in
+    """Token ids [R] int64 for contiguous logits [R, vocab] float32, which may be overwritten; NO_TOKEN_LEFT as in
     `sample_token_ids`."""
     from quire.kernels.gpu.triton_sampling import MAX_VOCAB, sample_tokens
 

@@ -34,7 +34,7 @@ def sample_token_ids(
     argmax: Callable[[Tensor], Tensor] = reference.argmax,
     draw: Callable[[Tensor, Tensor, Tensor], Tensor] = reference.sample_tokens,
 ) -> Tensor:
-    """Token ids [R] int64 for logits [R, vocab] float32, which may be overwritten; NOTHING_LEFT for a row to which its
+    """Token ids [R] int64 for logits [R, vocab] float32, which may be overwritten; NO_TOKEN_LEFT for a row to which its
     constraints left no token. `argmax` and `draw` are the backend's."""
     without_tokens = process_logits_and_find_exhausted(logits, rows, mask, HostLogitsProcessor())
     sampled = _sample_rows(logits, rows, argmax, draw)

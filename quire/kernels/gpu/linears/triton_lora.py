@@ -190,7 +190,7 @@ class TritonLinearWithLora(LinearWithLora, RoundedInputLinear):
         )  # fmt: skip
         return out
 
-    def pack_deltas(self, deltas: Sequence[LoraDelta]) -> PinnedLoraDeltas:
+    def pack_one_adapter(self, deltas: Sequence[LoraDelta]) -> PinnedLoraDeltas:
         """In pinned memory, from which the GPU reads while the host goes on."""
         ranks = torch.zeros(len(self._first_outputs), dtype=torch.int32)
         packed_parts = []

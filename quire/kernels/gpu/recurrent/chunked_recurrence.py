@@ -1,4 +1,4 @@
-"""Long prompts by the kernels of triton_pieces.py: which they serve, and their launches. Grids follow from shapes, so
+"""Long prompts by the kernels of triton_chunks.py: which they serve, and their launches. Grids follow from shapes, so
 that a CUDA graph holds them; which sequences of a step are long the device decides."""
 
 from __future__ import annotations

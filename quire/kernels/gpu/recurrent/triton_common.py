@@ -4,7 +4,7 @@ gives lies, guesses that are kept, and what becomes of what tokens read.
 A program has a part of the columns of one head's matrix of one sequence, and computes that sequence's tokens one after
 the other: columns share nothing. It is one warp, so that sums over a column's numbers stay within it. There is one kind
 of kernel for steps of one token, for prompts and for guesses, with one body of its loop: a token's bits depend on
-nothing but the matrix before it and what it gives. Where they may depend on more, triton_pieces.py computes long
+nothing but the matrix before it and what it gives. Where they may depend on more, triton_chunks.py computes long
 prompts.
 """
 
@@ -34,7 +34,7 @@ def load_sequence_bounds(row, query_start, contexts, seen, known, guessed):
 
 @triton.jit
 def uses_chunked_kernel(first, begin, stop, context, long):
-    """Whether triton_pieces.py computes a sequence: one of `long` tokens or more, where that is not 0, of which none is
+    """Whether triton_chunks.py computes a sequence: one of `long` tokens or more, where that is not 0, of which none is
     a guess or was one."""
     return (long > 0) & (begin == first) & (stop == context) & (context - first >= long)
 

@@ -17,7 +17,11 @@ from quire.engine.checkpoint.files import resolve_model
 from quire.engine.checkpoint.overrides import model_path, read_configured
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, InvalidRequest, ModelError
-from quire.engine.images.image_reader import RequestImage, make_image_reader, make_tiles_by_tile_digest
+from quire.engine.images.multimodal_prompt import (
+    RequestImage,
+    make_multimodal_prompt_builder,
+    make_tiles_by_tile_digest,
+)
 from quire.engine.link.client import EngineClient
 from quire.engine.link.link import Link
 from quire.engine.link.supervisor import ProcessLink
@@ -212,7 +216,7 @@ def read_images_by_digest(path: Path, tokenizer: Tokenizer, files: Sequence[str]
     InvalidRequest."""
     if not files:
         return {}
-    reader, images = make_image_reader(path, tokenizer), list[RequestImage]()
+    reader, images = make_multimodal_prompt_builder(path, tokenizer), list[RequestImage]()
     if reader is None:
         raise ConfigError("--image: this model reads no images")
     for file in files:

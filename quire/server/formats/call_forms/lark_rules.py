@@ -66,14 +66,14 @@ class LarkRules:
     def add_terminal(self, body: str) -> str:
         return self.names_by_body.setdefault(f": {body}", f"T{len(self.names_by_body)}")
 
-    def text_until(self, end: str, pattern: str | None = None) -> str:
+    def text_then_end(self, end: str, pattern: str | None = None) -> str:
         """Any text up to `end`, and that; with `pattern`, only texts all of which it matches. Where the end begins with
         a special token, text stops by itself.
 
         Of a text, the first tag ends it, whatever white space is around: parsers read that tag as the end, too.
         """
         if pattern is not None:
-            return self._matching_text_until(end, pattern)
+            return self._pattern_then_end_expression(end, pattern)
         pieces = self.literal_parts(end)
         anything = "/(?s:.*)/"
         if not pieces[0].startswith("<[") and len(pieces) > 1 and not json.loads(pieces[0]).strip():
@@ -88,7 +88,7 @@ class LarkRules:
         after = self.split_literal(rest) if rest else []
         return " ".join([self.add_rule(f"[suffix={quote_lark_string(tag[0])}]", anything), *after, *pieces[1:]])
 
-    def _matching_text_until(self, end: str, pattern: str) -> str:
+    def _pattern_then_end_expression(self, end: str, pattern: str) -> str:
         """White space before the end's first tag is written as it is there: parsers leave out no more than that."""
         core = end.lstrip() or end
         space = end[: len(end) - len(core)]
@@ -207,7 +207,7 @@ class LiteralRuleWriter:
         pattern = schema_pattern(schema)
         if self.is_raw and len(self.quote) > 1:
             quote = " ".join(self.rules.split_literal(self.quote))
-            return f"{quote} {self.rules.text_until(self.quote, pattern)}"
+            return f"{quote} {self.rules.text_then_end(self.quote, pattern)}"
         if pattern is not None and not (self.is_raw and self.quote == '"'):
             return lark_json_rule({"type": "string", "pattern": schema["pattern"]})
         if self.is_raw:

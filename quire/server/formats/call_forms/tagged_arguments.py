@@ -243,7 +243,7 @@ def _variant_value_expressions(
     if variant.type == "string":
         return _string_expressions(form, variant, end, rules)
     if form.has_html_entities and variant.type in ("array", "object", ANY_TYPE):
-        return [rules.text_until(end)]
+        return [rules.text_then_end(end)]
     if form.item_name and (variant.type in ("array", "object", ANY_TYPE)):
         return _element_expressions(form, variant, node, end, rules, 0)
     if variant.type in ("boolean", "null", "array", "object", ANY_TYPE):
@@ -261,11 +261,11 @@ def _string_expressions(form: TaggedArguments, variant: TypeVariant, end: str, r
         ]
     pattern = None if form.has_html_entities else schema_pattern(variant.schema)
     if form.uses_cdata and pattern is not None:
-        return [quote_lark_string(CDATA_BEGIN), rules.text_until(CDATA_END, pattern), *closing]
+        return [quote_lark_string(CDATA_BEGIN), rules.text_then_end(CDATA_END, pattern), *closing]
     if form.uses_cdata:
         plain = " ".join([rules.add_terminal("/[^<]*/"), *closing])
-        return [f"( {quote_lark_string(CDATA_BEGIN)} {rules.text_until(CDATA_END)} {' '.join(closing)} | {plain} )"]
-    return [rules.text_until(end, pattern)]
+        return [f"( {quote_lark_string(CDATA_BEGIN)} {rules.text_then_end(CDATA_END)} {' '.join(closing)} | {plain} )"]
+    return [rules.text_then_end(end, pattern)]
 
 
 def _element_expressions(
@@ -273,13 +273,13 @@ def _element_expressions(
 ) -> list[str]:
     """A value that may be made of elements, and its end."""
     if variant.type == ANY_TYPE or depth > MAX_DEPTH:
-        return [rules.text_until(end)]
+        return [rules.text_then_end(end)]
     if variant.type not in ("array", "object"):
         return _variant_value_expressions(form, variant, node, end, rules)
     inside = node.with_schema(variant.schema)
     known = inside.property_entries() if variant.type == "object" else [(form.item_name, inside.item_node(0), False)]
     if variant.enum is not None or not known or (variant.type == "array" and inside.item_node(0).schema is True):
-        return [rules.text_until(end)]
+        return [rules.text_then_end(end)]
     expressions = []
     for name, inner, required in known:
         begin, close = rules.split_literal(f"{form.element_prefix}{name}>"), f"{form.element_prefix[:-1]}</{name}>"

@@ -45,7 +45,7 @@ async def show(request: Request) -> dict[str, Any]:
     capabilities = ["completion"] if "generate" in model.tasks else []
     capabilities += ["tools"] if model.chat_formats.tool_format is not None else []
     capabilities += ["thinking"] if model.chat_formats.reasoning_format is not None else []
-    capabilities += ["vision"] if model.image_reader is not None else []
+    capabilities += ["vision"] if model.multimodal_prompt_builder is not None else []
     capabilities += ["embedding"] if "embed" in model.tasks else []
     about = {"general.architecture": "quire", "quire.context_length": model.context_length}
     return {

@@ -46,17 +46,19 @@ class MultimodalPrompt:
     images: tuple[Image, ...]
 
 
-def make_image_reader(path: Path, tokenizer: Tokenizer) -> ImageReader | None:
+def make_multimodal_prompt_builder(path: Path, tokenizer: Tokenizer) -> MultimodalPromptBuilder | None:
     """That of the model at `path`; None where it reads no images. Raises ModelError."""
     vision = read_vision_spec(path)
     template_image_token = None if vision is None else tokenizer.id_to_token(vision.template_image_token_id)
     return (
-        None if vision is None or template_image_token is None else ImageReader(vision, template_image_token, tokenizer)
+        None
+        if vision is None or template_image_token is None
+        else MultimodalPromptBuilder(vision, template_image_token, tokenizer)
     )
 
 
 @dataclass(frozen=True, slots=True)
-class ImageReader:
+class MultimodalPromptBuilder:
     """How a model reads images."""
 
     vision: VisionSpec
@@ -171,7 +173,9 @@ class ImageReader:
         return tuple(spans)
 
 
-def make_tiles_by_tile_digest(reader: ImageReader, request_images: Iterable[RequestImage]) -> dict[str, Image]:
+def make_tiles_by_tile_digest(
+    reader: MultimodalPromptBuilder, request_images: Iterable[RequestImage]
+) -> dict[str, Image]:
     """All that images become, cut into tiles and not, by digest in hexadecimal: what receipts name. Raises
     InvalidRequest as `tiles`."""
     images = dict[str, Image]()
