@@ -123,12 +123,8 @@ STATES: dict[str, tuple[str, ...]] = {
     "zamba2": ("linear_attention", "hybrid"),
 }
 """By family, what layer_types calls the layers that keep a state: in attention's place, hybrid ones beside it."""
-ALONE = ("falcon_mamba", "mamba", "mamba2", "nemotron_h", "zamba2")
-"""Families whose layers are one part each, but for blocks that layers share."""
 WITHOUT_STATES = {"nemotron_h": ("mlp", "moe")}
 """By such a family, what layer_types calls the layers that are an MLP, or experts."""
-GATED = DELTA_NETS
-"""Families whose attention has a gate for each query."""
 _SHARED = {
     "hunyuan_v1_moe": "mlp.shared_mlp",
     "llama4_text": "feed_forward.shared_expert",

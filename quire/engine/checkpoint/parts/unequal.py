@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.engine.architecture.kv_cache_spec import PagedState, SharedState
 from quire.engine.errors import ModelError
 
 KINDS = ("gemma4_text",)
@@ -26,17 +25,6 @@ class UnequalLayer:
     keys_are_values: bool
     inner: int
     """Of its MLP."""
-
-    @property
-    def kept(self) -> int:
-        """Numbers of a token, where it keeps any."""
-        return 2 * self.kv_heads * self.head_dim
-
-    @property
-    def state(self) -> PagedState | SharedState:
-        if self.source is not None:
-            return SharedState(self.source, self.window)
-        return PagedState(self.kept, self.window, self.head_dim)
 
 
 def complete(found: dict[str, Any]) -> None:
