@@ -19,7 +19,7 @@ from benchmarks.common.engines import at_once, dummy, folder_of, random_prompt, 
 from benchmarks.common.options import options
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import QuireError
-from quire.engine.families.model_sizes import read_sizes
+from quire.engine.checkpoint.sizes.model_sizes import read_sizes
 from quire.engine.types import EngineCoreRequest
 from tests.tiny_models import FAMILIES, SHAPE
 

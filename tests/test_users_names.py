@@ -122,10 +122,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     "quire bench: read of other servers": ("server.cli.bench.serve",),
     "quire quantize: a line of samples": ("server.cli.quantize.calibration",),
     "model's files": (
-        *("engine.checkpoint.fields", "engine.checkpoint.pooling", "engine.checkpoint.safetensors"),
+        *("engine.families.base.schema.config_schema", "engine.checkpoint.pooling", "engine.checkpoint.safetensors"),
         *(
-            "engine.checkpoint.parts.inner_fields",
-            "engine.checkpoint.parts.quantized",
+            "engine.families.base.schema.config_objects",
+            "engine.families.base.schema.quantization_schema",
             "engine.images.vision_config_fields",
         ),
         *("engine.text.tokenizer_files", "engine.layers.schemes.floats"),

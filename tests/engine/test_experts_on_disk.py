@@ -14,10 +14,10 @@ import torch
 
 from quire.engine.checkpoint.files import read_raw_config
 from quire.engine.checkpoint.safetensors import ROUTED, read_stored_weights
+from quire.engine.checkpoint.sizes.model_sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore, free_engine_memory
 from quire.engine.errors import ConfigError
-from quire.engine.families.model_sizes import read_sizes
 from quire.engine.worker.loading.weight_offload import MEMORY_FILESYSTEMS, filesystem_type
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.cpu.decoder import mapped_experts

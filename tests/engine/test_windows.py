@@ -13,9 +13,9 @@ from quire.engine.architecture.kv_cache_spec import PagedState
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.checkpoint.page_groups import PageNeeds, one_group, page_groups
+from quire.engine.checkpoint.sizes.model_sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
-from quire.engine.families.model_sizes import read_sizes
 from quire.engine.models import decoder_spec
 from quire.engine.types import EngineCoreRequest
 from quire.engine.worker import device_plan

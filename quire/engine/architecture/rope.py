@@ -9,6 +9,9 @@ from typing import Any
 
 from quire.engine.errors import ModelError
 
+ROPE_TYPES = ("default", "dynamic", "factors", "linear", "llama3", "longrope", "ntk", "proportional", "yarn")
+"""The scalings of rotary positions that engine/layers/rope.py computes."""
+
 
 def rotated_size(rope: Mapping[str, Any], head_dim: int) -> int:
     """Numbers of a head that are rotated, the first ones. Raises ModelError."""

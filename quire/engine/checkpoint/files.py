@@ -9,33 +9,35 @@ import atexit
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from quire.engine.checkpoint.adapted import class_config, first_position, text_fields
-from quire.engine.checkpoint.alike.fields import named_alike
-from quire.engine.checkpoint.alike.rope import positions_of, rope_of
-from quire.engine.checkpoint.alike.told import names_in_file, told_as_in_file
 from quire.engine.checkpoint.catalog import known_models, nearest_models
-from quire.engine.checkpoint.download import download, download_some, fetch_config, is_cached
-from quire.engine.checkpoint.families import (
-    FAMILIES,
-    STATES,
-    TEXT_SIZES,
-    WITH_IMAGES,
-    WITHOUT_STATES,
+from quire.engine.checkpoint.config_reader import (
+    checked_text_config,
+    errors_named_as_in_file,
     family_not_served,
-    has_file,
+    names_in_file,
+    parse_family_config,
     stored_dtype,
+    uses_transformers_class,
     why_not_served,
 )
-from quire.engine.checkpoint.fields import ALIASES, AdaptedFields, GenerationFields, PlannedFields, ServedFields
+from quire.engine.checkpoint.download import download, download_some, fetch_config, is_cached
 from quire.engine.checkpoint.names import HubName, hub_name
-from quire.engine.checkpoint.parts.heads import tied_as_stored
+from quire.engine.checkpoint.output_head import tied_as_stored
 from quire.engine.checkpoint.quantization import weight_formats
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ModelError
+from quire.engine.families import find_text_family
+from quire.engine.families.base.model_config import ModelConfig
+from quire.engine.families.base.schema.config_schema import (
+    ALIASES,
+    AdaptedFields,
+    GenerationFields,
+    PlannedFields,
+)
 from quire.engine.folder_reader import convert_parsed_json
 from quire.engine.gguf.model_files import (
     GGUF_SUFFIX,
@@ -51,46 +53,6 @@ _WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 HEAD_FILES = (*_WANTED_FILES, "*.bin", "*.pt")
 """The same of a head that guesses tokens: many are published in PyTorch's own format."""
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
-"""What layer_types may name in the families that are served;"""
-_CHUNKED = {"llama4_text": ("chunked_attention",)}
-"""and in some of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """A decoder's shape, read from config.json.
-
-    Fields that only some families have stay in `raw`, where the family's module reads them.
-    """
-
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position: int
-    norm_eps: float
-    tie_embeddings: bool
-    dtype: str
-    """The checkpoint's type, as stored_dtype reads it."""
-    rope: dict[str, Any]
-    """rope_type, rope_theta, and the keys that the rope_type adds to them."""
-    eos_token_ids: tuple[int, ...]
-    """All tokens that end an answer, as read_eos_token_ids finds them."""
-    raw: ServedFields
-    """Each field of its declared type, or None."""
-    context: int | None = None
-    """Tokens of the longest context that will be served; None: `max_position`."""
-    rope_context: int | None = None
-    """Tokens of the context for which rotations are chosen; None: they depend on none."""
-    names: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """By our names of fields, those in the file, where these are others."""
-    given: Mapping[str, Any] | None = None
-    """The whole of config.json, where transformers' class serves the model; None: a family of ours does."""
 
 
 def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str] = _WANTED_FILES) -> Path:
@@ -203,15 +165,15 @@ def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, A
     if raw is None:
         raise ModelError(f"model: there is no {file} in {name if folder is None else path.absolute().name}")
     if folder is not None:
-        raw = tied_as_stored(raw, _text_config(raw, files.file_label(file)), folder)
+        raw = tied_as_stored(raw, checked_text_config(raw, files.file_label(file)), folder)
     check_planned(raw, files.file_label(file))
     return raw, folder
 
 
 def check_planned(raw: dict[str, Any], label: str) -> None:
     """Raise ModelError, naming the field, for a config.json that nothing can be planned from."""
-    with told_as_in_file(names_in_file(raw)):
-        convert_parsed_json(_text_config(raw, label), PlannedFields, label)
+    with errors_named_as_in_file(names_in_file(raw)):
+        convert_parsed_json(checked_text_config(raw, label), PlannedFields, label)
 
 
 def _scratch() -> Path:
@@ -235,59 +197,20 @@ def read_model_config(
     content, label = files.read_json_file("config.json"), files.file_label("config.json")
     if content is None:
         raise ModelError(f"model: {path.absolute().name or path} has no config.json")
-    content = tied_as_stored(content, _text_config(content, label), weights or path)
+    content = tied_as_stored(content, checked_text_config(content, label), weights or path)
     others = None if tokenizer is None else ModelFiles(tokenizer)
     ends = read_eos_token_ids(files, tokenizer=others, chat_template=chat_template)
-    if by_class(content, impl):
+    if uses_transformers_class(content, impl):
         return _class_config(files, content, label, ends, forced=impl == "transformers")
-    content = _text_config(content, label) if str(content.get("model_type")) in WITH_IMAGES else content
+    content = (
+        checked_text_config(content, label) if find_text_family(content.get("model_type")) is not None else content
+    )
     config = parse_family_config(content, label, ends)
-    with told_as_in_file(config.names):
+    with errors_named_as_in_file(config.names):
         if (quantized := config.raw.get("quantization_config")) and files.folder is not None:
             weight_formats(quantized)
         _read_generation_config(files)
     return config
-
-
-def parse_family_config(content: Mapping[str, Any], label: str, eos_token_ids: Sequence[int] = ()) -> ModelConfig:
-    """`content`: of a config.json of a family that a file of ours serves. `label`: what errors call the file. Raises
-    ModelError, naming a wrong field."""
-    with told_as_in_file(names := names_in_file(content)):
-        raw = convert_parsed_json(named_alike(content), ServedFields, label)
-        heads = _integer(raw, "num_attention_heads")
-        hidden = _integer(raw, "hidden_size")
-        vocab_size = _integer(raw, "vocab_size")
-        rope = rope_of(raw)
-        config = ModelConfig(
-            model_type=raw.get("model_type") or "",
-            vocab_size=vocab_size,
-            hidden_size=hidden,
-            intermediate_size=_integer(raw, "intermediate_size"),
-            num_layers=_integer(raw, "num_hidden_layers"),
-            num_heads=heads,
-            num_kv_heads=heads if raw.get("num_key_value_heads") is None else _integer(raw, "num_key_value_heads"),
-            head_dim=raw.get("head_dim") or hidden // heads,
-            max_position=positions_of(raw, rope),
-            norm_eps=1e-6 if (eps := raw.get("rms_norm_eps")) is None else eps,
-            tie_embeddings=bool(raw.get("tie_word_embeddings")),
-            dtype=stored_dtype(raw),
-            rope=rope,
-            eos_token_ids=tuple(token for token in eos_token_ids if 0 <= token < vocab_size),
-            raw=raw,
-            names=names,
-        )
-        _check_shape(config)
-        return config
-
-
-def by_class(content: Mapping[str, Any], impl: str) -> bool:
-    """Whether transformers' class is to compute the model of a config.json. Raises ModelError where no file of ours
-    does, and `impl` asks for one."""
-    if has_file(content) and impl != "transformers":
-        return False
-    if impl == "quire" and content.get("model_type"):
-        raise ModelError(f"model_impl: no file of Quire serves a {content['model_type']}; it has {', '.join(FAMILIES)}")
-    return bool(content.get("model_type"))
 
 
 def _class_config(
@@ -333,52 +256,6 @@ def _class_config(
     )
 
 
-def _check_shape(config: ModelConfig) -> None:
-    """Raise ModelError where fields that are right alone contradict each other."""
-
-    def wrong(text: str) -> ModelError:
-        return ModelError(f"model: config.json: {text}")
-
-    if config.num_heads % config.num_kv_heads:
-        raise wrong(f"num_key_value_heads: {config.num_kv_heads} do not divide the {config.num_heads} query heads")
-    if config.head_dim < 2 or config.head_dim % 2:
-        source = "head_dim" if config.raw.get("head_dim") else "hidden_size / num_attention_heads"
-        raise wrong(f"{source}: a head must have an even size, got {config.head_dim}")
-    for name, given in (
-        ("layer_types", config.raw.get("layer_types")),
-        ("no_rope_layers", config.raw.get("no_rope_layers")),
-    ):
-        if given and len(given) != config.num_layers:
-            raise wrong(f"{name}: {len(given)} entries for {config.num_layers} layers")
-    kind = config.model_type
-    known = {*_LAYER_TYPES, *_CHUNKED.get(kind, ()), *STATES.get(kind, ()), *WITHOUT_STATES.get(kind, ())}
-    if unknown := sorted(set(config.raw.get("layer_types") or ()) - known):
-        raise wrong(f"layer_types: {unknown[0]!r} is not supported")
-
-
-def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a model's text decoder.
-
-    If a model also takes images or audio, it is an object inside config.json. The keys of that object then override
-    the outer keys of the same name.
-    """
-    part = raw.get("text_config") or raw.get("llm_config") or raw.get("language_config")
-    kind = WITH_IMAGES.get(str(raw.get("model_type")), raw.get("model_type"))
-    given = {**raw, "model_type": kind, **(part if isinstance(part, Mapping) else {})}
-    if kind == "clip_text_model":  # where the text part says another, nobody reads it
-        given["projection_dim"] = raw.get("projection_dim")
-    left_out = TEXT_SIZES.get(str(given["model_type"]), {}) if part and raw.get("model_type") in WITH_IMAGES else {}
-    return named_alike({**left_out, **given})
-
-
-def _text_config(raw: dict[str, Any], file: str) -> dict[str, Any]:
-    """The same; raises ModelError where it is no object."""
-    for key in ("text_config", "llm_config", "language_config"):
-        if not isinstance(raw.get(key) or {}, dict):
-            raise ModelError(f"model: {file}: {key}: expected object")
-    return text_config(raw)
-
-
 def _read_generation_config(files: ModelFiles) -> GenerationFields:
     name = "generation_config.json"
     return convert_parsed_json(files.read_json_file(name) or {}, GenerationFields, files.file_label(name))
@@ -400,12 +277,3 @@ def read_generation_defaults(path: Path) -> dict[str, float]:
         "repetition_penalty": generation.get("repetition_penalty"),
     }
     return {name: value for name, value in given.items() if value is not None}
-
-
-def _integer(raw: ServedFields, key: str) -> int:
-    """An integer that config.json must have. Raises ModelError, naming the key."""
-    value = raw.get(key)
-    if not isinstance(value, int):
-        family = f"config.json of a {raw.get('model_type')!r}"
-        raise ModelError(f"model: {family} lacks {key}, needed to build a decoder")
-    return value

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.page_groups import PageNeeds
 from quire.engine.checkpoint.safetensors import StoredWeights
 from quire.engine.errors import ConfigError
+from quire.engine.families.base.model_config import ModelConfig
 
 GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -13,13 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.engine.architecture.kv_cache_spec import LayerStates, SharedState
-from quire.engine.checkpoint.alike.rope import chosen_by_context
-from quire.engine.checkpoint.families import PHI, layer_windows
-from quire.engine.checkpoint.fields import LONGROPE
-from quire.engine.checkpoint.files import ModelConfig, text_config
+from quire.engine.architecture.kv_cache_spec import LayerStates, PagedState, SharedState
+from quire.engine.checkpoint.config_reader import text_config
+from quire.engine.checkpoint.family_spec import family_decoder_spec
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.errors import refuse_setting_if
+from quire.engine.families import find_family
+from quire.engine.families.base.layer_types import layer_windows
+from quire.engine.families.base.model_config import ModelConfig
+from quire.engine.families.base.ropes import chosen_by_context
+from quire.engine.families.base.schema.config_schema import LONGROPE
 
 _MOST_GROUPS = 8
 """Each has a page table, which every step carries."""
@@ -71,7 +74,8 @@ def context_decides(model_type: str, rope: Mapping[str, Any], given: Mapping[str
     computes it, which reads that itself."""
     if given is not None:
         return chosen_by_context(given)
-    return model_type in PHI and (rope.get("rope_type") or rope.get("type")) in LONGROPE
+    family = find_family(model_type)
+    return family is not None and family.has_longrope and (rope.get("rope_type") or rope.get("type")) in LONGROPE
 
 
 def rope_context(config: EngineConfig, max_position: int, *, decides: bool) -> int | None:
@@ -91,9 +95,19 @@ def _without_windows(model: ModelConfig, config: EngineConfig) -> ModelConfig:
     every layer sees all tokens."""
     if not config.disable_sliding_window:
         return model
-    text: Mapping[str, Any] = {**model.raw} if model.given is None else text_config(model.given)
-    windows = [each for each in layer_windows(text, model.num_layers) if each]
+    windows = _layer_windows(model)
     return replace(model, max_position=min([model.max_position, *windows]))
+
+
+def _layer_windows(model: ModelConfig) -> list[int]:
+    """Of the layers that have one."""
+    if model.given is not None:
+        return [each for each in layer_windows(text_config(model.given), model.num_layers) if each]
+    return [
+        each.window
+        for each in family_decoder_spec(model).kv_cache_specs
+        if isinstance(each, PagedState) and each.window
+    ]
 
 
 def most_drafts(config: EngineConfig) -> int:

@@ -13,14 +13,14 @@ from typing import Annotated, Literal, TypedDict, TypeVar
 
 from msgspec import Meta
 
-from quire.engine.checkpoint.families import ENCODERS, PAIRED
-from quire.engine.checkpoint.fields import MAX_LABELS
-from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.checkpoint.layouts import layout_of, own_modules
-from quire.engine.checkpoint.parts.inner_fields import Text, Width
+from quire.engine.checkpoint.config_reader import weight_names_of
 from quire.engine.checkpoint.safetensors import read_tensor_headers
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
+from quire.engine.families import find_encoder_family
+from quire.engine.families.base.model_config import ModelConfig
+from quire.engine.families.base.schema.config_objects import Text, Width
+from quire.engine.families.base.schema.config_schema import MAX_LABELS
 from quire.engine.folder_reader import (
     MAX_JSON_BYTES,
     convert_parsed_json,
@@ -117,7 +117,7 @@ def read_pooling(path: Path, config: ModelConfig, kind: str = "auto", score_toke
     Files that say nothing mean: of a decoder its last token, of an encoder the mean, scaled to length 1. Raises
     ModelError, naming file and field.
     """
-    encoder = config.model_type in ENCODERS
+    encoder = find_encoder_family(config.model_type) is not None
     if encoder and config.raw.get("quantization_config"):
         raise ModelError("model: quantized weights of an encoder are not served")
     if score_tokens:
@@ -158,9 +158,8 @@ def read_pooling(path: Path, config: ModelConfig, kind: str = "auto", score_toke
 
 def vector_size(config: ModelConfig) -> int:
     """Numbers of the vectors of a model with a linear behind its pooling."""
-    clip = config.model_type == "clip_text_model"
-    size = config.raw.get("projection_dim") if clip else config.raw.get("projection_size")
-    return size or (512 if clip else config.hidden_size)
+    family = find_encoder_family(config.model_type)
+    return config.hidden_size if family is None or family.vector_size is None else family.vector_size(config)
 
 
 def is_classifier(config: ModelConfig) -> bool:
@@ -169,13 +168,13 @@ def is_classifier(config: ModelConfig) -> bool:
 
 def generates(path: Path, config: ModelConfig, *, dummy: bool) -> bool:
     """Whether the model has an output head. Embedding models often leave it out. `dummy`: no weights are read."""
-    if config.model_type in ENCODERS or is_classifier(config):
+    if find_encoder_family(config.model_type) is not None or is_classifier(config):
         return False
     if config.tie_embeddings or dummy:
         return True
     names = read_tensor_headers(path) if path.is_dir() else {}  # what is in a GGUF file, its loader says
-    layout = layout_of(config.model_type)
-    return not names or any(own_modules(layout, name.rpartition(".")[0]) == ("lm_head",) for name in names)
+    weight_names = weight_names_of(config.model_type)
+    return not names or any(weight_names.own_modules(name.rpartition(".")[0]) == ("lm_head",) for name in names)
 
 
 def tasks_of(path: Path, config: ModelConfig, pooling: Pooling, settings: EngineConfig) -> tuple[Task, ...]:
@@ -214,9 +213,9 @@ def label_names(config: ModelConfig) -> tuple[str, ...]:
 
 
 def _classifier_kind(config: ModelConfig) -> PoolingType:
-    if config.model_type not in ENCODERS:
+    if (family := find_encoder_family(config.model_type)) is None:
         return "last"
-    return "mean" if config.model_type == "modernbert" and config.raw.get("classifier_pooling") == "mean" else "cls"
+    return "mean" if family.reads_classifier_pooling and config.raw.get("classifier_pooling") == "mean" else "cls"
 
 
 def _classifier_activation(config: ModelConfig, labels: tuple[str, ...]) -> Activation:
@@ -236,7 +235,8 @@ def _classifier_activation(config: ModelConfig, labels: tuple[str, ...]) -> Acti
 def _embedding(path: Path, config: ModelConfig, encoder: bool) -> Pooling:
     """What modules.json and the folders that it names say."""
     modules = _modules(path)
-    if not modules and config.model_type in PAIRED:
+    family = find_encoder_family(config.model_type)
+    if not modules and family is not None and family.vector_size is not None:
         return Pooling("last", vector_size(config))
     kinds = [module["type"].rpartition(".")[2] for module in modules]
     if not modules:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.engine.checkpoint.parts.quantized import Quantization, WeightsArgs
 from quire.engine.errors import ModelError
+from quire.engine.families.base.schema.quantization_schema import Quantization, WeightsArgs
 from quire.engine.text.tokenizer_safety import is_suspicious_regex
 
 _FIELD = "model: config.json: quantization_config"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from quire.engine.checkpoint.families import ENCODERS
-from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.families import find_encoder_family
+from quire.engine.families.base.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from quire.engine.encoders.encoder import EncoderSpec
@@ -14,5 +14,7 @@ if TYPE_CHECKING:
 
 def encoder_spec(config: ModelConfig) -> EncoderSpec:
     """Raises ModelError for what the family does not compute."""
-    spec: EncoderSpec = import_module(f"quire.engine.encoders.{ENCODERS[config.model_type]}").spec(config)
+    family = find_encoder_family(config.model_type)
+    assert family is not None, f"{config.model_type} is no encoder"
+    spec: EncoderSpec = import_module(f"quire.engine.encoders.{family.module}").spec(config)
     return spec

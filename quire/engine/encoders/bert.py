@@ -1,6 +1,5 @@
 """BERT (Devlin et al., 2019) and the many small models of its shape, such as MiniLM."""
 
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.encoders.encoder import (
     EncoderSpec,
     EncoderWeightNames,
@@ -8,6 +7,7 @@ from quire.engine.encoders.encoder import (
     make_two_layer_classifier_builder,
 )
 from quire.engine.errors import ModelError
+from quire.engine.families.base.model_config import ModelConfig
 
 NAMES = EncoderWeightNames(
     word_embeddings="embeddings.word_embeddings",

@@ -1,9 +1,9 @@
 """The text parts of CLIP (Radford et al., 2021) and SigLIP (Zhai et al., 2023): the last token's hidden state, through
 a linear, is the vector. CLIP's tokens see what is before them alone; SigLIP's texts are filled up to one length."""
 
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.pooling import vector_size
 from quire.engine.encoders.encoder import EncoderSpec, EncoderWeightNames, base_encoder_spec, parse_activation
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.layers.pooler_head import HeadLayerSpec
 
 NAMES = EncoderWeightNames(

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.encoders import bert
 from quire.engine.encoders.encoder import (
     EncoderSpec,
@@ -10,6 +9,7 @@ from quire.engine.encoders.encoder import (
     make_two_layer_classifier_builder,
     parse_activation,
 )
+from quire.engine.families.base.model_config import ModelConfig
 
 NAMES = EncoderWeightNames(
     word_embeddings="embeddings.word_embeddings",

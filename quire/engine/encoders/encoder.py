@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.encoders.encoder_chunks import (
     MAX_CHUNK_TOKENS,
     QKV_COST_SHARE,
@@ -28,6 +27,7 @@ from quire.engine.encoders.encoder_chunks import (
     run_all_chunks,
 )
 from quire.engine.errors import ModelError
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import LayerNormWeights
 from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_parameter, merge_parameters

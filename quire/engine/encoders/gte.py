@@ -3,10 +3,10 @@ it was trained on, and a gated MLP. gte-*-en-v1.5, gte-multilingual-* and Snowfl
 
 from dataclasses import replace
 
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.encoders import bert
 from quire.engine.encoders.encoder import EncoderSpec, EncoderWeightNames, base_encoder_spec
 from quire.engine.errors import ModelError
+from quire.engine.families.base.model_config import ModelConfig
 
 NAMES = EncoderWeightNames(
     word_embeddings="embeddings.word_embeddings",

@@ -3,9 +3,9 @@ three layers."""
 
 from typing import Any
 
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.encoders.encoder import EncoderSpec, EncoderWeightNames, base_encoder_spec, parse_activation
 from quire.engine.errors import ModelError
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.layers.pooler_head import HeadLayerSpec
 
 NAMES = EncoderWeightNames(

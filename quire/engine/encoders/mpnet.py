@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.encoders import roberta
 from quire.engine.encoders.encoder import EncoderSpec, EncoderWeightNames
+from quire.engine.families.base.model_config import ModelConfig
 
 NAMES = EncoderWeightNames(
     word_embeddings="embeddings.word_embeddings",

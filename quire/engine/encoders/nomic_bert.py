@@ -1,9 +1,9 @@
 """Nomic Embed (Nussbaum et al., 2024): a BERT with rotated positions and a gated MLP."""
 
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.encoders import bert
 from quire.engine.encoders.encoder import EncoderSpec, EncoderWeightNames, base_encoder_spec
 from quire.engine.errors import ModelError
+from quire.engine.families.base.model_config import ModelConfig
 
 NAMES = EncoderWeightNames(
     word_embeddings="embeddings.word_embeddings",

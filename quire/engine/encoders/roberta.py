@@ -3,9 +3,9 @@ id of padding."""
 
 from dataclasses import replace
 
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.encoders import bert
 from quire.engine.encoders.encoder import EncoderSpec, make_two_layer_classifier_builder
+from quire.engine.families.base.model_config import ModelConfig
 
 
 def spec(config: ModelConfig) -> EncoderSpec:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from quire.engine.checkpoint.families import ENCODERS
 from quire.engine.checkpoint.files import stored_at
 from quire.engine.checkpoint.overrides import model_path, read_configured
 from quire.engine.checkpoint.page_groups import as_configured
@@ -15,6 +14,7 @@ from quire.engine.core.drafter import Drafter
 from quire.engine.core.kv_offload import KVOffloader
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.engine_builder.scheduler_builder import make_scheduler
+from quire.engine.families import find_encoder_family
 from quire.engine.processes.heartbeat import Heartbeat
 from quire.engine.tiers.kv_identity import WeightFiles, code_hash, model_sample_digest
 from quire.engine.tiers.tier_factory import check_tiers, make_kv_offloader
@@ -40,7 +40,7 @@ class EngineCoreBuilder:
         config = apply_gpu_defaults(config)
         if config.weights is not None:
             check_same_model(model, stored_at(config), path)
-        is_encoder = model.model_type in ENCODERS and model.given is None
+        is_encoder = find_encoder_family(model.model_type) is not None and model.given is None
         check_tiers(config, is_encoder=is_encoder)
         self.config = config
         """With the defaults of the device."""

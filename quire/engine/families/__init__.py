@@ -1,48 +1,55 @@
-"""The model families: rows of tables, and thin files where a row cannot say it. engine/checkpoint/families.py lists
-them by config.json's model_type. No torch."""
+"""The model families: a file each says all that Quire knows of one. Whatever reads them finds them here, by what
+config.json calls the model; a new file needs no entry anywhere. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
 from importlib import import_module
+from pkgutil import iter_modules
 
-from quire.engine.architecture.decoder import DecoderSpec
-from quire.engine.architecture.mlp import MLPSpec
-from quire.engine.architecture.moe import MoELayerSpec
-from quire.engine.architecture.shared_transformer import SharedTransformerSpec
-from quire.engine.checkpoint.alike.told import told_as_in_file
-from quire.engine.checkpoint.families import FAMILIES
-from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.errors import ModelError
-from quire.engine.families.activations import hidden_activation
+from quire.engine.families.base.encoder_family import EncoderFamily
+from quire.engine.families.base.family import ConfigFamily, Family
 
 
-def family_decoder_spec(config: ModelConfig) -> DecoderSpec:
-    """The spec of a model that a family of ours describes. Raises ModelError."""
-    with told_as_in_file(config.names):
-        return _checked_decoder_spec(config)
+def find_family(model_type: object) -> Family | None:
+    """The family of decoders of this model_type; None: no file here describes it."""
+    family = _families().get(str(model_type))
+    return family if isinstance(family, Family) else None
 
 
-def _checked_decoder_spec(config: ModelConfig) -> DecoderSpec:
-    if config.model_type not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise ModelError(f"model: model_type {config.model_type!r} is not supported; supported: {known}")
-    spec = _build_family_spec(config.model_type, config)
-    experts = {"silu" if each.gated else "relu2" for each in spec.sublayers_of_kind(MoELayerSpec)}
-    shared_activations = {each.activation.kind for each in spec.sublayers_of_kind(SharedTransformerSpec)}
-    activations = (
-        {each.activation for each in spec.sublayers_of_kind(MLPSpec)} or experts or shared_activations or {"silu"}
-    )
-    activation = hidden_activation(config)
-    # Old Gemma files say gelu but mean its tanh form.
-    if activation not in {*activations, None} and (activation, activations) != ("gelu", {"gelu_tanh"}):
-        raise ModelError(f"model: hidden_act {activation!r} is not supported in a {config.model_type!r}")
-    return spec
+def find_encoder_family(model_type: object) -> EncoderFamily | None:
+    family = _families().get(str(model_type))
+    return family if isinstance(family, EncoderFamily) else None
 
 
-def _build_family_spec(model_type: str, config: ModelConfig) -> DecoderSpec:
-    """As a family's row, or its file's function `spec`, makes it."""
-    module = import_module(f"quire.engine.families.{FAMILIES[model_type]}")
-    spec: DecoderSpec = (
-        module.TABLE[model_type](config, _build_family_spec) if hasattr(module, "TABLE") else module.spec(config)
-    )
-    return spec
+def find_any_family(model_type: object) -> ConfigFamily | None:
+    return _families().get(str(model_type))
+
+
+def find_text_family(multimodal_model_type: object) -> ConfigFamily | None:
+    """Of a model that takes images too, the family of its text part, where text_config does not say it."""
+    return _text_families().get(str(multimodal_model_type))
+
+
+def decoder_model_types() -> list[str]:
+    """All that a file here describes, in alphabetical order."""
+    return sorted(kind for kind, family in _families().items() if isinstance(family, Family))
+
+
+def encoder_model_types() -> list[str]:
+    return sorted(kind for kind, family in _families().items() if isinstance(family, EncoderFamily))
+
+
+@cache
+def _families() -> Mapping[str, ConfigFamily]:
+    """By model_type."""
+    modules = [import_module(f"{__name__}.{each.name}") for each in iter_modules(__path__) if not each.ispkg]
+    families = [value for module in modules for value in vars(module).values() if isinstance(value, ConfigFamily)]
+    return {model_type: family for family in families for model_type in family.model_types}
+
+
+@cache
+def _text_families() -> Mapping[str, ConfigFamily]:
+    """By the model_type of whole models."""
+    return {outer: family for family in _families().values() for outer in family.multimodal_model_types}

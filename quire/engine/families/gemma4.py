@@ -4,6 +4,7 @@ and values, and all layers embeddings of their own; one model has experts beside
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +14,15 @@ from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.moe import MoELayerSpec
 from quire.engine.architecture.norm import NormSpec
 from quire.engine.architecture.stream import LayerScalarSpec, OutputNormSpec, PerLayerInputGateSpec, PerLayerInputsSpec
-from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.checkpoint.parts.unequal import UnequalLayer, unequal_layers
 from quire.engine.errors import ModelError
-from quire.engine.families.moe_fields import expert_intermediate_size, read_expert_count_and_routing
-from quire.engine.families.spec import base_decoder_spec
+from quire.engine.families.base.base_spec import base_decoder_spec
+from quire.engine.families.base.family import Family
+from quire.engine.families.base.layer_types import complete_layer_types
+from quire.engine.families.base.model_config import ModelConfig
+from quire.engine.families.base.moe_fields import expert_intermediate_size, read_expert_count_and_routing
+from quire.engine.families.base.schema.config_objects import OfOneLayer
+from quire.engine.families.base.schema.config_schema import MAX_LAYERS
+from quire.engine.families.base.weight_names import StackedExperts, WeightNames
 
 _DEFAULT_ROPES = {
     True: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -26,61 +31,119 @@ _DEFAULT_ROPES = {
 """By whether a layer has a window, where config.json says nothing."""
 
 
-def spec(config: ModelConfig) -> DecoderSpec:
-    raw, norm = config.raw, NormSpec(config.norm_eps)
+def _complete(fields: dict[str, Any]) -> None:
+    """The last layer always attends to all tokens."""
+    complete_layer_types(fields, lambda layer: "sliding_attention" if (layer + 1) % 6 else "full_attention")
+    layers, kinds = fields.get("num_hidden_layers"), fields.get("layer_types")
+    if isinstance(layers, int) and 1 <= layers <= MAX_LAYERS and isinstance(kinds, list):
+        fields["layer_types"] = [*kinds[:-1], "full_attention"]
+    if not fields.get("enable_moe_block"):
+        fields["num_experts"] = fields["num_experts_per_tok"] = None
+
+
+def _build(config: ModelConfig) -> DecoderSpec:
+    raw, kinds = config.raw, config.raw.get("layer_types") or ()
     if raw.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise ModelError("model: use_bidirectional_attention: it makes an encoder, which is not served")
-    rope_parameters = raw.get("rope_parameters") or {}
-    ropes = {True: rope_parameters.get("sliding_attention"), False: rope_parameters.get("full_attention")}
-    layers, size = unequal_layers(raw), raw.get("hidden_size_per_layer_input") or 0
-    per_layer_inputs = None
-    if size:
-        vocab, image = raw.get("vocab_size_per_layer_input") or config.vocab_size, raw.get("pad_token_id") or 0
-        if vocab < config.vocab_size or not 0 <= image < vocab:
-            raise ModelError(
-                f"model: config.json: vocab_size_per_layer_input: {vocab} tokens have embeddings of layers"
-            )
-        per_layer_inputs = PerLayerInputsSpec(vocab, size, len(layers), norm, image)
+    if len(kinds) != config.num_layers:
+        raise ModelError(f"model: config.json: layer_types: {len(kinds)} entries for {config.num_layers} layers")
     return replace(
         base_decoder_spec(config),
-        layers=tuple(
-            _layer_spec(config, each, _rope(ropes[each.window is not None], each), index, size)
-            for index, each in enumerate(layers)
-        ),
+        layers=tuple(_layer_spec(config, layer, source) for layer, source in enumerate(_kv_source_layers(config))),
         embedding_scale=config.hidden_size**0.5,
         logit_softcap=raw.get("final_logit_softcapping"),
-        per_layer_inputs=per_layer_inputs,
+        per_layer_inputs=_per_layer_inputs_spec(config),
     )
 
 
-def _rope(rope_fields: Any, layer: UnequalLayer) -> dict[str, Any]:
-    return _DEFAULT_ROPES[layer.window is not None] | {
-        key: value for key, value in (rope_fields or {}).items() if value is not None
-    }
+def _per_layer_inputs_spec(config: ModelConfig) -> PerLayerInputsSpec | None:
+    raw = config.raw
+    if not (size := raw.get("hidden_size_per_layer_input") or 0):
+        return None
+    vocab, image = raw.get("vocab_size_per_layer_input") or config.vocab_size, raw.get("pad_token_id") or 0
+    if vocab < config.vocab_size or not 0 <= image < vocab:
+        raise ModelError(f"model: config.json: vocab_size_per_layer_input: {vocab} tokens have embeddings of layers")
+    return PerLayerInputsSpec(vocab, size, config.num_layers, NormSpec(config.norm_eps), image)
 
 
-def _layer_spec(config: ModelConfig, layer: UnequalLayer, rope: dict[str, Any], index: int, size: int) -> LayerSpec:
-    biased, norm = bool(config.raw.get("attention_bias")), NormSpec(config.norm_eps)
+def _kv_source_layers(config: ModelConfig) -> list[int | None]:
+    """By layer, whose keys and values it reads: of the last ones, the last of the same kind that has some. None: its
+    own."""
+    kinds, shared = list(config.raw.get("layer_types") or ()), config.raw.get("num_kv_shared_layers") or 0
+    if shared >= len(kinds):
+        raise ModelError(
+            f"model: config.json: num_kv_shared_layers: {shared} of {len(kinds)} layers leave none to read from"
+        )
+    own = kinds[: len(kinds) - shared]
+    sources: list[int | None] = [None] * len(own)
+    for kind in kinds[len(own) :]:
+        if kind not in own:
+            raise ModelError(f"model: config.json: num_kv_shared_layers: no layer has keys for a {kind}")
+        sources.append(len(own) - 1 - own[::-1].index(kind))
+    return sources
+
+
+def _layer_spec(config: ModelConfig, layer: int, kv_source_layer: int | None) -> LayerSpec:
+    raw, norm = config.raw, NormSpec(config.norm_eps)
+    has_window = "sliding" in (raw.get("layer_types") or ())[layer]
+    ropes = raw.get("rope_parameters") or {}
+    window = raw.get("sliding_window") or None if has_window else None
+    rope = (ropes.get("full_attention") if window is None else ropes.get("sliding_attention")) or {}
+    num_kv_heads, head_dim = _kv_heads(config, layer, has_window=has_window)
+    biased = bool(raw.get("attention_bias"))
     attention = AttentionLayerSpec(
-        layer.heads,
-        layer.kv_heads,
-        layer.head_dim,
+        config.num_heads,
+        num_kv_heads,
+        head_dim,
         scale=1.0,
-        rope=rope,
+        rope=_DEFAULT_ROPES[window is not None] | {key: value for key, value in rope.items() if value is not None},
         norm=norm,
-        window=layer.window,
+        window=window,
         qkv_bias=biased,
         out_bias=biased,
         qk_norm="heads",
         output_norm=True,
         v_norm=True,
-        keys_are_values=layer.keys_are_values,
-        kv_source_layer=layer.source,
-        uses_bidirectional_spans=layer.window is not None,
+        keys_are_values=bool(raw.get("attention_k_eq_v")) and not has_window,
+        kv_source_layer=kv_source_layer,
+        uses_bidirectional_spans=window is not None,
     )
-    mlp = MLPSpec(layer.inner, norm, activation="gelu_tanh", output_norm=True)
-    input_gates = (PerLayerInputGateSpec(size, index, norm),) if size else ()
+    is_wide = raw.get("use_double_wide_mlp") and kv_source_layer is not None
+    width = config.intermediate_size * (2 if is_wide else 1)
+    mlp = MLPSpec(width, norm, activation="gelu_tanh", output_norm=True)
+    size = raw.get("hidden_size_per_layer_input") or 0
+    input_gates = (PerLayerInputGateSpec(size, layer, norm),) if size else ()
     return (attention, *_feed_forward_specs(config, mlp, norm), *input_gates, LayerScalarSpec("layer_scalar"))
+
+
+def _kv_heads(config: ModelConfig, layer: int, *, has_window: bool) -> tuple[int, int]:
+    """Key-value heads of a layer, and the size of its heads. Raises ModelError."""
+    raw = config.raw
+    num_kv_heads, head_dim = config.num_kv_heads, config.head_dim
+    if (each := raw.get("per_layer_config")) is not None:
+        own = _fields_of_layer(each, layer)
+        num_kv_heads, head_dim = own.get("num_key_value_heads") or num_kv_heads, own.get("head_dim") or head_dim
+    elif not has_window:
+        head_dim = raw.get("global_head_dim") or 512
+        num_kv_heads = (raw.get("attention_k_eq_v") and raw.get("num_global_key_value_heads")) or num_kv_heads
+    if head_dim % 2:
+        raise ModelError(
+            f"model: config.json: head_dim: a head must have an even size, got {head_dim} in layer {layer}"
+        )
+    if config.num_heads % num_kv_heads:
+        problem = f"{num_kv_heads} in layer {layer} do not divide the {config.num_heads} query heads"
+        raise ModelError(f"model: config.json: num_key_value_heads: {problem}")
+    return num_kv_heads, head_dim
+
+
+def _fields_of_layer(by_layer: Mapping[str, OfOneLayer], layer: int) -> OfOneLayer:
+    """A layer's entry; its key is the layer's number, which may begin with zeros. Raises ModelError."""
+    for key, own in by_layer.items():
+        if not key.isdecimal():
+            raise ModelError(f"model: config.json: per_layer_config: {key[:40]!r} is no layer's number")
+        if int(key) == layer:
+            return own or {}
+    return {}
 
 
 def _feed_forward_specs(config: ModelConfig, mlp: MLPSpec, norm: NormSpec) -> LayerSpec:
@@ -101,3 +164,28 @@ def _feed_forward_specs(config: ModelConfig, mlp: MLPSpec, norm: NormSpec) -> La
     )
     both = OutputNormSpec(norm, "post_feedforward_layernorm")
     return (replace(mlp, output_norm_name="post_feedforward_layernorm_1"), experts, both)
+
+
+GEMMA4 = Family(
+    model_types=("gemma4_text",),
+    field_names={"top_k_experts": "num_experts_per_tok"},
+    defaults={
+        "vocab_size": 262_144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+        "sliding_window": 512,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144,
+    },
+    rotates_part=True,
+    multimodal_model_types=("gemma4",),
+    complete=_complete,
+    build=_build,
+    weight_names=WeightNames(stacked_experts=StackedExperts(gate_up_halves=True)),
+)

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.architecture.rope import QueryScaling, rotated_size, yarn_mscale
-from quire.engine.checkpoint.families import ROPE_TYPES
+from quire.engine.architecture.rope import ROPE_TYPES, QueryScaling, rotated_size, yarn_mscale
 from quire.engine.errors import ModelError
 
 _LLAMA3_FIELDS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")

@@ -16,9 +16,9 @@ from typing import Annotated, Any, TypedDict
 from msgspec import Meta
 
 from quire.engine.architecture.decoder import EMBED_TOKENS
-from quire.engine.checkpoint.layouts import LAYER
 from quire.engine.checkpoint.safetensors import TensorHeader, read_file_headers, text_tensor
 from quire.engine.errors import AdapterError, ModelError
+from quire.engine.families.base.weight_names import LAYER
 from quire.engine.folder_reader import convert_parsed_json, read_json_if_present
 from quire.engine.lora.target_modules import ModuleShapes
 

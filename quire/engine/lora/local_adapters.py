@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.engine.checkpoint.files import ModelConfig, stored_at
+from quire.engine.checkpoint.files import stored_at
 from quire.engine.config import EngineConfig
 from quire.engine.errors import AdapterError, InvalidRequest
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.lora.adapter_store import AdapterStore
 from quire.engine.lora.target_modules import adaptable_modules
 from quire.engine.types import Adapter, EngineInfo

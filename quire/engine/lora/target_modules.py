@@ -9,12 +9,10 @@ from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.decoder import EMBED_TOKENS, LM_HEAD, DecoderSpec
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.norm import NormSpec
-from quire.engine.checkpoint.alike.fields import named_alike
-from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.checkpoint.layouts import layout_of, stored_module
+from quire.engine.checkpoint.config_reader import normalize_fields, weight_names_of
+from quire.engine.checkpoint.family_spec import family_decoder_spec, read_family_spec
 from quire.engine.errors import ConfigError
-from quire.engine.families import family_decoder_spec
-from quire.engine.families.config_spec import read_family_spec
+from quire.engine.families.base.model_config import ModelConfig
 
 ModuleShapes = Mapping[str, tuple[int, int]]
 """(in_features, out_features) by name."""
@@ -28,7 +26,7 @@ def adaptable_modules(model: ModelConfig) -> ModuleShapes:
         return {}
     shapes: dict[str, tuple[int, int]] = {}
     for name, (in_features, out_features) in target_linears(model).items():
-        checkpoint_name = stored_module(layout_of(model.model_type), name)
+        checkpoint_name = weight_names_of(model.model_type).stored_module(name)
         shapes[checkpoint_name] = (
             in_features,
             out_features + (shapes[checkpoint_name][1] if checkpoint_name in shapes else 0),
@@ -44,7 +42,7 @@ def target_linears(model: ModelConfig) -> ModuleShapes:
 def modules_of_config(raw: Mapping[str, Any]) -> ModuleShapes:
     """The same for a config.json alone. The model need not be served: then it is taken for one whose layers are
     attention and a gated MLP. Raises ConfigError if a size is missing, and ModelError."""
-    text = named_alike(raw.get("text_config") or raw)
+    text = normalize_fields(raw.get("text_config") or raw)
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     sizes = [text.get(name) for name in names]
     if missing := [name for name, size in zip(names, sizes, strict=True) if not isinstance(size, int) or size < 1]:

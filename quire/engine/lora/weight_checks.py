@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from quire.engine.architecture.decoder import LM_HEAD
-from quire.engine.checkpoint.layouts import LAYER
 from quire.engine.checkpoint.safetensors import is_pickled, tensor_places, text_tensor, weight_files
 from quire.engine.errors import AdapterError
+from quire.engine.families.base.weight_names import LAYER
 
 _EXPONENT_BITS = {
     "F64": ("<u8", 0x7FF0 << 48),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 
 from quire.engine.architecture.decoder import DecoderSpec
-from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.families import family_decoder_spec
+from quire.engine.checkpoint.family_spec import family_decoder_spec
+from quire.engine.families.base.model_config import ModelConfig
 
 
 def decoder_spec(config: ModelConfig) -> DecoderSpec:

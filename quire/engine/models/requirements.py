@@ -9,6 +9,7 @@ from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.architecture.mla import MLALayerSpec
 from quire.engine.architecture.recurrent import DeltaNetSpec, Mamba2LayerSpec, MambaLayerSpec
 from quire.engine.errors import ModelError
+from quire.kernels.backend_selection import AttentionRequirements
 from quire.kernels.recurrent.delta_rule import DeltaRule
 from quire.kernels.recurrent.recurrence import Recurrence
 from quire.kernels.recurrent.selective_scan import SelectiveScan
@@ -107,3 +108,16 @@ def _make_dummy_recurrence_params(part: _RecurrentSpec, device: torch.device) ->
     inner = None if part.inner_norm is None else sample_tensor(part.key_dim)
     rate = -sample_tensor(heads, part.key_dim, part.value_dim)
     return SelectiveScan(rate, sample_tensor(channels), sample_tensor(channels), inner, inner, part.inner_eps)
+
+
+def attention_requirements(spec: DecoderSpec, kv_dtype: torch.dtype, *, ranks: int = 1) -> AttentionRequirements:
+    """What a backend must compute for the model, with keys and values of this type, on so many ranks that divide
+    tokens."""
+    return AttentionRequirements(
+        softcap=widest_attention_spec(spec).softcap is not None,
+        sinks=has_sinks(spec),
+        latents=has_mla(spec),
+        chunks=has_chunked_attention(spec),
+        kv_dtype=kv_dtype,
+        ranks=ranks,
+    )

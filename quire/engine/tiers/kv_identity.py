@@ -14,9 +14,10 @@ from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
-from quire.engine.checkpoint.files import ModelConfig, stored_at
+from quire.engine.checkpoint.files import stored_at
 from quire.engine.checkpoint.safetensors import weight_files
 from quire.engine.config import EngineConfig
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.gguf.model_files import GGUF_SUFFIX, model_stem
 
 log = logging.getLogger("quire.tiers")

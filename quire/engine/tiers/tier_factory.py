@@ -6,13 +6,13 @@ from collections.abc import Callable
 from importlib import import_module
 
 from quire.engine import clock
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_folder import open_root
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.config import EngineConfig
 from quire.engine.core.executor import BlockMover
 from quire.engine.core.kv_offload import KVOffloader, NullKVOffloader
 from quire.engine.errors import ConfigError, refuse_setting_if
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.tiers.disk_tier import DiskTier
 from quire.engine.tiers.guarded_tier import GuardedTier
 from quire.engine.tiers.host_tier import HostTier

@@ -13,7 +13,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_plan import (
     CPU_KV_BYTES,
     GIB,
@@ -30,6 +29,7 @@ from quire.engine.checkpoint.page_groups import most_drafts
 from quire.engine.config import EngineConfig
 from quire.engine.core.scheduler_output import BlockCopy, SlotCopy
 from quire.engine.errors import ConfigError, QuireError
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.images.vision_config import ENCODER_CACHE_BYTES
 from quire.engine.layers.sublayer import CacheTensorSpec
 from quire.engine.lora.target_modules import effective_max_cpu_loras, num_adapter_weights, target_linears

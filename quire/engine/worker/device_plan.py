@@ -16,24 +16,22 @@ import torch
 from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.architecture.moe import MoELayerSpec
-from quire.engine.checkpoint.families import wide_activations
-from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.checkpoint.config_reader import wide_activations
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, refuse_setting_if
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.models import decoder_spec
 from quire.engine.models.requirements import (
     attention_head_dim,
-    has_chunked_attention,
+    attention_requirements,
     has_mla,
-    has_sinks,
-    widest_attention_spec,
 )
 from quire.engine.replicas.cores import usable_cpus
 from quire.engine.worker.backend_trials import choose_trials, find_eager_prefill_reason
 from quire.engine.worker.graphs.graph_capture import CudaGraphCapture
 from quire.engine.worker.loading.transformers_support import check_transformers_settings
 from quire.kernels.backend import Backend
-from quire.kernels.backend_selection import AttentionRequirements, BackendTrial, select_backend
+from quire.kernels.backend_selection import BackendTrial, select_backend
 from quire.kernels.cpu.backend import CpuBackend
 from quire.kernels.gpu.other_devices import (
     OTHER_DEVICES,
@@ -362,14 +360,7 @@ def choose_backend(
     if deterministic and find_spec("triton") is None:
         raise ConfigError("deterministic: needs Triton (pip install triton)", param="deterministic")
     dtype, kv_dtype = types
-    attention = AttentionRequirements(
-        softcap=widest_attention_spec(spec).softcap is not None,
-        sinks=has_sinks(spec),
-        latents=has_mla(spec),
-        chunks=has_chunked_attention(spec),
-        kv_dtype=kv_dtype,
-        ranks=config.decode_context_parallel_size,
-    )
+    attention = attention_requirements(spec, kv_dtype, ranks=config.decode_context_parallel_size)
     head_dim = attention_head_dim(spec, device)
     try:
         trials = [] if backend_tried else choose_trials(config, device, types, spec)

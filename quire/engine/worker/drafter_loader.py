@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.config import EngineConfig
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.loading.drafts.device_drafter import LoadedDrafter
 from quire.engine.worker.loading.drafts.draft_model_loader import load_draft_model
@@ -21,4 +21,4 @@ def load_drafter(
         return None
     if speculative.uses_hidden_states:
         return load_head_drafter(config, model_config, backend, model)
-    return load_draft_model(config, model_config, backend, progress, model)
+    return load_draft_model(config, model_config.eos_token_ids, backend, progress, model)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from quire.engine.checkpoint.files import ModelConfig, stored_at
-from quire.engine.checkpoint.kv_plan import KVPlan
+from quire.engine.checkpoint.files import stored_at
 from quire.engine.checkpoint.pooling import Pooling, read_tasks
 from quire.engine.config import EngineConfig
 from quire.engine.encoders import encoder_spec
 from quire.engine.encoders.encoder import Encoder, EncoderSpec
 from quire.engine.encoders.encoder_runner import EncoderRunner
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.layers.pooler_head import PoolerHead
 from quire.engine.layers.pooling import Pooler, make_pooler_head
 from quire.engine.layers.schemes import UnquantizedScheme
@@ -34,7 +34,12 @@ from quire.engine.worker.startup_steps.encoder_settings import (
     determine_batch_invariance,
     encoder_context_length,
 )
-from quire.engine.worker.startup_steps.started_worker import StartedWorker, make_engine_info, make_grammar_compiler
+from quire.engine.worker.startup_steps.started_worker import (
+    StartedWorker,
+    make_engine_info,
+    make_grammar_compiler,
+    plan_without_kv_cache,
+)
 from quire.kernels.backend import Backend
 
 
@@ -112,9 +117,3 @@ def _make_vector_head(spec: EncoderSpec, pooling: Pooling, backend: Backend) -> 
     if spec.projection:
         return PoolerHead(spec.projection, backend)
     return make_pooler_head(pooling, backend, spec.classifier, spec.hidden_size)
-
-
-def plan_without_kv_cache(max_model_len: int, max_num_seqs: int) -> KVPlan:
-    """A place for each sequence, which takes no memory: nothing of a prompt outlives its step."""
-    arithmetic = f"no KV: an encoder reads each prompt at once; up to {max_model_len:,} tokens"
-    return KVPlan(max_num_seqs, max_model_len, 0, max_model_len, arithmetic, sequences=max_num_seqs)

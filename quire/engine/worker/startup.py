@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_plan import KVPlan, StateShares
 from quire.engine.config import EngineConfig
 from quire.engine.core.executor import AdapterLoader
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.worker.device_memory import available_kv_bytes, check_kv_cache_fits_device
 from quire.engine.worker.device_plan import DevicePlan, choose_device, choose_device_plan, configure_cpu
 from quire.engine.worker.kernel_compilation.kernel_cache import prepare_kernel_cache

@@ -12,10 +12,10 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from quire.engine.architecture.attention import AttentionLayerSpec
-from quire.engine.checkpoint.fields import OneRope, PlannedFields, Ropes, ServedFields
 from quire.engine.checkpoint.files import read_generation_defaults, read_model_config, read_raw_config
+from quire.engine.checkpoint.sizes.model_sizes import read_sizes
 from quire.engine.errors import ModelError
-from quire.engine.families.model_sizes import read_sizes
+from quire.engine.families.base.schema.config_schema import OneRope, PlannedFields, Ropes, ServedFields
 from quire.engine.layers.rope import rope_table
 from quire.engine.models import decoder_spec
 from tests import tiny_models

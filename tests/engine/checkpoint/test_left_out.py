@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from quire.engine.checkpoint.families import ENCODERS, FAMILIES
-from quire.engine.checkpoint.files import ModelConfig, read_model_config
+from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig
 from quire.engine.encoders import encoder_spec
 from quire.engine.engine_core import EngineCore
+from quire.engine.families import decoder_model_types, encoder_model_types, find_encoder_family
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.models import decoder_spec
 from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
@@ -43,7 +44,7 @@ _NO_CLASS = {"kimi_k2", "new"}
 def meant(folder: Path, raw: dict[str, Any]) -> tuple[Any, ...]:
     (folder / "config.json").write_text(json.dumps(raw))
     config = read_model_config(folder)
-    if config.model_type in ENCODERS:
+    if find_encoder_family(config.model_type) is not None:
         return replace(encoder_spec(config), classifier=None), config.max_position  # which is a function
     return decoder_spec(config), config.tie_embeddings, config.max_position
 
@@ -56,7 +57,7 @@ def plain(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.few(12)
-@pytest.mark.parametrize("kind", sorted({*FAMILIES, *ENCODERS} - _NO_CLASS))
+@pytest.mark.parametrize("kind", sorted({*decoder_model_types(), *encoder_model_types()} - _NO_CLASS))
 def test_what_is_left_out_is_what_transformers_class_has(kind: str, tmp_path: Path) -> None:
     CONFIG_MAPPING[kind](**_OTHERWISE.get(kind, {})).save_pretrained(tmp_path)
     said = {"model_type": kind, **json.loads((tmp_path / "config.json").read_text())}

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from quire.engine.checkpoint.families import layer_windows
 from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError
+from quire.engine.families.base.layer_types import layer_windows
 from quire.engine.models import decoder_spec
 from tests.engine.harness import Answer, request, run
 from tests.gguf_deltas import write_delta_gguf

@@ -8,9 +8,9 @@ import pytest
 
 from quire.engine.checkpoint.files import read_raw_config
 from quire.engine.checkpoint.safetensors import read_stored_weights
+from quire.engine.checkpoint.sizes.model_sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
-from quire.engine.families.model_sizes import read_sizes
 from quire.kernels.cpu.backend import CpuBackend
 from quire.server.cli.plan.estimate import PlanRequest
 from quire.server.cli.plan.estimate_builder import estimate_model

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from quire.engine.checkpoint.files import read_raw_config
+from quire.engine.checkpoint.sizes.model_sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.encoders.vision.tower import TowerBuildContext
 from quire.engine.encoders.vision.tower_factory import make_tower
 from quire.engine.engine_core import EngineCore
-from quire.engine.families.model_sizes import read_sizes
 from quire.engine.images.multimodal_prompt import MultimodalPromptBuilder, RequestImage, make_multimodal_prompt_builder
 from quire.engine.images.vision_config import read_vision_spec
 from quire.engine.layers.schemes import UnquantizedScheme

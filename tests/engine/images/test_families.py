@@ -17,12 +17,12 @@ from transformers import AutoModelForImageTextToText
 
 from quire.engine.checkpoint.files import read_model_config, read_raw_config
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
+from quire.engine.checkpoint.sizes.model_sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.encoders.vision.tower import TowerBuildContext, normalize_pixels
 from quire.engine.encoders.vision.tower_factory import make_tower
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
-from quire.engine.families.model_sizes import read_sizes
 from quire.engine.images.multimodal_prompt import RequestImage, make_multimodal_prompt_builder
 from quire.engine.images.vision_config import read_vision_spec
 from quire.engine.images.vision_spec import InvalidImage

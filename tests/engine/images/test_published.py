@@ -11,7 +11,7 @@ import pytest
 
 from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.checkpoint.files import read_model_config
-from quire.engine.families.model_sizes import read_sizes
+from quire.engine.checkpoint.sizes.model_sizes import read_sizes
 from quire.engine.images.vision_config import read_vision_spec
 from quire.engine.models import decoder_spec
 

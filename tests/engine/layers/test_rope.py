@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from quire.engine.checkpoint.families import why_not_served
+from quire.engine.checkpoint.config_reader import why_not_served
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.layers.rope import rope_table
 from tests.tiny_models import SHAPE

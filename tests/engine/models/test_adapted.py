@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from quire.engine.checkpoint.families import family_not_served
+from quire.engine.checkpoint.config_reader import family_not_served
 from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.sizes.model_sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ConfigError, ModelError
-from quire.engine.families.model_sizes import read_sizes
 from quire.engine.models.transformers_backend.interface import MaskFunction
 from quire.engine.models.transformers_backend.model_builder import build_model
 from quire.engine.models.transformers_backend.probe import probe_attention, window_from_mask

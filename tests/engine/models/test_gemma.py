@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.sizes.model_sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
-from quire.engine.families.model_sizes import read_sizes
 from quire.engine.models import decoder_spec
 from tests.tiny_models import save_tiny_model
 

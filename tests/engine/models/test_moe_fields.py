@@ -11,8 +11,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from quire.engine.architecture.moe import MoELayerSpec
-from quire.engine.checkpoint.families import FAMILIES, WITH_EXPERTS
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig
 from quire.engine.engine_core import EngineCore
@@ -20,15 +18,13 @@ from quire.engine.errors import AdapterError, ModelError
 from quire.engine.lora.adapter_files import read_adapter_specs
 from quire.engine.lora.adapter_store import AdapterStore
 from quire.engine.lora.target_modules import adaptable_modules
-from quire.engine.models import decoder_spec
 from quire.engine.types import EngineCoreRequest, SamplingParams
 from quire.engine.worker.loading.weight_check import check_weights
 from quire.kernels.cpu.backend import CpuBackend
 from tests.adapters import merge, save_adapter
 from tests.engine.harness import Answer, request, run
 from tests.quantized_models import stack_mxfp4
-from tests.tiny_models import FAMILIES as TINY
-from tests.tiny_models import SHAPE, VOCAB, save_tiny_model
+from tests.tiny_models import VOCAB, save_tiny_model
 
 MISSING = CpuBackend().missing_reason
 compiled = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -184,13 +180,3 @@ def test_a_config_that_contradicts_is_named(family: str, change: dict, says: str
     (path / "config.json").write_text(json.dumps(content | change))
     with pytest.raises(ModelError, match=says):
         engine(path)
-
-
-@pytest.mark.parametrize("family", sorted(TINY.keys() - {"gemma3-with-images"}))
-def test_the_table_of_families_knows_those_with_experts(family: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE | TINY[family]))
-    config = read_model_config(tmp_path)
-    has_experts = bool(decoder_spec(config).sublayers_of_kind(MoELayerSpec))
-    without = family.endswith("-dense") or family in ("gemma4", "gemma4-small")  # of a kind that may have some
-    assert has_experts == (config.model_type in WITH_EXPERTS) or without
-    assert set(WITH_EXPERTS) <= set(FAMILIES)

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.engine.checkpoint.files import read_model_config, read_raw_config
+from quire.engine.checkpoint.sizes.model_sizes import read_sizes
 from quire.engine.errors import ModelError
-from quire.engine.families.model_sizes import read_sizes
 from quire.engine.layers.parameters import LoadableParameter
 from quire.engine.worker.loading.weight_loader import load_weights
 from tests.engine.parity import edit_json, largest_difference, random_prompt

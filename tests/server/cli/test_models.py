@@ -14,9 +14,10 @@ import httpx
 import pytest
 
 from quire.engine.checkpoint.catalog import known_models, nearest_models
-from quire.engine.checkpoint.families import WITH_EXPERTS, why_not_served
+from quire.engine.checkpoint.config_reader import why_not_served
 from quire.engine.checkpoint.files import read_raw_config, resolve_model
 from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.checkpoint.sizes.model_sizes import read_sizes
 from quire.engine.errors import ModelError
 from quire.server.cli.main import main
 from quire.server.cli.models import table
@@ -209,7 +210,7 @@ def test_a_short_name_has_a_shape_that_is_served(name: str) -> None:
         bits = {"Q4_K_M": (4.5, 8.0), "Q8_0": (8.4, 8.9), "MXFP4": (4.25, 4.8)}[str(model.hub.tag)]
         assert bits[0] < 8e9 * model.gigabytes / row.parameters < bits[1], "a file of this size has that many bits"
         assert row.speed is not None
-        experts = model.config["model_type"] in WITH_EXPERTS
+        experts = bool(read_sizes(model.config).experts)
         assert (row.speed > 1.2 * 120 / model.gigabytes) == experts, "what is read is weights, of experts a few"
 
 

@@ -21,7 +21,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from quire.engine.checkpoint.files import read_raw_config
-from quire.engine.families.model_sizes import read_sizes
+from quire.engine.checkpoint.sizes.model_sizes import read_sizes
 from quire.server.config import ServerConfig
 from tests.server.images.serving import serving
 from tests.server.images.test_vectors import talk

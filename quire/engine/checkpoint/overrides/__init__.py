@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.engine.checkpoint.fields import GenerationFields
 from quire.engine.checkpoint.files import (
-    ModelConfig,
     check_planned,
     read_generation_defaults,
     read_model_config,
@@ -23,6 +21,8 @@ from quire.engine.checkpoint.files import (
 )
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
+from quire.engine.families.base.model_config import ModelConfig
+from quire.engine.families.base.schema.config_schema import GenerationFields
 from quire.engine.folder_reader import convert_parsed_json, read_json_if_present
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"

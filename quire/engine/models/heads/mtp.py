@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.architecture.decoder import LayerSpec
-from quire.engine.checkpoint.alike.mtp import EMBEDDING_NORM, END, HIDDEN_NORM, JOIN
+from quire.engine.checkpoint.mtp import EMBEDDING_NORM, END, HIDDEN_NORM, JOIN
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import NormWeights
 from quire.engine.layers.parameters import ParameterTable

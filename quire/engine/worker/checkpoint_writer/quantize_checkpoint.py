@@ -32,8 +32,6 @@ _LINEAR_NAME = re.compile(r"(?:^|\.)layers\.\d+\..*\.weight$")
 """Weights of a decoder's layers; those of two axes are linears."""
 _ROUTER_NAME = re.compile(r"\.(?:gate|router)\.weight$")
 """Those that choose experts, which stay as they are."""
-_UNSUPPORTED_FAMILIES = ("bloom", "falcon", "gpt2", "gpt_bigcode", "gptj", "mpt")
-"""Families whose layers are not called layers, or whose weights are [in, out]."""
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _COPIED_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
 _VISION_LINEARS = ("re:.*vision_tower.*", "re:.*multi_modal_projector.*")
@@ -69,17 +67,16 @@ def _write_quantized_checkpoint(
     model: Path, out: Path, target_format: QuantizedFormat, make_smoothing: Callable[[], Smoothing] | None
 ) -> str:
     config = read_json_if_present(model / "config.json") or {}
-    if (kind := str(config.get("model_type"))) in _UNSUPPORTED_FAMILIES:
+    shards = require_shards(weight_files(model))
+    headers = {shard: read_file_headers(shard) or {} for shard in shards}
+    if not any(_LINEAR_NAME.search(name) for each in headers.values() for name in each):
+        kind = config.get("model_type")
         raise ModelError(
             f"model: checkpoints of {kind} models are not written in few bits; serve it with --quantization"
         )
-    shards = require_shards(weight_files(model))
     layouts = {  # what becomes of each tensor of a file, by whole names; one tensor stays as it is
-        shard: {
-            name: _tensor_layout(name, *header, target_format)
-            for name, header in (read_file_headers(shard) or {}).items()
-        }
-        for shard in shards
+        shard: {name: _tensor_layout(name, *header, target_format) for name, header in by_name.items()}
+        for shard, by_name in headers.items()
     }
     _copy_other_files(model, out)
     smoother = None if make_smoothing is None else make_smoothing()

@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.files import ModelConfig, read_model_config
+from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.safetensors import text_tensor
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ModelError
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.layers.sublayer import SmoothableNorm, Sublayer
 from quire.engine.worker.loading.forward_pass import compute_hidden_states, load_standalone_model_and_backend
 from quire.engine.worker.loading.weight_loader import checkpoint_stream

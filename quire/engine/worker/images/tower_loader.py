@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from quire.engine.checkpoint.files import ModelConfig, stored_at
+from quire.engine.checkpoint.files import stored_at
 from quire.engine.checkpoint.kv_plan import QUANTIZED_BITS
 from quire.engine.checkpoint.stages import stage_layers
 from quire.engine.config import EngineConfig
 from quire.engine.encoders.vision.tower import TowerBuildContext
 from quire.engine.encoders.vision.tower_factory import make_tower
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.images.vision_config import read_vision_spec
 from quire.engine.images.vision_spec import VisionSpec
 from quire.engine.layers.online_quantization import OnlineQuantizedScheme

@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from triton.backends.compiler import GPUTarget
 
-from quire.engine.checkpoint.files import ModelConfig, read_model_config
+from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.layers.sublayer import BuildContext
 from quire.engine.models import decoder_spec

@@ -17,9 +17,9 @@ import torch
 from safetensors import safe_open
 
 from quire.engine.architecture.decoder import DecoderSpec
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.config import EngineConfig
 from quire.engine.errors import QuireError, refuse_setting_if
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.layers.adapters import AdapterManager, LoRALayerWeights, PackedAdapter
 from quire.engine.lora.adapter_files import WEIGHTS_FILE, read_adapter_specs
 from quire.engine.lora.target_modules import ModuleShapes, adaptable_modules, effective_max_cpu_loras

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from quire.engine.checkpoint.alike.mtp import MtpNames
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_plan import int8_embedding
+from quire.engine.checkpoint.mtp import MtpNames
 from quire.engine.checkpoint.quantization import is_aside, weight_formats
 from quire.engine.checkpoint.safetensors import read_tensor_headers, text_tensor
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.gguf.header import GGUFHeader
 from quire.engine.gguf.model_files import read_gguf_header
 from quire.engine.layers.online_quantization import Int8EmbeddingAndHeadScheme, OnlineQuantizedScheme

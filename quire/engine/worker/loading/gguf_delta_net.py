@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from quire.engine.architecture.recurrent import DeltaNetSpec
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.gguf.delta_net_config import TILED_VALUE_HEAD_TYPES
 from quire.engine.models import decoder_spec
 

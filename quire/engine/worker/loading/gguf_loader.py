@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.folder_reader import open_if_present
 from quire.engine.gguf.header import GGUFHeader, GGUFTensor
 from quire.engine.gguf.hf_config import PERMUTED_QK_MODEL_TYPES

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from quire.engine.checkpoint.files import ModelConfig, stored_at
+from quire.engine.checkpoint.files import stored_at
 from quire.engine.checkpoint.page_groups import keeps_all, page_groups
 from quire.engine.checkpoint.pooling import read_tasks
 from quire.engine.checkpoint.stages import groups_of_stage, stage_layers
 from quire.engine.config import EngineConfig
-from quire.engine.layers.pooling import make_pooler_head
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.layers.sublayer import BuildContext
 from quire.engine.worker.device_plan import DevicePlan
 from quire.engine.worker.loading.adapter_loader import make_adapter_slots
@@ -20,7 +20,7 @@ from quire.engine.worker.loading.model.context_length import max_fitting_context
 from quire.engine.worker.loading.model.loaded_model import WHOLE_MODEL, LoadedModel, ModelPart
 from quire.engine.worker.loading.model.offload_settings import disk_tensor_name_pattern
 from quire.engine.worker.loading.model.weight_filling import check_weights_fit, fill_weights
-from quire.engine.worker.loading.pooler import needs_lm_head, score_head_layer_specs
+from quire.engine.worker.loading.pooler import make_decoder_pooler_head, needs_lm_head
 from quire.engine.worker.loading.transformers_support import decoder_class
 from quire.engine.worker.loading.weight_check import ExpectedWeights
 from quire.engine.worker.loading.weight_loader import NamedTensors
@@ -81,7 +81,7 @@ def load_model(
     )
     if adapter_slots is not None:
         adapter_slots.absent_module_prefixes = model.absent_module_prefixes
-    head = make_pooler_head(pooling, backend, score_head_layer_specs, chosen.spec.hidden_size)
+    head = make_decoder_pooler_head(pooling, backend, chosen.spec.hidden_size)
     folders = tuple(each.folder for each in pooling.dense)
     expected_weights = ExpectedWeights(model.parameters() | head.parameters(), folders, model.absent_module_prefixes)
     with weight_loading_context(model, config):

@@ -12,11 +12,12 @@ from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.layers.pooler_head import HeadLayerSpec, PoolerHead
-from quire.engine.layers.pooling import Pooler, PoolerHeadFunction
+from quire.engine.layers.pooling import Pooler, PoolerHeadFunction, make_pooler_head
 from quire.engine.models.decoder import Decoder
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Task
 from quire.engine.worker.loading.model.loaded_model import LoadedModel
+from quire.kernels.backend import Backend
 
 
 def make_pooler(config: EngineConfig, path: Path, loaded: LoadedModel) -> Pooler | None:
@@ -59,6 +60,10 @@ def needs_lm_head(pooling: Pooling, tasks: Collection[Task]) -> bool:
     return "generate" in tasks or pooling.score_tokens is not None
 
 
-def score_head_layer_specs(hidden: int, labels: int) -> list[HeadLayerSpec]:
+def make_decoder_pooler_head(pooling: Pooling, backend: Backend, hidden_size: int) -> PoolerHead:
+    return make_pooler_head(pooling, backend, _score_head_layer_specs, hidden_size)
+
+
+def _score_head_layer_specs(hidden: int, labels: int) -> list[HeadLayerSpec]:
     """The head of a decoder's ForSequenceClassification."""
     return [HeadLayerSpec("score", hidden, labels, bias=False)]

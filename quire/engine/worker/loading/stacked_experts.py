@@ -8,8 +8,10 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from quire.engine.checkpoint.families import ENCODERS, STACKED
-from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.checkpoint.config_reader import weight_names_of
+from quire.engine.families import find_encoder_family
+from quire.engine.families.base.model_config import ModelConfig
+from quire.engine.families.base.weight_names import StackedExperts
 from quire.engine.worker.loading.weight_loader import TensorStream
 from quire.engine.worker.loading.weight_mapper import WeightMapper
 
@@ -21,27 +23,18 @@ _GRANITE_NAME = re.compile(
 _NUM_AXES = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
 
 
-def split_stacked_experts(
-    stream: TensorStream,
-    *,
-    halves: bool = False,
-    transposed_hidden_size: int | None = None,
-    always_transposed: bool = False,
-) -> TensorStream:
-    """The tensors of the stream, those of stacked experts as views of them. halves: gate and up are the halves of the
-    outputs, as in Granite's, whatever their names. turned: for hidden states of this size they may have a column for
-    each output instead of a row, as Qwen3-VL was published. columns: they always have, as Llama 4's."""
+def split_stacked_experts(stream: TensorStream, stacked: StackedExperts, hidden_size: int) -> TensorStream:
+    """The tensors of the stream, those of stacked experts as views of them."""
     for name, tensor in stream:
         if (granite := _GRANITE_NAME.match(name)) is not None and tensor.ndim == 3:
             yield from _split_gate_up_halves(granite[1], tensor, down=bool(granite[2] or granite[3]))
             continue
         match = _STACKED_NAME.match(name)
-        if halves and match is not None and tensor.ndim == 3:
+        if stacked.gate_up_halves and match is not None and tensor.ndim == 3:
             down = match[2] == "down"
             first, second = tensor.shape[1:]
-            by_columns = always_transposed or (
-                transposed_hidden_size == (second if down else first) and first != second
-            )
+            looks_transposed = hidden_size == (second if down else first) and first != second
+            by_columns = stacked.always_transposed or (stacked.maybe_transposed and looks_transposed)
             rows = tensor.transpose(1, 2) if by_columns else tensor
             yield from _split_gate_up_halves(match[1].removesuffix(".experts"), rows, down=down)
             continue
@@ -81,19 +74,8 @@ def _split_interleaved_gate_up(name: str, rows: Tensor) -> Iterator[tuple[str, T
 def map_checkpoint_tensors(model_config: ModelConfig, stream: TensorStream, *, gguf: bool = False) -> TensorStream:
     """The tensors of a checkpoint of this family, or of a GGUF file, each that of one linear; what transformers' class
     computes puts them in order itself."""
-    if model_config.model_type in ENCODERS or model_config.given is not None:
+    if find_encoder_family(model_config.model_type) is not None or model_config.given is not None:
         return stream
-    kind = model_config.model_type
-    transposed_hidden_size, always_transposed = (
-        model_config.hidden_size if kind == "qwen3_vl_moe_text" else None,
-        kind == "llama4_text",
-    )
-    halves = transposed_hidden_size is not None or always_transposed or kind in ("gemma4_text", "qwen3_5_moe_text")
-    split_stream = (
-        split_stacked_experts(
-            stream, halves=halves, transposed_hidden_size=transposed_hidden_size, always_transposed=always_transposed
-        )
-        if kind in STACKED
-        else stream
-    )
+    stacked = weight_names_of(model_config.model_type).stacked_experts
+    split_stream = stream if stacked is None else split_stacked_experts(stream, stacked, model_config.hidden_size)
     return WeightMapper(model_config, gguf=gguf).map_stream(split_stream)

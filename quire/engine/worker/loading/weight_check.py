@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from quire.engine.checkpoint.families import ENCODERS
-from quire.engine.checkpoint.files import ModelConfig, read_model_config
+from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.quantization import is_aside
 from quire.engine.checkpoint.safetensors import read_tensor_headers, weight_files
 from quire.engine.encoders import encoder_spec
 from quire.engine.errors import ModelError
+from quire.engine.families import find_encoder_family
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.gguf.model_files import read_gguf_header
 from quire.engine.layers.parameters import LoadableParameter, ParameterTable
 from quire.engine.models import decoder_spec
@@ -108,7 +109,8 @@ def _check_same_config(new_config: ModelConfig, served: ModelConfig, *, quantize
         raise ModelError(
             f"weights: config.json: model_type is {new_config.model_type!r}, the model's {served.model_type!r}"
         )
-    spec_of = encoder_spec if served.model_type in ENCODERS else decoder_spec
+    is_encoder = find_encoder_family(served.model_type) is not None
+    spec_of = encoder_spec if is_encoder else decoder_spec
     if (difference := _first_difference("the model", spec_of(new_config), spec_of(served))) is not None:
         name, is_now, was = difference
         raise ModelError(f"weights: config.json: {name} is {is_now}, the model's {was}")

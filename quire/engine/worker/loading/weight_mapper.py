@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from quire.engine.architecture.recurrent import DeltaNetSpec, Mamba2LayerSpec, MambaLayerSpec
-from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.checkpoint.layouts import LAYER, Layout, head_order, layout_of, own_modules, stored_module
+from quire.engine.checkpoint.config_reader import weight_names_of
 from quire.engine.checkpoint.safetensors import TensorHeader, text_tensor
 from quire.engine.errors import ModelError
+from quire.engine.families.base.model_config import ModelConfig
+from quire.engine.families.base.weight_names import LAYER, WeightNames, head_order
 from quire.engine.models import decoder_spec
 from quire.engine.worker.loading.weight_loader import TensorStream
 
@@ -50,10 +51,12 @@ class WeightMapper:
     """How one model's checkpoint is arranged."""
 
     def __init__(self, config: ModelConfig, *, gguf: bool = False) -> None:
-        self._config, self._layout = config, layout_of(config.model_type, gguf=gguf)
-        self._head_order = head_order(config.rope, config.head_dim, neighbours=self._layout.neighbours)
+        self._config, self._weight_names = config, weight_names_of(config.model_type, gguf=gguf)
+        self._head_order = head_order(config.rope, config.head_dim, interleaved=self._weight_names.interleaved_rope)
         self._has_draft_layers = bool(config.raw.get("num_nextn_predict_layers"))
-        self._is_identity = self._layout == Layout() and self._head_order is None and not self._has_draft_layers
+        self._is_identity = (
+            self._weight_names == WeightNames() and self._head_order is None and not self._has_draft_layers
+        )
         self._slices_by_module: dict[str, list[_OutputSlice | None]] = {}
         """By the stored name of a layer's module, of each linear that it is; None: all of it."""
 
@@ -72,11 +75,11 @@ class WeightMapper:
 
     def map_module_name(self, name: str) -> tuple[str, ...]:
         """What a checkpoint's module is here."""
-        return own_modules(self._layout, name)
+        return self._weight_names.own_modules(name)
 
     def checkpoint_module_name(self, linear: str) -> str:
         """What the checkpoint calls a linear of a layer, or what it is part of."""
-        return stored_module(self._layout, linear)
+        return self._weight_names.stored_module(linear)
 
     def split_outputs(self, module: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """A tensor whose first axis is a stored module's outputs, by the linears that the module is."""
@@ -87,12 +90,12 @@ class WeightMapper:
         module, _, kind = name.rpartition(".")
         modules, layer_match = self.map_module_name(module), LAYER.fullmatch(module)
         if layer_match is None:
-            skipped = self._layout.before_positions if modules == ("model.embed_positions",) else 0
+            skipped = self._weight_names.position_offset if modules == ("model.embed_positions",) else 0
             yield f"{modules[0]}.{kind}", tensor[skipped:] if skipped else tensor
         elif int(layer_match[1]) >= self._config.num_layers and self._has_draft_layers:
             return  # those that draft tokens
-        elif f"{layer_match[2]}.{kind}" not in self._layout.unused:
-            if kind == "weight" and layer_match[2] in self._layout.transposed:
+        elif f"{layer_match[2]}.{kind}" not in self._weight_names.unused:
+            if kind == "weight" and layer_match[2] in self._weight_names.transposed:
                 tensor = tensor.t()
             for module_name, output_slice in zip(modules, self._output_slices(module), strict=True):
                 yield f"{module_name}.{kind}", self._slice_for_module(module_name, kind, output_slice, tensor)
@@ -117,8 +120,8 @@ class WeightMapper:
         return self._slices_by_module[inside]
 
     def _make_module_slices(self, stored: str) -> list[_OutputSlice | None]:
-        layout, config = self._layout, self._config
-        module_names = layout.inside.get(stored, stored)
+        weight_names, config = self._weight_names, self._config
+        module_names = weight_names.layer_modules.get(stored, stored)
         if isinstance(module_names, str):
             if self._head_order is None or module_names not in _ROTATED_PROJECTIONS:
                 return [None]
@@ -145,7 +148,7 @@ class WeightMapper:
         if module_names[0].startswith("conv."):
             every = torch.arange(3 * config.hidden_size)
             return [_OutputSlice(third, len(every)) for third in every.chunk(3)]
-        groups = config.num_kv_heads if layout.by_groups else 1
+        groups = config.num_kv_heads if weight_names.fused_by_group else 1
         each = config.num_kv_heads // groups
         every = torch.arange((config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
         heads = every.view(groups, -1, config.head_dim).split((config.num_heads // groups, each, each), dim=1)
@@ -160,7 +163,7 @@ class WeightMapper:
         net = next(each for each in decoder_spec(self._config).sublayers_of_kind(DeltaNetSpec))
         keys, values = net.num_key_heads * net.key_dim, net.num_heads * net.value_dim
         sizes = {"q": keys, "k": keys, "v": values, "z": values, "b": net.num_heads, "a": net.num_heads}
-        groups = net.num_key_heads if self._layout.by_groups else 1
+        groups = net.num_key_heads if self._weight_names.fused_by_group else 1
         each = [sizes[name[-1]] // groups for name in own]
         every = torch.arange(sum(each) * groups)
         return [_OutputSlice(part.flatten(), len(every)) for part in every.view(groups, -1).split(each, dim=1)]

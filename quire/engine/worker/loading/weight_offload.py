@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 
 from quire.engine.architecture.moe import MoELayerSpec
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_plan import GIB, available_host_bytes
 from quire.engine.checkpoint.stages import FREE_FOR_LAYERS, STREAM_SLOTS, most_kept, most_streamed
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, refuse_setting_if
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.layers.schemes import QuantizationScheme
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.device_plan import DevicePlan

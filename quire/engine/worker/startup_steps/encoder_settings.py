@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, refuse_setting_if
+from quire.engine.families.base.model_config import ModelConfig
 from quire.kernels.backend import Backend
 from quire.kernels.backend_selection import select_backend
 from quire.kernels.reference import ReferenceBackend

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_plan import KVPlan, PageBytes, plan_kv, share_states
 from quire.engine.checkpoint.page_groups import PageGroups, PageNeeds
 from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import EngineConfig
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.device_memory import block_bytes, block_bytes_of_all_groups, slot_state_bytes
 from quire.engine.worker.loading.drafts.device_drafter import LoadedDrafter

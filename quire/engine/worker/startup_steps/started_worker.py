@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_plan import KVPlan
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.config import EngineConfig
 from quire.engine.core.executor import AdapterLoader, CollectiveRPC, Executor
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.text.grammar_compiler import GrammarCompiler, make_grammar_vocabulary
 from quire.engine.types import EngineInfo
 from quire.engine.worker.loading.drafts.device_drafter import StartedDrafter
@@ -77,3 +77,9 @@ def make_grammar_compiler(config: EngineConfig, path: Path, model_config: ModelC
     """Takes about a second for 32,000 tokens. Raises ModelError where the model has no tokenizer that fits."""
     tokenizer = read_tokenizer(config, path)
     return GrammarCompiler(make_grammar_vocabulary(tokenizer, model_config.vocab_size, model_config.eos_token_ids))
+
+
+def plan_without_kv_cache(max_model_len: int, max_num_seqs: int) -> KVPlan:
+    """A place for each sequence, which takes no memory: nothing of a prompt outlives its step."""
+    arithmetic = f"no KV: an encoder reads each prompt at once; up to {max_model_len:,} tokens"
+    return KVPlan(max_num_seqs, max_model_len, 0, max_model_len, arithmetic, sequences=max_num_seqs)

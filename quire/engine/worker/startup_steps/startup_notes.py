@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_plan import KVPlan
 from quire.engine.checkpoint.page_groups import keeps_all
 from quire.engine.config import EngineConfig
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.models.decoder import Decoder
 from quire.engine.types import EngineInfo
 from quire.engine.worker.device_plan import DevicePlan, kv_cache_dtype_name

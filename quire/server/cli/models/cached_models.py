@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.checkpoint.catalog import known_models
-from quire.engine.checkpoint.families import why_not_served
+from quire.engine.checkpoint.config_reader import why_not_served
 from quire.engine.checkpoint.files import read_raw_config
 from quire.engine.errors import ConfigError, ModelError
 from quire.server.cli.models.downloaded import DownloadedModel, iterate_downloads, scan_hub_cache

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.checkpoint.catalog import CatalogEntry, known_models
-from quire.engine.checkpoint.files import read_generation_defaults, read_raw_config, text_config
+from quire.engine.checkpoint.config_reader import text_config
+from quire.engine.checkpoint.files import read_generation_defaults, read_raw_config
+from quire.engine.checkpoint.sizes.model_sizes import read_sizes
 from quire.engine.errors import ModelError, QuireError
-from quire.engine.families.model_sizes import read_sizes
 from quire.engine.gguf.model_files import ModelFiles, part_paths
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.tokenizer_files import read_chat_templates, read_config_object, special_tokens_from_config

@@ -14,7 +14,7 @@ from typing import Any
 from quire.engine.checkpoint.catalog import CatalogEntry, known_models
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.checkpoint.safetensors import StoredWeights
-from quire.engine.families.model_sizes import ModelSizes, read_sizes
+from quire.engine.checkpoint.sizes.model_sizes import ModelSizes, read_sizes
 from quire.server.cli.flags import ExclusiveFlags, build_parser
 from quire.server.cli.plan.cpu_rates import with_cpu_rates
 from quire.server.cli.plan.estimate import PlanRequest

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quire.engine.checkpoint.alike.mtp import without_mtp
 from quire.engine.checkpoint.catalog import known_models
-from quire.engine.checkpoint.families import WITH_EXPERTS
 from quire.engine.checkpoint.files import must_come
+from quire.engine.checkpoint.mtp import without_mtp
 from quire.engine.checkpoint.overrides import configured, with_overrides
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
+from quire.engine.checkpoint.sizes.model_sizes import ModelSizes
 from quire.engine.errors import ConfigError
-from quire.engine.families.model_sizes import ModelSizes
 from quire.server.cli.flags import ExclusiveFlags, add_flag_table, build_parser
 from quire.server.cli.models.table import catalog_config_and_weights
 from quire.server.cli.plan.cpu_rates import with_cpu_rates
@@ -88,7 +87,7 @@ def main(argv: Sequence[str], started: float) -> int:
     machine = divide_machine_by_config_parallelism(_requested_machine(args), config)
     estimate = estimate_model(model.sizes, machine, request, model.stored)
     smallest_gpu = None
-    if not estimate.fits and model.sizes.model_type not in WITH_EXPERTS:
+    if not estimate.fits and not model.sizes.experts:
         smallest_gpu = find_smallest_gpu(model.sizes, request, model.stored, config.tensor_parallel_size)
     if args.picture is not None:
         _write_picture(args.picture, estimate, config.model)

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.engine.checkpoint.alike.mtp import find_mtp, mtp_fields
-from quire.engine.checkpoint.files import HEAD_FILES, read_raw_config, resolve_model, text_config
+from quire.engine.checkpoint.config_reader import text_config
+from quire.engine.checkpoint.files import HEAD_FILES, read_raw_config, resolve_model
 from quire.engine.checkpoint.kv_plan import StateShares, share_states
+from quire.engine.checkpoint.mtp import find_mtp, mtp_fields
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
+from quire.engine.checkpoint.sizes.guessed_sizes import required_size
+from quire.engine.checkpoint.sizes.model_sizes import ModelSizes, read_sizes
 from quire.engine.config import SpeculativeConfig
 from quire.engine.errors import ConfigError
-from quire.engine.families.guessed_sizes import required_size
-from quire.engine.families.model_sizes import ModelSizes, read_sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from quire.engine.checkpoint.kv_plan import StateShares
 from quire.engine.checkpoint.page_groups import PageNeeds
+from quire.engine.checkpoint.sizes.model_sizes import ModelSizes
 from quire.engine.config import EngineConfig
-from quire.engine.families.model_sizes import ModelSizes
 from quire.engine.lora.target_modules import ModuleShapes
 from quire.server.cli.plan.draft_plan import ONE_STATE_SLOT, DraftPlan
 from quire.server.cli.plan.experts_plan import ExpertsPlan

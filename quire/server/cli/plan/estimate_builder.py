@@ -18,9 +18,9 @@ from quire.engine.checkpoint.kv_plan import (
 )
 from quire.engine.checkpoint.page_groups import PageNeeds, keeps_all, most_drafts, page_groups
 from quire.engine.checkpoint.safetensors import StoredWeights
+from quire.engine.checkpoint.sizes.model_sizes import ModelSizes
 from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import EngineConfig
-from quire.engine.families.model_sizes import ModelSizes
 from quire.engine.images.vision_config import ENCODER_CACHE_BYTES
 from quire.engine.lora.target_modules import effective_max_cpu_loras, num_adapter_weights
 from quire.server.cli.plan.draft_plan import plan_state_slots, state_slot_bytes

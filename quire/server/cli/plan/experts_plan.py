@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.checkpoint.sizes.model_sizes import ModelSizes
 from quire.engine.config import EngineConfig
-from quire.engine.families.model_sizes import ModelSizes
 from quire.server.cli.plan.machine import Machine
 from quire.server.cli.plan.weight_sizes import device_linear_bytes
 

@@ -7,15 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quire.engine.checkpoint.alike.mtp import without_mtp
-from quire.engine.checkpoint.families import WITH_EXPERTS, has_file
-from quire.engine.checkpoint.files import text_config
+from quire.engine.checkpoint.config_reader import has_file, text_config
+from quire.engine.checkpoint.mtp import without_mtp
 from quire.engine.checkpoint.overrides import configured
 from quire.engine.checkpoint.page_groups import context_decides, rope_context
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
+from quire.engine.checkpoint.sizes.model_sizes import ModelSizes, read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
-from quire.engine.families.model_sizes import ModelSizes, read_sizes
 from quire.engine.lora.target_modules import modules_of_config
 from quire.server.cli.plan.draft_plan import plan_draft
 from quire.server.cli.plan.estimate import Estimate, PlanRequest
@@ -118,7 +117,7 @@ def find_fitting_quantization(
 ) -> str | None:
     """The --quantization with which the model fits there, the one that changes it least; None if none does."""
     config = request.config
-    if config.online_quantization is not None or sizes.quantization or sizes.model_type in WITH_EXPERTS:
+    if config.online_quantization is not None or sizes.quantization or sizes.experts:
         return None
     for name in ("int8", "int4"):
         quantized_request = replace(request, config=config.model_copy(update={"quantization": name}))

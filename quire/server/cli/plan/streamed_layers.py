@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.checkpoint.sizes.model_sizes import ModelSizes
 from quire.engine.checkpoint.stages import FREE_FOR_LAYERS, STREAM_SLOTS, most_kept, most_streamed
 from quire.engine.config import EngineConfig
-from quire.engine.families.model_sizes import ModelSizes
 from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine
 from quire.server.cli.plan.weight_sizes import device_linear_bytes
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from quire.engine.architecture.kv_cache_spec import PagedState
 from quire.engine.checkpoint.kv_plan import DTYPE_BYTES, KV_CODE_SCALE_BYTES, QUANTIZED_BITS, TABLE_BITS
 from quire.engine.checkpoint.safetensors import StoredWeights
+from quire.engine.checkpoint.sizes.model_sizes import ModelSizes
 from quire.engine.config import EngineConfig
-from quire.engine.families.model_sizes import ModelSizes
 from quire.server.cli.plan.machine import Machine
 
 COMPRESSION_SAVING = 0.24

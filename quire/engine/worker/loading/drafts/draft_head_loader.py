@@ -20,7 +20,7 @@ from quire.engine.checkpoint.files import HEAD_FILES, read_model_config, resolve
 from quire.engine.checkpoint.safetensors import weight_files
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.errors import ModelError
-from quire.engine.families.spec import base_decoder_spec
+from quire.engine.families.base.base_spec import base_decoder_spec
 from quire.engine.layers.online_quantization import OnlineQuantizedScheme
 from quire.engine.layers.schemes import QuantizationScheme, UnquantizedScheme
 from quire.engine.models.decoder import Decoder

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from quire.engine.checkpoint.files import ModelConfig, read_model_config, resolve_model
+from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.checkpoint.page_groups import most_drafts
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, QuireError
@@ -17,10 +17,7 @@ from quire.engine.models import decoder_spec
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.requirements import (
     attention_head_dim,
-    has_chunked_attention,
-    has_mla,
-    has_sinks,
-    widest_attention_spec,
+    attention_requirements,
 )
 from quire.engine.worker.device_memory import allocate_kv_blocks, allocate_slot_states, slot_state_bytes
 from quire.engine.worker.device_plan import can_capture_decodes, check_device_supports_attention
@@ -33,7 +30,7 @@ from quire.engine.worker.loading.kv_allocation import RunnerResources
 from quire.engine.worker.loading.transformers_support import decoder_class
 from quire.engine.worker.loading.weight_loader import load_weights
 from quire.kernels.backend import Backend
-from quire.kernels.backend_selection import AttentionRequirements, select_backend
+from quire.kernels.backend_selection import select_backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +78,21 @@ class LoadedDraftModel:
 
 def load_draft_model(
     config: EngineConfig,
-    target_config: ModelConfig,
+    eos_token_ids: tuple[int, ...],
     backend: Backend,
     progress: Callable[[], None],
     target_model: Decoder,
 ) -> LoadedDraftModel:
     """The model that the configuration names. It gets the served one's device, type and kind of backend. Raises
-    ConfigError for one that cannot draft for it."""
+    ConfigError for one that cannot draft for it. `eos_token_ids`: the served model's."""
     assert config.speculative_config is not None
     assert config.speculative_config.model is not None
     try:
         path = resolve_model(config.speculative_config.model)
         model = read_model_config(path)
-        if model.vocab_size != target_config.vocab_size:
+        if model.vocab_size != target_model.spec.vocab_size:
             raise ConfigError(
-                f"its vocabulary has {model.vocab_size} tokens, the served model's {target_config.vocab_size}"
+                f"its vocabulary has {model.vocab_size} tokens, the served model's {target_model.spec.vocab_size}"
             )
         spec = decoder_spec(replace(model, context=target_model.max_model_len))
         check_device_supports_attention(target_model.device, model, spec)
@@ -103,19 +100,12 @@ def load_draft_model(
             raise ConfigError(
                 f"a {model.model_type}, whose large states cannot take back a guess of their own, does not draft"
             )
-        attention = AttentionRequirements(
-            softcap=widest_attention_spec(spec).softcap is not None,
-            sinks=has_sinks(spec),
-            latents=has_mla(spec),
-            chunks=has_chunked_attention(spec),
-            kv_dtype=target_model.kv_dtype,
-        )
         draft_backend, _ = select_backend(
             target_model.device,
             target_model.dtype,
             attention_head_dim(spec, target_model.device),
             backend.name,
-            attention,
+            attention_requirements(spec, target_model.kv_dtype),
             activation_bits=config.activation_bits,
         )
         length = min(target_model.max_model_len, model.max_position)
@@ -139,4 +129,4 @@ def load_draft_model(
             )
     except (QuireError, ValueError) as error:
         raise ConfigError(f"speculative_config.model: {error}", param="speculative_config") from error
-    return LoadedDraftModel(decoder, draft_backend, target_config.eos_token_ids, size)
+    return LoadedDraftModel(decoder, draft_backend, eos_token_ids, size)

@@ -10,11 +10,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.alike.mtp import find_mtp, mtp_fields
-from quire.engine.checkpoint.fields import ServedFields
-from quire.engine.checkpoint.files import ModelConfig, stored_at
+from quire.engine.checkpoint.files import stored_at
+from quire.engine.checkpoint.mtp import find_mtp, mtp_fields
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, QuireError
+from quire.engine.families.base.model_config import ModelConfig
+from quire.engine.families.base.schema.config_schema import ServedFields
 from quire.engine.models import decoder_spec
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.heads.mtp import MTPHead

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from quire.engine.architecture.kv_cache_spec import PagedColumnState, PagedState
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_plan import check_positions
 from quire.engine.config import EngineConfig
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.worker.device_memory import check_context_length, max_kv_tokens
 from quire.engine.worker.device_plan import DevicePlan
 

@@ -8,10 +8,10 @@ import re
 from quire.engine.architecture.decoder import DecoderSpec
 from quire.engine.architecture.moe import MoELayerSpec
 from quire.engine.architecture.shared_transformer import SharedTransformerSpec
-from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.safetensors import LAYERS, ROUTED
 from quire.engine.config import EngineConfig
 from quire.engine.errors import refuse_setting_if
+from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.worker.device_plan import DevicePlan
 from quire.kernels.gpu.other_devices import is_other_device
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from quire.engine.checkpoint.alike.mtp import without_mtp
 from quire.engine.checkpoint.kv_plan import check_room
+from quire.engine.checkpoint.mtp import without_mtp
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
 from quire.engine.config import EngineConfig
 from quire.engine.worker.device_memory import trim_host_memory

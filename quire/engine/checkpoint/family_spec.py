@@ -1,0 +1,50 @@
+"""The spec of a decoder that a family describes, from its ModelConfig, or from the content of its config.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.engine.architecture.decoder import DecoderSpec
+from quire.engine.architecture.mlp import MLPSpec
+from quire.engine.architecture.moe import MoELayerSpec
+from quire.engine.architecture.shared_transformer import SharedTransformerSpec
+from quire.engine.checkpoint.config_reader import errors_named_as_in_file, has_file, parse_family_config, text_config
+from quire.engine.errors import ModelError
+from quire.engine.families import decoder_model_types, find_family
+from quire.engine.families.base.activations import hidden_activation
+from quire.engine.families.base.model_config import ModelConfig
+
+
+def family_decoder_spec(config: ModelConfig) -> DecoderSpec:
+    """The spec of a model that a family of ours describes. Raises ModelError."""
+    with errors_named_as_in_file(config.names):
+        if (family := find_family(config.model_type)) is None:
+            known = ", ".join(decoder_model_types())
+            raise ModelError(f"model: model_type {config.model_type!r} is not supported; supported: {known}")
+        spec = family.decoder_spec(config)
+        _check_activation(config, spec)
+        return spec
+
+
+def _check_activation(config: ModelConfig, spec: DecoderSpec) -> None:
+    """Raise ModelError where config.json names another function than the family's."""
+    experts = {"silu" if each.gated else "relu2" for each in spec.sublayers_of_kind(MoELayerSpec)}
+    shared_activations = {each.activation.kind for each in spec.sublayers_of_kind(SharedTransformerSpec)}
+    activations = (
+        {each.activation for each in spec.sublayers_of_kind(MLPSpec)} or experts or shared_activations or {"silu"}
+    )
+    activation = hidden_activation(config)
+    # Old Gemma files say gelu but mean its tanh form.
+    if activation not in {*activations, None} and (activation, activations) != ("gelu", {"gelu_tanh"}):
+        raise ModelError(f"model: hidden_act {activation!r} is not supported in a {config.model_type!r}")
+
+
+def read_family_spec(raw: Mapping[str, Any]) -> DecoderSpec | None:
+    """By a family of ours, which may be that of a text part alone; None: none describes the model. Raises ModelError
+    where the family does not serve it."""
+    text = text_config(raw)
+    if find_family(text.get("model_type")) is None or (not has_file(raw) and text.get("kv_lora_rank")):
+        return None  # transformers' classes cache keys and values that they make of latents
+    content = raw if find_family(raw.get("model_type")) is not None else text
+    return family_decoder_spec(parse_family_config(content, "config.json"))

@@ -1,0 +1,11 @@
+"""Arcee's AFM (Arcee AI, 2025): Llama, whose MLP has no gate but a squared ReLU."""
+
+from __future__ import annotations
+
+from quire.engine.families.llama import LLAMA
+
+ARCEE = LLAMA.derive(
+    "arcee",
+    defaults={"rms_norm_eps": 1e-05, "hidden_act": "relu2", "max_position_embeddings": 4096},
+    mlp={"gated": False, "activation": "relu2"},
+)

@@ -1,0 +1,48 @@
+"""Bamba (IBM, 2024): a Llama, rotated in part, with state spaces in most layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.engine.families.base.layer_types import hybrid_mixers_reader
+from quire.engine.families.base.mamba2_fields import (
+    MAMBA2_DEFAULTS,
+    MAMBA2_PROJECTIONS,
+    complete_hybrid_layer_types,
+    complete_mamba2,
+    mamba2_spec,
+)
+from quire.engine.families.base.weight_names import FEED_FORWARD_MLP, WeightNames
+from quire.engine.families.llama import LLAMA
+
+
+def _complete(fields: dict[str, Any]) -> None:
+    attending = fields.get("attn_layer_indices")
+    attending = attending if isinstance(attending, list) else []
+    complete_hybrid_layer_types(fields, lambda layer: "full_attention" if layer in attending else "linear_attention")
+    complete_mamba2(fields)
+
+
+BAMBA = LLAMA.derive(
+    "bamba",
+    field_names={"layers_block_type": "layer_types"},
+    defaults={
+        **MAMBA2_DEFAULTS,
+        "rms_norm_eps": 1e-05,
+        "num_key_value_heads": 8,
+        "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 262_144,
+    },
+    rotates_part=True,
+    complete=_complete,
+    other_layer_types=("linear_attention",),
+    mixers=hybrid_mixers_reader(mamba2_spec),
+    weight_names=WeightNames(
+        model_modules={"final_layernorm": "norm"},
+        layer_modules={
+            "mamba.in_proj": MAMBA2_PROJECTIONS,
+            "pre_ff_layernorm": "post_attention_layernorm",
+            **FEED_FORWARD_MLP,
+        },
+    ),
+)

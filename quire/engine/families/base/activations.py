@@ -1,0 +1,24 @@
+"""What config.json calls the functions in MLPs."""
+
+from quire.engine.errors import ModelError
+from quire.engine.families.base.model_config import ModelConfig
+
+_KINDS = {
+    "gelu": "gelu",
+    "gelu_fast": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+    "silu": "silu",
+    "swish": "silu",
+    "xielu": "xielu",
+}
+
+
+def hidden_activation(config: ModelConfig) -> str | None:
+    """MLPSpec.activation as config.json names it; None where it names none. Raises ModelError."""
+    name = config.raw.get("hidden_activation") or config.raw.get("hidden_act")
+    if name is not None and name not in _KINDS:
+        raise ModelError(f"model: hidden_act {name!r} is not supported")
+    return None if name is None else _KINDS[name]

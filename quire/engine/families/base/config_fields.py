@@ -1,0 +1,74 @@
+"""What reads a field of a spec from config.json: the values of tables of families that are not the same for all models.
+
+A value is either the field's own or a reader, a function of the config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from quire.engine.errors import ModelError
+from quire.engine.families.base.model_config import ModelConfig
+
+POST_NORMS: Mapping[str, Any] = {"input_norm": False, "output_norm": True}
+"""Fields of specs: norms stand behind attention and the MLP instead of before them."""
+ConfigReader = Callable[[ModelConfig], Any]
+SpecFields = Mapping[str, Any]
+"""By name, values or readers; a list or tuple has a value for each layer."""
+
+
+def read_fields(fields: SpecFields, config: ModelConfig) -> dict[str, Any]:
+    return {name: value(config) if callable(value) else value for name, value in fields.items()}
+
+
+def flag_reader(name: str) -> ConfigReader:
+    """Whether config.json says so."""
+    return lambda config: bool(config.raw.get(name))
+
+
+def default_true_reader(name: str) -> ConfigReader:
+    """True, unless config.json says no."""
+    return lambda config: config.raw.get(name) is not False
+
+
+def field_reader(name: str, default: Any = None) -> ConfigReader:
+    """What config.json says; `default` where it says nothing, or 0."""
+    return lambda config: config.raw.get(name) or default
+
+
+def max_position(config: ModelConfig) -> int:
+    return config.max_position
+
+
+def has_untied_head(config: ModelConfig) -> bool:
+    return not config.tie_embeddings
+
+
+def attention_bias_readers(name: str) -> SpecFields:
+    """Attention's linears have biases if config.json says so by this name."""
+    return {"qkv_bias": flag_reader(name), "out_bias": flag_reader(name)}
+
+
+def read_required_sizes(config: ModelConfig, names: Sequence[str], description: str) -> list[int]:
+    """Integers that config.json must have, the sizes of `description`. Raises ModelError."""
+    values = [config.raw.get(name) for name in names]
+    for name, size in zip(names, values, strict=True):
+        if not isinstance(size, int):
+            raise ModelError(f"model: config.json of a {config.model_type!r} lacks {name}, the size of a {description}")
+    return [size for size in values if isinstance(size, int)]
+
+
+def complete_mlp_width(fields: dict[str, Any]) -> None:
+    """Where config.json does not say how wide MLPs are, they are four times as wide as the hidden states."""
+    hidden = fields.get("hidden_size")
+    if fields.get("intermediate_size") is None and isinstance(hidden, int):
+        times = fields.get("expansion_ratio", 4)
+        is_ratio = isinstance(times, int | float) and 0 < times < 1e6
+        fields["intermediate_size"] = int(times * hidden) if is_ratio else None
+
+
+def complete_multi_query(fields: dict[str, Any]) -> None:
+    """A key and a value for all heads, where multi_query says so."""
+    if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
+        fields["num_key_value_heads"] = 1

@@ -1,0 +1,39 @@
+"""Families with LayerNorms, and MLPs without gates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.errors import ModelError
+from quire.engine.families.base.activations import hidden_activation
+from quire.engine.families.base.config_fields import SpecFields
+from quire.engine.families.base.family import Family
+from quire.engine.families.base.model_config import ModelConfig
+
+PARALLEL_MLP: SpecFields = {"parallel": True, "shares_norm": True}
+"""The MLP reads what attention reads, behind the same norm."""
+
+
+def layer_norm_reader(*, offset: float = 0.0, bias: bool = True) -> Callable[[ModelConfig], NormSpec]:
+    return lambda config: NormSpec(config.norm_eps, offset, is_layer_norm=True, bias=bias)
+
+
+def layer_norm_family(
+    *, bias: Any = True, attention: SpecFields | None = None, mlp: SpecFields | None = None, **others: Any
+) -> Family:
+    """A family with LayerNorms and MLPs without gates. bias: of all linears of the layers, as a value of Family's."""
+    return Family(
+        **{"norm": layer_norm_reader(), **others},
+        attention={"qkv_bias": bias, "out_bias": bias, **(attention or {})},
+        mlp={"gated": False, "activation": _ungated_activation, "bias": bias, **(mlp or {})},
+    )
+
+
+def _ungated_activation(config: ModelConfig) -> str:
+    """The function of an MLP without a gate. Raises ModelError."""
+    activation = hidden_activation(config)
+    if activation is None or activation == "silu":
+        raise ModelError(f"model: hidden_act {activation!r} is not supported in a {config.model_type!r}")
+    return activation

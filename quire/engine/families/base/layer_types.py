@@ -1,0 +1,88 @@
+"""Which of a model's layers is what, by layer_types and by the fields that stood for it before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.sublayer import SublayerSpec
+from quire.engine.families.base.config_fields import ConfigReader
+from quire.engine.families.base.model_config import ModelConfig
+from quire.engine.families.base.schema.config_schema import MAX_LAYERS
+
+SublayerReader = Callable[[ModelConfig, NormSpec], SublayerSpec]
+
+
+def layer_windows(text: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """By layer that has attention: tokens that a token sees at most; None: all."""
+    window = text.get("sliding_window") or None
+    if not text.get("use_sliding_window", True):
+        window = None
+    kinds = text.get("layer_types") or text.get("layers_block_type")
+    if kinds:
+        attention_kinds = [each for each in kinds if _attends(each)]
+        return tuple(window if "sliding" in each or "chunked" in each else None for each in attention_kinds)
+    pattern = text.get("sliding_window_pattern")
+    if isinstance(pattern, str):
+        return tuple(window if pattern[layer % len(pattern)] == "L" else None for layer in range(layers))
+    if isinstance(pattern, int) and pattern:
+        return tuple(window if layer % pattern else None for layer in range(1, layers + 1))
+    return (window,) * layers
+
+
+def upper_layer_windows(text: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """The same, where only layers from max_window_layers on have a window, if config.json gives no layer_types."""
+    windows = layer_windows(text, layers)
+    if text.get("layer_types") or text.get("layers_block_type") or text.get("sliding_window_pattern"):
+        return windows
+    first = text.get("max_window_layers")
+    first = layers if first is None else int(first)
+    return tuple(window if layer >= first else None for layer, window in enumerate(windows))
+
+
+def _attends(kind: str) -> bool:
+    """Whether a layer attends, by its entry in layer_types."""
+    return kind == "hybrid" or ("attention" in kind and "linear" not in kind)
+
+
+def sliding_windows(config: ModelConfig) -> tuple[int | None, ...]:
+    """By layer, as AttentionLayerSpec.window."""
+    return layer_windows(config.raw, config.num_layers)
+
+
+def upper_sliding_windows(config: ModelConfig) -> tuple[int | None, ...]:
+    return upper_layer_windows(config.raw, config.num_layers)
+
+
+def hybrid_mixers_reader(
+    read_sublayer: SublayerReader, *, kinds: Sequence[str] = ("linear_attention",)
+) -> Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]]:
+    """Reads in which layers a sublayer stands in attention's place, as Family.mixers: those that layer_types calls one
+    of `kinds`."""
+
+    def read_mixers(config: ModelConfig, norm: NormSpec) -> Sequence[SublayerSpec | None]:
+        mixer = read_sublayer(config, norm)
+        return [mixer if kind in kinds else None for kind in config.raw.get("layer_types") or ()]
+
+    return read_mixers
+
+
+def attention_layer_values_reader(
+    values: Callable[[ModelConfig], Sequence[Any]], *, other_kinds: Sequence[str]
+) -> ConfigReader:
+    """Reads for all layers what `values` reads for those with attention; the others, which layer_types calls one of
+    `other_kinds`, have None."""
+
+    def read_by_layer(config: ModelConfig) -> list[Any]:
+        attention_values = iter(values(config))
+        return [None if kind in other_kinds else next(attention_values) for kind in config.raw.get("layer_types") or ()]
+
+    return read_by_layer
+
+
+def complete_layer_types(fields: dict[str, Any], kind_of: Callable[[int], str]) -> None:
+    """Put layer_types where config.json has none: `kind_of` each layer, counted from 0."""
+    layers = fields.get("num_hidden_layers")
+    if not fields.get("layer_types") and isinstance(layers, int) and 1 <= layers <= MAX_LAYERS:
+        fields["layer_types"] = [kind_of(layer) for layer in range(layers)]

@@ -1,0 +1,71 @@
+"""What config.json says of latent attention, in the names of all families."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quire.engine.architecture.mla import MLALayerSpec
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.rope import yarn_softmax_scale_factor
+from quire.engine.architecture.sublayer import SublayerSpec
+from quire.engine.errors import ModelError
+from quire.engine.families.base.config_fields import ConfigReader
+from quire.engine.families.base.model_config import ModelConfig
+from quire.kernels.parameters.latent import MAX_ROPE_DIM
+
+LATENT_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+"""What config.json calls the sizes of latent attention."""
+LATENT_EPS = 1e-6
+"""Of latents' norms in all families, whatever rms_norm_eps is."""
+_ROTATED_SIZE_FIELDS = ("partial_rotary_factor", "rotary_dim")
+"""What older files say of a head's rotated part, which qk_rope_head_dim is here."""
+
+
+def mla_mixers_reader(
+    is_interleaved: ConfigReader = lambda config: True,
+) -> Callable[[ModelConfig, NormSpec], Sequence[SublayerSpec | None]]:
+    """Reads latent attention in all layers, as Family.mixers. neighbours: whether rotations turn neighbours."""
+
+    def read_mixers(config: ModelConfig, norm: NormSpec) -> Sequence[SublayerSpec | None]:
+        return [_mla_spec(config, norm, is_interleaved=is_interleaved(config))] * config.num_layers
+
+    return read_mixers
+
+
+def _mla_spec(config: ModelConfig, norm: NormSpec, *, is_interleaved: bool) -> MLALayerSpec:
+    """Raises ModelError."""
+    raw = config.raw
+    sizes: dict[str, Any] = {name: raw.get(name) for name in LATENT_SIZES}
+    for name, size in sizes.items():
+        if not size:
+            raise ModelError(f"model: config.json of a {config.model_type!r} lacks {name}, needed for its attention")
+        if size % 2:
+            raise ModelError(f"model: config.json: {name}: must be even, got {size}")
+    kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim = sizes.values()
+    if qk_rope_head_dim > MAX_ROPE_DIM:
+        raise ModelError(
+            f"model: config.json: qk_rope_head_dim: up to {MAX_ROPE_DIM} are served, got {qk_rope_head_dim}"
+        )
+    rope = {name: each for name, each in config.rope.items() if name not in _ROTATED_SIZE_FIELDS}
+    return MLALayerSpec(
+        num_heads=config.num_heads,
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=qk_rope_head_dim,
+        qk_nope_head_dim=qk_nope_head_dim,
+        v_head_dim=v_head_dim,
+        q_lora_rank=raw.get("q_lora_rank"),
+        scale=(qk_nope_head_dim + qk_rope_head_dim) ** -0.5 * yarn_softmax_scale_factor(rope),
+        rope=rope,
+        norm=norm,
+        latent_eps=LATENT_EPS,
+        is_interleaved=is_interleaved,
+        bias=bool(raw.get("attention_bias")),
+    )
+
+
+def complete_mla(fields: dict[str, Any]) -> None:
+    """The sizes of heads that follow from others. A head's size is that of what is rotated, as transformers has it."""
+    hidden, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
+    if fields.get("v_head_dim") is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        fields["v_head_dim"] = hidden // heads
+    if isinstance(fields.get("qk_rope_head_dim"), int):
+        fields["head_dim"] = fields["qk_rope_head_dim"]

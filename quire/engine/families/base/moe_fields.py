@@ -1,0 +1,160 @@
+"""What config.json says of experts, in the names of all families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from quire.engine.architecture.decoder import DecoderSpec
+from quire.engine.architecture.moe import MoELayerSpec, SharedExpertSpec
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.errors import ModelError
+from quire.engine.families.base.config_fields import ConfigReader, SpecFields, field_reader, flag_reader, read_fields
+from quire.engine.families.base.model_config import ModelConfig
+from quire.kernels.parameters.routing import Routing
+
+_MAX_TOTAL_EXPERTS = 2**16
+"""Experts of all layers together: far more than any real model's, and few enough to be made without their weights."""
+
+MoEReader = Callable[[ModelConfig, NormSpec], MoELayerSpec]
+"""Reads a layer's experts, whose norms are like the model's. Raises ModelError."""
+
+
+def _group_score_top_k(config: ModelConfig) -> int:
+    return 2 if (config.raw.get("n_group") or 1) > 1 else 1
+
+
+GROUPED_ROUTING: SpecFields = {
+    "score_function": "sigmoid",
+    "is_normalized": flag_reader("norm_topk_prob"),
+    "normalizer_eps": 1e-20,
+    "scale": field_reader("routed_scaling_factor", 1.0),
+    "num_groups": field_reader("n_group", 1),
+    "top_k_groups": field_reader("topk_group", 1),
+    "group_score_top_k": _group_score_top_k,
+}
+"""DeepSeek-V3's routing (2024): weights are sigmoids, normalized where config.json says so; groups are chosen by their
+two best experts."""
+
+
+def read_expert_count_and_routing(config: ModelConfig, **rules: Any) -> tuple[int, Routing]:
+    """How many experts a layer has, and how a token's are chosen: `rules` are fields of Routing. Raises ModelError."""
+    raw = config.raw
+    count, per_token = raw.get("num_local_experts") or raw.get("num_experts"), raw.get("num_experts_per_tok")
+    if not count or not per_token:
+        missing = "num_experts_per_tok" if count else "num_local_experts"
+        raise ModelError(f"model: config.json of a {config.model_type!r} lacks {missing}, needed to build its experts")
+    if count * config.num_layers > _MAX_TOTAL_EXPERTS:
+        raise ModelError(f"model: config.json: {count} experts in each of {config.num_layers} layers are too many")
+    routing = Routing(per_token, **rules)
+    if (reason := routing.invalid_reason(count)) is not None:
+        fields = "num_experts_per_tok" + (
+            ", n_group, topk_group" if routing.top_k_groups > 1 or routing.num_groups > 1 else ""
+        )
+        raise ModelError(f"model: config.json: {fields}: {reason}")
+    return count, routing
+
+
+def sparse_layers(text: Mapping[str, Any], layers: int) -> list[bool]:
+    """Per layer, whether it has experts in the place of an MLP, where a config.json has experts at all."""
+    if kinds := text.get("mlp_layer_types"):
+        return [layer < len(kinds) and kinds[layer] == "sparse" for layer in range(layers)]
+    if (chosen := text.get("moe_layers")) is not None:
+        return [layer in chosen for layer in range(layers)]
+    every = int(text.get("decoder_sparse_step") or text.get("interleave_moe_layer_step") or 1)
+    dense = {*(text.get("mlp_only_layers") or ()), *range(int(text.get("first_k_dense_replace") or 0))}
+    end = text.get("moe_layer_end_index")
+    last = layers - 1 if end in (None, -1) else int(end)
+    return [(layer + 1) % every == 0 and layer not in dense and layer <= last for layer in range(layers)]
+
+
+def shared_expert_width(text: Mapping[str, Any]) -> int:
+    """Of the MLP beside a layer's experts; 0: there is none."""
+    each, count = text.get("moe_intermediate_size") or text.get("intermediate_size"), text.get("n_shared_experts")
+    total = text.get("shared_expert_intermediate_size") or text.get("shared_intermediate_size")
+    return int(total or (int(count or 0) * each if isinstance(each, int) else 0))
+
+
+def expert_intermediate_size(config: ModelConfig) -> int:
+    """The width of an expert. Raises ModelError."""
+    if (inner := config.raw.get("moe_intermediate_size")) is None:
+        kind = config.model_type
+        raise ModelError(f"model: config.json of a {kind!r} lacks moe_intermediate_size, needed to build its experts")
+    return inner
+
+
+def mlp_intermediate_size(config: ModelConfig) -> int:
+    """The width of an expert in families whose experts are as wide as an MLP."""
+    return config.intermediate_size
+
+
+def shared_expert_reader(
+    name: str = "mlp.shared_experts", *, size: ConfigReader | None = None, is_required: bool = False, **fields: Any
+) -> ConfigReader:
+    """Reads the MLP that every token has beside its experts. `name`: what the checkpoint calls it; `size` reads its
+    width, where that is not shared_expert_width; `fields` are the others of SharedExpertSpec. It is None where a model
+    has none, unless it `is_required`."""
+
+    def read_shared_expert(config: ModelConfig) -> SharedExpertSpec | None:
+        width = shared_expert_width(config.raw) if size is None else size(config)
+        return SharedExpertSpec(width, name, **read_fields(fields, config)) if width or is_required else None
+
+    return read_shared_expert
+
+
+def _gated_shared_expert(config: ModelConfig) -> SharedExpertSpec:
+    width = shared_expert_width(config.raw)
+    if not width:
+        raise ModelError(f"model: config.json of a {config.model_type!r} lacks shared_expert_intermediate_size")
+    return SharedExpertSpec(width, "mlp.shared_expert", gate_name="mlp.shared_expert_gate")
+
+
+def moe_reader(
+    routing: SpecFields | None = None,
+    *,
+    size: ConfigReader = mlp_intermediate_size,
+    shared_expert: ConfigReader | None = None,
+    **fields: Any,
+) -> MoEReader:
+    """Reads experts: `routing` are fields of Routing, `size` reads an expert's width and `shared_expert` the MLP beside
+    them; `fields` are those of MoELayerSpec."""
+
+    def read_moe(config: ModelConfig, norm: NormSpec) -> MoELayerSpec:
+        shared_spec = None if shared_expert is None else shared_expert(config)
+        experts = read_expert_count_and_routing(config, **read_fields(routing or {}, config))
+        return MoELayerSpec(*experts, size(config), norm, shared_spec, **read_fields(fields, config))
+
+    return read_moe
+
+
+def optional_moe_reader(experts: MoEReader) -> Callable[[ModelConfig, NormSpec], MoELayerSpec | None]:
+    """Reads experts of models that have some: in a small one all layers may be dense."""
+
+    def read_optional_moe(config: ModelConfig, norm: NormSpec) -> MoELayerSpec | None:
+        return experts(config, norm) if any(sparse_layers(config.raw, config.num_layers)) else None
+
+    return read_optional_moe
+
+
+W123_NAMES: SpecFields = {"gate": "w1", "up": "w3", "down": "w2"}
+"""What Mixtral, and others after it, call an expert's linears,"""
+BLOCK_SPARSE_MOE: SpecFields = {"name": "block_sparse_moe", **W123_NAMES}
+"""and what these are in."""
+NORMALIZED_ROUTING: SpecFields = {"is_normalized": flag_reader("norm_topk_prob")}
+"""Weights are divided by their sum where config.json says so."""
+GROUPED_MOE = moe_reader(
+    GROUPED_ROUTING,
+    size=expert_intermediate_size,
+    shared_expert=shared_expert_reader(),
+    correction="gate.e_score_correction_bias",
+)
+"""DeepSeek-V3's, as other families have taken them over."""
+GATED_SHARED_MOE = moe_reader(NORMALIZED_ROUTING, size=expert_intermediate_size, shared_expert=_gated_shared_expert)
+"""Those of Qwen2 and of Qwen's later families: the MLP beside them has a gate."""
+
+
+def with_moe_layers(experts: MoELayerSpec, spec: DecoderSpec, config: ModelConfig) -> DecoderSpec:
+    """With these experts in the MLP's place, in the layers that have some."""
+    sparse = zip(spec.layers, sparse_layers(config.raw, config.num_layers), strict=True)
+    return replace(spec, layers=tuple((*layer[:-1], experts) if is_sparse else layer for layer, is_sparse in sparse))

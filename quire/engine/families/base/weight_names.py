@@ -1,0 +1,111 @@
+"""How a family's checkpoints differ from Llama's: tensors have other names, are several in one, or have their rows in
+another order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.engine.architecture.rope import rotated_size
+
+LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
+"""A module of a layer in any family's checkpoint: the layer's number, and what it is there."""
+PREFIX = re.compile(r"^(?:model\.decoder|backbone|decoder|model|transformer|gpt_neox)\.")
+"""What names beside the layers begin with."""
+LayerModules = Mapping[str, str | tuple[str, ...]]
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+BCX = ("conv.b_proj", "conv.c_proj", "conv.x_proj")
+FUSED: LayerModules = {"self_attn.qkv_proj": QKV, "mlp.gate_up_proj": GATE_UP, "conv.in_proj": BCX}
+"""What files of several families have in one; GGUF files of any family may."""
+GATED_QUERY: LayerModules = {"self_attn.q_proj": ("self_attn.q_proj", "self_attn.gate_proj")}
+"""Each head's query and its gate."""
+
+
+def delta_net_modules(letters: str) -> tuple[str, ...]:
+    """What a gated delta net projects, by the last letters of the modules' names."""
+    return tuple(f"linear_attn.in_proj_{letter}" for letter in letters)
+
+
+GATED_DELTA_NET: LayerModules = {**GATED_QUERY, "linear_attn.in_proj_qkv": delta_net_modules("qkv")}
+FEED_FORWARD_MLP: LayerModules = {f"feed_forward.{name}_proj": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+"""An MLP by the name that Llama 4 and others have for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """How all experts of a layer are in one tensor. Each expert's is [inputs, outputs], and gate and up take turns in
+    the outputs, as in gpt-oss's files, where nothing else is said."""
+
+    gate_up_halves: bool = False
+    """Gate and up are the halves of the outputs."""
+    always_transposed: bool = False
+    """Of halves: [inputs, outputs] instead of [outputs, inputs]."""
+    maybe_transposed: bool = False
+    """Of halves: they may be either, and their shape says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightNames:
+    model_modules: Mapping[str, str] = field(default_factory=dict)
+    """Modules beside the layers, without what names begin with, to Llama's names."""
+    layer_modules: LayerModules = field(default_factory=dict)
+    """The same of a layer's; several names: it is these in one, outputs after outputs."""
+    fused_by_group: bool = False
+    """Queries, keys and values in one: the heads of a group side by side, its queries, its key, its value. What delta
+    nets project: of each key head side by side."""
+    transposed: tuple[str, ...] = ()
+    """Modules of a layer whose weights are [in, out]."""
+    interleaved_rope: bool = False
+    """Rotations turn neighbours of a head's numbers, not its halves."""
+    unused: tuple[str, ...] = ()
+    """Tensors of a layer that are no weights."""
+    position_offset: int = 0
+    """Rows of the table of positions that no position has."""
+    stacked_experts: StackedExperts | None = None
+    """None: each expert has tensors of its own."""
+
+    def of_gguf(self) -> WeightNames:
+        """Of the family's GGUF files, whose tensors have Llama's names but for what is fused."""
+        has_delta_net = any("linear_attn" in name for name in self.layer_modules)
+        recurrent = {
+            f"mamba.{name.rpartition('.')[2]}": own
+            for name, own in self.layer_modules.items()
+            if isinstance(own, tuple) and own[0].startswith("mamba.")
+        }
+        modules = {**FUSED, **(GATED_DELTA_NET if has_delta_net else {}), **recurrent}
+        return WeightNames(layer_modules=modules, interleaved_rope=self.interleaved_rope)
+
+    def model_module(self, name: str) -> str | None:
+        """Llama's name of a module beside the layers."""
+        return self.model_modules.get(PREFIX.sub("", name))
+
+    def own_modules(self, name: str) -> tuple[str, ...]:
+        """What a checkpoint's module is here."""
+        if (place := LAYER.fullmatch(name)) is None:
+            known = self.model_module(name)
+            return (name if known is None else known if known == "lm_head" else f"model.{known}",)
+        inside = self.layer_modules.get(place[2], place[2])
+        modules = (inside,) if isinstance(inside, str) else inside
+        return tuple(f"model.layers.{place[1]}.{each}" for each in modules)
+
+    def stored_module(self, name: str) -> str:
+        """What a checkpoint calls a linear of a layer, or what it is part of, by its name here."""
+        if (place := LAYER.fullmatch(name)) is None:
+            return name
+        for stored, own in self.layer_modules.items():
+            if place[2] == own or (isinstance(own, tuple) and place[2] in own):
+                return f"model.layers.{place[1]}.{stored}"
+        return name
+
+
+def head_order(rope: Mapping[str, Any], head_dim: int, *, interleaved: bool) -> list[int] | None:
+    """Which of a stored head's numbers stands where, so that rotations turn number i with i + head_dim / 2; None: each
+    where it is. What is not rotated stands behind what is, in both halves."""
+    size = rotated_size(rope, head_dim)
+    turned, kept = list(range(size)), list(range(size, head_dim))
+    first, second = (turned[::2], turned[1::2]) if interleaved else (turned[: size // 2], turned[size // 2 :])
+    order = [*first, *kept[: len(kept) // 2], *second, *kept[len(kept) // 2 :]]
+    return None if order == sorted(order) else order

@@ -1,0 +1,51 @@
+"""Falcon (Almazrouei et al., 2023): attention and the MLP side by side, on one norm or on two; some models have ALiBi
+instead of rotations, which is added to the scores before these are scaled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.engine.families.base.config_fields import complete_mlp_width, complete_multi_query, flag_reader
+from quire.engine.families.base.layer_norms import layer_norm_family
+from quire.engine.families.base.model_config import ModelConfig
+from quire.engine.families.base.weight_names import WeightNames
+from quire.engine.families.bloom import BLOOM_FIELD_NAMES, BLOOM_LAYER_MODULES
+
+
+def _complete(fields: dict[str, Any]) -> None:
+    complete_mlp_width(fields)
+    complete_multi_query(fields)
+
+
+def _is_parallel(config: ModelConfig) -> bool:
+    return bool(config.raw.get("new_decoder_architecture") or config.raw.get("parallel_attn"))
+
+
+def _shares_norm(config: ModelConfig) -> bool:
+    norms = config.raw.get("num_ln_in_parallel_attn") or (2 if config.raw.get("new_decoder_architecture") else 1)
+    return _is_parallel(config) and norms == 1
+
+
+FALCON = layer_norm_family(
+    model_types=("falcon",),
+    field_names=BLOOM_FIELD_NAMES,
+    defaults={
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-05,
+        "hidden_act": "gelu",
+        "multi_query": True,
+        "parallel_attn": True,
+    },
+    complete=_complete,
+    bias=flag_reader("use_bias"),
+    attention={
+        "rope": lambda config: None if config.raw.get("alibi") else config.rope,
+        "alibi": lambda config: config.head_dim**-0.5 if config.raw.get("alibi") else None,
+    },
+    mlp={"parallel": _is_parallel, "shares_norm": _shares_norm},
+    weight_names=WeightNames(
+        model_modules={"word_embeddings": "embed_tokens", "ln_f": "norm"},
+        layer_modules=BLOOM_LAYER_MODULES,
+        fused_by_group=True,
+    ),
+)

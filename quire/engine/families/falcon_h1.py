@@ -1,0 +1,83 @@
+"""Falcon-H1 (Zuo et al., 2025): attention and a state space side by side in each layer, and factors nearly
+everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from quire.engine.architecture.attention import AttentionLayerSpec
+from quire.engine.architecture.decoder import DecoderSpec
+from quire.engine.architecture.mlp import MLPSpec
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.recurrent import Mamba2LayerSpec, ProjectionMultipliers
+from quire.engine.errors import ModelError
+from quire.engine.families.bamba import BAMBA
+from quire.engine.families.base.family import Family
+from quire.engine.families.base.mamba2_fields import (
+    MAMBA2_DEFAULTS,
+    complete_hybrid_layer_types,
+    complete_mamba2,
+    mamba2_spec,
+)
+from quire.engine.families.base.model_config import ModelConfig
+from quire.engine.families.llama import LLAMA
+
+
+def _complete(fields: dict[str, Any]) -> None:
+    complete_hybrid_layer_types(fields, lambda layer: "hybrid")
+    complete_mamba2(fields, inner_size=fields.get("mamba_d_ssm"))
+
+
+def _build(config: ModelConfig) -> DecoderSpec:
+    """A factor of what attention reads is one of its queries, keys and values."""
+    raw, base = config.raw, LLAMA.decoder_spec(config)
+    read, out = raw.get("attention_in_multiplier") or 1.0, raw.get("attention_out_multiplier") or 1.0
+    key = raw.get("key_multiplier") or 1.0
+    if read != 1 and raw.get("attention_bias"):
+        raise ModelError("model: config.json: attention_in_multiplier does not go with attention_bias")
+    scale = config.head_dim**-0.5 * read**2 * key
+    base = base.replace_sublayer_fields(AttentionLayerSpec, scale=scale, output_scale=read * out)
+    gate, down = raw.get("mlp_multipliers") or (1.0, 1.0)
+    if raw.get("mlp_bias") and (gate, down) != (1, 1):
+        raise ModelError("model: config.json: mlp_multipliers do not go with mlp_bias")
+    base = base.replace_sublayer_fields(MLPSpec, multipliers=[(gate, down)] * config.num_layers)
+    space = _mamba2_spec(config, base.norm)
+    layers = tuple((attention, space, mlp) for attention, mlp in base.layers)
+    embedding, head = raw.get("embedding_multiplier") or 1.0, raw.get("lm_head_multiplier") or 1.0
+    return replace(base, layers=layers, embedding_scale=embedding, logit_scale=head)
+
+
+def _mamba2_spec(config: ModelConfig, norm: NormSpec) -> Mamba2LayerSpec:
+    raw = config.raw
+    read, out = raw.get("ssm_in_multiplier") or 1.0, raw.get("ssm_out_multiplier") or 1.0
+    z, x, b, c, dt = (read * factor for factor in raw.get("ssm_multipliers") or (1.0,) * 5)
+    if (raw.get("mamba_proj_bias") and read != 1) or (raw.get("projectors_bias") and out != 1):
+        raise ModelError("model: config.json: ssm multipliers do not go with biases of what they multiply")
+    before = "before" if raw.get("mamba_norm_before_gate") is not False else "behind"
+    return mamba2_spec(
+        config,
+        norm,
+        out_bias=bool(raw.get("projectors_bias")),
+        result_norm=before if raw.get("mamba_rms_norm") else None,
+        multipliers=ProjectionMultipliers(z, x, b, c, dt, out),
+        parallel=True,
+    )
+
+
+FALCON_H1 = Family(
+    model_types=("falcon_h1",),
+    field_names={"layers_block_type": "layer_types"},
+    defaults={
+        **MAMBA2_DEFAULTS,
+        "rms_norm_eps": 1e-05,
+        "num_key_value_heads": 8,
+        "mamba_d_ssm": 1024,
+        "mamba_norm_before_gate": True,
+        "max_position_embeddings": 8192,
+    },
+    complete=_complete,
+    other_layer_types=("hybrid",),
+    build=_build,
+    weight_names=BAMBA.weight_names,
+)

@@ -1,0 +1,16 @@
+"""Gemma (Gemma Team, 2024): a GELU gate, scaled embeddings, a tied head, norms whose weights are offsets from 1."""
+
+from __future__ import annotations
+
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.families.base.config_fields import attention_bias_readers
+from quire.engine.families.base.family import Family
+
+GEMMA = Family(
+    model_types=("gemma",),
+    defaults={"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192},
+    norm=lambda config: NormSpec(config.norm_eps, 1.0),
+    attention=attention_bias_readers("attention_bias"),
+    mlp={"activation": "gelu_tanh"},
+    decoder={"embedding_scale": lambda config: config.hidden_size**0.5},
+)

@@ -1,0 +1,52 @@
+"""Gemma 3's text models (Gemma Team, 2025): norms of queries and keys instead of capped scores; layers without a
+window, by default every sixth, have a rotation of their own."""
+
+from __future__ import annotations
+
+from quire.engine.errors import ModelError
+from quire.engine.families.base.config_fields import field_reader
+from quire.engine.families.base.model_config import ModelConfig
+from quire.engine.families.base.ropes import ropes_by_window_reader
+from quire.engine.families.gemma2 import GEMMA2
+
+
+def _check(config: ModelConfig) -> None:
+    if config.raw.get("use_bidirectional_attention"):
+        raise ModelError("model: use_bidirectional_attention is not supported: it makes an encoder")
+    if not isinstance(every := config.raw.get("sliding_window_pattern"), int):
+        raise ModelError(f"model: config.json: sliding_window_pattern: expected int, got {every!r}")
+
+
+GEMMA3 = GEMMA2.derive(
+    "gemma3_text",
+    defaults={
+        "tie_word_embeddings": True,
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "sliding_window_pattern": 6,
+    },
+    missing_defaults={"sliding_window": 4096},
+    multimodal_model_types=("gemma3",),
+    multimodal_text_defaults={
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+    },
+    check=_check,
+    attention={
+        "qk_norm": "heads",
+        "softcap": None,
+        "rope": ropes_by_window_reader(
+            field_reader("rope_theta", 1_000_000.0), field_reader("rope_local_base_freq", 10_000.0)
+        ),
+    },
+    decoder={"logit_softcap": lambda config: config.raw.get("final_logit_softcapping")},
+)

@@ -1,0 +1,22 @@
+"""GLM-4 as transformers has it (GLM Team, 2024): rotations of neighbours in half of each head."""
+
+from __future__ import annotations
+
+from quire.engine.families.base.config_fields import flag_reader
+from quire.engine.families.base.family import Family
+from quire.engine.families.base.weight_names import GATE_UP, WeightNames
+
+GLM = Family(
+    model_types=("glm",),
+    defaults={
+        "rms_norm_eps": 1.5625e-07,
+        "head_dim": 128,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 131_072,
+    },
+    missing_defaults={"num_key_value_heads": 2},
+    rotates_part=True,
+    attention={"qkv_bias": flag_reader("attention_bias")},
+    weight_names=WeightNames(layer_modules={"mlp.gate_up_proj": GATE_UP}, interleaved_rope=True),
+)

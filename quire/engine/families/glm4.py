@@ -1,0 +1,21 @@
+"""GLM-4-0414 (GLM Team, 2025): norms behind attention and the MLP too."""
+
+from __future__ import annotations
+
+from quire.engine.families.base.weight_names import GATE_UP, WeightNames
+from quire.engine.families.glm import GLM
+
+GLM4 = GLM.derive(
+    "glm4",
+    attention={"output_norm": True},
+    mlp={"output_norm": True},
+    weight_names=WeightNames(
+        layer_modules={
+            "mlp.gate_up_proj": GATE_UP,
+            "post_self_attn_layernorm": "post_attention_layernorm",
+            "post_attention_layernorm": "pre_feedforward_layernorm",
+            "post_mlp_layernorm": "post_feedforward_layernorm",
+        },
+        interleaved_rope=True,
+    ),
+)

@@ -1,0 +1,27 @@
+"""GLM-4.5 to 4.7 (GLM Team, 2025): a partial rotation, and DeepSeek-V3's experts."""
+
+from __future__ import annotations
+
+from quire.engine.families.base.config_fields import flag_reader
+from quire.engine.families.base.family import Family
+from quire.engine.families.base.moe_fields import GROUPED_MOE
+
+GLM4_MOE = Family(
+    model_types=("glm4_moe",),
+    field_names={"n_routed_experts": "num_local_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    defaults={
+        "rms_norm_eps": 1e-05,
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.5,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "max_position_embeddings": 131_072,
+    },
+    missing_defaults={"num_key_value_heads": 8},
+    rotates_part=True,
+    attention={
+        "qk_norm": lambda config: "heads" if config.raw.get("use_qk_norm") else None,
+        "qkv_bias": flag_reader("attention_bias"),
+    },
+    experts=GROUPED_MOE,
+)

@@ -1,0 +1,31 @@
+"""GPT-NeoX and Pythia (Black et al., 2022): attention and the MLP side by side, each on a norm of its own."""
+
+from __future__ import annotations
+
+from quire.engine.families.base.config_fields import default_true_reader
+from quire.engine.families.base.layer_norms import layer_norm_family
+from quire.engine.families.base.weight_names import QKV, WeightNames
+
+MEGATRON_MLP = {"mlp.dense_h_to_4h": "mlp.up_proj", "mlp.dense_4h_to_h": "mlp.down_proj"}
+
+GPT_NEOX = layer_norm_family(
+    model_types=("gpt_neox",),
+    field_names={
+        "layer_norm_eps": "rms_norm_eps",
+        "rotary_emb_base": "rope_theta",
+        "rotary_pct": "partial_rotary_factor",
+    },
+    defaults={"rms_norm_eps": 1e-05, "hidden_act": "gelu", "attention_bias": True, "partial_rotary_factor": 0.25},
+    rotates_part=True,
+    attention={
+        "qkv_bias": default_true_reader("attention_bias"),
+        "out_bias": default_true_reader("attention_bias"),
+    },
+    mlp={"parallel": default_true_reader("use_parallel_residual")},
+    weight_names=WeightNames(
+        model_modules={"embed_in": "embed_tokens", "final_layer_norm": "norm", "embed_out": "lm_head"},
+        layer_modules={**MEGATRON_MLP, "attention.query_key_value": QKV, "attention.dense": "self_attn.o_proj"},
+        fused_by_group=True,
+        unused=("attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq"),
+    ),
+)

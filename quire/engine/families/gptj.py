@@ -1,0 +1,30 @@
+"""GPT-J (Wang and Komatsuzaki, 2021): rotations of neighbours in a part of each head, and a head with a bias."""
+
+from __future__ import annotations
+
+from quire.engine.families.base.config_fields import complete_mlp_width, has_untied_head
+from quire.engine.families.base.layer_norms import PARALLEL_MLP, layer_norm_family
+from quire.engine.families.base.weight_names import WeightNames
+from quire.engine.families.gpt2 import GPT2_BUFFERS, GPT2_FIELD_NAMES
+
+GPTJ = layer_norm_family(
+    model_types=("gptj",),
+    field_names=GPT2_FIELD_NAMES,
+    defaults={"rms_norm_eps": 1e-05, "hidden_act": "gelu_new", "rotary_dim": 64},
+    complete=complete_mlp_width,
+    attention={"qkv_bias": False, "out_bias": False},
+    mlp=PARALLEL_MLP,
+    decoder={"head_bias": has_untied_head},
+    weight_names=WeightNames(
+        model_modules={"wte": "embed_tokens", "ln_f": "norm"},
+        layer_modules={
+            **{f"attn.{name}_proj": f"self_attn.{name}_proj" for name in "qkv"},
+            "attn.out_proj": "self_attn.o_proj",
+            "ln_1": "input_layernorm",
+            "mlp.fc_in": "mlp.up_proj",
+            "mlp.fc_out": "mlp.down_proj",
+        },
+        interleaved_rope=True,
+        unused=(*GPT2_BUFFERS, "attn.embed_positions"),
+    ),
+)

@@ -1,0 +1,31 @@
+"""Granite 3 and 4 (IBM, 2024): multipliers of embeddings, residuals, scores and logits.
+
+The residual stream is held divided by what is multiplied to all that joins it: norms take no notice of a factor, but
+for their eps, which is divided by its square."""
+
+from __future__ import annotations
+
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.families.base.config_fields import field_reader
+from quire.engine.families.base.model_config import ModelConfig
+from quire.engine.families.llama import LLAMA
+
+
+def residual_multiplier(config: ModelConfig) -> float:
+    return config.raw.get("residual_multiplier") or 1.0
+
+
+def _embedding_scale(config: ModelConfig) -> float:
+    return (config.raw.get("embedding_multiplier") or 1.0) / residual_multiplier(config)
+
+
+GRANITE = LLAMA.derive(
+    "granite",
+    norm=lambda config: NormSpec(config.norm_eps / residual_multiplier(config) ** 2),
+    attention={"scale": field_reader("attention_multiplier", 1.0)},
+    decoder={
+        "embedding_scale": _embedding_scale,
+        "residual_multiplier": residual_multiplier,
+        "logit_scale": lambda config: 1 / (config.raw.get("logits_scaling") or 1.0),
+    },
+)

@@ -1,0 +1,13 @@
+"""Helium 1 (Kyutai, 2025): Llama, with rotations of neighbours."""
+
+from __future__ import annotations
+
+from quire.engine.families.base.weight_names import WeightNames
+from quire.engine.families.llama import LLAMA
+
+HELIUM = LLAMA.derive(
+    "helium",
+    defaults={"rms_norm_eps": 1e-08, "head_dim": 128, "rope_theta": 100_000.0, "max_position_embeddings": 4096},
+    attention={"out_bias": False},
+    weight_names=WeightNames(interleaved_rope=True),
+)

@@ -1,0 +1,15 @@
+"""Hunyuan's dense models (Tencent, 2025): norms of queries and keys behind their rotation."""
+
+from __future__ import annotations
+
+from quire.engine.families.base.weight_names import WeightNames
+from quire.engine.families.llama import LLAMA
+
+HUNYUAN_V1_DENSE = LLAMA.derive(
+    "hunyuan_v1_dense",
+    defaults={"rms_norm_eps": 1e-05},
+    attention={"qk_norm": "after"},
+    weight_names=WeightNames(
+        layer_modules={"self_attn.query_layernorm": "self_attn.q_norm", "self_attn.key_layernorm": "self_attn.k_norm"}
+    ),
+)

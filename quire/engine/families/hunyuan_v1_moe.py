@@ -1,0 +1,30 @@
+"""Hunyuan's mixtures (Tencent, 2025): experts in every layer, and a shared one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.engine.families.base.moe_fields import mlp_intermediate_size, moe_reader, shared_expert_reader
+from quire.engine.families.hunyuan_v1_dense import HUNYUAN_V1_DENSE
+
+_BY_LAYER = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+
+
+def _complete(fields: dict[str, Any]) -> None:
+    """Some fields are lists, by layer, of equal numbers."""
+    for name in _BY_LAYER:
+        value = fields.get(name)
+        if isinstance(value, list) and value and all(each == value[0] for each in value):
+            fields[name] = value[0]
+
+
+HUNYUAN_V1_MOE = HUNYUAN_V1_DENSE.derive(
+    "hunyuan_v1_moe",
+    field_names={"moe_topk": "num_experts_per_tok"},
+    complete=_complete,
+    experts=moe_reader(
+        shared_expert=shared_expert_reader("mlp.shared_mlp", size=mlp_intermediate_size, is_required=True),
+        float_router=True,
+        router="gate.wg",
+    ),
+)

@@ -1,0 +1,77 @@
+"""LFM2 (Liquid AI, 2025): gated short convolutions in most layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.recurrent import ShortConvSpec
+from quire.engine.families.base.family import Family
+from quire.engine.families.base.layer_types import complete_layer_types, hybrid_mixers_reader
+from quire.engine.families.base.model_config import ModelConfig
+from quire.engine.families.base.schema.config_objects import MAX_WIDTH
+from quire.engine.families.base.weight_names import BCX, WeightNames
+
+
+def short_conv_spec(config: ModelConfig, norm: NormSpec) -> ShortConvSpec:
+    raw = config.raw
+    return ShortConvSpec(config.hidden_size, raw.get("conv_L_cache") or 3, norm, bool(raw.get("conv_bias")))
+
+
+def complete_lfm2_layer_types(fields: dict[str, Any]) -> None:
+    attending = fields.get("full_attn_idxs")
+    if attending is None or isinstance(attending, list):
+        complete_layer_types(
+            fields, lambda layer: "full_attention" if attending is None or layer in attending else "conv"
+        )
+
+
+def _complete(fields: dict[str, Any]) -> None:
+    """What the fields say of layers and of MLPs, by the names of other families."""
+    complete_lfm2_layer_types(fields)
+    width, unit = fields.get("intermediate_size"), fields.get("block_multiple_of") or 256
+    factor = fields.get("block_ffn_dim_multiplier") or 1.0
+    if not isinstance(width, int) or not isinstance(unit, int) or not isinstance(factor, int | float):
+        return
+    if fields.get("block_auto_adjust_ff_dim") is False:
+        return
+    if 1 <= width <= MAX_WIDTH and 1 <= unit <= MAX_WIDTH and 0 < factor < 1e6:
+        fields["intermediate_size"] = -(-int(factor * int(2 * width / 3)) // unit) * unit
+        fields["block_auto_adjust_ff_dim"] = False
+
+
+LFM2 = Family(
+    model_types=("lfm2",),
+    field_names={
+        "norm_eps": "rms_norm_eps",
+        "tie_embedding": "tie_word_embeddings",
+        "block_ff_dim": "intermediate_size",
+    },
+    defaults={
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1_000_000.0,
+        "conv_L_cache": 3,
+        "max_position_embeddings": 128_000,
+    },
+    missing_defaults={"num_key_value_heads": 8},
+    multimodal_model_types=("lfm2_vl",),
+    complete=_complete,
+    other_layer_types=("conv",),
+    attention={"qk_norm": "heads"},
+    mixers=hybrid_mixers_reader(short_conv_spec, kinds=("conv",)),
+    weight_names=WeightNames(
+        model_modules={"embedding_norm": "norm"},
+        layer_modules={
+            "operator_norm": "input_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+            "self_attn.q_layernorm": "self_attn.q_norm",
+            "self_attn.k_layernorm": "self_attn.k_norm",
+            "self_attn.out_proj": "self_attn.o_proj",
+            "conv.in_proj": BCX,
+            "feed_forward.w1": "mlp.gate_proj",
+            "feed_forward.w3": "mlp.up_proj",
+            "feed_forward.w2": "mlp.down_proj",
+        },
+    ),
+)

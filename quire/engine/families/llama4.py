@@ -1,0 +1,95 @@
+"""Llama 4 (Meta, 2025): experts that are weighed where they read, beside one of every token; attention within chunks
+and norms without weights, but for layers that leave positions out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.engine.architecture.rope import QueryScaling
+from quire.engine.families.base.config_fields import attention_bias_readers, field_reader
+from quire.engine.families.base.family import Family
+from quire.engine.families.base.layer_types import complete_layer_types, layer_windows
+from quire.engine.families.base.model_config import ModelConfig
+from quire.engine.families.base.moe_fields import (
+    mlp_intermediate_size,
+    moe_reader,
+    optional_moe_reader,
+    shared_expert_reader,
+)
+from quire.engine.families.base.ropes import interleaved_nope_ropes
+from quire.engine.families.base.weight_names import FEED_FORWARD_MLP, StackedExperts, WeightNames
+
+
+def _complete(fields: dict[str, Any]) -> None:
+    """Where config.json does not say what layers are, those attend within chunks whose positions are rotated."""
+    every, rotates = fields.get("no_rope_layer_interval") or 4, fields.get("no_rope_layers")
+    if isinstance(every, int) and every >= 1:
+        complete_layer_types(fields, lambda layer: _layer_type(layer, every, rotates))
+
+
+def _layer_type(layer: int, every: int, rotates: Any) -> str:
+    is_listed = isinstance(rotates, list) and layer < len(rotates)
+    return "chunked_attention" if (rotates[layer] if is_listed else (layer + 1) % every != 0) else "full_attention"
+
+
+def _chunk_sizes(config: ModelConfig) -> tuple[int | None, ...]:
+    """By layer, where contexts are longer than a chunk."""
+    longest = config.context or config.max_position
+    sizes = layer_windows({**config.raw, "sliding_window": config.raw.get("attention_chunk_size")}, config.num_layers)
+    return tuple(None if size is None or size >= longest else size for size in sizes)
+
+
+def _qk_norms(config: ModelConfig) -> list[str | None]:
+    wanted = config.raw.get("use_qk_norm") is not False
+    return ["unit" if wanted and rope is not None else None for rope in interleaved_nope_ropes(config)]
+
+
+def _query_scalings(config: ModelConfig) -> list[QueryScaling | None]:
+    """Of queries whose positions are left out."""
+    raw = config.raw
+    scale = raw.get("attn_scale")
+    scaling = None
+    if raw.get("attn_temperature_tuning") not in (False, 0):
+        scaling = QueryScaling(0.1 if scale is None else scale, raw.get("floor_scale") or 8192, first_position=1)
+    return [scaling if rope is None else None for rope in interleaved_nope_ropes(config)]
+
+
+LLAMA4 = Family(
+    model_types=("llama4_text",),
+    defaults={
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 500_000.0,
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "intermediate_size_mlp": 16384,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+        "attention_chunk_size": 8192,
+        "max_position_embeddings": 131_072,
+    },
+    multimodal_model_types=("llama4",),
+    complete=_complete,
+    other_layer_types=("chunked_attention",),
+    attention={
+        "rope": interleaved_nope_ropes,
+        "window": _chunk_sizes,
+        "chunked": lambda config: [size is not None for size in _chunk_sizes(config)],
+        "qk_norm": _qk_norms,
+        "query_scaling": _query_scalings,
+        **attention_bias_readers("attention_bias"),
+    },
+    mlp={"intermediate_size": field_reader("intermediate_size_mlp", 16384)},
+    experts=optional_moe_reader(
+        moe_reader(
+            {"score_function": "sigmoid", "is_normalized": False, "weights_inputs": True},
+            shared_expert=shared_expert_reader("feed_forward.shared_expert", size=mlp_intermediate_size),
+            name="feed_forward",
+            router="router",
+        )
+    ),
+    weight_names=WeightNames(
+        layer_modules=FEED_FORWARD_MLP,
+        interleaved_rope=True,
+        stacked_experts=StackedExperts(gate_up_halves=True, always_transposed=True),
+    ),
+)

@@ -1,0 +1,58 @@
+"""Mamba 2 (Dao and Gu, 2024): selective state spaces alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.engine.families.base.attention_free import ATTENTION_FREE_MODULES, attention_free_builder
+from quire.engine.families.base.family import Family
+from quire.engine.families.base.mamba2_fields import (
+    MAMBA2_DEFAULTS,
+    MAMBA2_NAMES,
+    MAMBA2_PROJECTIONS,
+    complete_hybrid_layer_types,
+    complete_mamba2,
+    mamba2_spec,
+)
+from quire.engine.families.base.weight_names import LayerModules, WeightNames
+
+MAMBA2_MIXER: LayerModules = {
+    "norm": "input_layernorm",
+    "mixer": "mamba",
+    "mixer.in_proj": MAMBA2_PROJECTIONS,
+    **{f"mixer.{name}": f"mamba.{name}" for name in ("conv1d", "norm", "out_proj")},
+}
+
+
+def _complete(fields: dict[str, Any]) -> None:
+    """There are neither attention nor MLPs, whose sizes other code wants to know all the same."""
+    complete_hybrid_layer_types(fields, lambda layer: "linear_attention")
+    complete_mamba2(fields)
+    heads, hidden = fields.get("mamba_n_heads"), fields.get("hidden_size")
+    fields |= {"num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": hidden}
+    fields["head_dim"] = fields.get("mamba_d_head")
+
+
+MAMBA2 = Family(
+    model_types=("mamba2",),
+    field_names={
+        **MAMBA2_NAMES,
+        "num_heads": "mamba_n_heads",
+        "head_dim": "mamba_d_head",
+        "state_size": "mamba_d_state",
+        "expand": "mamba_expand",
+        "tie_embeddings": "tie_word_embeddings",
+    },
+    defaults={
+        **MAMBA2_DEFAULTS,
+        "mamba_n_groups": 8,
+        "mamba_d_state": 128,
+        "mamba_d_head": 64,
+        "rms_norm_eps": 1e-05,
+        "max_position_embeddings": 131_072,
+    },
+    complete=_complete,
+    other_layer_types=("linear_attention",),
+    build=attention_free_builder(mamba2_spec),
+    weight_names=WeightNames(model_modules=ATTENTION_FREE_MODULES, layer_modules=MAMBA2_MIXER),
+)

@@ -1,0 +1,28 @@
+"""Mellum 2 (JetBrains, 2026): Qwen3's experts, windows, and rotations of layers without one that are their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.engine.families.base.layer_types import complete_layer_types, sliding_windows
+from quire.engine.families.base.ropes import ropes_by_window_reader
+from quire.engine.families.qwen3_moe import QWEN3_MOE
+
+
+def _complete(fields: dict[str, Any]) -> None:
+    """Where config.json does not say what layers are, all attend to all tokens."""
+    complete_layer_types(fields, lambda layer: "full_attention")
+
+
+MELLUM = QWEN3_MOE.derive(
+    "mellum",
+    field_names={"num_mtp_layers": "num_nextn_predict_layers"},
+    defaults={"head_dim": 128, "norm_topk_prob": True, "sliding_window": 1024, "max_position_embeddings": 131_072},
+    missing_defaults={"num_key_value_heads": 4},
+    rotates_part=True,
+    complete=_complete,
+    attention={
+        "window": sliding_windows,
+        "rope": ropes_by_window_reader(lambda config: 500_000.0, lambda config: 10_000.0),
+    },
+)

@@ -1,0 +1,18 @@
+"""MiniMax-M2 (MiniMax, 2025): experts weighed by sigmoids; norms of whole queries and keys, which are rotated in
+part."""
+
+from __future__ import annotations
+
+from quire.engine.families.base.family import Family
+from quire.engine.families.base.moe_fields import BLOCK_SPARSE_MOE, moe_reader
+
+MINIMAX_M2 = Family(
+    model_types=("minimax_m2",),
+    defaults={"rope_theta": 5_000_000.0, "head_dim": 128, "max_position_embeddings": 196_608},
+    missing_defaults={"num_key_value_heads": 8},
+    rotates_part=True,
+    attention={"qk_norm": "whole"},
+    experts=moe_reader(
+        {"score_function": "sigmoid"}, float_router=True, correction="e_score_correction_bias", **BLOCK_SPARSE_MOE
+    ),
+)

@@ -1,0 +1,28 @@
+"""Ministral 3 and its kin (Mistral AI, 2025): YaRN, and queries that grow with their position."""
+
+from __future__ import annotations
+
+from quire.engine.families.base.config_fields import field_reader
+from quire.engine.families.base.family import Family
+
+MINISTRAL3 = Family(
+    model_types=("ministral3",),
+    defaults={
+        "rms_norm_eps": 1e-05,
+        "head_dim": 128,
+        "max_position_embeddings": 262_144,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1_000_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale_all_dim": 1.0,
+            "mscale": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    missing_defaults={"num_key_value_heads": 8},
+    attention={"window": field_reader("sliding_window")},
+)

@@ -1,0 +1,55 @@
+"""Phi-3.5-MoE (Abdin et al., 2024): LayerNorms, and two experts by SparseMixer in every layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from quire.engine.architecture.moe import MoELayerSpec
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.errors import ModelError
+from quire.engine.families.base.config_fields import attention_bias_readers, flag_reader
+from quire.engine.families.base.model_config import ModelConfig
+from quire.engine.families.base.moe_fields import BLOCK_SPARSE_MOE, moe_reader
+from quire.engine.families.base.ropes import longrope
+from quire.engine.families.base.weight_names import WeightNames
+from quire.engine.families.phi3 import PHI3
+
+
+def _rope(config: ModelConfig) -> dict[str, Any]:
+    """What is rotated is multiplied by a number that config.json gives, for short contexts and for long ones."""
+    rope = dict(config.rope)
+    short, long = (rope.pop(f"{name}_mscale", None) for name in ("short", "long"))
+    if short != long:
+        raise ModelError(f"model: config.json: rope_scaling: short_mscale {short} and long_mscale {long} must be equal")
+    return longrope(replace(config, rope=rope if short is None else rope | {"attention_factor": short}))
+
+
+def _router_jitter(config: ModelConfig) -> float:
+    noise = config.raw.get("router_jitter_noise")
+    return 0.01 if noise is None else noise
+
+
+def _experts(config: ModelConfig, norm: NormSpec) -> MoELayerSpec:
+    experts = moe_reader({"score_function": "mixer", "jitter": _router_jitter}, **BLOCK_SPARSE_MOE)(config, norm)
+    if (count := experts.routing.top_k) != 2:
+        raise ModelError(f"model: config.json: num_experts_per_tok: {count}, where a 'phimoe' has 2")
+    return experts
+
+
+PHIMOE = PHI3.derive(
+    "phimoe",
+    defaults={
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1_000_000.0,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 131_072,
+    },
+    missing_defaults={"num_key_value_heads": 8},
+    rotates_part=False,
+    norm=lambda config: NormSpec(config.norm_eps, is_layer_norm=True, bias=True),
+    attention={"rope": _rope, **attention_bias_readers("attention_bias")},
+    experts=_experts,
+    decoder={"head_bias": flag_reader("lm_head_bias")},
+    weight_names=WeightNames(),
+)

@@ -1,0 +1,14 @@
+"""Qwen2 and Qwen2.5 (Yang et al., 2024): some models slide a window in upper layers."""
+
+from __future__ import annotations
+
+from quire.engine.families.base.family import Family
+from quire.engine.families.base.layer_types import upper_sliding_windows
+
+QWEN2 = Family(
+    model_types=("qwen2",),
+    defaults={"max_position_embeddings": 32768},
+    missing_defaults={"use_sliding_window": False},
+    multimodal_model_types=("internvl", "llava_onevision"),
+    attention={"window": upper_sliding_windows, "qkv_bias": True},
+)

@@ -1,0 +1,11 @@
+"""Qwen3, dense (Yang et al., 2025): norms of every query and key head, no biases by default."""
+
+from __future__ import annotations
+
+from quire.engine.families.base.config_fields import attention_bias_readers
+from quire.engine.families.qwen2 import QWEN2
+
+QWEN3 = QWEN2.derive(
+    "qwen3",
+    attention={"qk_norm": "heads", **attention_bias_readers("attention_bias")},
+)

@@ -1,0 +1,23 @@
+"""Qwen3-Next (Qwen Team, 2025): Qwen3.5's layers, whose delta nets project key head by key head, without images."""
+
+from __future__ import annotations
+
+from quire.engine.families.base.moe_fields import GATED_SHARED_MOE
+from quire.engine.families.base.weight_names import GATED_QUERY, WeightNames, delta_net_modules
+from quire.engine.families.qwen3_5 import QWEN3_5
+
+QWEN3_NEXT = QWEN3_5.derive(
+    "qwen3_next",
+    defaults={**QWEN3_5.defaults, "norm_topk_prob": True},
+    missing_defaults={"num_key_value_heads": 2},
+    attention={"mrope_axes": None},
+    experts=GATED_SHARED_MOE,
+    weight_names=WeightNames(
+        layer_modules={
+            **GATED_QUERY,
+            "linear_attn.in_proj_qkvz": delta_net_modules("qkvz"),
+            "linear_attn.in_proj_ba": delta_net_modules("ba"),
+        },
+        fused_by_group=True,
+    ),
+)

@@ -1,0 +1,13 @@
+"""Seed-OSS (ByteDance Seed, 2025): Llama, with biases of queries, keys and values."""
+
+from __future__ import annotations
+
+from quire.engine.families.base.config_fields import flag_reader
+from quire.engine.families.llama import LLAMA
+
+SEED_OSS = LLAMA.derive(
+    "seed_oss",
+    defaults={"attention_bias": True, "head_dim": 128, "max_position_embeddings": 524_288},
+    missing_defaults={"num_key_value_heads": 8},
+    attention={"out_bias": flag_reader("attention_out_bias")},
+)

@@ -1,0 +1,14 @@
+"""SmolLM3 (Bakouch et al., 2025): Llama, but that one of every few layers leaves positions out."""
+
+from __future__ import annotations
+
+from quire.engine.families.base.layer_types import upper_sliding_windows
+from quire.engine.families.base.ropes import interleaved_nope_ropes
+from quire.engine.families.llama import LLAMA
+
+SMOLLM3 = LLAMA.derive(
+    "smollm3",
+    defaults={"tie_word_embeddings": True, "rope_theta": 2_000_000.0, "max_position_embeddings": 32768},
+    missing_defaults={"num_key_value_heads": 4, "use_sliding_window": False},
+    attention={"window": upper_sliding_windows, "rope": interleaved_nope_ropes},
+)

@@ -1,0 +1,145 @@
+"""Zamba 2 (Zyphra, 2024): state spaces in all layers, and in some of them, before that, one of a few blocks of
+attention and MLP whose weights these layers share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from quire.engine.architecture.attention import AttentionLayerSpec
+from quire.engine.architecture.decoder import DecoderSpec
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.shared_transformer import SharedTransformerSpec
+from quire.engine.errors import ModelError
+from quire.engine.families.base.activations import hidden_activation
+from quire.engine.families.base.family import Family
+from quire.engine.families.base.mamba2_fields import (
+    MAMBA2_DEFAULTS,
+    MAMBA2_PROJECTIONS,
+    complete_hybrid_layer_types,
+    complete_mamba2,
+    mamba2_spec,
+)
+from quire.engine.families.base.model_config import ModelConfig
+from quire.engine.families.base.weight_names import LayerModules, WeightNames
+from quire.kernels.parameters.activation import GELU, Activation
+
+_MAX_USES = 64
+"""Layers with a shared block: the checkpoint's names of their own linears are listed below."""
+_BLOCK = "shared_transformer"
+_GATE_UP = (f"{_BLOCK}.feed_forward.gate_proj", f"{_BLOCK}.feed_forward.up_proj")
+_GATE_ACTIVATIONS: dict[str, Activation] = {
+    each.kind: each for each in (GELU, Activation("gelu_tanh"), Activation("relu"), Activation("relu2"))
+}
+
+
+def _complete(fields: dict[str, Any]) -> None:
+    """What follows from the size of hidden states, of which attention reads twice as much. config.json may have another
+    size of attention's heads, which transformers takes."""
+    hybrid = [*range(6, 48, 6), 47, 51]
+    complete_hybrid_layer_types(fields, lambda layer: "hybrid" if layer in hybrid else "linear_attention")
+    complete_mamba2(fields)
+    heads, hidden, times = (fields.get(name) for name in ("num_attention_heads", "hidden_size", "mamba_expand"))
+    if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        fields["head_dim"] = fields.get("head_dim") or 2 * hidden // heads
+        fields["intermediate_size"] = fields.get("intermediate_size") or 4 * hidden
+    space_heads = fields.get("mamba_n_heads")
+    if isinstance(hidden, int) and isinstance(times, int) and isinstance(space_heads, int) and space_heads > 0:
+        fields["mamba_d_head"] = times * hidden // space_heads
+    if fields.get("use_long_context"):
+        fields["max_position_embeddings"] = 16_384
+
+
+def _build(config: ModelConfig) -> DecoderSpec:
+    raw, norm = config.raw, NormSpec(config.norm_eps)
+    least = raw.get("time_step_min")
+    limits = (0.001 if least is None else least, float("inf"))
+    space = mamba2_spec(config, norm, dt_limits=limits, result_eps=1e-5, conv_bias=True)
+    hybrid = [layer for layer, kind in enumerate(raw.get("layer_types") or ()) if kind == "hybrid"]
+    if not config.tie_embeddings:
+        raise ModelError("model: config.json: tie_word_embeddings: where it is false, transformers shares no blocks")
+    if len(hybrid) > _MAX_USES:
+        raise ModelError(f"model: config.json: {len(hybrid)} layers share blocks, more than {_MAX_USES}")
+    num_blocks = max(int(raw.get("num_mem_blocks") or 1), 1)
+    blocks = {
+        layer: _shared_transformer_spec(config, weights_layer=hybrid[use % num_blocks], use_index=use)
+        for use, layer in enumerate(hybrid)
+    }
+    mixer_after_shared = replace(space, joins_input_only=True, parent_module="mamba_decoder")
+    layers = tuple(
+        (blocks[each], mixer_after_shared) if each in blocks else (space,) for each in range(config.num_layers)
+    )
+    spec = DecoderSpec(config.vocab_size, config.hidden_size, layers, norm, tie_embeddings=config.tie_embeddings)
+    return replace(spec, reads_embeddings=bool(blocks))
+
+
+def _shared_transformer_spec(config: ModelConfig, *, weights_layer: int, use_index: int) -> SharedTransformerSpec:
+    """Blocks take turns; `weights_layer` has the block's weights, the first layer that uses it."""
+    raw, norm = config.raw, NormSpec(config.norm_eps)
+    if (activation := _GATE_ACTIVATIONS.get(hidden_activation(config) or "gelu")) is None:
+        raise ModelError(f"model: hidden_act {raw.get('hidden_act')!r} is not supported in blocks that layers share")
+    attention = AttentionLayerSpec(
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        scale=(config.head_dim / 2) ** -0.5,
+        rope=config.rope if raw.get("use_mem_rope") else None,
+        norm=norm,
+        input_norm=False,
+        output_norm=True,
+        input_size=2 * config.hidden_size,
+    )
+    return SharedTransformerSpec(
+        attention,
+        intermediate_size=config.intermediate_size,
+        bias=bool(raw.get("mamba_proj_bias")),
+        activation=activation,
+        norm=norm,
+        weights_layer=weights_layer,
+        use_index=use_index,
+        adapter_rank=raw.get("adapter_rank") or 128,
+        adapts_attention=bool(raw.get("use_shared_attention_adapter")),
+    )
+
+
+def _adapter_modules() -> LayerModules:
+    adapters = [f"{_BLOCK}.feed_forward.gate_up_proj_adapter_list.{use}.1" for use in range(_MAX_USES)]
+    return {name: (f"{name}.gate", f"{name}.up") for name in adapters}
+
+
+ZAMBA2 = Family(
+    model_types=("zamba2",),
+    field_names={
+        "layers_block_type": "layer_types",
+        "n_mamba_heads": "mamba_n_heads",
+        "mamba_ngroups": "mamba_n_groups",
+        "add_bias_linear": "mamba_proj_bias",
+        "attention_head_dim": "head_dim",
+    },
+    defaults={
+        **MAMBA2_DEFAULTS,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 64,
+        "rms_norm_eps": 1e-05,
+        "hidden_act": "gelu",
+        "vocab_size": 32000,
+        "hidden_size": 2560,
+        "num_hidden_layers": 54,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    },
+    complete=_complete,
+    other_layer_types=("linear_attention", "hybrid"),
+    build=_build,
+    weight_names=WeightNames(
+        model_modules={"final_layernorm": "norm"},
+        layer_modules={
+            "mamba.in_proj": MAMBA2_PROJECTIONS,
+            "mamba_decoder.mamba.in_proj": tuple(f"mamba_decoder.{name}" for name in MAMBA2_PROJECTIONS),
+            f"{_BLOCK}.pre_ff_layernorm": f"{_BLOCK}.post_attention_layernorm",
+            f"{_BLOCK}.feed_forward.gate_up_proj": _GATE_UP,
+            **_adapter_modules(),
+        },
+    ),
+)
