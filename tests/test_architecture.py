@@ -68,7 +68,6 @@ SHARED = {
     "quire.engine.errors",
     "quire.engine.folder_reader",
     "quire.engine.gguf.hf_config",
-    "quire.engine.gguf.delta_net_config",
     "quire.engine.gguf.model_files",
     "quire.engine.gguf.header",
     "quire.engine.gguf.tensor_names",

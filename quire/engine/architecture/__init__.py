@@ -1,1 +1,35 @@
 """What a model consists of: layers, each a tuple of sublayers' specs. No torch. engine/layers makes modules of them."""
+
+from __future__ import annotations
+
+from quire.engine.architecture.attention import AttentionLayerSpec
+from quire.engine.architecture.decoder import DecoderSpec, LayerSpec
+from quire.engine.architecture.mlp import MLPSpec
+from quire.engine.architecture.moe import LatentMoESpec, MoELayerSpec
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.recurrent import DeltaNetSpec, Mamba2LayerSpec, ProjectionMultipliers, ShortConvSpec
+from quire.engine.architecture.rope import QueryScaling
+from quire.engine.architecture.shared_transformer import SharedTransformerSpec
+from quire.engine.architecture.stream import LayerScalarSpec, OutputNormSpec, PerLayerInputGateSpec, PerLayerInputsSpec
+from quire.engine.architecture.sublayer import SublayerSpec
+
+__all__ = [
+    "AttentionLayerSpec",
+    "DecoderSpec",
+    "DeltaNetSpec",
+    "LatentMoESpec",
+    "LayerScalarSpec",
+    "LayerSpec",
+    "MLPSpec",
+    "Mamba2LayerSpec",
+    "MoELayerSpec",
+    "NormSpec",
+    "OutputNormSpec",
+    "PerLayerInputGateSpec",
+    "PerLayerInputsSpec",
+    "ProjectionMultipliers",
+    "QueryScaling",
+    "SharedTransformerSpec",
+    "ShortConvSpec",
+    "SublayerSpec",
+]

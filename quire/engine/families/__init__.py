@@ -32,6 +32,15 @@ def find_text_family(multimodal_model_type: object) -> ConfigFamily | None:
     return _text_families().get(str(multimodal_model_type))
 
 
+def find_gguf_families(architecture: str) -> list[Family]:
+    """Those whose GGUF files call themselves so."""
+    return _gguf_families().get(architecture, [])
+
+
+def gguf_architectures() -> list[str]:
+    return sorted(_gguf_families())
+
+
 def decoder_model_types() -> list[str]:
     """All that a file here describes, in alphabetical order."""
     return sorted(kind for kind, family in _families().items() if isinstance(family, Family))
@@ -53,3 +62,14 @@ def _families() -> Mapping[str, ConfigFamily]:
 def _text_families() -> Mapping[str, ConfigFamily]:
     """By the model_type of whole models."""
     return {outer: family for family in _families().values() for outer in family.multimodal_model_types}
+
+
+@cache
+def _gguf_families() -> Mapping[str, list[Family]]:
+    """By general.architecture."""
+    by_architecture: dict[str, list[Family]] = {}
+    for family in {id(each): each for each in _families().values()}.values():
+        if isinstance(family, Family) and family.gguf is not None:
+            for architecture in family.gguf.architectures:
+                by_architecture.setdefault(architecture, []).append(family)
+    return by_architecture

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import attention_bias_readers
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.weight_names import WeightNames
+from quire.engine.families.base import Family, WeightNames, attention_bias_readers
 
 APERTUS = Family(
     model_types=("apertus",),

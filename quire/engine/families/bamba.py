@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.engine.families.base.layer_types import hybrid_mixers_reader
-from quire.engine.families.base.mamba2_fields import (
+from quire.engine.families.base import (
+    FEED_FORWARD_MLP,
     MAMBA2_DEFAULTS,
     MAMBA2_PROJECTIONS,
+    WeightNames,
     complete_hybrid_layer_types,
     complete_mamba2,
+    hybrid_mixers_reader,
     mamba2_spec,
 )
-from quire.engine.families.base.weight_names import FEED_FORWARD_MLP, WeightNames
 from quire.engine.families.llama import LLAMA
 
 

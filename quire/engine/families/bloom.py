@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import complete_mlp_width
-from quire.engine.families.base.layer_norms import layer_norm_family
-from quire.engine.families.base.weight_names import QKV, LayerModules, WeightNames
+from quire.engine.families.base import QKV, LayerModules, WeightNames, complete_mlp_width, layer_norm_family
 from quire.engine.families.gpt2 import GPT2_FIELD_NAMES
 from quire.engine.families.gpt_neox import MEGATRON_MLP
 

@@ -3,7 +3,7 @@ too."""
 
 from __future__ import annotations
 
-from quire.engine.families.base.encoder_family import EncoderFamily
+from quire.engine.families.base import EncoderFamily
 
 CLIP = EncoderFamily(
     model_types=("clip_text_model",),

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from quire.engine.errors import ModelError
-from quire.engine.families.base.config_fields import attention_bias_readers
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.layer_norms import PARALLEL_MLP, layer_norm_reader
-from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.weight_names import WeightNames
+from quire.engine.families.base import (
+    PARALLEL_MLP,
+    Family,
+    GGUFFormat,
+    GGUFMetadata,
+    ModelConfig,
+    WeightNames,
+    attention_bias_readers,
+    layer_norm_reader,
+)
 
 
 def _logit_scale(config: ModelConfig) -> float:
     if isinstance(scale := config.raw.get("logit_scale"), str):
         raise ModelError(f"model: config.json: logit_scale: expected float, got {scale!r}")
     return 1.0 if scale is None else scale
+
+
+def read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    has_norm = metadata.has_tensor("blk.0.attn_q_norm.weight")
+    return {"logit_scale": metadata.float("logit_scale"), "use_qk_norm": has_norm}
 
 
 COHERE = Family(
@@ -34,4 +47,8 @@ COHERE = Family(
     mlp=PARALLEL_MLP,
     decoder={"logit_scale": _logit_scale},
     weight_names=WeightNames(interleaved_rope=True),
+    gguf=GGUFFormat(
+        architectures=("command-r",),
+        read_fields=read_gguf_fields,
+    ),
 )

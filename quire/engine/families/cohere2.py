@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.layer_types import sliding_windows
-from quire.engine.families.base.ropes import window_only_ropes
-from quire.engine.families.cohere import COHERE
+from quire.engine.families.base import GGUFFormat, sliding_windows, window_only_ropes
+from quire.engine.families.cohere import COHERE, read_gguf_fields
 
 COHERE2 = COHERE.derive(
     "cohere2",
@@ -17,4 +16,9 @@ COHERE2 = COHERE.derive(
     },
     missing_defaults={"sliding_window": 4096},
     attention={"window": sliding_windows, "rope": window_only_ropes},
+    gguf=GGUFFormat(
+        architectures=("cohere2",),
+        has_optional_window=True,
+        read_fields=read_gguf_fields,
+    ),
 )

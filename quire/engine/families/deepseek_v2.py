@@ -3,14 +3,23 @@ chosen by their best expert."""
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import SpecFields, field_reader
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.mla_fields import mla_mixers_reader
-from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.moe_fields import (
+from collections.abc import Mapping
+from typing import Any
+
+from quire.engine.families.base import (
+    LAYER_MODULES,
+    Family,
+    GGUFFormat,
+    GGUFMetadata,
+    ModelConfig,
+    SpecFields,
     expert_intermediate_size,
+    expert_modules,
+    field_reader,
+    mla_mixers_reader,
     moe_reader,
     optional_moe_reader,
+    shared_expert_modules,
     shared_expert_reader,
 )
 
@@ -29,6 +38,86 @@ _ROUTING: SpecFields = {
     "num_groups": _num_groups,
     "top_k_groups": _top_k_groups,
 }
+
+
+_SOFTMAX_GATING, _SIGMOID_GATING = 1, 2
+"""How routers weigh experts, by llama.cpp's numbers."""
+_DEEPSEEK_V3_EXPERTS = 256
+"""Experts of DeepSeek-V3, whose older files do not say that it has 8 groups of them, of which 4 are chosen from."""
+MLA_GGUF_MODULES = {
+    **LAYER_MODULES,
+    **expert_modules(),
+    **shared_expert_modules(),
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+}
+
+
+def has_sigmoid_gating(metadata: GGUFMetadata) -> bool:
+    """Raises ModelError for what no family weighs experts by."""
+    gating = metadata.integer("expert_gating_func") or _SOFTMAX_GATING
+    if gating not in (_SOFTMAX_GATING, _SIGMOID_GATING):
+        raise metadata.error("expert_gating_func", f"{gating} is not served (1: softmax, 2: sigmoid)")
+    if gating == _SOFTMAX_GATING and metadata.flag("expert_weights_norm"):
+        raise metadata.error("expert_weights_norm", "softmax weights that are normalized are not served there")
+    return gating == _SIGMOID_GATING
+
+
+def read_mla_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Of all families with latent attention. Newer files have the sizes of keys and values as they are cached, and
+    those of heads under names of their own."""
+    rotated = metadata.integer("rope.dimension_count")
+    key = metadata.integer("attention.key_length_mla") or metadata.integer("attention.key_length")
+    value = metadata.integer("attention.value_length_mla") or metadata.integer("attention.value_length")
+    return {
+        "num_key_value_heads": metadata.integer("attention.head_count"),
+        "head_dim": rotated,
+        "kv_lora_rank": metadata.integer("attention.kv_lora_rank"),
+        "q_lora_rank": metadata.integer("attention.q_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": None if key is None or rotated is None else key - rotated,
+        "v_head_dim": value,
+        "rope_parameters": _with_yarn_mscale(metadata, fields["rope_parameters"]),
+    }
+
+
+def _with_yarn_mscale(metadata: GGUFMetadata, rope: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Files say by how much scores grow with YaRN, and that of mscale_all_dim alone, which all published models' mscale
+    equals."""
+    growth = metadata.float("rope.scaling.yarn_log_multiplier")
+    if rope["rope_type"] != "yarn" or not growth:
+        return rope
+    scale = round(growth / 0.1, 6)
+    return {**rope, "mscale": scale, "mscale_all_dim": scale}
+
+
+def read_mla_moe_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    experts, groups = metadata.integer("expert_count"), metadata.integer("expert_group_count")
+    used_groups = metadata.integer("expert_group_used_count")
+    if groups is None:
+        is_v3 = experts == _DEEPSEEK_V3_EXPERTS and has_sigmoid_gating(metadata)
+        groups, used_groups = (8, 4) if is_v3 else (1, 1)
+    return read_mla_fields(metadata, fields) | {
+        "num_local_experts": experts,
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "n_shared_experts": metadata.integer("expert_shared_count") or 0,
+        "first_k_dense_replace": metadata.integer("leading_dense_block_count") or 0,
+        "routed_scaling_factor": metadata.float("expert_weights_scale") or 1.0,
+        "norm_topk_prob": bool(metadata.flag("expert_weights_norm")),
+        "n_group": groups,
+        "topk_group": used_groups or groups,
+        "topk_method": "group_limited_greedy" if groups > 1 and not has_sigmoid_gating(metadata) else None,
+        "num_nextn_predict_layers": metadata.integer("nextn_predict_layers"),
+    }
+
+
 DEEPSEEK_V2 = Family(
     model_types=("deepseek_v2",),
     field_names={"n_routed_experts": "num_local_experts", "num_mtp_layers": "num_nextn_predict_layers"},
@@ -43,5 +132,12 @@ DEEPSEEK_V2 = Family(
     mixers=mla_mixers_reader(),
     experts=optional_moe_reader(
         moe_reader(_ROUTING, size=expert_intermediate_size, shared_expert=shared_expert_reader())
+    ),
+    gguf=GGUFFormat(
+        architectures=("deepseek2",),
+        matches=lambda metadata: bool(metadata.integer("expert_count")) and not has_sigmoid_gating(metadata),
+        layer_modules=MLA_GGUF_MODULES,
+        has_latent_attention=True,
+        read_fields=read_mla_moe_fields,
     ),
 )

@@ -3,7 +3,8 @@ correction."""
 
 from __future__ import annotations
 
-from quire.engine.families.base.moe_fields import GROUPED_MOE, optional_moe_reader
+from quire.engine.families.base import GROUPED_MOE, GGUFFormat, optional_moe_reader
+from quire.engine.families.deepseek_v2 import MLA_GGUF_MODULES, has_sigmoid_gating, read_mla_moe_fields
 from quire.engine.families.youtu import YOUTU
 
 DEEPSEEK_V3 = YOUTU.derive(
@@ -24,6 +25,13 @@ DEEPSEEK_V3 = YOUTU.derive(
         "max_position_embeddings": 4096,
     },
     experts=optional_moe_reader(GROUPED_MOE),
+    gguf=GGUFFormat(
+        architectures=("deepseek2",),
+        matches=lambda metadata: bool(metadata.integer("expert_count")) and has_sigmoid_gating(metadata),
+        layer_modules=MLA_GGUF_MODULES,
+        has_latent_attention=True,
+        read_fields=read_mla_moe_fields,
+    ),
 )
 KIMI_K2 = DEEPSEEK_V3.derive(
     "kimi_k2",

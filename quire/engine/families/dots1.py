@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.moe_fields import GROUPED_MOE
+from quire.engine.families.base import (
+    GROUPED_MOE,
+    LAYER_MODULES,
+    GGUFFormat,
+    expert_modules,
+    read_moe_fields,
+    shared_expert_modules,
+)
 from quire.engine.families.qwen3 import QWEN3
 
 DOTS1 = QWEN3.derive(
@@ -11,4 +18,9 @@ DOTS1 = QWEN3.derive(
     defaults={},
     missing_defaults={"sliding_window": 4096},
     experts=GROUPED_MOE,
+    gguf=GGUFFormat(
+        architectures=("dots1",),
+        layer_modules={**LAYER_MODULES, **expert_modules(), **shared_expert_modules()},
+        read_fields=read_moe_fields,
+    ),
 )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import attention_bias_readers, flag_reader
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.weight_names import WeightNames
+from quire.engine.families.base import Family, GGUFFormat, WeightNames, attention_bias_readers, flag_reader
 
 ERNIE4_5 = Family(
     model_types=("ernie4_5",),
@@ -19,4 +17,7 @@ ERNIE4_5 = Family(
     attention=attention_bias_readers("use_bias"),
     mlp={"bias": flag_reader("use_bias")},
     weight_names=WeightNames(interleaved_rope=True),
+    gguf=GGUFFormat(
+        architectures=("ernie4_5",),
+    ),
 )

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from quire.engine.errors import ModelError
-from quire.engine.families.base.config_fields import flag_reader
-from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.moe_fields import expert_intermediate_size, moe_reader, shared_expert_reader
+from quire.engine.families.base import (
+    LAYER_MODULES,
+    GGUFFormat,
+    ModelConfig,
+    expert_intermediate_size,
+    expert_modules,
+    flag_reader,
+    moe_reader,
+    read_moe_fields,
+    shared_expert_modules,
+    shared_expert_reader,
+)
 from quire.engine.families.ernie4_5 import ERNIE4_5
 
 
@@ -43,5 +52,11 @@ ERNIE4_5_MOE = ERNIE4_5.derive(
         float_router=True,
         correction="moe_statics.e_score_correction_bias",
         correction_row=True,
+    ),
+    gguf=GGUFFormat(
+        architectures=("ernie4_5-moe",),
+        layer_modules={**LAYER_MODULES, **expert_modules(), **shared_expert_modules()},
+        layer_tensors={"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
+        read_fields=read_moe_fields,
     ),
 )

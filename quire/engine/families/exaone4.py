@@ -5,11 +5,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.engine.families.base.config_fields import POST_NORMS
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.layer_types import sliding_windows
-from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.ropes import window_only_ropes
+from quire.engine.families.base import (
+    LAYER_MODULES,
+    POST_NORM_MODULES,
+    POST_NORMS,
+    Family,
+    GGUFFormat,
+    ModelConfig,
+    sliding_windows,
+    window_only_ropes,
+)
 
 
 def _ropes(config: ModelConfig) -> list[dict[str, Any] | None]:
@@ -23,4 +28,9 @@ EXAONE4 = Family(
     missing_defaults={"sliding_window": 4096},
     attention={"qk_norm": "heads", "window": sliding_windows, "rope": _ropes, **POST_NORMS},
     mlp=POST_NORMS,
+    gguf=GGUFFormat(
+        architectures=("exaone4",),
+        layer_modules={**LAYER_MODULES, **POST_NORM_MODULES},
+        has_optional_window=True,
+    ),
 )

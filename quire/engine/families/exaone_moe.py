@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.moe_fields import (
-    GROUPED_ROUTING,
-    expert_intermediate_size,
-    moe_reader,
-    shared_expert_reader,
-)
+from quire.engine.families.base import GROUPED_ROUTING, expert_intermediate_size, moe_reader, shared_expert_reader
 from quire.engine.families.exaone4 import EXAONE4
 
 EXAONE_MOE = EXAONE4.derive(

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.engine.families.base.config_fields import complete_mlp_width, complete_multi_query, flag_reader
-from quire.engine.families.base.layer_norms import layer_norm_family
-from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.weight_names import WeightNames
+from quire.engine.families.base import (
+    ModelConfig,
+    WeightNames,
+    complete_mlp_width,
+    complete_multi_query,
+    flag_reader,
+    layer_norm_family,
+)
 from quire.engine.families.bloom import BLOOM_FIELD_NAMES, BLOOM_LAYER_MODULES
 
 

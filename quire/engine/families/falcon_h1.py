@@ -3,24 +3,34 @@ everywhere."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.engine.architecture.attention import AttentionLayerSpec
-from quire.engine.architecture.decoder import DecoderSpec
-from quire.engine.architecture.mlp import MLPSpec
-from quire.engine.architecture.norm import NormSpec
-from quire.engine.architecture.recurrent import Mamba2LayerSpec, ProjectionMultipliers
+from quire.engine.architecture import (
+    AttentionLayerSpec,
+    DecoderSpec,
+    Mamba2LayerSpec,
+    MLPSpec,
+    NormSpec,
+    ProjectionMultipliers,
+)
 from quire.engine.errors import ModelError
 from quire.engine.families.bamba import BAMBA
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.mamba2_fields import (
+from quire.engine.families.base import (
+    LAYER_MODULES,
     MAMBA2_DEFAULTS,
+    MAMBA2_GGUF_TENSORS,
+    MAMBA_GGUF_MODULES,
+    Family,
+    GGUFFormat,
+    GGUFMetadata,
+    ModelConfig,
     complete_hybrid_layer_types,
     complete_mamba2,
     mamba2_spec,
+    read_mamba2_fields,
 )
-from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.llama import LLAMA
 
 
@@ -65,6 +75,12 @@ def _mamba2_spec(config: ModelConfig, norm: NormSpec) -> Mamba2LayerSpec:
     )
 
 
+def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The factors are in the weights."""
+    has_norm = metadata.any_layer_has("ssm_norm.weight")
+    return read_mamba2_fields(metadata) | {"mamba_rms_norm": has_norm, "mamba_norm_before_gate": False}
+
+
 FALCON_H1 = Family(
     model_types=("falcon_h1",),
     field_names={"layers_block_type": "layer_types"},
@@ -80,4 +96,10 @@ FALCON_H1 = Family(
     other_layer_types=("hybrid",),
     build=_build,
     weight_names=BAMBA.weight_names,
+    gguf=GGUFFormat(
+        architectures=("falcon-h1",),
+        layer_modules={**LAYER_MODULES, **MAMBA_GGUF_MODULES},
+        layer_tensors=MAMBA2_GGUF_TENSORS,
+        read_fields=_read_gguf_fields,
+    ),
 )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from quire.engine.architecture.norm import NormSpec
-from quire.engine.architecture.sublayer import SublayerSpec
-from quire.engine.families.base.attention_free import attention_free_builder
-from quire.engine.families.base.mamba_fields import mamba_spec
-from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.mamba import MAMBA
+from quire.engine.architecture import NormSpec, SublayerSpec
+from quire.engine.families.base import (
+    LAYER_MODULES,
+    MAMBA_GGUF_MODULES,
+    MAMBA_GGUF_TENSORS,
+    GGUFFormat,
+    ModelConfig,
+    attention_free_builder,
+    mamba_spec,
+)
+from quire.engine.families.mamba import MAMBA, read_attention_free_fields
 
 
 def _mamba_spec(config: ModelConfig, norm: NormSpec) -> SublayerSpec:
@@ -18,4 +23,11 @@ FALCON_MAMBA = MAMBA.derive(
     "falcon_mamba",
     defaults={**MAMBA.defaults, "mixer_rms_eps": 1e-06},
     build=attention_free_builder(_mamba_spec),
+    gguf=GGUFFormat(
+        architectures=("mamba",),
+        layer_modules={**LAYER_MODULES, **MAMBA_GGUF_MODULES},
+        matches=lambda metadata: bool(metadata.flag("ssm.dt_b_c_rms")),
+        layer_tensors=MAMBA_GGUF_TENSORS,
+        read_fields=read_attention_free_fields,
+    ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.moe_fields import NORMALIZED_ROUTING, moe_reader
+from quire.engine.families.base import NORMALIZED_ROUTING, moe_reader
 from quire.engine.families.olmo2 import OLMO2
 
 FLEX_OLMO = OLMO2.derive(

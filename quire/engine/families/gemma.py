@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from quire.engine.architecture.norm import NormSpec
-from quire.engine.families.base.config_fields import attention_bias_readers
-from quire.engine.families.base.family import Family
+from quire.engine.architecture import NormSpec
+from quire.engine.families.base import Family, GGUFFormat, attention_bias_readers
 
 GEMMA = Family(
     model_types=("gemma",),
@@ -13,4 +12,7 @@ GEMMA = Family(
     attention=attention_bias_readers("attention_bias"),
     mlp={"activation": "gelu_tanh"},
     decoder={"embedding_scale": lambda config: config.hidden_size**0.5},
+    gguf=GGUFFormat(
+        architectures=("gemma",),
+    ),
 )

@@ -3,8 +3,32 @@ every other layer."""
 
 from __future__ import annotations
 
-from quire.engine.families.base.layer_types import sliding_windows
+from collections.abc import Mapping
+from typing import Any
+
+from quire.engine.families.base import LAYER_MODULES, POST_NORM_MODULES, GGUFFormat, GGUFMetadata, sliding_windows
 from quire.engine.families.gemma import GEMMA
+
+_GGUF_LAYERS_OF_LARGEST = 46
+"""By its number of layers, the model that scales attention by hidden_size / heads, which the format does not say."""
+
+
+def read_gemma_fields(metadata: GGUFMetadata, fields: Mapping[str, Any], *, layers_of_largest: int) -> dict[str, Any]:
+    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    even = hidden // heads if hidden and heads else 0
+    is_largest = metadata.integer("block_count") == layers_of_largest
+    return {
+        "query_pre_attn_scalar": even if is_largest else metadata.integer("attention.key_length") or even,
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        "final_logit_softcapping": metadata.float("final_logit_softcapping"),
+    }
+
+
+def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return read_gemma_fields(metadata, fields, layers_of_largest=_GGUF_LAYERS_OF_LARGEST) | {
+        "attn_logit_softcapping": metadata.float("attn_logit_softcapping")
+    }
+
 
 GEMMA2 = GEMMA.derive(
     "gemma2",
@@ -18,4 +42,9 @@ GEMMA2 = GEMMA.derive(
     },
     mlp={"output_norm": True},
     decoder={"logit_softcap": lambda config: config.raw.get("final_logit_softcapping", 30.0)},
+    gguf=GGUFFormat(
+        architectures=("gemma2",),
+        layer_modules={**LAYER_MODULES, **POST_NORM_MODULES},
+        read_fields=_read_gguf_fields,
+    ),
 )

@@ -3,11 +3,20 @@ window, by default every sixth, have a rotation of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from quire.engine.errors import ModelError
-from quire.engine.families.base.config_fields import field_reader
-from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.ropes import ropes_by_window_reader
-from quire.engine.families.gemma2 import GEMMA2
+from quire.engine.families.base import (
+    LAYER_MODULES,
+    POST_NORM_MODULES,
+    GGUFFormat,
+    GGUFMetadata,
+    ModelConfig,
+    field_reader,
+    ropes_by_window_reader,
+)
+from quire.engine.families.gemma2 import GEMMA2, read_gemma_fields
 
 
 def _check(config: ModelConfig) -> None:
@@ -15,6 +24,18 @@ def _check(config: ModelConfig) -> None:
         raise ModelError("model: use_bidirectional_attention is not supported: it makes an encoder")
     if not isinstance(every := config.raw.get("sliding_window_pattern"), int):
         raise ModelError(f"model: config.json: sliding_window_pattern: expected int, got {every!r}")
+
+
+_GGUF_LAYERS_OF_LARGEST = 62
+
+
+def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    own = read_gemma_fields(metadata, fields, layers_of_largest=_GGUF_LAYERS_OF_LARGEST)
+    local = {"rope_type": "default", "rope_theta": metadata.float("rope.freq_base_swa") or 10_000.0}
+    own["rope_parameters"] = {"full_attention": fields["rope_parameters"], "sliding_attention": local}
+    if not own["sliding_window"]:  # as llama.cpp reads it: all layers see everything
+        own["sliding_window_pattern"] = 1
+    return own
 
 
 GEMMA3 = GEMMA2.derive(
@@ -49,4 +70,9 @@ GEMMA3 = GEMMA2.derive(
         ),
     },
     decoder={"logit_softcap": lambda config: config.raw.get("final_logit_softcapping")},
+    gguf=GGUFFormat(
+        architectures=("gemma3",),
+        layer_modules={**LAYER_MODULES, **POST_NORM_MODULES},
+        read_fields=_read_gguf_fields,
+    ),
 )

@@ -8,21 +8,31 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.engine.architecture.attention import AttentionLayerSpec
-from quire.engine.architecture.decoder import DecoderSpec, LayerSpec
-from quire.engine.architecture.mlp import MLPSpec
-from quire.engine.architecture.moe import MoELayerSpec
-from quire.engine.architecture.norm import NormSpec
-from quire.engine.architecture.stream import LayerScalarSpec, OutputNormSpec, PerLayerInputGateSpec, PerLayerInputsSpec
+from quire.engine.architecture import (
+    AttentionLayerSpec,
+    DecoderSpec,
+    LayerScalarSpec,
+    LayerSpec,
+    MLPSpec,
+    MoELayerSpec,
+    NormSpec,
+    OutputNormSpec,
+    PerLayerInputGateSpec,
+    PerLayerInputsSpec,
+)
 from quire.engine.errors import ModelError
-from quire.engine.families.base.base_spec import base_decoder_spec
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.layer_types import complete_layer_types
-from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.moe_fields import expert_intermediate_size, read_expert_count_and_routing
-from quire.engine.families.base.schema.config_objects import OfOneLayer
-from quire.engine.families.base.schema.config_schema import MAX_LAYERS
-from quire.engine.families.base.weight_names import StackedExperts, WeightNames
+from quire.engine.families.base import (
+    MAX_LAYERS,
+    Family,
+    ModelConfig,
+    OfOneLayer,
+    StackedExperts,
+    WeightNames,
+    base_decoder_spec,
+    complete_layer_types,
+    expert_intermediate_size,
+    read_expert_count_and_routing,
+)
 
 _DEFAULT_ROPES = {
     True: {"rope_type": "default", "rope_theta": 10_000.0},

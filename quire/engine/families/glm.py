@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import flag_reader
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.weight_names import GATE_UP, WeightNames
+from quire.engine.families.base import GATE_UP, Family, WeightNames, flag_reader
 
 GLM = Family(
     model_types=("glm",),

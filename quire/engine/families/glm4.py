@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.weight_names import GATE_UP, WeightNames
+from quire.engine.families.base import GATE_UP, LAYER_MODULES, POST_NORM_MODULES, GGUFFormat, WeightNames
 from quire.engine.families.glm import GLM
 
 GLM4 = GLM.derive(
@@ -17,5 +17,9 @@ GLM4 = GLM.derive(
             "post_mlp_layernorm": "post_feedforward_layernorm",
         },
         interleaved_rope=True,
+    ),
+    gguf=GGUFFormat(
+        architectures=("glm4",),
+        layer_modules={**LAYER_MODULES, **POST_NORM_MODULES, "ffn_up": "mlp.gate_up_proj"},
     ),
 )

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import flag_reader
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.moe_fields import GROUPED_MOE
+from collections.abc import Mapping
+from typing import Any
+
+from quire.engine.families.base import (
+    GROUPED_MOE,
+    LAYER_MODULES,
+    Family,
+    GGUFFormat,
+    GGUFMetadata,
+    expert_modules,
+    flag_reader,
+    read_moe_fields,
+    shared_expert_modules,
+)
+
+
+def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return read_moe_fields(metadata) | {"use_qk_norm": metadata.has_tensor("blk.0.attn_q_norm.weight")}
+
 
 GLM4_MOE = Family(
     model_types=("glm4_moe",),
@@ -24,4 +40,14 @@ GLM4_MOE = Family(
         "qkv_bias": flag_reader("attention_bias"),
     },
     experts=GROUPED_MOE,
+    gguf=GGUFFormat(
+        architectures=("glm4moe",),
+        layer_modules={
+            **LAYER_MODULES,
+            **expert_modules(),
+            **shared_expert_modules(),
+            "post_attention_norm": "post_attention_layernorm",
+        },
+        read_fields=_read_gguf_fields,
+    ),
 )

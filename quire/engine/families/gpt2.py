@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import complete_mlp_width, max_position
-from quire.engine.families.base.layer_norms import layer_norm_family
-from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.weight_names import QKV, LayerModules, WeightNames
+from quire.engine.families.base import (
+    QKV,
+    GGUFFormat,
+    LayerModules,
+    ModelConfig,
+    WeightNames,
+    complete_mlp_width,
+    layer_norm_family,
+    max_position,
+)
 
 GPT2_FIELD_NAMES = {
     "n_embd": "hidden_size",
@@ -52,5 +58,8 @@ GPT2 = layer_norm_family(
         layer_modules=GPT2_LAYER_MODULES,
         transposed=("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
         unused=GPT2_BUFFERS,
+    ),
+    gguf=GGUFFormat(
+        architectures=("gpt2",),
     ),
 )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.engine.families.base.config_fields import complete_mlp_width, complete_multi_query
-from quire.engine.families.base.weight_names import WeightNames
+from quire.engine.families.base import WeightNames, complete_mlp_width, complete_multi_query
 from quire.engine.families.gpt2 import GPT2, GPT2_BUFFERS, GPT2_LAYER_MODULES, GPT2_MODEL_MODULES
 
 

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import default_true_reader
-from quire.engine.families.base.layer_norms import layer_norm_family
-from quire.engine.families.base.weight_names import QKV, WeightNames
+from collections.abc import Mapping
+from typing import Any
+
+from quire.engine.families.base import (
+    QKV,
+    GGUFFormat,
+    GGUFMetadata,
+    WeightNames,
+    default_true_reader,
+    layer_norm_family,
+)
 
 MEGATRON_MLP = {"mlp.dense_h_to_4h": "mlp.up_proj", "mlp.dense_4h_to_h": "mlp.down_proj"}
+
+
+def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {"use_parallel_residual": metadata.flag("use_parallel_residual")}
+
 
 GPT_NEOX = layer_norm_family(
     model_types=("gpt_neox",),
@@ -27,5 +40,9 @@ GPT_NEOX = layer_norm_family(
         layer_modules={**MEGATRON_MLP, "attention.query_key_value": QKV, "attention.dense": "self_attn.o_proj"},
         fused_by_group=True,
         unused=("attention.bias", "attention.masked_bias", "attention.rotary_emb.inv_freq"),
+    ),
+    gguf=GGUFFormat(
+        architectures=("gptneox",),
+        read_fields=_read_gguf_fields,
     ),
 )

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import default_true_reader
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.layer_types import sliding_windows
-from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.moe_fields import moe_reader
-from quire.engine.families.base.weight_names import StackedExperts, WeightNames
+from collections.abc import Mapping
+from typing import Any
+
+from quire.engine.families.base import (
+    LAYER_MODULES,
+    Family,
+    GGUFFormat,
+    GGUFMetadata,
+    ModelConfig,
+    StackedExperts,
+    WeightNames,
+    default_true_reader,
+    expert_modules,
+    moe_reader,
+    sliding_windows,
+)
 from quire.kernels.parameters.activation import ClampedSwiGLU
 
 
 def _clamped_swiglu(config: ModelConfig) -> ClampedSwiGLU:
     return ClampedSwiGLU(config.raw.get("swiglu_alpha") or 1.702, config.raw.get("swiglu_limit") or 7.0)
+
+
+def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    own: dict[str, Any] = {
+        "intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "sliding_window": metadata.integer("attention.sliding_window"),
+    }
+    if fields["rope_parameters"]["rope_type"] == "yarn":
+        # The format does not say that the bounds are not rounded, the models' own config.json does.
+        own["rope_parameters"] = fields["rope_parameters"] | {"truncate": False}
+    return own
 
 
 GPT_OSS = Family(
@@ -42,4 +63,13 @@ GPT_OSS = Family(
     },
     experts=moe_reader(router_bias=True, bias=True, clamp=_clamped_swiglu, router="router"),
     weight_names=WeightNames(stacked_experts=StackedExperts()),
+    gguf=GGUFFormat(
+        architectures=("gpt-oss",),
+        layer_modules={
+            **LAYER_MODULES,
+            **expert_modules(router="router"),
+            "post_attention_norm": "post_attention_layernorm",
+        },
+        read_fields=_read_gguf_fields,
+    ),
 )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import complete_mlp_width, has_untied_head
-from quire.engine.families.base.layer_norms import PARALLEL_MLP, layer_norm_family
-from quire.engine.families.base.weight_names import WeightNames
+from quire.engine.families.base import PARALLEL_MLP, WeightNames, complete_mlp_width, has_untied_head, layer_norm_family
 from quire.engine.families.gpt2 import GPT2_BUFFERS, GPT2_FIELD_NAMES
 
 GPTJ = layer_norm_family(

@@ -5,9 +5,11 @@ for their eps, which is divided by its square."""
 
 from __future__ import annotations
 
-from quire.engine.architecture.norm import NormSpec
-from quire.engine.families.base.config_fields import field_reader
-from quire.engine.families.base.model_config import ModelConfig
+from collections.abc import Mapping
+from typing import Any
+
+from quire.engine.architecture import NormSpec
+from quire.engine.families.base import GGUFFormat, GGUFMetadata, ModelConfig, field_reader
 from quire.engine.families.llama import LLAMA
 
 
@@ -19,6 +21,19 @@ def _embedding_scale(config: ModelConfig) -> float:
     return (config.raw.get("embedding_multiplier") or 1.0) / residual_multiplier(config)
 
 
+_GGUF_MULTIPLIERS = {
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "logits_scaling": "logit_scale",
+}
+
+
+def read_multipliers(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of all Granites, as a GGUFFormat's `read_fields`."""
+    return {name: metadata.float(key) for name, key in _GGUF_MULTIPLIERS.items()}
+
+
 GRANITE = LLAMA.derive(
     "granite",
     norm=lambda config: NormSpec(config.norm_eps / residual_multiplier(config) ** 2),
@@ -28,4 +43,9 @@ GRANITE = LLAMA.derive(
         "residual_multiplier": residual_multiplier,
         "logit_scale": lambda config: 1 / (config.raw.get("logits_scaling") or 1.0),
     },
+    gguf=GGUFFormat(
+        architectures=("granite",),
+        permutes_queries_and_keys=True,
+        read_fields=read_multipliers,
+    ),
 )

@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.engine.errors import ModelError
-from quire.engine.families.base.layer_types import sliding_windows
-from quire.engine.families.base.model_config import ModelConfig
+from quire.engine.families.base import ModelConfig, sliding_windows
 from quire.engine.families.granite import GRANITE
 
 

@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.moe_fields import moe_reader, shared_expert_reader
-from quire.engine.families.base.weight_names import StackedExperts, WeightNames
-from quire.engine.families.granite import GRANITE
+from collections.abc import Mapping
+from typing import Any
+
+from quire.engine.families.base import (
+    LAYER_MODULES,
+    GGUFFormat,
+    GGUFMetadata,
+    StackedExperts,
+    WeightNames,
+    expert_modules,
+    moe_reader,
+    read_moe_fields,
+    shared_expert_modules,
+    shared_expert_reader,
+)
+from quire.engine.families.granite import GRANITE, read_multipliers
 from quire.engine.families.granite_swa import GRANITE_SWA
 
 GRANITE_EXPERTS = moe_reader(
     shared_expert=shared_expert_reader("shared_mlp"), name="block_sparse_moe", router="router.layer"
 )
+
+GRANITE_GGUF_MODULES = {
+    **LAYER_MODULES,
+    **expert_modules("block_sparse_moe", router="router.layer"),
+    **shared_expert_modules("shared_mlp"),
+}
+
+
+def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    width = metadata.integer("expert_shared_feed_forward_length")
+    experts = read_moe_fields(metadata, as_wide_as_mlp=True)
+    return experts | read_multipliers(metadata, fields) | {"shared_intermediate_size": width}
+
+
 GRANITEMOE = GRANITE.derive(
     "granitemoe",
     "granitemoeshared",
@@ -21,6 +48,12 @@ GRANITEMOE = GRANITE.derive(
             "block_sparse_moe.router": "block_sparse_moe.router.layer",
         },
         stacked_experts=StackedExperts(gate_up_halves=True),
+    ),
+    gguf=GGUFFormat(
+        architectures=("granitemoe",),
+        permutes_queries_and_keys=True,
+        layer_modules=GRANITE_GGUF_MODULES,
+        read_fields=_read_gguf_fields,
     ),
 )
 GRANITEMOE_SWA = GRANITE_SWA.derive(

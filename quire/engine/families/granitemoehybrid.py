@@ -3,24 +3,30 @@ without positions."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.engine.architecture.decoder import DecoderSpec
-from quire.engine.architecture.mlp import MLPSpec
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.layer_types import hybrid_mixers_reader
-from quire.engine.families.base.mamba2_fields import (
+from quire.engine.architecture import DecoderSpec, MLPSpec
+from quire.engine.families.base import (
     MAMBA2_DEFAULTS,
+    MAMBA2_GGUF_TENSORS,
     MAMBA2_PROJECTIONS,
+    MAMBA_GGUF_MODULES,
+    Family,
+    GGUFFormat,
+    GGUFMetadata,
+    ModelConfig,
     complete_hybrid_layer_types,
     complete_mamba2,
+    hybrid_mixers_reader,
     mamba2_spec,
+    read_hybrid_layer_types,
+    read_mamba2_fields,
+    shared_expert_width,
 )
-from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.moe_fields import shared_expert_width
-from quire.engine.families.granite import GRANITE
-from quire.engine.families.granitemoe import GRANITEMOE
+from quire.engine.families.granite import GRANITE, read_multipliers
+from quire.engine.families.granitemoe import GRANITE_GGUF_MODULES, GRANITEMOE
 
 
 def _complete(fields: dict[str, Any]) -> None:
@@ -35,6 +41,20 @@ def _build(config: ModelConfig) -> DecoderSpec:
     return GRANITE.decoder_spec(config).replace_sublayer_fields(MLPSpec, **dense_mlp)
 
 
+def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    experts, width = metadata.integer("expert_count"), metadata.integer("feed_forward_length")
+    shared_width = metadata.integer("expert_shared_feed_forward_length")
+    return {
+        **read_multipliers(metadata, fields),
+        **read_mamba2_fields(metadata),
+        "layer_types": read_hybrid_layer_types(metadata),
+        "position_embedding_type": "rope" if metadata.flag("rope.scaling.finetuned") else "nope",
+        "num_local_experts": experts or 0,
+        "intermediate_size": metadata.integer("expert_feed_forward_length") or width,
+        "shared_intermediate_size": shared_width or (0 if experts else width),
+    }
+
+
 GRANITEMOEHYBRID = Family(
     model_types=("granitemoehybrid",),
     field_names={"layers_block_type": "layer_types"},
@@ -47,5 +67,17 @@ GRANITEMOEHYBRID = Family(
     weight_names=replace(
         GRANITEMOE.weight_names,
         layer_modules={**GRANITEMOE.weight_names.layer_modules, "mamba.in_proj": MAMBA2_PROJECTIONS},
+    ),
+    gguf=GGUFFormat(
+        architectures=("granitehybrid",),
+        layer_modules={
+            **GRANITE_GGUF_MODULES,
+            **MAMBA_GGUF_MODULES,
+            **{f"ffn_{name}": f"shared_mlp.{name}_proj" for name in ("gate", "up", "down")},
+        },
+        permutes_queries_and_keys=True,
+        layer_tensors=MAMBA2_GGUF_TENSORS,
+        has_optional_experts=True,
+        read_fields=_read_gguf_fields,
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.weight_names import WeightNames
+from quire.engine.families.base import WeightNames
 from quire.engine.families.llama import LLAMA
 
 HELIUM = LLAMA.derive(

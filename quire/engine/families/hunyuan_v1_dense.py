@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.weight_names import WeightNames
+from quire.engine.families.base import GGUFFormat, WeightNames
 from quire.engine.families.llama import LLAMA
 
 HUNYUAN_V1_DENSE = LLAMA.derive(
@@ -11,5 +11,8 @@ HUNYUAN_V1_DENSE = LLAMA.derive(
     attention={"qk_norm": "after"},
     weight_names=WeightNames(
         layer_modules={"self_attn.query_layernorm": "self_attn.q_norm", "self_attn.key_layernorm": "self_attn.k_norm"}
+    ),
+    gguf=GGUFFormat(
+        architectures=("hunyuan-dense",),
     ),
 )

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.engine.families.base.moe_fields import mlp_intermediate_size, moe_reader, shared_expert_reader
+from quire.engine.families.base import (
+    LAYER_MODULES,
+    GGUFFormat,
+    expert_modules,
+    mlp_intermediate_size,
+    moe_reader,
+    read_wide_moe_fields,
+    shared_expert_modules,
+    shared_expert_reader,
+)
 from quire.engine.families.hunyuan_v1_dense import HUNYUAN_V1_DENSE
 
 _BY_LAYER = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -26,5 +35,10 @@ HUNYUAN_V1_MOE = HUNYUAN_V1_DENSE.derive(
         shared_expert=shared_expert_reader("mlp.shared_mlp", size=mlp_intermediate_size, is_required=True),
         float_router=True,
         router="gate.wg",
+    ),
+    gguf=GGUFFormat(
+        architectures=("hunyuan-moe",),
+        layer_modules={**LAYER_MODULES, **expert_modules(router="gate.wg"), **shared_expert_modules("mlp.shared_mlp")},
+        read_fields=read_wide_moe_fields,
     ),
 )

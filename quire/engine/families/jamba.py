@@ -3,18 +3,33 @@ some MLPs' place, whose weights are not divided by their sum."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from quire.engine.architecture.norm import NormSpec
-from quire.engine.architecture.sublayer import SublayerSpec
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.layer_types import complete_layer_types, hybrid_mixers_reader
-from quire.engine.families.base.mamba_fields import MAMBA_DEFAULTS, MAMBA_MODULES, complete_mamba, mamba_spec
-from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.moe_fields import moe_reader, optional_moe_reader
-from quire.engine.families.base.schema.config_schema import MAX_LAYERS
-from quire.engine.families.base.weight_names import FEED_FORWARD_MLP, WeightNames
+from quire.engine.architecture import NormSpec, SublayerSpec
+from quire.engine.families.base import (
+    FEED_FORWARD_MLP,
+    LAYER_MODULES,
+    MAMBA_DEFAULTS,
+    MAMBA_GGUF_MODULES,
+    MAMBA_GGUF_TENSORS,
+    MAMBA_MODULES,
+    MAX_LAYERS,
+    Family,
+    GGUFFormat,
+    GGUFMetadata,
+    ModelConfig,
+    WeightNames,
+    complete_layer_types,
+    complete_mamba,
+    expert_modules,
+    hybrid_mixers_reader,
+    mamba_spec,
+    moe_reader,
+    optional_moe_reader,
+    read_hybrid_layer_types,
+    read_mamba_fields,
+)
 
 
 def _complete(fields: dict[str, Any]) -> None:
@@ -35,6 +50,16 @@ def _is_periodic(fields: dict[str, Any], what: str) -> Callable[[int], bool]:
 
 def _mamba_spec(config: ModelConfig, norm: NormSpec) -> SublayerSpec:
     return mamba_spec(config, norm, inner_norm="learned", inner_eps=config.norm_eps)
+
+
+def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    kinds, inner, hidden = read_hybrid_layer_types(metadata), metadata.integer("ssm.inner_size"), fields["hidden_size"]
+    has_experts = [metadata.has_tensor(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(len(kinds))]
+    return read_mamba_fields(metadata) | {
+        "mamba_expand": inner // hidden if inner and hidden else None,
+        "layer_types": kinds,
+        "mlp_layer_types": ["sparse" if each else "dense" for each in has_experts],
+    }
 
 
 JAMBA = Family(
@@ -62,5 +87,12 @@ JAMBA = Family(
             **FEED_FORWARD_MLP,
             **MAMBA_MODULES,
         },
+    ),
+    gguf=GGUFFormat(
+        architectures=("jamba",),
+        layer_modules={**LAYER_MODULES, **MAMBA_GGUF_MODULES, **expert_modules("feed_forward", router="router")},
+        layer_tensors=MAMBA_GGUF_TENSORS,
+        has_optional_experts=True,
+        read_fields=_read_gguf_fields,
     ),
 )

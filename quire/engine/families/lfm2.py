@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from quire.engine.architecture.norm import NormSpec
-from quire.engine.architecture.recurrent import ShortConvSpec
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.layer_types import complete_layer_types, hybrid_mixers_reader
-from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.schema.config_objects import MAX_WIDTH
-from quire.engine.families.base.weight_names import BCX, WeightNames
+from quire.engine.architecture import NormSpec, ShortConvSpec
+from quire.engine.families.base import (
+    BCX,
+    LAYER_MODULES,
+    MAX_WIDTH,
+    Family,
+    GGUFFormat,
+    GGUFMetadata,
+    ModelConfig,
+    WeightNames,
+    complete_layer_types,
+    hybrid_mixers_reader,
+    read_hybrid_layer_types,
+)
 
 
 def short_conv_spec(config: ModelConfig, norm: NormSpec) -> ShortConvSpec:
@@ -38,6 +46,22 @@ def _complete(fields: dict[str, Any]) -> None:
     if 1 <= width <= MAX_WIDTH and 1 <= unit <= MAX_WIDTH and 0 < factor < 1e6:
         fields["intermediate_size"] = -(-int(factor * int(2 * width / 3)) // unit) * unit
         fields["block_auto_adjust_ff_dim"] = False
+
+
+LFM2_GGUF_MODULES = {
+    **LAYER_MODULES,
+    **{f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")},
+}
+LFM2_GGUF_MODEL_MODULES = {"token_embd_norm": "model.norm"}
+"""Named wrongly there: it is behind all layers."""
+
+
+def read_short_conv_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """As a GGUFFormat's `read_fields`."""
+    own: dict[str, Any] = {"conv_L_cache": metadata.integer("shortconv.l_cache"), "block_auto_adjust_ff_dim": False}
+    if metadata.is_list("attention.head_count_kv"):
+        own["layer_types"] = read_hybrid_layer_types(metadata, "conv")
+    return own
 
 
 LFM2 = Family(
@@ -73,5 +97,11 @@ LFM2 = Family(
             "feed_forward.w3": "mlp.up_proj",
             "feed_forward.w2": "mlp.down_proj",
         },
+    ),
+    gguf=GGUFFormat(
+        architectures=("lfm2",),
+        layer_modules=LFM2_GGUF_MODULES,
+        model_modules=LFM2_GGUF_MODEL_MODULES,
+        read_fields=read_short_conv_fields,
     ),
 )

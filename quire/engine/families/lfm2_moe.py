@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import default_true_reader, field_reader
-from quire.engine.families.base.moe_fields import W123_NAMES, expert_intermediate_size, moe_reader
-from quire.engine.families.lfm2 import LFM2, complete_lfm2_layer_types
+from collections.abc import Mapping
+from typing import Any
+
+from quire.engine.families.base import (
+    W123_NAMES,
+    GGUFFormat,
+    GGUFMetadata,
+    default_true_reader,
+    expert_intermediate_size,
+    expert_modules,
+    field_reader,
+    moe_reader,
+    read_moe_fields,
+)
+from quire.engine.families.lfm2 import (
+    LFM2,
+    LFM2_GGUF_MODEL_MODULES,
+    LFM2_GGUF_MODULES,
+    complete_lfm2_layer_types,
+    read_short_conv_fields,
+)
+
+
+def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return read_moe_fields(metadata) | {"norm_topk_prob": True} | read_short_conv_fields(metadata, fields)
+
 
 LFM2_MOE = LFM2.derive(
     "lfm2_moe",
@@ -26,5 +49,12 @@ LFM2_MOE = LFM2.derive(
         correction=lambda config: "expert_bias" if config.raw.get("use_expert_bias") is not False else None,
         name="feed_forward",
         **W123_NAMES,
+    ),
+    gguf=GGUFFormat(
+        architectures=("lfm2moe",),
+        layer_modules={**LFM2_GGUF_MODULES, **expert_modules("feed_forward", gate="w1", up="w3", down="w2")},
+        layer_tensors={"exp_probs_b.bias": "feed_forward.expert_bias"},
+        model_modules=LFM2_GGUF_MODEL_MODULES,
+        read_fields=_read_gguf_fields,
     ),
 )

@@ -6,20 +6,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quire.engine.architecture.norm import NormSpec
-from quire.engine.architecture.recurrent import ShortConvSpec
+from quire.engine.architecture import NormSpec, ShortConvSpec
 from quire.engine.errors import ModelError
-from quire.engine.families.base.config_fields import attention_bias_readers, default_true_reader
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.layer_types import (
+from quire.engine.families.base import (
+    BCX,
+    Family,
+    ModelConfig,
+    WeightNames,
+    attention_bias_readers,
     attention_layer_values_reader,
     complete_layer_types,
+    default_true_reader,
     hybrid_mixers_reader,
+    ropes_by_window_reader,
     sliding_windows,
 )
-from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.ropes import ropes_by_window_reader
-from quire.engine.families.base.weight_names import BCX, WeightNames
 from quire.engine.families.lfm2 import short_conv_spec
 
 _LAYER_TYPES = ("sliding_attention", "conv", "full_attention", "conv")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import attention_bias_readers, flag_reader
-from quire.engine.families.base.family import Family
+from quire.engine.families.base import Family, GGUFFormat, attention_bias_readers, flag_reader
 
 LLAMA = Family(
     model_types=("llama",),
@@ -17,4 +16,9 @@ LLAMA = Family(
     },
     attention=attention_bias_readers("attention_bias"),
     mlp={"bias": flag_reader("mlp_bias")},
+    gguf=GGUFFormat(
+        architectures=("llama",),
+        matches=lambda metadata: not metadata.integer("expert_count"),
+        permutes_queries_and_keys=True,
+    ),
 )

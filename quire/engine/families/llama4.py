@@ -5,19 +5,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.engine.architecture.rope import QueryScaling
-from quire.engine.families.base.config_fields import attention_bias_readers, field_reader
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.layer_types import complete_layer_types, layer_windows
-from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.moe_fields import (
+from quire.engine.architecture import QueryScaling
+from quire.engine.families.base import (
+    FEED_FORWARD_MLP,
+    Family,
+    ModelConfig,
+    StackedExperts,
+    WeightNames,
+    attention_bias_readers,
+    complete_layer_types,
+    field_reader,
+    interleaved_nope_ropes,
+    layer_windows,
     mlp_intermediate_size,
     moe_reader,
     optional_moe_reader,
     shared_expert_reader,
 )
-from quire.engine.families.base.ropes import interleaved_nope_ropes
-from quire.engine.families.base.weight_names import FEED_FORWARD_MLP, StackedExperts, WeightNames
 
 
 def _complete(fields: dict[str, Any]) -> None:

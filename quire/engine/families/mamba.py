@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from quire.engine.families.base.attention_free import ATTENTION_FREE_MODULES, attention_free_builder
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.layer_types import complete_layer_types
-from quire.engine.families.base.mamba_fields import (
+from quire.engine.families.base import (
+    ATTENTION_FREE_MODULES,
+    LAYER_MODULES,
     MAMBA_DEFAULTS,
+    MAMBA_GGUF_MODULES,
+    MAMBA_GGUF_TENSORS,
     MAMBA_MODULES,
     MAMBA_NAMES,
+    Family,
+    GGUFFormat,
+    GGUFMetadata,
+    WeightNames,
+    attention_free_builder,
+    complete_layer_types,
     complete_mamba,
     mamba_spec,
+    read_mamba_fields,
 )
-from quire.engine.families.base.weight_names import WeightNames
 
 
 def complete_attention_free_mamba(fields: dict[str, Any]) -> None:
@@ -26,6 +34,11 @@ def complete_attention_free_mamba(fields: dict[str, Any]) -> None:
         fields["intermediate_size"] = inner
     fields["layer_types"] = None
     complete_layer_types(fields, lambda layer: "linear_attention")
+
+
+def read_attention_free_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """As a GGUFFormat's `read_fields`."""
+    return read_mamba_fields(metadata) | {"intermediate_size": metadata.integer("ssm.inner_size")}
 
 
 MAMBA = Family(
@@ -43,5 +56,12 @@ MAMBA = Family(
             **{name.replace("mamba.", "mixer."): own for name, own in MAMBA_MODULES.items()},
             **{f"mixer.{name}": f"mamba.{name}" for name in ("conv1d", "dt_proj", "out_proj")},
         },
+    ),
+    gguf=GGUFFormat(
+        architectures=("mamba",),
+        layer_modules={**LAYER_MODULES, **MAMBA_GGUF_MODULES},
+        matches=lambda metadata: not metadata.flag("ssm.dt_b_c_rms"),
+        layer_tensors=MAMBA_GGUF_TENSORS,
+        read_fields=read_attention_free_fields,
     ),
 )

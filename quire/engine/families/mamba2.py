@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.engine.families.base.attention_free import ATTENTION_FREE_MODULES, attention_free_builder
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.mamba2_fields import (
+from quire.engine.families.base import (
+    ATTENTION_FREE_MODULES,
+    LAYER_MODULES,
     MAMBA2_DEFAULTS,
+    MAMBA2_GGUF_TENSORS,
     MAMBA2_NAMES,
     MAMBA2_PROJECTIONS,
+    MAMBA_GGUF_MODULES,
+    Family,
+    GGUFFormat,
+    LayerModules,
+    WeightNames,
+    attention_free_builder,
     complete_hybrid_layer_types,
     complete_mamba2,
     mamba2_spec,
+    read_mamba2_fields,
 )
-from quire.engine.families.base.weight_names import LayerModules, WeightNames
 
 MAMBA2_MIXER: LayerModules = {
     "norm": "input_layernorm",
@@ -55,4 +62,10 @@ MAMBA2 = Family(
     other_layer_types=("linear_attention",),
     build=attention_free_builder(mamba2_spec),
     weight_names=WeightNames(model_modules=ATTENTION_FREE_MODULES, layer_modules=MAMBA2_MIXER),
+    gguf=GGUFFormat(
+        architectures=("mamba2",),
+        layer_modules={**LAYER_MODULES, **MAMBA_GGUF_MODULES},
+        layer_tensors=MAMBA2_GGUF_TENSORS,
+        read_fields=lambda metadata, fields: read_mamba2_fields(metadata),
+    ),
 )

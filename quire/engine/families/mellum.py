@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.engine.families.base.layer_types import complete_layer_types, sliding_windows
-from quire.engine.families.base.ropes import ropes_by_window_reader
+from quire.engine.families.base import complete_layer_types, ropes_by_window_reader, sliding_windows
 from quire.engine.families.qwen3_moe import QWEN3_MOE
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from quire.engine.architecture.norm import NormSpec
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.mla_fields import mla_mixers_reader
-from quire.engine.families.base.model_config import ModelConfig
+from quire.engine.architecture import NormSpec
+from quire.engine.families.base import Family, ModelConfig, mla_mixers_reader
 
 
 def _residual_multiplier(config: ModelConfig) -> float:

@@ -3,8 +3,15 @@ part."""
 
 from __future__ import annotations
 
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.moe_fields import BLOCK_SPARSE_MOE, moe_reader
+from quire.engine.families.base import (
+    BLOCK_SPARSE_MOE,
+    LAYER_MODULES,
+    MIXTRAL_EXPERT_MODULES,
+    Family,
+    GGUFFormat,
+    moe_reader,
+    read_wide_moe_fields,
+)
 
 MINIMAX_M2 = Family(
     model_types=("minimax_m2",),
@@ -14,5 +21,11 @@ MINIMAX_M2 = Family(
     attention={"qk_norm": "whole"},
     experts=moe_reader(
         {"score_function": "sigmoid"}, float_router=True, correction="e_score_correction_bias", **BLOCK_SPARSE_MOE
+    ),
+    gguf=GGUFFormat(
+        architectures=("minimax-m2",),
+        layer_modules={**LAYER_MODULES, **MIXTRAL_EXPERT_MODULES},
+        layer_tensors={"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
+        read_fields=read_wide_moe_fields,
     ),
 )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import field_reader
-from quire.engine.families.base.family import Family
+from quire.engine.families.base import Family, field_reader
 
 MINISTRAL3 = Family(
     model_types=("ministral3",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.family import Family
+from quire.engine.families.base import Family
 
 MISTRAL = Family(
     model_types=("mistral",),

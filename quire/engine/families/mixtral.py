@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import field_reader
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.moe_fields import BLOCK_SPARSE_MOE, moe_reader
+from quire.engine.families.base import (
+    BLOCK_SPARSE_MOE,
+    LAYER_MODULES,
+    MIXTRAL_EXPERT_MODULES,
+    Family,
+    GGUFFormat,
+    field_reader,
+    moe_reader,
+)
 
 MIXTRAL = Family(
     model_types=("mixtral",),
@@ -12,4 +18,10 @@ MIXTRAL = Family(
     missing_defaults={"num_key_value_heads": 8},
     attention={"window": field_reader("sliding_window")},
     experts=moe_reader(**BLOCK_SPARSE_MOE),
+    gguf=GGUFFormat(
+        architectures=("llama",),
+        layer_modules={**LAYER_MODULES, **MIXTRAL_EXPERT_MODULES},
+        matches=lambda metadata: bool(metadata.integer("expert_count")),
+        permutes_queries_and_keys=True,
+    ),
 )

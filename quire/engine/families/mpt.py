@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from quire.engine.errors import ModelError
-from quire.engine.families.base.config_fields import complete_mlp_width
-from quire.engine.families.base.layer_norms import layer_norm_family, layer_norm_reader
-from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.weight_names import QKV, WeightNames
+from quire.engine.families.base import (
+    QKV,
+    ModelConfig,
+    WeightNames,
+    complete_mlp_width,
+    layer_norm_family,
+    layer_norm_reader,
+)
 
 
 def _check(config: ModelConfig) -> None:

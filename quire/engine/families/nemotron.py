@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import attention_bias_readers, flag_reader
-from quire.engine.families.base.layer_norms import layer_norm_family, layer_norm_reader
+from quire.engine.families.base import (
+    GGUFFormat,
+    attention_bias_readers,
+    flag_reader,
+    layer_norm_family,
+    layer_norm_reader,
+)
 
 NEMOTRON = layer_norm_family(
     model_types=("nemotron",),
@@ -18,4 +23,7 @@ NEMOTRON = layer_norm_family(
     bias=flag_reader("mlp_bias"),
     norm=layer_norm_reader(offset=1.0),
     attention=attention_bias_readers("attention_bias"),
+    gguf=GGUFFormat(
+        architectures=("nemotron",),
+    ),
 )

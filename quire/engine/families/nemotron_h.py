@@ -4,33 +4,36 @@ alone, as transformers reads it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from quire.engine.architecture.attention import AttentionLayerSpec
-from quire.engine.architecture.decoder import DecoderSpec
-from quire.engine.architecture.mlp import MLPSpec
-from quire.engine.architecture.moe import LatentMoESpec
-from quire.engine.architecture.norm import NormSpec
-from quire.engine.architecture.sublayer import SublayerSpec
-from quire.engine.families.base.attention_free import ATTENTION_FREE_MODULES
-from quire.engine.families.base.config_fields import flag_reader
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.mamba2_fields import (
+from quire.engine.architecture import AttentionLayerSpec, DecoderSpec, LatentMoESpec, MLPSpec, NormSpec, SublayerSpec
+from quire.engine.families.base import (
+    ATTENTION_FREE_MODULES,
+    GROUPED_ROUTING,
+    LAYER_MODULES,
     MAMBA2_DEFAULTS,
+    MAMBA2_GGUF_TENSORS,
     MAMBA2_NAMES,
+    MAMBA_GGUF_MODULES,
+    MAX_LAYERS,
+    Family,
+    GGUFFormat,
+    GGUFMetadata,
+    ModelConfig,
+    WeightNames,
     complete_hybrid_layer_types,
     complete_mamba2,
-    mamba2_spec,
-)
-from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.moe_fields import (
-    GROUPED_ROUTING,
     expert_intermediate_size,
+    expert_modules,
+    flag_reader,
+    mamba2_spec,
     moe_reader,
+    read_hybrid_layer_types,
+    read_mamba2_fields,
+    shared_expert_modules,
     shared_expert_reader,
 )
-from quire.engine.families.base.schema.config_schema import MAX_LAYERS
-from quire.engine.families.base.weight_names import WeightNames
 from quire.engine.families.mamba2 import MAMBA2_MIXER
 
 _PATTERN_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
@@ -108,6 +111,31 @@ def _sublayer_spec(kind: str, config: ModelConfig, norm: NormSpec) -> SublayerSp
     return _EXPERTS(config, norm)
 
 
+def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    is_moe, experts = metadata.arch.endswith("_moe"), metadata.integer("expert_count")
+    if experts and not is_moe:
+        raise metadata.error("expert_count", f"{experts}, where models of this architecture have none")
+    if is_moe and not experts:
+        raise metadata.error("expert_count", "missing, where models of this architecture have experts")
+    widths, kinds = metadata.integers("feed_forward_length"), read_hybrid_layer_types(metadata)
+    other = "moe" if is_moe else "mlp"
+    own = read_mamba2_fields(metadata)
+    own["layer_types"] = [other if width else kind for kind, width in zip(kinds, widths, strict=False)]
+    if not is_moe:
+        return own
+    groups = metadata.integer("expert_group_count") or 1
+    return own | {
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "moe_latent_size": metadata.integer("moe_latent_size"),
+        "shared_expert_intermediate_size": metadata.integer("expert_shared_feed_forward_length"),
+        "norm_topk_prob": bool(metadata.flag("expert_weights_norm")),
+        "routed_scaling_factor": metadata.float("expert_weights_scale") or None,
+        "n_group": groups,
+        "topk_group": metadata.integer("expert_group_used_count") or groups,
+        "num_nextn_predict_layers": metadata.integer("nextn_predict_layers"),
+    }
+
+
 NEMOTRON_H = Family(
     model_types=("nemotron_h",),
     field_names={
@@ -149,5 +177,22 @@ NEMOTRON_H = Family(
             **{f"mixer.{name}_proj": f"self_attn.{name}_proj" for name in "qkvo"},
             **{f"mixer.{name}_proj": f"mlp.{name}_proj" for name in ("up", "down")},
         },
+    ),
+    gguf=GGUFFormat(
+        architectures=(
+            "nemotron_h",
+            "nemotron_h_moe",
+        ),
+        layer_modules={
+            **LAYER_MODULES,
+            **MAMBA_GGUF_MODULES,
+            **expert_modules("mixer"),
+            **shared_expert_modules("mixer.shared_experts"),
+            "ffn_latent_down": LATENT_PROJECTIONS[0],
+            "ffn_latent_up": LATENT_PROJECTIONS[1],
+        },
+        layer_tensors={**MAMBA2_GGUF_TENSORS, "exp_probs_b.bias": "mixer.gate.e_score_correction_bias"},
+        has_optional_experts=True,
+        read_fields=_read_gguf_fields,
     ),
 )

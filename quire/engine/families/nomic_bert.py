@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.encoder_family import EncoderFamily
+from quire.engine.families.base import EncoderFamily
 
 NOMIC_BERT = EncoderFamily(
     model_types=("nomic_bert",),

@@ -3,12 +3,36 @@ them."""
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import POST_NORMS, attention_bias_readers
-from quire.engine.families.base.family import Family
+from collections.abc import Mapping
+from typing import Any
+
+from quire.engine.families.base import (
+    LAYER_MODULES,
+    POST_NORM_MODULES,
+    POST_NORMS,
+    Family,
+    GGUFFormat,
+    GGUFMetadata,
+    attention_bias_readers,
+)
+
+
+def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Nothing of its own: OLMo 3's files call themselves alike."""
+    if window := metadata.integer("attention.sliding_window"):
+        raise metadata.error("attention.sliding_window", f"{window}: OLMo 3 is served from safetensors alone")
+    return {}
+
 
 OLMO2 = Family(
     model_types=("olmo2",),
     defaults={"rms_norm_eps": 1e-05},
     attention={"qk_norm": "whole", **attention_bias_readers("attention_bias"), **POST_NORMS},
     mlp=POST_NORMS,
+    gguf=GGUFFormat(
+        architectures=("olmo2",),
+        layer_modules={**LAYER_MODULES, **POST_NORM_MODULES},
+        has_optional_window=True,
+        read_fields=_read_gguf_fields,
+    ),
 )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import field_reader
-from quire.engine.families.base.layer_types import sliding_windows
-from quire.engine.families.base.ropes import ropes_by_window_reader
+from quire.engine.families.base import field_reader, ropes_by_window_reader, sliding_windows
 from quire.engine.families.olmo2 import OLMO2
 
 OLMO3 = OLMO2.derive(

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import attention_bias_readers
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.moe_fields import NORMALIZED_ROUTING, moe_reader
+from quire.engine.families.base import (
+    LAYER_MODULES,
+    NORMALIZED_ROUTING,
+    Family,
+    GGUFFormat,
+    attention_bias_readers,
+    expert_modules,
+    moe_reader,
+    read_wide_moe_fields,
+)
 
 OLMOE = Family(
     model_types=("olmoe",),
@@ -12,4 +19,9 @@ OLMOE = Family(
     unsupported_fields={"clip_qkv": "of an 'olmoe' is not supported"},
     attention={"qk_norm": "whole", **attention_bias_readers("attention_bias")},
     experts=moe_reader(NORMALIZED_ROUTING),
+    gguf=GGUFFormat(
+        architectures=("olmoe",),
+        layer_modules={**LAYER_MODULES, **expert_modules()},
+        read_fields=read_wide_moe_fields,
+    ),
 )

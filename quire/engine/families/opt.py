@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.errors import ModelError
-from quire.engine.families.base.config_fields import default_true_reader, max_position
-from quire.engine.families.base.layer_norms import layer_norm_family
-from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.weight_names import WeightNames
+from quire.engine.families.base import ModelConfig, WeightNames, default_true_reader, layer_norm_family, max_position
 
 
 def _check(config: ModelConfig) -> None:

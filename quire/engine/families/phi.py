@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import has_untied_head
-from quire.engine.families.base.layer_norms import PARALLEL_MLP, layer_norm_family
-from quire.engine.families.base.weight_names import WeightNames
+from quire.engine.families.base import PARALLEL_MLP, WeightNames, has_untied_head, layer_norm_family
 
 PHI = layer_norm_family(
     model_types=("phi",),

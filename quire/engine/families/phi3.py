@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import field_reader
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.ropes import longrope
-from quire.engine.families.base.weight_names import FUSED, WeightNames
+from quire.engine.families.base import FUSED, LAYER_MODULES, Family, GGUFFormat, WeightNames, field_reader, longrope
 
 PHI3 = Family(
     model_types=("phi3",),
@@ -14,4 +11,9 @@ PHI3 = Family(
     has_longrope=True,
     attention={"rope": longrope, "window": field_reader("sliding_window")},
     weight_names=WeightNames(layer_modules=FUSED),
+    gguf=GGUFFormat(
+        architectures=("phi3",),
+        layer_modules={**LAYER_MODULES, "ffn_up": "mlp.gate_up_proj"},
+        has_optional_window=True,
+    ),
 )

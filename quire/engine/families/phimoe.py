@@ -5,14 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quire.engine.architecture.moe import MoELayerSpec
-from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture import MoELayerSpec, NormSpec
 from quire.engine.errors import ModelError
-from quire.engine.families.base.config_fields import attention_bias_readers, flag_reader
-from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.moe_fields import BLOCK_SPARSE_MOE, moe_reader
-from quire.engine.families.base.ropes import longrope
-from quire.engine.families.base.weight_names import WeightNames
+from quire.engine.families.base import (
+    BLOCK_SPARSE_MOE,
+    LAYER_MODULES,
+    MIXTRAL_EXPERT_MODULES,
+    GGUFFormat,
+    ModelConfig,
+    WeightNames,
+    attention_bias_readers,
+    flag_reader,
+    longrope,
+    moe_reader,
+    read_wide_moe_fields,
+)
 from quire.engine.families.phi3 import PHI3
 
 
@@ -52,4 +59,9 @@ PHIMOE = PHI3.derive(
     experts=_experts,
     decoder={"head_bias": flag_reader("lm_head_bias")},
     weight_names=WeightNames(),
+    gguf=GGUFFormat(
+        architectures=("phimoe",),
+        layer_modules={**LAYER_MODULES, **MIXTRAL_EXPERT_MODULES},
+        read_fields=read_wide_moe_fields,
+    ),
 )

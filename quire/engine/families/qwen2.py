@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.layer_types import upper_sliding_windows
+from quire.engine.families.base import Family, GGUFFormat, upper_sliding_windows
 
 QWEN2 = Family(
     model_types=("qwen2",),
@@ -11,4 +10,7 @@ QWEN2 = Family(
     missing_defaults={"use_sliding_window": False},
     multimodal_model_types=("internvl", "llava_onevision"),
     attention={"window": upper_sliding_windows, "qkv_bias": True},
+    gguf=GGUFFormat(
+        architectures=("qwen2",),
+    ),
 )

@@ -3,7 +3,7 @@ and columns of an image apart."""
 
 from __future__ import annotations
 
-from quire.engine.families.base.ropes import mrope_axes_reader
+from quire.engine.families.base import mrope_axes_reader
 from quire.engine.families.qwen2 import QWEN2
 
 QWEN2_VL = QWEN2.derive(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import attention_bias_readers
+from quire.engine.families.base import GGUFFormat, attention_bias_readers
 from quire.engine.families.qwen2 import QWEN2
 
 QWEN3 = QWEN2.derive(
     "qwen3",
     attention={"qk_norm": "heads", **attention_bias_readers("attention_bias")},
+    gguf=GGUFFormat(
+        architectures=("qwen3",),
+    ),
 )

@@ -3,19 +3,27 @@ gates in the others; norms whose weights are offsets from 1."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from quire.engine.architecture.norm import NormSpec
-from quire.engine.architecture.recurrent import DeltaNetSpec
-from quire.engine.architecture.sublayer import SublayerSpec
+from quire.engine.architecture import DeltaNetSpec, NormSpec, SublayerSpec
 from quire.engine.errors import ModelError
-from quire.engine.families.base.config_fields import attention_bias_readers
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.layer_types import complete_layer_types, hybrid_mixers_reader
-from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.moe_fields import GATED_SHARED_MOE
-from quire.engine.families.base.ropes import mrope_axes_reader
-from quire.engine.families.base.weight_names import GATED_DELTA_NET, StackedExperts, WeightNames
+from quire.engine.families.base import (
+    GATED_DELTA_NET,
+    GATED_SHARED_MOE,
+    LAYER_MODULES,
+    Family,
+    GGUFFormat,
+    GGUFMetadata,
+    ModelConfig,
+    StackedExperts,
+    WeightNames,
+    attention_bias_readers,
+    complete_layer_types,
+    hybrid_mixers_reader,
+    mrope_axes_reader,
+)
+from quire.engine.families.qwen2_moe import GATED_SHARED_GGUF_MODULES
 
 
 def delta_net_spec(config: ModelConfig, norm: NormSpec) -> SublayerSpec:
@@ -38,6 +46,42 @@ def _complete(fields: dict[str, Any]) -> None:
         complete_layer_types(fields, lambda layer: "linear_attention" if (layer + 1) % every else "full_attention")
 
 
+DELTA_NET_GGUF_MODULES = {
+    **LAYER_MODULES,
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_out": "linear_attn.out_proj",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "post_attention_norm": "post_attention_layernorm",
+}
+DELTA_NET_GGUF_TENSORS = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+
+
+def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    heads, inner = metadata.integer("ssm.time_step_rank"), metadata.integer("ssm.inner_size")
+    return {
+        "full_attention_interval": metadata.integer("full_attention_interval") or 4,
+        "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": metadata.integer("ssm.state_size"),
+        "linear_num_key_heads": metadata.integer("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": inner // heads if inner and heads else None,
+        "num_nextn_predict_layers": metadata.integer("nextn_predict_layers"),
+    }
+
+
+def read_moe_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return _read_gguf_fields(metadata, fields) | {
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": metadata.integer("expert_shared_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
 QWEN3_5 = Family(
     model_types=("qwen3_5_text",),
     defaults={"head_dim": 256, "partial_rotary_factor": 0.25, "max_position_embeddings": 32768},
@@ -55,6 +99,13 @@ QWEN3_5 = Family(
     },
     mixers=hybrid_mixers_reader(delta_net_spec),
     weight_names=WeightNames(layer_modules=GATED_DELTA_NET),
+    gguf=GGUFFormat(
+        architectures=("qwen35",),
+        layer_modules=DELTA_NET_GGUF_MODULES,
+        layer_tensors=DELTA_NET_GGUF_TENSORS,
+        tiles_value_heads=True,
+        read_fields=_read_gguf_fields,
+    ),
 )
 QWEN3_5_MOE = QWEN3_5.derive(
     "qwen3_5_moe_text",
@@ -63,4 +114,11 @@ QWEN3_5_MOE = QWEN3_5.derive(
     multimodal_model_types=("qwen3_5_moe",),
     experts=GATED_SHARED_MOE,
     weight_names=WeightNames(layer_modules=GATED_DELTA_NET, stacked_experts=StackedExperts(gate_up_halves=True)),
+    gguf=GGUFFormat(
+        architectures=("qwen35moe",),
+        layer_modules={**GATED_SHARED_GGUF_MODULES, **DELTA_NET_GGUF_MODULES},
+        layer_tensors=DELTA_NET_GGUF_TENSORS,
+        tiles_value_heads=True,
+        read_fields=read_moe_gguf_fields,
+    ),
 )

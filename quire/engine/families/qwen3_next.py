@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.moe_fields import GATED_SHARED_MOE
-from quire.engine.families.base.weight_names import GATED_QUERY, WeightNames, delta_net_modules
-from quire.engine.families.qwen3_5 import QWEN3_5
+from quire.engine.families.base import GATED_QUERY, GATED_SHARED_MOE, GGUFFormat, WeightNames, delta_net_modules
+from quire.engine.families.qwen2_moe import GATED_SHARED_GGUF_MODULES
+from quire.engine.families.qwen3_5 import DELTA_NET_GGUF_MODULES, DELTA_NET_GGUF_TENSORS, QWEN3_5, read_moe_gguf_fields
 
 QWEN3_NEXT = QWEN3_5.derive(
     "qwen3_next",
@@ -19,5 +19,11 @@ QWEN3_NEXT = QWEN3_5.derive(
             "linear_attn.in_proj_ba": delta_net_modules("ba"),
         },
         fused_by_group=True,
+    ),
+    gguf=GGUFFormat(
+        architectures=("qwen3next",),
+        layer_modules={**GATED_SHARED_GGUF_MODULES, **DELTA_NET_GGUF_MODULES},
+        layer_tensors=DELTA_NET_GGUF_TENSORS,
+        read_fields=read_moe_gguf_fields,
     ),
 )

@@ -3,9 +3,13 @@ of an image apart."""
 
 from __future__ import annotations
 
-from quire.engine.families.base.moe_fields import expert_intermediate_size, moe_reader
-from quire.engine.families.base.ropes import mrope_axes_reader
-from quire.engine.families.base.weight_names import StackedExperts, WeightNames
+from quire.engine.families.base import (
+    StackedExperts,
+    WeightNames,
+    expert_intermediate_size,
+    moe_reader,
+    mrope_axes_reader,
+)
 from quire.engine.families.qwen3 import QWEN3
 
 MROPE_AXES = mrope_axes_reader((24, 20, 20))

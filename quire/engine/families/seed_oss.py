@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import flag_reader
+from quire.engine.families.base import LAYER_MODULES, GGUFFormat, flag_reader
 from quire.engine.families.llama import LLAMA
 
 SEED_OSS = LLAMA.derive(
@@ -10,4 +10,8 @@ SEED_OSS = LLAMA.derive(
     defaults={"attention_bias": True, "head_dim": 128, "max_position_embeddings": 524_288},
     missing_defaults={"num_key_value_heads": 8},
     attention={"out_bias": flag_reader("attention_out_bias")},
+    gguf=GGUFFormat(
+        architectures=("seed_oss",),
+        layer_modules={**LAYER_MODULES, "post_attention_norm": "post_attention_layernorm"},
+    ),
 )

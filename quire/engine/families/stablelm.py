@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import flag_reader
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.layer_norms import layer_norm_reader
+from collections.abc import Mapping
+from typing import Any
+
+from quire.engine.families.base import Family, GGUFFormat, GGUFMetadata, flag_reader, layer_norm_reader
+
+
+def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "qk_layernorm": metadata.has_tensor("blk.0.attn_q_norm.weight"),
+        "use_parallel_residual": not metadata.has_tensor("blk.0.ffn_norm.weight"),
+    }
+
 
 STABLELM = Family(
     model_types=("stablelm",),
@@ -15,4 +24,8 @@ STABLELM = Family(
     norm=layer_norm_reader(),
     attention={"qkv_bias": flag_reader("use_qkv_bias")},
     mlp={"parallel": flag_reader("use_parallel_residual"), "shares_norm": flag_reader("use_parallel_residual")},
+    gguf=GGUFFormat(
+        architectures=("stablelm",),
+        read_fields=_read_gguf_fields,
+    ),
 )

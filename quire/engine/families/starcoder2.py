@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import field_reader, flag_reader
-from quire.engine.families.base.layer_norms import layer_norm_family
-from quire.engine.families.base.weight_names import WeightNames
+from quire.engine.families.base import GGUFFormat, WeightNames, field_reader, flag_reader, layer_norm_family
 
 STARCODER2 = layer_norm_family(
     model_types=("starcoder2",),
@@ -20,4 +18,8 @@ STARCODER2 = layer_norm_family(
     bias=flag_reader("use_bias"),
     attention={"window": field_reader("sliding_window")},
     weight_names=WeightNames(layer_modules={"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}),
+    gguf=GGUFFormat(
+        architectures=("starcoder2",),
+        has_optional_window=True,
+    ),
 )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base.config_fields import default_true_reader
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.mla_fields import mla_mixers_reader
+from quire.engine.families.base import Family, GGUFFormat, default_true_reader, mla_mixers_reader
+from quire.engine.families.deepseek_v2 import MLA_GGUF_MODULES, read_mla_fields
 
 YOUTU = Family(
     model_types=("youtu",),
@@ -18,4 +17,11 @@ YOUTU = Family(
     },
     missing_defaults={"q_lora_rank": 1536},
     mixers=mla_mixers_reader(is_interleaved=default_true_reader("rope_interleave")),
+    gguf=GGUFFormat(
+        architectures=("deepseek2",),
+        matches=lambda metadata: not metadata.integer("expert_count"),
+        layer_modules=MLA_GGUF_MODULES,
+        has_latent_attention=True,
+        read_fields=read_mla_fields,
+    ),
 )

@@ -6,22 +6,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from quire.engine.architecture.attention import AttentionLayerSpec
-from quire.engine.architecture.decoder import DecoderSpec
-from quire.engine.architecture.norm import NormSpec
-from quire.engine.architecture.shared_transformer import SharedTransformerSpec
+from quire.engine.architecture import AttentionLayerSpec, DecoderSpec, NormSpec, SharedTransformerSpec
 from quire.engine.errors import ModelError
-from quire.engine.families.base.activations import hidden_activation
-from quire.engine.families.base.family import Family
-from quire.engine.families.base.mamba2_fields import (
+from quire.engine.families.base import (
     MAMBA2_DEFAULTS,
     MAMBA2_PROJECTIONS,
+    Family,
+    LayerModules,
+    ModelConfig,
+    WeightNames,
     complete_hybrid_layer_types,
     complete_mamba2,
+    hidden_activation,
     mamba2_spec,
 )
-from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.families.base.weight_names import LayerModules, WeightNames
 from quire.kernels.parameters.activation import GELU, Activation
 
 _MAX_USES = 64

@@ -15,6 +15,7 @@ from quire.engine.architecture.sublayer import SublayerSpec
 from quire.engine.errors import ModelError
 from quire.engine.families.base.base_spec import base_decoder_spec
 from quire.engine.families.base.config_fields import SpecFields, read_fields
+from quire.engine.families.base.gguf import GGUFFormat
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.moe_fields import with_moe_layers
 from quire.engine.families.base.weight_names import WeightNames
@@ -80,11 +81,18 @@ class Family(ConfigFamily):
 
     # The checkpoint
     weight_names: WeightNames = field(default_factory=WeightNames)
+    gguf: GGUFFormat | None = None
+    """None: its GGUF files are not served."""
 
     def derive(self, *model_types: str, **changes: Any) -> Family:
         """A family like this one but for `changes`: what is said of the decoder is said on top of this one's, all else
         in the place of it."""
         return replace(self, model_types=model_types, base=self, **_NO_DECODER_CHANGES | changes)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether models have mixtures of experts, or may have."""
+        return self.experts is not None or (self.base is not None and self.base.has_experts)
 
     @property
     def layer_types(self) -> tuple[str, ...]:
@@ -125,6 +133,7 @@ _NO_DECODER_CHANGES: dict[str, Any] = {
     "mixers": None,
     "experts": None,
     "decoder": {},
+    "gguf": None,
     "multimodal_model_types": (),
     "multimodal_text_defaults": {},
 }

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from quire.engine.architecture.recurrent import DeltaNetSpec
 from quire.engine.errors import ModelError
+from quire.engine.families import find_family
+from quire.engine.families.base.gguf import GGUFFormat
 from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.gguf.delta_net_config import TILED_VALUE_HEAD_TYPES
 from quire.engine.models import decoder_spec
 
 _LINEAR = ".linear_attn."
@@ -26,16 +27,20 @@ def log_decay_rates(name: str, rows: Tensor) -> Tensor:
     return (-rows.float()).log()
 
 
+def gguf_format(config: ModelConfig) -> GGUFFormat:
+    """Of the files of a model's family."""
+    family = find_family(config.model_type)
+    gguf = None if family is None else family.gguf
+    assert gguf is not None, f"{config.model_type} has no GGUF files"
+    return gguf
+
+
 class GGUFDeltaNetConverter:
     """Of one model; where it has none, nothing changes."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self._is_tiled = config.model_type in TILED_VALUE_HEAD_TYPES
-        nets = (
-            decoder_spec(config).sublayers_of_kind(DeltaNetSpec)
-            if self._is_tiled or config.model_type == "qwen3_next"
-            else []
-        )
+        self._is_tiled = gguf_format(config).tiles_value_heads
+        nets = decoder_spec(config).sublayers_of_kind(DeltaNetSpec)
         self._net = nets[0] if nets else None
 
     def convert_to_named_tensors(self, name: str, rows: Tensor) -> Iterator[tuple[str, Tensor]]:

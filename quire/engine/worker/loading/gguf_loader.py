@@ -13,11 +13,11 @@ from quire.engine.errors import ModelError
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.folder_reader import open_if_present
 from quire.engine.gguf.header import GGUFHeader, GGUFTensor
-from quire.engine.gguf.hf_config import PERMUTED_QK_MODEL_TYPES
 from quire.engine.gguf.tensor_names import checkpoint_names
 from quire.engine.gguf.tensor_types import GGMLType
 from quire.engine.layers.schemes.gguf import SUPPORTED_QUANT_TYPES, blocks_to_grouped_weight
-from quire.engine.worker.loading.gguf_delta_net import GGUFDeltaNetConverter, log_decay_rates
+from quire.engine.models import decoder_spec
+from quire.engine.worker.loading.gguf_delta_net import GGUFDeltaNetConverter, gguf_format, log_decay_rates
 from quire.engine.worker.loading.weight_loader import TensorStream
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -54,7 +54,7 @@ def _split_fused_names(names: list[str]) -> list[str]:
 def _checkpoint_names(stored: str, tensor: GGUFTensor, config: ModelConfig) -> tuple[list[str], bool]:
     """What a checkpoint calls the tensor, or each expert's part of it; and whether it has such parts."""
     count = config.raw.get("num_local_experts") or 0
-    names = checkpoint_names(stored, config.model_type, count)
+    names = checkpoint_names(stored, gguf_format(config), count)
     if not isinstance(names, list):
         return [] if names is None else [names], False
     if tensor.shape[:1] != (count,):
@@ -69,16 +69,10 @@ def _checkpoint_names(stored: str, tensor: GGUFTensor, config: ModelConfig) -> t
 
 def gguf_stream(header: GGUFHeader, config: ModelConfig) -> TensorStream:
     """All tensors of a model's files."""
-    heads = (
-        {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
-        if config.model_type in PERMUTED_QK_MODEL_TYPES
-        else {}
-    )
+    permutes = gguf_format(config).permutes_queries_and_keys
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if permutes else {}
     halves, deltas = dict[str, Tensor](), GGUFDeltaNetConverter(config)
-    has_norm_offset = (
-        config.model_type.startswith(("gemma", "qwen3_5", "qwen3_next")) or config.model_type == "nemotron"
-    )
-    norm_offset = 1.0 if has_norm_offset else 0.0
+    norm_offset = decoder_spec(config).norm.weight_offset
     for stored_name, stored in header.tensors.items():
         names, stacked = _checkpoint_names(stored_name, stored, config)
         if not names or _is_draft_layer(stored_name, config):
@@ -98,10 +92,7 @@ def gguf_stream(header: GGUFHeader, config: ModelConfig) -> TensorStream:
         elif names[0].endswith("conv.conv.weight"):
             yield names[0], rows.unsqueeze(1)
         elif names[0].endswith("norm.weight"):
-            yield (
-                names[0],
-                rows.float() - norm_offset,
-            )  # these families' files have what multiplies, not its offset from 1
+            yield names[0], rows.float() - norm_offset  # files have what multiplies, not its offset from 1
         else:
             count = heads.get(names[0].split(".")[-2])
             yield names[0], rows if count is None else undo_rope_permutation(names[0], rows, count)

@@ -1,0 +1,161 @@
+"""How a family's GGUF files name tensors, and what their headers say that config.json would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from quire.engine.errors import ModelError
+
+
+class GGUFHeader(Protocol):
+    """What a family reads of a file (engine/gguf/header.py)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...
+    @property
+    def tensors(self) -> Mapping[str, Any]: ...
+    def get_string(self, key: str) -> str | None: ...
+    def get_integer(self, key: str) -> int | None: ...
+    def get_float(self, key: str) -> float | None: ...
+    def get_bool(self, key: str) -> bool | None: ...
+    def get_integers(self, key: str) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFMetadata:
+    """A header's values below its architecture's name: integer("expert_count") is that of "qwen3moe.expert_count".
+    Each raises ModelError for a value of another type."""
+
+    header: GGUFHeader
+    arch: str
+
+    def integer(self, key: str) -> int | None:
+        return self.header.get_integer(f"{self.arch}.{key}")
+
+    def float(self, key: str) -> float | None:
+        return self.header.get_float(f"{self.arch}.{key}")
+
+    def flag(self, key: str) -> bool | None:
+        return self.header.get_bool(f"{self.arch}.{key}")
+
+    def integers(self, key: str) -> list[int]:
+        """A number for each layer. Raises ModelError where it is one for all."""
+        if not self.is_list(key):
+            raise self.error(key, "expected a number for each layer")
+        return self.header.get_integers(f"{self.arch}.{key}")
+
+    def is_list(self, key: str) -> bool:
+        return isinstance(self.header.metadata.get(f"{self.arch}.{key}"), list)
+
+    def has_tensor(self, name: str) -> bool:
+        return name in self.header.tensors
+
+    def any_layer_has(self, tensor: str) -> bool:
+        return any(each.startswith("blk.") and each.endswith(f".{tensor}") for each in self.header.tensors)
+
+    def error(self, key: str, what: str) -> ModelError:
+        return ModelError(f"model: {self.header.name}: {self.arch}.{key}: {what}")
+
+
+LAYER_MODULES: Mapping[str, str] = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""A layer's modules by what GGUF files of Llama call them: their names in a checkpoint. * is an expert's number."""
+POST_NORM_MODULES: Mapping[str, str] = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+def expert_modules(
+    block: str = "mlp", *, router: str = "gate", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> Mapping[str, str]:
+    """Those of a mixture of experts that a checkpoint calls `block`."""
+    return {
+        "ffn_gate_inp": f"{block}.{router}",
+        "ffn_gate_exps": f"{block}.experts.*.{gate}",
+        "ffn_up_exps": f"{block}.experts.*.{up}",
+        "ffn_down_exps": f"{block}.experts.*.{down}",
+    }
+
+
+def shared_expert_modules(block: str = "mlp.shared_experts") -> Mapping[str, str]:
+    return {f"ffn_{name}_shexp": f"{block}.{name}_proj" for name in ("gate", "up", "down")}
+
+
+MIXTRAL_EXPERT_MODULES = expert_modules("block_sparse_moe", gate="w1", up="w3", down="w2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFFormat:
+    """What is left out is as in files of Llama."""
+
+    architectures: tuple[str, ...]
+    """What files call themselves, in general.architecture."""
+    matches: Callable[[GGUFMetadata], bool] | None = None
+    """Whether a file is of this family, where several families' files call themselves alike. Raises ModelError."""
+    layer_modules: Mapping[str, str] = field(default_factory=lambda: LAYER_MODULES)
+    layer_tensors: Mapping[str, str] = field(default_factory=dict)
+    """The same of whole names of tensors, with their endings."""
+    model_modules: Mapping[str, str] = field(default_factory=dict)
+    """The same of modules beside the layers that Llama's files do not have, without endings."""
+    has_optional_experts: bool = False
+    """Files of these architectures may have experts; else they have them where the family does."""
+    has_latent_attention: bool = False
+    """Heads' sizes are those of latent attention, which `read_fields` reads."""
+    has_optional_window: bool = False
+    """Files say whether layers have a sliding window."""
+    permutes_queries_and_keys: bool = False
+    """Their rows are stored for rotations of neighbours."""
+    tiles_value_heads: bool = False
+    """The value heads of delta nets: the first of each key head, then the second."""
+    read_fields: Callable[[GGUFMetadata, Mapping[str, Any]], Mapping[str, Any]] | None = None
+    """The fields of config.json that only this family has, or has otherwise, given those that all have."""
+
+
+def read_moe_fields(
+    metadata: GGUFMetadata, fields: Mapping[str, Any] | None = None, *, as_wide_as_mlp: bool = False
+) -> dict[str, Any]:
+    """What headers say alike of the families with experts, as a GGUFFormat's `read_fields`. as_wide_as_mlp: of experts
+    as wide as intermediate_size says."""
+    groups, inner = metadata.integer("expert_group_count") or None, metadata.integer("expert_feed_forward_length")
+    width = {"moe_intermediate_size": inner}
+    if as_wide_as_mlp:
+        width = {"intermediate_size": inner} if inner else {}
+    return {
+        "n_shared_experts": metadata.integer("expert_shared_count") or 0,
+        "norm_topk_prob": bool(metadata.flag("expert_weights_norm")),
+        "routed_scaling_factor": metadata.float("expert_weights_scale") or None,
+        "n_group": groups,
+        "topk_group": metadata.integer("expert_group_used_count") or groups,
+        "first_k_dense_replace": metadata.integer("leading_dense_block_count") or 0,
+        "num_nextn_predict_layers": metadata.integer("nextn_predict_layers"),
+        "use_qk_norm": False,
+        "lm_head_bias": metadata.has_tensor("output.bias"),
+        **width,
+    }
+
+
+def read_wide_moe_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
+    return read_moe_fields(metadata, as_wide_as_mlp=True)
+
+
+def read_hybrid_layer_types(metadata: GGUFMetadata, other: str = "linear_attention") -> list[str]:
+    """layer_types, by which layers have keys."""
+    return ["full_attention" if each else other for each in metadata.integers("attention.head_count_kv")]
