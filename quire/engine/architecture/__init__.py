@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from quire.engine.architecture.attention import AttentionLayerSpec
 from quire.engine.architecture.decoder import DecoderSpec, LayerSpec
+from quire.engine.architecture.encoder import EncoderSpec, EncoderWeightNames, parse_activation
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.moe import LatentMoESpec, MoELayerSpec
 from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.pooler_head import HeadLayerSpec
 from quire.engine.architecture.recurrent import DeltaNetSpec, Mamba2LayerSpec, ProjectionMultipliers, ShortConvSpec
 from quire.engine.architecture.rope import QueryScaling
 from quire.engine.architecture.shared_transformer import SharedTransformerSpec
@@ -17,6 +19,9 @@ __all__ = [
     "AttentionLayerSpec",
     "DecoderSpec",
     "DeltaNetSpec",
+    "EncoderSpec",
+    "EncoderWeightNames",
+    "HeadLayerSpec",
     "LatentMoESpec",
     "LayerScalarSpec",
     "LayerSpec",
@@ -32,4 +37,5 @@ __all__ = [
     "SharedTransformerSpec",
     "ShortConvSpec",
     "SublayerSpec",
+    "parse_activation",
 ]

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.engine.architecture.decoder import DecoderSpec
+from quire.engine.architecture.encoder import EncoderSpec
 from quire.engine.architecture.mlp import MLPSpec
 from quire.engine.architecture.moe import MoELayerSpec
 from quire.engine.architecture.shared_transformer import SharedTransformerSpec
 from quire.engine.checkpoint.config_reader import errors_named_as_in_file, has_file, parse_family_config, text_config
 from quire.engine.errors import ModelError
-from quire.engine.families import decoder_model_types, find_family
+from quire.engine.families import decoder_model_types, find_encoder_family, find_family
 from quire.engine.families.base.activations import hidden_activation
 from quire.engine.families.base.model_config import ModelConfig
 
@@ -38,6 +39,22 @@ def _check_activation(config: ModelConfig, spec: DecoderSpec) -> None:
     # Old Gemma files say gelu but mean its tanh form.
     if activation not in {*activations, None} and (activation, activations) != ("gelu", {"gelu_tanh"}):
         raise ModelError(f"model: hidden_act {activation!r} is not supported in a {config.model_type!r}")
+
+
+def family_encoder_spec(config: ModelConfig) -> EncoderSpec:
+    """The spec of an encoder. Raises ModelError for what its family does not compute."""
+    family = find_encoder_family(config.model_type)
+    assert family is not None, f"{config.model_type} is no encoder"
+    return family.build(config)
+
+
+def read_encoder_spec(raw: Mapping[str, Any]) -> EncoderSpec | None:
+    """As read_family_spec, of an encoder."""
+    text = text_config(raw)
+    if find_encoder_family(text.get("model_type")) is None:
+        return None
+    content = text if find_encoder_family(raw.get("model_type")) is None else raw
+    return family_encoder_spec(parse_family_config(content, "config.json"))
 
 
 def read_family_spec(raw: Mapping[str, Any]) -> DecoderSpec | None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.engine.architecture.encoder import EncoderSpec
 from quire.engine.encoders.encoder_chunks import (
     MAX_CHUNK_TOKENS,
     QKV_COST_SHARE,
@@ -26,12 +26,9 @@ from quire.engine.encoders.encoder_chunks import (
     ragged_positions,
     run_all_chunks,
 )
-from quire.engine.errors import ModelError
-from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import LayerNormWeights
 from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_parameter, merge_parameters
-from quire.engine.layers.pooler_head import HeadLayerSpec
 from quire.engine.layers.rope import rope_table
 from quire.engine.layers.schemes import QuantizationScheme
 from quire.kernels.activation import sigmoid, silu
@@ -42,142 +39,8 @@ from quire.kernels.parameters.activation import GELU
 from quire.kernels.parameters.activation import Activation as Elementwise
 from quire.kernels.qk_norm_rope import QKNormRopeParams
 
-Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
-_ACTIVATIONS: dict[str, Activation] = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "silu": "silu",
-    "swiglu": "silu",
-}
 MAX_BUCKET_DISTANCE = 128
 """The distance from which on relative positions share one bucket (Raffel et al., 2020)."""
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderWeightNames:
-    """What a checkpoint names its tensors. Those of a layer follow its own name."""
-
-    word_embeddings: str
-    layer_template: str
-    """With {} for the layer's number."""
-    qkv: tuple[str, ...]
-    out: str
-    attention_norm: str
-    up: tuple[str, ...]
-    """One, or a gate and what it gates."""
-    down: str
-    mlp_norm: str
-    position_embeddings: str | None = None
-    token_type_embeddings: str | None = None
-    embedding_norm: str | None = None
-    final_norm: str | None = None
-    relative_attention_bias: str | None = None
-    """Of the table of relative positions: [buckets, heads]."""
-    layer_scales: tuple[str, str] | None = None
-    """Of what the two parts of a layer give, a factor for each channel."""
-    qk_norms: tuple[str, str] | None = None
-    """Of queries and keys, each of all heads as one; they are RMSNorms."""
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderSpec:
-    """An encoder's shape, and the switches by which families differ."""
-
-    names: EncoderWeightNames
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    head_dim: int
-    eps: float
-    ropes: tuple[dict[str, Any] | None, ...]
-    """Per layer: how positions are rotated in; None: not at all."""
-    windows: tuple[int | None, ...]
-    """Per layer: keys a query sees on either side of itself; None: all."""
-    classifier: Callable[[int, int], Sequence[HeadLayerSpec]]
-    """The linears of ForSequenceClassification, by hidden size and number of labels."""
-    activation: Activation
-    positions: int = 0
-    """Rows of the table of positions."""
-    first_position: int = 0
-    """The row of a prompt's first token."""
-    segments: int = 0
-    num_buckets: int = 0
-    """Of relative positions, whose table all layers share."""
-    bias: bool = True
-    """Of linears."""
-    qkv_bias: bool = True
-    """The same of those alone that make queries, keys and values."""
-    up_bias: bool = True
-    """Of the linear into the feed-forward part, where linears have one."""
-    norm_bias: bool = True
-    gated: bool = False
-    """The feed-forward part is gated (Shazeer, 2020)."""
-    gate_last: bool = False
-    """The checkpoint's one tensor of both has the gate behind what it gates."""
-    pre_norm: bool = False
-    """Norms stand before the parts of a layer; the first layer lacks the one before its attention, unless"""
-    first_norm: bool = False
-    """it has that too."""
-    has_rms_norms: bool = False
-    """Norms are RMSNorm (Zhang and Sennrich, 2019)."""
-    metadata_groups: tuple[int, ...] = ()
-    """Per layer: which of the metadata's groups it computes; (): the first."""
-    causal: bool = False
-    """A token sees what is before it alone."""
-    pads_prompts: bool = False
-    """Prompts are filled up to the longest with padding, which is seen as all else."""
-    projection: tuple[HeadLayerSpec, ...] = ()
-    """What follows the pooling."""
-    unused_prefixes: tuple[str, ...] = ()
-    """How the names of tensors begin that are not needed."""
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.windows)
-
-    @property
-    def max_prompt_len(self) -> int | None:
-        """Tokens of the longest prompt that the table of positions has room for."""
-        return self.positions - self.first_position if self.positions else None
-
-
-def base_encoder_spec(config: ModelConfig, **fields: Any) -> EncoderSpec:
-    """With the fields that nearly every family reads alike, and the family's `fields`."""
-    defaults: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_heads": config.num_heads,
-        "head_dim": config.head_dim,
-        "eps": config.raw.get("layer_norm_eps") or 1e-12,
-        "ropes": (None,) * config.num_layers,
-        "windows": (None,) * config.num_layers,
-        "activation": parse_activation(config.raw.get("hidden_act") or "gelu"),
-    }
-    spec = EncoderSpec(**defaults | fields)
-    if spec.gated and spec.activation in ("quick_gelu", "relu"):
-        raise ModelError(f"model: hidden_act {spec.activation!r} is not supported in a {config.model_type!r}")
-    return spec
-
-
-def make_two_layer_classifier_builder(
-    first: str, activation: str, last: str
-) -> Callable[[int, int], list[HeadLayerSpec]]:
-    """A classifier of two linears of these names, with an activation between them."""
-    return lambda hidden, labels: [
-        HeadLayerSpec(first, hidden, hidden, activation=activation),
-        HeadLayerSpec(last, hidden, labels),
-    ]
-
-
-def parse_activation(name: str) -> Activation:
-    if name not in _ACTIVATIONS:
-        raise ModelError(f"model: hidden_act {name!r} is not supported")
-    return _ACTIVATIONS[name]
 
 
 class _EncoderLayerWeights:

@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
-from quire.engine.families.base import EncoderFamily
+from quire.engine.architecture import EncoderSpec, EncoderWeightNames
+from quire.engine.errors import ModelError
+from quire.engine.families.base import EncoderFamily, ModelConfig, base_encoder_spec, make_two_layer_classifier_builder
+
+_NAMES = EncoderWeightNames(
+    word_embeddings="embeddings.word_embeddings",
+    position_embeddings="embeddings.position_embeddings",
+    token_type_embeddings="embeddings.token_type_embeddings",
+    embedding_norm="embeddings.LayerNorm",
+    layer_template="encoder.layer.{}",
+    qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
+    out="attention.output.dense",
+    attention_norm="attention.output.LayerNorm",
+    up=("intermediate.dense",),
+    down="output.dense",
+    mlp_norm="output.LayerNorm",
+)
+BERT_UNUSED_PREFIXES = ("embeddings.position_ids", "embeddings.token_type_ids", "cls.", "pooler.", "lm_head.")
+"""What checkpoints keep of the training's own heads."""
+BERT_CLASSIFIER = make_two_layer_classifier_builder("pooler.dense", "tanh", "classifier")
+
+
+def build_bert(config: ModelConfig) -> EncoderSpec:
+    raw = config.raw
+    if (kind := raw.get("position_embedding_type") or "absolute") != "absolute":
+        raise ModelError(f"model: config.json: position_embedding_type {kind!r} is not supported")
+    return base_encoder_spec(
+        config,
+        names=_NAMES,
+        classifier=BERT_CLASSIFIER,
+        positions=config.max_position,
+        segments=raw.get("type_vocab_size") or 2,
+        unused_prefixes=BERT_UNUSED_PREFIXES,
+    )
+
 
 BERT = EncoderFamily(
     model_types=("bert",),
     defaults={"max_position_embeddings": 512},
-    module="bert",
-    is_bert_like=True,
+    build=build_bert,
 )

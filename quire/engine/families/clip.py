@@ -1,9 +1,61 @@
-"""The text parts of CLIP (Radford et al., 2021) and SigLIP (Zhai et al., 2023), beside which an image has a vector
-too."""
+"""The text parts of CLIP (Radford et al., 2021) and SigLIP (Zhai et al., 2023): the last token's hidden state, through
+a linear, is the vector. CLIP's tokens see what is before them alone; SigLIP's texts are filled up to one length."""
 
 from __future__ import annotations
 
-from quire.engine.families.base import EncoderFamily
+from typing import Any
+
+from quire.engine.architecture import EncoderSpec, EncoderWeightNames, HeadLayerSpec, parse_activation
+from quire.engine.families.base import EncoderFamily, ModelConfig, base_encoder_spec
+
+_NAMES = EncoderWeightNames(
+    word_embeddings="embeddings.token_embedding",
+    position_embeddings="embeddings.position_embedding",
+    layer_template="encoder.layers.{}",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    out="self_attn.out_proj",
+    attention_norm="layer_norm1",
+    up=("mlp.fc1",),
+    down="mlp.fc2",
+    mlp_norm="layer_norm2",
+    final_norm="final_layer_norm",
+)
+_UNUSED_PREFIXES = ("logit_scale", "logit_bias", "embeddings.position_ids", "vision_model.", "visual_projection.")
+
+
+def _build_clip(config: ModelConfig) -> EncoderSpec:
+    head = HeadLayerSpec("text_projection", config.hidden_size, _clip_vector_size(config), bias=False)
+    return _build(config, head, eps=1e-5, activation="quick_gelu", causal=True)
+
+
+def _build_siglip(config: ModelConfig) -> EncoderSpec:
+    head = HeadLayerSpec("head", config.hidden_size, _siglip_vector_size(config))
+    return _build(config, head, eps=1e-6, activation="gelu_pytorch_tanh", pads_prompts=True)
+
+
+def _build(config: ModelConfig, head: HeadLayerSpec, *, eps: float, activation: str, **fields: Any) -> EncoderSpec:
+    return base_encoder_spec(
+        config,
+        names=_NAMES,
+        classifier=lambda hidden, labels: [],
+        eps=config.raw.get("layer_norm_eps") or eps,
+        activation=parse_activation(config.raw.get("hidden_act") or activation),
+        positions=config.max_position,
+        pre_norm=True,
+        first_norm=True,
+        projection=(head,),
+        unused_prefixes=_UNUSED_PREFIXES,
+        **fields,
+    )
+
+
+def _clip_vector_size(config: ModelConfig) -> int:
+    return config.raw.get("projection_dim") or 512
+
+
+def _siglip_vector_size(config: ModelConfig) -> int:
+    return config.raw.get("projection_size") or config.hidden_size
+
 
 CLIP = EncoderFamily(
     model_types=("clip_text_model",),
@@ -17,9 +69,8 @@ CLIP = EncoderFamily(
         "vocab_size": 49408,
         "max_position_embeddings": 77,
     },
-    module="clip",
-    is_bert_like=True,
-    vector_size=lambda config: config.raw.get("projection_dim") or 512,
+    build=_build_clip,
+    vector_size=_clip_vector_size,
     outer_fields=("projection_dim",),
 )
 SIGLIP = EncoderFamily(
@@ -34,7 +85,6 @@ SIGLIP = EncoderFamily(
         "vocab_size": 32000,
         "max_position_embeddings": 64,
     },
-    module="clip",
-    is_bert_like=True,
-    vector_size=lambda config: config.raw.get("projection_size") or config.hidden_size,
+    build=_build_siglip,
+    vector_size=_siglip_vector_size,
 )

@@ -1,8 +1,38 @@
-"""DistilBERT (Sanh et al., 2019)."""
+"""DistilBERT (Sanh et al., 2019): a BERT without segments and under other names."""
 
 from __future__ import annotations
 
-from quire.engine.families.base import EncoderFamily
+from dataclasses import replace
+
+from quire.engine.architecture import EncoderSpec, EncoderWeightNames, parse_activation
+from quire.engine.families.base import EncoderFamily, ModelConfig, make_two_layer_classifier_builder
+from quire.engine.families.bert import BERT_UNUSED_PREFIXES, build_bert
+
+_NAMES = EncoderWeightNames(
+    word_embeddings="embeddings.word_embeddings",
+    position_embeddings="embeddings.position_embeddings",
+    embedding_norm="embeddings.LayerNorm",
+    layer_template="transformer.layer.{}",
+    qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+    out="attention.out_lin",
+    attention_norm="sa_layer_norm",
+    up=("ffn.lin1",),
+    down="ffn.lin2",
+    mlp_norm="output_layer_norm",
+)
+
+
+def _build(config: ModelConfig) -> EncoderSpec:
+    return replace(
+        build_bert(config),
+        names=_NAMES,
+        classifier=make_two_layer_classifier_builder("pre_classifier", "relu", "classifier"),
+        segments=0,
+        eps=1e-12,
+        activation=parse_activation(config.raw.get("activation") or "gelu"),
+        unused_prefixes=(*BERT_UNUSED_PREFIXES, "vocab_"),
+    )
+
 
 DISTILBERT = EncoderFamily(
     model_types=("distilbert",),
@@ -13,6 +43,5 @@ DISTILBERT = EncoderFamily(
         "n_layers": "num_hidden_layers",
     },
     defaults={"max_position_embeddings": 512},
-    module="distilbert",
-    is_bert_like=True,
+    build=_build,
 )

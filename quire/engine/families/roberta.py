@@ -1,8 +1,24 @@
-"""RoBERTa, XLM-RoBERTa and CamemBERT (Liu et al., 2019; Conneau et al., 2020; Martin et al., 2020)."""
+"""RoBERTa (Liu et al., 2019), XLM-RoBERTa (Conneau et al., 2020) and CamemBERT: a BERT whose positions begin behind the
+id of padding."""
 
 from __future__ import annotations
 
-from quire.engine.families.base import EncoderFamily
+from dataclasses import replace
+
+from quire.engine.architecture import EncoderSpec
+from quire.engine.families.base import EncoderFamily, ModelConfig, make_two_layer_classifier_builder
+from quire.engine.families.bert import build_bert
+
+
+def build_roberta(config: ModelConfig) -> EncoderSpec:
+    padding = config.raw.get("pad_token_id")
+    return replace(
+        build_bert(config),
+        classifier=make_two_layer_classifier_builder("classifier.dense", "tanh", "classifier.out_proj"),
+        first_position=1 + (1 if padding is None else padding),
+        segments=config.raw.get("type_vocab_size") or 1,
+    )
+
 
 ROBERTA = EncoderFamily(
     model_types=(
@@ -11,6 +27,5 @@ ROBERTA = EncoderFamily(
         "camembert",
     ),
     defaults={"type_vocab_size": 2, "max_position_embeddings": 512},
-    module="roberta",
-    is_bert_like=True,
+    build=build_roberta,
 )

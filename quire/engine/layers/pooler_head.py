@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.engine.architecture.pooler_head import HeadLayerSpec
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import LayerNormWeights
 from quire.engine.layers.parameters import ParameterTable, merge_parameters
@@ -21,22 +21,6 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "gelu": F.gelu,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class HeadLayerSpec:
-    """One linear of a head, with what follows it."""
-
-    name: str
-    """Of its tensors in the checkpoint, without .weight and .bias."""
-    in_features: int
-    out_features: int
-    bias: bool = True
-    activation: str = "identity"
-    norm: str | None = None
-    """The name of a LayerNorm behind the activation."""
-    norm_bias: bool = False
-    eps: float = 0.0
 
 
 class PoolerHead:

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.engine.architecture.pooler_head import HeadLayerSpec
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.core.scheduler_output import ScheduledRequest
-from quire.engine.layers.pooler_head import HeadLayerSpec, PoolerHead
+from quire.engine.layers.pooler_head import PoolerHead
 from quire.engine.types import PoolingParams
 from quire.kernels.backend import Backend
 from quire.kernels.gpu.other_devices import accumulation_dtype

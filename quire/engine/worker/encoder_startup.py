@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 
+from quire.engine.architecture.encoder import EncoderSpec
+from quire.engine.checkpoint.family_spec import family_encoder_spec
 from quire.engine.checkpoint.files import stored_at
 from quire.engine.checkpoint.pooling import Pooling, read_tasks
 from quire.engine.config import EngineConfig
-from quire.engine.encoders import encoder_spec
-from quire.engine.encoders.encoder import Encoder, EncoderSpec
+from quire.engine.encoders.encoder import Encoder
 from quire.engine.encoders.encoder_runner import EncoderRunner
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.layers.pooler_head import PoolerHead
@@ -59,7 +60,7 @@ def start_encoder(
     check_weights_fit(config, device, dtype, None if tensors is not None else stored, model_config.num_layers)
     pooling, tasks = read_tasks(path, model_config, config)
     check_encoder_config(config)
-    spec = encoder_spec(model_config)
+    spec = family_encoder_spec(model_config)
     length = encoder_context_length(config, model_config, spec.max_prompt_len, pooling.max_length)
     backend, why = choose_encoder_backend(config, device, dtype, spec.head_dim)
     deterministic = determine_batch_invariance(config, backend, device, dtype)

@@ -8,14 +8,16 @@ import pytest
 import torch
 
 from quire.engine.architecture.parameter_shapes import count_parameters
+from quire.engine.checkpoint.family_spec import family_encoder_spec
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.safetensors import read_stored_weights
+from quire.engine.encoders.encoder import Encoder
 from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.layers.sublayer import BuildContext
 from quire.engine.models import decoder_spec
 from quire.engine.models.decoder import Decoder
 from quire.kernels.reference import ReferenceBackend
-from tests import tiny_models
+from tests import tiny_encoders, tiny_models
 
 CPU = torch.device("cpu")
 NOT_LOADED = {"apertus": 3, "opt": 2 * 64}
@@ -33,3 +35,13 @@ def test_a_spec_says_the_parameters_of_its_decoder(family: str, tmp_path: Path) 
     shapes = spec.parameter_shapes()
     assert shapes == {name: each.shape for name, each in Decoder(spec, context, lambda: None).parameters().items()}
     assert count_parameters(shapes) + NOT_LOADED.get(family, 0) == read_stored_weights(path).floats
+
+
+@pytest.mark.parametrize("family", tiny_encoders.ENCODERS)
+def test_a_spec_says_the_parameters_of_its_encoder(family: str, tmp_path: Path) -> None:
+    spec = family_encoder_spec(read_model_config(tiny_encoders.save_tiny_encoder(tmp_path, family)))
+    backend = ReferenceBackend()
+    scheme = UnquantizedScheme(backend, torch.float32)
+    placement = {"dtype": torch.float32, "device": CPU, "max_model_len": 64, "report_progress": lambda: None}
+    parameters = Encoder(spec, backend, scheme, **placement).parameters()
+    assert spec.parameter_shapes() == {name: tuple(each.shape) for name, each in parameters.items()}

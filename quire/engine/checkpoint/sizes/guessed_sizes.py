@@ -1,4 +1,4 @@
-"""Sizes of models that no file of ours describes, counted from the fields that most config.json files share: encoders,
+"""Sizes of models that no file of ours describes, counted from the fields that most config.json files share:
 what transformers' classes compute, and what is not served.
 
 Layers follow Vaswani et al. (2017) with grouped queries (Ainslie et al., 2023), gated MLPs (Shazeer, 2020), mixtures of
@@ -15,7 +15,6 @@ from quire.engine.checkpoint.adapted import class_not_served
 from quire.engine.checkpoint.config_reader import has_file
 from quire.engine.checkpoint.sizes.decoder_sizes import DecoderSizes
 from quire.engine.errors import ModelError
-from quire.engine.families import find_encoder_family
 from quire.engine.families.base.layer_types import layer_windows
 from quire.engine.families.base.moe_fields import shared_expert_width, sparse_layers
 from quire.engine.families.base.schema.config_schema import ALIASES
@@ -38,23 +37,19 @@ def guess_decoder_sizes(raw: Mapping[str, Any], text: Mapping[str, Any]) -> Deco
     attention, kv, formula, width = _attention_numbers(text, hidden, latents=latents)
     dense, expert, router, shared, sparse = _mlp_numbers(text, hidden, layers)
     experts = optional_size(text, "experts")
-    encoder, is_bert_like = find_encoder_family(kind), _is_bert_like(text)
-    tied = bool(text.get("tie_word_embeddings", encoder is not None or kind in _GPT2_LIKE))
-    has_positions = is_bert_like or kind in _GPT2_LIKE
-    positions = (optional_size(text, "max_position_embeddings") or 2048) if has_positions else 0
+    tied = bool(text.get("tie_word_embeddings", kind in _GPT2_LIKE))
+    positions = (optional_size(text, "max_position_embeddings") or 2048) if kind in _GPT2_LIKE else 0
     table = vocab * hidden
     embeddings = table * (1 if tied else 2) + positions * hidden
-    norm = hidden * (2 if is_bert_like or kind in _TWO_LINEARS else 1)
-    last_norm = hidden if is_bert_like and encoder is not None and encoder.vector_size is None else norm
+    norm = hidden * (2 if kind in _TWO_LINEARS else 1)
     head_bias = vocab if text.get("lm_head_bias") and not tied else 0
     # Layers that keep another state are counted as if they attended.
     body = layers * (attention + 2 * norm) + (layers - sparse) * dense + sparse * (experts * (expert + router) + shared)
     head = kv if latents else _head_dim(text, hidden)
-    cached = 0 if encoder is not None else kv
     return DecoderSizes(
         num_layers=layers,
         vocab_size=vocab,
-        parameters=embeddings + body + last_norm + head_bias,
+        parameters=embeddings + body + norm + head_bias,
         embeddings=embeddings,
         experts=experts if sparse else 0,
         experts_per_token=optional_size(text, "experts_per_token"),
@@ -65,7 +60,7 @@ def guess_decoder_sizes(raw: Mapping[str, Any], text: Mapping[str, Any]) -> Deco
         kv_heads=1 if latents else _num_kv_heads(text),
         head_dim=head,
         attention_width=width * len(windows),
-        layer_states=tuple((PagedState(cached, window, head),) for window in windows),
+        layer_states=tuple((PagedState(kv, window, head),) for window in windows),
     )
 
 
@@ -107,16 +102,11 @@ def _attention_numbers(text: Mapping[str, Any], hidden: int, *, latents: bool) -
         raise ModelError(f"model: config.json: hidden_size: {hidden} cannot be split into {heads} heads")
     parameters = 2 * hidden * heads * size + 2 * hidden * kv_heads * size
     has_bias = any(text.get(name) for name in ("attention_bias", "use_bias", "use_qkv_bias", "enable_bias"))
-    if has_bias or _is_bert_like(text):
+    if has_bias:
         parameters += heads * size + 2 * kv_heads * size + hidden
     parameters += hidden if text.get("attention_out_bias") else 0
     parameters += (heads + kv_heads) * size if text.get("use_qk_norm") else 0
     return parameters, 2 * kv_heads * size, f"2 x {kv_heads} heads x {size}", heads * size
-
-
-def _is_bert_like(text: Mapping[str, Any]) -> bool:
-    encoder = find_encoder_family(text.get("model_type"))
-    return encoder is not None and encoder.is_bert_like
 
 
 def _head_dim(text: Mapping[str, Any], hidden: int) -> int:
@@ -135,10 +125,9 @@ def _mlp_numbers(text: Mapping[str, Any], hidden: int, layers: int) -> tuple[int
     """Returns the parameters of a dense layer's MLP, of one expert, of the router for one expert, and of a layer's
     shared experts, and the number of layers that have experts."""
     kind = text.get("model_type")
-    is_bert_like = _is_bert_like(text)
-    linears = 2 if is_bert_like or kind in _TWO_LINEARS else 3
+    linears = 2 if kind in _TWO_LINEARS else 3
     inner = optional_size(text, "intermediate_size") or int(text.get("expansion_ratio", 4) * hidden)
-    has_bias = any(text.get(name) for name in ("mlp_bias", "use_bias", "enable_bias")) or is_bert_like
+    has_bias = any(text.get(name) for name in ("mlp_bias", "use_bias", "enable_bias"))
     dense = linears * hidden * int(text.get("intermediate_size_mlp") or inner)
     dense += ((linears - 1) * inner + hidden) if has_bias else 0
     if optional_size(text, "experts") < 2:

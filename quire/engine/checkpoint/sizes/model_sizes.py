@@ -19,9 +19,10 @@ from quire.engine.checkpoint.config_reader import (
     wide_activations,
     with_errors_named_as_in_file,
 )
-from quire.engine.checkpoint.family_spec import read_family_spec
+from quire.engine.checkpoint.family_spec import read_encoder_spec, read_family_spec
 from quire.engine.checkpoint.kv_plan import QUANTIZED_BITS
 from quire.engine.checkpoint.sizes.decoder_sizes import DecoderSizes, count_decoder
+from quire.engine.checkpoint.sizes.encoder_sizes import count_encoder
 from quire.engine.checkpoint.sizes.guessed_sizes import (
     guess_decoder_sizes,
     optional_size,
@@ -174,8 +175,10 @@ def _text_to_plan(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _count_family(raw: Mapping[str, Any], *, must_be_served: bool) -> DecoderSizes | None:
-    """The sizes of a decoder whose family a file of ours describes; None: none does. Raises ModelError."""
+    """The sizes of a model whose family a file of ours describes; None: none does. Raises ModelError."""
     try:
+        if (encoder := read_encoder_spec(raw)) is not None:
+            return count_encoder(encoder, caches=bool(raw.get("is_decoder")))
         spec = read_family_spec(raw)
     except ModelError:
         if has_file(raw) and must_be_served:

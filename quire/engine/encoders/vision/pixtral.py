@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.engine.encoders.encoder import EncoderWeightNames
+from quire.engine.architecture.encoder import EncoderWeightNames
 from quire.engine.encoders.vision.projectors import MLPProjector
 from quire.engine.encoders.vision.tower import (
     ChunkedEncoding,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.encoders.encoder import parse_activation
+from quire.engine.architecture.encoder import parse_activation
 from quire.engine.encoders.vision.tower import TowerBuildContext
 from quire.engine.errors import ModelError
 from quire.engine.images.vision_spec import TowerShape

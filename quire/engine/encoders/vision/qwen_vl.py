@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.encoders.encoder import EncoderWeightNames
+from quire.engine.architecture.encoder import EncoderWeightNames
 from quire.engine.encoders.encoder_chunks import MAX_CHUNK_TOKENS
 from quire.engine.encoders.vision.tower import (
     ChunkedEncoding,

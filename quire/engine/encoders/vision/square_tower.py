@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.encoders.encoder import EncoderSpec, EncoderWeightNames
+from quire.engine.architecture.encoder import EncoderSpec, EncoderWeightNames
 from quire.engine.encoders.vision.projectors import Projector
 from quire.engine.encoders.vision.tower import (
     ChunkedEncoding,

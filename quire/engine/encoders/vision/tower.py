@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.encoders.encoder import Encoder, EncoderSpec, EncoderWeightNames, parse_activation
+from quire.engine.architecture.encoder import EncoderSpec, EncoderWeightNames, parse_activation
+from quire.engine.encoders.encoder import Encoder
 from quire.engine.encoders.encoder_chunks import run_all_chunks
 from quire.engine.images.vision_spec import PixelNormalization, TowerShape
 from quire.engine.layers.linear import FusedLinear

@@ -18,6 +18,7 @@ from quire.engine.families.base.config_fields import (
     max_position,
 )
 from quire.engine.families.base.encoder_family import EncoderFamily
+from quire.engine.families.base.encoder_fields import base_encoder_spec, make_two_layer_classifier_builder
 from quire.engine.families.base.family import Family
 from quire.engine.families.base.gguf import (
     LAYER_MODULES,
@@ -147,6 +148,7 @@ __all__ = [
     "attention_free_builder",
     "attention_layer_values_reader",
     "base_decoder_spec",
+    "base_encoder_spec",
     "complete_hybrid_layer_types",
     "complete_layer_types",
     "complete_mamba",
@@ -167,6 +169,7 @@ __all__ = [
     "layer_norm_reader",
     "layer_windows",
     "longrope",
+    "make_two_layer_classifier_builder",
     "mamba2_spec",
     "mamba_spec",
     "max_position",

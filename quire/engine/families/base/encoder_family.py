@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from quire.engine.architecture.encoder import EncoderSpec
 from quire.engine.families.base.family import ConfigFamily
 from quire.engine.families.base.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderFamily(ConfigFamily):
-    module: str
-    """The file of engine/encoders that makes such a model."""
-    is_bert_like: bool = False
-    """Learned positions, biases, and MLPs of two linears."""
+    build: Callable[[ModelConfig], EncoderSpec]
+    """Makes the spec; raises ModelError for what is not computed."""
     reads_classifier_pooling: bool = False
     """A classifier may score the mean of all tokens, where classifier_pooling says so."""
     vector_size: Callable[[ModelConfig], int] | None = None

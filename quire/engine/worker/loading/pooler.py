@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 
+from quire.engine.architecture.pooler_head import HeadLayerSpec
 from quire.engine.checkpoint.files import resolve_model
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.engine.layers.pooler_head import HeadLayerSpec, PoolerHead
+from quire.engine.layers.pooler_head import PoolerHead
 from quire.engine.layers.pooling import Pooler, PoolerHeadFunction, make_pooler_head
 from quire.engine.models.decoder import Decoder
 from quire.engine.text.tokenizer import Tokenizer

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from quire.engine.checkpoint.family_spec import family_encoder_spec
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.quantization import is_aside
 from quire.engine.checkpoint.safetensors import read_tensor_headers, weight_files
-from quire.engine.encoders import encoder_spec
 from quire.engine.errors import ModelError
 from quire.engine.families import find_encoder_family
 from quire.engine.families.base.model_config import ModelConfig
@@ -110,7 +110,7 @@ def _check_same_config(new_config: ModelConfig, served: ModelConfig, *, quantize
             f"weights: config.json: model_type is {new_config.model_type!r}, the model's {served.model_type!r}"
         )
     is_encoder = find_encoder_family(served.model_type) is not None
-    spec_of = encoder_spec if is_encoder else decoder_spec
+    spec_of = family_encoder_spec if is_encoder else decoder_spec
     if (difference := _first_difference("the model", spec_of(new_config), spec_of(served))) is not None:
         name, is_now, was = difference
         raise ModelError(f"weights: config.json: {name} is {is_now}, the model's {was}")

@@ -1,0 +1,160 @@
+"""The spec of an encoder: a bidirectional transformer, with parameters for what families differ in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quire.engine.architecture.norm import NormSpec
+from quire.engine.architecture.parameter_shapes import ParameterShapes, linear_shapes, norm_shapes
+from quire.engine.architecture.pooler_head import HeadLayerSpec
+from quire.engine.errors import ModelError
+
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "silu"]
+_ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swiglu": "silu",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderWeightNames:
+    """What a checkpoint names its tensors. Those of a layer follow its own name."""
+
+    word_embeddings: str
+    layer_template: str
+    """With {} for the layer's number."""
+    qkv: tuple[str, ...]
+    out: str
+    attention_norm: str
+    up: tuple[str, ...]
+    """One, or a gate and what it gates."""
+    down: str
+    mlp_norm: str
+    position_embeddings: str | None = None
+    token_type_embeddings: str | None = None
+    embedding_norm: str | None = None
+    final_norm: str | None = None
+    relative_attention_bias: str | None = None
+    """Of the table of relative positions: [buckets, heads]."""
+    layer_scales: tuple[str, str] | None = None
+    """Of what the two parts of a layer give, a factor for each channel."""
+    qk_norms: tuple[str, str] | None = None
+    """Of queries and keys, each of all heads as one; they are RMSNorms."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderSpec:
+    """An encoder's shape, and the switches by which families differ."""
+
+    names: EncoderWeightNames
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    head_dim: int
+    eps: float
+    ropes: tuple[dict[str, Any] | None, ...]
+    """Per layer: how positions are rotated in; None: not at all."""
+    windows: tuple[int | None, ...]
+    """Per layer: keys a query sees on either side of itself; None: all."""
+    classifier: Callable[[int, int], Sequence[HeadLayerSpec]]
+    """The linears of ForSequenceClassification, by hidden size and number of labels."""
+    activation: Activation
+    positions: int = 0
+    """Rows of the table of positions."""
+    first_position: int = 0
+    """The row of a prompt's first token."""
+    segments: int = 0
+    num_buckets: int = 0
+    """Of relative positions, whose table all layers share."""
+    bias: bool = True
+    """Of linears."""
+    qkv_bias: bool = True
+    """The same of those alone that make queries, keys and values."""
+    up_bias: bool = True
+    """Of the linear into the feed-forward part, where linears have one."""
+    norm_bias: bool = True
+    gated: bool = False
+    """The feed-forward part is gated (Shazeer, 2020)."""
+    gate_last: bool = False
+    """The checkpoint's one tensor of both has the gate behind what it gates."""
+    pre_norm: bool = False
+    """Norms stand before the parts of a layer; the first layer lacks the one before its attention, unless"""
+    first_norm: bool = False
+    """it has that too."""
+    has_rms_norms: bool = False
+    """Norms are RMSNorm (Zhang and Sennrich, 2019)."""
+    metadata_groups: tuple[int, ...] = ()
+    """Per layer: which of the metadata's groups it computes; (): the first."""
+    causal: bool = False
+    """A token sees what is before it alone."""
+    pads_prompts: bool = False
+    """Prompts are filled up to the longest with padding, which is seen as all else."""
+    projection: tuple[HeadLayerSpec, ...] = ()
+    """What follows the pooling."""
+    unused_prefixes: tuple[str, ...] = ()
+    """How the names of tensors begin that are not needed."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
+
+    @property
+    def max_prompt_len(self) -> int | None:
+        """Tokens of the longest prompt that the table of positions has room for."""
+        return self.positions - self.first_position if self.positions else None
+
+    def parameter_shapes(self) -> ParameterShapes:
+        names = self.names
+        tables = {
+            names.word_embeddings: self.vocab_size,
+            names.position_embeddings: self.positions,
+            names.token_type_embeddings: self.segments,
+        }
+        shapes: ParameterShapes = {
+            f"{name}.weight": (rows, self.hidden_size) for name, rows in tables.items() if name is not None and rows
+        }
+        if names.relative_attention_bias is not None:
+            shapes[f"{names.relative_attention_bias}.weight"] = (self.num_buckets, self.num_heads)
+        for name in (names.embedding_norm, names.final_norm):
+            shapes |= {} if name is None else self._norm_shapes(name)
+        for layer in range(self.num_layers):
+            shapes |= self._layer_shapes(layer)
+        return shapes
+
+    def _layer_shapes(self, layer: int) -> ParameterShapes:
+        names, hidden, attention_size = self.names, self.hidden_size, self.num_heads * self.head_dim
+        prefix = names.layer_template.format(layer)
+        inner = self.intermediate_size
+        linears = (
+            (names.qkv, 3 * attention_size, hidden, self.qkv_bias),
+            ((names.out,), hidden, attention_size, True),
+            (names.up, inner * (2 if self.gated else 1), hidden, self.up_bias),
+            ((names.down,), hidden, inner, True),
+        )
+        shapes = ParameterShapes()
+        for parts, out, size, has_bias in linears:
+            modules = [f"{prefix}.{part}" for part in parts]
+            shapes |= linear_shapes(modules, out // len(parts), size, bias=self.bias and has_bias)
+        if layer or not self.pre_norm or self.first_norm:
+            shapes |= self._norm_shapes(f"{prefix}.{names.attention_norm}")
+        shapes |= self._norm_shapes(f"{prefix}.{names.mlp_norm}")
+        shapes |= {f"{prefix}.{scale}": (hidden,) for scale in names.layer_scales or ()}
+        return shapes | {f"{prefix}.{norm}.weight": (attention_size,) for norm in names.qk_norms or ()}
+
+    def _norm_shapes(self, name: str) -> ParameterShapes:
+        norm = NormSpec(self.eps, is_layer_norm=True, bias=self.norm_bias)
+        return norm_shapes({name: self.hidden_size}, norm)
+
+
+def parse_activation(name: str) -> Activation:
+    if name not in _ACTIVATIONS:
+        raise ModelError(f"model: hidden_act {name!r} is not supported")
+    return _ACTIVATIONS[name]
