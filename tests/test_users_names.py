@@ -126,7 +126,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         *(
             "engine.families.base.schema.config_objects",
             "engine.families.base.schema.quantization_schema",
-            "engine.images.vision_config_fields",
+            "engine.families.base.vision.vision_config_fields",
         ),
         *("engine.text.tokenizer_files", "engine.layers.schemes.floats"),
     ),

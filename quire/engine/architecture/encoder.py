@@ -130,9 +130,9 @@ class EncoderSpec:
         return shapes
 
     def _layer_shapes(self, layer: int) -> ParameterShapes:
-        names, hidden, attention_size = self.names, self.hidden_size, self.num_heads * self.head_dim
-        prefix = names.layer_template.format(layer)
-        inner = self.intermediate_size
+        names, prefix = self.names, self.names.layer_template.format(layer)
+        hidden, inner = self.hidden_size, self.intermediate_size
+        attention_size = self.num_heads * self.head_dim
         linears = (
             (names.qkv, 3 * attention_size, hidden, self.qkv_bias),
             ((names.out,), hidden, attention_size, True),

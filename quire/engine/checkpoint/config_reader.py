@@ -17,7 +17,7 @@ from quire.engine.families import (
     find_any_family,
     find_encoder_family,
     find_family,
-    find_text_family,
+    find_multimodal_family,
 )
 from quire.engine.families.base.family import Family
 from quire.engine.families.base.mla_fields import complete_mla
@@ -56,8 +56,8 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     the outer keys of the same name.
     """
     part = next((raw[name] for name in _TEXT_PARTS if raw.get(name)), None)
-    outer, defaults = find_text_family(raw.get("model_type")), dict[str, Any]()
-    fields = {**raw, "model_type": raw.get("model_type") if outer is None else outer.model_types[0]}
+    outer, defaults = find_multimodal_family(raw.get("model_type")), dict[str, Any]()
+    fields = {**raw, "model_type": raw.get("model_type") if outer is None else outer.text_model_type}
     encoder = find_encoder_family(fields["model_type"])
     fields |= part if isinstance(part, Mapping) else {}
     if encoder is not None:
@@ -84,7 +84,7 @@ def has_file(raw: Mapping[str, Any]) -> bool:
     if find_family(kind) is not None:
         return True
     inner = part.get("model_type") if isinstance(part, Mapping) else None
-    return find_text_family(kind) is not None and (not inner or find_any_family(inner) is not None)
+    return find_multimodal_family(kind) is not None and (not inner or find_any_family(inner) is not None)
 
 
 def family_not_served(raw: Mapping[str, Any]) -> str | None:

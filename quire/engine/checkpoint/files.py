@@ -30,7 +30,7 @@ from quire.engine.checkpoint.output_head import tied_as_stored
 from quire.engine.checkpoint.quantization import weight_formats
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ModelError
-from quire.engine.families import find_text_family
+from quire.engine.families import find_multimodal_family
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.schema.config_schema import (
     ALIASES,
@@ -203,7 +203,9 @@ def read_model_config(
     if uses_transformers_class(content, impl):
         return _class_config(files, content, label, ends, forced=impl == "transformers")
     content = (
-        checked_text_config(content, label) if find_text_family(content.get("model_type")) is not None else content
+        checked_text_config(content, label)
+        if find_multimodal_family(content.get("model_type")) is not None
+        else content
     )
     config = parse_family_config(content, label, ends)
     with errors_named_as_in_file(config.names):

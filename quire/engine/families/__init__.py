@@ -3,13 +3,18 @@ config.json calls the model; a new file needs no entry anywhere. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import TypeVar
 
+from quire.engine.families import vision
 from quire.engine.families.base.encoder_family import EncoderFamily
 from quire.engine.families.base.family import ConfigFamily, Family
+from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
+
+_T = TypeVar("_T")
 
 
 def find_family(model_type: object) -> Family | None:
@@ -27,9 +32,9 @@ def find_any_family(model_type: object) -> ConfigFamily | None:
     return _families().get(str(model_type))
 
 
-def find_text_family(multimodal_model_type: object) -> ConfigFamily | None:
-    """Of a model that takes images too, the family of its text part, where text_config does not say it."""
-    return _text_families().get(str(multimodal_model_type))
+def find_multimodal_family(model_type: object) -> MultimodalFamily | None:
+    """Of a model that takes images too."""
+    return _multimodal_families().get(str(model_type))
 
 
 def find_gguf_families(architecture: str) -> list[Family]:
@@ -53,15 +58,21 @@ def encoder_model_types() -> list[str]:
 @cache
 def _families() -> Mapping[str, ConfigFamily]:
     """By model_type."""
-    modules = [import_module(f"{__name__}.{each.name}") for each in iter_modules(__path__) if not each.ispkg]
-    families = [value for module in modules for value in vars(module).values() if isinstance(value, ConfigFamily)]
+    families = _find_all(__name__, __path__, ConfigFamily)
     return {model_type: family for family in families for model_type in family.model_types}
 
 
 @cache
-def _text_families() -> Mapping[str, ConfigFamily]:
+def _multimodal_families() -> Mapping[str, MultimodalFamily]:
     """By the model_type of whole models."""
-    return {outer: family for family in _families().values() for outer in family.multimodal_model_types}
+    families = _find_all(vision.__name__, vision.__path__, MultimodalFamily)
+    return {model_type: family for family in families for model_type in family.model_types}
+
+
+def _find_all(package: str, path: Iterable[str], kind: type[_T]) -> list[_T]:
+    """What is of this kind in a package's modules."""
+    modules = [import_module(f"{package}.{each.name}") for each in iter_modules(path) if not each.ispkg]
+    return [value for module in modules for value in vars(module).values() if isinstance(value, kind)]
 
 
 @cache

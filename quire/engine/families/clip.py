@@ -60,7 +60,6 @@ def _siglip_vector_size(config: ModelConfig) -> int:
 CLIP = EncoderFamily(
     model_types=("clip_text_model",),
     defaults={"max_position_embeddings": 77},
-    multimodal_model_types=("clip",),
     multimodal_text_defaults={
         "hidden_size": 512,
         "intermediate_size": 2048,
@@ -76,7 +75,6 @@ CLIP = EncoderFamily(
 SIGLIP = EncoderFamily(
     model_types=("siglip_text_model",),
     defaults={"max_position_embeddings": 64},
-    multimodal_model_types=("siglip",),
     multimodal_text_defaults={
         "hidden_size": 768,
         "intermediate_size": 3072,

@@ -50,7 +50,6 @@ GEMMA3 = GEMMA2.derive(
         "sliding_window_pattern": 6,
     },
     missing_defaults={"sliding_window": 4096},
-    multimodal_model_types=("gemma3",),
     multimodal_text_defaults={
         "vocab_size": 262_208,
         "hidden_size": 2304,

@@ -194,7 +194,6 @@ GEMMA4 = Family(
         "vocab_size_per_layer_input": 262_144,
     },
     rotates_part=True,
-    multimodal_model_types=("gemma4",),
     complete=_complete,
     build=_build,
     weight_names=WeightNames(stacked_experts=StackedExperts(gate_up_halves=True)),

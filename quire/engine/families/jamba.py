@@ -53,7 +53,8 @@ def _mamba_spec(config: ModelConfig, norm: NormSpec) -> SublayerSpec:
 
 
 def _read_gguf_fields(metadata: GGUFMetadata, fields: Mapping[str, Any]) -> dict[str, Any]:
-    kinds, inner, hidden = read_hybrid_layer_types(metadata), metadata.integer("ssm.inner_size"), fields["hidden_size"]
+    kinds = read_hybrid_layer_types(metadata)
+    inner, hidden = metadata.integer("ssm.inner_size"), fields["hidden_size"]
     has_experts = [metadata.has_tensor(f"blk.{layer}.ffn_gate_inp.weight") for layer in range(len(kinds))]
     return read_mamba_fields(metadata) | {
         "mamba_expand": inner // hidden if inner and hidden else None,

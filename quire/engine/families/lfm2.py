@@ -79,7 +79,6 @@ LFM2 = Family(
         "max_position_embeddings": 128_000,
     },
     missing_defaults={"num_key_value_heads": 8},
-    multimodal_model_types=("lfm2_vl",),
     complete=_complete,
     other_layer_types=("conv",),
     attention={"qk_norm": "heads"},

@@ -6,7 +6,6 @@ from quire.engine.families.base import Family, GGUFFormat, attention_bias_reader
 
 LLAMA = Family(
     model_types=("llama",),
-    multimodal_model_types=("idefics3", "llava", "llava_next", "smolvlm"),
     multimodal_text_defaults={
         "hidden_size": 4096,
         "num_hidden_layers": 32,

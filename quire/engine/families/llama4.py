@@ -71,7 +71,6 @@ LLAMA4 = Family(
         "attention_chunk_size": 8192,
         "max_position_embeddings": 131_072,
     },
-    multimodal_model_types=("llama4",),
     complete=_complete,
     other_layer_types=("chunked_attention",),
     attention={

@@ -8,7 +8,6 @@ MISTRAL = Family(
     model_types=("mistral",),
     defaults={"max_position_embeddings": 131_072},
     missing_defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-    multimodal_model_types=("mistral3",),
     multimodal_text_defaults={
         "hidden_size": 4096,
         "num_hidden_layers": 32,

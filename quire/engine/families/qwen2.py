@@ -8,7 +8,6 @@ QWEN2 = Family(
     model_types=("qwen2",),
     defaults={"max_position_embeddings": 32768},
     missing_defaults={"use_sliding_window": False},
-    multimodal_model_types=("internvl", "llava_onevision"),
     attention={"window": upper_sliding_windows, "qkv_bias": True},
     gguf=GGUFFormat(
         architectures=("qwen2",),

@@ -10,10 +10,8 @@ QWEN2_VL = QWEN2.derive(
     "qwen2_vl_text",
     defaults={"rms_norm_eps": 1e-05, "rope_theta": 1_000_000.0, "max_position_embeddings": 32768},
     missing_defaults={"num_key_value_heads": 8, "use_sliding_window": False},
-    multimodal_model_types=("qwen2_vl",),
     attention={"mrope_axes": mrope_axes_reader(())},
 )
 QWEN2_5_VL = QWEN2_VL.derive(
     "qwen2_5_vl_text",
-    multimodal_model_types=("qwen2_5_vl",),
 )

@@ -87,7 +87,6 @@ QWEN3_5 = Family(
     defaults={"head_dim": 256, "partial_rotary_factor": 0.25, "max_position_embeddings": 32768},
     missing_defaults={"num_key_value_heads": 4},
     rotates_part=True,
-    multimodal_model_types=("qwen3_5",),
     complete=_complete,
     other_layer_types=("linear_attention",),
     norm=lambda config: NormSpec(config.norm_eps, 1.0),
@@ -111,7 +110,6 @@ QWEN3_5_MOE = QWEN3_5.derive(
     "qwen3_5_moe_text",
     defaults={**QWEN3_5.defaults, "norm_topk_prob": True, "intermediate_size": 512},
     missing_defaults={"num_key_value_heads": 2},
-    multimodal_model_types=("qwen3_5_moe",),
     experts=GATED_SHARED_MOE,
     weight_names=WeightNames(layer_modules=GATED_DELTA_NET, stacked_experts=StackedExperts(gate_up_halves=True)),
     gguf=GGUFFormat(

@@ -16,13 +16,11 @@ MROPE_AXES = mrope_axes_reader((24, 20, 20))
 QWEN3_VL = QWEN3.derive(
     "qwen3_vl_text",
     defaults={"tie_word_embeddings": True, "rope_theta": 500_000.0, "max_position_embeddings": 128_000},
-    multimodal_model_types=("qwen3_vl",),
     attention={"mrope_axes": MROPE_AXES},
 )
 # Their config.json does not say that experts' weights are divided by their sum.
 QWEN3_VL_MOE = QWEN3_VL.derive(
     "qwen3_vl_moe_text",
-    multimodal_model_types=("qwen3_vl_moe",),
     experts=moe_reader(size=expert_intermediate_size),
     weight_names=WeightNames(stacked_experts=StackedExperts(gate_up_halves=True, maybe_transposed=True)),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from quire.engine.families.base.gguf import GGUFFormat
+from quire.engine.families.base.gguf.gguf_format import GGUFFormat
 
 _MODEL_MODULES = {
     "token_embd": "model.embed_tokens",

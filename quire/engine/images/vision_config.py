@@ -1,56 +1,34 @@
 """Reads what a model's files say of images: its tower, its connector, and how an image is prepared for them. No torch.
 
-A family is a line of READERS, and a file beside this one that many share.
+A family is a file of engine/families/vision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quire.engine.errors import ModelError
-from quire.engine.folder_reader import convert_parsed_json
-from quire.engine.gguf.model_files import ModelFiles
-from quire.engine.images import dual_encoders, gemma3, gemma4, idefics3, internvl, lfm2, llava, pixtral, qwen_vl
-from quire.engine.images.vision_config_fields import (
+from quire.engine.families import find_multimodal_family
+from quire.engine.families.base.vision.vision_config_fields import (
     ModelConfigFields,
     PreprocessorFields,
     ProcessorFields,
     VisionConfigFields,
 )
-from quire.engine.images.vision_spec import VisionConfig, VisionSpec
+from quire.engine.families.base.vision.vision_spec import VisionConfig, VisionSpec
+from quire.engine.folder_reader import convert_parsed_json
+from quire.engine.gguf.model_files import ModelFiles
 
-VISION_SPEC_BUILDERS: dict[str, Callable[[VisionConfig], VisionSpec]] = {
-    "clip": dual_encoders.clip_vision_spec,
-    "gemma3": gemma3.gemma3_vision_spec,
-    "gemma4": gemma4.gemma4_vision_spec,
-    "idefics3": idefics3.idefics3_vision_spec,
-    "internvl": internvl.internvl_vision_spec,
-    "lfm2_vl": lfm2.lfm2_vl_vision_spec,
-    "llava": llava.llava_vision_spec,
-    "llava_next": llava.llava_next_vision_spec,
-    "llava_onevision": llava.llava_onevision_vision_spec,
-    "mistral3": pixtral.mistral3_vision_spec,
-    "qwen2_5_vl": qwen_vl.qwen2_5_vl_vision_spec,
-    "qwen2_vl": qwen_vl.qwen2_vl_vision_spec,
-    "qwen3_5": qwen_vl.qwen3_vl_vision_spec,
-    "qwen3_5_moe": qwen_vl.qwen3_vl_vision_spec,
-    "qwen3_vl": qwen_vl.qwen3_vl_vision_spec,
-    "qwen3_vl_moe": qwen_vl.qwen3_vl_vision_spec,
-    "siglip": dual_encoders.siglip_vision_spec,
-    "smolvlm": idefics3.idefics3_vision_spec,
-}
-"""By the model_type of those whose images are read."""
-_UNNORMALIZED_MODEL_TYPES = ("gemma4",)
-"""Those whose pixels may be from 0 to 1."""
 ENCODER_CACHE_BYTES = 256 << 20
 """Of images' features that an engine keeps. What was let go of is made again, to the same bits."""
 
 
 def can_read_images(raw: Mapping[str, Any]) -> bool:
     """Whether images are read for a config.json of this kind."""
-    return str(raw.get("model_type")) in VISION_SPEC_BUILDERS and raw.get("vision_config") is not None
+    family = find_multimodal_family(raw.get("model_type"))
+    return family is not None and family.read_vision_spec is not None and raw.get("vision_config") is not None
 
 
 def read_vision_spec(path: Path, raw: Mapping[str, Any] | None = None) -> VisionSpec | None:
@@ -60,7 +38,9 @@ def read_vision_spec(path: Path, raw: Mapping[str, Any] | None = None) -> Vision
     content, label = files.read_json_file("config.json") if raw is None else raw, files.file_label("config.json")
     if content is None or not can_read_images(content):
         return None
-    preprocessor = _read_preprocessor(files, normalizes=str(content.get("model_type")) not in _UNNORMALIZED_MODEL_TYPES)
+    family = find_multimodal_family(content.get("model_type"))
+    normalizes = family is None or not family.takes_unnormalized_pixels
+    preprocessor = _read_preprocessor(files, normalizes=normalizes)
     return _make_vision_spec(content, preprocessor, label)
 
 
@@ -84,9 +64,10 @@ def _make_vision_spec(
     tower = convert_parsed_json(vision_config, VisionConfigFields, f"{label}: vision_config")
     outer = convert_parsed_json(dict(content), ModelConfigFields, label)
     text = {**content, **(text if isinstance(text, dict) else {})}
-    return VISION_SPEC_BUILDERS[str(content.get("model_type"))](
-        VisionConfig(tower, outer, preprocessor, text, label, parameters_only)
-    )
+    family = find_multimodal_family(content.get("model_type"))
+    read = None if family is None else family.read_vision_spec
+    assert read is not None, f"no images are read for a {content.get('model_type')}"
+    return read(VisionConfig(tower, outer, preprocessor, text, label, parameters_only))
 
 
 def _read_preprocessor(files: ModelFiles, *, normalizes: bool) -> PreprocessorFields:

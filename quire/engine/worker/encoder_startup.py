@@ -7,16 +7,14 @@ from pathlib import Path
 
 import torch
 
-from quire.engine.architecture.encoder import EncoderSpec
 from quire.engine.checkpoint.family_spec import family_encoder_spec
 from quire.engine.checkpoint.files import stored_at
-from quire.engine.checkpoint.pooling import Pooling, read_tasks
+from quire.engine.checkpoint.pooling import read_tasks
 from quire.engine.config import EngineConfig
 from quire.engine.encoders.encoder import Encoder
 from quire.engine.encoders.encoder_runner import EncoderRunner
 from quire.engine.families.base.model_config import ModelConfig
-from quire.engine.layers.pooler_head import PoolerHead
-from quire.engine.layers.pooling import Pooler, make_pooler_head
+from quire.engine.layers.pooling import Pooler
 from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.worker.device_memory import explain_weights_out_of_memory
 from quire.engine.worker.device_plan import (
@@ -26,7 +24,7 @@ from quire.engine.worker.device_plan import (
 )
 from quire.engine.worker.images.tower_loader import load_vector_tower
 from quire.engine.worker.loading.model.weight_filling import check_weights_fit, fill_weights
-from quire.engine.worker.loading.pooler import read_tokenizer
+from quire.engine.worker.loading.pooler import make_encoder_pooler_head, read_tokenizer
 from quire.engine.worker.loading.weight_check import ExpectedWeights
 from quire.engine.worker.loading.weight_loader import NamedTensors, checkpoint_stream
 from quire.engine.worker.startup_steps.encoder_settings import (
@@ -41,7 +39,6 @@ from quire.engine.worker.startup_steps.started_worker import (
     make_grammar_compiler,
     plan_without_kv_cache,
 )
-from quire.kernels.backend import Backend
 
 
 def start_encoder(
@@ -69,7 +66,7 @@ def start_encoder(
         model = Encoder(
             spec, backend, scheme, dtype=dtype, device=device, max_model_len=length, report_progress=progress
         )
-        head = _make_vector_head(spec, pooling, backend)
+        head = make_encoder_pooler_head(spec, pooling, backend)
         table = model.parameters() | head.parameters()
         checkpoint = ExpectedWeights(table, tuple(each.folder for each in pooling.dense), spec.unused_prefixes)
         stream = checkpoint_stream(stored) if tensors is None else iter(tensors)
@@ -112,9 +109,3 @@ def _set_threads_and_choose_device(config: EngineConfig) -> torch.device:
     device = choose_device(config)
     check_non_cuda_accelerator_settings(config, device)
     return device
-
-
-def _make_vector_head(spec: EncoderSpec, pooling: Pooling, backend: Backend) -> PoolerHead:
-    if spec.projection:
-        return PoolerHead(spec.projection, backend)
-    return make_pooler_head(pooling, backend, spec.classifier, spec.hidden_size)

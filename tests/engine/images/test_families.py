@@ -23,9 +23,9 @@ from quire.engine.encoders.vision.tower import TowerBuildContext, normalize_pixe
 from quire.engine.encoders.vision.tower_factory import make_tower
 from quire.engine.engine_core import EngineCore
 from quire.engine.errors import ModelError
+from quire.engine.families.base.vision.vision_spec import InvalidImage
 from quire.engine.images.multimodal_prompt import RequestImage, make_multimodal_prompt_builder
 from quire.engine.images.vision_config import read_vision_spec
-from quire.engine.images.vision_spec import InvalidImage
 from quire.engine.layers.schemes import UnquantizedScheme
 from quire.engine.lora.adapter_store import AdapterStore
 from quire.engine.lora.target_modules import adaptable_modules

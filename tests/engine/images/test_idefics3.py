@@ -14,7 +14,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from quire.engine.encoders.vision.tower import normalize_pixels
 from quire.engine.errors import ModelError
-from quire.engine.images.idefics3 import Idefics3VisionSpec, make_tile_layout
+from quire.engine.families.vision.idefics3 import Idefics3VisionSpec, make_tile_layout
 from quire.engine.images.image_decoding import decode_upright, open_image
 from quire.engine.images.vision_config import read_vision_spec
 from tests.tiny_vision import PREPARING, picture

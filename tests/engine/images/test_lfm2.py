@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from transformers.image_processing_backends import TorchvisionBackend
 
-from quire.engine.images.lfm2 import Lfm2VisionSpec
+from quire.engine.families.vision.lfm2_vl import Lfm2VisionSpec
 from quire.engine.images.vision_config import read_vision_spec
 from tests.engine.harness import run
 from tests.engine.images.test_families import about, bits, engine

@@ -22,7 +22,7 @@ from quire.engine.encoders.vision.tower import (
     lengths_of_equal_sequences,
     normalize_pixels,
 )
-from quire.engine.images.gemma4 import Gemma4VisionSpec
+from quire.engine.families.vision.gemma4 import Gemma4VisionSpec
 from quire.engine.layers.builders import build_sublayer
 from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_parameter, merge_parameters
 from quire.engine.layers.schemes.clipped import ClippedScheme

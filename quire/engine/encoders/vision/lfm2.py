@@ -19,7 +19,7 @@ from quire.engine.encoders.vision.tower import (
     lengths_of_equal_sequences,
     normalize_pixels,
 )
-from quire.engine.images.lfm2 import Lfm2VisionSpec
+from quire.engine.families.vision.lfm2_vl import Lfm2VisionSpec
 from quire.engine.layers.parameters import ParameterTable, make_parameter, merge_parameters
 from quire.engine.types import Image
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.engine.encoders.vision.projectors import MLPProjector
 from quire.engine.encoders.vision.square_tower import SquareTower, clip_spec, siglip_spec
 from quire.engine.encoders.vision.tower import ChunkedEncoding, Tower, TowerBuildContext, normalize_pixels
-from quire.engine.images.llava import LlavaVisionSpec
+from quire.engine.families.vision.llava import LlavaVisionSpec
 from quire.engine.layers.parameters import ParameterTable, make_parameter
 from quire.engine.types import Image
 

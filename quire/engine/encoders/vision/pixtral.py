@@ -21,7 +21,7 @@ from quire.engine.encoders.vision.tower import (
     rope_frequencies,
     tower_encoder_spec,
 )
-from quire.engine.images.pixtral import PixtralVisionSpec
+from quire.engine.families.vision.pixtral import PixtralVisionSpec
 from quire.engine.layers.norm import LayerNormWeights
 from quire.engine.layers.parameters import ParameterTable, merge_parameters
 from quire.engine.types import Image

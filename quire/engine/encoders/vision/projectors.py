@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.engine.architecture.encoder import parse_activation
 from quire.engine.encoders.vision.tower import TowerBuildContext
 from quire.engine.errors import ModelError
-from quire.engine.images.vision_spec import TowerShape
+from quire.engine.families.base.vision.vision_spec import TowerShape
 from quire.engine.layers.norm import LayerNormWeights
 from quire.engine.layers.parameters import ParameterTable, make_parameter, merge_parameters
 from quire.kernels.backend import NO_ADAPTERS, Linear

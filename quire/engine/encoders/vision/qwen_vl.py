@@ -24,7 +24,7 @@ from quire.engine.encoders.vision.tower import (
     rope_frequencies,
     tower_encoder_spec,
 )
-from quire.engine.images.qwen_vl import QwenVisionSpec
+from quire.engine.families.vision.qwen_vl import QwenVisionSpec
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.norm import LayerNormWeights
 from quire.engine.layers.parameters import ParameterTable, make_parameter, merge_parameters

@@ -20,8 +20,8 @@ from quire.engine.encoders.vision.tower import (
     normalize_pixels,
     tower_encoder_spec,
 )
-from quire.engine.images.internvl import InternVLVisionSpec
-from quire.engine.images.vision_spec import PixelNormalization, TowerShape
+from quire.engine.families.base.vision.vision_spec import PixelNormalization, TowerShape
+from quire.engine.families.vision.internvl import InternVLVisionSpec
 from quire.engine.layers.norm import LayerNormWeights
 from quire.engine.layers.parameters import LoadableParameter, ParameterTable, make_parameter, merge_parameters
 from quire.engine.types import Image

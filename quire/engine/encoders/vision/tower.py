@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.engine.architecture.encoder import EncoderSpec, EncoderWeightNames, parse_activation
 from quire.engine.encoders.encoder import Encoder
 from quire.engine.encoders.encoder_chunks import run_all_chunks
-from quire.engine.images.vision_spec import PixelNormalization, TowerShape
+from quire.engine.families.base.vision.vision_spec import PixelNormalization, TowerShape
 from quire.engine.layers.linear import FusedLinear
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.schemes import QuantizationScheme, UnquantizedScheme

@@ -28,16 +28,16 @@ from quire.engine.encoders.vision.square_tower import (
     siglip_spec,
 )
 from quire.engine.encoders.vision.tower import Tower, TowerBuildContext
-from quire.engine.images.dual_encoders import DualEncoderVisionSpec
-from quire.engine.images.gemma3 import Gemma3VisionSpec
-from quire.engine.images.gemma4 import Gemma4VisionSpec
-from quire.engine.images.idefics3 import Idefics3VisionSpec
-from quire.engine.images.internvl import InternVLVisionSpec
-from quire.engine.images.lfm2 import Lfm2VisionSpec
-from quire.engine.images.llava import LlavaVisionSpec
-from quire.engine.images.pixtral import PixtralVisionSpec
-from quire.engine.images.qwen_vl import QwenVisionSpec
-from quire.engine.images.vision_spec import VisionSpec
+from quire.engine.families.base.vision.vision_spec import VisionSpec
+from quire.engine.families.vision.dual_encoders import DualEncoderVisionSpec
+from quire.engine.families.vision.gemma3 import Gemma3VisionSpec
+from quire.engine.families.vision.gemma4 import Gemma4VisionSpec
+from quire.engine.families.vision.idefics3 import Idefics3VisionSpec
+from quire.engine.families.vision.internvl import InternVLVisionSpec
+from quire.engine.families.vision.lfm2_vl import Lfm2VisionSpec
+from quire.engine.families.vision.llava import LlavaVisionSpec
+from quire.engine.families.vision.pixtral import PixtralVisionSpec
+from quire.engine.families.vision.qwen_vl import QwenVisionSpec
 
 
 def make_tower(vision: VisionSpec, build_context: TowerBuildContext) -> Tower:

@@ -20,7 +20,7 @@ from quire.engine.families.base.config_fields import (
 from quire.engine.families.base.encoder_family import EncoderFamily
 from quire.engine.families.base.encoder_fields import base_encoder_spec, make_two_layer_classifier_builder
 from quire.engine.families.base.family import Family
-from quire.engine.families.base.gguf import (
+from quire.engine.families.base.gguf.gguf_format import (
     LAYER_MODULES,
     MIXTRAL_EXPERT_MODULES,
     POST_NORM_MODULES,
@@ -32,7 +32,7 @@ from quire.engine.families.base.gguf import (
     read_wide_moe_fields,
     shared_expert_modules,
 )
-from quire.engine.families.base.gguf_mamba import (
+from quire.engine.families.base.gguf.mamba import (
     MAMBA2_GGUF_TENSORS,
     MAMBA_GGUF_MODULES,
     MAMBA_GGUF_TENSORS,

@@ -15,7 +15,7 @@ from quire.engine.architecture.sublayer import SublayerSpec
 from quire.engine.errors import ModelError
 from quire.engine.families.base.base_spec import base_decoder_spec
 from quire.engine.families.base.config_fields import SpecFields, read_fields
-from quire.engine.families.base.gguf import GGUFFormat
+from quire.engine.families.base.gguf.gguf_format import GGUFFormat
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.families.base.moe_fields import with_moe_layers
 from quire.engine.families.base.weight_names import WeightNames
@@ -38,11 +38,8 @@ class ConfigFamily:
     complete: Callable[[dict[str, Any]], None] | None = None
     """Puts into the content of config.json, by Llama's names and with the defaults, what follows from other fields.
     Nothing is checked yet: a value may be of any type."""
-    # Models that take images too: config.json's text_config is of this family
-    multimodal_model_types: tuple[str, ...] = ()
-    """The model_types of whole models whose text part is of this family where text_config does not say it."""
     multimodal_text_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Sizes that such a text_config leaves out."""
+    """Sizes that text_config leaves out, in models that take images too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +131,5 @@ _NO_DECODER_CHANGES: dict[str, Any] = {
     "experts": None,
     "decoder": {},
     "gguf": None,
-    "multimodal_model_types": (),
     "multimodal_text_defaults": {},
 }

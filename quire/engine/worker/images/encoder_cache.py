@@ -11,8 +11,8 @@ from torch import Tensor
 
 from quire.engine.core.scheduler_output import EncoderChunk, NewRequestData, ScheduledRequest, SchedulerOutput
 from quire.engine.encoders.vision.tower import ChunkedEncoding, Tower
+from quire.engine.families.base.vision.vision_spec import VisionSpec
 from quire.engine.images.vision_config import ENCODER_CACHE_BYTES
-from quire.engine.images.vision_spec import VisionSpec
 from quire.engine.models.decoder import MediaEmbeddings
 from quire.engine.types import Image, MediaSpan
 from quire.engine.worker.images.image_positions import ImagePositions

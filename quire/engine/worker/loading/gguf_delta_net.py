@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.engine.architecture.recurrent import DeltaNetSpec
 from quire.engine.errors import ModelError
 from quire.engine.families import find_family
-from quire.engine.families.base.gguf import GGUFFormat
+from quire.engine.families.base.gguf.gguf_format import GGUFFormat
 from quire.engine.families.base.model_config import ModelConfig
 from quire.engine.models import decoder_spec
 

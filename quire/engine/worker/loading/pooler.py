@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from quire.engine.architecture.encoder import EncoderSpec
 from quire.engine.architecture.pooler_head import HeadLayerSpec
 from quire.engine.checkpoint.files import resolve_model
 from quire.engine.checkpoint.pooling import Pooling
@@ -59,6 +60,12 @@ def read_tokenizer(config: EngineConfig, path: Path) -> Tokenizer:
 
 def needs_lm_head(pooling: Pooling, tasks: Collection[Task]) -> bool:
     return "generate" in tasks or pooling.score_tokens is not None
+
+
+def make_encoder_pooler_head(spec: EncoderSpec, pooling: Pooling, backend: Backend) -> PoolerHead:
+    if spec.projection:
+        return PoolerHead(spec.projection, backend)
+    return make_pooler_head(pooling, backend, spec.classifier, spec.hidden_size)
 
 
 def make_decoder_pooler_head(pooling: Pooling, backend: Backend, hidden_size: int) -> PoolerHead:

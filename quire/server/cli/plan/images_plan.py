@@ -14,9 +14,9 @@ from quire.engine.checkpoint.download import fetch_config
 from quire.engine.checkpoint.files import hub_model
 from quire.engine.checkpoint.kv_plan import DTYPE_BYTES
 from quire.engine.errors import ConfigError
+from quire.engine.families.base.vision.vision_spec import VisionSpec
 from quire.engine.images.image_decoding import MAX_PIXELS
 from quire.engine.images.vision_config import ENCODER_CACHE_BYTES, can_read_images, read_vision_spec
-from quire.engine.images.vision_spec import VisionSpec
 from quire.server.cli.plan.estimate import Estimate
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")

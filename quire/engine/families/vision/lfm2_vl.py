@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.engine.errors import ModelError
-from quire.engine.images.vision_spec import (
+from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
+from quire.engine.families.base.vision.vision_spec import (
     ImageLayout,
     PatchMergingVisionSpec,
     TokenText,
@@ -172,3 +173,10 @@ def choose_tile_grid(width: int, height: int, tile: int, min_tiles: int, max_til
     sides = [(n, wide, high) for n in counts for wide in range(1, n + 1) for high in range(1, n + 1)]
     grids = {(wide, high) for _, wide, high in sides if min_tiles <= wide * high <= max_tiles}
     return nearest_grid(grids, width, height, tile)
+
+
+LFM2_VL = MultimodalFamily(
+    model_types=("lfm2_vl",),
+    text_model_type="lfm2",
+    read_vision_spec=lfm2_vl_vision_spec,
+)

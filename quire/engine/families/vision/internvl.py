@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.engine.errors import ModelError
-from quire.engine.images.vision_spec import (
+from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
+from quire.engine.families.base.vision.vision_spec import (
     CLIP_MEAN,
     CLIP_STD,
     ImageLayout,
@@ -131,3 +132,10 @@ def choose_square_grid(width: int, height: int, side: int, min_squares: int, max
     """Columns and rows of `min_squares` to `max_squares` squares: see nearest_grid."""
     grids = [(columns, rows) for columns in range(1, max_squares + 1) for rows in range(1, max_squares // columns + 1)]
     return nearest_grid([grid for grid in grids if grid[0] * grid[1] >= min_squares], width, height, side)
+
+
+INTERNVL = MultimodalFamily(
+    model_types=("internvl",),
+    text_model_type="qwen2",
+    read_vision_spec=internvl_vision_spec,
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.engine.families.base.gguf import GGUFMetadata
+from quire.engine.families.base.gguf.gguf_format import GGUFMetadata
 
 MAMBA_GGUF_MODULES: Mapping[str, str] = {
     "ssm_in": "mamba.in_proj",

@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.engine.images.vision_spec import ImageLayout, TokenText, VisionConfig, VisionSpec, iter_squares_of_image
+from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
+from quire.engine.families.base.vision.vision_spec import (
+    ImageLayout,
+    TokenText,
+    VisionConfig,
+    VisionSpec,
+    iter_squares_of_image,
+)
 from quire.engine.types import Image as Content
 
 if TYPE_CHECKING:
@@ -149,3 +156,13 @@ def _round_up_to_tiles(width: int, height: int, tile: int) -> tuple[int, int]:
         height = math.ceil(height / tile) * tile
         width = math.ceil(int(height * ratio) / tile) * tile
     return max(width, tile), max(height, tile)  # of one pixel's width, rounding may have left none
+
+
+IDEFICS3 = MultimodalFamily(
+    model_types=(
+        "idefics3",
+        "smolvlm",
+    ),
+    text_model_type="llama",
+    read_vision_spec=idefics3_vision_spec,
+)

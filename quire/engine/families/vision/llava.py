@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from quire.engine.errors import ModelError
-from quire.engine.images.pixtral import PixtralVisionSpec, pixtral_vision_spec
-from quire.engine.images.vision_spec import (
+from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
+from quire.engine.families.base.vision.vision_spec import (
     CLIP_MEAN,
     CLIP_STD,
     HALF_RGB,
@@ -24,6 +24,7 @@ from quire.engine.images.vision_spec import (
     VisionConfig,
     VisionSpec,
 )
+from quire.engine.families.vision.pixtral import PixtralVisionSpec, pixtral_vision_spec
 from quire.engine.types import Image as Content
 
 if TYPE_CHECKING:
@@ -332,3 +333,20 @@ def fit_within(width: int, height: int, max_width: int, max_height: int) -> tupl
     if across < down:
         return max_width, min(math.ceil(height * across), max_height)
     return min(math.ceil(width * down), max_width), max_height
+
+
+LLAVA = MultimodalFamily(
+    model_types=("llava",),
+    text_model_type="llama",
+    read_vision_spec=llava_vision_spec,
+)
+LLAVA_NEXT = MultimodalFamily(
+    model_types=("llava_next",),
+    text_model_type="llama",
+    read_vision_spec=llava_next_vision_spec,
+)
+LLAVA_ONEVISION = MultimodalFamily(
+    model_types=("llava_onevision",),
+    text_model_type="qwen2",
+    read_vision_spec=llava_onevision_vision_spec,
+)

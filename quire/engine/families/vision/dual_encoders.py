@@ -5,8 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.engine.images.llava import LlavaVisionSpec, SquaresLayout, TowerKind, check_preprocessor_makes_squares
-from quire.engine.images.vision_spec import CLIP_MEAN, CLIP_STD, HALF_RGB, VisionConfig
+from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
+from quire.engine.families.base.vision.vision_spec import CLIP_MEAN, CLIP_STD, HALF_RGB, VisionConfig
+from quire.engine.families.vision.llava import (
+    LlavaVisionSpec,
+    SquaresLayout,
+    TowerKind,
+    check_preprocessor_makes_squares,
+)
 
 _BICUBIC = 3
 
@@ -97,3 +103,15 @@ def _dual_encoder_vision_spec(
         num_skipped_layers=0,
         embedding_size=embedding_size or shape.hidden_size,
     )
+
+
+CLIP_WITH_IMAGES = MultimodalFamily(
+    model_types=("clip",),
+    text_model_type="clip_text_model",
+    read_vision_spec=clip_vision_spec,
+)
+SIGLIP_WITH_IMAGES = MultimodalFamily(
+    model_types=("siglip",),
+    text_model_type="siglip_text_model",
+    read_vision_spec=siglip_vision_spec,
+)

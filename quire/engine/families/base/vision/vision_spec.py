@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.errors import ModelError
-from quire.engine.images.vision_config_fields import (
+from quire.engine.families.base.vision.vision_config_fields import (
     ModelConfigFields,
     PreprocessorFields,
     SizeFields,

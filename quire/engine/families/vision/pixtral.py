@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.engine.images.vision_spec import (
+from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
+from quire.engine.families.base.vision.vision_spec import (
     CLIP_MEAN,
     CLIP_STD,
     ImageLayout,
@@ -146,3 +147,10 @@ class PixtralLayout(ImageLayout):
         width, height = self.columns * unit, self.rows * unit
         image = image.resize((width, height), resample=Image.Resampling(self.vision.resample_filter))
         yield Content.from_pixels(height, width, image.tobytes())
+
+
+MISTRAL3 = MultimodalFamily(
+    model_types=("mistral3",),
+    text_model_type="mistral",
+    read_vision_spec=mistral3_vision_spec,
+)

@@ -9,7 +9,8 @@ from math import isqrt
 from typing import TYPE_CHECKING
 
 from quire.engine.errors import ModelError
-from quire.engine.images.vision_spec import ImageLayout, TokenText, VisionConfig, VisionSpec
+from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
+from quire.engine.families.base.vision.vision_spec import ImageLayout, TokenText, VisionConfig, VisionSpec
 from quire.engine.types import Image as Content
 
 if TYPE_CHECKING:
@@ -95,3 +96,10 @@ class Gemma3Layout(ImageLayout):
         side = self.vision.square_side
         image = image.resize((side, side), resample=Image.Resampling(self.vision.resample_filter))
         yield Content.from_pixels(side, side, image.tobytes())
+
+
+GEMMA3_WITH_IMAGES = MultimodalFamily(
+    model_types=("gemma3",),
+    text_model_type="gemma3_text",
+    read_vision_spec=gemma3_vision_spec,
+)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from quire.engine.images.vision_spec import ImageLayout, InvalidImage, TokenText, VisionConfig, VisionSpec
+from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
+from quire.engine.families.base.vision.vision_spec import ImageLayout, InvalidImage, TokenText, VisionConfig, VisionSpec
 from quire.engine.types import Image as Content
 
 if TYPE_CHECKING:
@@ -159,3 +160,11 @@ def largest_square_grid(width: int, height: int, square_side: int, max_squares: 
     if not 0 < rows * columns <= max_squares:
         raise InvalidImage(f"the image has {width} x {height} pixels, which are not {max_squares} squares or fewer")
     return columns, rows
+
+
+GEMMA4_WITH_IMAGES = MultimodalFamily(
+    model_types=("gemma4",),
+    text_model_type="gemma4_text",
+    read_vision_spec=gemma4_vision_spec,
+    takes_unnormalized_pixels=True,
+)

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from quire.engine.images.vision_spec import (
+from quire.engine.families.base.vision.multimodal_family import MultimodalFamily
+from quire.engine.families.base.vision.vision_spec import (
     CLIP_MEAN,
     CLIP_STD,
     ImageLayout,
@@ -230,3 +231,35 @@ def smart_resize(width: int, height: int, multiple: int, min_pixels: int, max_pi
         high = math.ceil(height * beta / multiple) * multiple
         wide = math.ceil(width * beta / multiple) * multiple
     return wide, high
+
+
+QWEN2_VL = MultimodalFamily(
+    model_types=("qwen2_vl",),
+    text_model_type="qwen2_vl_text",
+    read_vision_spec=qwen2_vl_vision_spec,
+)
+QWEN2_5_VL = MultimodalFamily(
+    model_types=("qwen2_5_vl",),
+    text_model_type="qwen2_5_vl_text",
+    read_vision_spec=qwen2_5_vl_vision_spec,
+)
+QWEN3_VL = MultimodalFamily(
+    model_types=("qwen3_vl",),
+    text_model_type="qwen3_vl_text",
+    read_vision_spec=qwen3_vl_vision_spec,
+)
+QWEN3_VL_MOE = MultimodalFamily(
+    model_types=("qwen3_vl_moe",),
+    text_model_type="qwen3_vl_moe_text",
+    read_vision_spec=qwen3_vl_vision_spec,
+)
+QWEN3_5 = MultimodalFamily(
+    model_types=("qwen3_5",),
+    text_model_type="qwen3_5_text",
+    read_vision_spec=qwen3_vl_vision_spec,
+)
+QWEN3_5_MOE = MultimodalFamily(
+    model_types=("qwen3_5_moe",),
+    text_model_type="qwen3_5_moe_text",
+    read_vision_spec=qwen3_vl_vision_spec,
+)

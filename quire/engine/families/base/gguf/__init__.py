@@ -1,0 +1,1 @@
+"""How GGUF files name tensors, and what their headers say."""
