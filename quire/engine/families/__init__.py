@@ -55,6 +55,10 @@ def encoder_model_types() -> list[str]:
     return sorted(kind for kind, family in _families().items() if isinstance(family, EncoderFamily))
 
 
+def multimodal_model_types() -> list[str]:
+    return sorted(_multimodal_families())
+
+
 @cache
 def _families() -> Mapping[str, ConfigFamily]:
     """By model_type."""

@@ -42,7 +42,7 @@ class ModelSizes(DecoderSizes):
     dtype: str
     """The checkpoint's type, as stored_dtype reads it."""
     wide_activations: bool
-    """See engine/checkpoint/families.py."""
+    """See engine/checkpoint/config_reader.py."""
     quantization: str | None
     """The method's name; None when the weights are not quantized."""
     bits: float

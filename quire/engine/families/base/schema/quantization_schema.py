@@ -39,7 +39,7 @@ class Quantization(TypedDict, total=False):
     quant_method: Text | None
     fmt: Text | None
     activations: str | None
-    """In GGUF's, ours: what a CPU computes in (engine/checkpoint/families.py)."""
+    """In GGUF's, ours: what a CPU computes in (engine/checkpoint/config_reader.py)."""
     bits: Annotated[float, Meta(ge=0, le=64)] | None
     w_bit: Annotated[float, Meta(ge=0, le=64)] | None
     group_size: Annotated[int, Meta(ge=-1, le=2**24)] | None
