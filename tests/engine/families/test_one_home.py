@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 from quire.engine.families import decoder_model_types, encoder_model_types, multimodal_model_types
+from tests import supported_models
 from tests.tree import ROOT
 
 OTHER_USES = {
@@ -53,3 +54,7 @@ def _described(path: Path) -> list[str]:
         elif isinstance(node, ast.keyword) and node.arg == "model_types" and isinstance(node.value, ast.Tuple):
             found += [each.value for each in node.value.elts if isinstance(each, ast.Constant)]
     return found
+
+
+def test_the_list_of_models_is_that_of_the_files() -> None:
+    assert supported_models.FILE.read_text("utf-8") == supported_models.content(), "python -m tests.supported_models"

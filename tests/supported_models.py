@@ -1,0 +1,144 @@
+"""Writes docs/reference/supported-models.md from the families' files: python -m tests.supported_models"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+from quire.engine.architecture.attention import AttentionLayerSpec
+from quire.engine.architecture.decoder import DecoderSpec
+from quire.engine.architecture.mla import MLALayerSpec
+from quire.engine.architecture.mlp import MLPSpec
+from quire.engine.architecture.moe import MoELayerSpec
+from quire.engine.architecture.recurrent import DeltaNetSpec, Mamba2LayerSpec, MambaLayerSpec, ShortConvSpec
+from quire.engine.architecture.shared_transformer import SharedTransformerSpec
+from quire.engine.architecture.sublayer import SublayerSpec
+from quire.engine.checkpoint.family_spec import read_family_spec
+from quire.engine.families import find_multimodal_family, multimodal_model_types
+from quire.engine.families.base.encoder_family import EncoderFamily
+from quire.engine.families.base.family import ConfigFamily, Family
+from tests import tiny_models
+from tests.tree import ROOT
+
+FILE = ROOT / "docs/reference/supported-models.md"
+FOLDER = ROOT / "quire/engine/families"
+SUBLAYERS: dict[type[SublayerSpec], str] = {
+    AttentionLayerSpec: "attention",
+    MLALayerSpec: "[latent attention](../latents.md)",
+    ShortConvSpec: "[short convolutions](../hybrids.md)",
+    DeltaNetSpec: "[gated delta nets](../hybrids.md)",
+    Mamba2LayerSpec: "[state spaces](../hybrids.md#larger-states)",
+    MambaLayerSpec: "[selective scans](../hybrids.md#larger-states)",
+    SharedTransformerSpec: "blocks that layers share",
+    MLPSpec: "MLP",
+    MoELayerSpec: "[experts](../checkpoints.md#mixtures-of-experts)",
+}
+INTRODUCTION = """# Supported models
+
+Generated from the families' files in `quire/engine/families`, which say all that Quire knows of each, by
+`python -m tests.supported_models`. What is special of some families: [checkpoints](../checkpoints.md). Nearly all other
+causal language models of transformers are served [by their own class](../checkpoints.md#by-transformers-own-class):
+[every class](../models_table.md).
+
+## Models that generate text
+
+`model_type` is what config.json calls them; GGUF is `general.architecture`, -: only safetensors.
+
+| file | models | `model_type` | GGUF | with images | layers, of a small model |
+|---|---|---|---|---|---|
+"""
+ENCODERS = """
+## Models that make vectors and scores
+
+| file | models | `model_type` | with images |
+|---|---|---|---|
+"""
+
+
+def main() -> None:
+    FILE.parent.mkdir(exist_ok=True)
+    FILE.write_text(content(), encoding="utf-8")
+
+
+def content() -> str:
+    files = [(path, list(_families(path))) for path in sorted(FOLDER.glob("*.py")) if path.name != "__init__.py"]
+    decoders = [_decoder_row(path, families) for path, families in files if isinstance(families[0], Family)]
+    encoders = [_encoder_row(path, families) for path, families in files if isinstance(families[0], EncoderFamily)]
+    return "".join([INTRODUCTION, *decoders, ENCODERS, *encoders])
+
+
+def _families(path: Path) -> Iterator[ConfigFamily]:
+    """Those that a file describes, in its order."""
+    module = import_module(f"quire.engine.families.{path.stem}")
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            value = getattr(module, node.targets[0].id)
+            if isinstance(value, ConfigFamily):
+                yield value
+
+
+def _decoder_row(path: Path, families: list[ConfigFamily]) -> str:
+    formats = [each.gguf for each in families if isinstance(each, Family) and each.gguf is not None]
+    architectures = dict.fromkeys(f"`{name}`" for each in formats for name in each.architectures)
+    cells = [
+        _models(path),
+        _names(families),
+        ", ".join(architectures) or "-",
+        _with_images(families),
+        _layers(families),
+    ]
+    return f"| `{path.stem}` | {' | '.join(cells)} |\n"
+
+
+def _encoder_row(path: Path, families: list[ConfigFamily]) -> str:
+    return f"| `{path.stem}` | {' | '.join([_models(path), _names(families), _with_images(families)])} |\n"
+
+
+def _models(path: Path) -> str:
+    """What a file says of its models first."""
+    text = " ".join((ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").split())
+    return text.replace("|", r"\|")
+
+
+def _names(families: list[ConfigFamily]) -> str:
+    return ", ".join(f"`{name}`" for each in families for name in each.model_types)
+
+
+def _with_images(families: list[ConfigFamily]) -> str:
+    """What config.json calls whole models whose text part is of one of these families by itself."""
+    texts = {name for each in families for name in each.model_types}
+    outer = [(name, find_multimodal_family(name)) for name in multimodal_model_types()]
+    found = [name for name, each in outer if each is not None and each.text_model_type in texts]
+    served = [f"`{name}`" for name in found if (each := find_multimodal_family(name)) and each.read_vision_spec]
+    return f"[{', '.join(served)}](../images.md)" if served else "-"
+
+
+def _layers(families: list[ConfigFamily]) -> str:
+    kinds: dict[str, None] = {}
+    for each in families:
+        assert isinstance(each, Family)
+        for spec in _tiny_specs(each):
+            kinds |= dict.fromkeys(_sublayers(spec))
+    return ", ".join(kinds)
+
+
+def _tiny_specs(family: Family) -> list[DecoderSpec]:
+    """Of the first of the tests' tiny models that is of each type; where there is none, of its base's."""
+    configs = {each["model_type"]: tiny_models.SHAPE | each for each in reversed(tiny_models.FAMILIES.values())}
+    specs = [read_family_spec(configs[name]) for name in family.model_types if name in configs]
+    if not specs and family.base is not None:
+        return _tiny_specs(family.base)
+    return [each for each in specs if each is not None]
+
+
+def _sublayers(spec: DecoderSpec) -> Iterator[str]:
+    sublayers = [each for layer in spec.layers for each in layer]
+    yield from (name for kind, name in SUBLAYERS.items() if any(isinstance(each, kind) for each in sublayers))
+    if any(isinstance(each, AttentionLayerSpec) and each.window for each in sublayers):
+        yield "[sliding windows](../sliding_window.md)"
+
+
+if __name__ == "__main__":
+    main()
