@@ -8,7 +8,7 @@ from quire.engine.families.base import Family, GGUFFormat, attention_bias_reader
 GEMMA = Family(
     model_types=("gemma",),
     defaults={"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192},
-    norm=lambda config: NormSpec(config.norm_eps, 1.0),
+    norm=lambda config: NormSpec(config.norm_eps, weight_offset=1.0),
     attention=attention_bias_readers("attention_bias"),
     mlp={"activation": "gelu_tanh"},
     decoder={"embedding_scale": lambda config: config.hidden_size**0.5},

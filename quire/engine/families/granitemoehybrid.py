@@ -35,6 +35,7 @@ def _complete(fields: dict[str, Any]) -> None:
 
 
 def _build(config: ModelConfig) -> DecoderSpec:
+    """Granite's decoder, with its multipliers, before state spaces stand in attention's place."""
     if config.raw.get("num_local_experts"):
         return GRANITEMOE.decoder_spec(config)
     dense_mlp = {"name": "shared_mlp", "intermediate_size": shared_expert_width(config.raw)}

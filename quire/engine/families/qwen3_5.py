@@ -40,7 +40,7 @@ def delta_net_spec(config: ModelConfig, norm: NormSpec) -> SublayerSpec:
 
 
 def _complete(fields: dict[str, Any]) -> None:
-    """Where config.json does not say which layers have attention, it says how many of them one has it."""
+    """Where config.json does not list the layers with attention, every full_attention_interval-th has it."""
     every = fields.get("full_attention_interval") or 4
     if isinstance(every, int):
         complete_layer_types(fields, lambda layer: "linear_attention" if (layer + 1) % every else "full_attention")
@@ -89,7 +89,7 @@ QWEN3_5 = Family(
     rotates_part=True,
     complete=_complete,
     other_layer_types=("linear_attention",),
-    norm=lambda config: NormSpec(config.norm_eps, 1.0),
+    norm=lambda config: NormSpec(config.norm_eps, weight_offset=1.0),
     attention={
         "qk_norm": "heads",
         "has_output_gate": True,

@@ -60,11 +60,13 @@ class Family(ConfigFamily):
 
     # The decoder
     base: Family | None = None
-    """The family whose decoder this one's is like; None: Llama's without biases (base_decoder_spec)."""
+    """The family whose decoder this one's begins with; None: it begins with Llama's without biases
+    (base_decoder_spec). What follows below is applied on top of it."""
     build: Callable[[ModelConfig], DecoderSpec] | None = None
-    """Makes the decoder, in the place of `base`'s; raises ModelError."""
+    """Makes the decoder that this one's begins with, in the place of `base`'s; raises ModelError."""
     norm: Callable[[ModelConfig], NormSpec] | None = None
-    """Reads the spec of all norms; None: the base's."""
+    """Reads the spec of all norms of hidden states, queries and keys; None: the base's. Norms within recurrent
+    sublayers follow from their own spec, and multiply by the stored weight."""
     attention: SpecFields = field(default_factory=dict)
     """Fields of AttentionLayerSpec that differ from the base's."""
     mlp: SpecFields = field(default_factory=dict)
@@ -82,8 +84,9 @@ class Family(ConfigFamily):
     """None: its GGUF files are not served."""
 
     def derive(self, *model_types: str, **changes: Any) -> Family:
-        """A family like this one but for `changes`: what is said of the decoder is said on top of this one's, all else
-        in the place of it."""
+        """A family like this one but for `changes`. Fields of config.json and names of weights in `changes` replace
+        this family's; what they say of the decoder is applied on top of this family's decoder. GGUF files are not
+        inherited."""
         return replace(self, model_types=model_types, base=self, **_NO_DECODER_CHANGES | changes)
 
     @property

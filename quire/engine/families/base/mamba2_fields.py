@@ -27,7 +27,8 @@ MAMBA2_DEFAULTS: Mapping[str, Any] = {
     "mamba_conv_bias": True,
 }
 MAMBA2_PROJECTIONS = tuple(f"mamba.in_proj_{name}" for name in ("z", "x", "b", "c", "dt"))
-"""What a checkpoint has in one as in_proj."""
+"""What a checkpoint has in one as in_proj, in this order: heads * head size outputs of z and of x, groups * state size
+of b and of c, and one of dt for each head."""
 _LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 """What layer_types was called with before."""
 _SIZE_FIELDS = ("mamba_n_groups", "mamba_n_heads", "mamba_d_state", "mamba_d_head", "mamba_d_conv")

@@ -117,8 +117,9 @@ def moe_reader(
     shared_expert: ConfigReader | None = None,
     **fields: Any,
 ) -> MoEReader:
-    """Reads experts: `routing` are fields of Routing, `size` reads an expert's width and `shared_expert` the MLP beside
-    them; `fields` are those of MoELayerSpec."""
+    """Reads experts. `routing`: fields of Routing (kernels/parameters/routing.py); without them the weights of the
+    chosen experts are a softmax of their scores, as Mixtral's. `size` reads an expert's width, `shared_expert` the MLP
+    beside them; `fields` are the others of MoELayerSpec."""
 
     def read_moe(config: ModelConfig, norm: NormSpec) -> MoELayerSpec:
         shared_spec = None if shared_expert is None else shared_expert(config)
@@ -142,7 +143,8 @@ W123_NAMES: SpecFields = {"gate": "w1", "up": "w3", "down": "w2"}
 BLOCK_SPARSE_MOE: SpecFields = {"name": "block_sparse_moe", **W123_NAMES}
 """and what these are in."""
 NORMALIZED_ROUTING: SpecFields = {"is_normalized": flag_reader("norm_topk_prob")}
-"""Weights are divided by their sum where config.json says so."""
+"""A softmax of all experts' scores; the weights of the chosen ones are divided by their sum where config.json says
+so."""
 GROUPED_MOE = moe_reader(
     GROUPED_ROUTING,
     size=expert_intermediate_size,
@@ -151,7 +153,8 @@ GROUPED_MOE = moe_reader(
 )
 """DeepSeek-V3's, as other families have taken them over."""
 GATED_SHARED_MOE = moe_reader(NORMALIZED_ROUTING, size=expert_intermediate_size, shared_expert=_gated_shared_expert)
-"""Those of Qwen2 and of Qwen's later families: the MLP beside them has a gate."""
+"""Those of Qwen2 and of Qwen's later families: the output of the MLP beside them is multiplied by the sigmoid of a
+gate, a linear of one output."""
 
 
 def with_moe_layers(experts: MoELayerSpec, spec: DecoderSpec, config: ModelConfig) -> DecoderSpec:

@@ -21,7 +21,7 @@ BCX = ("conv.b_proj", "conv.c_proj", "conv.x_proj")
 FUSED: LayerModules = {"self_attn.qkv_proj": QKV, "mlp.gate_up_proj": GATE_UP, "conv.in_proj": BCX}
 """What files of several families have in one; GGUF files of any family may."""
 GATED_QUERY: LayerModules = {"self_attn.q_proj": ("self_attn.q_proj", "self_attn.gate_proj")}
-"""Each head's query and its gate."""
+"""For each head the rows of its query, then those of its output gate."""
 
 
 def delta_net_modules(letters: str) -> tuple[str, ...]:
@@ -52,10 +52,11 @@ class WeightNames:
     model_modules: Mapping[str, str] = field(default_factory=dict)
     """Modules beside the layers, without what names begin with, to Llama's names."""
     layer_modules: LayerModules = field(default_factory=dict)
-    """The same of a layer's; several names: it is these in one, outputs after outputs."""
+    """The same of a layer's modules. Several names: the checkpoint's tensor has the rows of these linears, those of the
+    first, then those of the second; of GATED_QUERY, and where `fused_by_group` says so, head by head instead."""
     fused_by_group: bool = False
-    """Queries, keys and values in one: the heads of a group side by side, its queries, its key, its value. What delta
-    nets project: of each key head side by side."""
+    """A fused tensor of queries, keys and values has for each key-value head the rows of its queries, then of its key,
+    then of its value (GPT-NeoX's order); a fused tensor of a delta net has for each key head the rows of all parts."""
     transposed: tuple[str, ...] = ()
     """Modules of a layer whose weights are [in, out]."""
     interleaved_rope: bool = False
