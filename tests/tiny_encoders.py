@@ -33,6 +33,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "modernbert": {"model_type": "modernbert", "local_attention": 32, "classifier_pooling": "mean"},
     "mpnet": {"model_type": "mpnet", "pad_token_id": 1},
     "nomic": {"model_type": "nomic_bert"},
+    "data2vec": {"model_type": "data2vec-text", "pad_token_id": 1},
     "roberta": {"model_type": "roberta", "pad_token_id": 1},
     "xlm-roberta": {"model_type": "xlm-roberta", "pad_token_id": 1, "type_vocab_size": 1},
 }

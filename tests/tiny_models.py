@@ -332,6 +332,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 8.0,
         "final_logit_softcapping": 6.0,
     },
+    "vaultgemma": {
+        **GEMMA,
+        "model_type": "vaultgemma",
+        "attn_logit_softcapping": 8.0,
+        "final_logit_softcapping": 6.0,
+    },
+    "cwm": {"model_type": "cwm", "sliding_window": 24, "num_hidden_layers": 5},
     "gemma3": {**GEMMA, "model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma3-linear-rope": {
         **GEMMA,
