@@ -35,8 +35,26 @@ def spec(folder: str) -> str:
             read, make = _function(reader), _function(maker)
         except (ImportError, AttributeError):
             continue
-        return "\n".join(lines(make(read(Path(folder)))))
+        config = read(Path(folder))
+        made = make(config)
+        return "\n".join([*lines(made), *parameters(made), *stored_names(config.model_type)])
     raise SystemExit(f"golden: no pair of SPEC_READERS is in this tree: {SPEC_READERS}")
+
+
+def parameters(made: Any) -> list[str]:
+    """What the layers of a spec take of a checkpoint: a tensor and its shape a line."""
+    if not hasattr(made, "parameter_shapes"):
+        return []
+    return [f"parameter {name}: {list(shape)}" for name, shape in sorted(made.parameter_shapes().items())]
+
+
+def stored_names(model_type: str) -> list[str]:
+    """What the family's checkpoints, and its GGUF files, call tensors, and how they lay them out."""
+    try:
+        family = _function("quire.engine.families:find_family")(model_type)
+    except (ImportError, AttributeError):
+        return []
+    return [] if family is None else [*lines(family.weight_names), *lines(family.gguf)]
 
 
 def lines(value: Any, indent: str = "") -> list[str]:

@@ -10,7 +10,12 @@ from tests import supported_models
 from tests.tree import ROOT
 
 OTHER_USES = {
-    "quire/engine/checkpoint/adapted/__init__.py": {"camembert", "data2vec-text", "roberta", "xlm-roberta"},  # transformers' classes
+    "quire/engine/checkpoint/adapted/__init__.py": {
+        "camembert",
+        "data2vec-text",
+        "roberta",
+        "xlm-roberta",
+    },  # transformers' classes
     "quire/engine/encoders/vision/llava.py": {"clip"},  # a tower, as vision_config calls it
     "quire/engine/encoders/vision/tower_factory.py": {"clip"},
     "quire/engine/gguf/hf_tokenizer.py": {"gpt2", "llama"},  # tokenizers, as GGUF files call them
